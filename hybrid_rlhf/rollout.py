@@ -1,0 +1,126 @@
+"""The record of one round of sampling: what was asked, what came back, and what was thought of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.metrics import Metrics
+from hybrid_rlhf.tensors import SequenceBatch, length_mask, masked_sum, pad_right
+
+
+@dataclass
+class Prompts:
+    """B prompts, as an on-policy loader yields them.
+
+    ids: token ids with the template's generation marker; texts: the same as text; columns: every other column of the
+    rows, one list of B values each, handed on to reward functions.
+    """
+
+    ids: list[list[int]]
+    texts: list[str]
+    columns: dict[str, list] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def repeat(self, num_samples: int) -> Prompts:
+        """Each prompt `num_samples` times in a row, so that the samples of one prompt (a group) are contiguous."""
+
+        def each(values: Sequence) -> list:
+            return [v for v in values for _ in range(num_samples)]
+
+        return Prompts(each(self.ids), each(self.texts), {k: each(v) for k, v in self.columns.items()})
+
+
+@dataclass
+class Rollout:
+    """B sampled sequences and all that PPO needs to know of them. R is the longest response.
+
+    response_ids (B, R), right-padded; action_mask (B, R) bool, sampled tokens up to and including EOS; has_eos (B,)
+    bool, whether the response ended by itself. The rest is filled in by `collect` and the trainer; shapes as in the
+    glossary: logprobs, ref_logprobs, values, rewards, advantages, returns (B, R); scores (B,).
+    """
+
+    prompts: Prompts
+    response_ids: Tensor
+    action_mask: Tensor
+    has_eos: Tensor
+    completions: list[str] = field(default_factory=list)
+    sampled_logprobs: Tensor | None = None
+    logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    values: Tensor | None = None
+    scores: Tensor | None = None
+    source_scores: dict[str, Tensor] = field(default_factory=dict)
+    rewards: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+
+    @classmethod
+    def from_responses(cls, prompts: Prompts, responses: Sequence[Sequence[int]], has_eos: Sequence[bool],
+                       pad_id: int, completions: list[str]) -> Rollout:
+        """Build the record from token lists; the masks come from lengths. An empty response is not allowed."""
+        lengths = torch.tensor([len(r) for r in responses])
+        mask = length_mask(lengths)
+        return cls(prompts, pad_right(responses, pad_id), mask, torch.tensor(has_eos, dtype=torch.bool), completions)
+
+    def __len__(self) -> int:
+        return self.response_ids.shape[0]
+
+    def sequences(self, pad_id: int) -> SequenceBatch:
+        """Prompts and responses as right-padded sequences (B, T) whose loss_mask marks the actions."""
+        lengths = self.action_mask.sum(1).tolist()
+        responses = [row[:n] for row, n in zip(self.response_ids.tolist(), lengths, strict=True)]
+        rows = [p + r for p, r in zip(self.prompts.ids, responses, strict=True)]
+        total = torch.tensor([len(r) for r in rows])
+        mask = length_mask(total)
+        prompt_part = length_mask(torch.tensor([len(p) for p in self.prompts.ids]), mask.shape[1])
+        return SequenceBatch(pad_right(rows, pad_id), mask, mask & ~prompt_part)
+
+    def rows(self, index: Tensor) -> Rollout:
+        """The sequences `index` (a long tensor), in that order."""
+        chosen = index.tolist()
+        prompts = Prompts([self.prompts.ids[i] for i in chosen], [self.prompts.texts[i] for i in chosen],
+                          {k: [v[i] for i in chosen] for k, v in self.prompts.columns.items()})
+        part = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prompts"}
+        part["completions"] = [self.completions[i] for i in chosen] if self.completions else []
+        part["source_scores"] = {k: v[index] for k, v in self.source_scores.items()}
+        part = {k: v[index] if isinstance(v, Tensor) else v for k, v in part.items()}
+        return Rollout(prompts, **part)
+
+    def shuffle(self, generator: torch.Generator) -> Rollout:
+        return self.rows(torch.randperm(len(self), generator=generator))
+
+    def split(self, size: int) -> Iterator[Rollout]:
+        """Pieces of at most `size` sequences, in order."""
+        for index in torch.arange(len(self)).split(size):
+            yield self.rows(index)
+
+    def mean_kl(self) -> float:
+        """Mean over sequences of sum_t (logprobs - ref_logprobs), in nats: the estimate of KL(actor || ref)."""
+        return float(masked_sum(self.logprobs - self.ref_logprobs, self.action_mask) / len(self))
+
+    def metrics(self) -> Metrics:
+        """What every on-policy method reports of its samples (names follow TRL)."""
+        metrics, size = Metrics(), len(self)
+        lengths = self.action_mask.sum(1).float()
+        metrics.add("reward", self.scores.mean(), size)
+        metrics.add("reward_std", self.scores.std(correction=0), size)
+        for name, scores in self.source_scores.items():
+            metrics.add(f"rewards/{name}/mean", scores.mean(), size)
+            metrics.add(f"rewards/{name}/std", scores.std(correction=0), size)
+        for name, value in (("mean", lengths.mean()), ("min", lengths.min()), ("max", lengths.max())):
+            metrics.add(f"completions/{name}_length", value, size)
+        metrics.add("completions/clipped_ratio", (~self.has_eos).float().mean(), size)
+        if self.ref_logprobs is not None:
+            metrics.add("kl", self.mean_kl(), size)
+            metrics.add("objective/kl", self.mean_kl(), size)
+        metrics.add("objective/score", self.scores.mean(), size)
+        if self.rewards is not None:
+            paid = masked_sum(self.rewards, self.action_mask) / size
+            metrics.add("objective/non_score_reward", paid - self.scores.mean(), size)
+        return metrics
