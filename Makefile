@@ -1,0 +1,49 @@
+# Two commands: `make demo` (train, then see the table) and `make test`. Each makes .venv if it is missing, installs
+# exactly what constraints.txt pins, and runs; the second time the install is skipped.
+# Needs python3 (3.11 or newer), make and g++. Useful settings: SEED=1, PYTHON=python3.12, PYTEST_ARGS="-x -k chat",
+# and PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu for the small CPU build of torch.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+SEED ?= 0
+PYTEST_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# DeepSpeed and torch's extension loader look for ninja on PATH.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Small models gain nothing from many threads and lose much when there are more threads than cores.
+CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
+THREADS := $(shell test $(CORES) -gt 4 && echo 4 || echo $(CORES))
+OMP_NUM_THREADS ?= $(THREADS)
+export OMP_NUM_THREADS
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test test-slow lint install clean
+
+demo: $(STAMP)
+	$(BIN)/python train.py --stage all --seed $(SEED)
+
+test: $(STAMP)
+	@failed=0; $(BIN)/python -m ruff check . || failed=1; \
+	  $(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS) || failed=1; exit $$failed
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/python -m ruff check .
+
+install: $(STAMP)
+
+$(STAMP): setup.py pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is older than 3.11, which the pinned releases need: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 2; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

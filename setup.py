@@ -1,0 +1,82 @@
+"""Packaging: one distribution, one top-level name. training/ and inference/ become subpackages of hybrid_rlhf.
+
+They stand at the top of the checkout because people open them first; in site-packages such common names would collide
+with other people's, so package_dir maps them under hybrid_rlhf (hybrid_rlhf/__init__.py does the same for a checkout).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).resolve().parent
+ROOMS = ("training", "inference")
+
+# torch and transformers reach back to what accelerator images ship today; the other bounds are the releases that this
+# was written with. constraints.txt pins the exact set that the tests run with.
+RUNTIME = [
+    "torch>=2.11",
+    "transformers>=5.17,<6",
+    "deepspeed>=0.19.8",
+    "peft>=0.21.2",
+    "accelerate>=1.15",
+    "datasets>=5.2",
+    "safetensors>=0.8",
+    "tokenizers>=0.23",
+    "numpy>=2.0",
+    "jsonargparse[signatures]>=4.53",
+    "jinja2>=3.1",
+    "rich>=15.0",
+    "pyyaml>=6.0.3",
+    "ninja>=1.13",
+]
+EXTRAS = {
+    "quantize": ["bitsandbytes>=0.50.2"],
+    "report": ["matplotlib>=3.11", "tensorboard>=2.21"],
+}
+EXTRAS["test"] = [
+    "pytest>=9.0", "pytest-timeout>=2.4", "pytest-xdist>=3.8", "hypothesis>=6.170", "ruff>=0.17",
+    "trl==1.16.*",  # the oracle of the first-step losses
+    "vaderSentiment>=3.3.2",  # an example's judge, never a reward
+    *EXTRAS["quantize"], *EXTRAS["report"],
+]
+
+
+def version() -> str:
+    """The version string, read and not imported: torch need not be there when a package is built."""
+    text = (HERE / "hybrid_rlhf" / "__init__.py").read_text(encoding="utf-8")
+    return re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE).group(1)
+
+
+def packages() -> list[str]:
+    """The library's packages and those of the rooms, under the name they are imported by."""
+    rooms = [room for room in ROOMS if (HERE / room / "__init__.py").exists()]
+    inner = [f"{room}.{name}" for room in rooms for name in find_packages(str(HERE / room))]
+    library = find_packages(str(HERE), include=["hybrid_rlhf", "hybrid_rlhf.*"])
+    return library + [f"hybrid_rlhf.{name}" for name in (*rooms, *inner)]
+
+
+setup(
+    name="hybrid-rlhf",
+    version=version(),
+    description="Supervised fine-tuning, reward modelling and PPO on one machine, around one hybrid engine",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=packages(),
+    package_dir={f"hybrid_rlhf.{room}": room for room in ROOMS},
+    package_data={"": ["*.yaml", "*.yml", "*.cpp", "*.h", "*.jinja"]},
+    install_requires=RUNTIME,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["hybrid-rlhf = hybrid_rlhf.cli:main"]},
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Operating System :: POSIX",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+    zip_safe=False,
+)
