@@ -1,0 +1,240 @@
+"""The plan of the house as rules: floors, circles, doors, nevers, sizes and names, read from the source by ast.
+
+Every rule is one function from the root of a checkout to a list of faults, one sentence each.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+H = "hybrid_rlhf"
+
+# room: (floor, its modules). A room imports from itself and from lower floors.
+ROOMS = {
+    "doors": (8, ("train", f"{H}.cli", f"{H}.doctor", f"{H}.init")),
+    "training": (7, (f"{H}.training",)),
+    "trainers": (6, (f"{H}.trainers",)),
+    "collect": (5, (f"{H}.collect",)),
+    "inference": (5, (f"{H}.inference",)),
+    "rewards": (4, (f"{H}.rewards",)),
+    "run": (4, (f"{H}.run",)),
+    "roles": (3, (f"{H}.roles",)),
+    "debug": (3, (f"{H}.debug",)),
+    "engine": (2, (f"{H}.engine",)),
+    "algorithms": (2, (f"{H}.algorithms",)),
+    "data": (2, (f"{H}.data",)),
+    "rollout": (2, (f"{H}.rollout",)),
+    "metrics": (1, (f"{H}.metrics",)),
+    "models": (1, (f"{H}.models",)),
+    "kernels": (1, (f"{H}.kernels",)),
+    "config": (0, (f"{H}.config",)),
+    "distributed": (0, (f"{H}.distributed",)),
+    "tensors": (0, (f"{H}.tensors",)),
+}
+# room: (what it never imports, except). Where the floors alone would allow it.
+NEVERS = {
+    "algorithms": ((H,), (f"{H}.algorithms", f"{H}.tensors")),
+    "inference": ((f"{H}.trainers", f"{H}.run", f"{H}.collect"), ()),
+    # The settings of the sampler are a frozen record that trainers hand on; the machinery behind them stays out.
+    "trainers": ((f"{H}.engine", f"{H}.models", f"{H}.trainers"), (f"{H}.engine.sampling",)),
+}
+# dependency: the modules (or packages) that may import it.
+DOORS = {
+    "accelerate": (f"{H}.run",),
+    "bitsandbytes": (f"{H}.models.quantize",),
+    "datasets": (f"{H}.data.sources",),
+    "deepspeed": (f"{H}.engine.zero",),
+    "jsonargparse": (f"{H}.cli", f"{H}.config"),
+    "matplotlib": (f"{H}.run",),
+    "peft": (f"{H}.models.lora",),
+    "tokenizers": (f"{H}.models",),
+    "transformers": (f"{H}.models.load", f"{H}.models.backbone"),
+    "triton": (f"{H}.kernels",),
+}
+ANYWHERE = {"torch", "numpy", "safetensors", "rich", "yaml", "jinja2"}  # and the standard library
+LAZY = {"accelerate", "bitsandbytes", "datasets", "deepspeed", "matplotlib", "peft", "tokenizers", "transformers"}
+MAX_FILE, MAX_FUNCTION = 300, 40
+# Words that say nothing, or that mean two things elsewhere; the glossary has the ones to use.
+NOT_A_NAME = {"args", "ans", "experience", "helper", "helpers", "manager", "seq", "strategy", "util", "utils"}
+
+
+class Arrow(NamedTuple):
+    source: str  # importing module
+    target: str  # imported module, ours or another's
+    line: int
+    is_lazy: bool  # inside a function, or for type checkers only
+
+
+def modules_of(root: Path) -> dict[str, Path]:
+    """Module name -> file: the library, the rooms at the top under the names they are installed by, and train.py."""
+    found = {"train": root / "train.py"} if (root / "train.py").exists() else {}
+    for folder, prefix in ((H, H), ("training", f"{H}.training"), ("inference", f"{H}.inference")):
+        for path in sorted((root / folder).rglob("*.py")):
+            parts = path.relative_to(root / folder).with_suffix("").parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            found[".".join((prefix, *parts))] = path
+    return found
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def within(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(name == p or name.startswith(p + ".") for p in prefixes)
+
+
+def targets(node: ast.AST, package: str, known: dict[str, Path]) -> list[str]:
+    """The modules that an import statement (or import_module("...")) names; `from a import b` is a.b if that is one."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*above, *([base] if base else [])])
+        return [f"{base}.{a.name}" if f"{base}.{a.name}" in known else base for a in node.names]
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
+        return [a.value for a in node.args[:1] if isinstance(a, ast.Constant)]
+    return []
+
+
+def arrows(known: dict[str, Path]) -> list[Arrow]:
+    """Every import in the house, wherever it stands."""
+
+    def visit(node: ast.AST, name: str, package: str, is_lazy: bool) -> Iterator[Arrow]:
+        for child in ast.iter_child_nodes(node):
+            for target in targets(child, package, known):
+                own = target.split(".")[0] in ("training", "inference")
+                yield Arrow(name, f"{H}.{target}" if own else target, child.lineno, is_lazy)
+            inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) or (
+                isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test))
+            yield from visit(child, name, package, is_lazy or inside)
+
+    return [arrow for name, path in known.items()
+            for arrow in visit(parse(path), name, name if path.stem == "__init__" else name.rpartition(".")[0], False)]
+
+
+def room_of(module: str) -> str | None:
+    return next((room for room, (_, owned) in ROOMS.items() if within(module, owned)), None)
+
+
+def is_ours(module: str) -> bool:
+    return within(module, (H, "train"))
+
+
+def upward(root: Path) -> list[str]:
+    """Imports that do not go down, and modules that no room owns. The package root imports nothing of ours."""
+    known, faults = modules_of(root), []
+    for name in known:
+        if name not in (H, *ROOMS) and room_of(name) is None:
+            faults.append(f"{name} belongs to no room: give it a floor in the plan")
+    for source, target, line, _ in arrows(known):
+        if not is_ours(target) or target == H:
+            continue
+        here, there = room_of(source), room_of(target)
+        if here != there and (here is None or there is None or ROOMS[there][0] >= ROOMS[here][0]):
+            faults.append(f"{source}:{line} imports {target}, which is not on a lower floor")
+    return faults
+
+
+def circles(root: Path) -> list[str]:
+    """Modules that import each other, over any number of steps."""
+    known = modules_of(root)
+    graph = {name: {a.target for a in arrows(known) if a.source == name and a.target in known} for name in known}
+    faults, done = [], set()
+
+    def walk(name: str, trail: tuple[str, ...]) -> None:
+        if name in trail:
+            faults.append("circle: " + " -> ".join((*trail[trail.index(name):], name)))
+        elif name not in done:
+            for target in sorted(graph[name]):
+                walk(target, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        walk(name, ())
+    return faults
+
+
+def nevers(root: Path) -> list[str]:
+    def is_wrong(arrow: Arrow) -> bool:
+        never, allowed = NEVERS.get(room_of(arrow.source) or "", ((), ()))
+        return within(arrow.target, never) and not within(arrow.target, allowed)
+
+    return [f"{a.source}:{a.line} imports {a.target}: {room_of(a.source)} never does"
+            for a in arrows(modules_of(root)) if is_wrong(a)]
+
+
+def doors(root: Path) -> list[str]:
+    """Other people's packages outside their door, at the top of a file where they must wait, or undeclared."""
+    faults = []
+    for source, target, line, is_lazy in arrows(modules_of(root)):
+        package = target.split(".")[0]
+        if is_ours(target) or package in sys.stdlib_module_names or package in ANYWHERE:
+            continue
+        if not within(source, DOORS.get(package, ())):
+            door = " or ".join(DOORS.get(package, ("nowhere: it is no dependency of the library",)))
+            faults.append(f"{source}:{line} imports {package}, whose door is {door}")
+        elif package in LAZY and not is_lazy:
+            faults.append(f"{source}:{line} imports {package} at the top of the file; do it inside the function")
+    return faults
+
+
+def sizes(root: Path) -> list[str]:
+    """Files and functions that have outgrown a page, tests and examples included."""
+    faults, hidden = [], {"build", "outputs", "dist"}
+    for path in sorted(root.rglob("*.py")):
+        inner = path.relative_to(root)
+        if any(part.startswith(".") or part in hidden for part in inner.parts):
+            continue
+        length = len(path.read_text(encoding="utf-8").splitlines())
+        if length > MAX_FILE:
+            faults.append(f"{inner} has {length} lines, more than {MAX_FILE}")
+        for node in ast.walk(parse(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = node.end_lineno - node.lineno + 1
+                if length > MAX_FUNCTION:
+                    faults.append(f"{inner}:{node.lineno} {node.name} has {length} lines, more than {MAX_FUNCTION}")
+    return faults
+
+
+def names_in(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Names that a file gives: functions, parameters, variables, attributes whole, class names word by word."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from ((word.lower(), node.lineno) for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z]+", node.name))
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.name, node.lineno
+            given = node.args
+            yield from ((a.arg, a.lineno) for a in (*given.posonlyargs, *given.args, *given.kwonlyargs))
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+
+
+def names(root: Path) -> list[str]:
+    faults = []
+    for module, path in modules_of(root).items():
+        faults += [f"{module} is called {part}" for part in module.split(".") if part in NOT_A_NAME]
+        faults += [f"{module}:{line} names something {name}" for name, line in names_in(parse(path))
+                   if name in NOT_A_NAME]
+    return faults
+
+
+def inheritance(root: Path) -> list[str]:
+    """Classes that inherit from a class of ours that is neither a Protocol nor an error."""
+    classes = [(m, n) for m, p in modules_of(root).items() for n in ast.walk(parse(p)) if isinstance(n, ast.ClassDef)]
+    bases = {node.name: [ast.unparse(b).split("[")[0].split(".")[-1] for b in node.bases] for _, node in classes}
+    harmless = {name for name, of in bases.items() if any(b.endswith(("Protocol", "Error", "Exception")) for b in of)}
+    return [f"{module}:{node.lineno} {node.name} inherits the implementation of {base}"
+            for module, node in classes for base in bases[node.name] if base in bases and base not in harmless]
+
+
+RULES: list[Callable[[Path], list[str]]] = [upward, circles, nevers, doors, sizes, names, inheritance]
