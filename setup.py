@@ -40,6 +40,7 @@ EXTRAS["test"] = [
     "pytest>=9.0", "pytest-timeout>=2.4", "pytest-xdist>=3.8", "hypothesis>=6.170", "ruff>=0.17",
     "trl==1.16.*",  # the oracle of the first-step losses
     "vaderSentiment>=3.3.2",  # an example's judge, never a reward
+    "setuptools>=77", "wheel>=0.45",  # the packaging tests build without network
     *EXTRAS["quantize"], *EXTRAS["report"],
 ]
 
@@ -69,7 +70,7 @@ setup(
     python_requires=">=3.10",
     packages=packages(),
     package_dir={f"hybrid_rlhf.{room}": room for room in ROOMS},
-    package_data={"": ["*.yaml", "*.yml", "*.cpp", "*.h", "*.jinja"]},
+    package_data={"": [f"**/*.{kind}" for kind in ("yaml", "yml", "cpp", "h", "jinja")]},
     install_requires=RUNTIME,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["hybrid-rlhf = hybrid_rlhf.cli:main"]},
