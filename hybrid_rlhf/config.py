@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import re
+from argparse import ArgumentError
 from collections.abc import Iterable
 
 
@@ -20,3 +22,57 @@ def check(condition: bool, message: str) -> None:
     """Raise UserError(message) unless `condition` holds; for value checks beside the value."""
     if not condition:
         raise UserError(message)
+
+
+def parse(config_class: type, argv: list[str], *, prog: str, description: str = "",
+          default_config: str | None = None, extra: Iterable[str] = ()) -> tuple[object, dict[str, bool]]:
+    """Command line -> (a frozen `config_class`, {flag: given}).
+
+    Later wins: the class's defaults, `default_config` (a YAML file), `--config FILE` and dotted overrides in the order
+    of the command line. `extra` names switches (booleans) that are the door's own. Raises UserError, in one line and
+    with the nearest name, for unknown keys, wrong types and values that a part's own check refuses.
+    """
+    parser = _parser(config_class, prog, description, default_config, extra)
+    try:
+        values = parser.parse_args(argv)
+        parts = dict(vars(parser.instantiate(values)))
+    except UserError:
+        raise
+    except (ArgumentError, OSError, ValueError, TypeError) as error:
+        raise UserError(_one_line(error, _keys(parser))) from error
+    parts.pop("config", None)
+    return config_class(**{k: v for k, v in parts.items() if k not in extra}), {k: bool(parts[k]) for k in extra}
+
+
+def _parser(config_class: type, prog: str, description: str, default_config: str | None, extra: Iterable[str]):  # noqa: ANN202
+    from jsonargparse import ActionConfigFile, ArgumentParser
+
+    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False,
+                            default_config_files=[default_config] if default_config else [])
+    parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of the options below.")
+    for name in extra:
+        parser.add_argument(f"--{name}", action="store_true", help=_SWITCHES.get(name, ""))
+    parser.add_class_arguments(config_class)
+    return parser
+
+
+_SWITCHES = {"preview": "Print three rendered examples of the stage's data, trained tokens marked, and stop.",
+             "print_config": "Print the complete configuration and stop."}
+
+
+def _keys(parser) -> list[str]:  # noqa: ANN001
+    return [a.dest for a in parser._actions if a.dest not in ("help", "==SUPPRESS==")]
+
+
+def _one_line(error: Exception, known: list[str]) -> str:
+    """jsonargparse's message as one line, with the nearest known key where a key is unknown."""
+    text = re.sub(r"\s+", " ", str(error)).strip().replace("Parser key ", "option ")
+    text = re.sub(r"<class '(\w+)'>", r"\1", text)
+    unknown = re.search(r"[Uu]nrecognized arguments?: -*([\w.\-+]+)|does not accept option '([^']+)'|"
+                        r"Option '([^']+)' is not accepted", text)
+    if not unknown:
+        return text
+    group = re.search(r"Group '([^']+)'", text)
+    name = next(g for g in unknown.groups() if g)
+    name = f"{group.group(1)}.{name}" if group else name
+    return f"unknown option {name}{nearest(name, known) or '; --help lists all options'}"

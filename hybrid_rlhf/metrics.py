@@ -36,6 +36,12 @@ class Metrics:
                 entry[1] += weight
         return total
 
+    def renamed(self, names: dict[str, str]) -> Metrics:
+        """The same metrics, those in `names` under another name."""
+        copy = Metrics()
+        copy._sums = {names.get(n, n): list(entry) for n, entry in self._sums.items()}
+        return copy
+
     def over_ranks(self) -> Metrics:
         """The same metrics pooled over all processes. Every process must hold the same names."""
         if world_size() == 1:

@@ -92,6 +92,10 @@ class Rollout:
         part = {k: v[index] if isinstance(v, Tensor) else v for k, v in part.items()}
         return Rollout(prompts, **part)
 
+    def to(self, device: torch.device | str) -> Rollout:
+        part = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Rollout(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in part.items()})
+
     def shuffle(self, generator: torch.Generator) -> Rollout:
         return self.rows(torch.randperm(len(self), generator=generator))
 
@@ -119,8 +123,4 @@ class Rollout:
         if self.ref_logprobs is not None:
             metrics.add("kl", self.mean_kl(), size)
             metrics.add("objective/kl", self.mean_kl(), size)
-        metrics.add("objective/score", self.scores.mean(), size)
-        if self.rewards is not None:
-            paid = masked_sum(self.rewards, self.action_mask) / size
-            metrics.add("objective/non_score_reward", paid - self.scores.mean(), size)
-        return metrics
+        return metrics.add("objective/score", self.scores.mean(), size)

@@ -89,3 +89,18 @@ def last_true(mask: Tensor) -> Tensor:
     """(B, T) bool -> (B,) index of the last true column of each row; -1 for a row without one."""
     columns = torch.arange(mask.shape[1], device=mask.device)
     return torch.where(mask, columns, -1).amax(1)
+
+
+def token_budget_groups(lengths: Tensor, max_tokens: int) -> list[Tensor]:
+    """Row indices in groups whose padded size (rows x longest row) stays within max_tokens; at least one row each.
+
+    Rows are taken in order of length, so that little is padded. The same lengths give the same groups.
+    """
+    order = torch.argsort(lengths, descending=True, stable=True).tolist()
+    groups: list[list[int]] = []
+    for row in order:
+        if groups and (len(groups[-1]) + 1) * int(lengths[groups[-1][0]]) <= max_tokens:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return [torch.tensor(g) for g in groups]

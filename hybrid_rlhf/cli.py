@@ -1,0 +1,108 @@
+"""The door: a stage's name and its settings become a run. The console command `hybrid-rlhf` and train.py are this."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hybrid_rlhf.config import UserError, check, nearest, parse
+
+
+class Stage(NamedTuple):
+    """One row of the stage table: the module with Config, run(config, command) and preview(config)."""
+
+    module: str
+    help: str
+
+
+STAGES = {
+    "sft": Stage("hybrid_rlhf.training.step1_sft", "supervised fine-tuning on demonstrations"),
+    "reward": Stage("hybrid_rlhf.training.step2_reward", "a reward model from preference pairs"),
+    "ppo": Stage("hybrid_rlhf.training.step3_ppo", "PPO against the reward model"),
+    "all": Stage("hybrid_rlhf.training.all_stages", "the three in order; without further flags, the embedded demo"),
+}
+COMMANDS = {"chat": "hybrid_rlhf.inference.chat"}
+
+USAGE = """usage: {prog} --stage STAGE [--config FILE.yaml] [--dotted.key value ...]
+       {prog} chat --model DIR
+
+Stages:
+{stages}
+
+{prog} --stage STAGE --help lists every option of a stage with its default.
+--preview prints three rendered examples of its data; --print_config its complete settings.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code (0 done, 2 the input is wrong, 130 stopped with a checkpoint)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in COMMANDS:
+        return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
+    try:
+        return _train(argv)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+def _train(argv: list[str]) -> int:
+    prog = "hybrid-rlhf" if os.path.basename(sys.argv[0]).startswith("hybrid") else "train.py"
+    name, rest = _take_stage(argv, prog)
+    if name is None:
+        return 0
+    stage = importlib.import_module(STAGES[name].module)
+    config, switches = parse(stage.Config, rest, prog=f"{prog} --stage {name}", description=STAGES[name].help,
+                             default_config=getattr(stage, "DEFAULT_CONFIG", None), extra=("preview", "print_config"))
+    if switches["print_config"]:
+        print(_as_yaml(config), end="")
+        return 0
+    if switches["preview"]:
+        stage.preview(config)
+        return 0
+    from hybrid_rlhf.distributed import shutdown
+    from hybrid_rlhf.run.fit import Stopped
+
+    try:
+        stage.run(config, command=shlex.join([prog, *argv]))
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return 130
+    finally:
+        shutdown()
+    return 0
+
+
+def _take_stage(argv: list[str], prog: str) -> tuple[str | None, list[str]]:
+    """The value of --stage (--stage=X too) and the other arguments; prints the usage where it alone is asked for."""
+    rest, name = [], None
+    words = iter(argv)
+    for word in words:
+        if word == "--stage":
+            name = next(words, None)
+            check(name is not None, f"--stage needs a value: {', '.join(STAGES)}")
+        elif word.startswith("--stage="):
+            name = word.split("=", 1)[1]
+        else:
+            rest.append(word)
+    if name is None:
+        check(not rest or rest[0] in ("-h", "--help"), f"--stage is missing: choose {', '.join(STAGES)}")
+        table = "\n".join(f"  {key:8} {row.help}" for key, row in STAGES.items())
+        print(USAGE.format(prog=prog, stages=table))
+        return None, rest
+    check(name in STAGES, f"--stage {name}: there is no such stage; choose {', '.join(STAGES)}{nearest(name, STAGES)}")
+    return name, rest
+
+
+def _as_yaml(config: object) -> str:
+    import yaml
+
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)

@@ -1,0 +1,1 @@
+"""Models as they come from Hugging Face: loading, saving, adapters, and the pieces training needs of them."""

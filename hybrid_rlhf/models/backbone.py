@@ -1,0 +1,124 @@
+"""A causal model in two pieces, hidden states and output head, whatever its architecture.
+
+The head is the model's own forward with the backbone replaced by given hidden states, so that every architecture's
+scaling, soft-capping and bias of the logits is its own code and not a copy of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_rlhf.tensors import SequenceBatch
+
+
+def hidden_states(model: nn.Module, batch: SequenceBatch) -> Tensor:
+    """Last hidden states (B, T, H) of the backbone of `model` (causal or sequence classification).
+
+    Right padding needs no mask (causal models never look right); packed rows are told apart by position_ids alone,
+    which transformers' mask functions understand when no attention_mask is given.
+    """
+    extra = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
+    return model.base_model(input_ids=batch.input_ids, use_cache=False, **extra).last_hidden_state
+
+
+class _Output:
+    """A backbone's output that holds hidden states and answers None to whatever else a head asks for."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, _name: str) -> None:
+        return None
+
+    def __getitem__(self, key: int | slice) -> object:
+        return (self.last_hidden_state,)[key]
+
+
+class _Given(nn.Module):
+    """Stands in for the backbone and answers with the hidden states it was given."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    @property
+    def decoder(self) -> nn.Module:  # OPT and its kin call backbone.decoder
+        return self
+
+    def forward(self, *_args: object, **_kwargs: object) -> _Output:
+        return _Output(self.hidden)
+
+
+@contextmanager
+def _backbone_replaced(model: nn.Module, stand_in: nn.Module) -> Iterator[None]:
+    name = model.base_model_prefix
+    original = model._modules[name]
+    model._modules[name] = stand_in
+    try:
+        yield
+    finally:
+        model._modules[name] = original
+
+
+def own_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Hidden rows (N, H) -> logits (N, V), by the model's own forward."""
+
+    def head(hidden: Tensor) -> Tensor:
+        ids = torch.zeros(1, hidden.shape[0], dtype=torch.long, device=hidden.device)
+        with _backbone_replaced(model, _Given(hidden[None])):
+            return model(input_ids=ids, use_cache=False).logits[0]
+
+    return head
+
+
+@torch.no_grad()
+def check_head(model: nn.Module) -> None:
+    """Raise RuntimeError if `own_head` of the backbone's states differs from the model's own logits."""
+    ids = torch.arange(8, device=next(model.parameters()).device)[None] % model.config.get_text_config().vocab_size
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    with _evaluating(model):
+        whole = model(input_ids=ids, use_cache=False).logits[0]
+        pieces = own_head(model)(hidden_states(model, SequenceBatch(ids, mask, mask))[0])
+    if not torch.allclose(whole, pieces, rtol=1e-4, atol=1e-4):
+        raise RuntimeError(f"{type(model).__name__}: its logits are not a function of its last hidden states "
+                           f"(largest difference {(whole - pieces).abs().max():.3g}); it cannot be trained here")
+
+
+@torch.no_grad()
+def packing_is_exact(model: nn.Module, tolerance: float = 1e-3) -> bool:
+    """Whether two samples packed into one row give the hidden states they have alone, on this very model.
+
+    False for models that carry a state along the row (Mamba, Jamba) or place tokens by an absolute mask (ALiBi):
+    packing those would leak one sample into the next.
+    """
+    ids = torch.arange(3, 15, device=next(model.parameters()).device) % model.config.get_text_config().vocab_size
+    first, second = ids[:5][None], ids[5:][None]
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None].to(ids.device)
+
+    def states(tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+        return hidden_states(model, SequenceBatch(tokens, mask, mask, position_ids)).float()
+
+    with _evaluating(model):
+        try:
+            packed = states(ids[None], positions)
+        except TypeError:  # the model takes no position_ids at all
+            return False
+        alone = torch.cat([states(first), states(second)], 1)
+    scale = alone.abs().max().clamp(min=1e-6)
+    bound = tolerance if alone.dtype == torch.float32 and next(model.parameters()).dtype == torch.float32 else 0.05
+    return bool((packed - alone).abs().max() / scale < bound)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

@@ -1,0 +1,25 @@
+"""What training calls: modules whose forward gives exactly the numbers a role needs, never whole logits."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from hybrid_rlhf.models.backbone import hidden_states
+from hybrid_rlhf.tensors import SequenceBatch
+
+
+class ScalarModel(nn.Module):
+    """A backbone with a scalar head (num_labels 1): one fp32 number per position, (B, T).
+
+    The number at t is a function of the tokens up to t: a critic reads it where a token is predicted, a reward model
+    at the last real token.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: SequenceBatch) -> Tensor:
+        hidden = hidden_states(self.model, batch)
+        score = self.model.score
+        return nn.functional.linear(hidden.float(), score.weight.float()).squeeze(-1)

@@ -1,0 +1,261 @@
+"""Models and tokenizers from a hub id, a folder or a named preset. With backbone.py the only door to transformers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hybrid_rlhf.config import UserError, check, nearest
+from hybrid_rlhf.models.lora import LoraConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Random small models: (model type, configuration). The vocabulary comes from the tokenizer.
+PRESETS: dict[str, tuple[str, dict]] = {
+    "tiny": ("llama", dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                           num_key_value_heads=2, max_position_embeddings=256)),
+    "demo": ("llama", dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+                           num_key_value_heads=4, max_position_embeddings=256, tie_word_embeddings=True)),
+    "small": ("llama", dict(hidden_size=288, intermediate_size=768, num_hidden_layers=6, num_attention_heads=6,
+                            num_key_value_heads=6, max_position_embeddings=1024, tie_word_embeddings=True)),
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, and how it is held.
+
+    Attributes:
+        model_name_or_path: Hub id or local folder of a causal language model.
+        preset: Instead of that: a random model from scratch (tiny, demo, small), with a tokenizer trained on the data.
+        tokenizer_name_or_path: Tokenizer, where it is not the model's own.
+        vocab_size: Size of the tokenizer that a preset trains.
+        dtype: auto (bfloat16 on an accelerator, float32 on CPU), float32, bfloat16 or float16.
+        attn_implementation: Passed to transformers; auto leaves the choice to it.
+        gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
+        freeze: Regular expressions; parameters whose name matches one (re.search) are not trained.
+        trust_remote_code: Run code that the model's repository brings. Off unless you know its author.
+        lora: Low-rank adapters (r = 0: train all weights).
+    """
+
+    model_name_or_path: str | None = None
+    preset: str | None = None
+    tokenizer_name_or_path: str | None = None
+    vocab_size: int = 512
+    dtype: str = "auto"
+    attn_implementation: str = "auto"
+    gradient_checkpointing: bool = False
+    freeze: list[str] = field(default_factory=list)
+    trust_remote_code: bool = False
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    def __post_init__(self) -> None:
+        check(self.dtype in ("auto", *DTYPES), f"model.dtype is {self.dtype!r}; choose auto, {', '.join(DTYPES)}")
+        check(self.preset is None or self.preset in PRESETS,
+              f"model.preset is {self.preset!r}; there are {', '.join(PRESETS)}{nearest(self.preset or '', PRESETS)}")
+        check(not (self.preset and self.model_name_or_path),
+              "model.preset and model.model_name_or_path are both given; a run starts from one model")
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The torch dtype that `model.dtype` means on `device`."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return DTYPES[name]
+
+
+def check_folder(path: str, needs: Iterable[str] = ("weights", "tokenizer")) -> None:
+    """Raise UserError if `path` is a local folder that cannot hold a model; hub ids pass."""
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+        check(not looks_local, f"model folder {path} does not exist")
+        return
+    check(folder.is_dir(), f"{path} is a file; a model is a folder with config.json, weights and a tokenizer")
+    check((folder / "config.json").exists(), f"{path} is no model folder: it has no config.json")
+    if "weights" in needs and not list(folder.glob("*.safetensors")):
+        pickled = list(folder.glob("*.bin"))
+        check(not pickled, f"{path} holds its weights as {pickled[0].name if pickled else ''}, a pickle that could run "
+                           "code on load; convert it to model.safetensors")
+        raise UserError(f"{path} has no weights: no *.safetensors beside its config.json")
+    if "tokenizer" in needs:
+        known = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
+        check(any((folder / n).exists() for n in known),
+              f"{path} has no tokenizer: none of {', '.join(known)} (or give model.tokenizer_name_or_path)")
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False):  # noqa: ANN201 - a transformers class
+    """The tokenizer at a hub id or folder, with a pad token that is not an end-of-sequence token.
+
+    pad == eos hides the end of every response from whoever masks by id, plain transformers included, so another
+    token is chosen: unk, a token the vocabulary reserves for padding, or a new one.
+    """
+    from transformers import AutoTokenizer
+
+    check_folder(path, needs=("tokenizer",))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"cannot load a tokenizer from {path}: {_first_line(error)}") from error
+    set_pad_token(tokenizer)
+    return tokenizer
+
+
+def set_pad_token(tokenizer) -> bool:  # noqa: ANN001
+    """Give `tokenizer` a pad token other than eos; True if a token had to be added to the vocabulary."""
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
+        return False
+    vocab = tokenizer.get_vocab()
+    reserved = [t for t in vocab if re.search(r"(?i)^<[|\[]?.*pad.*[|\]]?>$|^\[PAD\]$", t)]
+    candidates = [tokenizer.unk_token, *sorted(reserved)]
+    for token in candidates:
+        if token is not None and token != tokenizer.eos_token:
+            tokenizer.pad_token = token
+            return False
+    return tokenizer.add_special_tokens({"pad_token": "<|pad|>"}) > 0
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int):  # noqa: ANN201
+    """A byte-level BPE tokenizer trained on `texts`, with pad, eos and bos tokens of its own."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<|pad|>", eos_token="<|im_end|>",
+                                   clean_up_tokenization_spaces=False)
+
+
+def load_causal_lm(config: ModelConfig, device: torch.device | str = "cpu") -> nn.Module:
+    """The causal language model of `config` (without adapters), on `device`.
+
+    Raises UserError for a folder that is no model, for weights that do not match, and for an encoder-decoder.
+    """
+    return _load("AutoModelForCausalLM", config, torch.device(device))
+
+
+def load_scalar_model(config: ModelConfig, device: torch.device | str = "cpu", new_head_std: float | None = None,
+                      pad_id: int | None = None) -> nn.Module:
+    """A sequence-classification model with one label; from a causal model the head is new.
+
+    new_head_std: standard deviation of a newly made head's weights (None: 1 / sqrt(hidden size + 1)).
+    """
+    model = _load("AutoModelForSequenceClassification", config, torch.device(device), num_labels=1)
+    check(hasattr(model, "score"), f"{type(model).__name__} has no linear score head; use a decoder-only model")
+    if new_head_std is not None or not _has_score(config.model_name_or_path):
+        std = (model.score.in_features + 1) ** -0.5 if new_head_std is None else new_head_std
+        nn.init.normal_(model.score.weight, std=std)
+    if pad_id is not None:
+        model.config.pad_token_id = pad_id
+    return model
+
+
+def _has_score(path: str | None) -> bool:
+    """Whether a local folder's configuration says that it already is a sequence-classification model."""
+    from transformers import AutoConfig
+
+    names = AutoConfig.from_pretrained(path).architectures or []
+    return any("SequenceClassification" in n for n in names)
+
+
+def _load(auto_class: str, config: ModelConfig, device: torch.device, **extra: object) -> nn.Module:
+    import transformers
+
+    path = config.model_name_or_path
+    check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
+    check_folder(path, needs=("weights",))
+    if config.attn_implementation != "auto":
+        extra["attn_implementation"] = config.attn_implementation
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # "score.weight newly initialized" is what we want, not a warning
+    try:
+        model = getattr(transformers, auto_class).from_pretrained(
+            path, dtype=resolve_dtype(config.dtype, device), trust_remote_code=config.trust_remote_code,
+            use_safetensors=True, **extra)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"cannot load {path} by {auto_class}: {_first_line(error)}") from error
+    finally:
+        transformers.logging.set_verbosity(level)
+    return model.to(device)
+
+
+def random_causal_lm(config: ModelConfig, tokenizer, seed: int) -> nn.Module:  # noqa: ANN001
+    """A causal model from scratch in the shape of `config.preset`, seeded, with the tokenizer's special ids."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, shape = PRESETS[config.preset]
+    settings = AutoConfig.for_model(kind, **shape, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id,
+                                    eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(settings)
+
+
+def prepare(model: nn.Module, config: ModelConfig, vocab_size: int) -> nn.Module:
+    """Resize the embeddings if tokens were added, freeze by name, turn on checkpointing. In place."""
+    if vocab_size > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    for pattern in config.freeze:
+        matches = [p for n, p in model.named_parameters() if re.search(pattern, n)]
+        check(bool(matches), f"model.freeze pattern {pattern!r} matches no parameter of {type(model).__name__}, "
+                             f"whose first is {next(iter(model.named_parameters()))[0]}")
+        for parameter in matches:
+            parameter.requires_grad_(False)
+    check(any(p.requires_grad for p in model.parameters()), "model.freeze freezes every parameter; nothing is trained")
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def disable_dropout(model: nn.Module) -> nn.Module:
+    """Set every dropout rate to zero, in modules and in the attention's attributes. In place."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout", "activation_dropout", "layerdrop"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def max_positions(model: nn.Module) -> int | None:
+    """The longest sequence the model has positions for, or None where there is no bound."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def configured_positions(config: ModelConfig) -> int | None:
+    """The number of positions of the model that `config` names, from its configuration alone."""
+    from transformers import AutoConfig
+
+    if config.preset:
+        return PRESETS[config.preset][1]["max_position_embeddings"]
+    path = config.model_name_or_path
+    check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
+    check_folder(path, needs=("weights",))
+    try:
+        found = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"cannot read the configuration of {path}: {_first_line(error)}") from error
+    check(not getattr(found, "is_encoder_decoder", False),
+          f"{path} is an encoder-decoder ({found.model_type}); a causal language model is needed")
+    return getattr(found.get_text_config(), "max_position_embeddings", None)
+
+
+def reload_like(model: nn.Module, folder: str | Path) -> nn.Module:
+    """The model in `folder`, by the class and in the dtype of `model` (adapters aside)."""
+    dtype = next(model.parameters()).dtype
+    return type(model).from_pretrained(folder, dtype=dtype, use_safetensors=True)

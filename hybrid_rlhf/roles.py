@@ -1,0 +1,236 @@
+"""The four roles as handles: what an algorithm may ask of a model, in the algorithm's own shapes.
+
+A role is an engine and what it needs to turn records into the engine's input. Trainers hold roles and know neither
+models nor engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_rlhf.algorithms.likelihood import token_logprobs
+from hybrid_rlhf.config import check
+from hybrid_rlhf.distributed import sum_over_ranks
+from hybrid_rlhf.engine import HybridEngine, SamplingConfig
+from hybrid_rlhf.metrics import Metrics
+from hybrid_rlhf.models.backbone import hidden_states, own_head
+from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.tensors import SequenceBatch, last_true, predicted, predicting, scatter, token_budget_groups
+
+
+@dataclass(frozen=True)
+class RoleConfig:
+    """Settings of one role.
+
+    Attributes:
+        model_name_or_path: Model of this role; None takes the previous stage's.
+        learning_rate: Peak learning rate (actor and critic).
+        micro_batch_tokens: Overrides engine.micro_batch_tokens for this role.
+    """
+
+    model_name_or_path: str | None = None
+    learning_rate: float = 1e-5
+    micro_batch_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check(self.learning_rate >= 0, f"roles.*.learning_rate is {self.learning_rate}; it must not be negative")
+        check(self.micro_batch_tokens is None or self.micro_batch_tokens > 0,
+              f"roles.*.micro_batch_tokens is {self.micro_batch_tokens}; it must be positive")
+
+
+@dataclass
+class TokenScores:
+    """What a policy says of N marked tokens: logprobs (N,) fp32, entropy (N,) or None, correct (N,) bool (argmax)."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    correct: Tensor
+
+
+class PolicyModule(nn.Module):
+    """A causal model whose forward gives log-probabilities of the marked tokens, from chunks of the logits.
+
+    temperature divides the logits, so that the numbers are those of the policy that was sampled.
+    """
+
+    def __init__(self, model: nn.Module, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.model, self.temperature = model, temperature
+
+    def forward(self, batch: SequenceBatch, with_entropy: bool = False) -> TokenScores:
+        hidden = predicting(hidden_states(self.model, batch), batch)
+        return TokenScores(*token_logprobs(hidden, predicted(batch), own_head(self.model),
+                                           temperature=self.temperature, with_entropy=with_entropy))
+
+
+def _batches(engine: HybridEngine, batch: SequenceBatch, max_tokens: int) -> Iterator[tuple[Tensor, SequenceBatch]]:
+    """Row indices and rows of micro-batches within the token budget, on the engine's device."""
+    for index in token_budget_groups(batch.attention_mask.sum(1), max_tokens):
+        yield index, batch.rows(index).to(engine.device)
+
+
+@torch.no_grad()
+def _per_action(engine: HybridEngine, rollout: Rollout, max_tokens: int, numbers: Callable) -> Tensor:
+    """`numbers(rows)` -> one value per action, for the whole rollout as (B, R) fp32 on the CPU, zero at padding."""
+    sequences = rollout.sequences(engine.pad_id)
+    out = torch.zeros(rollout.action_mask.shape)
+    engine.module.eval()
+    for index, rows in _batches(engine, sequences, max_tokens):
+        out[index] = scatter(numbers(rows).float().cpu(), rollout.action_mask[index])
+    return out
+
+
+def _update(engine: HybridEngine, batch: SequenceBatch, max_tokens: int, loss: Callable) -> Metrics:
+    """One optimizer step on `batch`. `loss(rows, index)` -> (share of the loss, {name: (mean, weight)})."""
+    metrics = Metrics()
+
+    def share(index: Tensor) -> Tensor:
+        value, observed = loss(batch.rows(index).to(engine.device), index)
+        for name, (mean, weight) in observed.items():
+            metrics.add(name, mean, weight)
+        return value
+
+    rate = engine.training.learning_rate
+    norm = engine.update(token_budget_groups(batch.attention_mask.sum(1), max_tokens), share)
+    return metrics.add("grad_norm", norm).add("learning_rate", rate)
+
+
+@dataclass
+class Reference:
+    """The policy that the actor is held near to. `logprobs(rollout)` -> (B, R)."""
+
+    engine: HybridEngine
+    max_tokens: int = 8192
+
+    def logprobs(self, rollout: Rollout) -> Tensor:
+        return _per_action(self.engine, rollout, self.max_tokens, lambda rows: self.engine(rows).logprobs)
+
+
+@dataclass
+class Actor:
+    """The policy: samples, is measured, is updated. tokenizer decodes what was sampled, for people and sources."""
+
+    engine: HybridEngine
+    tokenizer: object
+    max_tokens: int = 8192
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        with self.engine.inference():
+            yield
+
+    def generate(self, prompts: Prompts, sampling: SamplingConfig, seed: int) -> Rollout:
+        """One response to each prompt (repeat them for groups). Inside `inference()` only."""
+        generation = self.engine.generate(prompts.ids, sampling, seed)
+        ended = [reason == "eos" for reason in generation.finish_reasons]
+        texts = self.tokenizer.batch_decode(
+            [row[: len(row) - int(end)] for row, end in zip(generation.tokens, ended, strict=True)],
+            skip_special_tokens=True)
+        return Rollout.from_responses(prompts, generation.tokens, ended, self.engine.pad_id, texts)
+
+    def logprobs(self, rollout: Rollout) -> Tensor:
+        """(B, R) log-probabilities of the sampled tokens under the present weights."""
+        return _per_action(self.engine, rollout, self.max_tokens, lambda rows: self.engine(rows).logprobs)
+
+    def update(self, minibatch: Rollout, loss: Callable) -> Metrics:
+        """One optimizer step. `loss(TokenScores, rows of the minibatch, action count over all ranks)`."""
+        batch, count = minibatch.sequences(self.engine.pad_id), sum_over_ranks(minibatch.action_mask.sum())
+
+        def micro(rows: SequenceBatch, index: Tensor) -> tuple[Tensor, dict]:
+            return loss(self.engine(rows, with_entropy=True), minibatch.rows(index).to(self.engine.device), count)
+
+        return _update(self.engine, batch, self.max_tokens, micro)
+
+    def fit_tokens(self, batch: SequenceBatch, loss: Callable) -> Metrics:
+        """One optimizer step on the marked tokens. `loss(TokenScores, token count over all ranks)`."""
+        count = sum_over_ranks(batch.loss_mask[:, 1:].sum())
+        return _update(self.engine, batch, self.max_tokens, lambda rows, _: loss(self.engine(rows), count))
+
+    @torch.no_grad()
+    def score_tokens(self, batch: SequenceBatch) -> Sequence[TokenScores]:
+        """TokenScores of the marked tokens, micro-batch by micro-batch, without gradients."""
+        self.engine.module.eval()
+        return [self.engine(rows) for _, rows in _batches(self.engine, batch, self.max_tokens)]
+
+
+@dataclass
+class Critic:
+    """The value of each state: what the rest of the response will be paid."""
+
+    engine: HybridEngine
+    max_tokens: int = 8192
+
+    def values(self, rollout: Rollout) -> Tensor:
+        """(B, R): the value before each action."""
+        return _per_action(self.engine, rollout, self.max_tokens, lambda rows: predicting(self.engine(rows), rows))
+
+    def update(self, minibatch: Rollout, loss: Callable) -> Metrics:
+        """One optimizer step. `loss(new_values (N,), rows of the minibatch, action count over all ranks)`."""
+        batch, count = minibatch.sequences(self.engine.pad_id), sum_over_ranks(minibatch.action_mask.sum())
+
+        def micro(rows: SequenceBatch, index: Tensor) -> tuple[Tensor, dict]:
+            values = predicting(self.engine(rows), rows)
+            return loss(values, minibatch.rows(index).to(self.engine.device), count)
+
+        return _update(self.engine, batch, self.max_tokens, micro)
+
+
+@dataclass
+class Reward:
+    """A reward model: one score per sequence, read at its last real token."""
+
+    engine: HybridEngine
+    max_tokens: int = 8192
+
+    @torch.no_grad()
+    def score(self, batch: SequenceBatch) -> Tensor:
+        """(B,) fp32 scores on the CPU, without gradients."""
+        out = torch.zeros(len(batch))
+        self.engine.module.eval()
+        for index, rows in _batches(self.engine, batch, self.max_tokens):
+            out[index] = _last(self.engine(rows), rows).cpu()
+        return out
+
+    def score_rollout(self, rollout: Rollout) -> Tensor:
+        """(B,) scores of prompt and response together."""
+        return self.score(rollout.sequences(self.engine.pad_id))
+
+    def update(self, batch: SequenceBatch, pairs: Tensor, loss: Callable) -> Metrics:
+        """One optimizer step on pairs. pairs (P, 2) long: rows of chosen and rejected.
+
+        A pair is never torn apart: micro-batches are made of pairs. `loss(chosen (p,), rejected (p,), index of pairs)`.
+        """
+        lengths = batch.attention_mask.sum(1)
+        widths = lengths[pairs].amax(1) * 2  # a pair costs two rows of its longer side
+        metrics = Metrics()
+
+        def share(index: Tensor) -> Tensor:
+            rows = batch.rows(pairs[index].T.reshape(-1)).to(self.engine.device)
+            chosen, rejected = _last(self.engine(rows), rows).chunk(2)
+            value, observed = loss(chosen, rejected, index)
+            for name, (mean, weight) in observed.items():
+                metrics.add(name, mean, weight)
+            return value
+
+        rate = self.engine.training.learning_rate
+        norm = self.engine.update(token_budget_groups(widths, self.max_tokens), share)
+        return metrics.add("grad_norm", norm).add("learning_rate", rate)
+
+
+def _last(scores: Tensor, rows: SequenceBatch) -> Tensor:
+    """(B, T) -> (B,): each row's number at its last real token."""
+    return scores.gather(1, last_true(rows.attention_mask)[:, None])[:, 0]
+
+
+@dataclass
+class Roles:
+    """The models of an on-policy method; ref and critic are None where the method has no use for them."""
+
+    actor: Actor
+    ref: Reference | None = None
+    critic: Critic | None = None

@@ -1,0 +1,65 @@
+"""Stage 2: a Bradley-Terry reward model from pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.algorithms.preference import bradley_terry
+from hybrid_rlhf.data.collate import PairBatch
+from hybrid_rlhf.metrics import Metrics
+from hybrid_rlhf.roles import Reward
+
+
+class RewardTrainer:
+    """Fits scores so that chosen beats rejected. center_coef pulls the pair's mean score towards zero."""
+
+    progress_keys = ("loss", "accuracy", "margin", "learning_rate")
+
+    def __init__(self, reward: Reward, center_coef: float = 0.0) -> None:
+        self.reward, self.center_coef = reward, center_coef
+
+    def step(self, batch: PairBatch) -> Metrics:
+        return self.reward.update(batch.sequences, _pair_rows(batch), lambda *scores: self._loss(batch, *scores))
+
+    def _loss(self, batch: PairBatch, chosen: Tensor, rejected: Tensor, index: Tensor) -> tuple[Tensor, dict]:
+        """These pairs' share of the mean over all pairs of the batch."""
+        losses = bradley_terry(chosen, rejected, batch.margin[index].to(chosen.device), self.center_coef)
+        return losses.sum() / len(batch.margin), _observed(losses.detach(), chosen.detach(), rejected.detach())
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[PairBatch]) -> Metrics:
+        """loss, accuracy, margin and the range of scores over all pairs."""
+        metrics, scores = Metrics(), [torch.zeros(0)]
+        for batch in batches:
+            both = self.reward.score(batch.sequences)
+            chosen, rejected = both.chunk(2)
+            losses = bradley_terry(chosen, rejected, batch.margin, self.center_coef)
+            for name, (mean, weight) in _observed(losses, chosen, rejected).items():
+                metrics.add(name, mean, weight)
+            scores.append(both)
+        everything = torch.cat(scores)
+        if len(everything):
+            metrics.add("min_reward", everything.min()).add("max_reward", everything.max())
+        return metrics.over_ranks()
+
+    def samples(self) -> list[dict]:
+        return []
+
+    def state(self) -> dict:
+        return {"reward": self.reward.engine.training.state()}
+
+
+def _pair_rows(batch: PairBatch) -> Tensor:
+    """(P, 2): collate_pairs puts the chosen sequences first, then the rejected ones, in the same order."""
+    size = len(batch.margin)
+    return torch.stack([torch.arange(size), torch.arange(size) + size], 1)
+
+
+def _observed(losses: Tensor, chosen: Tensor, rejected: Tensor) -> dict[str, tuple[Tensor, int]]:
+    size = len(chosen)
+    both = torch.cat([chosen, rejected])
+    return {"loss": (losses.mean(), size), "accuracy": ((chosen > rejected).float().mean(), size),
+            "margin": ((chosen - rejected).mean(), size), "mean_reward": (both.mean(), size)}

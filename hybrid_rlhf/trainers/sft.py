@@ -1,0 +1,56 @@
+"""Stage 1: token-level cross-entropy on the response tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from hybrid_rlhf.metrics import Metrics
+from hybrid_rlhf.roles import Actor, TokenScores
+from hybrid_rlhf.tensors import SequenceBatch
+
+
+class SFTTrainer:
+    """Supervised fine-tuning of a policy. The loss is the mean over all marked tokens of the whole batch."""
+
+    progress_keys = ("loss", "mean_token_accuracy", "learning_rate")
+
+    def __init__(self, policy: Actor) -> None:
+        self.policy = policy
+        self.num_tokens = 0
+
+    def step(self, batch: SequenceBatch) -> Metrics:
+        metrics = self.policy.fit_tokens(batch, self.loss)
+        self.num_tokens += int(batch.attention_mask.sum())
+        return metrics.add("num_tokens", self.num_tokens)
+
+    def loss(self, tokens: TokenScores, count: Tensor) -> tuple[Tensor, dict]:
+        """This piece's share of the mean negative log-likelihood over `count` tokens."""
+        return -tokens.logprobs.sum() / count, _observed(tokens)
+
+    def evaluate(self, batches: Iterable[SequenceBatch]) -> Metrics:
+        """loss, mean_token_accuracy and perplexity of the marked tokens, over all batches."""
+        metrics = Metrics()
+        for batch in batches:
+            for tokens in self.policy.score_tokens(batch):
+                for name, (mean, weight) in _observed(tokens).items():
+                    metrics.add(name, mean, weight)
+        metrics = metrics.over_ranks()
+        mean = metrics.compute().get("loss")
+        return metrics.add("perplexity", math.exp(min(mean, 700.0))) if mean is not None else metrics
+
+    def samples(self) -> list[dict]:
+        return []
+
+    def state(self) -> dict:
+        return {"policy": self.policy.engine.training.state(), "num_tokens": self.num_tokens}
+
+
+def _observed(tokens: TokenScores) -> dict[str, tuple[Tensor, int]]:
+    size = tokens.logprobs.numel()
+    if not size:
+        return {}
+    return {"loss": (-tokens.logprobs.detach().mean(), size),
+            "mean_token_accuracy": (tokens.correct.float().mean(), size)}
