@@ -1,0 +1,76 @@
+"""From token ids to text that is safe to show: whole characters only, and no control over the reader's terminal."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator
+
+REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
+# Text direction: characters after an override are shown in another order than they are stored in.
+_BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
+
+
+def neutralise(text: str) -> str:
+    """`text` with every character that could steer a terminal made visible instead; newline and tab stay.
+
+    A model can be trained or talked into writing escape sequences, which clear the screen, rename the window or retype
+    commands. C0 controls and DEL become their Unicode pictures (ESC is shown as \u241b), C1 controls, direction
+    overrides and lone surrogates become \ufffd.
+    """
+    return "".join(map(_visible, text))
+
+
+def _visible(char: str) -> str:
+    code = ord(char)
+    if char in "\n\t" or 0x20 <= code < 0x7F:
+        return char
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "\u2421"
+    if code in _BIDI or unicodedata.category(char) in ("Cc", "Cs"):
+        return REPLACEMENT
+    return char
+
+
+class TokenText:
+    """Text of a growing list of tokens, given out in pieces that never split a character.
+
+    A character of several bytes can be several tokens, and some tokenizers drop the space before the first token they
+    decode. So the new text is what decoding the last pieces together adds to decoding them without the new tokens, and
+    is held back while it ends in a character that is not complete.
+    """
+
+    def __init__(self, tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._start, self._done = 0, 0  # decode from _start; what lies before _done was given out
+
+    def push(self, token: int) -> str:
+        """The text that has become certain with `token`; often empty."""
+        self._ids.append(token)
+        known, text = self._decode(self._done), self._decode(len(self._ids))
+        if text.endswith(REPLACEMENT) or len(text) <= len(known):
+            return ""
+        self._start, self._done = self._done, len(self._ids)
+        return text[len(known):]
+
+    def flush(self) -> str:
+        """What is left at the end, incomplete characters as U+FFFD."""
+        piece = self._decode(len(self._ids))[len(self._decode(self._done)):]
+        self._start = self._done = len(self._ids)
+        return piece
+
+    def _decode(self, end: int) -> str:
+        return self._tokenizer.decode(self._ids[self._start:end], skip_special_tokens=True,
+                                      clean_up_tokenization_spaces=False)
+
+
+def pieces(tokens: Iterator[int], tokenizer) -> Iterator[str]:
+    """The text of a stream of token ids, piece by piece; together they are the text of the whole."""
+    text = TokenText(tokenizer)
+    for token in tokens:
+        if piece := text.push(token):
+            yield piece
+    if piece := text.flush():
+        yield piece

@@ -1,0 +1,57 @@
+"""What a model says reaches the terminal in whole characters and cannot steer it."""
+
+from __future__ import annotations
+
+import codecs
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import tiny_tokenizer
+
+from hybrid_rlhf.inference.terminal import neutralise, pieces
+
+
+@given(st.binary(max_size=40))
+@settings(max_examples=150, deadline=None)
+def test_pieces_together_are_the_text_whatever_the_bytes(raw):
+    """The oracle is Python's own incremental UTF-8 decoder; each token of the fake is one byte."""
+
+    class Bytes:
+        def decode(self, ids, **_):
+            return bytes(ids).decode("utf-8", errors="replace")
+
+    oracle = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    assert "".join(pieces(iter(raw), Bytes())) == oracle.decode(raw) + oracle.decode(b"", final=True)
+
+
+@pytest.mark.parametrize("text", ["naïve café", "日本語のテキスト", "a 👩‍👩‍👧 b 🎉", "مرحبا", "tab\tand\nline"])
+def test_no_piece_ends_inside_a_character(text):
+    tokenizer = tiny_tokenizer()  # byte-level: each of these characters is several tokens
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    given_out = list(pieces(iter(ids), tokenizer))
+    assert "".join(given_out) == text
+    assert not any("\ufffd" in piece for piece in given_out)
+    assert len(given_out) > 1
+
+
+def test_an_answer_cut_inside_a_character_ends_with_the_replacement_sign():
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer("x🎉", add_special_tokens=False)["input_ids"][:-1]
+    assert "".join(pieces(iter(ids), tokenizer)) == "x\ufffd"
+
+
+def test_the_space_that_a_decoder_drops_at_the_start_is_not_lost_between_tokens():
+    class Metaspace:
+        def decode(self, ids, **_):
+            return "".join(["▁Hello", "▁big", "▁world", "!"][i] for i in ids).replace("▁", " ").removeprefix(" ")
+
+    assert list(pieces(iter([0, 1, 2, 3]), Metaspace())) == ["Hello", " big", " world", "!"]
+
+
+@pytest.mark.parametrize(("text", "shown"), [
+    ("\x1b[2J\x1b]0;title\x07", "␛[2J␛]0;title␇"), ("a\rb\x08c\x00", "a␍b␈c␀"), ("\x7f\x9b31m", "␡\ufffd31m"),
+    ("safe\u202egnp.exe", "safe\ufffdgnp.exe"), ("\ud800", "\ufffd"), ("tab\tline\nü🎉\u200d", "tab\tline\nü🎉\u200d"),
+])
+def test_nothing_the_model_writes_can_steer_the_terminal(text, shown):
+    assert neutralise(text) == shown
