@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from hybrid_rlhf.config import UserError, check
+from hybrid_rlhf.data.chat import Refused, encode_prompt
 from hybrid_rlhf.distributed import device
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.engine.sampling import SamplingConfig
@@ -89,14 +90,14 @@ class Conversation:
         self.was_cut = seen >= sampling.max_new_tokens
 
     def prompt_ids(self) -> list[int]:
-        """The conversation as token ids, up to and including the marker after which the model speaks."""
-        from jinja2 import TemplateError
+        """The conversation as token ids, up to and including the marker after which the model speaks.
 
+        The same function makes the prompts that the model was trained on, so the two cannot differ.
+        """
         try:
-            text = self.tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True)
-        except (TemplateError, ValueError) as error:
-            raise UserError(f"the model's chat template refuses this conversation: {error}") from error
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]  # the template writes its own
+            return encode_prompt(self.tokenizer, self.messages)
+        except Refused as error:
+            raise UserError(f"this conversation cannot go on: {error}") from error
 
     def _sampling_within(self, num_prompt_tokens: int) -> SamplingConfig:
         if self.max_positions is None:

@@ -184,7 +184,7 @@ def test_escapes_in_the_answer_are_shown_and_not_obeyed(monkeypatch, capsys):
 def test_a_template_that_refuses_is_a_user_error():
     talk = conversation("cat", system="x")
     talk.tokenizer.chat_template = "{{ raise_exception('no system messages') }}"
-    with pytest.raises(UserError, match="refuses this conversation: no system messages"):
+    with pytest.raises(UserError, match=r"template refuses it.*no system messages"):
         list(talk.answer("one?"))
 
 
