@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import shutil
@@ -79,9 +80,11 @@ def test_make_installs_once_and_again_only_when_the_pins_changed(tmp_path):
     for name in ("Makefile", "setup.py", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
 
+    outer = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}  # we may run under make
+
     def plan() -> str:
-        return subprocess.run(["make", "-n", "demo", "SEED=1"], cwd=tmp_path, check=True, capture_output=True,
-                              text=True).stdout
+        return subprocess.run(["make", "-n", "demo", "SEED=1"], cwd=tmp_path, env=outer, check=True, text=True,
+                              capture_output=True).stdout
 
     first = plan()
     assert "venv .venv" in first
