@@ -28,7 +28,7 @@ ROOMS = {
     "engine": (2, (f"{H}.engine",)),
     "algorithms": (2, (f"{H}.algorithms",)),
     "data": (2, (f"{H}.data",)),
-    "rollout": (2, (f"{H}.rollout",)),
+    "rollout": (1.5, (f"{H}.rollout",)),  # above metrics, below data, whose loader yields its Prompts
     "metrics": (1, (f"{H}.metrics",)),
     "models": (1, (f"{H}.models",)),
     "kernels": (1, (f"{H}.kernels",)),

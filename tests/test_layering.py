@@ -22,8 +22,9 @@ def test_the_house_keeps(rule):
 WRONG = [
     (upward, {"hybrid_rlhf/tensors.py": "import hybrid_rlhf.metrics"}, "tensors:1 imports hybrid_rlhf.metrics"),
     (upward, {"hybrid_rlhf/metrics.py": "def f():\n    from .engine import x"}, "metrics:2 imports hybrid_rlhf.engine"),
-    (upward, {"hybrid_rlhf/data/loader.py": "from hybrid_rlhf import rollout", "hybrid_rlhf/rollout.py": ""},
-     "loader:1 imports hybrid_rlhf.rollout"),
+    (upward, {"hybrid_rlhf/rollout.py": "from hybrid_rlhf import data", "hybrid_rlhf/data/loader.py": ""},
+     "rollout:1 imports hybrid_rlhf.data"),
+    (upward, {"hybrid_rlhf/data/loader.py": "import hybrid_rlhf.engine"}, "loader:1 imports hybrid_rlhf.engine"),
     (upward, {"hybrid_rlhf/run/fit.py": "import importlib\nimportlib.import_module('hybrid_rlhf.trainers.ppo')"},
      "fit:2 imports hybrid_rlhf.trainers.ppo"),
     (upward, {"hybrid_rlhf/run/fit.py": "from training.step1_sft import recipe"}, "imports hybrid_rlhf.training"),
