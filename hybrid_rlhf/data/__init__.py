@@ -1,0 +1,1 @@
+"""From anybody's records to batches: sources, schema, chat, blend, datasets, collate, loader, preview."""

@@ -1,0 +1,99 @@
+"""Who gets which row: the deal of prompts among stages, the held-out part, and the blend of several sources."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+
+from hybrid_rlhf.config import check
+from hybrid_rlhf.data.chat import Text
+from hybrid_rlhf.data.schema import Example
+
+# Position of a stage's share in data.split. Offline preference methods read the reward model's share: what they
+# learn from is pairs, and a policy trained on them needs no reward model.
+SHARES = {"sft": 0, "reward": 1, "dpo": 1, "ppo": 2}
+
+
+def deal_key(example: Example) -> str:
+    """The text by which a row is dealt: its prompt, alike for a string and for one user message; else its text."""
+    return _flat(example.prompt) if example.prompt else (example.text or _flat(example.messages or "")).strip()
+
+
+def _flat(prompt: Text) -> str:
+    if isinstance(prompt, str):
+        return prompt.strip()
+    if len(prompt) == 1 and prompt[0]["role"] == "user":
+        return prompt[0]["content"].strip()
+    return "\n".join(f"{m['role']}: {m['content'].strip()}" for m in prompt)
+
+
+def deal(prompt_text: str, split: Sequence[float] | None) -> int:
+    """The stage (position in `split`) that a prompt belongs to: by sha256 of its text, the same whatever the seed.
+
+    With no split every prompt belongs to every stage; the answer is then 0.
+    """
+    if not split:
+        return 0
+    point, bound = _fraction(prompt_text, 0) * sum(split), 0.0
+    for stage, share in enumerate(split):
+        bound += share
+        if point < bound:
+            return stage
+    return max(i for i, share in enumerate(split) if share > 0)
+
+
+def is_held_out(prompt_text: str, eval_fraction: float) -> bool:
+    """Whether a prompt is kept for evaluation: by other bytes of the same hash, so independently of the deal."""
+    return _fraction(prompt_text, 8) < eval_fraction
+
+
+def _fraction(text: str, offset: int) -> float:
+    """A number in [0, 1) from eight bytes of the text's sha256."""
+    digest = hashlib.sha256(text.encode("utf-8", "replace")).digest()
+    return int.from_bytes(digest[offset : offset + 8], "big") / 2**64
+
+
+class Blend:
+    """Rows of several tables in one order, without copying them."""
+
+    def __init__(self, tables: Sequence[Sequence[dict]], index: Sequence[tuple[int, int]]) -> None:
+        self.tables, self.index = tables, index
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, i: int) -> dict:
+        table, row = self.index[i]
+        return self.tables[table][row]
+
+
+def blend(tables: Sequence[Sequence[dict]], weights: Sequence[float | None], seed: int,
+          max_samples: int | None = None) -> Blend:
+    """All tables as one epoch of rows, in order of the tables.
+
+    Without weights each row comes once. With weights w_i the epoch keeps its size N = sum of the sizes, and table i
+    supplies N w_i / sum(w) rows of it: whole passes over the table, then a part chosen by `seed`. max_samples keeps
+    that many rows of the epoch, chosen by `seed`.
+    """
+    sizes = [len(t) for t in tables]
+    given = [w is not None for w in weights]
+    check(all(given) or not any(given), "data.sources: some have a weight and some do not; give it to all or none")
+    counts = _shares(sizes, [float(w) for w in weights]) if any(given) else sizes
+    rng = random.Random(seed)
+    index = [(t, row) for t, (size, count) in enumerate(zip(sizes, counts, strict=True)) if size
+             for row in [*range(size)] * (count // size) + sorted(rng.sample(range(size), count % size))]
+    if max_samples is not None and max_samples < len(index):
+        index = sorted(rng.sample(index, max_samples))
+    return Blend(tables, index)
+
+
+def _shares(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """sum(sizes) rows dealt in proportion to the weights of the tables that have rows, by largest remainder."""
+    weights = [w if size else 0.0 for w, size in zip(weights, sizes, strict=True)]
+    total, whole = sum(sizes), sum(weights) or 1.0
+    exact = [total * w / whole for w in weights]
+    counts = [int(e) for e in exact]
+    for i in sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])[: total - sum(counts)]:
+        counts[i] += 1
+    return counts

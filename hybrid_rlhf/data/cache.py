@@ -1,0 +1,78 @@
+"""Tokenized rows on disk, under a key of everything that made them. Arrow tables and JSON, never a pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+
+from hybrid_rlhf.data import sources
+
+Tables = tuple[Sequence[dict], Sequence[dict], dict]  # train, held-out, counts
+
+
+def folder(cache_dir: str | None) -> Path:
+    """cache_dir, else $HYBRID_RLHF_CACHE, else ~/.cache/hybrid_rlhf/data."""
+    return Path(cache_dir or os.environ.get("HYBRID_RLHF_CACHE") or "~/.cache/hybrid_rlhf/data").expanduser()
+
+
+def key(rows: Iterable[dict], tokenizer, settings: dict) -> str:  # noqa: ANN001
+    """sha256 over every row, the tokenizer with its template, the settings, this room's code and its libraries."""
+    digest = hashlib.sha256()
+    for part in (_code(), tokenizer_text(tokenizer), json.dumps(settings, sort_keys=True)):
+        digest.update(part.encode("utf-8", "replace") + b"\0")
+    for row in rows:
+        digest.update(json.dumps(row, default=repr).encode() + b"\n")
+    return digest.hexdigest()
+
+
+@cache
+def _code() -> str:
+    """Whatever turns rows into tokens: a change of it makes old tables unreachable."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("tokenizers", "transformers", "jinja2")]
+    return "\n".join([*versions, *(f.read_text(encoding="utf-8") for f in files)])
+
+
+def tokenizer_text(tokenizer) -> str:  # noqa: ANN001
+    """A tokenizer as text: its whole backend (slow ones: vocabulary and settings), special tokens and template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocab = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    rest = {"class": type(tokenizer).__name__, "template": tokenizer.chat_template, "eos": tokenizer.eos_token_id,
+            "special": {k: str(v) for k, v in tokenizer.special_tokens_map.items()}}
+    rest |= {k: repr(getattr(tokenizer, k, None)) for k in ("add_bos_token", "add_eos_token", "add_prefix_space")}
+    return vocab + json.dumps(rest, sort_keys=True)
+
+
+def load(path: Path) -> Tables | None:
+    """The tables under `path`, or None where there are none or something is missing."""
+    try:
+        counts = json.loads((path / "counts.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    tables = []
+    for name in ("train", "held_out"):
+        rows = sources.open_table(path / name) if counts[name] else []
+        if rows is None or len(rows) != counts[name]:
+            return None
+        tables.append(rows)
+    return (*tables, counts)
+
+
+def store(path: Path, tables: Tables) -> None:
+    """Keep the tables under `path`; a folder that cannot be written to costs time, not the run."""
+    train, held_out, counts = tables
+    try:
+        for name, rows in (("train", train), ("held_out", held_out)):
+            if rows:
+                sources.save_table(list(rows), path / name)
+        path.mkdir(parents=True, exist_ok=True)
+        scratch = path / f"counts.{os.getpid()}"
+        scratch.write_text(json.dumps(counts), encoding="utf-8")
+        os.replace(scratch, path / "counts.json")  # last: it says that the rest is complete
+    except OSError:
+        return

@@ -1,0 +1,224 @@
+"""From messages to tokens, in one way everywhere: a text is tokenized whole, and its parts are found by offsets.
+
+Tokenizing a prompt and its response apart gives other tokens than tokenizing them together (a merge may straddle the
+boundary); the response then begins with the token that straddles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from hybrid_rlhf.config import UserError, check
+
+CHATML = (
+    "{%- for message in messages -%}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
+_MARKERS = ("<|im_start|>", "<|im_end|>")
+
+Text = str | list  # a plain string, or messages: a list of {"role", "content"}
+
+
+class Refused(Exception):  # noqa: N818 - not a fault: the row is dropped and counted
+    """A row that cannot be rendered; the message is the reason to count it under."""
+
+
+class Rendered(NamedTuple):
+    """One sequence as text. spans: the (start, end) characters to be trained; is_plain: the tokenizer adds bos."""
+
+    text: str
+    spans: list[tuple[int, int]]
+    is_plain: bool
+
+
+class Encoded(NamedTuple):
+    """ids (T,), loss_mask (T,) bool over response tokens with EOS, and the tokens before the first response token."""
+
+    ids: list[int]
+    loss_mask: list[bool]
+    num_prompt_tokens: int
+
+
+def ensure_template(tokenizer, template: str | None = None, set_eos: bool = False) -> bool:  # noqa: ANN001
+    """Give `tokenizer` a chat template: `template` (text, or a file's path), its own, or ChatML if it has none.
+
+    ChatML brings its two markers as special tokens. With set_eos, and only where ChatML had to be written,
+    <|im_end|> becomes the end-of-sequence token. Returns whether tokens were added (embeddings must then grow).
+    Raises UserError for a template that does not compile.
+    """
+    if template is not None:
+        tokenizer.chat_template = _checked(_template_text(template))
+        return False
+    if tokenizer.chat_template:
+        return False
+    tokenizer.chat_template = CHATML
+    missing = [m for m in _MARKERS if m not in tokenizer.get_vocab()]
+    num_added = tokenizer.add_tokens(missing, special_tokens=True) if missing else 0
+    if set_eos:
+        tokenizer.eos_token = _MARKERS[1]
+    return num_added > 0
+
+
+def _template_text(template: str) -> str:
+    """The template itself, or what the file of that name holds."""
+    if "{" in template:
+        return template
+    path = Path(template).expanduser()
+    check(path.is_file(), f"data.chat_template {template} is no file (and no template: it has no {{)")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.chat_template {template} cannot be read: {error}") from error
+
+
+def _checked(text: str) -> str:
+    from jinja2 import TemplateSyntaxError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    try:
+        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except TemplateSyntaxError as error:
+        if "generation" not in str(error):  # transformers' own block tag
+            raise UserError(f"data.chat_template line {error.lineno}: {error.message}") from error
+    return text
+
+
+def render(tokenizer, messages: Sequence[dict], add_generation_prompt: bool = False) -> str:  # noqa: ANN001
+    """Messages as the text that the tokenizer's template makes of them. Raises Refused if the template does."""
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False,
+                                             add_generation_prompt=add_generation_prompt)
+    except (TemplateError, TypeError, KeyError, IndexError) as error:
+        raise Refused(f"the chat template refuses it ({error})") from error
+
+
+def prompt_text(tokenizer, prompt: Text) -> str:  # noqa: ANN001
+    """A prompt as the text that a model continues: a string as it is, messages with the generation marker."""
+    return prompt if isinstance(prompt, str) else render(tokenizer, prompt, add_generation_prompt=True)
+
+
+def compose(tokenizer, prompt: Text, completion: Text) -> Rendered:  # noqa: ANN001
+    """Prompt and completion as one text whose spans are the completion's assistant turns.
+
+    Plain strings are joined as they are. If either is messages, a string for the other is one user or assistant turn.
+    """
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Rendered(prompt + completion, [(len(prompt), len(prompt + completion))], True)
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    after = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
+    return compose_messages(tokenizer, before + after, first=len(before))
+
+
+def compose_messages(tokenizer, messages: Sequence[dict], first: int = 0) -> Rendered:  # noqa: ANN001
+    """A conversation as text whose spans are the assistant turns from message `first` on, each to its end marker.
+
+    What follows the last of them (ChatML's newline, an unanswered question) is cut.
+    """
+    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    if not turns:
+        raise Refused("no assistant turn")
+    text = render(tokenizer, messages[: turns[-1] + 1])
+    spans = [_span(tokenizer, text, messages, i) for i in turns]
+    if any(b[0] < a[1] for a, b in pairwise(spans)):
+        raise Refused("the chat template reorders turns")
+    return Rendered(text[: spans[-1][1]], spans, False)
+
+
+def _span(tokenizer, text: str, messages: Sequence[dict], turn: int) -> tuple[int, int]:  # noqa: ANN001
+    """The characters of one assistant turn in `text`: after the generation marker, up to its end marker."""
+    before = render(tokenizer, messages[:turn], True) if turn else ""
+    start = _common(text, before)
+    if start < len(before):  # a template whose generation prompt says more than its history (thinking markers)
+        history = render(tokenizer, messages[:turn]) if turn else ""
+        if not text.startswith(history):
+            raise Refused("the chat template rewrites earlier turns")
+    through = text if turn == len(messages) - 1 else render(tokenizer, messages[: turn + 1])
+    end = _common(text, through)
+    if end < len(through.rstrip()):
+        raise Refused("the chat template rewrites earlier turns")
+    return start, len(text[:end].rstrip())
+
+
+def _common(text: str, other: str) -> int:
+    """Length of the common prefix."""
+    if text.startswith(other):
+        return len(other)
+    return next(i for i in range(len(other)) if text[i : i + 1] != other[i])
+
+
+def encode_all(tokenizer, rendered: Sequence[Rendered]) -> list[Encoded]:  # noqa: ANN001
+    """Tokenize many texts; each ends with EOS, which belongs to its last span."""
+    out: list[Encoded | None] = [None] * len(rendered)
+    for is_plain in (False, True):
+        rows = [i for i, r in enumerate(rendered) if r.is_plain == is_plain]
+        for i, (ids, ends) in zip(rows, _tokenize(tokenizer, [rendered[i] for i in rows], is_plain), strict=True):
+            out[i] = _mark(tokenizer, rendered[i], ids, ends)
+    return out
+
+
+def encode(tokenizer, prompt: Text, completion: Text) -> Encoded:  # noqa: ANN001
+    """One prompt with its completion as tokens; see `compose` and `encode_all`."""
+    return encode_all(tokenizer, [compose(tokenizer, prompt, completion)])[0]
+
+
+def encode_prompt(tokenizer, prompt: Text) -> list[int]:  # noqa: ANN001
+    """A prompt alone: the prompt part of `encode`, unless a merge straddles the boundary there. Never ends in EOS."""
+    text = prompt_text(tokenizer, prompt)
+    is_plain = isinstance(prompt, str)
+    ids = list(tokenizer(text, add_special_tokens=is_plain)["input_ids"])
+    if is_plain and ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token or "\0"):
+        ids.pop()  # some tokenizers end every text
+    return ids
+
+
+def _mark(tokenizer, row: Rendered, ids: list[int], positions: dict[int, int]) -> Encoded:  # noqa: ANN001
+    """positions: character -> number of tokens that lie wholly before it."""
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        raise UserError("the tokenizer has no eos_token, so no response could ever end; set one in its config")
+    mask = [False] * len(ids)
+    for start, end in row.spans:
+        for i in range(positions[start], positions[end]):
+            mask[i] = True
+    if not ids or ids[-1] != eos:
+        ids, mask = [*ids, eos], [*mask, True]
+    mask[-1] = True
+    return Encoded(ids, mask, positions[row.spans[0][0]])
+
+
+def _tokenize(tokenizer, rows: list[Rendered], special: bool) -> list[tuple[list[int], dict[int, int]]]:  # noqa: ANN001
+    """For each text its ids and, for every end of a span, the number of tokens wholly before it."""
+    if not rows:
+        return []
+    texts = [r.text for r in rows]
+    edges = [sorted({c for span in r.spans for c in span}) for r in rows]
+    if not getattr(tokenizer, "is_fast", False):
+        return [_by_prefixes(tokenizer, text, chars, special) for text, chars in zip(texts, edges, strict=True)]
+    found = tokenizer(texts, add_special_tokens=special, return_offsets_mapping=True)
+    return [(list(ids), {c: _count_before(offsets, c, len(text)) for c in chars}) for ids, offsets, chars, text in
+            zip(found["input_ids"], found["offset_mapping"], edges, texts, strict=True)]
+
+
+def _count_before(offsets: Sequence[tuple[int, int]], char: int, length: int) -> int:
+    """Tokens that end at or before `char`; at the end of the text all of them, special ones (0, 0) included."""
+    if char >= length:
+        return len(offsets)
+    return next((i for i, (_, end) in enumerate(offsets) if end > char), len(offsets))
+
+
+def _by_prefixes(tokenizer, text: str, chars: list[int], special: bool) -> tuple[list[int], dict[int, int]]:  # noqa: ANN001
+    """The same without offsets: tokens that the text shares with its own beginning, tokenized alone."""
+    ids = list(tokenizer(text, add_special_tokens=special)["input_ids"])
+    positions = {}
+    for char in chars:
+        part = list(tokenizer(text[:char], add_special_tokens=special)["input_ids"])
+        same = next((i for i, (a, b) in enumerate(zip(ids, part, strict=False)) if a != b), min(len(ids), len(part)))
+        positions[char] = len(ids) if char >= len(text) else same
+    return ids, positions

@@ -1,0 +1,83 @@
+"""Rows to batches. Masks come from lengths, never from comparing ids with the pad id: pad may equal eos."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.rollout import Prompts
+from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right
+
+
+@dataclass
+class PairBatch:
+    """P preference pairs: sequences of 2P rows, all chosen ones first, then all rejected ones; margin (P,).
+
+    The sequences' loss_mask marks response tokens with EOS.
+    """
+
+    sequences: SequenceBatch
+    margin: Tensor
+
+    def __len__(self) -> int:
+        return len(self.margin)
+
+    def to(self, device: torch.device | str) -> PairBatch:
+        return PairBatch(self.sequences.to(device), self.margin.to(device))
+
+
+def collate_sft(rows: Sequence[dict], pad_id: int, packing_length: int | None = None) -> SequenceBatch:
+    """Rows {input_ids, loss_mask} -> (B, T). With packing_length several rows share one of at most that many tokens.
+
+    Packed: position_ids restart at 0 with every sample (elsewhere None), and no sample's first token is predicted,
+    as its only predecessor belongs to another sample.
+    """
+    groups = [[i] for i in range(len(rows))]
+    if packing_length is not None:
+        groups = pack([len(r["input_ids"]) for r in rows], packing_length)
+    ids = [[t for i in g for t in rows[i]["input_ids"]] for g in groups]
+    marks = [[bool(m) and j > 0 for i in g for j, m in enumerate(rows[i]["loss_mask"])] for g in groups]
+    lengths = torch.tensor([len(r) for r in ids])
+    positions = None
+    if packing_length is not None:
+        positions = pad_right([[j for i in g for j in range(len(rows[i]["input_ids"]))] for g in groups], 0)
+    return SequenceBatch(pad_right(ids, pad_id), length_mask(lengths), pad_right(marks, False, torch.bool), positions)
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Rows into bins of at most `capacity` tokens, by first-fit decreasing; a row longer than that is alone."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fit = next((b for b, left in enumerate(room) if left >= lengths[i]), None)
+        if fit is None:
+            bins.append([])
+            room.append(capacity)
+            fit = len(bins) - 1
+        bins[fit].append(i)
+        room[fit] -= lengths[i]
+    return bins
+
+
+def collate_pairs(rows: Sequence[dict], pad_id: int) -> PairBatch:
+    """Rows {chosen_ids, rejected_ids, num_prompt_tokens, num_prompt_tokens_rejected, margin} -> PairBatch.
+
+    The last two may be missing: the same prompt tokens, and no margin.
+    """
+    ids = [r["chosen_ids"] for r in rows] + [r["rejected_ids"] for r in rows]
+    prompts = [r["num_prompt_tokens"] for r in rows]
+    prompts += [r.get("num_prompt_tokens_rejected", r["num_prompt_tokens"]) for r in rows]
+    mask = length_mask(torch.tensor([len(r) for r in ids]))
+    answers = mask & ~length_mask(torch.tensor(prompts), mask.shape[1])
+    margin = torch.tensor([float(r.get("margin") or 0.0) for r in rows])
+    return PairBatch(SequenceBatch(pad_right(ids, pad_id), mask, answers), margin)
+
+
+def collate_prompts(rows: Sequence[dict]) -> Prompts:
+    """Rows {prompt_ids, text, ...} -> Prompts; every other key becomes a column, None where a row lacks it."""
+    names = dict.fromkeys(name for r in rows for name in r if name not in ("prompt_ids", "text"))
+    return Prompts([list(r["prompt_ids"]) for r in rows], [r["text"] for r in rows],
+                   {name: [r.get(name) for r in rows] for name in names})

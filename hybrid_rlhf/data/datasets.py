@@ -1,0 +1,228 @@
+"""A stage's data, from sources to tokenized rows: read, deal, tokenize (or take from the cache), blend."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hybrid_rlhf.config import check, nearest
+from hybrid_rlhf.data import cache, chat, sources
+from hybrid_rlhf.data.blend import SHARES, Blend, blend, deal, deal_key, is_held_out
+from hybrid_rlhf.data.chat import Refused
+from hybrid_rlhf.data.examples import MAKERS, TRAININGS, Counts, Lengths, Work, unfolded
+from hybrid_rlhf.data.schema import KINDS, Example, Format, detect, read_row
+from hybrid_rlhf.data.sources import Source
+
+_CHUNK = 1000  # sequences tokenized in one call
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which rows, and how they become tokens.
+
+    Attributes:
+        sources: Where the rows come from.
+        split: Shares of the prompts for stages sft, reward and ppo, dealt by a hash of the prompt's text, so that no
+            prompt is seen by two stages (dpo and its like take reward's share). null gives every stage every row.
+        eval_fraction: Share of each stage's prompts held out for evaluation, by hash too.
+        max_length: Longest sequence in tokens. Longer demonstrations lose their tail, longer pairs are dropped.
+        max_prompt_length: Longest prompt in tokens for stages that sample; longer ones are dropped.
+        train_on: response (assistant turns and EOS), or all tokens.
+        packing: Whether several demonstrations share a row of max_length tokens (stage sft).
+        max_samples: At most this many training rows, chosen by the seed.
+        cache_dir: Where tokenized rows are kept (default $HYBRID_RLHF_CACHE or ~/.cache/hybrid_rlhf/data).
+        chat_template: A jinja template, or a file of one, in place of the tokenizer's own.
+    """
+
+    sources: list[Source] = field(default_factory=list)
+    split: list[float] | None = field(default_factory=lambda: [2.0, 4.0, 4.0])
+    eval_fraction: float = 0.05
+    max_length: int = 512
+    max_prompt_length: int = 256
+    train_on: str = "response"
+    packing: bool = False
+    max_samples: int | None = None
+    cache_dir: str | None = None
+    chat_template: str | None = None
+
+    def __post_init__(self) -> None:
+        split = self.split or [1.0] * 3
+        check(len(split) == 3 and all(0 <= s < float("inf") for s in split) and sum(split) > 0,
+              f"data.split is {self.split}; it needs three shares (sft, reward, ppo), none negative, or null")
+        check(0 <= self.eval_fraction < 1, f"data.eval_fraction is {self.eval_fraction}; it must lie in [0, 1)")
+        for name in ("max_length", "max_prompt_length"):
+            check(getattr(self, name) >= 2, f"data.{name} is {getattr(self, name)}; it must be at least 2")
+        check(self.train_on in ("response", "all"), f"data.train_on is {self.train_on!r}; choose response or all")
+        check(self.max_samples is None or self.max_samples >= 1,
+              f"data.max_samples is {self.max_samples}; it must be at least 1, or null")
+        given = [s.weight is not None for s in self.sources]
+        check(all(given) or not any(given), "data.sources: some have a weight and some do not; give it to all or none")
+        for source in self.sources:
+            for stage in source.stages:
+                check(stage in TRAININGS, f"data.sources: {source.path} names stage {stage!r}"
+                                          f"{nearest(stage, TRAININGS)}; there are {', '.join(TRAININGS)}")
+
+
+@dataclass
+class StageData:
+    """Tokenized rows of one stage and what became of all rows (plain numbers and strings).
+
+    Rows are dicts. sft: input_ids, loss_mask. reward: chosen_ids, rejected_ids, num_prompt_tokens (of the chosen
+    sequence), num_prompt_tokens_rejected, margin. ppo: prompt_ids, text, prompt, and the other columns of the source.
+    """
+
+    train: Sequence[dict]
+    held_out: Sequence[dict]
+    report: dict
+
+
+class Opened(NamedTuple):
+    """A source that serves the stage, with its rows and their format."""
+
+    source: Source
+    rows: Sequence[dict]
+    form: Format
+
+
+class _Unfolded:
+    """Rows as they are stored, with the folded columns of prompts spread out."""
+
+    def __init__(self, rows: Blend) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict:
+        return unfolded(self.rows[i])
+
+
+def build(config: DataConfig, stage: str, tokenizer, seed: int) -> StageData:  # noqa: ANN001
+    """The rows of `stage`, tokenized, with the held-out part apart. Deterministic; `seed` touches only the blend.
+
+    Raises UserError for sources that cannot be read or do not fit the stage, and when no usable row is left.
+    """
+    opened = open_sources(config, stage)
+    tables = [_tokenized(config, each, stage, tokenizer) for each in opened]
+    train = blend([t[0] for t in tables], [each.source.weight for each in opened], seed, config.max_samples)
+    held_out = blend([t[1] for t in tables], [None] * len(tables), seed)
+    report = _report([t[2] for t in tables], len(train), len(held_out))
+    check(len(train) > 0, f"no usable row for stage {stage}: {describe(report)}"
+                          + ("; data.split null gives every stage every row" if report["other_stages"] else ""))
+    return StageData(_Unfolded(train), _Unfolded(held_out), report)
+
+
+def open_sources(config: DataConfig, stage: str) -> list[Opened]:
+    """The sources that serve `stage`, read, with their formats.
+
+    A source without `stages` that lacks what the stage needs is passed over, as long as another one serves.
+    Raises UserError if none does, or if one that names the stage does not.
+    """
+    check(stage in TRAININGS, f"no data is known for stage {stage!r}{nearest(stage, TRAININGS)}")
+    meant = [s for s in config.sources if not s.stages or stage in s.stages]
+    check(bool(meant), f"no data source for stage {stage}: data.sources "
+                       + ("is empty" if not config.sources else "names other stages only"))
+    opened = [Opened(s, rows, detect(rows[0], s.path)) for s in meant for rows in [sources.read(s)]]
+    serving = [o for o in opened if TRAININGS[stage] in KINDS[o.form.kind]]
+    for each in opened:
+        needed = each.source.stages or not serving
+        check(each in serving or not needed,
+              f"{each.source.path} is {each.form.name} data ({', '.join(each.form.required)}), which holds no "
+              f"{TRAININGS[stage]}s for stage {stage}")
+    return serving
+
+
+def examples(config: DataConfig, each: Opened, stage: str, counts: Counter, lost: Counter
+             ) -> Iterator[tuple[Example, bool]]:
+    """The stage's own rows of one source, in canonical form, with whether they are held out.
+
+    counts gets "read" and "other_stages"; lost the number of rows per reason to drop them.
+    """
+    for number, row in enumerate(each.rows, 1):
+        counts["read"] += 1
+        try:
+            example = read_row(row, each.form, f"{each.source.path} row {number}")
+        except Refused as reason:
+            lost[str(reason)] += 1
+            continue
+        text = deal_key(example)
+        if config.split and deal(text, config.split) != SHARES[stage]:
+            counts["other_stages"] += 1
+        else:
+            yield example, is_held_out(text, config.eval_fraction)
+
+
+def _tokenized(config: DataConfig, each: Opened, stage: str, tokenizer) -> cache.Tables:  # noqa: ANN001
+    """One source's tables, from the cache or made now."""
+    lengths = Lengths(config.max_length, config.max_prompt_length, config.train_on)
+    settings = {"training": TRAININGS[stage], "lengths": lengths, "split": config.split,
+                "share": SHARES[stage] if config.split else None, "eval_fraction": config.eval_fraction,
+                "format": each.form.name, "path": each.source.path}
+    path = cache.folder(config.cache_dir) / cache.key(each.rows, tokenizer, settings)
+    tables = cache.load(path)
+    if tables is None:
+        tables = _tokenize(config, each, stage, tokenizer, lengths)
+        cache.store(path, tables)
+    return tables
+
+
+def _tokenize(config: DataConfig, each: Opened, stage: str, tokenizer, lengths: Lengths) -> cache.Tables:  # noqa: ANN001
+    rows: tuple[list, list] = ([], [])
+    seen, counts = Counter(read=0, other_stages=0), Counts()
+    waiting: list[tuple[Work, bool]] = []
+
+    def finish() -> None:
+        encoded = iter(chat.encode_all(tokenizer, [text for work, _ in waiting for text in work.texts]))
+        for work, is_eval in waiting:
+            row = work.finish([next(encoded) for _ in work.texts], counts)
+            if row is not None:
+                rows[is_eval].append(row)
+        waiting.clear()
+
+    make = MAKERS[TRAININGS[stage]]
+    for example, is_eval in examples(config, each, stage, seen, counts.dropped):
+        try:
+            waiting += [(work, is_eval) for work in make(example, tokenizer, lengths)]
+        except Refused as reason:
+            counts.dropped[str(reason)] += 1
+        if len(waiting) >= _CHUNK:
+            finish()
+    finish()
+    numbers = {**seen, "truncated": counts.truncated, "dropped": dict(counts.dropped), "train": len(rows[0]),
+               "held_out": len(rows[1])}
+    return rows[0], rows[1], numbers
+
+
+def _report(parts: Sequence[dict], num_train: int, num_held_out: int) -> dict:
+    """The sources' counts added up; train and held_out count the rows after blending."""
+    total = {name: sum(p[name] for p in parts) for name in ("read", "other_stages", "truncated")}
+    dropped = sum((Counter(p["dropped"]) for p in parts), Counter())
+    return {**total, "dropped": dict(dropped), "train": num_train, "held_out": num_held_out}
+
+
+def describe(report: dict) -> str:
+    """A report in one line."""
+    parts = [f"{report['read']} rows read", f"{report['train']} to train on", f"{report['held_out']} held out"]
+    parts += [f"{report['other_stages']} dealt to other stages"] if report["other_stages"] else []
+    parts += [f"{report['truncated']} truncated"] if report["truncated"] else []
+    return ", ".join(parts + [f"{n} dropped: {reason}" for reason, n in sorted(report["dropped"].items())])
+
+
+def raw_texts(config: DataConfig, stage: str, seed: int = 0) -> Iterator[str]:
+    """The texts of the stage's training rows, without those held out, to train a tokenizer on. No seed matters."""
+    for each in open_sources(config, stage):
+        for example, is_eval in examples(config, each, stage, Counter(), Counter()):
+            if not is_eval:
+                answers = [answer for answer, _ in example.answers]
+                for part in (example.text, example.messages or example.prompt, *answers):
+                    yield from _spoken(part)
+
+
+def _spoken(part: chat.Text | None) -> Iterator[str]:
+    """A string as it is; messages as ChatML has them between its markers."""
+    if isinstance(part, str):
+        yield part
+    for message in part if isinstance(part, list) else ():
+        yield f"{message['role']}\n{message['content']}"

@@ -1,0 +1,154 @@
+"""Rows from one file's bytes. Whatever is wrong with a file is one line that names the file and the line."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from hybrid_rlhf.config import UserError, check
+
+Rows = list[dict]
+
+
+def read_file(path: str | Path) -> Rows:
+    """The rows of a .jsonl, .json, .csv, .tsv or .txt file, gzipped or not.
+
+    jsonl: one object a line. json: a list of objects, {"data": [...]}, or an object of equally long lists. csv and tsv:
+    a header, every value text. txt: one row {"text"} per line, or {"question", "answer"} where most lines are
+    "utterance TAB reply". Raises UserError naming file and line for anything else.
+    """
+    text = _text(path)
+    nul = text.find("\0")
+    check(nul < 0, f"{path} line {_line_of(text, nul)}: a NUL byte; the file is damaged, or it is no text")
+    rows = PARSERS[kind_of(path)](text, path)
+    check(bool(rows), f"{path} is empty: no row in it")
+    return rows
+
+
+def kind_of(path: str | Path) -> str:
+    """The suffix that says how a file is read, without .gz; '' for a name that says nothing."""
+    suffixes = [s.lower() for s in Path(path).suffixes]
+    suffixes = suffixes[:-1] if suffixes[-1:] == [".gz"] else suffixes
+    last = suffixes[-1] if suffixes else ""
+    return last if last in PARSERS or last == ".parquet" else ""
+
+
+def _text(path: str | Path) -> str:
+    """The file as text, without byte order mark; UTF-8, or UTF-16 where the mark says so."""
+    try:
+        data = Path(path).read_bytes()
+        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise UserError(f"{path} line {line}: byte 0x{data[error.start]:02x} is not {encoding.removesuffix('-sig')}; "
+                        "save the file as UTF-8") from error
+
+
+def _line_of(text: str, position: int) -> int:
+    return text.count("\n", 0, max(position, 0)) + 1
+
+
+def _lines(text: str) -> list[tuple[int, str]]:
+    """(line number, line) of the lines that are not blank. Only \\n ends a line: U+2028 may stand inside a string."""
+    return [(i, line.rstrip("\r")) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+
+
+def _parse_jsonl(text: str, path: str | Path) -> Rows:
+    return [_object(line, f"{path} line {number}") for number, line in _lines(text)]
+
+
+def _object(text: str, where: str) -> dict:
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{where}: not valid JSON ({_reason(error)})") from error
+    check(isinstance(value, dict), f"{where}: a JSON object is needed, found {_kind(value)}")
+    return value
+
+
+def _parse_json(text: str, path: str | Path) -> Rows:
+    if not text.strip():
+        return []
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and _is_object(text.lstrip().split("\n", 1)[0]):
+            return _parse_jsonl(text, path)  # many people call their jsonl .json
+        raise UserError(f"{path} line {error.lineno}: not valid JSON ({_reason(error)})") from error
+    except RecursionError as error:
+        raise UserError(f"{path}: not valid JSON ({_reason(error)})") from error
+    if isinstance(value, dict):
+        value = _from_object(value)
+    check(isinstance(value, list), f"{path}: a list of JSON objects is needed, found {_kind(value)}")
+    for i, row in enumerate(value, 1):
+        check(isinstance(row, dict), f"{path} item {i}: a JSON object is needed, found {_kind(row)}")
+    return value
+
+
+def _from_object(value: dict) -> object:
+    """The rows inside one object: {"data": [...]}, columns of equal length, or the object itself as the only row."""
+    lists = {k: v for k, v in value.items() if isinstance(v, list)}
+    nested = [v for v in lists.values() if v and all(isinstance(r, dict) for r in v)]
+    if isinstance(value.get("data"), list):
+        return value["data"]
+    if len(lists) == len(value) and not nested and len({len(v) for v in lists.values()}) == 1:
+        return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
+    return [value]
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (json.JSONDecodeError, RecursionError):
+        return False
+
+
+def _reason(error: Exception) -> str:
+    return f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+
+
+def _kind(value: object) -> str:
+    names = {list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number",
+             dict: "an object", type(None): "null"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _delimited(delimiter: str) -> Callable[[str, str | Path], Rows]:
+    def parse(text: str, path: str | Path) -> Rows:
+        csv.field_size_limit(2**31 - 1)
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        rows = []
+        try:
+            for row in reader:
+                where = f"{path} line {reader.line_num}"
+                check(None not in row, f"{where}: more values than the header has columns")
+                check(None not in row.values(), f"{where}: fewer values than the header has columns")
+                rows.append(row)
+        except csv.Error as error:
+            raise UserError(f"{path} line {reader.line_num}: not valid CSV ({error})") from error
+        return rows
+
+    return parse
+
+
+def _parse_txt(text: str, path: str | Path) -> Rows:
+    lines = [line for _, line in _lines(text)]
+    pairs = [line.split("\t") if line.count("\t") == 1 else [line, None] for line in lines]
+    if sum(answer is not None for _, answer in pairs) > len(lines) / 2:  # the odd line out is dropped and counted
+        return [{"question": question, "answer": answer} for question, answer in pairs]
+    return [{"text": line} for line in lines]
+
+
+PARSERS: dict[str, Callable[[str, str | Path], Rows]] = {
+    ".jsonl": _parse_jsonl, ".ndjson": _parse_jsonl, ".json": _parse_json, ".csv": _delimited(","),
+    ".tsv": _delimited("\t"), ".txt": _parse_txt}

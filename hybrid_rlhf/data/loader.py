@@ -1,0 +1,80 @@
+"""Batches in an order that is a function of (seed, epoch), from any position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from hybrid_rlhf.config import check
+
+
+class Loader:
+    """Endless batches of `rows`, and single ordered passes.
+
+    batch_size: rows per batch and process. Every process cuts its own part out of one global batch of
+    batch_size * world rows, so the order of the data does not depend on the number of processes as long as
+    batch_size * world does not. collate: a list of rows -> a batch. drop_last: whether the rest of an epoch that
+    fills no global batch is skipped; None skips it unless the epoch would then be empty. A batch that is not full is
+    filled up from the beginning of the epoch where there are several processes, so that each has rows.
+    """
+
+    def __init__(self, rows: Sequence[dict], batch_size: int, collate: Callable[[list[dict]], object], seed: int, *,
+                 rank: int = 0, world: int = 1, shuffle: bool = True, drop_last: bool | None = None) -> None:
+        check(batch_size >= 1, f"the batch size is {batch_size}; it must be at least 1")
+        check(len(rows) > 0, "there are no rows to load")
+        self.rows, self.batch_size, self.collate, self.seed = rows, batch_size, collate, seed
+        self.rank, self.world, self.shuffle = rank, world, shuffle
+        self.drop_last = len(rows) >= batch_size * world if drop_last is None else drop_last
+        self._shuffled: tuple[int | None, list[int]] = (None, [])
+        self.epoch, self.position = 0, 0  # of the batch that comes next
+        check(len(self) > 0, f"{len(rows)} rows fill no batch of {batch_size * world}; lower the batch size")
+
+    def __len__(self) -> int:
+        """Batches per epoch."""
+        size = self.batch_size * self.world
+        return len(self.rows) // size if self.drop_last else -(-len(self.rows) // size)
+
+    def next(self) -> object:
+        """The next batch; after the last one of an epoch the next epoch begins."""
+        batch = self._batch(self._order(self.epoch), self.position)
+        self.position += 1
+        if self.position == len(self):
+            self.epoch, self.position = self.epoch + 1, 0
+        return batch
+
+    def __iter__(self) -> Iterator[object]:
+        """Endlessly `next`."""
+        while True:
+            yield self.next()
+
+    def once(self) -> Iterator[object]:
+        """Every row once, in order and without moving the position: for evaluation.
+
+        Each process gets its own rows of each global batch; a process left without rows in the last one gets none.
+        """
+        for start in range(self.rank * self.batch_size, len(self.rows), self.batch_size * self.world):
+            yield self.collate([self.rows[i] for i in range(start, min(start + self.batch_size, len(self.rows)))])
+
+    def state(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        """Go on with the batch after those that had been taken when `state` was."""
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+
+    def _order(self, epoch: int) -> Sequence[int]:
+        if not self.shuffle:
+            return range(len(self.rows))
+        if self._shuffled[0] != epoch:
+            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
+            self._shuffled = (epoch, torch.randperm(len(self.rows), generator=generator).tolist())
+        return self._shuffled[1]
+
+    def _batch(self, order: Sequence[int], position: int) -> object:
+        size = self.batch_size * self.world
+        part = list(order[position * size : (position + 1) * size])
+        if self.world > 1 and len(part) < size:
+            part = [part[i] if i < len(part) else order[(i - len(part)) % len(order)] for i in range(size)]
+        mine = part[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]
+        return self.collate([self.rows[i] for i in mine])

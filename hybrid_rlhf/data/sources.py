@@ -1,0 +1,212 @@
+"""Where rows come from: embedded demo sets, files, folders, the hub. The only door to the `datasets` library."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hybrid_rlhf.config import UserError, check, nearest
+from hybrid_rlhf.data.files import PARSERS, kind_of, read_file
+
+# Generated on the spot, no file and no network: name -> module:function, a function () -> list of rows.
+EMBEDDED = {f"demo/{name}": f"hybrid_rlhf.data.demo:{name}" for name in ("demonstrations", "preferences", "prompts")}
+# Descriptions of a data set, not data.
+_NOT_DATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json",
+             "dataset-metadata.json", "package.json"}
+_SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One place that rows come from.
+
+    Attributes:
+        path: demo/demonstrations, demo/preferences, demo/prompts; a jsonl, json, csv, tsv, txt or parquet file (.gz
+            too); a folder of such files or a saved data set; or a hub id.
+        name: Configuration of a hub data set, or subfolder of a folder.
+        split: Which split (a single file has no splits and is read whole).
+        weight: Share of the training rows relative to the other sources' weights. Without any weight every row is
+            used once per epoch; give weights to all sources or to none.
+        columns: Our column names and theirs, such as {prompt: question}.
+        stages: Stages that read this source; empty means every stage it has the columns for.
+    """
+
+    path: str
+    name: str | None = None
+    split: str = "train"
+    weight: float | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+    stages: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check(bool(self.path), "data.sources: a source has no path (a file, a folder, a hub id or demo/<name>)")
+        check(self.weight is None or 0 < self.weight < float("inf"),
+              f"data.sources: weight of {self.path} is {self.weight}; it must be positive")
+
+
+def read(source: Source) -> Sequence[dict]:
+    """The rows of a source, columns renamed: a list, or a datasets.Dataset (memory-mapped) for parquet and the hub.
+
+    Raises UserError, in one line, for whatever is missing, empty, malformed or of an unknown kind.
+    """
+    path = Path(source.path).expanduser()
+    if source.path.startswith("demo/"):
+        rows = _embedded(source.path)
+    elif path.is_dir():
+        rows = _folder(path, source)
+    elif path.is_file():
+        rows = _file(path)
+    else:
+        check(not _looks_local(source.path), f"data source {source.path} does not exist")
+        rows = _hub(source)
+    check(len(rows) > 0, f"{source.path} is empty: no row in split {source.split}")
+    return _renamed(rows, source)
+
+
+def _embedded(path: str) -> list[dict]:
+    check(path in EMBEDDED, f"there is no embedded data set {path}{nearest(path, EMBEDDED)}; "
+                            f"there are {', '.join(EMBEDDED)}")
+    module, function = EMBEDDED[path].split(":")
+    return getattr(importlib.import_module(module), function)()
+
+
+def _looks_local(path: str) -> bool:
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or bool(kind_of(path)) or "\\" in path
+
+
+def _file(path: Path) -> Sequence[dict]:
+    kind = kind_of(path)
+    check(bool(kind), f"{path}: unknown kind of file; there are {', '.join((*PARSERS, '.parquet'))} (and .gz)")
+    return _parquet([path]) if kind == ".parquet" else read_file(path)
+
+
+def _parquet(paths: list[Path]) -> Sequence[dict]:
+    import datasets
+
+    try:
+        with _quiet(datasets):
+            return datasets.Dataset.from_parquet([str(p) for p in paths])
+    except Exception as error:  # whatever the reader makes of a damaged file, it is the file that is wrong
+        raise UserError(f"{paths[0]}: not a readable parquet file ({_first_line(error)})") from error
+
+
+def _folder(folder: Path, source: Source) -> Sequence[dict]:
+    """The rows of a folder: a data set saved by `datasets`, or data files. Code in the folder is never run."""
+    folder = folder / source.name if source.name else folder
+    check(folder.is_dir(), f"{source.path} has no subfolder {source.name}")
+    if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+        return _saved(folder, source.split)
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and kind_of(p) and p.name not in _NOT_DATA
+                   and not any(part.startswith(".") for part in p.relative_to(folder).parts))
+    texts = [p for p in files if kind_of(p) != ".txt"]  # beside data, a .txt is a licence or a note
+    files = _of_split(texts or files, folder, source.split)
+    parquet = [p for p in files if kind_of(p) == ".parquet"]
+    rest = [p for p in files if kind_of(p) != ".parquet"]
+    if not rest:
+        return _parquet(parquet)
+    return [row for p in rest for row in read_file(p)] + (list(_parquet(parquet)) if parquet else [])
+
+
+def _of_split(files: list[Path], folder: Path, split: str) -> list[Path]:
+    """The files whose path names the split; files that name none are the train split."""
+    check(bool(files), f"{folder} holds no data: no {', '.join((*PARSERS, '.parquet'))} file in it")
+
+    def words(path: Path) -> set[str]:
+        text = str(path.relative_to(folder)).lower()
+        for mark in "/\\.-_ ":
+            text = text.replace(mark, " ")
+        return set(text.split()) & {*_SPLIT_WORDS, split.lower()}
+
+    named = {p: words(p) for p in files}
+    chosen = [p for p in files if split.lower() in named[p] or (split == "train" and not named[p])]
+    found = sorted({w for ws in named.values() for w in ws}) or ["train"]
+    check(bool(chosen), f"{folder} has no split {split}; it has {', '.join(found)}")
+    return chosen
+
+
+def _saved(folder: Path, split: str) -> Sequence[dict]:
+    import datasets
+
+    try:
+        saved = datasets.load_from_disk(str(folder))
+    except Exception as error:
+        raise UserError(f"{folder}: not a readable saved data set ({_first_line(error)})") from error
+    if isinstance(saved, datasets.DatasetDict):
+        check(split in saved, f"{folder} has no split {split}; it has {', '.join(saved)}")
+        return saved[split]
+    return saved
+
+
+def _hub(source: Source) -> Sequence[dict]:
+    import datasets
+
+    try:
+        with _quiet(datasets):
+            found = datasets.load_dataset(source.path, source.name, split=source.split)
+    except Exception as error:  # offline, missing, gated, a script: the library has a class for each
+        raise UserError(f"data source {source.path} is no file or folder here, and loading it from the hub failed: "
+                        f"{type(error).__name__}: {_first_line(error)}") from error
+    return found
+
+
+def _renamed(rows: Sequence[dict], source: Source) -> Sequence[dict]:
+    """The rows with source.columns applied; a column of theirs under one of our names gives way."""
+    if not source.columns:
+        return rows
+    theirs = list(rows[0])
+    for our_name, name in source.columns.items():
+        check(name in theirs, f"{source.path} has no column {name!r} (wanted as {our_name}){nearest(name, theirs)}; "
+                              f"it has {', '.join(theirs)}")
+    taken = set(source.columns.values())
+    return [{k: v for k, v in row.items() if k not in taken and k not in source.columns}
+            | {our_name: row.get(name) for our_name, name in source.columns.items()} for row in rows]
+
+
+class _quiet:  # noqa: N801 - used as a function
+    """No progress bars of the library's own while loading."""
+
+    def __init__(self, datasets) -> None:  # noqa: ANN001
+        self.datasets, self.was_on = datasets, not datasets.are_progress_bars_disabled()
+
+    def __enter__(self) -> None:
+        self.datasets.disable_progress_bars()
+
+    def __exit__(self, *_: object) -> None:
+        if self.was_on:
+            self.datasets.enable_progress_bars()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def save_table(rows: list[dict], folder: Path) -> None:
+    """Write rows as an Arrow data set (no pickle) at `folder`, whole or not at all."""
+    import datasets
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".writing-"))
+    try:
+        with _quiet(datasets):
+            datasets.Dataset.from_list(rows).save_to_disk(str(scratch / "table"))
+        if not folder.exists():
+            os.replace(scratch / "table", folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def open_table(folder: Path) -> Sequence[dict] | None:
+    """The rows that save_table wrote, memory-mapped, or None where there are none or they cannot be read."""
+    if not (folder / "state.json").exists():
+        return None
+    import datasets
+
+    try:
+        return datasets.load_from_disk(str(folder))
+    except Exception:  # a damaged cache is no cache
+        return None
