@@ -146,7 +146,9 @@ def upward(root: Path) -> list[str]:
 def circles(root: Path) -> list[str]:
     """Modules that import each other, over any number of steps."""
     known = modules_of(root)
-    graph = {name: {a.target for a in arrows(known) if a.source == name and a.target in known} for name in known}
+    graph: dict[str, set[str]] = {name: set() for name in known}
+    for arrow in arrows(known):
+        graph[arrow.source] |= {arrow.target} & set(known)
     faults, done = [], set()
 
     def walk(name: str, trail: tuple[str, ...]) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import codecs
+import os
+import pty
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_tokenizer
+from tiny import tiny_causal_lm, tiny_tokenizer
 
 from hybrid_rlhf.inference.terminal import neutralise, pieces
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @given(st.binary(max_size=40))
@@ -55,3 +61,39 @@ def test_the_space_that_a_decoder_drops_at_the_start_is_not_lost_between_tokens(
 ])
 def test_nothing_the_model_writes_can_steer_the_terminal(text, shown):
     assert neutralise(text) == shown
+
+
+def test_at_a_real_terminal_control_c_stops_an_answer_and_then_only_hints(tmp_path):
+    """In a pseudo-terminal, where the line discipline turns the typed Ctrl-C into the signal."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+    tiny_causal_lm(max_position_embeddings=8192).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "inference/chat.py", "--model", str(tmp_path)])
+    seen = b""
+
+    def expect(word: bytes) -> None:
+        nonlocal seen
+        while word not in seen:
+            seen += os.read(terminal, 4096)
+        seen = seen.split(word, 1)[1]
+
+    expect(b"you: ")
+    os.write(terminal, b"/set min_new_tokens=8000 max_new_tokens=8000\n")
+    expect(b"seed=0")
+    expect(b"you: ")
+    os.write(terminal, b"hello\n")
+    expect(b"hello\r\n")  # the echo
+    while not seen:
+        seen += os.read(terminal, 4096)  # the answer has begun
+    os.write(terminal, b"\x03")
+    expect(b"(stopped)")
+    expect(b"you: ")
+    os.write(terminal, b"\x03")
+    expect(b"/exit or Ctrl-D leaves")
+    expect(b"you: ")
+    os.write(terminal, b"\x04")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
