@@ -12,10 +12,9 @@ from hybrid_rlhf.algorithms.advantages import ESTIMATORS, explained_variance, wh
 from hybrid_rlhf.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate
 from hybrid_rlhf.algorithms.policy import policy_loss, value_loss
 from hybrid_rlhf.algorithms.shaping import missing_eos, normalise, shape_rewards
-from hybrid_rlhf.collect import collect
+from hybrid_rlhf.collect import SamplingConfig, collect
 from hybrid_rlhf.config import check, nearest
 from hybrid_rlhf.distributed import sum_over_ranks
-from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.roles import Roles, TokenScores
@@ -108,12 +107,12 @@ class PPOTrainer:
         rollout = collect(prompts, self.roles, self.source, self.config.sampling, self._sampling_seed(), metrics)
         self.estimate(rollout, metrics)
         with metrics.timer("train"):
-            metrics += self.update(rollout)
+            updated = self.update(rollout)
         metrics.add("kl_coef", self.kl_coef.value)
         self.kl_coef.update(rollout.mean_kl(), num_sequences=len(rollout))
         self.num_steps += 1
         self.newest = rollout
-        return metrics + rollout.metrics()
+        return metrics + updated + rollout.metrics()
 
     @torch.no_grad()
     def estimate(self, rollout: Rollout, metrics: Metrics) -> None:

@@ -1,0 +1,127 @@
+"""The three stages in order, in one process, and a table of what each one brought."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hybrid_rlhf.config import check
+from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.engine import ZeroConfig
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.run.fit import TrainConfig
+from hybrid_rlhf.trainers.ppo import PPOConfig
+from hybrid_rlhf.training import compare, step1_sft, step2_reward, step3_ppo
+from hybrid_rlhf.training.step2_reward import RewardConfig
+from hybrid_rlhf.training.step3_ppo import RolesConfig
+
+ORDER = ("sft", "reward", "ppo")
+DEMO = Path(__file__).parent / "presets" / "demo.yaml"
+
+
+@dataclass(frozen=True)
+class StagesConfig:
+    """The schedule of each stage.
+
+    Attributes:
+        sft: Stage 1.
+        reward: Stage 2.
+        ppo: Stage 3.
+    """
+
+    sft: TrainConfig = field(default_factory=TrainConfig)
+    reward: TrainConfig = field(default_factory=TrainConfig)
+    ppo: TrainConfig = field(default_factory=TrainConfig)
+
+
+@dataclass(frozen=True)
+class Config:
+    """All three stages. Sections that several stages share (model, data, engine) are given once.
+
+    Attributes:
+        stage: Name of the stage.
+        output_dir: Folder of the runs; each stage gets a folder of its own in it.
+        seed: Seed of everything random.
+        resume: auto (finished stages are left as they are) or never (start again).
+        report_to: Trackers (tensorboard, wandb, trackio, ...).
+        run_stages: The stages to run. Without sft, reward and ppo start from `model` as it is.
+        model: The model to start from.
+        data: The data; each source says by `stages` what it serves.
+        engine: How training is laid out.
+        stages: The schedule of each stage.
+        reward: The reward model's own settings.
+        roles: The four roles of PPO.
+        ppo: PPO's own settings.
+        compare: The table at the end.
+    """
+
+    stage: str = "all"
+    output_dir: str = "outputs/all"
+    seed: int = 0
+    resume: str = "auto"
+    report_to: list[str] = field(default_factory=list)
+    run_stages: list[str] = field(default_factory=lambda: list(ORDER))
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    engine: ZeroConfig = field(default_factory=ZeroConfig)
+    stages: StagesConfig = field(default_factory=StagesConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    roles: RolesConfig = field(default_factory=RolesConfig)
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+    compare: compare.CompareConfig = field(default_factory=compare.CompareConfig)
+
+    def __post_init__(self) -> None:
+        unknown = [s for s in self.run_stages if s not in ORDER]
+        check(not unknown and bool(self.run_stages),
+              f"run_stages is {self.run_stages}; choose one or more of {', '.join(ORDER)}")
+
+
+def default_config(argv: list[str]) -> str | None:
+    """The embedded demo, for a command line that names no configuration, model or data of its own."""
+    if any(word.startswith(("--config", "--model", "--data", "--run_stages")) for word in argv):
+        return None
+    return str(DEMO)
+
+
+def stage_configs(config: Config) -> dict[str, object]:
+    """The settings of each stage to run, as its own recipe takes them."""
+    recipes = {"sft": step1_sft, "reward": step2_reward, "ppo": step3_ppo}
+    later = dataclasses.replace(config.model, preset=None, tokenizer_name_or_path=None)
+    models = {"sft": config.model}
+    if "sft" in config.run_stages:  # the later stages find the sft run beside them
+        later = dataclasses.replace(later, model_name_or_path=None)
+    out = {}
+    for name in (s for s in ORDER if s in config.run_stages):
+        fields = {f.name for f in dataclasses.fields(recipes[name].Config)}
+        shared = {k: getattr(config, k) for k in fields if hasattr(config, k)}
+        shared |= {"stage": name, "output_dir": str(Path(config.output_dir) / name),
+                   "model": models.get(name, later), "train": getattr(config.stages, name)}
+        out[name] = recipes[name].Config(**shared)
+    return out
+
+
+def preview(config: Config) -> None:
+    """Print rendered examples of every stage's data. The later stages are shown in stage 1's tokens."""
+    from hybrid_rlhf.data.preview import preview as show
+
+    for name in config.run_stages:
+        show(config.data, name, compare.wiring.open_tokenizer(config.model, config.data, "sft", config.seed))
+
+
+def run(config: Config, command: str = "") -> dict:
+    """Run the stages, then compare what they left; returns the summary (also in output_dir/summary.json)."""
+    recipes = {"sft": step1_sft, "reward": step2_reward, "ppo": step3_ppo}
+    configs, seconds = stage_configs(config), {}
+    for number, (name, stage) in enumerate(configs.items(), 1):
+        print(f"\n== stage {number} of {len(configs)}: {name}", file=sys.stderr)
+        start = time.perf_counter()
+        recipes[name].run(stage, command)
+        seconds[name] = time.perf_counter() - start
+        gc.collect()
+    if list(configs) != list(ORDER):
+        return {"seconds": seconds}
+    return compare.run(config, configs, seconds, command)

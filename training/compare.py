@@ -1,0 +1,134 @@
+"""What the stages brought: SFT, SFT continued for as long as PPO took, and PPO, on prompts that none has seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hybrid_rlhf.collect import SamplingConfig, collect
+from hybrid_rlhf.config import check, nearest
+from hybrid_rlhf.data import collate, datasets
+from hybrid_rlhf.metrics import Metrics
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.rewards.model import ModelSource
+from hybrid_rlhf.roles import Actor, Reference, Reward, Roles
+from hybrid_rlhf.run import runfile
+from hybrid_rlhf.tensors import masked_mean
+from hybrid_rlhf.training import step1_sft, wiring
+
+# name -> module:function(prompt messages or text, completion) -> bool, an independent judge of truth
+CHECKERS = {"demo": "hybrid_rlhf.data.demo:is_correct"}
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """The table at the end of `--stage all`.
+
+    Attributes:
+        checker: Name of an independent checker of answers (demo), for the accuracy column; null leaves it out.
+        num_prompts: Held-out prompts to answer.
+        longer_sft: Also continue SFT for as long as PPO took, and compare with that: the honest alternative.
+    """
+
+    checker: str | None = None
+    num_prompts: int = 256
+    longer_sft: bool = False
+
+    def __post_init__(self) -> None:
+        check(self.checker is None or self.checker in CHECKERS,
+              f"compare.checker is {self.checker!r}; there are {', '.join(CHECKERS)}"
+              f"{nearest(self.checker or '', CHECKERS)}")
+
+
+def run(config, configs: dict, seconds: dict[str, float], command: str) -> dict:  # noqa: ANN001
+    """Measure the three policies, print the table, write output_dir/summary.json and return it."""
+    folders = {"sft": configs["sft"].output_dir, "ppo": configs["ppo"].output_dir}
+    took = _recorded_seconds(configs)
+    if config.compare.longer_sft:
+        folders = {"sft": folders["sft"], "sft_longer": longer_sft(config, configs["sft"], took["ppo"], command),
+                   "ppo": folders["ppo"]}
+        took["sft_longer"] = runfile.read_run(folders["sft_longer"]).seconds
+    summary = {name: measure(config, configs, folder) for name, folder in folders.items()}
+    summary["reward"] = {"accuracy": runfile.read_run(configs["reward"].output_dir).metrics["eval/accuracy"]}
+    summary["seconds"] = {k: round(v, 1) for k, v in took.items()}
+    path = Path(config.output_dir) / "summary.json"
+    path.write_text(json.dumps(summary, indent=1) + "\n")
+    show(summary, path)
+    return summary
+
+
+def _recorded_seconds(configs: dict) -> dict[str, float]:
+    """What each stage took by its own record: a rerun that found it finished must not say zero."""
+    return {name: runfile.read_run(stage.output_dir).seconds for name, stage in configs.items()}
+
+
+def longer_sft(config, sft, limit: float, command: str) -> str:  # noqa: ANN001
+    """Continue the SFT run on its own data for `limit` seconds; returns the folder of the longer run."""
+    folder = str(Path(config.output_dir) / "sft_longer")
+    model = dataclasses.replace(sft.model, preset=None, model_name_or_path=wiring.model_folder(sft.output_dir))
+    train = dataclasses.replace(sft.train, max_seconds=limit, max_steps=10**6, lr_scheduler_type="constant")
+    print("\n== for comparison: sft continued for as long as ppo took", file=sys.stderr)
+    step1_sft.run(dataclasses.replace(sft, output_dir=folder, model=model, train=train), command)
+    return folder
+
+
+@torch.no_grad()
+def measure(config, configs: dict, folder: str) -> dict[str, float]:  # noqa: ANN001
+    """accuracy (sampled as PPO samples, and greedy), score, KL to SFT, entropy and length on held-out prompts."""
+    def open_one(path: str) -> ModelConfig:
+        return ModelConfig(wiring.model_folder(path), dtype=config.model.dtype)
+
+    ppo = configs["ppo"]
+    tokenizer = wiring.open_tokenizer(open_one(folder), config.data, "ppo", config.seed)
+    prompts = _prompts(config, tokenizer)
+    sampling = dataclasses.replace(ppo.ppo.sampling, num_samples=1)
+    policy = wiring.policy_engine(wiring.open_policy(open_one(folder), tokenizer, 0, dropout=False), tokenizer)
+    sft = wiring.open_policy(open_one(configs["sft"].output_dir), tokenizer, 0, dropout=False)
+    reward = Reward(wiring.scalar_engine(wiring.open_scalar(open_one(configs["reward"].output_dir), tokenizer),
+                                         tokenizer))
+    roles = Roles(Actor(policy, tokenizer), Reference(wiring.policy_engine(sft, tokenizer)))
+    rollout = collect(prompts, roles, ModelSource(reward), sampling, config.seed, Metrics())
+    out = {"score": float(rollout.scores.mean()), "kl": rollout.mean_kl(),
+           "entropy": -float(masked_mean(rollout.logprobs, rollout.action_mask)),
+           "length": float(rollout.action_mask.sum(1).float().mean())}
+    if config.compare.checker:
+        out = {"accuracy": accuracy(config.compare.checker, rollout)} | out
+        greedy = SamplingConfig(max_new_tokens=sampling.max_new_tokens, temperature=0)
+        with roles.actor.inference():
+            out["accuracy_greedy"] = accuracy(config.compare.checker, roles.actor.generate(prompts, greedy, 0))
+    return out
+
+
+def _prompts(config, tokenizer):  # noqa: ANN001, ANN202
+    held_out = datasets.build(config.data, "ppo", tokenizer, config.seed).held_out
+    rows = [held_out[i] for i in range(min(config.compare.num_prompts, len(held_out)))]
+    return collate.collate_prompts(rows)
+
+
+def accuracy(checker: str, rollout) -> float:  # noqa: ANN001
+    """Share of completions that the checker finds right."""
+    judge = _load(CHECKERS[checker])
+    asked = rollout.prompts.columns["prompt"]
+    return sum(judge(p, c) for p, c in zip(asked, rollout.completions, strict=True)) / len(rollout)
+
+
+def _load(name: str) -> Callable:
+    module, function = name.split(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def show(summary: dict, path: Path) -> None:
+    """The table, on the terminal."""
+    from hybrid_rlhf.run.terminal import summary_table
+
+    names = [n for n in ("sft", "sft_longer", "ppo") if n in summary]
+    rows = [{"model": n, **summary[n], "seconds": summary["seconds"][n]} for n in names]
+    summary_table(rows, title="Held-out prompts")
+    print(f"reward model: held-out accuracy {summary['reward']['accuracy']:.3f}\nwritten to {path}")

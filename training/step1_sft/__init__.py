@@ -1,0 +1,80 @@
+"""Stage 1: supervised fine-tuning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hybrid_rlhf.data import collate, datasets
+from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.engine import ZeroConfig
+from hybrid_rlhf.models.backbone import packing_is_exact
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.roles import Actor
+from hybrid_rlhf.run import runfile
+from hybrid_rlhf.run.export import export
+from hybrid_rlhf.run.fit import TrainConfig, fit
+from hybrid_rlhf.trainers.sft import SFTTrainer
+from hybrid_rlhf.training import wiring
+
+
+@dataclass(frozen=True)
+class Config:
+    """Supervised fine-tuning.
+
+    Attributes:
+        stage: Name of the stage.
+        output_dir: Folder of this run.
+        seed: Seed of everything random.
+        resume: auto (a finished run is left as it is) or never (start again).
+        report_to: Trackers (tensorboard, wandb, trackio, ...).
+        model: The model to fine-tune.
+        data: The demonstrations.
+        train: The schedule.
+        engine: How training is laid out.
+    """
+
+    stage: str = "sft"
+    output_dir: str = "outputs/sft"
+    seed: int = 0
+    resume: str = "auto"
+    report_to: list[str] = field(default_factory=list)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    engine: ZeroConfig = field(default_factory=ZeroConfig)
+
+
+def preview(config: Config) -> None:
+    """Print rendered examples of the data with the trained tokens marked."""
+    from hybrid_rlhf.data.preview import preview as show
+
+    wiring.require_data(config.data, "sft")
+    show(config.data, "sft", wiring.open_tokenizer(config.model, config.data, "sft", config.seed))
+
+
+def run(config: Config, command: str = "") -> dict[str, float]:
+    """Train, export to output_dir/model, and return the final metrics (also in output_dir/run.json)."""
+    wiring.require_data(config.data, "sft")
+    record = runfile.start(config.output_dir, "sft", config, command)
+    if record.is_finished:
+        return record.metrics
+    wiring.check_lengths(config.model, data__max_length=config.data.max_length)
+    tokenizer = wiring.open_tokenizer(config.model, config.data, "sft", config.seed)
+    data = datasets.build(config.data, "sft", tokenizer, config.seed)
+    model = wiring.open_policy(config.model, tokenizer, config.seed, dropout=True)
+    if config.data.packing and not packing_is_exact(model):
+        raise wiring.UserError(f"data.packing: {type(model).__name__} lets packed samples see each other; turn it off")
+    length = config.data.max_length if config.data.packing else None
+    pad = tokenizer.pad_token_id
+    loader = wiring.train_loader(data.train, config.train, config.seed, lambda r: collate.collate_sft(r, pad, length))
+    held_out = wiring.eval_loader(data.held_out, config.train, config.seed, lambda r: collate.collate_sft(r, pad))
+    steps = wiring.total_steps(config.train, len(loader))
+    engine = wiring.policy_engine(model, tokenizer)
+    engine.prepare_training(wiring.optimizer_of(config.train), wiring.schedule_of(config.train, steps), config.engine)
+    trainer = SFTTrainer(Actor(engine, tokenizer, config.engine.micro_batch_tokens))
+    metrics = fit(trainer, loader, held_out, config.train, record, steps)
+    export(model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER, engine.eos_ids)
+    record.finish(metrics, tokenizer=tokenizer, base_model=config.model.model_name_or_path or config.model.preset,
+                  data=data.report)
+    return metrics

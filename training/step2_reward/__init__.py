@@ -1,0 +1,132 @@
+"""Stage 2: a reward model from preference pairs, started from the stage-1 model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from hybrid_rlhf.config import UserError, check
+from hybrid_rlhf.data import collate, datasets
+from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.engine import ZeroConfig
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.roles import Reward
+from hybrid_rlhf.run import runfile
+from hybrid_rlhf.run.export import export
+from hybrid_rlhf.run.fit import TrainConfig, fit
+from hybrid_rlhf.trainers.reward import RewardTrainer
+from hybrid_rlhf.training import wiring
+
+NUM_STATISTICS = 512  # sequences whose scores give the mean and spread that stage 3 normalises by
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """The reward model's own settings.
+
+    Attributes:
+        center_coef: Weight of (s_chosen + s_rejected)^2, which keeps scores near zero; 0 turns it off.
+        head_std: Standard deviation of the new head's weights; null takes 1 / sqrt(hidden size + 1).
+    """
+
+    center_coef: float = 0.0
+    head_std: float | None = None
+
+    def __post_init__(self) -> None:
+        check(self.center_coef >= 0, f"reward.center_coef is {self.center_coef}; it must not be negative")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A reward model.
+
+    Attributes:
+        stage: Name of the stage.
+        output_dir: Folder of this run.
+        seed: Seed of everything random.
+        resume: auto (a finished run is left as it is) or never (start again).
+        report_to: Trackers (tensorboard, wandb, trackio, ...).
+        model: The model to start from; without a name, the finished sft run beside output_dir.
+        data: The preference pairs.
+        train: The schedule.
+        engine: How training is laid out.
+        reward: The reward model's own settings.
+    """
+
+    stage: str = "reward"
+    output_dir: str = "outputs/reward"
+    seed: int = 0
+    resume: str = "auto"
+    report_to: list[str] = field(default_factory=list)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    engine: ZeroConfig = field(default_factory=ZeroConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+
+
+def start_model(config: Config) -> tuple[str, ModelConfig]:
+    """The path of the stage-1 run or model, and the model settings that name its weights."""
+    check(config.model.preset is None, "model.preset: a reward model starts from a trained model; give "
+                                       "model.model_name_or_path or run --stage sft first")
+    path = wiring.predecessor(config.model.model_name_or_path, config.output_dir, "sft", "model.model_name_or_path")
+    return path, replace(config.model, model_name_or_path=wiring.model_folder(path))
+
+
+def preview(config: Config) -> None:
+    """Print rendered examples of the data with the trained tokens marked."""
+    from hybrid_rlhf.data.preview import preview as show
+
+    wiring.require_data(config.data, "reward")
+    _, model = start_model(config)
+    show(config.data, "reward", wiring.open_tokenizer(model, config.data, "reward", config.seed))
+
+
+def run(config: Config, command: str = "") -> dict[str, float]:
+    """Train, measure the score's mean and spread on demonstrations, export, and return the final metrics."""
+    wiring.require_data(config.data, "reward")
+    base, model_config = start_model(config)
+    record = runfile.start(config.output_dir, "reward", config, command)
+    if record.is_finished:
+        return record.metrics
+    wiring.check_lengths(model_config, data__max_length=config.data.max_length)
+    tokenizer = wiring.open_tokenizer(model_config, config.data, "reward", config.seed)
+    data = datasets.build(config.data, "reward", tokenizer, config.seed)
+    model = wiring.open_scalar(model_config, tokenizer, new_head_std=config.reward.head_std)
+
+    def pairs(rows: list[dict]) -> collate.PairBatch:
+        return collate.collate_pairs(rows, tokenizer.pad_token_id)
+
+    loader = wiring.train_loader(data.train, config.train, config.seed, pairs)
+    held_out = wiring.eval_loader(data.held_out, config.train, config.seed, pairs)
+    steps = wiring.total_steps(config.train, len(loader))
+    engine = wiring.scalar_engine(model, tokenizer)
+    engine.prepare_training(wiring.optimizer_of(config.train), wiring.schedule_of(config.train, steps), config.engine)
+    role = Reward(engine, config.engine.micro_batch_tokens)
+    trainer = RewardTrainer(role, config.reward.center_coef)
+    metrics = fit(trainer, loader, held_out, config.train, record, steps)
+    statistics = score_statistics(role, config, tokenizer, data)
+    export(model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER, [tokenizer.eos_token_id])
+    record.finish(metrics, tokenizer=tokenizer, base_model=base, data=data.report, score_statistics=statistics)
+    return metrics
+
+
+def score_statistics(role: Reward, config: Config, tokenizer, data: datasets.StageData) -> dict:  # noqa: ANN001
+    """Mean and standard deviation of the score on demonstrations where the data has any, else on held-out pairs.
+
+    Stage 3 normalises by them, so that demonstrations score 0 on average (InstructGPT, 2203.02155, section 3.5).
+    """
+    try:
+        rows = datasets.build(replace(config.data, max_samples=NUM_STATISTICS), "sft", tokenizer, config.seed).train
+        batches = [collate.collate_sft(list(rows), tokenizer.pad_token_id)]
+        where = "demonstrations"
+    except UserError:  # no source holds demonstrations
+        rows = data.held_out if len(data.held_out) else data.train
+        part = [rows[i] for i in range(min(len(rows), NUM_STATISTICS))]
+        batches = [collate.collate_pairs(part, tokenizer.pad_token_id).sequences]
+        where = "held-out pairs" if len(data.held_out) else "training pairs"
+    scores = torch.cat([role.score(batch) for batch in batches])
+    return {"mean": float(scores.mean()), "std": max(float(scores.std(correction=0)), 1e-6), "count": len(scores),
+            "on": where}

@@ -1,0 +1,167 @@
+"""Stage 3: PPO of the stage-1 policy against the stage-2 reward model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from hybrid_rlhf.config import UserError, check
+from hybrid_rlhf.data import collate, datasets
+from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.engine import ZeroConfig
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.lora import LoraConfig
+from hybrid_rlhf.rewards.model import ModelSource
+from hybrid_rlhf.roles import Actor, Critic, Reference, Reward, RoleConfig, Roles
+from hybrid_rlhf.run import runfile
+from hybrid_rlhf.run.export import export
+from hybrid_rlhf.run.fit import TrainConfig, fit
+from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
+from hybrid_rlhf.training import wiring
+
+
+@dataclass(frozen=True)
+class RolesConfig:
+    """The four roles.
+
+    Attributes:
+        actor: The policy that is trained; without a model, that of `model`.
+        ref: The policy it is held near to; without a model, the actor's own start.
+        critic: The value model; without a model, it starts as a copy of the reward model.
+        reward: The reward model; without a model, the finished reward run beside output_dir.
+    """
+
+    actor: RoleConfig = field(default_factory=RoleConfig)
+    ref: RoleConfig = field(default_factory=RoleConfig)
+    critic: RoleConfig = field(default_factory=RoleConfig)
+    reward: RoleConfig = field(default_factory=RoleConfig)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Proximal policy optimisation.
+
+    Attributes:
+        stage: Name of the stage.
+        output_dir: Folder of this run.
+        seed: Seed of everything random.
+        resume: auto (a finished run is left as it is) or never (start again).
+        report_to: Trackers (tensorboard, wandb, trackio, ...).
+        model: The actor; without a name, the finished sft run beside output_dir.
+        data: The prompts.
+        train: The schedule. A step is one rollout of per_device_train_batch_size prompts and its updates.
+        engine: How training is laid out.
+        roles: The four roles' own settings; their learning rates are here, train.learning_rate is not used.
+        ppo: PPO's own settings.
+    """
+
+    stage: str = "ppo"
+    output_dir: str = "outputs/ppo"
+    seed: int = 0
+    resume: str = "auto"
+    report_to: list[str] = field(default_factory=list)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    engine: ZeroConfig = field(default_factory=ZeroConfig)
+    roles: RolesConfig = field(default_factory=RolesConfig)
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the roles' weights come from: run folders or models."""
+
+    actor: str
+    reward: str
+    ref: str
+    critic: str
+
+
+def find_sources(config: Config) -> Sources:
+    """Every role's predecessor; UserError where one is missing or two do not fit together. Reads no weights."""
+    check(config.model.preset is None, "model.preset: PPO starts from a trained model; give model.model_name_or_path "
+                                       "or run --stage sft and --stage reward first")
+    roles = config.roles
+    actor = wiring.predecessor(roles.actor.model_name_or_path or config.model.model_name_or_path, config.output_dir,
+                               "sft", "model.model_name_or_path")
+    reward = wiring.predecessor(roles.reward.model_name_or_path, config.output_dir, "reward",
+                                "roles.reward.model_name_or_path")
+    wiring.check_pair(actor, reward)
+    return Sources(actor, reward, roles.ref.model_name_or_path or actor, roles.critic.model_name_or_path or reward)
+
+
+def actor_model(config: Config, sources: Sources) -> ModelConfig:
+    return replace(config.model, model_name_or_path=wiring.model_folder(sources.actor))
+
+
+def preview(config: Config) -> None:
+    """Print rendered prompts."""
+    from hybrid_rlhf.data.preview import preview as show
+
+    wiring.require_data(config.data, "ppo")
+    model = actor_model(config, find_sources(config))
+    show(config.data, "ppo", wiring.open_tokenizer(model, config.data, "ppo", config.seed))
+
+
+def build_roles(config: Config, sources: Sources, tokenizer, num_updates: int) -> tuple[Roles, Reward]:  # noqa: ANN001
+    """Four models in four engines; actor and critic under an optimizer, dropout off everywhere."""
+    temperature, roles = config.ppo.sampling.temperature, config.roles
+    plain = replace(config.model, lora=LoraConfig(), freeze=[], gradient_checkpointing=False)
+
+    def at(path: str, base: ModelConfig) -> ModelConfig:
+        return replace(base, model_name_or_path=wiring.model_folder(path))
+
+    def tokens(role: RoleConfig) -> int:
+        return role.micro_batch_tokens or config.engine.micro_batch_tokens
+
+    actor = wiring.open_policy(at(sources.actor, config.model), tokenizer, config.seed, dropout=False)
+    ref = wiring.open_policy(at(sources.ref, plain), tokenizer, config.seed, dropout=False)
+    critic = wiring.open_scalar(at(sources.critic, config.model), tokenizer)
+    reward = wiring.open_scalar(at(sources.reward, plain), tokenizer)
+    engines = {"actor": wiring.policy_engine(actor, tokenizer, temperature),
+               "critic": wiring.scalar_engine(critic, tokenizer)}
+    for name, engine in engines.items():
+        engine.prepare_training(wiring.optimizer_of(config.train, getattr(roles, name).learning_rate),
+                                wiring.schedule_of(config.train, num_updates), config.engine)
+    return Roles(Actor(engines["actor"], tokenizer, tokens(roles.actor)),
+                 Reference(wiring.policy_engine(ref, tokenizer, temperature), tokens(roles.ref)),
+                 Critic(engines["critic"], tokens(roles.critic))), Reward(
+                     wiring.scalar_engine(reward, tokenizer), tokens(roles.reward))
+
+
+def run(config: Config, command: str = "") -> dict[str, float]:
+    """Train, export the actor, and return the final metrics."""
+    wiring.require_data(config.data, "ppo")
+    sources = find_sources(config)
+    record = runfile.start(config.output_dir, "ppo", config, command)
+    if record.is_finished:
+        return record.metrics
+    model, sampling = actor_model(config, sources), config.ppo.sampling
+    wiring.check_lengths(model, **{"data.max_prompt_length + ppo.sampling.max_new_tokens":
+                                   config.data.max_prompt_length + sampling.max_new_tokens})
+    tokenizer = wiring.open_tokenizer(model, config.data, "ppo", config.seed)
+    data = datasets.build(config.data, "ppo", tokenizer, config.seed)
+    loader = wiring.train_loader(data.train, config.train, config.seed, collate.collate_prompts)
+    held_out = wiring.eval_loader(data.held_out, config.train, config.seed, collate.collate_prompts)
+    steps = wiring.total_steps(config.train, len(loader))
+    roles, reward = build_roles(config, sources, tokenizer, steps * updates_per_step(config))
+    statistics = wiring.score_statistics_of(sources.reward) if config.ppo.normalise_scores else {}
+    trainer = PPOTrainer(roles, ModelSource(reward), config.ppo, seed=config.seed,
+                         score_mean=statistics.get("mean", 0.0), score_std=statistics.get("std", 1.0))
+    metrics = fit(trainer, loader, held_out, config.train, record, steps)
+    export(roles.actor.engine.model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER,
+           roles.actor.engine.eos_ids)
+    record.finish(metrics, tokenizer=tokenizer, base_model=sources.actor, reward_model=sources.reward,
+                  data=data.report)
+    return metrics
+
+
+def updates_per_step(config: Config) -> int:
+    """Optimizer steps of one trainer step; the schedules count these."""
+    sequences = config.train.per_device_train_batch_size * config.train.gradient_accumulation_steps
+    sequences *= config.ppo.sampling.num_samples
+    size = config.ppo.minibatch_size or -(-sequences // config.ppo.num_minibatches)
+    if size > sequences:
+        raise UserError(f"ppo.minibatch_size is {size}, but a step samples {sequences} sequences; lower it")
+    return config.ppo.num_ppo_epochs * -(-sequences // size)

@@ -1,0 +1,150 @@
+"""What the recipes share: opening tokenizers and models, putting engines around them, leaving a model behind."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch import nn
+
+from hybrid_rlhf.algorithms.schedule import learning_rate_factor
+from hybrid_rlhf.config import UserError, check
+from hybrid_rlhf.data import chat
+from hybrid_rlhf.data.datasets import DataConfig, raw_texts
+from hybrid_rlhf.data.loader import Loader
+from hybrid_rlhf.distributed import device, rank, world_size
+from hybrid_rlhf.engine import HybridEngine, OptimizerConfig
+from hybrid_rlhf.engine.hybrid import stop_ids
+from hybrid_rlhf.models import load
+from hybrid_rlhf.models.backbone import check_head
+from hybrid_rlhf.models.heads import ScalarModel
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.lora import add_lora
+from hybrid_rlhf.roles import PolicyModule
+from hybrid_rlhf.run import runfile
+from hybrid_rlhf.run.fit import TrainConfig
+
+MODEL_FOLDER = "model"
+
+
+def predecessor(given: str | None, output_dir: str, stage: str, option: str) -> str:
+    """The run folder or model of an earlier stage: as given, else the folder `stage` beside this run's output_dir.
+
+    Raises UserError when there is neither, or when the run found is of another stage or not finished.
+    """
+    path = given or str(Path(output_dir).parent / stage)
+    if (Path(path) / runfile.RUN_FILE).exists():
+        runfile.require_finished(path, stage)
+        return path
+    check(given is not None, f"no finished {stage} run: {path} does not exist or holds none; run --stage {stage} "
+                             f"--output_dir {path} first, or give {option}")
+    return path
+
+
+def model_folder(path: str) -> str:
+    """The model inside a run folder; any other path as it is."""
+    return str(Path(path) / MODEL_FOLDER) if (Path(path) / runfile.RUN_FILE).exists() else path
+
+
+def open_tokenizer(model: ModelConfig, data: DataConfig, stage: str, seed: int):  # noqa: ANN201
+    """The tokenizer of a run, with a chat template. A preset trains one on the run's own texts."""
+    if model.preset and not model.tokenizer_name_or_path:
+        tokenizer = load.train_tokenizer(raw_texts(data, stage, seed), model.vocab_size)
+    else:
+        path = model.tokenizer_name_or_path or model.model_name_or_path
+        check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
+        tokenizer = load.load_tokenizer(path, model.trust_remote_code)
+    chat.ensure_template(tokenizer, data.chat_template)
+    return tokenizer
+
+
+def check_lengths(model: ModelConfig, **lengths: int) -> None:
+    """UserError if a length (named as its option) exceeds what the model has positions for. Reads no weights."""
+    limit = load.configured_positions(model)
+    for option, length in lengths.items():
+        name = option.replace("__", ".")
+        check(limit is None or length <= limit,
+              f"{name} is {length}, but the model has {limit} positions; lower {name} to {limit} or less")
+
+
+def open_policy(model: ModelConfig, tokenizer, seed: int, *, dropout: bool) -> nn.Module:  # noqa: ANN001
+    """The causal model of a stage, adapters on if asked for, ready for an engine."""
+    causal = load.random_causal_lm(model, tokenizer, seed).to(device()) if model.preset else load.load_causal_lm(
+        model, device())
+    load.prepare(causal, model, len(tokenizer))
+    causal.config.pad_token_id = tokenizer.pad_token_id
+    check_head(causal)
+    if not dropout:
+        load.disable_dropout(causal)
+    if model.lora.r:
+        add_lora(causal, model.lora)
+    return causal
+
+
+def open_scalar(model: ModelConfig, tokenizer, *, new_head_std: float | None = None) -> nn.Module:  # noqa: ANN001
+    """A model with a scalar head from `model.model_name_or_path`; with LoRA the head is trained in full."""
+    scalar = load.load_scalar_model(model, device(), new_head_std, tokenizer.pad_token_id)
+    load.prepare(scalar, model, len(tokenizer))
+    load.disable_dropout(scalar)
+    if model.lora.r:
+        add_lora(scalar, model.lora)
+        scalar.score.weight.requires_grad_(True)
+    return scalar
+
+
+def policy_engine(model: nn.Module, tokenizer, temperature: float = 1.0) -> HybridEngine:  # noqa: ANN001
+    """An engine that samples and gives log-probabilities at `temperature` (0, greedy, is measured at 1)."""
+    return HybridEngine(PolicyModule(model, temperature or 1.0), model, eos_ids=stop_ids(model, tokenizer),
+                        pad_id=tokenizer.pad_token_id)
+
+
+def scalar_engine(model: nn.Module, tokenizer) -> HybridEngine:  # noqa: ANN001
+    return HybridEngine(ScalarModel(model), pad_id=tokenizer.pad_token_id)
+
+
+def optimizer_of(train: TrainConfig, learning_rate: float | None = None) -> OptimizerConfig:
+    """The optimizer's part of `train`."""
+    shared = {f.name: getattr(train, f.name) for f in dataclasses.fields(OptimizerConfig)}
+    return OptimizerConfig(**shared | ({} if learning_rate is None else {"learning_rate": learning_rate}))
+
+
+def schedule_of(train: TrainConfig, num_updates: int) -> Callable[[int], float]:
+    """Optimizer step -> factor of the learning rate, over `num_updates` steps."""
+    warmup = round(train.warmup_ratio * num_updates)
+    return lambda step: learning_rate_factor(step, total_steps=num_updates, warmup_steps=warmup,
+                                             kind=train.lr_scheduler_type)
+
+
+def total_steps(train: TrainConfig, batches_per_epoch: int) -> int:
+    """Trainer steps of a run: max_steps, or num_train_epochs passes over the data."""
+    return train.max_steps if train.max_steps > 0 else max(1, round(train.num_train_epochs * batches_per_epoch))
+
+
+def require_data(data: DataConfig, stage: str) -> None:
+    """UserError if the run has no data."""
+    if not data.sources:
+        raise UserError(f"no data for stage {stage}: give data.sources, a list of {{path: ...}} "
+                        "(file, folder, hub id, or demo/demonstrations)")
+
+
+def train_loader(rows: Sequence[dict], train: TrainConfig, seed: int, collate: Callable) -> Loader:
+    """Endless shuffled batches; a step's batch is all that its optimizer step sees."""
+    size = train.per_device_train_batch_size * train.gradient_accumulation_steps
+    return Loader(rows, size, collate, seed, rank=rank(), world=world_size())
+
+
+def eval_loader(rows: Sequence[dict], train: TrainConfig, seed: int, collate: Callable) -> Loader | None:
+    """The held-out rows in order, or None where there are none."""
+    if not len(rows):
+        return None
+    return Loader(rows, train.per_device_eval_batch_size, collate, seed, rank=rank(), world=world_size(),
+                  shuffle=False, drop_last=False)
+
+
+def check_pair(actor: str, reward: str) -> None:
+    """UserError if the actor's tokens mean something else to the reward model: same tokenizer, same template."""
+    folders = [model_folder(p) for p in (actor, reward)]
+    hashes = [runfile.tokenizer_hash(load.load_tokenizer(f)) for f in folders]
+    check(hashes[0] == hashes[1], f"{actor} and {reward} do not fit together: their tokenizers differ; train the "
+                                  "reward model from the same SFT run")
