@@ -1,1 +1,1 @@
-"""Pure functions on tensors, fp32 inside. They import nothing but torch and the shared tensor functions."""
+"""Formulas: pure functions on tensors, fp32 inside, every mean masked. They import torch and nothing above it."""

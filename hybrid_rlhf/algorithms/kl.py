@@ -1,60 +1,77 @@
-"""Estimates of KL(actor || reference) from sampled tokens, and the two controllers of its price.
-
-Estimators: Schulman, "Approximating KL divergence" (k1, k2, k3). Controllers: 1909.08593, section 2.2.
-"""
+"""What it costs to leave the reference policy: per-token estimates of the KL divergence, and its price."""
 
 from __future__ import annotations
+
+import math
 
 from torch import Tensor
 
 ESTIMATORS = ("k1", "k2", "k3")
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Per-token estimate in nats, any shape: with D = logprobs - ref_logprobs, k1 = D, k2 = D^2 / 2,
-    k3 = exp(-D) - 1 + D with D clamped to +-10 before the exponential."""
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -> Tensor:
+    """Per-token estimate of KL(policy || reference) in nats, from tokens that the policy sampled.
+
+    logprobs, ref_logprobs: the same shape, (B, R) or flat; the result has it too, fp32. What stands at padding is
+    meaningless: mask it. With D = logprobs - ref_logprobs (Schulman, "Approximating KL divergence"):
+    k1 = D, unbiased, of either sign; k2 = D^2 / 2, biased, >= 0; k3 = exp(-D) - 1 + D, unbiased, >= 0, with D clamped
+    to +-10 so that one token cannot outweigh a batch. Raises ValueError for another name.
+    """
     difference = logprobs.float() - ref_logprobs.float()
     if estimator == "k1":
         return difference
     if estimator == "k2":
         return difference.square() / 2
     if estimator == "k3":
-        clamped = difference.clamp(-10, 10)
-        return (-clamped).exp() - 1 + clamped
-    raise ValueError(f"kl estimator {estimator!r}; choose one of {', '.join(ESTIMATORS)}")
+        difference = difference.clamp(-10, 10)
+        return (-difference).expm1() + difference  # expm1: exp(-D) - 1 loses all digits for small D
+    raise ValueError(f"KL estimator {estimator!r}: there are {', '.join(ESTIMATORS)}")
 
 
 class FixedKL:
-    """A price that stays."""
+    """A kl_coef that stays as it is."""
 
     def __init__(self, value: float) -> None:
-        self.value = value
+        self.value = float(value)
 
     def update(self, mean_kl: float, num_sequences: int) -> None:
-        """Nothing moves a fixed price."""
+        """Nothing to learn from."""
 
     def state(self) -> dict[str, float]:
         return {"value": self.value}
 
     def load_state(self, state: dict[str, float]) -> None:
-        self.value = state["value"]
+        self.value = float(state["value"])
 
 
 class AdaptiveKL:
-    """value *= 1 + clip(mean_kl / target - 1, +-0.2) * num_sequences / horizon.
+    """A kl_coef that rises while the KL is above `target` and falls while it is below (arXiv 1909.08593, section 2.2).
 
-    target in nats per sequence, horizon in sequences.
+    target: nats per sequence. horizon: number of sequences over which the coefficient moves by at most a fifth.
+    Raises ValueError if either is not positive.
     """
 
     def __init__(self, value: float, target: float, horizon: int) -> None:
-        self.value, self.target, self.horizon = value, target, horizon
+        if not (target > 0 and horizon > 0):
+            raise ValueError(f"adaptive KL: target {target} and horizon {horizon} must both be positive")
+        self.value, self.target, self.horizon = float(value), target, horizon
 
     def update(self, mean_kl: float, num_sequences: int) -> None:
-        error = min(max(mean_kl / self.target - 1, -0.2), 0.2)
-        self.value *= 1 + error * num_sequences / self.horizon
+        """value *= 1 + clip(mean_kl / target - 1, +-0.2) * num_sequences / horizon.
+
+        mean_kl is the mean over all num_sequences of all ranks: ranks that are told different things drift apart.
+        Raises ValueError for a mean_kl that is not finite, and for a step that would turn the price negative (more
+        than five horizons at once).
+        """
+        if not math.isfinite(mean_kl):
+            raise ValueError(f"adaptive KL: the mean KL of the step is {mean_kl}")
+        factor = 1 + max(-0.2, min(0.2, mean_kl / self.target - 1)) * num_sequences / self.horizon
+        if factor <= 0:
+            raise ValueError(f"adaptive KL: {num_sequences} sequences a step are too many for horizon {self.horizon}")
+        self.value *= factor
 
     def state(self) -> dict[str, float]:
         return {"value": self.value}
 
     def load_state(self, state: dict[str, float]) -> None:
-        self.value = state["value"]
+        self.value = float(state["value"])

@@ -1,26 +1,30 @@
-"""Learning-rate schedules by Hugging Face's names, as factors of the peak rate (transformers.get_scheduler)."""
+"""Learning rates over time, as factors of the peak."""
 
 from __future__ import annotations
 
 import math
 
-KINDS = ("cosine", "linear", "constant", "constant_with_warmup")
+KINDS = ("constant", "constant_with_warmup", "linear", "cosine")
 
 
-def learning_rate_factor(step: int, *, total_steps: int, warmup_steps: int, kind: str) -> float:
-    """Factor for optimizer step `step` (from 0): linear from 0 over warmup_steps, then `kind` down to 0 at total_steps.
+def learning_rate_factor(step: int, *, total_steps: int, warmup_steps: int = 0, kind: str = "cosine") -> float:
+    """Factor of the peak learning rate at optimizer step `step` (the first step is 0).
 
-    With a warm-up, step 0 has factor 0. `constant` has no warm-up.
+    Names and values are those of transformers.get_scheduler. Warm-up is step / warmup_steps: with any warm-up, step 0
+    has factor 0 and changes no weight, and step warmup_steps is the first at the peak. From there linear falls to 0,
+    and cosine as 0.5 (1 + cos(pi x)), both reaching 0 at step total_steps, one after the last. `constant` knows no
+    warm-up. Past total_steps the factor stays 0 (transformers' cosine would rise again). Raises ValueError for another
+    kind.
     """
+    if kind not in KINDS:
+        raise ValueError(f"schedule {kind!r}: there are {', '.join(KINDS)}")
     if kind == "constant":
         return 1.0
     if step < warmup_steps:
-        return step / max(1, warmup_steps)
+        return step / warmup_steps
     if kind == "constant_with_warmup":
         return 1.0
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    length = max(1, total_steps - warmup_steps)
     if kind == "linear":
-        return max(0.0, 1 - progress)
-    if kind == "cosine":
-        return max(0.0, 0.5 * (1 + math.cos(math.pi * progress)))
-    raise ValueError(f"lr_scheduler_type {kind!r}; choose one of {', '.join(KINDS)}")
+        return max(0.0, (total_steps - step) / length)
+    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, (step - warmup_steps) / length)))

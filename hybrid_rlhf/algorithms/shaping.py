@@ -1,4 +1,4 @@
-"""From a score of a whole response to a reward for each token (1909.08593, 2203.02155)."""
+"""From the score of a whole response to the reward of each of its tokens."""
 
 from __future__ import annotations
 
@@ -8,23 +8,32 @@ from torch import Tensor
 from hybrid_rlhf.tensors import last_true
 
 
+def shape_rewards(scores: Tensor, kl: Tensor, kl_coef: float, action_mask: Tensor,
+                  score_clip: float | None = None) -> Tensor:
+    """Rewards (B, R): -kl_coef * kl at every action, and the score at the last one (arXiv 1909.08593, 2203.02155).
+
+    scores (B,); kl (B, R) nats; action_mask (B, R) bool. score_clip bounds the score (not the KL) to +-score_clip.
+    Zero outside the actions, whatever `kl` holds there; a row without an action is paid nothing.
+    """
+    scores = scores.float()
+    if score_clip is not None:
+        scores = scores.clamp(-score_clip, score_clip)
+    columns = torch.arange(action_mask.shape[1], device=action_mask.device)
+    is_last = columns[None, :] == last_true(action_mask)[:, None]
+    price = (-kl_coef * kl.float()).masked_fill(~action_mask, 0)
+    return price + torch.where(is_last, scores[:, None], 0.0)
+
+
 def normalise(scores: Tensor, mean: float, std: float) -> Tensor:
-    """(B,) scores on the scale where the reference responses have mean 0 and standard deviation 1."""
-    return (scores - mean) / std
+    """Scores (B,) on a scale of mean 0 and std 1, by the statistics measured in stage 2 on SFT responses.
+
+    Raises ValueError if std is not positive: a source that gives everything one score cannot be put on a scale.
+    """
+    if not std > 0:
+        raise ValueError(f"scores cannot be normalised by a standard deviation of {std}")
+    return (scores.float() - mean) / std
 
 
 def missing_eos(scores: Tensor, has_eos: Tensor, penalty: float) -> Tensor:
-    """(B,) scores, less `penalty` where the response did not end by itself (has_eos (B,) bool)."""
-    return torch.where(has_eos, scores, scores - penalty)
-
-
-def shape_rewards(scores: Tensor, kl: Tensor, kl_coef: float, action_mask: Tensor) -> Tensor:
-    """(B, R): -kl_coef * kl at every action, plus the sequence's score at its last action; zero at padding.
-
-    scores (B,), kl (B, R) in nats, action_mask (B, R) bool. A row without any action gets no score.
-    """
-    rewards = (-kl_coef * kl.float()).masked_fill(~action_mask, 0)
-    last = last_true(action_mask)
-    rows = torch.arange(len(scores), device=scores.device)[last >= 0]
-    rewards[rows, last[rows]] += scores.float()[rows]
-    return rewards
+    """Scores (B,), less `penalty` where the response did not end by itself. has_eos (B,) bool."""
+    return scores.float() - penalty * (~has_eos).float()
