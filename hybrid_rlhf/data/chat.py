@@ -96,7 +96,7 @@ def render(tokenizer, messages: Sequence[dict], add_generation_prompt: bool = Fa
         return tokenizer.apply_chat_template(list(messages), tokenize=False,
                                              add_generation_prompt=add_generation_prompt)
     except (TemplateError, TypeError, KeyError, IndexError) as error:
-        raise Refused(f"the chat template refuses it ({error})") from error
+        raise Refused(f"the chat template refuses it ({' '.join(str(error).split())})") from error
 
 
 def prompt_text(tokenizer, prompt: Text) -> str:  # noqa: ANN001

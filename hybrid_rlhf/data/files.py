@@ -135,7 +135,7 @@ def _delimited(delimiter: str) -> Callable[[str, str | Path], Rows]:
                 check(None not in row.values(), f"{where}: fewer values than the header has columns")
                 rows.append(row)
         except csv.Error as error:
-            raise UserError(f"{path} line {reader.line_num}: not valid CSV ({error})") from error
+            raise UserError(f"{path} line {reader.line_num + 1}: not valid CSV ({error})") from error
         return rows
 
     return parse

@@ -60,12 +60,12 @@ def detect(columns: Iterable[str], where: str) -> Format:
 
     Raises UserError that says what was found and what would fit.
     """
-    found = list(columns)
+    found = [str(c) if str(c).isprintable() else repr(c) for c in columns]
     for row in FORMATS:
         if all(c in found for c in row.required):
             return row
     known = " | ".join("+".join(f.required) for f in FORMATS)
-    raise UserError(f"{where}: columns {', '.join(map(str, found)) or '(none)'} fit no known format; what would fit: "
+    raise UserError(f"{where}: columns {', '.join(found) or '(none)'} fit no known format; what would fit: "
                     f"{known}; name yours by columns, such as {{prompt: {found[0] if found else 'question'}}}")
 
 

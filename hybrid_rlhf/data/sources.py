@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,7 +91,7 @@ def _parquet(paths: list[Path]) -> Sequence[dict]:
     import datasets
 
     try:
-        with _quiet(datasets):
+        with _quiet():
             return datasets.Dataset.from_parquet([str(p) for p in paths])
     except Exception as error:  # whatever the reader makes of a damaged file, it is the file that is wrong
         raise UserError(f"{paths[0]}: not a readable parquet file ({_first_line(error)})") from error
@@ -146,7 +148,7 @@ def _hub(source: Source) -> Sequence[dict]:
     import datasets
 
     try:
-        with _quiet(datasets):
+        with _quiet():
             found = datasets.load_dataset(source.path, source.name, split=source.split)
     except Exception as error:  # offline, missing, gated, a script: the library has a class for each
         raise UserError(f"data source {source.path} is no file or folder here, and loading it from the hub failed: "
@@ -167,18 +169,21 @@ def _renamed(rows: Sequence[dict], source: Source) -> Sequence[dict]:
             | {our_name: row.get(name) for our_name, name in source.columns.items()} for row in rows]
 
 
-class _quiet:  # noqa: N801 - used as a function
-    """No progress bars of the library's own while loading."""
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no word of every retry while loading; what fails in the end is one error."""
+    import datasets
 
-    def __init__(self, datasets) -> None:  # noqa: ANN001
-        self.datasets, self.was_on = datasets, not datasets.are_progress_bars_disabled()
-
-    def __enter__(self) -> None:
-        self.datasets.disable_progress_bars()
-
-    def __exit__(self, *_: object) -> None:
-        if self.was_on:
-            self.datasets.enable_progress_bars()
+    was_on, logger = not datasets.are_progress_bars_disabled(), logging.getLogger("huggingface_hub")
+    level = logger.level
+    datasets.disable_progress_bars()
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if was_on:
+            datasets.enable_progress_bars()
 
 
 def _first_line(error: Exception) -> str:
@@ -192,7 +197,7 @@ def save_table(rows: list[dict], folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".writing-"))
     try:
-        with _quiet(datasets):
+        with _quiet():
             datasets.Dataset.from_list(rows).save_to_disk(str(scratch / "table"))
         if not folder.exists():
             os.replace(scratch / "table", folder)
