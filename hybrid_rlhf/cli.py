@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import os
 import shlex
@@ -60,11 +59,11 @@ def _train(argv: list[str]) -> int:
     if name is None:
         return 0
     stage = importlib.import_module(STAGES[name].module)
+    default = stage.default_config(rest) if hasattr(stage, "default_config") else None
     config, switches = parse(stage.Config, rest, prog=f"{prog} --stage {name}", description=STAGES[name].help,
-                             default_config=getattr(stage, "DEFAULT_CONFIG", None), extra=("preview", "print_config"))
-    if switches["print_config"]:
-        print(_as_yaml(config), end="")
-        return 0
+                             default_config=default, extra=("preview",))
+    if default:
+        print(f"no --config, model or data given: the embedded demo ({os.path.relpath(default)})", file=sys.stderr)
     if switches["preview"]:
         stage.preview(config)
         return 0
@@ -100,9 +99,3 @@ def _take_stage(argv: list[str], prog: str) -> tuple[str | None, list[str]]:
         return None, rest
     check(name in STAGES, f"--stage {name}: there is no such stage; choose {', '.join(STAGES)}{nearest(name, STAGES)}")
     return name, rest
-
-
-def _as_yaml(config: object) -> str:
-    import yaml
-
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)

@@ -56,8 +56,7 @@ def _parser(config_class: type, prog: str, description: str, default_config: str
     return parser
 
 
-_SWITCHES = {"preview": "Print three rendered examples of the stage's data, trained tokens marked, and stop.",
-             "print_config": "Print the complete configuration and stop."}
+_SWITCHES = {"preview": "Print three rendered examples of the stage's data, trained tokens marked, and stop."}
 
 
 def _keys(parser) -> list[str]:  # noqa: ANN001

@@ -49,7 +49,7 @@ class Metrics:
         names = sorted(self._sums)
         table = sum_over_ranks(torch.tensor([self._sums[n] for n in names], dtype=torch.float64))
         total = Metrics()
-        total._sums = {n: row for n, row in zip(names, table.tolist(), strict=True)}
+        total._sums = dict(zip(names, table.tolist(), strict=True))
         return total
 
     def compute(self) -> dict[str, float]:

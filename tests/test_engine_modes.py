@@ -19,8 +19,8 @@ def test_greedy_tokens_equal_transformers_generate_one_prompt_at_a_time():
     with engine.inference():
         ours = engine.generate(PROMPTS, SamplingConfig(max_new_tokens=12, temperature=0))
     for prompt, tokens, reason in zip(PROMPTS, ours.tokens, ours.finish_reasons, strict=True):
-        out = engine.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12)[0, len(prompt):].tolist()
-        assert tokens == out[: len(tokens)]
+        oracle = engine.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12)[0, len(prompt):]
+        assert tokens == oracle.tolist()[: len(tokens)]
         assert reason == ("eos" if tokens[-1] == 3 else "length")
 
 
@@ -31,7 +31,7 @@ def test_an_exception_inside_restores_every_mode_and_weight():
     engine.model.gradient_checkpointing_enable()
     before = {n: p.clone() for n, p in engine.model.state_dict().items()}
     modes = [m.training for m in engine.module.modules()]
-    with pytest.raises(ZeroDivisionError), engine.inference():
+    with pytest.raises(ZeroDivisionError), engine.inference():  # noqa: PT012 - the block is what is tested
         assert not engine.module.training and not torch.is_grad_enabled()
         assert not any(getattr(m, "gradient_checkpointing", False) for m in engine.module.modules())
         raise ZeroDivisionError

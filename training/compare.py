@@ -70,10 +70,12 @@ def _recorded_seconds(configs: dict) -> dict[str, float]:
 
 
 def longer_sft(config, sft, limit: float, command: str) -> str:  # noqa: ANN001
-    """Continue the SFT run on its own data for `limit` seconds; returns the folder of the longer run."""
+    """Continue the SFT run on its own data for about `limit` seconds, warm-up and decay anew; returns its folder."""
+    done = runfile.read_run(sft.output_dir)
+    steps = max(1, round(limit / done.metrics["time/per_step"]))
     folder = str(Path(config.output_dir) / "sft_longer")
     model = dataclasses.replace(sft.model, preset=None, model_name_or_path=wiring.model_folder(sft.output_dir))
-    train = dataclasses.replace(sft.train, max_seconds=limit, max_steps=10**6, lr_scheduler_type="constant")
+    train = dataclasses.replace(sft.train, max_steps=steps)
     print("\n== for comparison: sft continued for as long as ppo took", file=sys.stderr)
     step1_sft.run(dataclasses.replace(sft, output_dir=folder, model=model, train=train), command)
     return folder

@@ -99,8 +99,9 @@ def policy_engine(model: nn.Module, tokenizer, temperature: float = 1.0) -> Hybr
                         pad_id=tokenizer.pad_token_id)
 
 
-def scalar_engine(model: nn.Module, tokenizer) -> HybridEngine:  # noqa: ANN001
-    return HybridEngine(ScalarModel(model), pad_id=tokenizer.pad_token_id)
+def scalar_engine(model: nn.Module, tokenizer, mean: float = 0.0, std: float = 1.0) -> HybridEngine:  # noqa: ANN001
+    """An engine that gives (score - mean) / std at every position."""
+    return HybridEngine(ScalarModel(model, mean, std), pad_id=tokenizer.pad_token_id)
 
 
 def optimizer_of(train: TrainConfig, learning_rate: float | None = None) -> OptimizerConfig:
@@ -148,3 +149,10 @@ def check_pair(actor: str, reward: str) -> None:
     hashes = [runfile.tokenizer_hash(load.load_tokenizer(f)) for f in folders]
     check(hashes[0] == hashes[1], f"{actor} and {reward} do not fit together: their tokenizers differ; train the "
                                   "reward model from the same SFT run")
+
+
+def score_statistics_of(reward: str) -> dict[str, float]:
+    """mean and std that the reward run measured on demonstrations; empty for a reward model that is no run of ours."""
+    if not (Path(reward) / runfile.RUN_FILE).exists():
+        return {}
+    return runfile.read_run(reward).facts.get("score_statistics", {})

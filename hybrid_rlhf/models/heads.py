@@ -12,14 +12,16 @@ class ScalarModel(nn.Module):
     """A backbone with a scalar head (num_labels 1): one fp32 number per position, (B, T).
 
     The number at t is a function of the tokens up to t: a critic reads it where a token is predicted, a reward model
-    at the last real token.
+    at the last real token. mean and std put the number on another scale, (number - mean) / std: a critic that starts
+    as a copy of the reward model predicts what the actor is paid, which is the normalised score.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, mean: float = 0.0, std: float = 1.0) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.mean, self.std = model, mean, std
 
     def forward(self, batch: SequenceBatch) -> Tensor:
         hidden = hidden_states(self.model, batch)
         score = self.model.score
-        return nn.functional.linear(hidden.float(), score.weight.float()).squeeze(-1)
+        numbers = nn.functional.linear(hidden.float(), score.weight.float()).squeeze(-1)
+        return (numbers - self.mean) / self.std

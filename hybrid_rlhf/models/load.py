@@ -19,8 +19,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 PRESETS: dict[str, tuple[str, dict]] = {
     "tiny": ("llama", dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
                            num_key_value_heads=2, max_position_embeddings=256)),
-    "demo": ("llama", dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-                           num_key_value_heads=4, max_position_embeddings=256, tie_word_embeddings=True)),
+    # so small that only a wide initialisation lets attention form within the demo's minutes
+    "demo": ("llama", dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+                           num_key_value_heads=4, max_position_embeddings=256, tie_word_embeddings=True,
+                           initializer_range=0.06)),
     "small": ("llama", dict(hidden_size=288, intermediate_size=768, num_hidden_layers=6, num_attention_heads=6,
                             num_key_value_heads=6, max_position_embeddings=1024, tie_word_embeddings=True)),
 }
@@ -170,6 +172,7 @@ def _has_score(path: str | None) -> bool:
 
 def _load(auto_class: str, config: ModelConfig, device: torch.device, **extra: object) -> nn.Module:
     import transformers
+    from safetensors import SafetensorError
 
     path = config.model_name_or_path
     check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
@@ -177,12 +180,13 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, **extra: o
     if config.attn_implementation != "auto":
         extra["attn_implementation"] = config.attn_implementation
     level = transformers.logging.get_verbosity()
+    transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()  # "score.weight newly initialized" is what we want, not a warning
     try:
         model = getattr(transformers, auto_class).from_pretrained(
             path, dtype=resolve_dtype(config.dtype, device), trust_remote_code=config.trust_remote_code,
             use_safetensors=True, **extra)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UserError(f"cannot load {path} by {auto_class}: {_first_line(error)}") from error
     finally:
         transformers.logging.set_verbosity(level)

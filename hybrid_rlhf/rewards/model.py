@@ -12,7 +12,7 @@ from hybrid_rlhf.rollout import Rollout
 
 @dataclass
 class ModelSource:
-    """The stage-2 model; it reads the actor's own token ids, so its tokenizer must be the actor's (checked at start)."""
+    """The stage-2 model. It reads the actor's token ids, so its tokenizer must be the actor's (checked at start)."""
 
     role: Reward
     name: str = "model"

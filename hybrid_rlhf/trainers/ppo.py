@@ -1,4 +1,4 @@
-"""Stage 3: proximal policy optimisation (arXiv 1707.06347) with a KL price to the reference (1909.08593, 2203.02155)."""
+"""Stage 3: proximal policy optimisation (1707.06347) with a KL price to the reference (1909.08593, 2203.02155)."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class PPOTrainer:
         return missing_eos(scores, rollout.has_eos, self.config.missing_eos_penalty)
 
     def update(self, rollout: Rollout) -> Metrics:
-        """config.num_ppo_epochs passes over the rollout in shuffled minibatches: the actor's step, then the critic's."""
+        """num_ppo_epochs passes over the rollout in shuffled minibatches: the actor's step, then the critic's."""
         metrics = Metrics()
         for _ in range(self.config.num_ppo_epochs):
             for minibatch in rollout.shuffle(self.rng).split(self._minibatch_size(rollout)):

@@ -118,9 +118,10 @@ def build_roles(config: Config, sources: Sources, tokenizer, num_updates: int) -
     actor = wiring.open_policy(at(sources.actor, config.model), tokenizer, config.seed, dropout=False)
     ref = wiring.open_policy(at(sources.ref, plain), tokenizer, config.seed, dropout=False)
     critic = wiring.open_scalar(at(sources.critic, config.model), tokenizer)
+    scale = score_scale(config, sources)
     reward = wiring.open_scalar(at(sources.reward, plain), tokenizer)
     engines = {"actor": wiring.policy_engine(actor, tokenizer, temperature),
-               "critic": wiring.scalar_engine(critic, tokenizer)}
+               "critic": wiring.scalar_engine(critic, tokenizer, *scale)}
     for name, engine in engines.items():
         engine.prepare_training(wiring.optimizer_of(config.train, getattr(roles, name).learning_rate),
                                 wiring.schedule_of(config.train, num_updates), config.engine)
@@ -146,15 +147,20 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     held_out = wiring.eval_loader(data.held_out, config.train, config.seed, collate.collate_prompts)
     steps = wiring.total_steps(config.train, len(loader))
     roles, reward = build_roles(config, sources, tokenizer, steps * updates_per_step(config))
-    statistics = wiring.score_statistics_of(sources.reward) if config.ppo.normalise_scores else {}
-    trainer = PPOTrainer(roles, ModelSource(reward), config.ppo, seed=config.seed,
-                         score_mean=statistics.get("mean", 0.0), score_std=statistics.get("std", 1.0))
+    mean, std = score_scale(config, sources)
+    trainer = PPOTrainer(roles, ModelSource(reward), config.ppo, seed=config.seed, score_mean=mean, score_std=std)
     metrics = fit(trainer, loader, held_out, config.train, record, steps)
     export(roles.actor.engine.model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER,
            roles.actor.engine.eos_ids)
     record.finish(metrics, tokenizer=tokenizer, base_model=sources.actor, reward_model=sources.reward,
                   data=data.report)
     return metrics
+
+
+def score_scale(config: Config, sources: Sources) -> tuple[float, float]:
+    """Mean and standard deviation that scores are normalised by; (0, 1) leaves them as they are."""
+    found = wiring.score_statistics_of(sources.reward) if config.ppo.normalise_scores else {}
+    return found.get("mean", 0.0), found.get("std", 1.0)
 
 
 def updates_per_step(config: Config) -> int:
