@@ -29,7 +29,10 @@ class Refused(Exception):  # noqa: N818 - not a fault: the row is dropped and co
 
 
 class Rendered(NamedTuple):
-    """One sequence as text. spans: the (start, end) characters to be trained; is_plain: the tokenizer adds bos."""
+    """One sequence as text. spans: the (start, end) characters to be trained; is_plain: the tokenizer adds bos.
+
+    A text without spans is a prompt.
+    """
 
     text: str
     spans: list[tuple[int, int]]
@@ -99,9 +102,10 @@ def render(tokenizer, messages: Sequence[dict], add_generation_prompt: bool = Fa
         raise Refused(f"the chat template refuses it ({' '.join(str(error).split())})") from error
 
 
-def prompt_text(tokenizer, prompt: Text) -> str:  # noqa: ANN001
+def compose_prompt(tokenizer, prompt: Text) -> Rendered:  # noqa: ANN001
     """A prompt as the text that a model continues: a string as it is, messages with the generation marker."""
-    return prompt if isinstance(prompt, str) else render(tokenizer, prompt, add_generation_prompt=True)
+    is_plain = isinstance(prompt, str)
+    return Rendered(prompt if is_plain else render(tokenizer, prompt, add_generation_prompt=True), [], is_plain)
 
 
 def compose(tokenizer, prompt: Text, completion: Text) -> Rendered:  # noqa: ANN001
@@ -154,7 +158,7 @@ def _common(text: str, other: str) -> int:
 
 
 def encode_all(tokenizer, rendered: Sequence[Rendered]) -> list[Encoded]:  # noqa: ANN001
-    """Tokenize many texts; each ends with EOS, which belongs to its last span."""
+    """Tokenize many texts; each ends with EOS, which belongs to its last span. A prompt gets none."""
     out: list[Encoded | None] = [None] * len(rendered)
     for is_plain in (False, True):
         rows = [i for i, r in enumerate(rendered) if r.is_plain == is_plain]
@@ -170,17 +174,16 @@ def encode(tokenizer, prompt: Text, completion: Text) -> Encoded:  # noqa: ANN00
 
 def encode_prompt(tokenizer, prompt: Text) -> list[int]:  # noqa: ANN001
     """A prompt alone: the prompt part of `encode`, unless a merge straddles the boundary there. Never ends in EOS."""
-    text = prompt_text(tokenizer, prompt)
-    is_plain = isinstance(prompt, str)
-    ids = list(tokenizer(text, add_special_tokens=is_plain)["input_ids"])
-    if is_plain and ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token or "\0"):
-        ids.pop()  # some tokenizers end every text
-    return ids
+    return encode_all(tokenizer, [compose_prompt(tokenizer, prompt)])[0].ids
 
 
 def _mark(tokenizer, row: Rendered, ids: list[int], positions: dict[int, int]) -> Encoded:  # noqa: ANN001
     """positions: character -> number of tokens that lie wholly before it."""
     eos = tokenizer.eos_token_id
+    if not row.spans:
+        ends_every_text = row.is_plain and ids[-1:] == [eos] and not row.text.endswith(tokenizer.eos_token or "\0")
+        ids = ids[:-1] if ends_every_text else ids  # some tokenizers put EOS behind whatever they read
+        return Encoded(ids, [False] * len(ids), len(ids))
     if eos is None:
         raise UserError("the tokenizer has no eos_token, so no response could ever end; set one in its config")
     mask = [False] * len(ids)

@@ -90,17 +90,18 @@ def pair(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # no
 def prompt(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # noqa: ANN001
     """-> {prompt_ids, text, rest}: rest is the original prompt and all other columns, as JSON (see `unfolded`)."""
 
-    def finish(_: list[Encoded], counts: Counts) -> dict | None:
-        ids = chat.encode_prompt(tokenizer, example.prompt)
+    def finish(encoded: list[Encoded], counts: Counts) -> dict | None:
+        ids = encoded[0].ids
         if len(ids) > lengths.max_prompt_length:
             counts.dropped[PROMPT_TOO_LONG] += 1
             return None
         rest = json.dumps({**example.columns, "prompt": example.prompt}, default=str)
-        return {"prompt_ids": ids, "text": chat.prompt_text(tokenizer, example.prompt), "rest": rest}
+        return {"prompt_ids": ids, "text": rendered.text, "rest": rest}
 
     if not example.prompt:
         raise Refused("empty prompt")
-    yield Work([], finish)
+    rendered = chat.compose_prompt(tokenizer, example.prompt)
+    yield Work([rendered], finish)
 
 
 def unfolded(row: dict) -> dict:
