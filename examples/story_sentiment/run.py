@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -34,11 +35,13 @@ def write_data(data_dir: Path, folder: Path, seed: int) -> None:
     (folder / "openings.jsonl").write_text("".join(json.dumps({"prompt": o}) + "\n" for o in training()))
 
 
-def stage(name: str, output_dir: Path, seed: int, *more: str) -> None:
-    """One stage of the launcher with this folder's YAML file."""
-    command = [sys.executable, str(HERE.parents[1] / "train.py"), "--stage", name, "--config",
-               str(HERE / f"{name}.yaml"), "--output_dir", str(output_dir / name), "--seed", str(seed), *more]
-    print("+", " ".join(command), file=sys.stderr)
+def train(start: Path, data: Path, output_dir: Path, seed: int, more: list[str]) -> None:
+    """The launcher with this folder's YAML file."""
+    sources = f"[{{path: {data}/pairs.jsonl, stages: [reward]}}, {{path: {data}/openings.jsonl, stages: [ppo]}}]"
+    command = [sys.executable, str(HERE.parents[1] / "train.py"), "--stage", "all", "--config",
+               str(HERE / "story_sentiment.yaml"), "--model.model_name_or_path", str(start), "--data.sources", sources,
+               "--output_dir", str(output_dir), "--seed", str(seed), *more]
+    print("+", shlex.join(command), file=sys.stderr)
     code = subprocess.run(command, check=False).returncode
     if code:
         sys.exit(code)
@@ -57,9 +60,7 @@ def main() -> None:
             sys.exit(2)
     data = options.output_dir / "data"
     write_data(options.data_dir, data, options.seed)
-    common = ["--model.model_name_or_path", str(start)]
-    stage("reward", options.output_dir, options.seed, *common, f"--data.sources=[{{path: {data}/pairs.jsonl}}]")
-    stage("ppo", options.output_dir, options.seed, *common, f"--data.sources=[{{path: {data}/openings.jsonl}}]", *more)
+    train(start, data, options.output_dir, options.seed, more)
     result = {"start": judge(str(start), HELD_OUT), "ppo": judge(str(options.output_dir / "ppo" / "model"), HELD_OUT)}
     result["reward_accuracy"] = json.loads((options.output_dir / "reward" / "run.json").read_text())["metrics"][
         "eval/accuracy"]

@@ -157,13 +157,16 @@ def _common(text: str, other: str) -> int:
     return next(i for i in range(len(other)) if text[i : i + 1] != other[i])
 
 
-def encode_all(tokenizer, rendered: Sequence[Rendered]) -> list[Encoded]:  # noqa: ANN001
-    """Tokenize many texts; each ends with EOS, which belongs to its last span. A prompt gets none."""
+def encode_all(tokenizer, rendered: Sequence[Rendered], append_eos: bool = True) -> list[Encoded]:  # noqa: ANN001
+    """Tokenize many texts; each ends with EOS, which belongs to its last span. A prompt gets none.
+
+    append_eos: whether plain texts get one; messages always do.
+    """
     out: list[Encoded | None] = [None] * len(rendered)
     for is_plain in (False, True):
         rows = [i for i, r in enumerate(rendered) if r.is_plain == is_plain]
         for i, (ids, ends) in zip(rows, _tokenize(tokenizer, [rendered[i] for i in rows], is_plain), strict=True):
-            out[i] = _mark(tokenizer, rendered[i], ids, ends)
+            out[i] = _mark(tokenizer, rendered[i], ids, ends, append_eos)
     return out
 
 
@@ -177,7 +180,8 @@ def encode_prompt(tokenizer, prompt: Text) -> list[int]:  # noqa: ANN001
     return encode_all(tokenizer, [compose_prompt(tokenizer, prompt)])[0].ids
 
 
-def _mark(tokenizer, row: Rendered, ids: list[int], positions: dict[int, int]) -> Encoded:  # noqa: ANN001
+def _mark(tokenizer, row: Rendered, ids: list[int], positions: dict[int, int],  # noqa: ANN001
+          append_eos: bool = True) -> Encoded:
     """positions: character -> number of tokens that lie wholly before it."""
     eos = tokenizer.eos_token_id
     if not row.spans:
@@ -190,9 +194,10 @@ def _mark(tokenizer, row: Rendered, ids: list[int], positions: dict[int, int]) -
     for start, end in row.spans:
         for i in range(positions[start], positions[end]):
             mask[i] = True
-    if not ids or ids[-1] != eos:
-        ids, mask = [*ids, eos], [*mask, True]
-    mask[-1] = True
+    if append_eos or not row.is_plain:
+        if not ids or ids[-1] != eos:
+            ids, mask = [*ids, eos], [*mask, True]
+        mask[-1] = True
     return Encoded(ids, mask, positions[row.spans[0][0]])
 
 

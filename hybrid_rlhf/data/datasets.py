@@ -30,6 +30,8 @@ class DataConfig:
         max_length: Longest sequence in tokens. Longer demonstrations lose their tail, longer pairs are dropped.
         max_prompt_length: Longest prompt in tokens for stages that sample; longer ones are dropped.
         train_on: response (assistant turns and EOS), or all tokens.
+        append_eos: Whether plain-text answers end with EOS. false for text that is continued and never has to end;
+            messages always end with it.
         packing: Whether several demonstrations share a row of max_length tokens (stage sft).
         max_samples: At most this many training rows, chosen by the seed.
         cache_dir: Where tokenized rows are kept (default $HYBRID_RLHF_CACHE or ~/.cache/hybrid_rlhf/data).
@@ -42,6 +44,7 @@ class DataConfig:
     max_length: int = 512
     max_prompt_length: int = 256
     train_on: str = "response"
+    append_eos: bool = True
     packing: bool = False
     max_samples: int | None = None
     cache_dir: str | None = None
@@ -157,7 +160,7 @@ def examples(config: DataConfig, each: Opened, stage: str, counts: Counter, lost
 def _tokenized(config: DataConfig, each: Opened, stage: str, tokenizer) -> cache.Tables:  # noqa: ANN001
     """One source's tables, from the cache or made now."""
     lengths = Lengths(config.max_length, config.max_prompt_length, config.train_on)
-    settings = {"training": TRAININGS[stage], "lengths": lengths, "split": config.split,
+    settings = {"training": TRAININGS[stage], "lengths": lengths, "append_eos": config.append_eos, "split": config.split,
                 "share": SHARES[stage] if config.split else None, "eval_fraction": config.eval_fraction,
                 "format": each.form.name, "path": each.source.path}
     path = cache.folder(config.cache_dir) / cache.key(each.rows, tokenizer, settings)
@@ -174,7 +177,8 @@ def _tokenize(config: DataConfig, each: Opened, stage: str, tokenizer, lengths: 
     waiting: list[tuple[Work, bool]] = []
 
     def finish() -> None:
-        encoded = iter(chat.encode_all(tokenizer, [text for work, _ in waiting for text in work.texts]))
+        texts = [text for work, _ in waiting for text in work.texts]
+        encoded = iter(chat.encode_all(tokenizer, texts, append_eos=config.append_eos))
         for work, is_eval in waiting:
             row = work.finish([next(encoded) for _ in work.texts], counts)
             if row is not None:
