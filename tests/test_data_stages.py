@@ -124,6 +124,16 @@ def test_only_the_response_is_trained_on_unless_all_is_asked_for(written, tokeni
     assert all(build(whole(source, train_on="all"), "sft", tokenizer, 0).train[0]["loss_mask"])
 
 
+def test_plain_text_goes_without_eos_when_told_and_messages_never_do(written, tokenizer):
+    plain = written([{"prompt": "What is it?", "completion": " red"}])
+    messages = written([{"question": "What is it?", "answer": "red"}], "b.jsonl")
+    ends = {True: [" red<|im_end|>", "red<|im_end|>"], False: [" red", "red<|im_end|>"]}
+    for append_eos, expected in ends.items():
+        rows = build(whole(plain, messages, append_eos=append_eos), "sft", tokenizer, 0).train
+        trained = [[i for i, m in zip(r["input_ids"], r["loss_mask"], strict=True) if m] for r in rows]
+        assert [tokenizer.decode(ids) for ids in trained] == expected
+
+
 def test_ranked_answers_give_all_pairs_of_different_score_and_the_best_is_the_demonstration(written, tokenizer):
     source = written([{"prompt": "2", "completions": [" 5", " 6", " 7"], "scores": [1, 3, 1]}])
     data = build(whole(source), "reward", tokenizer, 0)
@@ -194,6 +204,9 @@ def test_cached_rows_are_the_rows_and_a_damaged_cache_is_made_again(written, tok
     for path in (tmp_path / "c").rglob("*.arrow"):
         path.write_bytes(b"damaged")
     assert list(build(config, "ppo", tokenizer, 0).train) == list(first.train)
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets, "_tokenize", lambda *_: pytest.fail("the cache was not mended"))
+        assert list(build(config, "ppo", tokenizer, 0).train) == list(first.train)
     content = whole(written([*pairs(19), {**pairs(1)[0], "chosen": " Other."}]), cache_dir=str(tmp_path / "c"))
     assert " Other." in tokenizer.decode(build(content, "reward", tokenizer, 0).train[-1]["chosen_ids"])
 

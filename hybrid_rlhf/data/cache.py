@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import shutil
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -49,7 +50,7 @@ def tokenizer_text(tokenizer) -> str:  # noqa: ANN001
 
 
 def load(path: Path) -> Tables | None:
-    """The tables under `path`, or None where there are none or something is missing."""
+    """The tables under `path`, or None where there are none; damaged ones are removed."""
     try:
         counts = json.loads((path / "counts.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -58,6 +59,7 @@ def load(path: Path) -> Tables | None:
     for name in ("train", "held_out"):
         rows = sources.open_table(path / name) if counts[name] else []
         if rows is None or len(rows) != counts[name]:
+            shutil.rmtree(path, ignore_errors=True)
             return None
         tables.append(rows)
     return (*tables, counts)

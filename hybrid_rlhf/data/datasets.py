@@ -160,8 +160,8 @@ def examples(config: DataConfig, each: Opened, stage: str, counts: Counter, lost
 def _tokenized(config: DataConfig, each: Opened, stage: str, tokenizer) -> cache.Tables:  # noqa: ANN001
     """One source's tables, from the cache or made now."""
     lengths = Lengths(config.max_length, config.max_prompt_length, config.train_on)
-    settings = {"training": TRAININGS[stage], "lengths": lengths, "append_eos": config.append_eos, "split": config.split,
-                "share": SHARES[stage] if config.split else None, "eval_fraction": config.eval_fraction,
+    settings = {"training": TRAININGS[stage], "lengths": lengths, "append_eos": config.append_eos,
+                "split": config.split, "share": SHARES[stage] if config.split else None, "eval_fraction": config.eval_fraction,
                 "format": each.form.name, "path": each.source.path}
     path = cache.folder(config.cache_dir) / cache.key(each.rows, tokenizer, settings)
     tables = cache.load(path)
