@@ -161,8 +161,8 @@ def _tokenized(config: DataConfig, each: Opened, stage: str, tokenizer) -> cache
     """One source's tables, from the cache or made now."""
     lengths = Lengths(config.max_length, config.max_prompt_length, config.train_on)
     settings = {"training": TRAININGS[stage], "lengths": lengths, "append_eos": config.append_eos,
-                "split": config.split, "share": SHARES[stage] if config.split else None, "eval_fraction": config.eval_fraction,
-                "format": each.form.name, "path": each.source.path}
+                "split": config.split, "share": SHARES[stage] if config.split else None,
+                "eval_fraction": config.eval_fraction, "format": each.form.name, "path": each.source.path}
     path = cache.folder(config.cache_dir) / cache.key(each.rows, tokenizer, settings)
     tables = cache.load(path)
     if tables is None:
