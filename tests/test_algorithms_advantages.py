@@ -1,0 +1,164 @@
+"""GAE, whitening and explained variance, by hand and under changes that must not matter."""
+
+import inspect
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid_rlhf.algorithms.advantages import ESTIMATORS, explained_variance, gae, whiten
+from hybrid_rlhf.tensors import length_mask
+
+NAN = math.nan
+
+
+def test_gae_of_three_actions_is_what_the_definition_gives_by_hand():
+    # gamma 0.9, lam 0.5, gamma*lam = 0.45; rewards 0.1, -0.2, 1; values 0.5, 0.4, 0.3
+    # delta_2 = 1 + 0.9*0 - 0.3 = 0.7                A_2 = 0.7
+    # delta_1 = -0.2 + 0.9*0.3 - 0.4 = -0.33         A_1 = -0.33 + 0.45*0.7 = -0.015
+    # delta_0 = 0.1 + 0.9*0.4 - 0.5 = -0.04          A_0 = -0.04 + 0.45*-0.015 = -0.04675
+    advantages, returns = gae(torch.tensor([[0.1, -0.2, 1.0]]), torch.ones(1, 3, dtype=torch.bool),
+                              values=torch.tensor([[0.5, 0.4, 0.3]]), gamma=0.9, lam=0.5)
+    torch.testing.assert_close(advantages, torch.tensor([[-0.04675, -0.015, 0.7]]))
+    torch.testing.assert_close(returns, torch.tensor([[0.45325, 0.385, 1.0]]))
+
+
+def test_gae_defaults_are_gamma_1_and_lambda_095():
+    # delta_1 = 1 - 0.25 = 0.75; delta_0 = 0 + 0.25 - 0.5 = -0.25; A_0 = -0.25 + 0.95*0.75 = 0.4625
+    advantages, _ = gae(torch.tensor([[0.0, 1.0]]), torch.ones(1, 2, dtype=torch.bool),
+                        values=torch.tensor([[0.5, 0.25]]))
+    torch.testing.assert_close(advantages, torch.tensor([[0.4625, 0.75]]))
+
+
+def test_with_lambda_1_returns_are_discounted_sums_of_rewards_whatever_the_values():
+    # 1 + 0.5*(2 + 0.5*4) = 3; 2 + 0.5*4 = 4; 4
+    _, returns = gae(torch.tensor([[1.0, 2.0, 4.0]]), torch.ones(1, 3, dtype=torch.bool),
+                     values=torch.tensor([[7.0, -3.0, 11.0]]), gamma=0.5, lam=1.0)
+    torch.testing.assert_close(returns, torch.tensor([[3.0, 4.0, 4.0]]))
+
+
+def test_the_value_after_the_last_action_is_zero_and_padding_is_never_read():
+    mask = torch.tensor([[True, True, False, False], [True, True, True, True]])
+    rewards = torch.tensor([[0.0, 1.0, NAN, 9.0], [0.0, 0.0, 0.0, 1.0]])
+    values = torch.tensor([[0.5, 0.25, 8.0, NAN], [0.5, 0.25, 0.5, 0.25]])
+    advantages, returns = gae(rewards, mask, values=values)
+    # The first row is the two-action case above; had V at the padding been read, A_1 would be 8.75 or NaN.
+    torch.testing.assert_close(advantages[0], torch.tensor([0.4625, 0.75, 0.0, 0.0]))
+    torch.testing.assert_close(returns[0], torch.tensor([0.9625, 1.0, 0.0, 0.0]))
+    assert torch.isfinite(advantages).all() and torch.isfinite(returns).all()
+
+
+def test_columns_between_actions_that_are_none_are_stepped_over():
+    mask = torch.tensor([[True, False, True]])
+    advantages, returns = gae(torch.tensor([[0.0, NAN, 1.0]]), mask, values=torch.tensor([[0.5, NAN, 0.25]]))
+    torch.testing.assert_close(advantages, torch.tensor([[0.4625, 0.0, 0.75]]))
+    torch.testing.assert_close(returns, torch.tensor([[0.9625, 0.0, 1.0]]))
+
+
+def test_gamma_is_the_same_for_every_row_and_every_call():
+    # Lengths differ, so that a gamma multiplied up along the way (or over batches) would show.
+    mask = length_mask([1, 4, 4])
+    rewards = torch.tensor([[1.0, 0, 0, 0], [0, 0, 0, 1.0], [0, 0, 0, 1.0]])
+    first = gae(rewards, mask, values=torch.zeros(3, 4), gamma=0.5, lam=1.0)[0]
+    second = gae(rewards, mask, values=torch.zeros(3, 4), gamma=0.5, lam=1.0)[0]
+    expected = torch.tensor([[1.0, 0, 0, 0], [0.125, 0.25, 0.5, 1.0], [0.125, 0.25, 0.5, 1.0]])
+    torch.testing.assert_close(first, expected)
+    torch.testing.assert_close(second, expected)
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=4), extra=st.integers(1, 3), seed=st.integers(0, 999))
+def test_more_padding_changes_no_advantage(lengths, extra, seed):
+    generator = torch.Generator().manual_seed(seed)
+    mask = length_mask(lengths, 6)
+    rewards, values = torch.randn(2, *mask.shape, generator=generator)
+    wide = length_mask(lengths, 6 + extra)
+    filled = [torch.cat([x.masked_fill(~mask, 5.0), torch.full((len(lengths), extra), NAN)], 1)
+              for x in (rewards, values)]
+    for narrow_result, wide_result in zip(gae(rewards, mask, values=values), gae(filled[0], wide, values=filled[1]),
+                                          strict=True):
+        torch.testing.assert_close(wide_result[:, :6], narrow_result, rtol=0, atol=0)
+        assert not wide_result[:, 6:].any()
+
+
+def test_inputs_stay_as_they_were_and_half_precision_is_computed_in_fp32():
+    rewards, values = torch.tensor([[0.1, 1.0]]).bfloat16(), torch.tensor([[0.5, 0.25]]).bfloat16()
+    before = rewards.clone(), values.clone()
+    advantages, _ = gae(rewards, torch.tensor([[True, False]]), values=values)
+    assert advantages.dtype == torch.float32
+    assert torch.equal(rewards, before[0]) and torch.equal(values, before[1])
+
+
+def test_every_row_of_the_table_takes_the_same_keywords_and_says_what_it_needs():
+    wanted = {"rewards", "action_mask", "values", "gamma", "lam", "reduce", "group_size"}
+    for row in ESTIMATORS.values():
+        assert set(inspect.signature(row.fn).parameters) == wanted
+    assert ESTIMATORS["gae"].needs_values and not ESTIMATORS["gae"].needs_group
+
+
+def test_whitening_removes_the_mean_and_divides_by_the_population_deviation():
+    # 1, 2, 3, 6: mean 3, deviations -2 -1 0 3, variance 14/4 = 3.5
+    out = whiten(torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.ones(2, 2, dtype=torch.bool))
+    torch.testing.assert_close(out, torch.tensor([[-2.0, -1.0], [0.0, 3.0]]) / math.sqrt(3.5))
+    assert abs(float(out.sum())) < 1e-6
+
+
+def test_whitening_ignores_padding():
+    mask = torch.tensor([[True, True, False], [True, True, False]])
+    out = whiten(torch.tensor([[1.0, 2.0, NAN], [3.0, 6.0, 1e9]]), mask)
+    torch.testing.assert_close(out, torch.tensor([[-2.0, -1.0, 0.0], [0.0, 3.0, 0.0]]) / math.sqrt(3.5))
+
+
+def test_whitening_a_single_action_or_equal_actions_gives_zeros():
+    assert whiten(torch.tensor([[4.0]]), torch.ones(1, 1, dtype=torch.bool)).tolist() == [[0.0]]
+    assert whiten(torch.full((2, 2), 4.0), torch.ones(2, 2, dtype=torch.bool)).abs().max() == 0
+    assert whiten(torch.full((2, 2), 4.0), torch.zeros(2, 2, dtype=torch.bool)).abs().max() == 0
+
+
+def test_whitening_keeps_its_digits_far_from_zero():
+    values = 1000 + torch.tensor([[1.0, 2.0, 3.0, 6.0]]) / 64  # exact in fp32
+    out = whiten(values, torch.ones(1, 4, dtype=torch.bool))
+    torch.testing.assert_close(out, torch.tensor([[-2.0, -1.0, 0.0, 3.0]]) / math.sqrt(3.5), rtol=1e-4, atol=1e-4)
+
+
+def test_whitening_is_over_the_actions_of_all_ranks():
+    # Rank 0 holds 1, 2 and rank 1 holds 3, 6. The two calls run in lockstep: each sum is over both.
+    from threading import Barrier, Thread
+
+    parts, sums, barrier, out = [torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 6.0]])], [None, None], Barrier(2), {}
+
+    def rank(i):
+        def reduce(value):
+            sums[i] = value
+            barrier.wait(10)
+            total = sums[0] + sums[1]
+            barrier.wait(10)
+            return total
+
+        out[i] = whiten(parts[i], torch.ones(1, 2, dtype=torch.bool), reduce=reduce)
+
+    threads = [Thread(target=rank, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    expected = torch.tensor([[-2.0, -1.0], [0.0, 3.0]]) / math.sqrt(3.5)
+    torch.testing.assert_close(torch.cat([out[0], out[1]]), expected)
+
+
+def test_explained_variance_by_hand():
+    # returns 1, 2, 3, 6: variance 3.5; errors 0, 0, 0, 4: mean 1, variance (1+1+1+9)/4 = 3; 1 - 3/3.5
+    returns, values = torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.tensor([[1.0, 2.0], [3.0, 2.0]])
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    assert float(explained_variance(values, returns, mask)) == pytest.approx(1 - 3 / 3.5)
+    assert float(explained_variance(returns, returns, mask)) == 1.0
+    assert float(explained_variance(torch.zeros(2, 2), returns, mask)) == pytest.approx(0.0)
+
+
+def test_explained_variance_ignores_padding_and_survives_constant_returns():
+    mask = torch.tensor([[True, True, False]])
+    assert float(explained_variance(torch.tensor([[1.0, 2.0, NAN]]), torch.tensor([[1.0, 2.0, 99.0]]), mask)) == 1.0
+    assert float(explained_variance(torch.tensor([[0.0, 1.0]]), torch.ones(1, 2), mask[:, :2])) == 0.0
+    assert float(explained_variance(torch.zeros(1, 2), torch.ones(1, 2), ~mask[:, :2])) == 0.0

@@ -1,0 +1,84 @@
+"""KL estimates and their price, by hand; the estimators against the exact divergence of two distributions."""
+
+import math
+
+import pytest
+import torch
+
+from hybrid_rlhf.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate
+
+
+def test_the_three_estimators_by_hand():
+    # D = log 2 and -log 2: k1 = D; k2 = D^2/2; k3 = exp(-D) - 1 + D = 1/2 - 1 + log 2 and 2 - 1 - log 2
+    d = math.log(2)
+    logprobs, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0 - d, -2.0 + d]])
+    for name, expected in {"k1": [d, -d], "k2": [d * d / 2] * 2, "k3": [d - 0.5, 1 - d]}.items():
+        torch.testing.assert_close(kl_estimate(logprobs, ref, name), torch.tensor([expected]), rtol=1e-5, atol=1e-6)
+
+
+def test_k1_and_k3_have_the_exact_kl_as_expectation_and_k2_and_k3_are_never_negative():
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    exact = 0.5 * math.log(0.5 / 0.2) + 0.3 * math.log(0.3 / 0.2) + 0.2 * math.log(0.2 / 0.6)
+    for name in ("k1", "k3"):  # the expectation over tokens drawn from p is a sum of three terms
+        assert float((p * kl_estimate(p.log(), q.log(), name)).sum()) == pytest.approx(exact, abs=1e-6)
+    for name in ("k2", "k3"):
+        assert (kl_estimate(p.log(), q.log(), name) >= 0).all()
+
+
+def test_k3_is_bounded_where_the_policies_are_far_apart():
+    far = kl_estimate(torch.tensor([-300.0, 0.0]), torch.tensor([0.0, -300.0]), "k3")
+    torch.testing.assert_close(far, torch.tensor([math.exp(10) - 11, math.exp(-10) + 9]))
+
+
+def test_k3_of_near_equal_policies_keeps_its_digits():
+    # k3 ~ D^2/2; 1 - exp(-D) in fp32 would lose it at D = 1e-3
+    assert float(kl_estimate(torch.tensor([1e-3]), torch.zeros(1), "k3")) == pytest.approx(4.99833e-7, rel=5e-3)
+
+
+def test_half_precision_is_estimated_in_fp32_and_other_names_are_refused():
+    assert kl_estimate(torch.zeros(2).bfloat16(), torch.zeros(2).bfloat16()).dtype == torch.float32
+    with pytest.raises(ValueError, match=r"k4.*k1, k2, k3"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
+
+
+def test_a_fixed_price_stays_and_travels_through_its_state():
+    price = FixedKL(0.05)
+    price.update(mean_kl=100.0, num_sequences=64)
+    assert price.value == 0.05
+    other = FixedKL(1.0)
+    other.load_state(price.state())
+    assert other.value == 0.05
+
+
+@pytest.mark.parametrize(("kl", "factor"), [
+    (6.0, 1.0),                  # on target
+    (6.6, 1 + 0.1 * 64 / 1000),  # 10% above
+    (5.4, 1 - 0.1 * 64 / 1000),
+    (60.0, 1 + 0.2 * 64 / 1000),  # clipped at +-20%
+    (0.0, 1 - 0.2 * 64 / 1000),
+])
+def test_an_adaptive_price_follows_the_target(kl, factor):
+    price = AdaptiveKL(0.2, target=6.0, horizon=1000)
+    price.update(kl, num_sequences=64)
+    assert price.value == pytest.approx(0.2 * factor, rel=1e-9)
+
+
+def test_an_adaptive_price_continues_from_its_state():
+    one, two = AdaptiveKL(0.2, 6.0, 1000), AdaptiveKL(0.9, 6.0, 1000)
+    one.update(60.0, 500)
+    two.load_state(one.state())
+    for price in (one, two):
+        price.update(60.0, 500)
+    assert one.value == two.value == pytest.approx(0.2 * 1.1 * 1.1)
+
+
+def test_an_adaptive_price_refuses_what_would_break_it_silently():
+    price = AdaptiveKL(0.2, target=6.0, horizon=10)
+    with pytest.raises(ValueError, match="nan"):
+        price.update(math.nan, 1)
+    with pytest.raises(ValueError, match="horizon 10"):
+        price.update(0.0, 51)  # 1 - 0.2 * 5.1 < 0: paid for drifting away
+    assert price.value == 0.2
+    for target, horizon in ((0.0, 10), (6.0, 0)):
+        with pytest.raises(ValueError, match="positive"):
+            AdaptiveKL(0.2, target, horizon)

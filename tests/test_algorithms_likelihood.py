@@ -1,0 +1,141 @@
+"""Chunked log-probabilities against the whole computation, written out with torch's own cross entropy."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
+
+from hybrid_rlhf.algorithms.likelihood import token_logprobs
+from hybrid_rlhf.tensors import SequenceBatch, length_mask, predicted, predicting
+
+HIDDEN, VOCABULARY = 5, 11
+
+
+def problem(size, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(size, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(VOCABULARY, (size,), generator=generator)
+
+
+def test_three_words_by_hand():
+    # logits 0, log 2, log 5: probabilities 1/8, 2/8, 5/8
+    logits = torch.tensor([[1.0, 2.0, 5.0]]).log().repeat(3, 1)
+    logprobs, entropy, correct = token_logprobs(logits, torch.tensor([0, 1, 2]), lambda h: h, with_entropy=True)
+    torch.testing.assert_close(logprobs, torch.tensor([1 / 8, 2 / 8, 5 / 8]).log())
+    by_hand = (math.log(8) + 2 * math.log(4) + 5 * math.log(8 / 5)) / 8
+    torch.testing.assert_close(entropy, torch.full((3,), by_hand))
+    assert correct.tolist() == [False, False, True]
+
+
+def test_temperature_divides_the_logits():
+    # logits 0, log 2, log 5 over 1/2: 0, log 4, log 25: probabilities 1/30, 4/30, 25/30
+    logits = torch.tensor([[1.0, 2.0, 5.0]]).log()
+    logprobs, entropy, _ = token_logprobs(logits, torch.tensor([1]), lambda h: h, temperature=0.5, with_entropy=True)
+    assert float(logprobs) == pytest.approx(math.log(4 / 30), rel=1e-5)
+    by_hand = (math.log(30) + 4 * math.log(30 / 4) + 25 * math.log(30 / 25)) / 30
+    assert float(entropy) == pytest.approx(by_hand, rel=1e-5)
+
+
+def whole(hidden, weight, targets, temperature):
+    """The same three from whole logits, by torch's own functions."""
+    logits = hidden @ weight.T / temperature
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    return -cross_entropy(logits, targets, reduction="none"), entropy, logits.argmax(-1) == targets
+
+
+@settings(max_examples=25, deadline=None)
+@given(size=st.integers(1, 20), chunk_size=st.integers(1, 24), seed=st.integers(0, 999),
+       temperature=st.sampled_from([1.0, 0.7]), with_entropy=st.booleans())
+def test_chunks_give_the_values_and_gradients_of_the_whole(size, chunk_size, seed, temperature, with_entropy):
+    results = []
+    for is_chunked in (True, False):
+        hidden, weight, targets = problem(size, seed)
+        if is_chunked:
+            logprobs, entropy, correct = token_logprobs(hidden, targets, lambda h, w=weight: h @ w.T,
+                                                        temperature=temperature, chunk_size=chunk_size,
+                                                        with_entropy=with_entropy)
+            assert with_entropy or entropy is None
+        else:
+            logprobs, entropy, correct = whole(hidden, weight, targets, temperature)
+        loss = -logprobs.mean() - (0.3 * entropy.sum() if with_entropy else 0)
+        loss.backward()
+        results.append((logprobs, entropy if with_entropy else logprobs, correct, hidden.grad, weight.grad))
+    for chunked, expected in zip(*results, strict=True):
+        torch.testing.assert_close(chunked, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_logits_are_never_larger_than_a_chunk_and_none_is_kept_for_the_backward_pass():
+    hidden, weight, targets = problem(10)
+    sizes, kept = [], []
+
+    def head(rows):
+        sizes.append(rows.shape[0])
+        return rows @ weight.T
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+        logprobs, _, _ = token_logprobs(hidden, targets, head, chunk_size=4)
+    assert sizes == [4, 4, 2]
+    assert not any(shape[-1:] == (VOCABULARY,) for shape in kept)  # no row of logits outlives its chunk
+    logprobs.sum().backward()
+    assert sorted(sizes[3:]) == [2, 4, 4]  # computed again, chunk by chunk
+
+
+def test_without_gradients_nothing_is_computed_twice():
+    hidden, weight, targets = problem(10)
+    sizes = []
+    with torch.no_grad():
+        token_logprobs(hidden, targets, lambda h: sizes.append(len(h)) or h @ weight.T, chunk_size=4)
+    assert sizes == [4, 4, 2]
+
+
+def test_no_tokens_at_all_give_empty_vectors_and_zero_gradients():
+    hidden, weight, targets = problem(0)
+    logprobs, entropy, correct = token_logprobs(hidden, targets, lambda h: h @ weight.T, with_entropy=True)
+    assert logprobs.shape == entropy.shape == correct.shape == (0,) and correct.dtype == torch.bool
+    (-logprobs.sum() / 7).backward()
+    assert weight.grad.abs().sum() == 0 and hidden.grad.shape == (0, HIDDEN)
+
+
+def test_sixteen_bit_logits_are_normalised_in_fp32():
+    hidden, weight, targets = problem(6, dtype=torch.bfloat16)
+    logprobs, entropy, _ = token_logprobs(hidden, targets, lambda h: h @ weight.T, with_entropy=True)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    expected = -cross_entropy((hidden @ weight.T).float(), targets, reduction="none")
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_word_ruled_out_by_minus_infinity_leaves_entropy_and_gradient_finite():
+    logits = torch.tensor([[0.0, 0.0, -math.inf]], requires_grad=True)
+    logprobs, entropy, _ = token_logprobs(logits, torch.tensor([0]), lambda h: h, with_entropy=True)
+    assert entropy.item() == pytest.approx(math.log(2)) and logprobs.item() == pytest.approx(-math.log(2))
+    (logprobs + entropy).sum().backward()
+    assert torch.isfinite(logits.grad).all()
+
+
+def test_entropy_and_log_probabilities_never_come_from_padding():
+    lengths, width = torch.tensor([3, 5]), 7
+    generator = torch.Generator().manual_seed(1)
+    states, ids = torch.randn(2, width, VOCABULARY, generator=generator), torch.randint(9, (2, width))
+    mask = length_mask(lengths, width)
+    results = []
+    for fill in (0.0, math.nan):
+        noisy, noisy_ids = states.masked_fill(~mask[:, :, None], fill), ids.masked_fill(~mask, int(fill == 0.0))
+        batch = SequenceBatch(noisy_ids, mask, mask)
+        results.append(token_logprobs(predicting(noisy, batch), predicted(batch), lambda h: h, with_entropy=True))
+    assert results[0][0].shape == (2 + 4,)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    assert (results[0][1] > 0).all()
+
+
+def test_what_makes_no_sense_is_refused():
+    hidden, weight, targets = problem(4)
+    for options in ({"temperature": 0.0}, {"chunk_size": 0}):
+        with pytest.raises(ValueError, match="positive"):
+            token_logprobs(hidden, targets, lambda h: h @ weight.T, **options)
+    with pytest.raises(ValueError, match="4 hidden states for 3 targets"):
+        token_logprobs(hidden, targets[:3], lambda h: h @ weight.T)
