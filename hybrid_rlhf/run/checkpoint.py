@@ -138,8 +138,11 @@ def _join(value: dict, tensors: dict[str, Tensor]) -> object:
 
 
 def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from hybrid_rlhf.algorithms.schedule import KINDS
 from hybrid_rlhf.config import check, nearest
-from hybrid_rlhf.distributed import sum_over_ranks, world_size
+from hybrid_rlhf.distributed import device, sum_over_ranks, world_size
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.run import checkpoint
 from hybrid_rlhf.run.report import Reporter
@@ -40,7 +42,8 @@ class TrainConfig:
         per_device_train_batch_size: Rows (prompts for PPO) per process and accumulation step.
         gradient_accumulation_steps: Multiplies the rows of an optimizer step.
         per_device_eval_batch_size: Rows per process in evaluation.
-        logging_steps: Steps between two lines of metrics.
+        logging_steps: Steps between two lines on the terminal, in samples.jsonl and in trackers; metrics.jsonl has
+            every step.
         eval_steps: Steps between two evaluations; 0 evaluates at the end only.
         max_eval_batches: At most so many batches per evaluation; null takes all.
         save_steps: Steps between two checkpoints; 0 saves at the end only.
@@ -78,6 +81,13 @@ class TrainConfig:
             check(getattr(self, name) >= 1, f"train.{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("max_grad_norm", "num_train_epochs"):
             check(getattr(self, name) > 0, f"train.{name} is {getattr(self, name)}; it must be positive")
+        for name in ("adam_beta1", "adam_beta2"):
+            check(0 <= getattr(self, name) < 1, f"train.{name} is {getattr(self, name)}; it must lie in [0, 1)")
+        check(self.adam_epsilon > 0, f"train.adam_epsilon is {self.adam_epsilon}; it must be positive")
+        check(self.max_steps == -1 or self.max_steps >= 1,
+              f"train.max_steps is {self.max_steps}; it must be at least 1, or -1 to go by train.num_train_epochs")
+        check(self.max_eval_batches is None or self.max_eval_batches >= 1,
+              f"train.max_eval_batches is {self.max_eval_batches}; it must be at least 1, or null for all")
         check(0 <= self.warmup_ratio <= 1, f"train.warmup_ratio is {self.warmup_ratio}; it must lie in [0, 1]")
         check(self.max_seconds is None or self.max_seconds > 0,
               f"train.max_seconds is {self.max_seconds}; it must be positive, or null")
@@ -97,8 +107,6 @@ class Trainer(Protocol):
 class Batches(Protocol):
     """Where batches come from: endless by iteration, one ordered pass by once()."""
 
-    epoch: int
-
     def __len__(self) -> int: ...
     def next(self) -> object: ...
     def once(self) -> Iterator: ...
@@ -106,38 +114,48 @@ class Batches(Protocol):
 
 
 class Stopped(Exception):  # noqa: N818 - not a fault: the user asked for it
-    """The user stopped the run; a checkpoint was saved."""
+    """The user stopped the run and a checkpoint was saved; the message says where. The doors exit with code 130."""
 
 
 def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: TrainConfig, record: RunRecord,
         total_steps: int) -> dict[str, float]:
-    """Run `total_steps` steps (or config.max_seconds); returns the last step's metrics and the final evaluation's.
+    """Run `total_steps` steps (or config.max_seconds); returns the last step's metrics, the final evaluation's, and
+    time/per_step, seconds per step with evaluations and checkpoints.
 
     Writes metrics.jsonl, samples.jsonl and checkpoints/ under record.output_dir. The first Ctrl-C finishes the step,
-    saves a checkpoint and raises Stopped; the second stops at once.
+    saves a checkpoint and raises Stopped; the second stops at once. However the loop ends but well, the record says so.
     """
-    started, values, step = time.perf_counter(), {}, 0
-    with Reporter(record, trainer.progress_keys, total_steps, config) as reporter, _interruptible() as interrupted:
-        while step < total_steps:
-            began = time.perf_counter()
-            metrics = trainer.step(loader.next())
-            step += 1
-            metrics.add("time/step", time.perf_counter() - began)
-            values = metrics.compute() | {"epoch": loader.epoch}
+    check(total_steps >= 1, f"the run has {total_steps} steps; it needs at least one")
+    started, values = time.perf_counter(), {}
+    with _on_record(record), _interruptible() as interrupts, Reporter(
+            record, trainer.progress_keys, total_steps, config) as reporter:
+        for step in range(1, total_steps + 1):
+            values = _step(trainer, loader) | {"epoch": step / len(loader)}
             reporter.step(step, values, trainer.samples)
-            is_last = step == total_steps or _any(_over(started, config.max_seconds) or bool(interrupted))
-            if held_out is not None and (is_last or (config.eval_steps and step % config.eval_steps == 0)):
-                values |= reporter.evaluated(step, _evaluate(trainer, held_out, config))
-            if is_last or (config.save_steps and step % config.save_steps == 0):
-                _save(trainer, loader, record, step, config)
+            is_stopped = _any(bool(interrupts))
+            is_last = is_stopped or step == total_steps or _any(_over(started, config.max_seconds))
+            if held_out is not None and not is_stopped and (is_last or _is_due(step, config.eval_steps)):
+                evaluated = _evaluate(trainer, held_out, config)
+                reporter.evaluated(step, evaluated)
+                values |= evaluated
+            if is_last or _is_due(step, config.save_steps):
+                saved = _save(trainer, loader, record, step, config)
+            if is_stopped or (is_last and _any(bool(interrupts))):  # the second: Ctrl-C during evaluation or saving
+                raise Stopped(f"stopped after step {step} of {total_steps}; the checkpoint is {saved}")
             if is_last:
                 break
-    values["time/per_step"] = (time.perf_counter() - started) / max(1, step)
-    if interrupted:
-        record.status = "stopped"
-        record.write()
-        raise Stopped(f"stopped after step {step} of {total_steps}; the checkpoint is in {record.output_dir}")
-    return values
+    return values | {"time/per_step": (time.perf_counter() - started) / step}
+
+
+def _step(trainer: Trainer, loader: Batches) -> dict[str, float]:
+    """One trainer step on the next batch: its metrics over all processes, and its seconds."""
+    began = time.perf_counter()
+    metrics = trainer.step(loader.next())
+    return metrics.add("time/step", time.perf_counter() - began).over_ranks().compute()
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _over(started: float, limit: float | None) -> bool:
@@ -146,9 +164,7 @@ def _over(started: float, limit: float | None) -> bool:
 
 def _any(mine: bool) -> bool:
     """Whether any process says so: all must leave the loop after the same step."""
-    import torch
-
-    return mine if world_size() == 1 else bool(sum_over_ranks(torch.tensor(float(mine))) > 0)
+    return mine if world_size() == 1 else bool(sum_over_ranks(torch.tensor(float(mine), device=device())) > 0)
 
 
 def _evaluate(trainer: Trainer, held_out: Batches, config: TrainConfig) -> dict[str, float]:
@@ -158,16 +174,29 @@ def _evaluate(trainer: Trainer, held_out: Batches, config: TrainConfig) -> dict[
     return {f"eval/{name}": value for name, value in trainer.evaluate(batches).compute().items()}
 
 
-def _save(trainer: Trainer, loader: Batches, record: RunRecord, step: int, config: TrainConfig) -> None:
+def _save(trainer: Trainer, loader: Batches, record: RunRecord, step: int, config: TrainConfig) -> Path:
     state = {"trainer": trainer.state(), "loader": loader.state(), "step": step}
-    checkpoint.save(Path(record.output_dir) / "checkpoints", step, state, keep=config.save_total_limit)
+    return checkpoint.save(Path(record.output_dir) / "checkpoints", step, state, keep=config.save_total_limit)
 
 
 @contextmanager
-def _interruptible() -> Iterator[list]:
-    """A list that becomes non-empty at the first SIGINT; the second raises KeyboardInterrupt as ever."""
+def _on_record(record: RunRecord) -> Iterator[None]:
+    """Whatever ends the block other than its end is written to run.json before it goes on."""
+    try:
+        yield
+    except (Stopped, KeyboardInterrupt):
+        record.close("stopped")
+        raise
+    except Exception as error:
+        record.close("failed", f"{type(error).__name__}: {error}")
+        raise
+
+
+@contextmanager
+def _interruptible() -> Iterator[list[int]]:
+    """A list that is empty until the first SIGINT; the second raises KeyboardInterrupt as ever."""
     seen: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield seen
         return
 
@@ -175,7 +204,8 @@ def _interruptible() -> Iterator[list]:
         if seen:
             raise KeyboardInterrupt
         seen.append(number)
-        print("\nfinishing the step, then saving; once more to stop now", file=sys.stderr)
+        # not print: a handler may interrupt a print, whose buffer cannot be entered twice
+        os.write(2, b"\nfinishing this step, then saving; once more to stop now\n")
 
     before: Callable | int | None = signal.signal(signal.SIGINT, handle)
     try:

@@ -1,39 +1,56 @@
-"""run.json: what a run was, through which stages find each other and a finished stage is left alone."""
+"""run.json: what a run was, through which stages find each other and a finished stage is left alone.
+
+It holds facts, never a path that a reader follows: a run's model is always its own model/ folder.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import platform
-import time
+import sys
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from hybrid_rlhf import __version__
 from hybrid_rlhf.config import UserError, check
 from hybrid_rlhf.distributed import is_main
+from hybrid_rlhf.run import checkpoint
+from hybrid_rlhf.run.trackers import check_trackers
 
 RUN_FILE, FORMAT = "run.json", 1
-OWN = {RUN_FILE, "config.yaml", "metrics.jsonl", "samples.jsonl", "checkpoints", "model", "model.tmp", "adapter",
-       "report.md", "plots"}  # what a run may leave in its folder
+STATUSES = ("running", "finished", "stopped", "failed")
+_UNFINISHED_WRITE = ".run.json.tmp"
+_LEFT_BY_A_RUN = ("metrics.jsonl", "samples.jsonl")
+_NO_MATTER = ("resume", "output_dir", "report_to")  # settings that change nothing in the result
 
 
 @dataclasses.dataclass
 class RunRecord:
-    """The contents of run.json. status: running, finished, stopped or failed; facts: whatever a later stage needs."""
+    """The contents of run.json.
+
+    status: one of STATUSES. config: the run's settings. metrics: the last step's and the final evaluation's; a number
+    that was not finite is None. facts: what later stages need: tokenizer and chat_template (sha256 each), base_model,
+    data (counts of rows), score_statistics (mean, std; of a reward run). started, finished: UTC, ISO 8601. seconds:
+    from start to end. error: why it failed.
+    """
 
     output_dir: str
     stage: str
     status: str = "running"
     command: str = ""
     config: dict = dataclasses.field(default_factory=dict)
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    metrics: dict = dataclasses.field(default_factory=dict)
     facts: dict = dataclasses.field(default_factory=dict)
-    versions: dict[str, str] = dataclasses.field(default_factory=dict)
-    started: float = 0.0
+    versions: dict = dataclasses.field(default_factory=dict)
+    started: str = ""
+    finished: str | None = None
     seconds: float = 0.0
+    error: str | None = None
     format: int = FORMAT
 
     @property
@@ -42,113 +59,173 @@ class RunRecord:
 
     def finish(self, metrics: dict[str, float], *, tokenizer, **facts: object) -> None:  # noqa: ANN001
         """The run ended well; facts must be JSON."""
-        self.status, self.metrics, self.seconds = "finished", metrics, time.time() - self.started
-        template = tokenizer.chat_template or ""
-        self.facts = {"tokenizer": tokenizer_hash(tokenizer),
-                      "chat_template": hashlib.sha256(template.encode()).hexdigest(), **facts}
+        self.metrics = metrics
+        self.facts = {"tokenizer": tokenizer_hash(tokenizer), "chat_template": template_hash(tokenizer), **facts}
+        self.close("finished")
+
+    def close(self, status: str, error: str | None = None) -> None:
+        """The run ended with `status`; written at once."""
+        now = datetime.now(timezone.utc)
+        self.status, self.error, self.finished = status, error, now.isoformat(timespec="milliseconds")
+        if self.started:
+            self.seconds = round((now - datetime.fromisoformat(self.started)).total_seconds(), 3)
         self.write()
 
     def write(self) -> None:
         """Atomically, by the main process."""
-        if is_main():
-            path = Path(self.output_dir) / RUN_FILE
-            text = json.dumps({k: v for k, v in dataclasses.asdict(self).items() if k != "output_dir"}, indent=1)
-            beside = path.with_suffix(".tmp")
-            beside.write_text(text + "\n", encoding="utf-8")
-            os.replace(beside, path)
+        if not is_main():
+            return
+        path = Path(self.output_dir)
+        contents = {k: v for k, v in dataclasses.asdict(self).items() if k != "output_dir"}
+        with (path / _UNFINISHED_WRITE).open("w", encoding="utf-8") as file:
+            file.write(to_json(contents, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(path / _UNFINISHED_WRITE, path / RUN_FILE)
 
 
-def start(output_dir: str, stage: str, config: object, command: str) -> RunRecord:
-    """Claim `output_dir` for a run of `stage` and write config.yaml and run.json; or the record of a finished run.
+def start(output_dir: str | Path, stage: str, config: object, command: str) -> RunRecord:
+    """Claim `output_dir` for a run of `stage`: write run.json and config.yaml; or return the record of a finished run.
 
-    A finished run with the same settings is returned as it is (and says so on stderr) unless config.resume is
-    "never". Raises UserError for a folder that holds something else, another stage, or a finished run with other
-    settings.
+    A run that finished with the same settings is returned as it is (is_finished, and said on stderr) unless
+    config.resume is "never". One that did not finish is started again from the beginning, which is said too. Raises
+    UserError for a folder that holds something else, another stage's run, or a finished run with other settings, and
+    for trackers (config.report_to) that are not there.
     """
-    import sys
-
-    resume = getattr(config, "resume", "auto")
+    resume, settings = getattr(config, "resume", "auto"), _plain(config)
     check(resume in ("auto", "never"), f"resume is {resume!r}; choose auto or never")
-    folder, settings = Path(output_dir), _plain(config)
-    check(not folder.exists() or folder.is_dir(), f"output_dir {output_dir} is a file")
-    strangers = sorted(p.name for p in folder.iterdir() if p.name not in OWN) if folder.exists() else []
-    if folder.exists() and not (folder / RUN_FILE).exists():
-        check(not list(folder.iterdir()), f"output_dir {output_dir} holds something else "
-                                          f"({next(iter(folder.iterdir())).name if strangers else 'files'}); "
-                                          "choose a new or empty folder")
-    if (folder / RUN_FILE).exists():
-        old = read_run(output_dir)
-        check(old.stage == stage, f"output_dir {output_dir} holds a {old.stage} run; choose another for {stage}")
+    check_trackers(settings.get("report_to") or [])
+    old = _found(Path(output_dir))
+    if old is not None:
+        check(old.stage == stage, f"output_dir {output_dir} holds a {old.stage} run; choose another folder for {stage}")
         if old.is_finished and resume == "auto":
             changed = sorted(_changes(old.config, settings))
             check(not changed, f"output_dir {output_dir} holds a finished run with other settings "
-                               f"({', '.join(changed[:5])}); choose another output_dir or give --resume never")
-            print(f"{output_dir}: this {stage} run is finished; nothing to do (--resume never runs it again)",
-                  file=sys.stderr)
+                               f"({', '.join(changed[:5])}); choose another output_dir, or give --resume never to "
+                               "run it again")
+            _say(f"{output_dir}: this {stage} run is finished; nothing to do (--resume never runs it again)")
             return old
-    return _begin(folder, stage, settings, command)
+        how = "finished" if old.is_finished else f"unfinished ({old.status})"
+        _say(f"{output_dir}: the {how} {stage} run found here is started again from the beginning")
+    return _begin(Path(output_dir), stage, settings, command)
+
+
+def _found(folder: Path) -> RunRecord | None:
+    """The run in `folder`, None for a new or empty folder; UserError for anything else there."""
+    if not folder.exists():
+        return None
+    check(folder.is_dir(), f"output_dir {folder} is a file; give a folder")
+    if (folder / RUN_FILE).exists():
+        return read_run(folder)
+    try:
+        strangers = sorted(p.name for p in folder.iterdir() if p.name != _UNFINISHED_WRITE)
+    except OSError as error:
+        raise UserError(f"output_dir {folder} cannot be read: {error.strerror}") from error
+    check(not strangers, f"output_dir {folder} holds something else ({', '.join(strangers[:3])}) and no run; choose a "
+                         "new or empty folder")
+    return None
 
 
 def _begin(folder: Path, stage: str, settings: dict, command: str) -> RunRecord:
+    """A new record in `folder`. run.json comes first: from then on everything beside it is known to be ours."""
     import yaml
 
-    record = RunRecord(str(folder), stage, command=command, config=settings, started=time.time(),
-                       versions=_versions())
+    now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    record = RunRecord(str(folder), stage, command=command, config=settings, started=now, versions=_versions())
     if is_main():
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name in ("metrics.jsonl", "samples.jsonl"):
+            record.write()
+            for name in _LEFT_BY_A_RUN:
                 (folder / name).unlink(missing_ok=True)
+            checkpoint.clear(folder / "checkpoints")
             (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write to output_dir {folder}: {error.strerror}") from error
-        record.write()
     return record
-
-
-def _plain(config: object) -> dict:
-    return json.loads(json.dumps(dataclasses.asdict(config)))
-
-
-def _changes(old: dict, new: dict, prefix: str = "") -> set[str]:
-    """Dotted names whose values differ, where it matters to the result."""
-    names: set[str] = set()
-    for key in old.keys() | new.keys():
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            names |= _changes(a, b, f"{prefix}{key}.")
-        elif a != b and f"{prefix}{key}" not in ("resume", "output_dir", "report_to"):
-            names.add(f"{prefix}{key}")
-    return names
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """The record in `folder`. Raises UserError if there is none or it is not one of ours."""
+    """The record in `folder`. Raises UserError if there is none, it is not one of ours, or a newer release wrote it."""
     path = Path(folder) / RUN_FILE
+    check(path.exists(), f"{folder} holds no run: it has no {RUN_FILE}")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        check(found["format"] <= FORMAT, f"{path} was written by a newer release; update hybrid_rlhf")
-        return RunRecord(output_dir=str(folder), **found)
-    except FileNotFoundError as error:
-        raise UserError(f"{folder} holds no run: it has no {RUN_FILE}") from error
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise UserError(f"{path} is not a run record of hybrid_rlhf") from error
-
-
-def require_finished(folder: str | Path, stage: str) -> RunRecord:
-    """The finished run of `stage` in `folder`; UserError for another stage or a run that did not finish."""
-    record = read_run(folder)
-    check(record.stage == stage, f"{folder} holds a {record.stage} run, but a {stage} run is needed")
-    check(record.is_finished, f"the {stage} run in {folder} is {record.status}, not finished; run it again first")
+        newer = found["format"] > FORMAT
+        record = None if newer else RunRecord(output_dir=str(folder), **found)
+        is_ours = newer or (record.status in STATUSES and isinstance(record.stage, str) and
+                            all(isinstance(getattr(record, n), dict) for n in ("config", "metrics", "facts")))
+    except (ValueError, LookupError, TypeError, OSError, RecursionError) as error:
+        raise UserError(f"{path} is not a run record of hybrid_rlhf, or is damaged") from error
+    check(is_ours, f"{path} is not a run record of hybrid_rlhf, or is damaged")
+    check(not newer, f"{path} was written by a newer release (format {found['format']}); update hybrid_rlhf")
     return record
 
 
+def require_finished(folder: str | Path, stage: str) -> RunRecord:
+    """The finished run of `stage` in `folder`; UserError for no run, another stage, or a run that did not finish."""
+    record = read_run(folder)
+    check(record.stage == stage, f"{folder} holds a {record.stage} run, but a finished {stage} run is needed")
+    check(record.is_finished, f"the {stage} run in {folder} is not finished ({record.status}); run --stage {stage} "
+                              f"--output_dir {folder} first")
+    return record
+
+
+def check_compatible(actor: RunRecord, reward: RunRecord) -> None:
+    """UserError unless both runs turn the same conversation into the same token ids."""
+    for fact, what in (("tokenizer", "tokenizers"), ("chat_template", "chat templates")):
+        check(actor.facts.get(fact) == reward.facts.get(fact),
+              f"{actor.output_dir} ({actor.stage}) and {reward.output_dir} ({reward.stage}) do not fit together: their "
+              f"{what} differ; train the reward model from the same SFT run")
+
+
 def tokenizer_hash(tokenizer) -> str:  # noqa: ANN001
-    """sha256 over what decides a text's ids: the fast tokenizer's own serialization, or the vocabulary."""
+    """sha256 over what decides a text's ids and a sequence's ends; not padding or truncation, which calls change.
+
+    Fast tokenizers: their own serialization; others: class and vocabulary.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    special = [tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id]
-    return hashlib.sha256((text + json.dumps(special)).encode()).hexdigest()
+    if backend is not None:
+        rules = {k: v for k, v in json.loads(backend.to_str()).items() if k not in ("padding", "truncation")}
+    else:
+        rules = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
+    rules["ends"] = [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    return hashlib.sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest()
+
+
+def template_hash(tokenizer) -> str:  # noqa: ANN001
+    """sha256 of the chat template ("" where there is none)."""
+    return hashlib.sha256(json.dumps(tokenizer.chat_template or "", sort_keys=True).encode()).hexdigest()
+
+
+def to_json(value: object, **options: object) -> str:
+    """Strict JSON; a number that is not finite, which JSON has no word for, becomes null."""
+    return json.dumps(_finite(value), allow_nan=False, ensure_ascii=False, **options)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _plain(config: object) -> dict:
+    """Settings as JSON reads them back, so that those of a record and those of a command line compare."""
+    return json.loads(to_json(dataclasses.asdict(config), default=str))
+
+
+def _changes(old: dict, new: dict, prefix: str = "") -> set[str]:
+    """Dotted names of settings that both have, with other values. A setting that only one release knows is none."""
+    names: set[str] = set()
+    for key in old.keys() & new.keys():
+        a, b = old[key], new[key]
+        if isinstance(a, dict) and isinstance(b, dict):
+            names |= _changes(a, b, f"{prefix}{key}.")
+        elif a != b and f"{prefix}{key}" not in _NO_MATTER:
+            names.add(f"{prefix}{key}")
+    return names
 
 
 def _versions() -> dict[str, str]:
@@ -159,3 +236,8 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+
+def _say(text: str) -> None:
+    if is_main():
+        print(text, file=sys.stderr)

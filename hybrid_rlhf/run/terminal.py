@@ -1,84 +1,198 @@
-"""The terminal: a progress bar and a table that stays when a person watches, plain lines when nobody does."""
+"""The terminal: a live table with a progress bar when a person watches, plain lines when nobody does. All on stderr."""
 
 from __future__ import annotations
 
 import sys
 import time
+import unicodedata
 
 from hybrid_rlhf.distributed import is_main
 
+_STEP, _COLUMN = 7, 11  # least widths of the table's first and other columns
+
 
 class Progress:
-    """Progress of one stage on stderr. keys: metric names that get a column."""
+    """Progress of one stage. keys: metric names that get a column; total: steps; max_seconds: or as long as that.
+
+    Logged steps stay on the terminal as rows of one table; below them live the current step, a bar with the time left,
+    and the newest sample. Where stderr is no terminal every logged step is one plain line.
+    """
 
     def __init__(self, stage: str, keys: tuple[str, ...], total: int, max_seconds: float | None = None) -> None:
         from rich.console import Console
 
         self.stage, self.keys, self.total, self.max_seconds = stage, keys, total, max_seconds
-        self.console = Console(stderr=True, highlight=False)
-        self.is_live = self.console.is_terminal and is_main()
-        self._bar = None
+        self.console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self.is_live = is_main() and self.console.is_terminal and not self.console.is_dumb_terminal
+        self._live, self._step, self._values, self._sample = None, 0, {}, None
+        self._columns: tuple[str, ...] = ()
         self._started = time.perf_counter()
 
     def __enter__(self) -> Progress:
+        self._started = time.perf_counter()
         if self.is_live:
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
+            from rich.live import Live
 
-            self._bar = Bar(TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-                            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(compact=True),
-                            TextColumn("{task.fields[now]}", style="cyan"), console=self.console, transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task(self.stage, total=None if self.max_seconds else self.total, now="")
+            # rich would send what others print to stdout through this console, that is to stderr, even into a pipe
+            self._live = Live(console=self.console, get_renderable=self._frame, refresh_per_second=4, transient=True,
+                              redirect_stdout=sys.stdout.isatty())
+            self._live.start()
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        if self._live is not None:
+            self._live.stop()
+        if self._step:
+            passed = duration(time.perf_counter() - self._started)
+            self._print(f"{self.stage}: {self._step} steps in {passed}, {memory(peak_bytes())} of memory at most")
 
-    def step(self, step: int, values: dict[str, float], is_shown: bool) -> None:
-        """One step is done; with is_shown its line stays on the terminal."""
-        if not is_main():
+    def step(self, step: int, values: dict[str, float], *, is_logged: bool, samples: list[dict] = ()) -> None:
+        """`step` is done; a logged one stays on the terminal."""
+        self._step, self._values = step, values
+        self._sample = samples[0] if samples else self._sample
+        if not is_main() or not is_logged:
             return
-        now = "  ".join(f"{short(k)} {values[k]:.4g}" for k in self.keys if k in values)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, now=now)
-        if is_shown:
-            self.note(f"step {step}/{self.total}  {now}  {self._left(step)}" if self._bar is None else
-                      f"step {step:>5}  {now}")
+        if self._live is None:
+            now = "  ".join(f"{short(k)} {number(values[k])}" for k in self.keys if k in values)
+            self._print(f"{self.stage} {step}/{self.total}  {now}  {duration(self.seconds_left())} left")
+            return
+        if not self._columns:
+            self._columns = fitting(tuple(k for k in self.keys if k in values), self.console.width)
+            self._print(self._row("step", [short(k) for k in self._columns]), style="bold")
+        self._print(self._cells(step))
 
-    def note(self, text: str) -> None:
-        """A line that stays."""
-        if is_main():
-            self.console.print(f"  {self.stage}: {text}" if self._bar is None else f"  {text}", markup=False,
-                               soft_wrap=True)
+    def evaluated(self, step: int, values: dict[str, float]) -> None:
+        """One line for the held-out metrics after `step`: the columns' own first, then what room there is for."""
+        named = {k.removeprefix("eval/"): v for k, v in values.items()}
+        order = [k for k in self.keys if k in named] + [k for k in named if k not in self.keys]
+        text = "  ".join(f"{short(k)} {number(named[k])}" for k in order[:6])
+        self._print(f"{self.stage} {step}/{self.total}  held out: {text}", style="green")
 
-    def _left(self, step: int) -> str:
+    def seconds_left(self) -> float:
+        """Estimate from the mean time of a step so far; never more than max_seconds leaves."""
         passed = time.perf_counter() - self._started
+        left = passed / self._step * (self.total - self._step) if self._step else float("inf")
+        return left if self.max_seconds is None else max(0.0, min(left, self.max_seconds - passed))
+
+    def _print(self, text: str, style: str = "") -> None:
+        from rich.text import Text
+
+        if is_main():
+            self.console.print(Text(text, style=style), soft_wrap=self._live is None)
+
+    def _row(self, first: str, cells: list[str]) -> str:
+        widths = [max(_COLUMN, len(short(k))) for k in self._columns]
+        return first.rjust(_STEP) + "".join(f" {c:>{w}}" for c, w in zip(cells, widths, strict=True))
+
+    def _cells(self, step: int) -> str:
+        return self._row(str(step), [number(self._values[k]) if k in self._values else "" for k in self._columns])
+
+    def _frame(self):  # noqa: ANN202 - a rich renderable
+        """What is below the table now: the current step, the newest sample, the bar."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        lines: list = [Text(self._cells(self._step), style="dim", no_wrap=True)] if self._columns else []
+        width = self.console.width
+        if self._sample:
+            lines += [Text(line, style="cyan", no_wrap=True) for line in sample_lines(self._sample, width - 1)]
+        passed = time.perf_counter() - self._started
+        share = self._step / self.total
         if self.max_seconds:
-            return f"{max(0.0, self.max_seconds - passed):.0f} s left"
-        return f"{passed / step * (self.total - step):.0f} s left"
+            share = max(share, min(1.0, passed / self.max_seconds))
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(Text(self.stage, style="bold"), ProgressBar(total=1.0, completed=share, width=max(8, width // 4)),
+                    Text(f"{self._step}/{self.total}", no_wrap=True),
+                    Text(f"{duration(passed)} passed, {duration(self.seconds_left())} left", no_wrap=True))
+        return Group(*lines, bar)
+
+
+def fitting(keys: tuple[str, ...], width: int) -> tuple[str, ...]:
+    """As many of `keys` as a terminal of `width` columns has room for, the first ones."""
+    used, kept = _STEP, []
+    for key in keys:
+        used += 1 + max(_COLUMN, len(short(key)))
+        if used >= width:
+            break
+        kept.append(key)
+    return tuple(kept)
+
+
+def sample_lines(sample: dict, width: int) -> list[str]:
+    """A sample on two or three lines of at most `width` columns."""
+    score = f"  ({number(sample['score'])})" if isinstance(sample.get("score"), (int, float)) else ""
+    return [one_line(f"{name:>10}: {sample[name]}{score if name == 'completion' else ''}", width)
+            for name in ("prompt", "completion") if name in sample]
+
+
+def one_line(text: str, width: int) -> str:
+    """`text` on one line of at most `width` columns, white space as single spaces. Control, direction and unassigned
+    characters, with which a model could drive the terminal, become U+FFFD."""
+    from rich.cells import cell_len, set_cell_size
+
+    indent = text[: len(text) - len(text.lstrip(" "))]
+    text = indent + " ".join(text.split())
+    text = "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn") else c for c in text)
+    return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)).rstrip() + "…"
 
 
 def short(name: str) -> str:
-    """A metric's last part, enough where a line names its stage."""
+    """A metric's last part; enough where a line names its stage."""
     return name.rsplit("/", 1)[-1]
 
 
+def number(value: float) -> str:
+    """Four significant digits; integers in full."""
+    return str(int(value)) if float(value).is_integer() and abs(value) < 1e9 else f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """7 s, 1:05, 2:00:09; "?" where it is not known."""
+    if seconds != seconds or seconds == float("inf"):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}" if minutes else f"{rest} s"
+
+
+def memory(num_bytes: float) -> str:
+    """Bytes as MiB below one GiB, else GiB."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def peak_bytes() -> int:
+    """The most memory in use so far: the accelerator's where there is one, else this process's."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # KiB on Linux
+
+
 def summary_table(rows: list[dict], title: str) -> None:
-    """Print rows (dicts of the same columns; numbers with three decimals) as a table on stdout."""
+    """Print rows (dicts; together their keys are the columns, the first one names the row) as a table on stdout."""
     from rich.console import Console
     from rich.table import Table
 
     columns = list(dict.fromkeys(k for row in rows for k in row))
     table = Table(title=title, title_justify="left")
-    for number, name in enumerate(columns):
-        table.add_column(name.replace("_", " "), justify="left" if number == 0 else "right", no_wrap=True)
+    for place, name in enumerate(columns):
+        table.add_column(name.replace("_", " "), justify="right" if place else "left")
     for row in rows:
-        table.add_row(*(_cell(row.get(c)) for c in columns))
-    width = None if sys.stdout.isatty() else 120
-    Console(width=width, highlight=False).print(table)
+        table.add_row(*(_cell(row.get(c), [r.get(c) for r in rows]) for c in columns))
+    Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False, emoji=False).print(table)
 
 
-def _cell(value: object) -> str:
-    return "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+def _cell(value: object, column: list) -> str:
+    """Floats of one column with the same decimals: three, or one where any reaches 10."""
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
+    is_large = any(isinstance(v, float) and abs(v) >= 10 for v in column)
+    return f"{value:.1f}" if is_large else f"{value:.3f}"

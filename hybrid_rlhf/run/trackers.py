@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from hybrid_rlhf.config import check, nearest
 from hybrid_rlhf.distributed import is_main
 
@@ -26,15 +28,19 @@ def check_trackers(names: Sequence[str]) -> None:
 def start_trackers(names: Sequence[str], run_name: str, folder: str | Path, settings: dict) -> list:
     """Started trackers with log(values, step=) and finish(); those that write files do so under `folder`."""
     check_trackers(names)
-    if not names or not is_main():
+    if not names:
         return []
+    from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    PartialState(cpu=not torch.cuda.is_available())  # accelerate's logging refuses to work before there is one
+    if not is_main():
+        return []
 
     started = []
     for name in dict.fromkeys(names):
         kind = LOGGER_TYPE_TO_CLASS[name]
         tracker = kind(run_name, **({"logging_dir": str(folder)} if kind.requires_logging_directory else {}))
-        tracker.main_process_only = False  # only the main process comes here; the check would build accelerate's state
         tracker.start()
         tracker.store_init_configuration(_flat(settings))
         started.append(tracker)
