@@ -10,8 +10,8 @@ from torch import nn
 
 from hybrid_rlhf.algorithms.schedule import learning_rate_factor
 from hybrid_rlhf.config import UserError, check
-from hybrid_rlhf.data import chat
-from hybrid_rlhf.data.datasets import DataConfig, raw_texts
+from hybrid_rlhf.data import chat, datasets
+from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.distributed import device, rank, world_size
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig
@@ -50,13 +50,19 @@ def model_folder(path: str) -> str:
 def open_tokenizer(model: ModelConfig, data: DataConfig, stage: str, seed: int):  # noqa: ANN201
     """The tokenizer of a run, with a chat template. A preset trains one on the run's own texts."""
     if model.preset and not model.tokenizer_name_or_path:
-        tokenizer = load.train_tokenizer(raw_texts(data, stage, seed), model.vocab_size)
+        tokenizer = load.train_tokenizer(datasets.raw_texts(data, stage, seed), model.vocab_size)
     else:
         path = model.tokenizer_name_or_path or model.model_name_or_path
         check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
         tokenizer = load.load_tokenizer(path, model.trust_remote_code)
-    chat.ensure_template(tokenizer, data.chat_template)
+    give_template(tokenizer, data, stage)
     return tokenizer
+
+
+def give_template(tokenizer, data: DataConfig, stage: str) -> None:  # noqa: ANN001
+    """A chat template where messages are to be rendered; plain text needs none and gets no new tokens."""
+    if data.chat_template or datasets.is_conversational(data, stage):
+        chat.ensure_template(tokenizer, data.chat_template)
 
 
 def check_lengths(model: ModelConfig, **lengths: int) -> None:
@@ -143,10 +149,12 @@ def eval_loader(rows: Sequence[dict], train: TrainConfig, seed: int, collate: Ca
                   shuffle=False, drop_last=False)
 
 
-def check_pair(actor: str, reward: str) -> None:
-    """UserError if the actor's tokens mean something else to the reward model: same tokenizer, same template."""
-    folders = [model_folder(p) for p in (actor, reward)]
-    hashes = [runfile.tokenizer_hash(load.load_tokenizer(f)) for f in folders]
+def check_pair(actor: str, reward: str, data: DataConfig, stage: str) -> None:
+    """UserError if the actor's tokens mean something else to the reward model than they do to the actor."""
+    tokenizers = [load.load_tokenizer(model_folder(p)) for p in (actor, reward)]
+    for tokenizer in tokenizers:
+        give_template(tokenizer, data, stage)
+    hashes = [runfile.tokenizer_hash(t) for t in tokenizers]
     check(hashes[0] == hashes[1], f"{actor} and {reward} do not fit together: their tokenizers differ; train the "
                                   "reward model from the same SFT run")
 

@@ -214,6 +214,17 @@ def describe(report: dict) -> str:
     return ", ".join(parts + [f"{n} dropped: {reason}" for reason, n in sorted(report["dropped"].items())])
 
 
+def is_conversational(config: DataConfig, stage: str) -> bool:
+    """Whether any source of `stage` holds messages, by its first row; these need a chat template, plain text does not."""
+    for each in open_sources(config, stage):
+        for example, _ in examples(config, each, stage, Counter(), Counter()):
+            parts = (example.messages, example.prompt, *(answer for answer, _ in example.answers))
+            if any(isinstance(part, list) for part in parts):
+                return True
+            break
+    return False
+
+
 def raw_texts(config: DataConfig, stage: str, seed: int = 0) -> Iterator[str]:
     """The texts of the stage's training rows, without those held out, to train a tokenizer on. No seed matters."""
     for each in open_sources(config, stage):

@@ -208,7 +208,7 @@ def random_causal_lm(config: ModelConfig, tokenizer, seed: int) -> nn.Module:  #
 def prepare(model: nn.Module, config: ModelConfig, vocab_size: int) -> nn.Module:
     """Resize the embeddings if tokens were added, freeze by name, turn on checkpointing. In place."""
     if vocab_size > model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(vocab_size, mean_resizing=False)
+        model.resize_token_embeddings(vocab_size)  # new rows lie among the old ones: unlikely until trained
     for pattern in config.freeze:
         matches = [p for n, p in model.named_parameters() if re.search(pattern, n)]
         check(bool(matches), f"model.freeze pattern {pattern!r} matches no parameter of {type(model).__name__}, "

@@ -67,6 +67,9 @@ class Config:
     roles: RolesConfig = field(default_factory=RolesConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
 
+    def __post_init__(self) -> None:
+        updates_per_step(self)  # refuses a minibatch that no rollout can fill
+
 
 @dataclass(frozen=True)
 class Sources:
@@ -87,7 +90,7 @@ def find_sources(config: Config) -> Sources:
                                "sft", "model.model_name_or_path")
     reward = wiring.predecessor(roles.reward.model_name_or_path, config.output_dir, "reward",
                                 "roles.reward.model_name_or_path")
-    wiring.check_pair(actor, reward)
+    wiring.check_pair(actor, reward, config.data, "ppo")
     return Sources(actor, reward, roles.ref.model_name_or_path or actor, roles.critic.model_name_or_path or reward)
 
 
@@ -134,10 +137,10 @@ def build_roles(config: Config, sources: Sources, tokenizer, num_updates: int) -
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, export the actor, and return the final metrics."""
     wiring.require_data(config.data, "ppo")
+    done = runfile.finished(config.output_dir, "ppo", config)
+    if done:
+        return done.metrics
     sources = find_sources(config)
-    record = runfile.start(config.output_dir, "ppo", config, command)
-    if record.is_finished:
-        return record.metrics
     model, sampling = actor_model(config, sources), config.ppo.sampling
     wiring.check_lengths(model, **{"data.max_prompt_length + ppo.sampling.max_new_tokens":
                                    config.data.max_prompt_length + sampling.max_new_tokens})
@@ -149,6 +152,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     roles, reward = build_roles(config, sources, tokenizer, steps * updates_per_step(config))
     mean, std = score_scale(config, sources)
     trainer = PPOTrainer(roles, ModelSource(reward), config.ppo, seed=config.seed, score_mean=mean, score_std=std)
+    record = runfile.start(config.output_dir, "ppo", config, command)
     metrics = fit(trainer, loader, held_out, config.train, record, steps)
     export(roles.actor.engine.model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER,
            roles.actor.engine.eos_ids)
