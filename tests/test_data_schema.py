@@ -107,10 +107,14 @@ def test_prompts_and_texts_are_read_and_other_columns_are_handed_on():
     assert reading({"prompt": "p", "chosen": "c", "rejected": "r", "margin": "0.5"})[1].margin == 0.5
 
 
+def test_two_texts_that_begin_differently_are_a_pair_without_a_prompt():
+    example = reading({"chosen": "a fine film", "rejected": "dull"})[1]
+    assert example.prompt == "" and example.answers == [("a fine film", 1.0), ("dull", 0.0)]
+
+
 @pytest.mark.parametrize(("row", "reason"), [
     ({"prompt": "p", "chosen": "same", "rejected": "same"}, "the two answers are the same"),
     ({"chosen": "same text", "rejected": "same text"}, "the two answers are the same"),
-    ({"chosen": "abc", "rejected": "xyz"}, "the two texts share no prompt"),
     ({"chosen": [u("p"), a("x")], "rejected": [u("q"), a("x")]}, "the two conversations do not part at an answer"),
     ({"chosen": [a("x")], "rejected": [a("y")]}, "the two conversations share no prompt"),
     ({"prompt": None}, "no prompt"),

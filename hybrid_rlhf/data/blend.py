@@ -16,8 +16,11 @@ SHARES = {"sft": 0, "reward": 1, "dpo": 1, "ppo": 2}
 
 
 def deal_key(example: Example) -> str:
-    """The text by which a row is dealt: its prompt, alike for a string and for one user message; else its text."""
-    return _flat(example.prompt) if example.prompt else (example.text or _flat(example.messages or "")).strip()
+    """The text by which a row is dealt: its prompt, alike for a string and for one user message; else its texts."""
+    if example.prompt:
+        return _flat(example.prompt)
+    texts = (example.text, example.messages, *(answer for answer, _ in example.answers))
+    return "\n".join(_flat(text) for text in texts if text)
 
 
 def _flat(prompt: Text) -> str:

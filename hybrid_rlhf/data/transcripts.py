@@ -83,7 +83,10 @@ def common_prompt(chosen: list[dict], rejected: list[dict]) -> tuple[list[dict],
 
 
 def common_text(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Two texts -> their shared beginning, cut back to the end of a word, and the rest of each."""
+    """Two texts -> their shared beginning, cut back to the end of a word, and the rest of each.
+
+    Two texts that begin differently have no prompt (""): the pair says which of two texts is the better one.
+    """
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
@@ -92,6 +95,4 @@ def common_text(chosen: str, rejected: str) -> tuple[str, str, str]:
     while shared and not chosen[shared - 1].isspace():
         shared -= 1
     shared -= 1 if shared and chosen[shared - 1] == " " else 0  # the space belongs to the answer's first token
-    if not shared:
-        raise Refused("the two texts share no prompt")
     return chosen[:shared], chosen[shared:], rejected[shared:]
