@@ -215,7 +215,7 @@ def describe(report: dict) -> str:
 
 
 def is_conversational(config: DataConfig, stage: str) -> bool:
-    """Whether any source of `stage` holds messages, by its first row: they need a chat template, plain text does not."""
+    """Whether any source of `stage` holds messages, by its first row: these need a chat template, text does not."""
     for each in open_sources(config, stage):
         for example, _ in examples(config, each, stage, Counter(), Counter()):
             parts = (example.messages, example.prompt, *(answer for answer, _ in example.answers))
