@@ -1,0 +1,78 @@
+"""The loss that TRL's own trainers report for the first step on given tokens: an oracle for ours.
+
+TRL is a dependency of the tests alone. Whoever imports this calls `pytest.importorskip("trl")` first.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+
+def trl_sft_loss(model: nn.Module, rows: list[dict], pad_id: int) -> float:
+    """First-step loss of trl.SFTTrainer on all `rows` as one batch, in fp32 on the CPU.
+
+    model: a transformers causal language model; it is copied, so its weights stay as they are. rows: {"input_ids":
+    list of ids, "completion_mask": list of 0 and 1, the tokens to be learned}. pad_id fills the batch up.
+    """
+    from trl import SFTConfig, SFTTrainer
+
+    return _first_loss(SFTTrainer, SFTConfig, model, rows, pad_id, completion_only_loss=True)
+
+
+def trl_reward_loss(model: nn.Module, rows: list[dict], pad_id: int, center_coef: float | None = None) -> float:
+    """First-step loss of trl.RewardTrainer on all `rows` as one batch of pairs, in fp32 on the CPU.
+
+    model: a transformers sequence classification model with one label; it is copied. rows: {"chosen_ids": list of ids,
+    "rejected_ids": list of ids} and, in all rows or none, "margin": a number. No sequence may hold pad_id: transformers
+    finds the last real token by comparing ids with it.
+    """
+    from trl import RewardConfig, RewardTrainer
+
+    if any(pad_id in row[side] for row in rows for side in ("chosen_ids", "rejected_ids")):
+        raise ValueError(f"pad id {pad_id} among the tokens: transformers would read the score elsewhere")
+    return _first_loss(RewardTrainer, RewardConfig, model, rows, pad_id, center_rewards_coefficient=center_coef)
+
+
+def _first_loss(trainer_class: type, config_class: type, model: nn.Module, rows: list[dict], pad_id: int,
+                **options: object) -> float:
+    from datasets import Dataset
+
+    with _alone(), tempfile.TemporaryDirectory() as folder:
+        config = config_class(
+            output_dir=str(Path(folder) / "out"), per_device_train_batch_size=len(rows), gradient_accumulation_steps=1,
+            max_steps=1, max_length=None, learning_rate=0.0, bf16=False, fp16=False, use_cpu=True, seed=0,
+            save_strategy="no", report_to="none", disable_tqdm=True,
+            logging_strategy="no", **options)
+        trainer = trainer_class(model=copy.deepcopy(model).float(), args=config, train_dataset=Dataset.from_list(rows),
+                                processing_class=_tokenizer(model.config.vocab_size, pad_id))
+        return float(trainer.train().training_loss)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One process, whatever group the tests are in, and no trace left: accelerate writes RANK and its kin into the
+    environment, where a process started later would take them for a launcher's, and transformers seeds torch."""
+    with patch.dict(os.environ), torch.random.fork_rng(devices=[]):
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+        yield
+
+
+def _tokenizer(vocab_size: int, pad_id: int):
+    """A tokenizer that TRL can ask for special tokens; it never sees any text."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"<{i}>": i for i in range(vocab_size)}
+    eos = next(i for i in range(vocab_size) if i != pad_id)
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token=f"<{eos}>")),
+                                   pad_token=f"<{pad_id}>", eos_token=f"<{eos}>")
