@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import shlex
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 from hybrid_rlhf.config import UserError, check, nearest, parse
@@ -67,17 +69,24 @@ def _train(argv: list[str]) -> int:
     if switches["preview"]:
         stage.preview(config)
         return 0
+    return _run(stage, config, command=shlex.join([prog, *argv]))
+
+
+def _run(stage: ModuleType, config: object, command: str) -> int:
     from hybrid_rlhf.distributed import shutdown
     from hybrid_rlhf.run.fit import Stopped
 
+    code = 0
     try:
-        stage.run(config, command=shlex.join([prog, *argv]))
+        stage.run(config, command=command)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
-        return 130
-    finally:
-        shutdown()
-    return 0
+        code = 130
+    # At exit, not here: a second run in this process needs the group, which DeepSpeed holds on to. And only where the
+    # run ended well: a process that failed would wait for others that wait for it.
+    atexit.unregister(shutdown)
+    atexit.register(shutdown)
+    return code
 
 
 def _take_stage(argv: list[str], prog: str) -> tuple[str | None, list[str]]:

@@ -84,34 +84,52 @@ class RunRecord:
         os.replace(path / _UNFINISHED_WRITE, path / RUN_FILE)
 
 
-def start(output_dir: str | Path, stage: str, config: object, command: str) -> RunRecord:
-    """Claim `output_dir` for a run of `stage`: write run.json and config.yaml; or return the record of a finished run.
+def finished(output_dir: str | Path, stage: str, config: object) -> RunRecord | None:
+    """The run in `output_dir` that finished with the same settings and is to be left alone, which is said on stderr.
 
-    A run that finished with the same settings is returned as it is (is_finished, and said on stderr) unless
-    config.resume is "never". One that did not finish is started again from the beginning, which is said too. Raises
-    UserError for a folder that holds something else, another stage's run, or a finished run with other settings, and
-    for trackers (config.report_to) that are not there.
+    None where there is something to run. Writes nothing, so that a recipe can ask before it loads anything and claim
+    the folder (`start`) when nothing about its input can be wrong any more. Raises UserError as `start` does.
     """
     resume, settings = getattr(config, "resume", "auto"), _plain(config)
     check(resume in ("auto", "never"), f"resume is {resume!r}; choose auto or never")
     check_trackers(settings.get("report_to") or [])
     old = _found(Path(output_dir))
+    if old is None:
+        return None
+    check(old.stage == stage, f"output_dir {output_dir} holds a {old.stage} run; choose another folder for {stage}")
+    if not old.is_finished or resume == "never":
+        return None
+    changed = sorted(_changes(old.config, settings))
+    check(not changed, f"output_dir {output_dir} holds a finished run with other settings ({', '.join(changed[:5])}); "
+                       "choose another output_dir, or give --resume never to run it again")
+    _say(f"{output_dir}: this {stage} run is finished; nothing to do (--resume never runs it again)")
+    return old
+
+
+def start(output_dir: str | Path, stage: str, config: object, command: str) -> RunRecord:
+    """Claim `output_dir` for a run of `stage`: write run.json and config.yaml; or return the record of a finished run.
+
+    A run that finished with the same settings is returned as it is (is_finished, and said on stderr) unless
+    config.resume is "never". One that did not finish is started again from the beginning, which is said too. Raises
+    UserError for a folder that holds something else, another stage's run, or a finished run with other settings, for
+    one that cannot be written, and for trackers (config.report_to) that are not there.
+    """
+    done = finished(output_dir, stage, config)
+    if done is not None:
+        return done
+    old = _found(Path(output_dir))
     if old is not None:
-        check(old.stage == stage, f"output_dir {output_dir} holds a {old.stage} run; choose another folder for {stage}")
-        if old.is_finished and resume == "auto":
-            changed = sorted(_changes(old.config, settings))
-            check(not changed, f"output_dir {output_dir} holds a finished run with other settings "
-                               f"({', '.join(changed[:5])}); choose another output_dir, or give --resume never to "
-                               "run it again")
-            _say(f"{output_dir}: this {stage} run is finished; nothing to do (--resume never runs it again)")
-            return old
         how = "finished" if old.is_finished else f"unfinished ({old.status})"
         _say(f"{output_dir}: the {how} {stage} run found here is started again from the beginning")
-    return _begin(Path(output_dir), stage, settings, command)
+    return _begin(Path(output_dir), stage, _plain(config), command)
 
 
 def _found(folder: Path) -> RunRecord | None:
-    """The run in `folder`, None for a new or empty folder; UserError for anything else there."""
+    """The run in `folder`, None for a new or empty folder; UserError for anything else there, or no right to write."""
+    above = next(p for p in (folder.absolute(), *folder.absolute().parents) if os.path.exists(p))
+    check(above == folder.absolute() or above.is_dir(), f"output_dir {folder}: {above} is a file; give another folder")
+    check(not above.is_dir() or os.access(above, os.W_OK | os.X_OK),
+          f"cannot write to output_dir {folder}: no right to write in {above}; give another folder")
     if not folder.exists():
         return None
     check(folder.is_dir(), f"output_dir {folder} is a file; give a folder")

@@ -56,9 +56,9 @@ def preview(config: Config) -> None:
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, export to output_dir/model, and return the final metrics (also in output_dir/run.json)."""
     wiring.require_data(config.data, "sft")
-    record = runfile.start(config.output_dir, "sft", config, command)
-    if record.is_finished:
-        return record.metrics
+    done = runfile.finished(config.output_dir, "sft", config)
+    if done:
+        return done.metrics
     wiring.check_lengths(config.model, data__max_length=config.data.max_length)
     tokenizer = wiring.open_tokenizer(config.model, config.data, "sft", config.seed)
     data = datasets.build(config.data, "sft", tokenizer, config.seed)
@@ -73,6 +73,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     engine = wiring.policy_engine(model, tokenizer)
     engine.prepare_training(wiring.optimizer_of(config.train), wiring.schedule_of(config.train, steps), config.engine)
     trainer = SFTTrainer(Actor(engine, tokenizer, config.engine.micro_batch_tokens))
+    record = runfile.start(config.output_dir, "sft", config, command)
     metrics = fit(trainer, loader, held_out, config.train, record, steps)
     export(model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER, engine.eos_ids)
     record.finish(metrics, tokenizer=tokenizer, base_model=config.model.model_name_or_path or config.model.preset,

@@ -87,10 +87,10 @@ def preview(config: Config) -> None:
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, measure the score's mean and spread on demonstrations, export, and return the final metrics."""
     wiring.require_data(config.data, "reward")
+    done = runfile.finished(config.output_dir, "reward", config)
+    if done:
+        return done.metrics
     base, model_config = start_model(config)
-    record = runfile.start(config.output_dir, "reward", config, command)
-    if record.is_finished:
-        return record.metrics
     wiring.check_lengths(model_config, data__max_length=config.data.max_length)
     tokenizer = wiring.open_tokenizer(model_config, config.data, "reward", config.seed)
     data = datasets.build(config.data, "reward", tokenizer, config.seed)
@@ -106,6 +106,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     engine.prepare_training(wiring.optimizer_of(config.train), wiring.schedule_of(config.train, steps), config.engine)
     role = Reward(engine, config.engine.micro_batch_tokens)
     trainer = RewardTrainer(role, config.reward.center_coef)
+    record = runfile.start(config.output_dir, "reward", config, command)
     metrics = fit(trainer, loader, held_out, config.train, record, steps)
     statistics = score_statistics(role, config, tokenizer, data)
     export(model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER, [tokenizer.eos_token_id])
