@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -127,8 +126,8 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
     """
     check(total_steps >= 1, f"the run has {total_steps} steps; it needs at least one")
     started, values = time.perf_counter(), {}
-    with _on_record(record), _interruptible() as interrupts, Reporter(
-            record, trainer.progress_keys, total_steps, config) as reporter:
+    with (_on_record(record), Reporter(record, trainer.progress_keys, total_steps, config) as reporter,
+          _interruptible(reporter.progress.announce) as interrupts):
         for step in range(1, total_steps + 1):
             values = _step(trainer, loader) | {"epoch": step / len(loader)}
             reporter.step(step, values, trainer.samples)
@@ -193,7 +192,7 @@ def _on_record(record: RunRecord) -> Iterator[None]:
 
 
 @contextmanager
-def _interruptible() -> Iterator[list[int]]:
+def _interruptible(announce: Callable[[str], None]) -> Iterator[list[int]]:
     """A list that is empty until the first SIGINT; the second raises KeyboardInterrupt as ever."""
     seen: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
@@ -204,8 +203,7 @@ def _interruptible() -> Iterator[list[int]]:
         if seen:
             raise KeyboardInterrupt
         seen.append(number)
-        # not print: a handler may interrupt a print, whose buffer cannot be entered twice
-        os.write(2, b"\nfinishing this step, then saving; once more to stop now\n")
+        announce("finishing this step, then saving a checkpoint; Ctrl-C once more stops at once")
 
     before: Callable | int | None = signal.signal(signal.SIGINT, handle)
     try:

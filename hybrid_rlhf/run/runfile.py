@@ -212,8 +212,10 @@ def tokenizer_hash(tokenizer) -> str:  # noqa: ANN001
 
 
 def template_hash(tokenizer) -> str:  # noqa: ANN001
-    """sha256 of the chat template ("" where there is none)."""
-    return hashlib.sha256(json.dumps(tokenizer.chat_template or "", sort_keys=True).encode()).hexdigest()
+    """sha256 of the chat template's text ("" where there is none; several by name as JSON)."""
+    template = tokenizer.chat_template or ""
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def to_json(value: object, **options: object) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import unicodedata
 
 from hybrid_rlhf.distributed import is_main
 
-_STEP, _COLUMN = 7, 11  # least widths of the table's first and other columns
+_STEP, _COLUMN = 8, 11  # least widths of the table's first and other columns
 
 
 class Progress:
@@ -26,6 +27,7 @@ class Progress:
         self.is_live = is_main() and self.console.is_terminal and not self.console.is_dumb_terminal
         self._live, self._step, self._values, self._sample = None, 0, {}, None
         self._columns: tuple[str, ...] = ()
+        self._notice = ""
         self._started = time.perf_counter()
 
     def __enter__(self) -> Progress:
@@ -59,14 +61,25 @@ class Progress:
         if not self._columns:
             self._columns = fitting(tuple(k for k in self.keys if k in values), self.console.width)
             self._print(self._row("step", [short(k) for k in self._columns]), style="bold")
-        self._print(self._cells(step))
+        self._print(self._cells(step, values))
 
     def evaluated(self, step: int, values: dict[str, float]) -> None:
-        """One line for the held-out metrics after `step`: the columns' own first, then what room there is for."""
+        """The held-out metrics after `step`: a row of the table, or one line."""
         named = {k.removeprefix("eval/"): v for k, v in values.items()}
-        order = [k for k in self.keys if k in named] + [k for k in named if k not in self.keys]
-        text = "  ".join(f"{short(k)} {number(named[k])}" for k in order[:6])
-        self._print(f"{self.stage} {step}/{self.total}  held out: {text}", style="green")
+        if any(k in named for k in self._columns):
+            self._print(self._cells("held out", named), style="green")
+            return
+        first = [k for k in self.keys if k in named]
+        taken = {short(k) for k in first}  # kl and objective/kl would both be called kl
+        order = first + [k for k in named if k not in first and short(k) not in taken]
+        self._print(f"{self.stage} {step}/{self.total}  held out: "
+                    + "  ".join(f"{short(k)} {number(named[k])}" for k in order[:6]), style="green")
+
+    def announce(self, text: str) -> None:
+        """Say something at once; may be called by a signal handler, so it never waits for the console."""
+        if self._live is None:
+            os.write(2, f"{text}\n".encode())  # not print: its buffer cannot be entered twice
+        self._notice = text
 
     def seconds_left(self) -> float:
         """Estimate from the mean time of a step so far; never more than max_seconds leaves."""
@@ -84,8 +97,8 @@ class Progress:
         widths = [max(_COLUMN, len(short(k))) for k in self._columns]
         return first.rjust(_STEP) + "".join(f" {c:>{w}}" for c, w in zip(cells, widths, strict=True))
 
-    def _cells(self, step: int) -> str:
-        return self._row(str(step), [number(self._values[k]) if k in self._values else "" for k in self._columns])
+    def _cells(self, first: object, values: dict[str, float]) -> str:
+        return self._row(str(first), [number(values[k]) if k in values else "" for k in self._columns])
 
     def _frame(self):  # noqa: ANN202 - a rich renderable
         """What is below the table now: the current step, the newest sample, the bar."""
@@ -94,7 +107,7 @@ class Progress:
         from rich.table import Table
         from rich.text import Text
 
-        lines: list = [Text(self._cells(self._step), style="dim", no_wrap=True)] if self._columns else []
+        lines: list = [Text(self._cells(self._step, self._values), style="dim", no_wrap=True)] if self._columns else []
         width = self.console.width
         if self._sample:
             lines += [Text(line, style="cyan", no_wrap=True) for line in sample_lines(self._sample, width - 1)]
@@ -106,7 +119,7 @@ class Progress:
         bar.add_row(Text(self.stage, style="bold"), ProgressBar(total=1.0, completed=share, width=max(8, width // 4)),
                     Text(f"{self._step}/{self.total}", no_wrap=True),
                     Text(f"{duration(passed)} passed, {duration(self.seconds_left())} left", no_wrap=True))
-        return Group(*lines, bar)
+        return Group(*lines, bar, *([Text(self._notice, style="yellow")] if self._notice else []))
 
 
 def fitting(keys: tuple[str, ...], width: int) -> tuple[str, ...]:

@@ -1,0 +1,169 @@
+"""What a run says: plain lines into a pipe, a live table on a terminal, and never a control character of a model's."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+
+import pytest
+from rich.console import Console
+
+from hybrid_rlhf.run import terminal
+from hybrid_rlhf.run.terminal import Progress
+
+KEYS = ("reward", "kl", "completions/mean_length")
+VALUES = {"reward": 0.123456, "kl": 2.0, "completions/mean_length": 13.25, "other": 9.0}
+EVIL = {"prompt": "a\n b", "completion": "\x1b]0;owned\x07\x1b[2Jhi\u202e\x9b31m [red]x[/] :smile:", "score": 1.25}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that is set by hand."""
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def watched(monkeypatch, width: int = 80) -> None:
+    """As if a person sat at a terminal of that width."""
+    for name, value in {"TTY_COMPATIBLE": "1", "COLUMNS": str(width), "LINES": "24", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_into_a_pipe_go_plain_lines_and_nothing_to_stdout(capsys, clock):
+    with Progress("ppo", KEYS, 10) as progress:
+        for step in (1, 2):
+            clock[0] += 30
+            progress.step(step, VALUES, is_logged=step == 2, samples=[EVIL])
+        progress.evaluated(2, {"eval/kl": 1.5, "eval/reward": 0.5, "eval/objective/kl": 1.5, "eval/x/std": 0.25})
+    out, err = capsys.readouterr()
+    assert out == ""
+    first, second, last = err.splitlines()
+    assert first == "ppo 2/10  reward 0.1235  kl 2  mean_length 13.25  4:00 left"
+    assert second == "ppo 2/10  held out: reward 0.5  kl 1.5  std 0.25", "kl is said once"
+    assert last.startswith("ppo: 2 steps in 1:00, ") and last.endswith("iB of memory at most")
+
+
+def test_a_long_line_is_not_folded_in_a_pipe(capsys):
+    keys = tuple(f"quite_a_long_name_{i}" for i in range(12))
+    with Progress("ppo", keys, 2) as progress:
+        progress.step(1, dict.fromkeys(keys, 1.0), is_logged=True)
+    assert "quite_a_long_name_11 1" in capsys.readouterr().err.splitlines()[0]
+
+
+def test_a_terminal_gets_a_table_whose_columns_line_up(capsys, monkeypatch):
+    watched(monkeypatch)
+    with Progress("ppo", KEYS, 10) as progress:
+        progress.step(1, VALUES, is_logged=True, samples=[EVIL])
+        progress.step(5, VALUES | {"reward": -12345.678}, is_logged=True)
+        progress.evaluated(5, {"eval/kl": 0.5, "eval/reward": 0.75})
+    rows = [line for line in plain(capsys.readouterr().err) if line.endswith(("mean_length", "13.25", " 0.5"))]
+    assert "    step      reward          kl mean_length" in rows
+    assert "       1      0.1235           2       13.25" in rows
+    assert "       5  -1.235e+04           2       13.25" in rows
+    assert "held out        0.75         0.5" in [line.rstrip() for line in rows]
+
+
+def plain(text: str) -> list[str]:
+    """Terminal output without its colours and cursor movements."""
+    return [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n").splitlines()]
+
+
+def test_below_the_table_live_the_step_the_sample_and_the_time_left(monkeypatch, clock):
+    watched(monkeypatch)
+    progress = Progress("ppo", KEYS, 8)
+    progress._columns = KEYS
+    clock[0] += 60
+    progress.step(2, VALUES, is_logged=False)
+    progress._sample = EVIL
+    progress.announce("finishing")
+    screen = Console(file=io.StringIO(), width=80, force_terminal=False)
+    screen.print(progress._frame())
+    row, prompt, completion, bar, notice = screen.file.getvalue().rstrip().splitlines()
+    assert row.split() == ["2", "0.1235", "2", "13.25"]
+    assert prompt.strip() == "prompt: a b"
+    assert completion.strip() == "completion: �]0;owned��[2Jhi��31m [red]x[/] :smile: (1.25)"
+    assert bar.startswith("ppo ") and bar.rstrip().endswith("2/8 1:00 passed, 3:00 left")
+    assert notice.strip() == "finishing"
+
+
+def test_no_control_character_of_a_sample_reaches_a_watched_terminal(capsys, monkeypatch):
+    watched(monkeypatch)
+    with Progress("ppo", KEYS, 2) as progress:
+        progress.step(1, VALUES, is_logged=True, samples=[EVIL])
+        time.sleep(0.4)  # the live part is drawn four times a second
+    err = capsys.readouterr().err
+    assert "completion: " in err, "the sample was shown"
+    assert "\x1b]0;" not in err and "\x1b[2J" not in err and "\x9b" not in err and "\u202e" not in err
+
+
+def test_a_dumb_terminal_gets_plain_lines(capsys, monkeypatch):
+    watched(monkeypatch)
+    monkeypatch.setenv("TERM", "dumb")
+    with Progress("ppo", KEYS, 2) as progress:
+        progress.step(1, VALUES, is_logged=True)
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_what_others_print_to_a_piped_stdout_stays_there_while_the_table_lives(capsys, monkeypatch):
+    watched(monkeypatch)
+    with Progress("ppo", KEYS, 2) as progress:
+        progress.step(1, VALUES, is_logged=True)
+        print("data")
+    assert capsys.readouterr().out == "data\n"
+
+
+def test_time_left_is_the_smaller_of_what_steps_and_max_seconds_leave(clock):
+    progress = Progress("sft", KEYS, 10, max_seconds=50.0)
+    assert progress.seconds_left() == 50.0
+    clock[0] += 20
+    progress.step(2, VALUES, is_logged=False)
+    assert progress.seconds_left() == 30.0  # 8 steps of 10 s would take 80
+    progress.step(8, VALUES, is_logged=False)
+    assert progress.seconds_left() == 5.0  # 2 steps of 2.5 s
+    clock[0] += 100
+    assert progress.seconds_left() == 0.0
+
+
+def test_a_narrow_terminal_gets_the_first_columns():
+    assert terminal.fitting(KEYS, 200) == KEYS
+    assert terminal.fitting(KEYS, 40) == ("reward", "kl")  # 8 + 12 + 12 = 32, and 12 more do not fit
+    assert terminal.fitting(KEYS, 5) == ()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [
+    (0, "0 s"), (59.4, "59 s"), (59.6, "1:00"), (65, "1:05"), (3599.7, "1:00:00"), (7209, "2:00:09"),
+    (float("inf"), "?"), (float("nan"), "?"),
+])
+def test_durations_read_as_people_say_them(seconds, text):
+    assert terminal.duration(seconds) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    (1234567.0, "1234567"), (0.00005, "5e-05"), (0.123456, "0.1235"), (-3.0, "-3"), (float("nan"), "nan"),
+    (float("-inf"), "-inf"), (1e12, "1e+12"), (7, "7"),
+])
+def test_numbers_have_four_digits_and_counts_all_of_them(value, text):
+    assert terminal.number(value) == text
+
+
+def test_memory_is_in_binary_units():
+    assert terminal.memory(512 * 2**20) == "512 MiB" and terminal.memory(1.5 * 2**30) == "1.5 GiB"
+    assert terminal.peak_bytes() > 10 * 2**20
+
+
+def test_a_line_is_cut_by_columns_not_by_characters():
+    assert terminal.one_line("abcdef", 6) == "abcdef"
+    assert terminal.one_line("abcdefg", 6) == "abcde…"
+    assert terminal.one_line("猫猫猫猫", 6) == "猫猫…"  # two columns each
+
+
+def test_the_summary_has_a_column_for_every_key_and_no_row_is_lost(capsys):
+    terminal.summary_table([{"model": "sft", "score": 0.5, "kl": 0.0, "seconds": 61.25},
+                            {"model": "[bold]ppo", "accuracy": 1.0, "score": -0.25, "kl": 12.5}], title="Held out")
+    lines = capsys.readouterr().out.splitlines()
+    cells = [[c.strip() for c in re.split("[│┃]", line)[1:-1]] for line in lines if line.startswith(("│", "┃"))]
+    assert lines[0].strip() == "Held out"
+    assert cells == [["model", "score", "kl", "seconds", "accuracy"], ["sft", "0.500", "0.0", "61.2", ""],
+                     ["[bold]ppo", "-0.250", "12.5", "", "1.000"]]
