@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 from argparse import ArgumentError
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -33,6 +34,8 @@ def parse(config_class: type, argv: list[str], *, prog: str, description: str = 
     with the nearest name, for unknown keys, wrong types and values that a part's own check refuses.
     """
     parser = _parser(config_class, prog, description, default_config, extra)
+    for path in _config_files(argv):
+        _check_yaml(path)
     try:
         values = parser.parse_args(argv)
         parts = dict(vars(parser.instantiate(values)))
@@ -54,6 +57,32 @@ def _parser(config_class: type, prog: str, description: str, default_config: str
         parser.add_argument(f"--{name}", action="store_true", help=_SWITCHES.get(name, ""))
     parser.add_class_arguments(config_class)
     return parser
+
+
+def _config_files(argv: list[str]) -> Iterator[str]:
+    for word, after in zip(argv, [*argv[1:], None], strict=True):
+        if word == "--config" and after is not None:
+            yield after
+        elif word.startswith("--config="):
+            yield word.removeprefix("--config=")
+
+
+def _check_yaml(path: str) -> None:
+    """UserError with file and line for a file that is no YAML mapping: the parser's own message names neither."""
+    import yaml
+
+    try:
+        value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read --config {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--config {path} is no text in UTF-8; give a YAML file") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark else ""
+        raise UserError(f"--config {path}{where}: not valid YAML ({getattr(error, 'problem', error)})") from error
+    check(isinstance(value, dict), f"--config {path}: a mapping of options such as seed: 1 is needed, found "
+                                   f"{'nothing' if value is None else type(value).__name__}")
 
 
 _SWITCHES = {"preview": "Print three rendered examples of the stage's data, trained tokens marked, and stop."}

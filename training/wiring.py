@@ -68,10 +68,11 @@ def give_template(tokenizer, data: DataConfig, stage: str) -> None:  # noqa: ANN
 def check_lengths(model: ModelConfig, **lengths: int) -> None:
     """UserError if a length (named as its option) exceeds what the model has positions for. Reads no weights."""
     limit = load.configured_positions(model)
+    which = model.preset or model.model_name_or_path
     for option, length in lengths.items():
         name = option.replace("__", ".")
         check(limit is None or length <= limit,
-              f"{name} is {length}, but the model has {limit} positions; lower {name} to {limit} or less")
+              f"{name} is {length}, but {which} has {limit} positions; lower {name} to {limit} or less")
 
 
 def open_policy(model: ModelConfig, tokenizer, seed: int, *, dropout: bool) -> nn.Module:  # noqa: ANN001
@@ -149,14 +150,14 @@ def eval_loader(rows: Sequence[dict], train: TrainConfig, seed: int, collate: Ca
                   shuffle=False, drop_last=False)
 
 
-def check_pair(actor: str, reward: str, data: DataConfig, stage: str) -> None:
-    """UserError if the actor's tokens mean something else to the reward model than they do to the actor."""
-    tokenizers = [load.load_tokenizer(model_folder(p)) for p in (actor, reward)]
+def check_pair(actor: str, other: str, data: DataConfig, stage: str) -> None:
+    """UserError if the actor's tokens mean something else to the other model than they do to the actor."""
+    tokenizers = [load.load_tokenizer(model_folder(p)) for p in (actor, other)]
     for tokenizer in tokenizers:
         give_template(tokenizer, data, stage)
     hashes = [runfile.tokenizer_hash(t) for t in tokenizers]
-    check(hashes[0] == hashes[1], f"{actor} and {reward} do not fit together: their tokenizers differ; train the "
-                                  "reward model from the same SFT run")
+    check(hashes[0] == hashes[1], f"{actor} and {other} do not fit together: their tokenizers differ; train both from "
+                                  "the same SFT run")
 
 
 def score_statistics_of(reward: str) -> dict[str, float]:

@@ -90,8 +90,11 @@ def find_sources(config: Config) -> Sources:
                                "sft", "model.model_name_or_path")
     reward = wiring.predecessor(roles.reward.model_name_or_path, config.output_dir, "reward",
                                 "roles.reward.model_name_or_path")
-    wiring.check_pair(actor, reward, config.data, "ppo")
-    return Sources(actor, reward, roles.ref.model_name_or_path or actor, roles.critic.model_name_or_path or reward)
+    found = Sources(actor, reward, roles.ref.model_name_or_path or actor, roles.critic.model_name_or_path or reward)
+    for other in dict.fromkeys((found.reward, found.ref, found.critic)):  # all of them read the actor's token ids
+        if other != actor:
+            wiring.check_pair(actor, other, config.data, "ppo")
+    return found
 
 
 def actor_model(config: Config, sources: Sources) -> ModelConfig:
@@ -142,8 +145,10 @@ def run(config: Config, command: str = "") -> dict[str, float]:
         return done.metrics
     sources = find_sources(config)
     model, sampling = actor_model(config, sources), config.ppo.sampling
-    wiring.check_lengths(model, **{"data.max_prompt_length + ppo.sampling.max_new_tokens":
-                                   config.data.max_prompt_length + sampling.max_new_tokens})
+    longest = config.data.max_prompt_length + sampling.max_new_tokens
+    for path in dict.fromkeys((sources.actor, sources.reward, sources.ref, sources.critic)):
+        wiring.check_lengths(replace(model, model_name_or_path=wiring.model_folder(path)),
+                             **{"data.max_prompt_length + ppo.sampling.max_new_tokens": longest})
     tokenizer = wiring.open_tokenizer(model, config.data, "ppo", config.seed)
     data = datasets.build(config.data, "ppo", tokenizer, config.seed)
     loader = wiring.train_loader(data.train, config.train, config.seed, collate.collate_prompts)
