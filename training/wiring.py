@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from hybrid_rlhf.algorithms.schedule import learning_rate_factor
@@ -63,6 +64,11 @@ def give_template(tokenizer, data: DataConfig, stage: str) -> None:  # noqa: ANN
     """A chat template where messages are to be rendered; plain text needs none and gets no new tokens."""
     if data.chat_template or datasets.is_conversational(data, stage):
         chat.ensure_template(tokenizer, data.chat_template)
+
+
+def seed_everything(seed: int) -> None:
+    """New heads, new adapters and dropout draw from torch's global generator; this makes them the run's own."""
+    torch.manual_seed(seed)
 
 
 def check_lengths(model: ModelConfig, **lengths: int) -> None:

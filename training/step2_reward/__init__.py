@@ -90,6 +90,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     done = runfile.finished(config.output_dir, "reward", config)
     if done:
         return done.metrics
+    wiring.seed_everything(config.seed)
     base, model_config = start_model(config)
     wiring.check_lengths(model_config, data__max_length=config.data.max_length)
     tokenizer = wiring.open_tokenizer(model_config, config.data, "reward", config.seed)

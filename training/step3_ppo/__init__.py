@@ -143,6 +143,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     done = runfile.finished(config.output_dir, "ppo", config)
     if done:
         return done.metrics
+    wiring.seed_everything(config.seed)
     sources = find_sources(config)
     model, sampling = actor_model(config, sources), config.ppo.sampling
     longest = config.data.max_prompt_length + sampling.max_new_tokens
