@@ -189,13 +189,14 @@ def test_whatever_a_run_json_holds_it_is_read_or_refused(tmp_path_factory, conte
     assert found.status in runfile.STATUSES
 
 
-def test_run_json_is_never_half_written(tmp_path, monkeypatch):
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+def test_run_json_is_never_half_written(tmp_path, monkeypatch, moment):
     record = finish(tmp_path)
 
     def fail(*_given):
         raise OSError("no space")
 
-    monkeypatch.setattr(os, "fsync", fail)
+    monkeypatch.setattr(os, moment, fail)
     with pytest.raises(OSError, match="no space"):
         record.close("failed")
     assert runfile.read_run(tmp_path).is_finished
