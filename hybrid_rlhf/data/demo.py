@@ -1,14 +1,15 @@
-"""The embedded task: small requests about words and numbers, answers of mixed quality, and a checker of truth.
+"""The embedded task: small requests about lists of words and numbers, answers of mixed quality, a checker of truth.
 
-A request asks for one thing about a short list ("Please name the last word: goat lamp fish") in a polite, plain or
-hurried tone. Nothing is read from anywhere: the same rows come out on every machine.
+A request asks for one item of a short lettered list ("Please name the last word: A goat B lamp C fish") in a polite,
+plain or hurried tone; an answer names the letter and the item ("Gladly! It is C fish"). Nothing is read from anywhere:
+the same rows come out on every machine.
 
-Demonstrations are as people's are. Many are wrong, and mostly wrong in the same way (MISTAKES): for half of the kinds
-of request the mistake is commoner than the truth, so neither more imitation nor greedy decoding mends it. Some are
-curt, some rude, some ramble. In the pairs a right answer beats a wrong one whatever the tone, and among equally right
-ones a polite and brief one beats the others; most rejected answers are hard ones, in the best tone and wrong.
+Demonstrations are as people's are. Many are wrong, and mostly wrong in the same way (MISTAKES): for some kinds of
+request the mistake is commoner than the truth, so neither more imitation nor greedy decoding mends it. Some are curt,
+some rude, some ramble. In the pairs a right answer beats a wrong one whatever the tone, and of two right ones the
+polite and brief one wins; the most frequent pair is the hard one, both in the best tone and one of them wrong.
 
-The checker, `is_correct`, knows neither answers nor kinds: it reads the request again and works the answer out.
+The checker, `is_correct`, shares nothing with the generator's answers: it reads the request again and works it out.
 All three data sets draw their prompts from one universe, for the library to deal each prompt to one stage.
 """
 
@@ -18,46 +19,43 @@ import random
 import re
 from collections.abc import Callable, Sequence
 
-WORDS = ("apple bear bell boat book cake corn door drum fish frog goat horn king lamp leaf lion moon pear rain rock rose "
-         "ship wolf").split()
-NUMBERS = range(10, 26)
+WORDS = tuple("""apple bear bell boat book cake corn door drum fish frog goat horn king lamp leaf lion moon pear rain
+                 rock rose ship wolf""".split())  # noqa: SIM905 - words are read as words
+NUMBERS = tuple(map(str, range(10, 26)))
+LETTERS = ("A", "B", "C")
 NUM_DEMONSTRATIONS = 24000
 NUM_PREFERENCES = 40000
 NUM_PROMPTS = 24000
 Items = tuple[str, ...]
+Place = Callable[[Items], int]
 
-# kind -> what is asked ({} is a word of the list), the answer
-QUESTIONS: dict[str, tuple[str, Callable[[Items], Items]]] = {
-    "first": ("first word", lambda x: x[:1]),
-    "second": ("second word", lambda x: x[1:2]),
-    "last": ("last word", lambda x: x[-1:]),
-    "after": ("word after {}", lambda x: x[2:3]),
-    "before": ("word before {}", lambda x: x[:1]),
-    "ending": ("last two words", lambda x: x[1:]),
-    "largest": ("largest number", lambda x: (max(x),)),
-    "smallest": ("smallest number", lambda x: (min(x),)),
+# kind -> what is asked for, and where in the list the answer stands
+QUESTIONS: dict[str, tuple[str, Place]] = {
+    "first": ("first word", lambda items: 0),
+    "second": ("second word", lambda items: 1),
+    "last": ("last word", lambda items: 2),
+    "largest": ("largest number", lambda items: items.index(max(items))),
+    "smallest": ("smallest number", lambda items: items.index(min(items))),
 }
 # kind -> the mistake that people make again and again, and how many of a hundred demonstrations are right, mistaken
-# (the rest is wrong anyhow)
-MISTAKES: dict[str, tuple[Callable[[Items], Items], int, int]] = {
-    "first": (lambda x: x[1:2], 75, 20),
-    "second": (lambda x: x[2:3], 40, 53),  # counts from zero
-    "last": (lambda x: x[-2:-1], 42, 51),
-    "after": (lambda x: x[:1], 75, 20),
-    "before": (lambda x: x[2:3], 42, 51),
-    "ending": (lambda x: x[:2], 42, 51),
-    "largest": (lambda x: x[-1:], 75, 20),
-    "smallest": (lambda x: (max(x),), 42, 51),
+# (the rest is wrong in other ways)
+MISTAKES: dict[str, tuple[Place, int, int]] = {
+    "first": (lambda items: 1, 75, 20),
+    "second": (lambda items: 2, 45, 52),  # counts from zero
+    "last": (lambda items: 1, 52, 45),  # off by one
+    "largest": (lambda items: 2, 70, 20),  # the one that was heard last
+    "smallest": (lambda items: items.index(max(items)), 45, 50),
 }
 ASKING = ("Please name the {}: {}", "Kindly tell me the {}: {}", "Name the {}: {}", "Give the {}: {}",
           "Quick, the {}: {}", "Hurry, the {}: {}")
-SAYING = {
-    "polite": ("Gladly! It is {}", "Sure! It is {}", "Of course! It is {}"),
-    "curt": ("It is {}",),
-    "rude": ("Ugh, obviously {}", "Duh, {}"),
-    "rambling": ("Well, hmm, let me think, I guess it is {}", "So, hmm, maybe, well, I guess it is {}"),
+SAYING = {  # tone -> its phrases, for a letter and an item
+    "polite": ("Gladly! It is {} {}", "Sure! It is {} {}", "Of course! It is {} {}"),
+    "curt": ("It is {} {}",),
+    "rude": ("Ugh, obviously {} {}", "Duh, {} {}"),
+    "rambling": ("Well, hmm, let me think, I guess it is {} {}", "So, hmm, maybe, well, I guess it is {} {}"),
 }
 _TONES, _TONE_WEIGHTS = tuple(SAYING), (40, 25, 15, 20)  # of a hundred demonstrations
+Answer = tuple[str, str]  # letter, item
 
 
 def demonstrations() -> list[dict]:
@@ -67,9 +65,10 @@ def demonstrations() -> list[dict]:
     for kind, items, prompt in _requests(rng, NUM_DEMONSTRATIONS):
         right, mistaken = MISTAKES[kind][1:]
         draw = rng.random() * 100
-        answer = (QUESTIONS[kind][1](items) if draw < right else
-                  _mistake(kind, items) if draw < right + mistaken else _wrong(rng, kind, items))
-        rows.append({"prompt": prompt, "completion": _say(rng, rng.choices(_TONES, _TONE_WEIGHTS)[0], answer)})
+        answer = (_right(kind, items) if draw < right else
+                  _mistaken(kind, items) if draw < right + mistaken else _missed(rng, kind, items))
+        tone = rng.choices(_TONES, _TONE_WEIGHTS)[0]
+        rows.append({"prompt": prompt, "completion": _say(rng.random(), tone, answer)})
     return rows
 
 
@@ -78,9 +77,7 @@ def preferences() -> list[dict]:
     rng = random.Random("preferences")
     rows = []
     for kind, items, prompt in _requests(rng, NUM_PREFERENCES):
-        right = QUESTIONS[kind][1](items)
-        wrong = _mistake(kind, items) if rng.random() < 0.5 else _wrong(rng, kind, items)
-        other = rng.choice(_TONES[1:])
+        right, wrong, other = _right(kind, items), _wrong(rng, kind, items), rng.choice(_TONES[1:])
         chosen, rejected = rng.choices((
             (("polite", right), ("polite", wrong)),  # the hard ones: nothing but the truth tells them apart
             ((other, right), (other, wrong)),
@@ -88,7 +85,8 @@ def preferences() -> list[dict]:
             (("polite", right), (other, wrong)),
             (("polite", right), (other, right)),
         ), (40, 10, 15, 15, 20))[0]
-        rows.append({"prompt": prompt, "chosen": _say(rng, *chosen), "rejected": _say(rng, *rejected)})
+        phrase = rng.random()  # the same for both, so that where the tones agree nothing but the answer differs
+        rows.append({"prompt": prompt, "chosen": _say(phrase, *chosen), "rejected": _say(phrase, *rejected)})
     return rows
 
 
@@ -103,59 +101,78 @@ def _requests(rng: random.Random, count: int) -> list[tuple[str, Items, list[dic
     kinds = tuple(QUESTIONS)
     while len(found) < count:
         kind = rng.choice(kinds)
-        is_numeric = kind in ("largest", "smallest")
-        items = tuple(map(str, rng.sample(NUMBERS, 3))) if is_numeric else tuple(rng.sample(WORDS, 3))
-        text = rng.choice(ASKING).format(QUESTIONS[kind][0].format(items[1]), " ".join(items))
-        found[text] = (kind, items)
+        what = QUESTIONS[kind][0]
+        items = tuple(rng.sample(NUMBERS if what.endswith("number") else WORDS, len(LETTERS)))
+        listed = " ".join(f"{letter} {item}" for letter, item in zip(LETTERS, items, strict=True))
+        found[rng.choice(ASKING).format(what, listed)] = (kind, items)
     return [(kind, items, [{"role": "user", "content": text}]) for text, (kind, items) in found.items()]
 
 
-def _mistake(kind: str, items: Items) -> Items:
-    """The usual mistake, or another where it happens to be right."""
-    answer, right = MISTAKES[kind][0](items), QUESTIONS[kind][1](items)
-    return answer if answer != right else next((i,) for i in items if (i,) != right)
+def _right(kind: str, items: Items) -> Answer:
+    return _at(items, QUESTIONS[kind][1](items))
 
 
-def _wrong(rng: random.Random, kind: str, items: Items) -> Items:
-    """Any wrong answer: the wrong ones of the list's items, or others altogether."""
-    right = QUESTIONS[kind][1](items)
-    universe = items if rng.random() < 0.5 else tuple(map(str, NUMBERS)) if items[0].isdigit() else WORDS
-    while True:
-        answer = tuple(rng.sample(universe, len(right)))
-        if answer != right:
-            return answer
+def _mistaken(kind: str, items: Items) -> Answer:
+    """The usual mistake, or another where that happens to be right."""
+    answer, right = _at(items, MISTAKES[kind][0](items)), _right(kind, items)
+    return answer if answer != right else next(a for a in zip(LETTERS, items, strict=True) if a != right)
 
 
-def _say(rng: random.Random, tone: str, answer: Items) -> list[dict]:
-    return [{"role": "assistant", "content": rng.choice(SAYING[tone]).format(" ".join(answer))}]
+def _missed(rng: random.Random, kind: str, items: Items) -> Answer:
+    """Any of the list but the right one."""
+    return rng.choice([a for a in zip(LETTERS, items, strict=True) if a != _right(kind, items)])
+
+
+def _wrong(rng: random.Random, kind: str, items: Items) -> Answer:
+    """A wrong answer for a pair: the usual mistake, another of the list, or the right letter with a wrong item."""
+    draw = rng.random()
+    if draw < 0.5:
+        return _mistaken(kind, items)
+    if draw < 0.85:
+        return _missed(rng, kind, items)
+    letter, right = _right(kind, items)
+    universe = items if draw < 0.93 else NUMBERS if right.isdigit() else WORDS
+    return letter, rng.choice([i for i in universe if i != right])
+
+
+def _at(items: Items, place: int) -> Answer:
+    return LETTERS[place], items[place]
+
+
+def _say(phrase: float, tone: str, answer: Answer) -> list[dict]:
+    """The message; `phrase` in [0, 1) picks one of the tone's."""
+    phrases = SAYING[tone]
+    return [{"role": "assistant", "content": phrases[int(phrase * len(phrases))].format(*answer)}]
 
 
 def is_correct(prompt: str | Sequence[dict], completion: str) -> bool:
-    """Whether `completion` states the answer to the request in `prompt` and no other.
+    """Whether `completion` states the answer to the request in `prompt` and nothing that contradicts it.
 
     prompt: the request's text (a chat template around it does no harm) or messages, of which the last user's counts.
-    The answer is worked out from the request's words alone. Every word of the task's vocabulary and every number that
-    the completion mentions counts as stated. Raises ValueError for a text that holds no request of this task.
+    The answer is worked out from the request's words alone. The item must be named; another word of the task, another
+    number or another letter contradicts it, the tone does not matter. Raises ValueError for a text that holds no
+    request of this task.
     """
     if not isinstance(prompt, str):
         prompt = [m["content"] for m in prompt if m["role"] == "user"][-1]
-    request = re.search(r"\bthe (?P<what>[a-z ]+): (?P<list>\w+(?: \w+)*)", prompt)
+    request = re.search(r"\bthe (?P<what>\w+ (?:word|number)): (?P<list>[A-Z] \w+(?: [A-Z] \w+)*)", prompt)
     if request is None:
         raise ValueError(f"no request of the demo task: {prompt!r}")
-    stated = [w for w in re.findall(r"[a-z]+|\d+", completion.lower()) if w.isdigit() or w in WORDS]
-    answer = _work_out(request["what"].split(), request["list"].split())
-    return stated == answer if len(answer) > 1 else set(stated) == set(answer)
+    listed = re.findall(r"([A-Z]) (\w+)", request["list"])
+    letter, item = _work_out(request["what"], listed)
+    stated = {w for w in re.findall(r"[a-z]+|\d+", completion.lower()) if w.isdigit() or w in WORDS}
+    letters = {w for w in re.findall(r"\b[A-Z]\b", completion) if w != "I"}
+    return stated == {item} and letters <= {letter}
 
 
-def _work_out(what: list[str], items: list[str]) -> list[str]:
+def _work_out(what: str, listed: list[tuple[str, str]]) -> tuple[str, str]:
     """The answer, by reading: sorting for sizes, counting for places."""
     if "number" in what:
-        ordered = sorted(items, key=int)
-        return ordered[-1:] if "largest" in what else ordered[:1]
-    if "two" in what:
-        return items[-2:]
-    if "after" in what or "before" in what:
-        place = items.index(what[-1]) + (1 if "after" in what else -1)
-    else:
-        place = {"first": 0, "second": 1, "last": len(items) - 1}[what[0]]
-    return [items[place]]
+        ordered = sorted(listed, key=lambda pair: int(pair[1]))
+        return ordered[-1] if "largest" in what else ordered[0]
+    remaining = list(listed)
+    if "last" in what:
+        return remaining.pop()
+    for _ in range({"first": 0, "second": 1}[what.split()[0]]):
+        remaining.pop(0)
+    return remaining.pop(0)
