@@ -79,6 +79,7 @@ class PPOConfig:
         check(self.kl_coef >= 0, f"ppo.kl_coef is {self.kl_coef}; it must not be negative")
         check(self.kl_target is None or self.kl_target > 0,
               f"ppo.kl_target is {self.kl_target}; it must be positive (nats per sequence) or null")
+        check(self.kl_horizon > 0, f"ppo.kl_horizon is {self.kl_horizon}; it must be positive (sequences)")
         check(self.minibatch_size is None or self.minibatch_size >= 1,
               f"ppo.minibatch_size is {self.minibatch_size}; it must be at least 1")
 
