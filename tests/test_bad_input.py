@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.run.runfile import RunRecord
@@ -161,6 +162,8 @@ BAD = [
     ("unknown dtype", [*SFT, "--model.dtype", "bf16"], ["model.dtype", "bf16", "bfloat16"]),
     ("ZeRO 7", [*SFT, "--engine.zero_stage", "7"], ["engine.zero_stage", "7", "0, 1 or 2"]),
     ("ZeRO 0 with bfloat16", [*SFT, "--engine.zero_stage", "0", "--model.dtype", "bfloat16"], ["engine.zero_stage"]),
+    *([] if torch.cuda.is_available() else [("float16 on a CPU", [*SFT, "--model.dtype", "float16"],
+                                             ["model.dtype", "float16", "bfloat16"])]),
     ("negative LoRA rank", [*SFT, "--model.lora.r", "-1"], ["lora.r", "-1"]),
     ("negative centering", [*REWARD, "--reward.center_coef", "-1"], ["reward.center_coef"]),
     ("top_p 2", [*PPO, "--ppo.sampling.top_p", "2"], ["top_p", "2", "(0, 1]"]),

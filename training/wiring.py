@@ -81,8 +81,15 @@ def check_lengths(model: ModelConfig, **lengths: int) -> None:
               f"{name} is {length}, but {which} has {limit} positions; lower {name} to {limit} or less")
 
 
+def check_dtype(model: ModelConfig) -> None:
+    """UserError for weights that DeepSpeed does not train on this device."""
+    check(model.dtype != "float16" or device().type != "cpu",
+          "model.dtype is float16, which needs an accelerator; choose float32 or bfloat16 on a CPU")
+
+
 def open_policy(model: ModelConfig, tokenizer, seed: int, *, dropout: bool) -> nn.Module:  # noqa: ANN001
     """The causal model of a stage, adapters on if asked for, ready for an engine."""
+    check_dtype(model)
     causal = load.random_causal_lm(model, tokenizer, seed).to(device()) if model.preset else load.load_causal_lm(
         model, device())
     load.prepare(causal, model, len(tokenizer))
@@ -97,6 +104,7 @@ def open_policy(model: ModelConfig, tokenizer, seed: int, *, dropout: bool) -> n
 
 def open_scalar(model: ModelConfig, tokenizer, *, new_head_std: float | None = None) -> nn.Module:  # noqa: ANN001
     """A model with a scalar head from `model.model_name_or_path`; with LoRA the head is trained in full."""
+    check_dtype(model)
     scalar = load.load_scalar_model(model, device(), new_head_std, tokenizer.pad_token_id)
     load.prepare(scalar, model, len(tokenizer))
     load.disable_dropout(scalar)
