@@ -1,0 +1,30 @@
+"""SFT, a reward model and PPO from Python, on embedded data: python examples/three_stages.py [OUTPUT_DIR]"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.data.sources import Source
+from hybrid_rlhf.engine import SamplingConfig
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.run.fit import TrainConfig
+from hybrid_rlhf.trainers.ppo import PPOConfig
+from hybrid_rlhf.training import step1_sft, step2_reward, step3_ppo
+
+SFT, REWARD, PPO = (TrainConfig(learning_rate=2e-3, per_device_train_batch_size=32, max_steps=n, max_eval_batches=8)
+                    for n in (100, 50, 5))  # enough to see it work; `make demo` runs until it has learned
+
+
+def main(out: str = "outputs/three_stages") -> None:
+    names = {"sft": "demo/demonstrations", "reward": "demo/preferences", "ppo": "demo/prompts"}
+    data = DataConfig([Source(names[s], stages=[s]) for s in names], max_length=64, max_prompt_length=40)
+    step1_sft.run(step1_sft.Config(output_dir=f"{out}/sft", model=ModelConfig(preset="demo"), data=data, train=SFT))
+    step2_reward.run(step2_reward.Config(output_dir=f"{out}/reward", data=data, train=REWARD))  # starts from out/sft
+    sampling = SamplingConfig(max_new_tokens=16)
+    step3_ppo.run(step3_ppo.Config(output_dir=f"{out}/ppo", data=data, train=PPO, ppo=PPOConfig(sampling=sampling)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
