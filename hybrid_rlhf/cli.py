@@ -64,6 +64,7 @@ def _train(argv: list[str]) -> int:
     default = stage.default_config(rest) if hasattr(stage, "default_config") else None
     config, switches = parse(stage.Config, rest, prog=f"{prog} --stage {name}", description=STAGES[name].help,
                              default_config=default, extra=("preview",))
+    check(config.stage == name, f"--stage {name}, but the settings say stage: {config.stage}; they are another stage's")
     if default:
         print(f"no --config, model or data given: the embedded demo ({os.path.relpath(default)})", file=sys.stderr)
     if switches["preview"]:

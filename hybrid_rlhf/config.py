@@ -60,7 +60,7 @@ def _parser(config_class: type, prog: str, description: str, default_config: str
 
 
 def _config_files(argv: list[str]) -> Iterator[str]:
-    for word, after in zip(argv, [*argv[1:], None], strict=True):
+    for word, after in zip(argv, [*argv, None][1:], strict=True):
         if word == "--config" and after is not None:
             yield after
         elif word.startswith("--config="):
