@@ -34,10 +34,8 @@ def parse(config_class: type, argv: list[str], *, prog: str, description: str = 
     with the nearest name, for unknown keys, wrong types and values that a part's own check refuses.
     """
     parser = _parser(config_class, prog, description, default_config, extra)
-    for path in _config_files(argv):
-        _check_yaml(path)
     try:
-        values = parser.parse_args(argv)
+        values = parser.parse_args(_emptied_first(argv))
         parts = dict(vars(parser.instantiate(values)))
     except UserError:
         raise
@@ -59,15 +57,33 @@ def _parser(config_class: type, prog: str, description: str, default_config: str
     return parser
 
 
-def _config_files(argv: list[str]) -> Iterator[str]:
-    for word, after in zip(argv, [*argv, None][1:], strict=True):
-        if word == "--config" and after is not None:
-            yield after
-        elif word.startswith("--config="):
-            yield word.removeprefix("--config=")
+def _emptied_first(argv: list[str]) -> list[str]:
+    """argv with `--key=[]` before every list, on the command line or in a file: a list replaces the one before it.
+
+    jsonargparse merges two lists of equal length item by item: a source would keep the columns of the one it replaces.
+    """
+    out = []
+    for word, after in zip(argv, [*argv, ""][1:], strict=True):
+        key, has_value, value = word.partition("=")
+        value = value if has_value else after
+        if key == "--config" and value:
+            out += [f"--{name}=[]" for name in _lists(_read_yaml(value))]
+        elif key.startswith("--") and not key.endswith("+") and value.lstrip().startswith("["):
+            out.append(f"{key}=[]")
+        out.append(word)
+    return out
 
 
-def _check_yaml(path: str) -> None:
+def _lists(settings: dict, prefix: str = "") -> Iterator[str]:
+    """Dotted names of the lists in nested settings."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _lists(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            yield f"{prefix}{key}"
+
+
+def _read_yaml(path: str) -> dict:
     """UserError with file and line for a file that is no YAML mapping: the parser's own message names neither."""
     import yaml
 
@@ -83,6 +99,7 @@ def _check_yaml(path: str) -> None:
         raise UserError(f"--config {path}{where}: not valid YAML ({getattr(error, 'problem', error)})") from error
     check(isinstance(value, dict), f"--config {path}: a mapping of options such as seed: 1 is needed, found "
                                    f"{'nothing' if value is None else type(value).__name__}")
+    return value
 
 
 _SWITCHES = {"preview": "Print three rendered examples of the stage's data, trained tokens marked, and stop."}

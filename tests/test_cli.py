@@ -109,8 +109,18 @@ def test_numbers_lists_and_mappings_are_read_as_what_they_are(tmp_path) -> None:
     assert config.data.packing is True
     from_file = write(tmp_path / "c.yaml", {"data": {"sources": [{"path": "c.jsonl", "columns": {"prompt": "q"}}]}})
     assert settings("sft", "--config", from_file).data.sources[0].columns == {"prompt": "q"}
-    replaced = settings("sft", "--config", from_file, "--data.sources=[{path: d.jsonl}]").data.sources
-    assert [(s.path, s.columns) for s in replaced] == [("d.jsonl", {})]  # nothing of the file's source remains
+
+
+def test_a_list_replaces_the_one_before_it_whole(tmp_path) -> None:
+    """Merged item by item, the new source would be read with the old one's columns, or for its stages only."""
+    old = write(tmp_path / "old.yaml", {"data": {"sources": [{"path": "c.jsonl", "columns": {"prompt": "q"}}]}})
+    new = write(tmp_path / "new.yaml", {"data": {"sources": [{"path": "d.jsonl"}]}})
+    for later in (["--data.sources=[{path: d.jsonl}]"], ["--data.sources", "[{path: d.jsonl}]"], ["--config", new],
+                  [f"--config={new}"]):
+        replaced = settings("sft", "--config", old, *later).data.sources
+        assert [(s.path, s.columns) for s in replaced] == [("d.jsonl", {})], later
+    added = settings("sft", "--config", old, "--data.sources+={path: d.jsonl}").data.sources
+    assert [(s.path, s.columns) for s in added] == [("c.jsonl", {"prompt": "q"}), ("d.jsonl", {})]
 
 
 def test_settings_cannot_be_changed_once_they_are_read() -> None:
