@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hybrid_rlhf.config import check
+from hybrid_rlhf.data import datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run.fit import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig
-from hybrid_rlhf.training import compare, step1_sft, step2_reward, step3_ppo
+from hybrid_rlhf.training import compare, step1_sft, step2_reward, step3_ppo, wiring
 from hybrid_rlhf.training.step2_reward import RewardConfig
 from hybrid_rlhf.training.step3_ppo import RolesConfig
 
@@ -109,13 +110,26 @@ def preview(config: Config) -> None:
     from hybrid_rlhf.data.preview import preview as show
 
     for name in config.run_stages:
-        show(config.data, name, compare.wiring.open_tokenizer(config.model, config.data, "sft", config.seed))
+        show(config.data, name, wiring.open_tokenizer(config.model, config.data, "sft", config.seed))
+
+
+def check_all(config: Config, configs: dict[str, object]) -> None:
+    """What a later stage would refuse, before the first one has trained: missing data, lengths beyond the model."""
+    lengths = {"data.max_length": config.data.max_length}
+    if "ppo" in configs:
+        lengths["data.max_prompt_length + ppo.sampling.max_new_tokens"] = (
+            config.data.max_prompt_length + config.ppo.sampling.max_new_tokens)
+    for name in configs:
+        wiring.require_data(config.data, name)
+        datasets.open_sources(config.data, name)
+    wiring.check_lengths(config.model, **lengths)
 
 
 def run(config: Config, command: str = "") -> dict:
     """Run the stages, then compare what they left; returns the summary (also in output_dir/summary.json)."""
     recipes = {"sft": step1_sft, "reward": step2_reward, "ppo": step3_ppo}
     configs, seconds = stage_configs(config), {}
+    check_all(config, configs)
     for number, (name, stage) in enumerate(configs.items(), 1):
         print(f"\n== stage {number} of {len(configs)}: {name}", file=sys.stderr)
         start = time.perf_counter()

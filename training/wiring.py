@@ -172,6 +172,8 @@ def check_pair(actor: str, other: str, data: DataConfig, stage: str) -> None:
     hashes = [runfile.tokenizer_hash(t) for t in tokenizers]
     check(hashes[0] == hashes[1], f"{actor} and {other} do not fit together: their tokenizers differ; train both from "
                                   "the same SFT run")
+    check(tokenizers[0].chat_template == tokenizers[1].chat_template,
+          f"{actor} and {other} do not fit together: their chat templates differ; train both from the same SFT run")
 
 
 def score_statistics_of(reward: str) -> dict[str, float]:

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from hybrid_rlhf.config import UserError, check, nearest
@@ -70,6 +71,7 @@ def read(source: Source) -> Sequence[dict]:
     return _renamed(rows, source)
 
 
+@cache
 def _embedded(path: str) -> list[dict]:
     check(path in EMBEDDED, f"there is no embedded data set {path}{nearest(path, EMBEDDED)}; "
                             f"there are {', '.join(EMBEDDED)}")

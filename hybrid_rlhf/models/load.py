@@ -60,8 +60,18 @@ class ModelConfig:
         check(self.dtype in ("auto", *DTYPES), f"model.dtype is {self.dtype!r}; choose auto, {', '.join(DTYPES)}")
         check(self.preset is None or self.preset in PRESETS,
               f"model.preset is {self.preset!r}; there are {', '.join(PRESETS)}{nearest(self.preset or '', PRESETS)}")
+        for pattern in self.freeze:
+            check(_compiles(pattern), f"model.freeze: {pattern!r} is no regular expression")
         check(not (self.preset and self.model_name_or_path),
               "model.preset and model.model_name_or_path are both given; a run starts from one model")
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -257,6 +267,14 @@ def configured_positions(config: ModelConfig) -> int | None:
     check(not getattr(found, "is_encoder_decoder", False),
           f"{path} is an encoder-decoder ({found.model_type}); a causal language model is needed")
     return getattr(found.get_text_config(), "max_position_embeddings", None)
+
+
+def save(model: nn.Module, state: dict[str, torch.Tensor], folder: str | Path) -> None:
+    """`state` as safetensors with the model's configuration, in transformers' own layout."""
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    model.save_pretrained(folder, state_dict=state)
 
 
 def reload_like(model: nn.Module, folder: str | Path) -> nn.Module:

@@ -6,6 +6,7 @@ Source: LoRA, arXiv 2106.09685: W x + (alpha / r) B A x, with W frozen.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,13 @@ def add_lora(model: nn.Module, config: LoraConfig, adapter_name: str = "default"
         linear = sorted({n.rsplit(".", 1)[-1] for n, m in model.named_modules() if isinstance(m, nn.Linear)})
         raise UserError(f"lora.target_modules {targets!r} matches no layer of {type(model).__name__}; "
                         f"its linear layers are {', '.join(linear)}") from error
+    object.__setattr__(model, "_peft_wrapper", wrapped)  # not as a submodule: the wrapper holds the model
     return wrapped
+
+
+def save_adapter(model: nn.Module, folder: str | Path) -> None:
+    """The adapters of a model that `add_lora` adapted, in peft's own format."""
+    model._peft_wrapper.save_pretrained(folder)
 
 
 def lora_layers(model: nn.Module) -> dict[str, nn.Module]:

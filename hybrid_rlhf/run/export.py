@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.distributed import barrier, is_main
-from hybrid_rlhf.models.load import reload_like
-from hybrid_rlhf.models.lora import lora_layers, merged_state_dict
+from hybrid_rlhf.models.load import reload_like, save
+from hybrid_rlhf.models.lora import lora_layers, merged_state_dict, save_adapter
 
 
 class ExportDiffers(RuntimeError):
@@ -24,6 +24,7 @@ class ExportDiffers(RuntimeError):
 def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) -> Path:  # noqa: ANN001
     """Write `model` (causal or sequence classification) and `tokenizer` to `folder`, replacing what was there.
 
+    With LoRA the folder holds the merged model, and `adapter` beside it the adapter alone, as peft reads it.
     Only the main process writes. Raises ExportDiffers if the reloaded folder's outputs differ from the live model's.
     """
     folder = Path(folder)
@@ -34,6 +35,8 @@ def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) 
         _compare(model, beside)
         shutil.rmtree(folder, ignore_errors=True)
         beside.rename(folder)
+        if lora_layers(model):
+            save_adapter(model, folder.with_name("adapter"))
     barrier()
     return folder
 
@@ -46,7 +49,7 @@ def _write(model: nn.Module, tokenizer, folder: Path, eos_ids: list[int]) -> Non
         settings.pad_token_id = tokenizer.pad_token_id
     model.config.pad_token_id = tokenizer.pad_token_id
     model.config.eos_token_id = tokenizer.eos_token_id
-    model.save_pretrained(folder, state_dict=state)
+    save(model, state, folder)
     tokenizer.save_pretrained(folder)
 
 

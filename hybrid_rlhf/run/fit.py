@@ -126,7 +126,7 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
     """
     check(total_steps >= 1, f"the run has {total_steps} steps; it needs at least one")
     started, values = time.perf_counter(), {}
-    with (_on_record(record), Reporter(record, trainer.progress_keys, total_steps, config) as reporter,
+    with (on_record(record), Reporter(record, trainer.progress_keys, total_steps, config) as reporter,
           _interruptible(reporter.progress.announce) as interrupts):
         for step in range(1, total_steps + 1):
             values = _step(trainer, loader) | {"epoch": step / len(loader)}
@@ -179,7 +179,7 @@ def _save(trainer: Trainer, loader: Batches, record: RunRecord, step: int, confi
 
 
 @contextmanager
-def _on_record(record: RunRecord) -> Iterator[None]:
+def on_record(record: RunRecord) -> Iterator[None]:
     """Whatever ends the block other than its end is written to run.json before it goes on."""
     try:
         yield

@@ -13,7 +13,7 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.roles import Actor
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
-from hybrid_rlhf.run.fit import TrainConfig, fit
+from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.sft import SFTTrainer
 from hybrid_rlhf.training import wiring
 
@@ -75,8 +75,9 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     engine.prepare_training(wiring.optimizer_of(config.train), wiring.schedule_of(config.train, steps), config.engine)
     trainer = SFTTrainer(Actor(engine, tokenizer, config.engine.micro_batch_tokens))
     record = runfile.start(config.output_dir, "sft", config, command)
-    metrics = fit(trainer, loader, held_out, config.train, record, steps)
-    export(model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER, engine.eos_ids)
-    record.finish(metrics, tokenizer=tokenizer, base_model=config.model.model_name_or_path or config.model.preset,
-                  data=data.report)
+    with on_record(record):  # a failing export is on the record too
+        metrics = fit(trainer, loader, held_out, config.train, record, steps)
+        export(model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER, engine.eos_ids)
+        record.finish(metrics, tokenizer=tokenizer, base_model=config.model.model_name_or_path or config.model.preset,
+                      data=data.report)
     return metrics

@@ -15,7 +15,7 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.roles import Reward
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
-from hybrid_rlhf.run.fit import TrainConfig, fit
+from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.reward import RewardTrainer
 from hybrid_rlhf.training import wiring
 
@@ -108,10 +108,11 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     role = Reward(engine, config.engine.micro_batch_tokens)
     trainer = RewardTrainer(role, config.reward.center_coef)
     record = runfile.start(config.output_dir, "reward", config, command)
-    metrics = fit(trainer, loader, held_out, config.train, record, steps)
-    statistics = score_statistics(role, config, tokenizer, data)
-    export(model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER, [tokenizer.eos_token_id])
-    record.finish(metrics, tokenizer=tokenizer, base_model=base, data=data.report, score_statistics=statistics)
+    with on_record(record):  # a failing export is on the record too
+        metrics = fit(trainer, loader, held_out, config.train, record, steps)
+        statistics = score_statistics(role, config, tokenizer, data)
+        export(model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER, [tokenizer.eos_token_id])
+        record.finish(metrics, tokenizer=tokenizer, base_model=base, data=data.report, score_statistics=statistics)
     return metrics
 
 

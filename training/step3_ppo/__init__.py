@@ -15,7 +15,7 @@ from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.roles import Actor, Critic, Reference, Reward, RoleConfig, Roles
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
-from hybrid_rlhf.run.fit import TrainConfig, fit
+from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
 from hybrid_rlhf.training import wiring
 
@@ -159,11 +159,12 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     mean, std = score_scale(config, sources)
     trainer = PPOTrainer(roles, ModelSource(reward), config.ppo, seed=config.seed, score_mean=mean, score_std=std)
     record = runfile.start(config.output_dir, "ppo", config, command)
-    metrics = fit(trainer, loader, held_out, config.train, record, steps)
-    export(roles.actor.engine.model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER,
-           roles.actor.engine.eos_ids)
-    record.finish(metrics, tokenizer=tokenizer, base_model=sources.actor, reward_model=sources.reward,
-                  data=data.report)
+    with on_record(record):  # a failing export is on the record too
+        metrics = fit(trainer, loader, held_out, config.train, record, steps)
+        export(roles.actor.engine.model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER,
+               roles.actor.engine.eos_ids)
+        record.finish(metrics, tokenizer=tokenizer, base_model=sources.actor, reward_model=sources.reward,
+                      data=data.report)
     return metrics
 
 
