@@ -93,7 +93,7 @@ def truncated(scores: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float =
     if 0 < top_k < scores.shape[-1]:
         scores = scores.masked_fill(scores < scores.topk(top_k, -1).values[..., -1:], float("-inf"))
     if top_p < 1:
-        ranked, order = scores.sort(-1, descending=True, stable=True)
+        ranked, order = torch.sort(scores, dim=-1, descending=True, stable=True)
         probs = ranked.softmax(-1)
         dropped = probs.cumsum(-1) - probs >= top_p
         scores = scores.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), float("-inf"))
