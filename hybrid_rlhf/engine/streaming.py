@@ -8,6 +8,9 @@ from hybrid_rlhf.engine.kv_cache import SlotCache
 from hybrid_rlhf.engine.runner import Runner
 from hybrid_rlhf.engine.sampling import SamplingConfig
 from hybrid_rlhf.engine.scheduler import Request, Scheduler
+from hybrid_rlhf.models.load import max_positions
+
+MIN_COLUMNS = 1024  # of a conversation's cache, so that the turns to come find room
 
 
 class Conversation:
@@ -36,8 +39,8 @@ class Conversation:
         """Have the columns of `prompt` in the slot, computing those that are not there yet."""
         common = 0
         if self.cache is None or self.cache.capacity < capacity or self.runner.is_stateful:
-            # twice what is asked, for the turns to come
-            self.cache, self.tokens = self.runner.new_cache(1, 2 * capacity), []
+            room = max(capacity, min(max(2 * capacity, MIN_COLUMNS), max_positions(self.runner.model) or 2 * capacity))
+            self.cache, self.tokens = self.runner.new_cache(1, room), []
         while common < min(len(prompt), len(self.tokens)) and prompt[common] == self.tokens[common]:
             common += 1
         self.tokens = []
