@@ -6,9 +6,12 @@ it runs: random numbers are counted by (stream of the request, tokens drawn so f
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache as cache_calls
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,13 +45,15 @@ class Request:
 class _Batch:
     """The requests that run, one row each, and their tensors; rebuilt when someone enters or leaves."""
 
-    slots: list[int]
-    requests: list[Request]
+    live: list[tuple[int, Request]]  # row, request; the other rows are idle
     tokens: Tensor  # the tokens to be read next
     positions: Tensor  # their columns
     counts: Tensor  # tokens drawn so far
     streams: Tensor
     slot_ids: Tensor | None
+    width: int  # columns that the next step looks at
+    steps_left: int  # until the first of them reaches its limit
+    has_young: bool  # some had not reached min_new_tokens when the batch was made
 
 
 class Scheduler:
@@ -62,10 +67,11 @@ class Scheduler:
         self._free = deque(range(cache.num_slots))
         self._stored: dict[int, Sequence[int]] = {}  # slot -> the prompt whose columns it still holds
         self._seen: Tensor | None = None
+        self._stream = cache_calls(partial(stream, seed))
         self._steps = _STEPS_PER_SYNC.get(self.device.type, 1)
 
-    def run(self, requests: Sequence[Request]) -> Iterator[list[tuple[Request, int]]]:
-        """Draw everything. After every look at the device: (request, number of new tokens) for those that grew.
+    def run(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Draw everything, into the requests; yields whenever they have grown, by one token each or by some.
 
         Raises UserError when the model's logits are not finite.
         """
@@ -74,17 +80,18 @@ class Scheduler:
             if self._should_admit(waiting, running):
                 running |= self._admit(waiting)
                 batch = self._batch(running)
-            grown = self._advance(batch)
-            yield grown
-            ended = [slot for slot, request in running.items() if self._has_ended(request)]
-            for slot in ended:
+            has_ended = self._advance(batch)
+            yield
+            if not has_ended:
+                continue
+            for slot in [slot for slot, request in running.items() if self._has_ended(request)]:
                 del running[slot]
                 self._free.append(slot)
-            if ended and running:
+            if running:
                 batch = self._batch(running)
 
     def _has_ended(self, request: Request) -> bool:
-        return len(request.tokens) >= request.limit or bool(request.tokens and request.tokens[-1] in self.stops)
+        return len(request.tokens) >= request.limit or request.tokens[-1] in self.stops
 
     # -- entering ----------------------------------------------------------------------------------------------------
 
@@ -159,36 +166,48 @@ class Scheduler:
         idle = Request(0, [0], 0)
         requests = [running.get(slot, idle) for slot in slots]
         rows = [(r.tokens[-1] if r.tokens else r.prompt[-1], len(r.prompt) + len(r.tokens) - 1, len(r.tokens),
-                 stream(self.seed, r.number)) for r in requests]
-        tokens, positions, counts, streams = torch.tensor(rows, device=self.device).unbind(1)
+                 self._stream(r.number)) for r in requests]
+        tokens, positions, counts, streams = torch.tensor(rows, device=self.device).T.contiguous().unbind(0)
         is_plain = slots == list(range(len(slots)))
-        return _Batch(slots, requests, tokens, positions, counts, streams,
-                      None if is_plain else torch.tensor(slots, device=self.device))
+        live = [(i, r) for i, r in enumerate(requests) if r.limit]
+        return _Batch(live, tokens, positions, counts, streams,
+                      slot_ids=None if is_plain else torch.tensor(slots, device=self.device),
+                      width=max(len(r.prompt) + len(r.tokens) for _, r in live),
+                      steps_left=min(r.limit - len(r.tokens) for _, r in live),
+                      has_young=min(len(r.tokens) for _, r in live) < self.sampling.min_new_tokens)
 
-    def _advance(self, batch: _Batch) -> list[tuple[Request, int]]:
-        """Some steps without looking, then a look: cut what was drawn past an end, and hand out the rest."""
-        live = [(i, r) for i, r in enumerate(batch.requests) if r.limit]
-        steps = min(self._steps, *(r.limit - len(r.tokens) for _, r in live))
-        width = max(len(r.prompt) + len(r.tokens) for _, r in live)
-        drawn = [self._step(batch, width + i, live, i) for i in range(steps)]
-        tokens = [t.tolist() for t, _ in drawn]
-        logprobs = [p.tolist() for _, p in drawn]
-        grown = []
-        for row, request in live:
-            before = len(request.tokens)
-            for step in range(steps):
-                token, logprob = tokens[step][row], logprobs[step][row]
-                if logprob != logprob:
-                    raise UserError(f"the model's logits are not finite at position {len(request.prompt) + before + step}"
-                                    f" of request {request.number}: its weights have broken (too large a step?)")
-                request.tokens.append(token)
-                request.logprobs.append(logprob)
-                if token in self.stops:
-                    break
-            grown.append((request, len(request.tokens) - before))
-        return grown
+    def _advance(self, batch: _Batch) -> bool:
+        """Some steps without looking, then a look: drop what was drawn past an end. True if some request has ended.
 
-    def _step(self, batch: _Batch, width: int, live: list, ahead: int) -> tuple[Tensor, Tensor]:
+        This runs for every token, so it walks over the requests only where it must.
+        """
+        steps = min(self._steps, batch.steps_left)
+        drawn = [self._step(batch, batch.width + i) for i in range(steps)]
+        batch.steps_left -= steps
+        batch.width += steps
+        has_ended = batch.steps_left == 0
+        for tokens, logprobs in [(t.tolist(), p.tolist()) for t, p in drawn]:
+            if not math.isfinite(sum(logprobs)):
+                self._check_finite(batch, logprobs)
+            if has_ended or not self.stops.isdisjoint(tokens):
+                has_ended = True
+                for row, request in batch.live:
+                    if not request.tokens or not self._has_ended(request):
+                        request.tokens.append(tokens[row])
+                        request.logprobs.append(logprobs[row])
+                continue
+            for row, request in batch.live:
+                request.tokens.append(tokens[row])
+                request.logprobs.append(logprobs[row])
+        return has_ended
+
+    def _check_finite(self, batch: _Batch, logprobs: list[float]) -> None:
+        for row, request in batch.live:
+            if not math.isfinite(logprobs[row]) and not (request.tokens and self._has_ended(request)):
+                raise UserError(f"the model's logits are not finite at position {len(request.prompt) + len(request.tokens)}"
+                                f" of request {request.number}: its weights have broken (too large a step?)")
+
+    def _step(self, batch: _Batch, width: int) -> tuple[Tensor, Tensor]:
         """One token for every row; leaves the batch ready for the next."""
         logits = self.runner.decode(self.cache, batch.tokens, batch.positions, width, batch.slot_ids)
         sampling = self.sampling
@@ -199,17 +218,16 @@ class Scheduler:
         tokens, logprobs = self.runner.ops.sample(
             logits, batch.streams, batch.counts, temperature=sampling.temperature, top_k=sampling.top_k,
             top_p=sampling.top_p, min_p=sampling.min_p, repetition_penalty=sampling.repetition_penalty, seen=seen,
-            forbidden=self._forbidden(batch, logits, live, ahead))
+            forbidden=self._forbidden(batch, logits))
         if self._seen is not None:
             rows = self.cache.all_slots[: len(tokens)] if batch.slot_ids is None else batch.slot_ids
             self._seen[rows, tokens] = True
         batch.tokens, batch.positions, batch.counts = tokens, batch.positions + 1, batch.counts + 1
         return tokens, logprobs
 
-    def _forbidden(self, batch: _Batch, logits: Tensor, live: list, ahead: int) -> Tensor | None:
+    def _forbidden(self, batch: _Batch, logits: Tensor) -> Tensor | None:
         """Stop tokens, in rows that have not reached min_new_tokens."""
-        shortest = min((len(r.tokens) for _, r in live)) + ahead
-        if shortest >= self.sampling.min_new_tokens or not len(self._stop_ids):
+        if not batch.has_young or not self.stops:
             return None
         forbidden = torch.zeros(logits.shape, dtype=torch.bool, device=self.device)
         forbidden[:, self._stop_ids] = (batch.counts < self.sampling.min_new_tokens)[:, None]

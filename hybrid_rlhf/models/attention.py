@@ -110,4 +110,9 @@ def own_attention(is_float: Callable, is_bool: Callable) -> Iterator[None]:
 
 def forward_parameters(module: nn.Module) -> frozenset[str]:
     """Names of the parameters that the module's forward declares (through transformers' decorators)."""
-    return frozenset(inspect.signature(type(module).forward).parameters)
+    return _parameters(type(module))
+
+
+@cache
+def _parameters(module_class: type) -> frozenset[str]:
+    return frozenset(inspect.signature(module_class.forward).parameters)
