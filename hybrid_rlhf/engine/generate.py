@@ -1,21 +1,18 @@
-"""Sampling through transformers' own generate, batch by batch. The settings are complete: nothing is inherited from
-the model's generation_config, whose top_k or temperature would silently change the policy that is sampled.
+"""Sampling through transformers' own generate, batch by batch, for models that the decode engine refuses. The settings
+are complete: nothing is inherited from the model's generation_config, whose top_k or temperature would silently change
+the policy that is sampled.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Iterator
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hybrid_rlhf.engine.sampling import SamplingConfig
 
 
 def generate_batch(model: nn.Module, prompts: list[list[int]], sampling: SamplingConfig, eos_ids: list[int],
-                   pad_id: int, streamer: object | None = None) -> list[list[int]]:
+                   pad_id: int) -> list[list[int]]:
     """Responses (token ids, up to and including the first stop token) to one batch of prompts."""
     device = next(model.parameters()).device
     width = max(map(len, prompts))
@@ -26,7 +23,7 @@ def generate_batch(model: nn.Module, prompts: list[list[int]], sampling: Samplin
         mask[i, width - len(prompt):] = 1
     stops = [*eos_ids, *sampling.stop_token_ids]
     with _silent():
-        out = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), streamer=streamer,
+        out = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device),
                              generation_config=_settings(model, sampling, stops, pad_id))
     return [_cut(row, set(stops)) for row in out[:, width:].tolist()]
 
@@ -63,55 +60,13 @@ class _silent:
         self._logger.setLevel(self._level)
 
 
-class _Cancelled(Exception):
-    """Raised inside generate when nobody reads the stream any more."""
-
-
-class _Tokens:
-    """A transformers streamer that hands tokens to another thread."""
-
-    def __init__(self) -> None:
-        self.queue: queue.Queue[int | BaseException | None] = queue.Queue()
-        self.cancelled = threading.Event()
-        self._is_prompt = True
-
-    def put(self, value: Tensor) -> None:
-        if self.cancelled.is_set():
-            raise _Cancelled
-        if self._is_prompt:  # generate first puts the prompt
-            self._is_prompt = False
-            return
-        for token in value.flatten().tolist():
-            self.queue.put(token)
-
-    def end(self) -> None:
-        self.queue.put(None)
-
-
-def stream(model: nn.Module, prompt: list[int], sampling: SamplingConfig, eos_ids: list[int],
-           pad_id: int, seed: int) -> Iterator[int]:
-    """Yield the tokens of one response as they are drawn, stop tokens excluded. Closing the iterator stops the work."""
-    tokens = _Tokens()
-
-    def work() -> None:
-        try:
-            with torch.no_grad(), torch.random.fork_rng():
-                torch.manual_seed(seed)
-                generate_batch(model, [prompt], sampling, eos_ids, pad_id, tokens)
-        except _Cancelled:
-            pass
-        except BaseException as error:  # handed to the reader, who raises it
-            tokens.queue.put(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    stops = {*eos_ids, *sampling.stop_token_ids}
-    try:
-        while (token := tokens.queue.get()) is not None:
-            if isinstance(token, BaseException):
-                raise token
-            if token not in stops:
-                yield token
-    finally:
-        tokens.cancelled.set()
-        thread.join()
+@torch.no_grad()
+def sampled_logprobs(model: nn.Module, prompts: list[list[int]], responses: list[list[int]],
+                     temperature: float) -> list[list[float]]:
+    """log softmax(logits / temperature) of every response token (temperature 0: of the logits), row by row."""
+    out = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        ids = torch.tensor([prompt + response], device=next(model.parameters()).device)
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float() / (temperature or 1.0)
+        out.append(logits.log_softmax(-1).gather(1, ids[0, len(prompt):, None])[:, 0].tolist())
+    return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,7 +12,11 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.engine import generate as hf_generate
+from hybrid_rlhf.engine.kv_cache import SlotCache, free_bytes
+from hybrid_rlhf.engine.runner import Runner
 from hybrid_rlhf.engine.sampling import SamplingConfig
+from hybrid_rlhf.engine.scheduler import Request, Scheduler
+from hybrid_rlhf.engine.streaming import Conversation
 from hybrid_rlhf.engine.zero import OptimizerConfig, ZeroConfig, ZeroTraining
 
 Piece = TypeVar("Piece")
@@ -20,10 +24,15 @@ Piece = TypeVar("Piece")
 
 @dataclass
 class Generation:
-    """B responses: token ids up to and including the stop token, and why each ended ("eos" or "length")."""
+    """B responses: token ids up to and including the stop token, and why each ended ("eos" or "length").
+
+    logprobs: of each token, log softmax(logits / temperature) at the moment of the draw, before repetition penalty and
+    truncation (top-k, top-p, min-p): what the training forward says of the tempered policy. Greedy: of the logits.
+    """
 
     tokens: list[list[int]]
     finish_reasons: list[str]
+    logprobs: list[list[float]]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -34,15 +43,20 @@ class HybridEngine:
 
     module: what training calls; its forward returns the numbers of a role. model: the Hugging Face causal model inside
     it that generates (None for a module that only scores). A fresh engine is in training mode; without an optimizer
-    it can be called but not updated.
+    it can be called but not updated. max_batch: sequences decoded at once; max_kv_bytes: the most that their cache may
+    take (None: what is free).
     """
 
     def __init__(self, module: nn.Module, model: nn.Module | None = None, *, eos_ids: Sequence[int] = (),
-                 pad_id: int = 0, max_batch: int = 64) -> None:
+                 pad_id: int = 0, max_batch: int = 64, max_kv_bytes: int | None = None) -> None:
         self.module, self.model = module, model
-        self.eos_ids, self.pad_id, self.max_batch = list(eos_ids), pad_id, max_batch
+        self.eos_ids, self.pad_id, self.max_batch, self.max_kv_bytes = list(eos_ids), pad_id, max_batch, max_kv_bytes
         self.training: ZeroTraining | None = None
         self.is_inference = False
+        self.kv_bytes = 0  # of the newest generation
+        self._runner: Runner | None = None
+        self._cache: SlotCache | None = None
+        self._conversation: Conversation | None = None
 
     @classmethod
     def for_inference(cls, model: nn.Module, tokenizer) -> HybridEngine:  # noqa: ANN001
@@ -71,22 +85,74 @@ class HybridEngine:
             module.gradient_checkpointing = False  # with it on, transformers refuses to keep a cache
         self.is_inference = True
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._plugged_in():
                 yield self
         finally:
             self.is_inference = False
+            self._cache = self._conversation = None  # the memory goes back to training
             for module, mode in modes.items():
                 module.training = mode
             for module in checkpointing:
                 module.gradient_checkpointing = True
 
-    def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seed: int = 0) -> Generation:
+    def _plugged_in(self) -> AbstractContextManager:
+        """The model over slots; at the first time it is probed."""
+        if self.model is None:
+            return nullcontext()
+        if self._runner is None:
+            check_generates(self.model)
+            runner = Runner(self.model)
+            runner.probe()
+            self._runner = runner
+        return self._runner.plugged_in()
+
+    def describe(self) -> dict:
+        """How this engine generates: path (native, eager or generate; None before the first `inference()`), kernels,
+        refused (path -> reason), slots and kv_bytes (of the newest generation), max_batch."""
+        runner = self._runner
+        return {"path": runner and runner.path, "kernels": runner and runner.ops.name,
+                "refused": dict(runner.reasons) if runner else {}, "kv_bytes": self.kv_bytes,
+                "slots": self._cache.num_slots if self._cache else 0, "max_batch": self.max_batch}
+
+    def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seed: int = 0, *,
+                 limits: Sequence[int] | None = None, numbers: Sequence[int] | None = None) -> Generation:
         """Sample one response to each prompt (token ids). Only inside `inference()`.
 
-        Raises UserError for a prompt that leaves no room for max_new_tokens in the model's context.
+        limits: most tokens of each response (sampling.max_new_tokens for all). numbers: each request's name under the
+        seed (0, 1, ...): a request draws the same tokens under the same name, whatever runs beside it.
+        Raises UserError for a prompt that leaves no room for max_new_tokens in the model's context, for a cache that
+        cannot hold one request, and for logits that are not finite.
         """
         self._require_inference("generate")
-        self._check_lengths(prompts, sampling)
+        limits = [sampling.max_new_tokens] * len(prompts) if limits is None else list(limits)
+        numbers = range(len(prompts)) if numbers is None else numbers
+        self._check_lengths(prompts, limits)
+        if not prompts:
+            return Generation([], [], [])
+        if self._runner.path == "generate":
+            return self._generate_by_transformers(prompts, sampling, seed)
+        requests = [Request(*each) for each in zip(numbers, prompts, limits, strict=True)]
+        cache = self._fitting_cache(len(prompts), max(len(p) + n for p, n in zip(prompts, limits, strict=True)))
+        stops = [*self.eos_ids, *sampling.stop_token_ids]
+        for _ in Scheduler(self._runner, cache, sampling, stops, seed).run(requests):
+            pass
+        self.kv_bytes = cache.num_bytes()
+        return Generation([r.tokens for r in requests],
+                          ["eos" if r.tokens[-1] in stops else "length" for r in requests],
+                          [r.logprobs for r in requests])
+
+    def _fitting_cache(self, num_requests: int, capacity: int) -> SlotCache:
+        """The cache of this mode, made anew where it is too small, with as many slots as are of use and fit."""
+        wanted = min(self.max_batch, num_requests)
+        cache = self._cache
+        if cache is None or cache.num_slots < wanted or cache.capacity < capacity or self._runner.is_stateful:
+            self._cache = cache = None  # given back before the new one is measured
+            cache = self._runner.new_cache(fitting_slots(self._runner, wanted, capacity, self.max_kv_bytes), capacity)
+            self._cache = cache
+        return cache
+
+    def _generate_by_transformers(self, prompts: list[list[int]], sampling: SamplingConfig, seed: int) -> Generation:
+        """The path of models that the decode engine refused; `numbers` and `limits` have no meaning there."""
         tokens: list[list[int]] = []
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -94,13 +160,22 @@ class HybridEngine:
                 batch = prompts[start : start + self.max_batch]
                 tokens += hf_generate.generate_batch(self.model, batch, sampling, self.eos_ids, self.pad_id)
         stops = {*self.eos_ids, *sampling.stop_token_ids}
-        return Generation(tokens, ["eos" if row[-1] in stops else "length" for row in tokens])
+        return Generation(tokens, ["eos" if row[-1] in stops else "length" for row in tokens],
+                          hf_generate.sampled_logprobs(self.model, prompts, tokens, sampling.temperature))
 
     def stream(self, prompt: list[int], sampling: SamplingConfig, seed: int = 0) -> Iterator[int]:
-        """Yield the tokens of one response one by one, stop tokens excluded. Only inside `inference()`."""
+        """Yield the tokens of one response one by one, stop tokens excluded. Only inside `inference()`.
+
+        The cache stays until the mode ends, so a prompt that goes on from the last one costs its new tokens only.
+        """
         self._require_inference("stream")
-        self._check_lengths([prompt], sampling)
-        return hf_generate.stream(self.model, prompt, sampling, self.eos_ids, self.pad_id, seed)
+        self._check_lengths([prompt], [sampling.max_new_tokens])
+        stops = [*self.eos_ids, *sampling.stop_token_ids]
+        if self._runner.path == "generate":
+            return (t for t in self._generate_by_transformers([prompt], sampling, seed).tokens[0] if t not in stops)
+        if self._conversation is None:
+            self._conversation = Conversation(self._runner)
+        return self._conversation.run(prompt, sampling, stops, seed)
 
     def __call__(self, *inputs: object, **named: object):  # noqa: ANN204 - the module's own
         """The module's forward in training mode, with or without gradients as the caller has it."""
@@ -126,14 +201,37 @@ class HybridEngine:
         if self.model is None:
             raise RuntimeError(f"{what}() on an engine whose module has no language model head")
 
-    def _check_lengths(self, prompts: list[list[int]], sampling: SamplingConfig) -> None:
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        longest = max(map(len, prompts), default=0)
+    def _check_lengths(self, prompts: list[list[int]], limits: Sequence[int]) -> None:
+        allowed = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if min(map(len, prompts), default=1) == 0:
             raise UserError("an empty prompt: there is no token to continue from")
-        if limit is not None and longest + sampling.max_new_tokens > limit:
-            raise UserError(f"a prompt of {longest} tokens and max_new_tokens {sampling.max_new_tokens} exceed the "
-                            f"model's {limit} positions; shorten one of them")
+        if min(limits, default=1) < 1:
+            raise UserError("a limit of 0 new tokens: at least one token must be sampled")
+        length, limit = max(((len(p), n) for p, n in zip(prompts, limits, strict=True)), key=sum, default=(0, 0))
+        if allowed is not None and length + limit > allowed:
+            raise UserError(f"a prompt of {length} tokens and max_new_tokens {limit} exceed the model's {allowed} "
+                            "positions; shorten one of them")
+
+
+def fitting_slots(runner: Runner, wanted: int, capacity: int, max_bytes: int | None) -> int:
+    """How many of the `wanted` slots of `capacity` columns fit in memory. Raises UserError where not even one does."""
+    each = runner.bytes_per_column * capacity + runner.bytes_per_slot
+    free = free_bytes(runner.device)
+    allowed = min((b for b in (max_bytes, free and int(0.9 * free)) if b is not None), default=None)
+    if allowed is None or each == 0:
+        return wanted
+    if each > allowed:
+        raise UserError(f"the cache of one request of {capacity} tokens takes {each / 2**20:.1f} MiB and only "
+                        f"{allowed / 2**20:.1f} MiB may be used; shorten the prompt or max_new_tokens")
+    return min(wanted, int(allowed / each))
+
+
+def check_generates(model: nn.Module) -> None:
+    """Raise UserError for a model that is no causal language model."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UserError(f"{type(model).__name__} is an encoder-decoder; a causal language model is needed to generate")
+    if model.get_output_embeddings() is None and not type(model).__name__.endswith("ForCausalLM"):
+        raise UserError(f"{type(model).__name__} has no language model head; a causal language model is needed")
 
 
 def stop_ids(model: nn.Module, tokenizer) -> list[int]:  # noqa: ANN001

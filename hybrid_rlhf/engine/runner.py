@@ -1,0 +1,197 @@
+"""A model's own Hugging Face forward over slots: prefill, decode, and the probe that says whether it can be trusted.
+
+Every token goes through the model exactly once as written by its authors; what is ours is attention, masks and cache.
+The last token of a prompt is left to the first decode step, so that prefills need no head and no ragged gather, and the
+samples of one prompt differ in nothing before their first draw.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_rlhf.engine.attend import SlotAttention
+from hybrid_rlhf.engine.kv_cache import SlotCache, Step, make_cache
+from hybrid_rlhf.kernels import Ops, ops_for
+from hybrid_rlhf.models.attention import (
+    causal_mask_function,
+    custom_attention,
+    forward_parameters,
+    layer_kinds,
+    own_attention,
+    takes_custom_attention,
+)
+from hybrid_rlhf.tensors import pad_right
+
+_log = logging.getLogger(__name__)
+
+
+class Runner:
+    """One model over slots. path: how its attention runs, found by `probe`.
+
+    "native": our attention function. "eager": the model's own attention, with our cache and masks. "generate": neither
+    gives the model's own logits, and its sequences must be made by transformers' generate; `reasons` says why.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        self.ops: Ops = ops_for(self.device.type)
+        self.path = "unknown"
+        self.reasons: dict[str, str] = {}  # path -> why it was not taken
+        self.is_stateful = False
+        self.bytes_per_column = self.bytes_per_slot = 0.0  # of a slot: what grows with its length, and what does not
+        self._direct: set[int] = set()
+        self._attention = SlotAttention(self.ops, causal_mask_function())
+        self._inside = False
+
+    # -- the mode ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def plugged_in(self) -> Iterator[Runner]:
+        """Within the block the model runs over slots; its configuration is as before afterwards, whatever happens."""
+        with ExitStack() as stack:
+            if self.path == "native":
+                name = f"hybrid_rlhf_{id(self)}"
+                stack.enter_context(custom_attention(self.model, name, self._attention.attend, self._attention.mask))
+            yield self
+
+    def new_cache(self, num_slots: int, capacity: int) -> SlotCache:
+        """An empty cache; its layers allocate themselves from the first keys they see."""
+        cache = make_cache(self.model, num_slots, capacity, self.device, self._direct)
+        if self.is_stateful:  # a decode step reads its states before it writes any, so they must be there
+            self.prefill(cache, [[0]], [0], [0])
+            cache.clear_states(cache.all_slots)
+        return cache
+
+    def measure(self, cache: SlotCache) -> None:
+        """Note what a slot costs, from a cache whose layers have all been allocated."""
+        self.bytes_per_column = cache.num_bytes(is_growing=True) / (cache.num_slots * cache.capacity)
+        self.bytes_per_slot = cache.num_bytes(is_growing=False) / cache.num_slots
+
+    def prefill(self, cache: SlotCache, prompts: Sequence[Sequence[int]], source: Sequence[int],
+                targets: Sequence[int], offset: int = 0) -> None:
+        """Store the columns of N prompts: prompt source[i] in slot targets[i]. Prompts are padded on the right.
+
+        offset: columns that the slots hold already (the same for all).
+        """
+        ids = pad_right(prompts, 0).to(self.device)
+        positions = torch.arange(offset, offset + ids.shape[1], device=self.device).expand(len(prompts), -1)
+        is_plain = list(source) == list(range(len(prompts)))
+        step = Step(positions, offset + ids.shape[1], is_prefill=True, offset=offset,
+                    source=None if is_plain else torch.tensor(source, device=self.device),
+                    targets=torch.tensor(targets, device=self.device))
+        base = self.model.base_model
+        body = base if self._cache_name(base) else self.model  # without the head, for nobody reads its logits
+        self._forward(body, cache, step, ids)
+
+    def decode(self, cache: SlotCache, tokens: Tensor, positions: Tensor, width: int,
+               slots: Tensor | None) -> Tensor:
+        """One token per row: tokens (B,), positions (B,) int64 -> logits (B, V). slots None: row b is slot b."""
+        step = Step(positions[:, None], width, slots)
+        return self._forward(self.model, cache, step, tokens[:, None]).logits[:, -1]
+
+    @torch.no_grad()
+    def _forward(self, module: nn.Module, cache: SlotCache, step: Step, ids: Tensor):  # noqa: ANN202
+        cache.begin(step)
+        self._attention.cache = cache
+        named = {self._cache_name(module): cache, "use_cache": True}
+        if self._takes_positions(module):
+            named["position_ids"] = step.positions
+        if self.path == "eager":
+            with own_attention(self._attention.float_mask, self._attention.bool_mask):
+                return module(input_ids=ids, **named)
+        return module(input_ids=ids, **named)
+
+    def _cache_name(self, module: nn.Module) -> str | None:
+        known = forward_parameters(module)
+        return next((n for n in ("past_key_values", "cache_params") if n in known), None)
+
+    def _takes_positions(self, module: nn.Module) -> bool:
+        return "position_ids" in forward_parameters(module)
+
+    # -- the probe ---------------------------------------------------------------------------------------------------
+
+    def probe(self) -> None:
+        """Find the fastest path whose logits, over ragged slots, are those of the model's plain forward."""
+        for path in ("native", "eager"):
+            reason = self._try(path)
+            if reason is None:
+                self.path = path
+                return
+            self.reasons[path] = reason
+        self.path = "generate"
+        _log.warning("%s does not run on the decode engine (%s); it is sampled by transformers' generate",
+                     type(self.model).__name__, "; ".join(f"{p}: {r}" for p, r in self.reasons.items()))
+
+    def _try(self, path: str) -> str | None:
+        """None if `path` gives the model's own logits, or why not."""
+        self._direct.clear()
+        self.path = path
+        if path == "native" and not takes_custom_attention(self.model):
+            return "its attention cannot be replaced"
+        try:
+            self.is_stateful = any(kind.num_states for kind in layer_kinds(self.model))
+            with self.plugged_in():
+                ours = _probe_logits(self)
+            difference = _relative(ours, _plain_logits(self.model, self.device))
+        except Exception as error:  # noqa: BLE001 - whatever a stranger's forward raises, the path is not for it
+            return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        bound = 1e-3 if next(self.model.parameters()).dtype == torch.float32 else 0.05
+        return None if difference < bound else f"its logits over slots differ from the plain forward by {difference:.2g}"
+
+
+PROBE_LENGTHS = (9, 4, 6)
+_PROBE_STEPS = 4
+
+
+def _probe_sequences(model: nn.Module) -> list[list[int]]:
+    """Three ragged sequences, the same each time: 4 decoded tokens after a prompt."""
+    size = model.config.get_text_config().vocab_size
+    return [[(7 + 31 * i + 13 * j + i * j) % size for j in range(n + _PROBE_STEPS)]
+            for i, n in enumerate(PROBE_LENGTHS)]
+
+
+def _probe_logits(runner: Runner) -> Tensor:
+    """Logits (3, 4, V) over slots: four slots of which one stays empty, rows not in slot order, one slot used twice."""
+    sequences = _probe_sequences(runner.model)
+    longest = max(map(len, sequences))
+    cache = runner.new_cache(4, longest + 3)
+    slots = [2, 0, 3] if not runner.is_stateful else [0, 1, 2]
+    runner.prefill(cache, [sequences[0][:5]], [0], slots[:1])  # a sequence that left its slot before the others came
+    heads = [s[: n - 1] for s, n in zip(sequences, PROBE_LENGTHS, strict=True)]
+    batches = [[i] for i in range(3)] if runner.is_stateful else [[0, 1, 2]]
+    for batch in batches:
+        runner.prefill(cache, [heads[i] for i in batch], range(len(batch)), [slots[i] for i in batch])
+    if not runner.is_stateful:  # the end of a prompt once more, behind columns that are there: a chat's next turn
+        runner.prefill(cache, [heads[0][5:]], [0], slots[:1], offset=5)
+    runner.measure(cache)
+    logits = []
+    for step in range(_PROBE_STEPS):
+        columns = [n - 1 + step for n in PROBE_LENGTHS]
+        tokens = [s[c] for s, c in zip(sequences, columns, strict=True)]
+        if runner.is_stateful:  # states have no slot table: every slot is a row
+            tokens, columns = [*tokens, 0], [*columns, 0]
+        order = None if runner.is_stateful else torch.tensor(slots, device=runner.device)
+        out = runner.decode(cache, torch.tensor(tokens, device=runner.device),
+                            torch.tensor(columns, device=runner.device), max(columns) + 1, order)
+        logits.append(out[:3].float())
+    return torch.stack(logits, 1)
+
+
+def _plain_logits(model: nn.Module, device: torch.device) -> Tensor:
+    rows = []
+    for sequence, length in zip(_probe_sequences(model), PROBE_LENGTHS, strict=True):
+        logits = model(input_ids=torch.tensor([sequence], device=device), use_cache=False).logits[0].float()
+        rows.append(logits[length - 1 : length - 1 + _PROBE_STEPS])
+    return torch.stack(rows)
+
+
+def _relative(ours: Tensor, truth: Tensor) -> float:
+    """Largest difference over the spread of the true logits; infinite where ours are not finite."""
+    spread = (truth - truth.mean(-1, keepdim=True)).abs().max().clamp(min=1e-6)
+    return float(((ours - truth).abs().max() / spread).nan_to_num(float("inf")))

@@ -1,0 +1,248 @@
+"""Continuous batching: a fixed number of slots, finished sequences leave at once, waiting prompts enter.
+
+What a request draws depends on its own tokens, its number and the seed, never on who shares the batch or in which slot
+it runs: random numbers are counted by (stream of the request, tokens drawn so far).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache as cache_calls
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.config import UserError
+from hybrid_rlhf.engine.kv_cache import SlotCache
+from hybrid_rlhf.engine.runner import Runner
+from hybrid_rlhf.engine.sampling import SamplingConfig
+
+_WORD = (1 << 64) - 1
+MAX_PREFILL_TOKENS = 4096  # of one forward, padding included
+_STEPS_PER_SYNC = {"cuda": 8}  # how many steps run before the host looks at the tokens; 1 elsewhere
+
+
+@dataclass
+class Request:
+    """One response to make: number (its name under the seed), the prompt, and the most tokens it may have.
+
+    is_stored: the columns of the prompt, but for its last token, are in the slot already.
+    """
+
+    number: int
+    prompt: Sequence[int]
+    limit: int
+    is_stored: bool = False
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass
+class _Batch:
+    """The requests that run, one row each, and their tensors; rebuilt when someone enters or leaves."""
+
+    live: list[tuple[int, Request]]  # row, request; the other rows are idle
+    tokens: Tensor  # the tokens to be read next
+    positions: Tensor  # their columns
+    counts: Tensor  # tokens drawn so far
+    streams: Tensor
+    slot_ids: Tensor | None
+    width: int  # columns that the next step looks at
+    steps_left: int  # until the first of them reaches its limit
+    has_young: bool  # some had not reached min_new_tokens when the batch was made
+
+
+class Scheduler:
+    """Runs requests through the slots of one cache. stops: tokens that end a response (they are part of it)."""
+
+    def __init__(self, runner: Runner, cache: SlotCache, sampling: SamplingConfig, stops: Sequence[int],
+                 seed: int) -> None:
+        self.runner, self.cache, self.sampling, self.seed = runner, cache, sampling, seed
+        self.stops, self.device = frozenset(stops), runner.device
+        self._stop_ids = torch.tensor(sorted(self.stops), dtype=torch.long, device=self.device)
+        self._free = deque(range(cache.num_slots))
+        self._stored: dict[int, Sequence[int]] = {}  # slot -> the prompt whose columns it still holds
+        self._seen: Tensor | None = None
+        self._stream = cache_calls(partial(stream, seed))
+        self._steps = _STEPS_PER_SYNC.get(self.device.type, 1)
+
+    def run(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Draw everything, into the requests; yields whenever they have grown, by one token each or by some.
+
+        Raises UserError when the model's logits are not finite.
+        """
+        waiting, running = deque(requests), {}
+        while waiting or running:
+            if self._should_admit(waiting, running):
+                running |= self._admit(waiting)
+                batch = self._batch(running)
+            has_ended = self._advance(batch)
+            yield
+            if not has_ended:
+                continue
+            for slot in [slot for slot, request in running.items() if self._has_ended(request)]:
+                del running[slot]
+                self._free.append(slot)
+            if running:
+                batch = self._batch(running)
+
+    def _has_ended(self, request: Request) -> bool:
+        return len(request.tokens) >= request.limit or request.tokens[-1] in self.stops
+
+    # -- entering ----------------------------------------------------------------------------------------------------
+
+    def _should_admit(self, waiting: deque, running: dict) -> bool:
+        """A prefill reads all weights once, so it waits until a quarter of the slots is free."""
+        if not waiting or not self._free:
+            return False
+        return not running or len(self._free) >= min(len(waiting), max(1, self.cache.num_slots // 4))
+
+    def _admit(self, waiting: deque[Request]) -> dict[int, Request]:
+        """Give waiting requests the free slots, store their prompts (each distinct one once); slot -> request."""
+        count = min(len(waiting), len(self._free))
+        entering = {self._free.popleft(): waiting.popleft() for _ in range(count)}
+        wanted: dict[tuple[int, ...], list[int]] = {}
+        for slot, request in entering.items():
+            if not request.is_stored:
+                wanted.setdefault(tuple(request.prompt), []).append(slot)
+        if not self.runner.is_stateful:  # a state has moved on with its response; columns stay
+            self._copy_stored(wanted)
+        self.cache.clear_states(torch.tensor([s for slots in wanted.values() for s in slots], dtype=torch.long,
+                                             device=self.device))
+        for prompts in self._buckets([p for p, slots in wanted.items() if len(p) > 1 and slots]):
+            pairs = [(i, slot) for i, prompt in enumerate(prompts) for slot in wanted[prompt]]
+            self.runner.prefill(self.cache, [p[:-1] for p in prompts], [i for i, _ in pairs], [s for _, s in pairs])
+        self._stored.update({slot: request.prompt for slot, request in entering.items()})
+        if self.sampling.repetition_penalty != 1:
+            self._mark_seen(entering)
+        return entering
+
+    def _copy_stored(self, wanted: dict[tuple[int, ...], list[int]]) -> None:
+        """Slots whose prompt another slot still holds are filled from there, and taken out of `wanted`."""
+        holders = {tuple(prompt): slot for slot, prompt in self._stored.items()}
+        entering = {slot for slots in wanted.values() for slot in slots}
+        for prompt, slots in wanted.items():
+            holder = next((s for s in slots if tuple(self._stored.get(s, ())) == prompt), holders.get(prompt))
+            if holder is None or (holder in entering and holder not in slots):
+                continue
+            targets = [s for s in slots if s != holder]
+            if targets and len(prompt) > 1:
+                ids = torch.tensor([[holder] * len(targets), targets], device=self.device)
+                self.cache.copy_columns(ids[0], ids[1], len(prompt) - 1)
+            wanted[prompt] = []
+
+    def _buckets(self, prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+        """Prompts in groups of like length, so that little padding is computed."""
+        if self.runner.is_stateful:  # padding would run through the state
+            yield from ([p] for p in prompts)
+            return
+        bucket: list[tuple[int, ...]] = []
+        for prompt in sorted(prompts, key=len, reverse=True):
+            tokens = (len(bucket) + 1) * len(bucket[0]) if bucket else 0
+            if bucket and (tokens > MAX_PREFILL_TOKENS or (tokens > 256 and len(prompt) < 0.75 * len(bucket[0]))):
+                yield bucket
+                bucket = []
+            bucket.append(prompt)
+        if bucket:
+            yield bucket
+
+    def _mark_seen(self, entering: dict[int, Request]) -> None:
+        if self._seen is None:
+            size = self.runner.model.config.get_text_config().vocab_size
+            self._seen = torch.zeros(self.cache.num_slots, size, dtype=torch.bool, device=self.device)
+        for slot, request in entering.items():
+            self._seen[slot] = False
+            self._seen[slot, torch.tensor(request.prompt, device=self.device)] = True
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def _batch(self, running: dict[int, Request]) -> _Batch:
+        """Rows for the running requests, in slot order; every slot is a row where states have no slot table."""
+        slots = list(range(self.cache.num_slots)) if self.runner.is_stateful else sorted(running)
+        idle = Request(0, [0], 0)
+        requests = [running.get(slot, idle) for slot in slots]
+        rows = [(r.tokens[-1] if r.tokens else r.prompt[-1], len(r.prompt) + len(r.tokens) - 1, len(r.tokens),
+                 self._stream(r.number)) for r in requests]
+        tokens, positions, counts, streams = torch.tensor(rows, device=self.device).T.contiguous().unbind(0)
+        is_plain = slots == list(range(len(slots)))
+        live = [(i, r) for i, r in enumerate(requests) if r.limit]
+        return _Batch(live, tokens, positions, counts, streams,
+                      slot_ids=None if is_plain else torch.tensor(slots, device=self.device),
+                      width=max(len(r.prompt) + len(r.tokens) for _, r in live),
+                      steps_left=min(r.limit - len(r.tokens) for _, r in live),
+                      has_young=min(len(r.tokens) for _, r in live) < self.sampling.min_new_tokens)
+
+    def _advance(self, batch: _Batch) -> bool:
+        """Some steps without looking, then a look: drop what was drawn past an end. True if some request has ended.
+
+        This runs for every token, so it walks over the requests only where it must.
+        """
+        steps = min(self._steps, batch.steps_left)
+        drawn = [self._step(batch, batch.width + i) for i in range(steps)]
+        batch.steps_left -= steps
+        batch.width += steps
+        has_ended = batch.steps_left == 0
+        for tokens, logprobs in [(t.tolist(), p.tolist()) for t, p in drawn]:
+            if not math.isfinite(sum(logprobs)):
+                self._check_finite(batch, logprobs)
+            if has_ended or not self.stops.isdisjoint(tokens):
+                has_ended = True
+                for row, request in batch.live:
+                    if not request.tokens or not self._has_ended(request):
+                        request.tokens.append(tokens[row])
+                        request.logprobs.append(logprobs[row])
+                continue
+            for row, request in batch.live:
+                request.tokens.append(tokens[row])
+                request.logprobs.append(logprobs[row])
+        return has_ended
+
+    def _check_finite(self, batch: _Batch, logprobs: list[float]) -> None:
+        for row, request in batch.live:
+            if not math.isfinite(logprobs[row]) and not (request.tokens and self._has_ended(request)):
+                raise UserError(f"the model's logits are not finite at position {len(request.prompt) + len(request.tokens)}"
+                                f" of request {request.number}: its weights have broken (too large a step?)")
+
+    def _step(self, batch: _Batch, width: int) -> tuple[Tensor, Tensor]:
+        """One token for every row; leaves the batch ready for the next."""
+        logits = self.runner.decode(self.cache, batch.tokens, batch.positions, width, batch.slot_ids)
+        sampling = self.sampling
+        seen = None
+        if self._seen is not None:
+            seen = self._seen if batch.slot_ids is None else self._seen[batch.slot_ids]
+            seen = seen[: len(logits), : logits.shape[1]]
+        tokens, logprobs = self.runner.ops.sample(
+            logits, batch.streams, batch.counts, temperature=sampling.temperature, top_k=sampling.top_k,
+            top_p=sampling.top_p, min_p=sampling.min_p, repetition_penalty=sampling.repetition_penalty, seen=seen,
+            forbidden=self._forbidden(batch, logits))
+        if self._seen is not None:
+            rows = self.cache.all_slots[: len(tokens)] if batch.slot_ids is None else batch.slot_ids
+            self._seen[rows, tokens] = True
+        batch.tokens, batch.positions, batch.counts = tokens, batch.positions + 1, batch.counts + 1
+        return tokens, logprobs
+
+    def _forbidden(self, batch: _Batch, logits: Tensor) -> Tensor | None:
+        """Stop tokens, in rows that have not reached min_new_tokens."""
+        if not batch.has_young or not self.stops:
+            return None
+        forbidden = torch.zeros(logits.shape, dtype=torch.bool, device=self.device)
+        forbidden[:, self._stop_ids] = (batch.counts < self.sampling.min_new_tokens)[:, None]
+        return forbidden
+
+
+def stream(seed: int, number: int) -> int:
+    """The random stream (int64) of one request under a seed: splitmix64 of both."""
+    return _splitmix64(_splitmix64(seed) + number)
+
+
+def _splitmix64(x: int) -> int:
+    """kernels.reference.splitmix64 of one Python integer, as int64."""
+    x = (x + 0x9E3779B97F4A7C15) & _WORD
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD
+    x ^= x >> 31
+    return x - (1 << 64) if x >> 63 else x

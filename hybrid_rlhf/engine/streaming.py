@@ -1,0 +1,50 @@
+"""One response token by token, over a cache that stays between the turns of a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hybrid_rlhf.engine.kv_cache import SlotCache
+from hybrid_rlhf.engine.runner import Runner
+from hybrid_rlhf.engine.sampling import SamplingConfig
+from hybrid_rlhf.engine.scheduler import Request, Scheduler
+from hybrid_rlhf.models.load import max_positions
+
+MIN_COLUMNS = 1024  # of a conversation's cache, so that the turns to come find room
+
+
+class Conversation:
+    """A cache of one slot and the tokens whose columns it holds. A prompt that begins like them is read from there."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.tokens: list[int] = []
+        self.cache: SlotCache | None = None
+
+    def run(self, prompt: Sequence[int], sampling: SamplingConfig, stops: Sequence[int], seed: int) -> Iterator[int]:
+        """Yield the tokens of the response to `prompt`, stop tokens excluded. Closing the iterator stops the work."""
+        request = Request(0, prompt, sampling.max_new_tokens, is_stored=True)
+        self._store(prompt[:-1], len(prompt) + sampling.max_new_tokens)
+        sent = 0
+        try:
+            for _ in Scheduler(self.runner, self.cache, sampling, stops, seed).run([request]):
+                self.tokens = [*prompt, *request.tokens[:-1]]  # the newest token is not in the cache yet
+                new, sent = request.tokens[sent:], len(request.tokens)
+                yield from (token for token in new if token not in stops)
+        except BaseException:
+            self.tokens = []
+            raise
+
+    def _store(self, prompt: Sequence[int], capacity: int) -> None:
+        """Have the columns of `prompt` in the slot, computing those that are not there yet."""
+        common = 0
+        if self.cache is None or self.cache.capacity < capacity or self.runner.is_stateful:
+            room = max(capacity, min(max(2 * capacity, MIN_COLUMNS), max_positions(self.runner.model) or 2 * capacity))
+            self.cache, self.tokens = self.runner.new_cache(1, room), []
+        while common < min(len(prompt), len(self.tokens)) and prompt[common] == self.tokens[common]:
+            common += 1
+        self.tokens = []
+        if common < len(prompt):
+            self.runner.prefill(self.cache, [prompt[common:]], [0], [0], offset=common)
+        elif not prompt:
+            self.cache.clear_states(self.cache.all_slots)

@@ -1,0 +1,209 @@
+// Decode attention at query length 1 over slots; kernels/reference.py: decode_attention is its definition.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace hybrid {
+namespace {
+
+constexpr int64_t kTile = 64;  // columns: their keys stay in the first-level cache while every query head reads them
+constexpr int kSums = 8;       // accumulators that fit the registers beside what they are fed from
+constexpr int64_t kWorthThreads = 1 << 17;  // products below which waking other threads costs more than it saves
+
+template <typename Act>
+void with_type(DType dtype, Act act) {
+  if (dtype == DType::kFloat32) act(float{});
+  else if (dtype == DType::kBFloat16) act(c10::BFloat16{});
+  else act(c10::Half{});
+}
+
+template <typename From, typename To>
+void convert(const From* from, To* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<To>(static_cast<float>(from[i]));
+}
+
+void copy(const Rows& from, int64_t from_at, const Rows& to, int64_t to_at, int64_t count) {
+  with_type(from.dtype, [&](auto f) {
+    with_type(to.dtype, [&](auto t) {
+      convert(static_cast<const decltype(f)*>(from.data) + from_at, static_cast<decltype(t)*>(to.data) + to_at, count);
+    });
+  });
+}
+
+// scores[h][c] = query[h] . keys[c] for Heads query heads and `count` columns.
+template <int Heads, typename T>
+void dots(const float* query, int64_t dim, const T* keys, int64_t step, int64_t count, float* scores, int64_t row) {
+  constexpr int kColumns = kSums / Heads;
+  const int64_t whole = dim / kLanes * kLanes;
+  for (int64_t c = 0; c < count; c += kColumns) {
+    const T* column[kColumns];
+    for (int j = 0; j < kColumns; ++j) column[j] = keys + std::min(c + j, count - 1) * step;
+    Floats sums[Heads][kColumns] = {};
+    for (int64_t d = 0; d < whole; d += kLanes) {
+      Floats q[Heads];
+      for (int h = 0; h < Heads; ++h) q[h] = load(query + h * dim + d);
+      for (int j = 0; j < kColumns; ++j) {
+        const Floats k = load(column[j] + d);
+        for (int h = 0; h < Heads; ++h) sums[h][j] += q[h] * k;
+      }
+    }
+    for (int h = 0; h < Heads; ++h)
+      for (int j = 0; j < kColumns && c + j < count; ++j) {
+        float total = sum(sums[h][j]);
+        for (int64_t d = whole; d < dim; ++d) total += query[h * dim + d] * static_cast<float>(column[j][d]);
+        scores[h * row + c + j] = total;
+      }
+  }
+}
+
+// out[h] += sum over `count` columns of weights[h][c] * values[c].
+template <int Heads, typename T>
+void mix(const float* weights, int64_t row, const T* values, int64_t step, int64_t count, float* out, int64_t dim) {
+  constexpr int kBlocks = kSums / Heads;
+  int64_t d = 0;
+  for (; d + kBlocks * kLanes <= dim; d += kBlocks * kLanes) {
+    Floats sums[Heads][kBlocks];
+    for (int h = 0; h < Heads; ++h)
+      for (int j = 0; j < kBlocks; ++j) sums[h][j] = load(out + h * dim + d + j * kLanes);
+    for (int64_t c = 0; c < count; ++c)
+      for (int j = 0; j < kBlocks; ++j) {
+        const Floats v = load(values + c * step + d + j * kLanes);
+        for (int h = 0; h < Heads; ++h) sums[h][j] += weights[h * row + c] * v;
+      }
+    for (int h = 0; h < Heads; ++h)
+      for (int j = 0; j < kBlocks; ++j) store(out + h * dim + d + j * kLanes, sums[h][j]);
+  }
+  for (; d + kLanes <= dim; d += kLanes) {
+    Floats sums[Heads];
+    for (int h = 0; h < Heads; ++h) sums[h] = load(out + h * dim + d);
+    for (int64_t c = 0; c < count; ++c) {
+      const Floats v = load(values + c * step + d);
+      for (int h = 0; h < Heads; ++h) sums[h] += weights[h * row + c] * v;
+    }
+    for (int h = 0; h < Heads; ++h) store(out + h * dim + d, sums[h]);
+  }
+  for (int64_t c = 0; c < count && d < dim; ++c)
+    for (int h = 0; h < Heads; ++h)
+      for (int64_t e = d; e < dim; ++e)
+        out[h * dim + e] += weights[h * row + c] * static_cast<float>(values[c * step + e]);
+}
+
+// Calls act(first head, block size as a constant) for blocks of 4, 2 and 1 that cover `heads`.
+template <typename Act>
+void by_blocks(int64_t heads, Act act) {
+  int64_t h = 0;
+  for (; h + 4 <= heads; h += 4) act(h, std::integral_constant<int, 4>{});
+  for (; h + 2 <= heads; h += 2) act(h, std::integral_constant<int, 2>{});
+  for (; h < heads; ++h) act(h, std::integral_constant<int, 1>{});
+}
+
+void hide(float* scores, const bool* mask, int64_t count) {
+  for (int64_t c = 0; c < count; ++c)
+    if (!mask[c]) scores[c] = -std::numeric_limits<float>::infinity();
+}
+
+// Scores to softmax weights in place, `sink` (or -inf) joining the sum. The buffer reaches to a multiple of kLanes.
+void softmax(float* scores, int64_t count, float softcap, float scaling, const bool* mask, float sink) {
+  constexpr float kNothing = -std::numeric_limits<float>::infinity();
+  for (int64_t c = 0; c < count; ++c) scores[c] *= scaling;
+  if (softcap != 0)
+    for (int64_t c = 0; c < count; ++c) scores[c] = softcap * std::tanh(scores[c] / softcap);
+  if (mask) hide(scores, mask, count);
+  const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
+  std::fill(scores + count, scores + padded, kNothing);
+  Floats top = splat(sink);
+  for (int64_t c = 0; c < padded; c += kLanes) {
+    const Floats x = load(scores + c);
+    top = x > top ? x : top;
+  }
+  const float most = largest(top);
+  Floats total{};
+  for (int64_t c = 0; c < padded; c += kLanes) {
+    const Floats e = exponential(load(scores + c) - most);
+    store(scores + c, e);
+    total += e;
+  }
+  const float inverse = 1.0f / (sum(total) + (sink == kNothing ? 0.0f : std::exp(sink - most)));
+  for (int64_t c = 0; c < padded; c += kLanes) store(scores + c, load(scores + c) * inverse);
+}
+
+struct Scratch {
+  std::vector<float> query, out, scores;
+};
+
+void attend(const Attention& call, int64_t b, int64_t k, int64_t slot, int64_t first, int64_t count, Scratch& scratch) {
+  const int64_t group = call.heads / call.kv_heads, dim = call.dim, value_dim = call.value_dim;
+  const int64_t row = (count + kLanes - 1) / kLanes * kLanes;
+  scratch.query.resize(group * dim);
+  scratch.out.assign(group * value_dim, 0.0f);
+  scratch.scores.resize(group * row);
+  float *query = scratch.query.data(), *out = scratch.out.data(), *scores = scratch.scores.data();
+  for (int64_t h = 0; h < group; ++h)
+    copy(call.query, b * call.query.stride0 + (k * group + h) * call.query.stride1, {query, DType::kFloat32, 0, 0},
+         h * dim, dim);
+  with_type(call.keys.dtype, [&](auto type) {
+    const auto* keys = static_cast<const decltype(type)*>(call.keys.data) + slot * call.keys.stride0 +
+                       k * call.keys.stride1 + first * call.key_step;
+    for (int64_t c = 0; c < count; c += kTile)
+      by_blocks(group, [&](int64_t h, auto heads) {
+        dots<heads>(query + h * dim, dim, keys + c * call.key_step, call.key_step, std::min(kTile, count - c),
+                    scores + h * row + c, row);
+      });
+  });
+  const bool* mask = call.mask ? call.mask + b * call.mask_stride + first : nullptr;
+  for (int64_t h = 0; h < group; ++h)
+    softmax(scores + h * row, count, call.softcap, call.scaling, mask,
+            call.sinks ? call.sinks[k * group + h] : -std::numeric_limits<float>::infinity());
+  with_type(call.values.dtype, [&](auto type) {
+    const auto* values = static_cast<const decltype(type)*>(call.values.data) + slot * call.values.stride0 +
+                         k * call.values.stride1 + first * call.value_step;
+    for (int64_t c = 0; c < count; c += kTile)
+      by_blocks(group, [&](int64_t h, auto heads) {
+        mix<heads>(scores + h * row + c, row, values + c * call.value_step, call.value_step, std::min(kTile, count - c),
+                   out + h * value_dim, value_dim);
+      });
+  });
+}
+
+// One (row, key head): write the new token, then attend, and write the group's outputs.
+void work(const Attention& call, int64_t b, int64_t k, Scratch& scratch) {
+  const int64_t position = call.positions[b], slot = call.slots[b], group = call.heads / call.kv_heads;
+  int64_t first = 0, end = position + 1;  // of the columns that may be read; none where idle
+  if (position >= 0) {
+    copy(call.key, b * call.key.stride0 + k * call.key.stride1, call.keys,
+         slot * call.keys.stride0 + k * call.keys.stride1 + position * call.key_step, call.dim);
+    copy(call.value, b * call.value.stride0 + k * call.value.stride1, call.values,
+         slot * call.values.stride0 + k * call.values.stride1 + position * call.value_step, call.value_dim);
+    if (call.mask) {
+      const bool* mask = call.mask + b * call.mask_stride;
+      while (first < end && !mask[first]) ++first;
+      while (end > first && !mask[end - 1]) --end;
+    }
+  }
+  if (end > first) attend(call, b, k, slot, first, end - first, scratch);
+  else scratch.out.assign(group * call.value_dim, 0.0f);
+  for (int64_t h = 0; h < group; ++h)
+    copy({scratch.out.data(), DType::kFloat32, 0, 0}, h * call.value_dim, call.out,
+         b * call.out.stride0 + (k * group + h) * call.out.stride1, call.value_dim);
+}
+
+}  // namespace
+
+void decode_attention(const Attention& call) {
+  int64_t columns = 0;
+  for (int64_t b = 0; b < call.batch; ++b) columns += call.positions[b] + 1;
+  const bool is_small = columns * call.heads * (call.dim + call.value_dim) < kWorthThreads;
+  const int64_t tasks = call.batch * call.kv_heads;
+#pragma omp parallel num_threads(is_small ? 1 : call.threads)
+  {
+    thread_local Scratch scratch;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t task = 0; task < tasks; ++task) work(call, task / call.kv_heads, task % call.kv_heads, scratch);
+  }
+}
+
+}  // namespace hybrid

@@ -1,0 +1,131 @@
+// Tensors to the kernels' plain interface. Signatures and meaning: kernels/reference.py.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <tuple>
+
+#include "kernels.h"
+
+namespace {
+
+using at::Tensor;
+using Maybe = std::optional<Tensor>;
+
+hybrid::DType dtype_of(const Tensor& x, const char* name) {
+  TORCH_CHECK_TYPE(x.device().is_cpu(), name, " is on ", x.device(), "; this kernel reads cpu tensors");
+  switch (x.scalar_type()) {
+    case at::kFloat: return hybrid::DType::kFloat32;
+    case at::kBFloat16: return hybrid::DType::kBFloat16;
+    case at::kHalf: return hybrid::DType::kHalf;
+    default:
+      TORCH_CHECK_TYPE(false, name, " is ", x.scalar_type(), "; this kernel reads float32, bfloat16 and float16");
+  }
+}
+
+hybrid::Rows rows(const Tensor& x, const char* name, int64_t dims) {
+  TORCH_CHECK_VALUE(x.dim() == dims, name, " has ", x.dim(), " dimensions, not ", dims);
+  TORCH_CHECK_VALUE(x.size(-1) <= 1 || x.stride(-1) == 1, name, ": its last dimension must be dense");
+  return {x.data_ptr(), dtype_of(x, name), x.stride(0), dims > 2 ? x.stride(1) : 0};
+}
+
+Tensor numbers(const Tensor& x, const char* name, int64_t count) {
+  TORCH_CHECK_VALUE(x.dim() == 1 && x.size(0) == count && x.scalar_type() == at::kLong && x.device().is_cpu(), name,
+                    " must be (", count, ",) int64 on the cpu");
+  return x.contiguous();
+}
+
+const bool* flags(const Maybe& x, const char* name, int64_t batch, int64_t count) {
+  if (!x) return nullptr;
+  TORCH_CHECK_VALUE(x->dim() == 2 && x->size(0) == batch && x->size(1) == count && x->scalar_type() == at::kBool &&
+                        x->device().is_cpu() && (count <= 1 || x->stride(1) == 1),
+                    name, " must be (", batch, ", ", count, ") bool on the cpu with a dense last dimension");
+  return x->const_data_ptr<bool>();
+}
+
+int64_t stride_of(const Maybe& x) { return x ? x->stride(0) : 0; }
+
+void check_slots(const hybrid::Attention& call, int64_t slots, int64_t columns) {
+  TORCH_CHECK_VALUE(call.width <= columns, "width is ", call.width, "; the slots have ", columns, " columns");
+  for (int64_t b = 0; b < call.batch; ++b) {
+    TORCH_CHECK_INDEX(call.positions[b] >= -1 && call.positions[b] < call.width, "row ", b, " is at position ",
+                      call.positions[b], "; width is ", call.width);
+    TORCH_CHECK_INDEX(call.slots[b] >= 0 && call.slots[b] < slots, "row ", b, " is in slot ", call.slots[b], " of ",
+                      slots);
+  }
+}
+
+Tensor decode_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& keys,
+                        const Tensor& values, const Tensor& slots, const Tensor& positions, int64_t width,
+                        double scaling, std::optional<double> softcap, const Maybe& sinks, const Maybe& mask) {
+  hybrid::Attention call{};
+  call.query = rows(query, "query", 4), call.key = rows(key, "key", 4), call.value = rows(value, "value", 4);
+  call.keys = rows(keys, "keys", 4), call.values = rows(values, "values", 4);
+  call.batch = query.size(0), call.heads = query.size(1), call.kv_heads = keys.size(1);
+  call.dim = query.size(3), call.value_dim = value.size(3), call.width = width;
+  TORCH_CHECK_VALUE(query.size(2) == 1 && key.size(2) == 1 && value.size(2) == 1, "one new token per row is attended");
+  TORCH_CHECK_VALUE(key.size(0) == call.batch && value.size(0) == call.batch && key.size(1) == call.kv_heads &&
+                        value.size(1) == call.kv_heads && values.size(1) == call.kv_heads && key.size(3) == call.dim &&
+                        keys.size(3) == call.dim && values.size(3) == call.value_dim && call.kv_heads > 0 &&
+                        call.heads % call.kv_heads == 0 && values.size(0) == keys.size(0) &&
+                        values.size(2) == keys.size(2),
+                    "shapes do not fit: query ", query.sizes(), ", key ", key.sizes(), ", value ", value.sizes(),
+                    ", keys ", keys.sizes(), ", values ", values.sizes());
+  const Tensor slot_numbers = numbers(slots, "slots", call.batch);
+  const Tensor columns = numbers(positions, "positions", call.batch);
+  call.slots = slot_numbers.const_data_ptr<int64_t>(), call.positions = columns.const_data_ptr<int64_t>();
+  check_slots(call, keys.size(0), keys.size(2));
+  call.key_step = keys.stride(2), call.value_step = values.stride(2);
+  call.scaling = static_cast<float>(scaling), call.softcap = static_cast<float>(softcap.value_or(0));
+  Tensor sink_scores;
+  if (sinks) {
+    TORCH_CHECK_VALUE(sinks->numel() == call.heads, "sinks has ", sinks->numel(), " numbers for ", call.heads,
+                      " heads");
+    sink_scores = sinks->detach().to(at::kFloat).contiguous();
+    call.sinks = sink_scores.const_data_ptr<float>();
+  }
+  call.mask = flags(mask, "mask", call.batch, width), call.mask_stride = stride_of(mask);
+  Tensor out = at::empty({call.batch, 1, call.heads, call.value_dim}, query.options());
+  call.out = {out.data_ptr(), call.query.dtype, call.heads * call.value_dim, call.value_dim};
+  call.threads = at::get_num_threads();
+  pybind11::gil_scoped_release unlocked;
+  hybrid::decode_attention(call);
+  return out;
+}
+
+std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& streams, const Tensor& positions,
+                                  double temperature, int64_t top_k, double top_p, double min_p,
+                                  double repetition_penalty, const Maybe& seen, const Maybe& forbidden) {
+  hybrid::Sampling call{};
+  call.logits = rows(logits, "logits", 2);
+  call.batch = logits.size(0), call.vocabulary = logits.size(1);
+  TORCH_CHECK_VALUE(call.vocabulary > 0, "logits have no vocabulary");
+  const Tensor requests = numbers(streams, "streams", call.batch), draws = numbers(positions, "positions", call.batch);
+  call.streams = requests.const_data_ptr<int64_t>(), call.positions = draws.const_data_ptr<int64_t>();
+  call.temperature = static_cast<float>(temperature), call.top_k = top_k, call.top_p = static_cast<float>(top_p);
+  call.min_p = static_cast<float>(min_p), call.repetition_penalty = static_cast<float>(repetition_penalty);
+  call.seen = flags(seen, "seen", call.batch, call.vocabulary), call.seen_stride = stride_of(seen);
+  call.forbidden = flags(forbidden, "forbidden", call.batch, call.vocabulary);
+  call.forbidden_stride = stride_of(forbidden);
+  Tensor tokens = at::empty({call.batch}, streams.options());
+  Tensor logprobs = at::empty({call.batch}, logits.options().dtype(at::kFloat));
+  call.tokens = tokens.data_ptr<int64_t>(), call.logprobs = logprobs.data_ptr<float>();
+  call.threads = at::get_num_threads();
+  pybind11::gil_scoped_release unlocked;
+  hybrid::sample(call);
+  return {tokens, logprobs};
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  namespace py = pybind11;
+  m.def("decode_attention", &decode_attention, py::arg("query"), py::arg("key"), py::arg("value"), py::arg("keys"),
+        py::arg("values"), py::arg("slots"), py::arg("positions"), py::arg("width"), py::kw_only(), py::arg("scaling"),
+        py::arg("softcap") = py::none(), py::arg("sinks") = py::none(), py::arg("mask") = py::none());
+  m.def("sample", &sample, py::arg("logits"), py::arg("streams"), py::arg("positions"), py::kw_only(),
+        py::arg("temperature") = 1.0, py::arg("top_k") = 0, py::arg("top_p") = 1.0, py::arg("min_p") = 0.0,
+        py::arg("repetition_penalty") = 1.0, py::arg("seen") = py::none(), py::arg("forbidden") = py::none());
+}

@@ -1,0 +1,136 @@
+"""Compiling the C++ kernels: once per source, flags, torch and processor, into a cache that processes share."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from hybrid_rlhf.kernels.ops import KernelsUnavailableError
+
+_log = logging.getLogger(__name__)
+
+FLAGS = ("-O3", "-march=native", "-std=c++20", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
+         "-ffp-contract=fast", "-Wno-psabi")
+# Compiled in a process of its own: the loader needs ninja on PATH, prints, and numbers the names of what it has loaded.
+_COMPILE = """
+import sys
+from torch.utils.cpp_extension import load
+name, folder, flags, *sources = sys.argv[1:]
+load(name, sources, extra_cflags=flags.split(), extra_ldflags=["-fopenmp"], build_directory=folder,
+     is_python_module=False)
+"""
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels live: $HYBRID_RLHF_CACHE/kernels, or ~/.cache/hybrid_rlhf/kernels."""
+    root = os.environ.get("HYBRID_RLHF_CACHE") or Path.home() / ".cache" / "hybrid_rlhf"
+    return Path(root).expanduser() / "kernels"
+
+
+def load_extension(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> ModuleType:
+    """The extension module `name`, compiled on first use; later calls and other processes load what is there.
+
+    Raises KernelsUnavailableError where it cannot be compiled, written or loaded, with the reason in one line.
+    """
+    folder = cache_folder() / f"{name}-{_fingerprint([*sources, *headers])}"
+    library = folder / f"{name}.so"
+    try:
+        if library.exists():
+            with _mended(folder):
+                return _imported(name, library)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(folder.with_suffix(".lock")):
+            if not library.exists():  # another process may have built it meanwhile
+                _build(name, sources, folder)
+        return _imported(name, library)
+    except OSError as error:
+        raise KernelsUnavailableError(f"the folder {folder.parent} cannot be used: {error}; "
+                                      "HYBRID_RLHF_CACHE names another") from error
+    except ImportError as error:
+        raise KernelsUnavailableError(f"{library} cannot be loaded: {error}") from error
+
+
+@contextmanager
+def _mended(folder: Path) -> Iterator[None]:
+    """A library that does not load is removed, so that the next start builds it again."""
+    try:
+        yield
+    except ImportError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _fingerprint(files: Sequence[Path]) -> str:
+    """What the compiled code depends on, as 16 hex digits: -march=native makes the processor's flags one of them."""
+    parts = [" ".join(FLAGS), torch.__version__, sys.implementation.cache_tag, platform.machine(), _processor()]
+    digest = hashlib.sha256("\0".join(parts).encode())
+    for path in sorted(files):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """One process at a time; the kernel of the system frees the lock of a process that dies."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(name: str, sources: Sequence[Path], folder: Path) -> None:
+    """Compile beside `folder` and rename: nobody ever sees half a build."""
+    compiler = shutil.which(os.environ.get("CXX", "c++").split()[0])
+    if compiler is None:
+        raise KernelsUnavailableError(f"no C++ compiler: {os.environ.get('CXX', 'c++')} is not on PATH")
+    _log.warning("compiling the C++ kernels for this machine into %s (once, about half a minute)", folder)
+    work = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=folder.parent))
+    try:
+        command = [sys.executable, "-c", _COMPILE, name, str(work), " ".join(FLAGS), *map(str, sources)]
+        done = subprocess.run(command, env=_environment(compiler), capture_output=True, text=True, check=False)
+        if done.returncode or not (work / f"{name}.so").exists():
+            raise KernelsUnavailableError(f"{compiler} failed: {_reason(done.stdout + done.stderr)}")
+        os.replace(work, folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _environment(compiler: str) -> dict[str, str]:
+    """Ours, with this Python's programs (ninja) on PATH, and the compiler that was looked for."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return {"CXX": compiler} | os.environ | {"PATH": path}
+
+
+def _reason(output: str) -> str:
+    """The line of a failed build that says most."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return next((line for line in lines if "error: " in line), lines[-1] if lines else "it said nothing")[:300]
+
+
+def _imported(name: str, library: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, library, loader=ExtensionFileLoader(name, str(library)))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

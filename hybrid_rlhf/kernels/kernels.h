@@ -1,0 +1,47 @@
+// The kernels' plain interface: pointers, strides in elements, a number of threads. bindings.cpp calls it with tensors.
+#pragma once
+
+#include <cstdint>
+
+namespace hybrid {
+
+enum class DType { kFloat32, kBFloat16, kHalf };
+
+struct Rows {  // (n0, n1, dim) with a dense last dimension
+  void* data;
+  DType dtype;
+  int64_t stride0, stride1;
+};
+
+struct Attention {
+  int64_t batch, heads, kv_heads, dim, value_dim, width;
+  Rows query, key, value;         // (B, H, D), (B, K, D), (B, K, Dv): the new token's
+  Rows keys, values;              // (S, K, C, D), (S, K, C, Dv): the slots
+  int64_t key_step, value_step;   // stride of a column in keys and in values
+  const int64_t *slots, *positions;
+  float scaling, softcap;         // softcap 0: none
+  const float* sinks;             // (H) or null
+  const bool* mask;               // (B, width) or null
+  int64_t mask_stride;
+  Rows out;                       // (B, H, Dv)
+  int threads;
+};
+
+void decode_attention(const Attention& call);
+
+struct Sampling {
+  int64_t batch, vocabulary;
+  Rows logits;                    // (B, 1, V)
+  const int64_t *streams, *positions;
+  float temperature, top_p, min_p, repetition_penalty;
+  int64_t top_k;
+  const bool *seen, *forbidden;   // (B, V) or null
+  int64_t seen_stride, forbidden_stride;
+  int64_t* tokens;
+  float* logprobs;
+  int threads;
+};
+
+void sample(const Sampling& call);
+
+}  // namespace hybrid

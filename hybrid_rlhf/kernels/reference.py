@@ -1,0 +1,135 @@
+"""The definition of every kernel, in plain torch. A device's own kernel has the same signature and the same meaning;
+its results differ by rounding only, which its tests bound.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK32 = 0xFFFFFFFF
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
+
+
+def decode_attention(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor,
+                     positions: Tensor, width: int, *, scaling: float, softcap: float | None = None,
+                     sinks: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    """Write one new token's key and value into the slots, then attend from that token. Returns (B, 1, H, Dv).
+
+    query (B, H, 1, D); key (B, K, 1, D), value (B, K, 1, Dv): the new token's, of any strides with a dense last
+    dimension; H is a multiple of K and query head h reads key head h // (H / K). keys (S, K, C, D) and values
+    (S, K, C, Dv): the caches of S slots and C columns, written in place. slots (B,) int64, all different: the slot of
+    each row. positions (B,) int64: the row's column, which is also its number of earlier tokens; row b reads columns
+    0..positions[b] of its slot, the new one included. A row at position -1 is idle: nothing is written for it and its
+    output is zero. width: a host-side bound, every position < width <= C. mask (B, width) bool or None: columns that
+    are not true are not read (sliding and chunked windows); a row that may read nothing gives zeros.
+
+    Scores are q k * scaling, then softcap * tanh(scores / softcap) if given; sinks (H,) joins the softmax as the score
+    of a column whose value is zero. Sums and softmax are in fp32; the result has the query's dtype, and is contiguous.
+    """
+    live = (positions >= 0).nonzero()[:, 0]
+    rows, columns = slots[live], positions[live]
+    keys[rows, :, columns] = key[live, :, 0].to(keys.dtype)
+    values[rows, :, columns] = value[live, :, 0].to(values.dtype)
+    visible = torch.arange(width, device=query.device) <= positions[:, None]  # (B, width)
+    if mask is not None:
+        visible = visible & mask
+    grouped = query.float().unflatten(1, (keys.shape[1], -1))[..., 0, :]  # (B, K, H/K, D)
+    scores = grouped @ keys[slots, :, :width].float().mT * scaling  # (B, K, H/K, width)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+    if sinks is not None:
+        extra = sinks.float().view(1, keys.shape[1], -1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, extra], -1)
+    weights = scores.softmax(-1)[..., :width].nan_to_num(0.0)  # a row without any column has 0 / 0
+    out = weights @ values[slots, :, :width].float()  # (B, K, H/K, Dv)
+    return out.flatten(1, 2)[:, None].to(query.dtype)
+
+
+def splitmix64(x: Tensor) -> Tensor:
+    """The splitmix64 step (Steele, Lea, Flood 2014) of int64 values as uint64; products wrap around."""
+    x = x + _GOLDEN
+    x = (x ^ _shift(x, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    x = (x ^ _shift(x, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64 (torch's own keeps the sign)."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def random_words(streams: Tensor, positions: Tensor, num_tokens: int) -> Tensor:
+    """(B, V) int64 in [0, 2^32): the random word of every token of the vocabulary, one counter-based draw per row.
+
+    streams (B,) int64 names the request, positions (B,) int64 its draw. With s = splitmix64(splitmix64(stream) +
+    position), a = s mod 2^32 and b = s >> 32 (unsigned), all of what follows mod 2^32, token i gets
+    x = i * 0x9E3779B9 + a;  x = (x ^ (x >> 16)) * 0x7FEB352D + b;  x = (x ^ (x >> 15)) * 0x846CA68B;  x ^ (x >> 16).
+    """
+    state = splitmix64(splitmix64(streams) + positions)
+    low, high = (state & _MASK32)[:, None], _shift(state, 32)[:, None]
+    x = (torch.arange(num_tokens, device=streams.device) * 0x9E3779B9 + low) & _MASK32
+    x = ((x ^ (x >> 16)) * 0x7FEB352D + high) & _MASK32
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK32
+    return x ^ (x >> 16)
+
+
+def exponentials(words: Tensor) -> Tensor:
+    """Random words (.., V) to standard exponential variates, fp32: -log(1 - u), u = min((x + 0.5) / 2^32, 1 - 2^-24).
+
+    x is rounded to fp32 first, so u is the same to the bit wherever it is made.
+    """
+    uniform = ((words.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return -torch.log1p(-uniform)
+
+
+def truncated(scores: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """Scores (B, V) with -inf where top-k, then top-p, then min-p forbid, as transformers' warpers define them.
+
+    top-k keeps every score not below the k-th; top-p the smallest set, likeliest first, whose probability (after top-k)
+    reaches p, the likeliest always; min-p all that reach min_p times the likeliest.
+    """
+    if 0 < top_k < scores.shape[-1]:
+        scores = scores.masked_fill(scores < scores.topk(top_k, -1).values[..., -1:], float("-inf"))
+    if top_p < 1:
+        ranked, order = torch.sort(scores, dim=-1, descending=True, stable=True)
+        probs = ranked.softmax(-1)
+        dropped = probs.cumsum(-1) - probs >= top_p
+        scores = scores.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), float("-inf"))
+    if min_p > 0:
+        floor = scores.amax(-1, keepdim=True) + torch.log(torch.tensor(min_p, device=scores.device))
+        scores = scores.masked_fill(scores < floor, float("-inf"))
+    return scores
+
+
+def sample(logits: Tensor, streams: Tensor, positions: Tensor, *, temperature: float = 1.0, top_k: int = 0,
+           top_p: float = 1.0, min_p: float = 0.0, repetition_penalty: float = 1.0, seen: Tensor | None = None,
+           forbidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Draw one token per row. Returns tokens (B,) int64 and logprobs (B,) fp32.
+
+    logits (B, V), fp32, bf16 or fp16, dense last dimension. temperature 0 is greedy: the first largest score.
+    repetition_penalty divides positive and multiplies negative logits of the tokens true in seen (B, V) bool
+    (arXiv 1909.05858), before the temperature. forbidden (B, V) bool: tokens that may not be drawn at all. Then
+    `truncated`; then the token with the largest score - log(exponential), the exponentials being those of
+    `random_words(streams, positions, V)`: an exact draw from the softmax (the Gumbel-max trick) that depends on the
+    row's own logits, stream and position, on nothing else in the batch.
+
+    logprobs are those of the policy that training sees: log softmax(logits / temperature) of the drawn token (with
+    temperature 1 where greedy), before penalty, forbidden and truncation. A row whose logits have no finite maximum or
+    contain NaN gives token 0 and a logprob that is not finite: the caller's sign that the model broke.
+    """
+    raw = logits.float()
+    scores = raw if repetition_penalty == 1 or seen is None else torch.where(
+        seen, torch.where(raw > 0, raw / repetition_penalty, raw * repetition_penalty), raw)
+    if forbidden is not None:
+        scores = scores.masked_fill(forbidden, float("-inf"))
+    if temperature == 0:
+        tokens = scores.argmax(-1)
+    else:
+        scores = truncated(scores / temperature, top_k, top_p, min_p)
+        tokens = (scores - exponentials(random_words(streams, positions, logits.shape[-1])).log()).argmax(-1)
+        raw = raw / temperature
+    logprobs = raw.gather(-1, tokens[:, None])[:, 0] - raw.logsumexp(-1)
+    broken = ~(raw.amax(-1).isfinite() & logprobs.isfinite())
+    return tokens.masked_fill(broken, 0), logprobs.masked_fill(broken, float("nan"))

@@ -1,0 +1,85 @@
+// Vectors of fp32 through the compiler's vector extensions: one source for AVX-512, AVX2, NEON and plain machines.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace hybrid {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#else
+constexpr int kLanes = 8;  // two registers where the machine's are of 128 bits
+#endif
+
+using Floats = float __attribute__((vector_size(kLanes * 4)));
+using Ints = int32_t __attribute__((vector_size(kLanes * 4)));
+using Words = uint32_t __attribute__((vector_size(kLanes * 4)));
+using Shorts = uint16_t __attribute__((vector_size(kLanes * 2)));
+
+inline Floats splat(float x) { return Floats{} + x; }
+
+inline Floats load(const float* from) {
+  Floats out;
+  std::memcpy(&out, from, sizeof out);
+  return out;
+}
+
+inline Floats load(const c10::BFloat16* from) {
+  Shorts bits;
+  std::memcpy(&bits, from, sizeof bits);
+  const Words wide = __builtin_convertvector(bits, Words) << 16;
+  return reinterpret_cast<const Floats&>(wide);
+}
+
+inline Floats load(const c10::Half* from) {
+  float wide[kLanes];
+  for (int i = 0; i < kLanes; ++i) wide[i] = from[i];
+  return load(wide);
+}
+
+inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+
+inline float sum(Floats x) {
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+
+inline float largest(Floats x) {
+  float out = x[0];
+  for (int i = 1; i < kLanes; ++i) out = x[i] > out ? x[i] : out;
+  return out;
+}
+
+inline bool any(Ints mask) {
+  uint64_t parts[kLanes / 2], all = 0;
+  std::memcpy(parts, &mask, sizeof mask);
+  for (uint64_t part : parts) all |= part;
+  return all != 0;
+}
+
+// e^x, relative error below 3e-7 (the Cephes polynomial on [-ln2/2, ln2/2]); 0 below -87, meant for x <= 0; NaN stays.
+inline Floats exponential(Floats x) {
+  const Floats low = splat(-87.0f), magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Floats inside = x < low ? low : x;                       // in this order a NaN comes through
+  const Floats shifted = inside * 1.44269504f + magic;
+  const Floats n = shifted - magic;
+  const Floats r = inside - n * 0.693359375f + n * 2.12194440e-4f;  // ln 2 in two parts
+  Floats p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const Ints power = (reinterpret_cast<const Ints&>(shifted) - 0x4B400000 + 127) << 23;  // 0x4B400000: bits of magic
+  return x < low ? Floats{} : p * reinterpret_cast<const Floats&>(power);
+}
+
+}  // namespace hybrid

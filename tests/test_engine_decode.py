@@ -1,0 +1,168 @@
+"""Our decode engine says what transformers' generate says, token for token, for every kind of decoder."""
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, VOCAB, build
+
+from hybrid_rlhf.engine import HybridEngine, SamplingConfig
+from hybrid_rlhf.engine.attend import SlotAttention
+from hybrid_rlhf.models.lora import LoraConfig, add_lora
+
+PROMPTS = [[(3 + 7 * i + 5 * j * j) % 90 + 5 for j in range(n)] for i, n in enumerate((7, 1, 9, 2, 5))]
+GREEDY = SamplingConfig(max_new_tokens=8, temperature=0)
+EAGER = {"falcon", "bloom"}  # their attention is not to be replaced
+
+
+def _engine(model, **settings):
+    return HybridEngine(model, model, eos_ids=[2], **settings)
+
+
+def _oracle(model, prompts=PROMPTS, settings=GREEDY):
+    """transformers' greedy tokens, one prompt at a time, so that nothing is padded."""
+    tokens = []
+    for prompt in prompts:
+        out = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                             do_sample=False, max_new_tokens=settings.max_new_tokens, eos_token_id=2, pad_token_id=0)
+        tokens.append(out[0, len(prompt):].tolist())
+    return tokens
+
+
+def _greedy(engine, prompts=PROMPTS):
+    with engine.inference():
+        return engine.generate(prompts, GREEDY).tokens
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_greedy_tokens_equal_generate_over_ragged_prompts_refilled_slots_and_groups(kind):
+    model = build(kind)
+    engine = _engine(model, max_batch=3)  # five requests share three slots
+    expected = _oracle(model)
+    assert _greedy(engine) == expected
+    assert engine.describe()["path"] == ("eager" if kind in EAGER else "native"), engine.describe()
+    assert len({tuple(t) for t in expected}) > 3  # the oracle tells the prompts apart
+    assert _greedy(engine, [p for p in PROMPTS for _ in range(4)]) == [t for t in expected for _ in range(4)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "deepseek_v3", "bloom", "jamba"])
+def test_greedy_tokens_stay_equal_with_lora_after_optimizer_steps_and_ten_switches(kind):
+    model = build(kind)
+    add_lora(model, LoraConfig(r=4, target_modules="all-linear"))
+    engine = _engine(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for up in [p for n, p in model.named_parameters() if "lora_B" in n]:
+        torch.nn.init.normal_(up, std=0.3)
+    before = _oracle(model)
+    assert _greedy(engine) == before
+    optimizer = torch.optim.SGD(trained, lr=0.3)
+    for _ in range(3):
+        model.train()
+        ids = torch.tensor([PROMPTS[2]])
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    after = _oracle(model)
+    assert after != before  # the steps moved the policy, and the engine moves with it
+    for _ in range(10):
+        assert _greedy(engine) == after
+
+
+def test_the_kernels_read_the_training_parameters_themselves():
+    model = build("llama")
+    engine = _engine(model)
+    pointers = {n: p.data_ptr() for n, p in model.named_parameters()}
+    read = set()
+
+    def record(module, _inputs, _output):
+        read.update(p.data_ptr() for p in module.parameters(recurse=False))
+
+    hooks = [m.register_forward_hook(record) for m in model.modules()]
+    with engine.inference():
+        engine.generate(PROMPTS, GREEDY)
+        assert {n: p.data_ptr() for n, p in model.named_parameters()} == pointers
+    assert read == set(pointers.values())
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("with_lora", [False, True])
+def test_fifty_switches_leave_every_weight_bit_identical_after_exceptions_too(with_lora):
+    model = build("mistral")
+    if with_lora:
+        add_lora(model, LoraConfig(r=4))
+    engine = _engine(model)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    configured = model.config._attn_implementation
+    for i in range(50):
+        try:
+            with engine.inference():
+                engine.generate(PROMPTS[:2], SamplingConfig(max_new_tokens=2), seed=i)
+                if i % 10 == 9:
+                    raise ZeroDivisionError
+        except ZeroDivisionError:
+            pass
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert model.config._attn_implementation == configured
+    assert engine._cache is None  # the cache was given back
+
+
+def test_the_model_attends_as_before_outside_the_mode():
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    model, ids = build("mistral"), torch.tensor([PROMPTS[2]])
+    registered = set(AttentionInterface._global_mapping), dict(AttentionMaskInterface._global_mapping)
+    before = model(input_ids=ids).logits
+    engine = _engine(model)
+    with pytest.raises(ZeroDivisionError), engine.inference():
+        engine.generate(PROMPTS, GREEDY)
+        raise ZeroDivisionError
+    assert torch.equal(model(input_ids=ids).logits, before)
+    assert (set(AttentionInterface._global_mapping), dict(AttentionMaskInterface._global_mapping)) == registered
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "bloom"])
+def test_a_wrong_mask_is_found_by_the_probe_and_said(kind, monkeypatch, caplog):
+    """The negative control: a mask that lets tokens see one column too few."""
+    true_mask = SlotAttention.bool_mask
+
+    def narrow(self, **named):
+        seen = true_mask(self, **named)
+        return seen & ~(torch.arange(seen.shape[-1]) == 1)
+
+    monkeypatch.setattr(SlotAttention, "bool_mask", narrow)
+    monkeypatch.setattr(SlotAttention, "mask", lambda self, **named: narrow(self, **named))
+    model = build(kind)
+    engine = _engine(model)
+    expected = _oracle(model)
+    assert _greedy(engine) == expected  # through transformers' generate
+    said = engine.describe()
+    assert said["path"] == "generate"
+    assert "differ from the plain forward" in said["refused"]["eager"]
+    assert "does not run on the decode engine" in caplog.text
+
+
+def test_sampled_logprobs_are_those_of_the_training_forward_whatever_was_cut_or_penalised():
+    model = build("llama")
+    engine = _engine(model)
+    settings = SamplingConfig(max_new_tokens=12, temperature=0.7, top_k=40, top_p=0.9, repetition_penalty=1.2)
+    with engine.inference():
+        drawn = engine.generate(PROMPTS * 4, settings, seed=3)
+    for prompt, tokens, logprobs in zip(PROMPTS * 4, drawn.tokens, drawn.logprobs, strict=True):
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double() / 0.7
+        truth = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(logprobs).double(), truth, atol=1e-5, rtol=0)
+        assert max(tokens) < VOCAB
+
+
+def test_bfloat16_logprobs_stay_near_the_training_forward():
+    model = build("llama").bfloat16()
+    with _engine(model).inference() as engine:
+        drawn = engine.generate(PROMPTS * 4, SamplingConfig(max_new_tokens=12), seed=3)
+    differences = []
+    for prompt, tokens, logprobs in zip(PROMPTS * 4, drawn.tokens, drawn.logprobs, strict=True):
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+        truth = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        differences += (torch.tensor(logprobs) - truth).abs().tolist()
+    assert sum(differences) / len(differences) < 0.02
+    assert max(differences) < 0.2
