@@ -139,10 +139,11 @@ def test_logits_that_are_not_finite_are_an_error_and_the_engine_survives_it():
 
 
 def test_models_that_are_no_causal_language_models_are_refused():
-    from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, T5Config
     from tiny import tiny_config
+    from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, T5Config
 
-    t5 = AutoModelForSeq2SeqLM.from_config(T5Config(vocab_size=50, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
+    sizes = dict(vocab_size=50, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    t5 = AutoModelForSeq2SeqLM.from_config(T5Config(**sizes))
     scorer = AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1))
     for model, said in ((t5, "encoder-decoder"), (scorer, "no language model head")):
         with pytest.raises(UserError, match=said), HybridEngine(model, model).inference():
