@@ -110,6 +110,15 @@ def test_a_chat_s_next_turn_reads_the_cache_and_says_what_a_fresh_engine_says(mo
             history += expected
 
 
+def test_a_stream_that_outlives_the_mode_is_an_error():
+    engine = _engine()
+    with engine.inference():
+        stream = engine.stream(PROMPTS[2], SETTINGS)
+        next(stream)
+    with pytest.raises(RuntimeError, match="the mode has ended"):
+        next(stream)
+
+
 def test_a_cache_that_cannot_hold_one_request_is_refused_and_a_small_one_has_fewer_slots():
     engine = _engine()
     with engine.inference():
