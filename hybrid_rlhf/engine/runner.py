@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hybrid_rlhf.engine.attend import SlotAttention
 from hybrid_rlhf.engine.kv_cache import SlotCache, Step, make_cache
 from hybrid_rlhf.kernels import Ops, ops_for
+from hybrid_rlhf.kernels.products import own_products
 from hybrid_rlhf.models.attention import (
     causal_mask_function,
     custom_attention,
@@ -56,6 +57,7 @@ class Runner:
     def plugged_in(self) -> Iterator[Runner]:
         """Within the block the model runs over slots; its configuration is as before afterwards, whatever happens."""
         with ExitStack() as stack:
+            stack.enter_context(own_products(self.model, self.ops.linear))
             if self.path == "native":
                 name = f"hybrid_rlhf_{id(self)}"
                 stack.enter_context(custom_attention(self.model, name, self._attention.attend, self._attention.mask))
