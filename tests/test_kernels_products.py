@@ -8,7 +8,7 @@ from torch import nn
 
 from hybrid_rlhf.kernels import cpu
 from hybrid_rlhf.kernels.ops import KernelsUnavailableError
-from hybrid_rlhf.kernels.products import own_linear, own_products
+from hybrid_rlhf.kernels.products import own_products
 
 
 @pytest.fixture(scope="module")
@@ -101,17 +101,10 @@ def test_without_own_products_nothing_is_touched():
         assert count == 0 and "forward" not in vars(layer)
 
 
-def test_products_are_ours_only_where_torch_has_none_of_its_own(monkeypatch):
-    monkeypatch.setattr(cpu, "load_linear", lambda: "ours")
-    for machine, capability, found in (("x86_64", "AVX2", "ours"), ("x86_64", "DEFAULT", "ours"),
-                                       ("x86_64", "AVX512", None), ("aarch64", "DEFAULT", None)):
+def test_products_are_ours_only_where_torch_has_none_of_its_own(linear, monkeypatch):
+    for machine, capability, is_ours in (("x86_64", "AVX2", True), ("x86_64", "DEFAULT", True),
+                                         ("x86_64", "AVX512", False), ("aarch64", "DEFAULT", False)):
         monkeypatch.setattr(cpu.platform, "machine", lambda value=machine: value)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda value=capability: value)
-        assert own_linear.__wrapped__("cpu") == found and own_linear.__wrapped__("cuda") is None
-
-
-def test_without_compiled_kernels_torch_multiplies(monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu, "multiplies_itself", lambda: True)
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setenv("HYBRID_RLHF_CACHE", str(tmp_path))
-    assert own_linear.__wrapped__("cpu") is None
+        ops = cpu.load()
+        assert (ops.linear is not None) == is_ours and ("16-bit products" in ops.name) == is_ours

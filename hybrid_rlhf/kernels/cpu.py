@@ -22,12 +22,13 @@ def load() -> Ops:
 
     Tensors are fp32, bf16 or fp16 on the processor; sums are in fp32. Threads are torch's own (torch.set_num_threads).
     """
-    module = _module()
-    return Ops("cpu (C++)", module.decode_attention, module.sample)
+    module, own = _module(), multiplies_itself()
+    return Ops("cpu (C++, with 16-bit products)" if own else "cpu (C++)", module.decode_attention, module.sample,
+               module.linear if own else None)
 
 
 def load_linear() -> Callable:
-    """linear(input, weight, bias=None): nn.Linear of the same dtype throughout, without gradients, summed in fp32."""
+    """The compiled linear(input, weight, bias), whether or not `load` would use it on this processor."""
     return _module().linear
 
 

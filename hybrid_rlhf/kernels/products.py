@@ -4,27 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from hybrid_rlhf.kernels import cpu
-from hybrid_rlhf.kernels.ops import KernelsUnavailableError
-
-
-@cache
-def own_linear(device_type: str) -> Callable | None:
-    """linear(input, weight, bias) of a device ("cpu", "cuda"), or None where torch's own product is as fast. Without
-    compiled kernels it is None too; kernels.ops_for says so to the user.
-    """
-    if device_type != "cpu" or not cpu.multiplies_itself():
-        return None
-    try:
-        return cpu.load_linear()
-    except KernelsUnavailableError:
-        return None
 
 
 @contextmanager
