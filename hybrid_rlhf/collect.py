@@ -2,26 +2,83 @@
 
 from __future__ import annotations
 
-import torch
+import logging
+import time
+from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.distributed import sum_over_ranks
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.rewards import RewardSource, checked_scores
-from hybrid_rlhf.roles import Roles
+from hybrid_rlhf.roles import Actor, Roles
 from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.tensors import masked_mean
+
+_log = logging.getLogger(__name__)
+
+OLD_LOGPROBS = ("auto", "sampler", "recompute")
+
+
+@dataclass
+class DriftGate:
+    """Whose log-probabilities count as the old ones of a rollout: the sampler's, or a training forward's.
+
+    mode "sampler" and "recompute" decide once; "auto" takes the sampler's while the mean |sampled - training| stays
+    within max_drift (nats per token), and the training forward's otherwise. The drift is measured at every step: on the
+    whole rollout where it is recomputed anyway, else on every num_skipped-th sequence.
+    """
+
+    mode: str = "auto"
+    max_drift: float = 0.02
+    num_skipped: int = 8
+    _was_closed: bool = field(default=False, init=False)
+
+    def logprobs(self, rollout: Rollout, actor: Actor, metrics: Metrics) -> Tensor:
+        """(B, R) old log-probabilities; metrics receives engine/logprob_drift."""
+        if self.mode == "recompute":
+            recomputed = actor.logprobs(rollout)
+            _measure(rollout, recomputed, metrics)
+            return recomputed
+        sample = rollout.rows(torch.arange(0, len(rollout), self.num_skipped))
+        drift = _measure(sample, actor.logprobs(sample), metrics)
+        if self.mode == "sampler":
+            return rollout.sampled_logprobs
+        is_closed = not drift <= self.max_drift  # a drift that is not a number closes it too
+        if is_closed != self._was_closed:
+            _log.warning("engine/logprob_drift is %.3g, %s %.3g: old log-probabilities are now %s", drift,
+                         "more than" if is_closed else "within", self.max_drift,
+                         "recomputed by a training forward" if is_closed else "the sampler's")
+        self._was_closed = is_closed
+        return actor.logprobs(rollout) if is_closed else rollout.sampled_logprobs
+
+
+def _measure(rollout: Rollout, recomputed: Tensor, metrics: Metrics) -> float:
+    """Mean |sampled - recomputed| over the actions of all ranks, so that every rank decides alike."""
+    gap = (rollout.sampled_logprobs - recomputed).abs()
+    count = rollout.action_mask.sum()
+    metrics.add("engine/logprob_drift", masked_mean(gap, rollout.action_mask), count)
+    total, count = sum_over_ranks(torch.stack([gap[rollout.action_mask].sum().double(), count.double()])).tolist()
+    return total / max(count, 1)
 
 
 @torch.no_grad()
 def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: SamplingConfig, seed: int,
-            metrics: Metrics) -> Rollout:
+            metrics: Metrics, gate: DriftGate | None = None) -> Rollout:
     """Sample `sampling.num_samples` responses to each prompt, then score them and measure every role on them.
 
-    seed makes the sampling a function of the step. metrics receives the time of each phase.
+    seed makes the sampling a function of the step. gate: whose log-probabilities are the old ones (None: recomputed).
+    metrics receives the time of each phase and what the engine has to say of itself.
     """
+    start = time.perf_counter()
     with metrics.timer("generate"), roles.actor.inference():
         rollout = roles.actor.generate(prompts.repeat(sampling.num_samples), sampling, seed)
+    metrics.add("engine/tokens_per_second", rollout.action_mask.sum() / (time.perf_counter() - start))
+    metrics.add("engine/kv_bytes", roles.actor.engine.kv_bytes)
     with metrics.timer("score"):
-        rollout.logprobs = roles.actor.logprobs(rollout)  # (B, R)
+        rollout.logprobs = (gate or DriftGate("recompute")).logprobs(rollout, roles.actor, metrics)  # (B, R)
         if roles.ref:
             rollout.ref_logprobs = roles.ref.logprobs(rollout)  # (B, R)
         if roles.critic:

@@ -20,7 +20,7 @@ from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.models.backbone import hidden_states, own_head
 from hybrid_rlhf.rollout import Prompts, Rollout
-from hybrid_rlhf.tensors import SequenceBatch, last_true, predicted, predicting, scatter, token_budget_groups
+from hybrid_rlhf.tensors import SequenceBatch, last_true, pad_right, predicted, predicting, scatter, token_budget_groups
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,9 @@ class Actor:
         texts = self.tokenizer.batch_decode(
             [row[: len(row) - int(end)] for row, end in zip(generation.tokens, ended, strict=True)],
             skip_special_tokens=True)
-        return Rollout.from_responses(prompts, generation.tokens, ended, self.engine.pad_id, texts)
+        rollout = Rollout.from_responses(prompts, generation.tokens, ended, self.engine.pad_id, texts)
+        rollout.sampled_logprobs = pad_right(generation.logprobs, 0.0, torch.float32)
+        return rollout
 
     def logprobs(self, rollout: Rollout) -> Tensor:
         """(B, R) log-probabilities of the sampled tokens under the present weights."""

@@ -110,6 +110,15 @@ def test_a_chat_s_next_turn_reads_the_cache_and_says_what_a_fresh_engine_says(mo
             history += expected
 
 
+def test_a_stream_that_outlives_the_mode_is_an_error():
+    engine = _engine()
+    with engine.inference():
+        stream = engine.stream(PROMPTS[2], SETTINGS)
+        next(stream)
+    with pytest.raises(RuntimeError, match="the mode has ended"):
+        next(stream)
+
+
 def test_a_cache_that_cannot_hold_one_request_is_refused_and_a_small_one_has_fewer_slots():
     engine = _engine()
     with engine.inference():
@@ -139,10 +148,11 @@ def test_logits_that_are_not_finite_are_an_error_and_the_engine_survives_it():
 
 
 def test_models_that_are_no_causal_language_models_are_refused():
-    from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, T5Config
     from tiny import tiny_config
+    from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, T5Config
 
-    t5 = AutoModelForSeq2SeqLM.from_config(T5Config(vocab_size=50, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
+    sizes = dict(vocab_size=50, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    t5 = AutoModelForSeq2SeqLM.from_config(T5Config(**sizes))
     scorer = AutoModelForSequenceClassification.from_config(tiny_config(num_labels=1))
     for model, said in ((t5, "encoder-decoder"), (scorer, "no language model head")):
         with pytest.raises(UserError, match=said), HybridEngine(model, model).inference():

@@ -109,9 +109,12 @@ def test_a_broken_number_in_a_key_reaches_the_output(ops):
     assert out[0].isnan().all() and out[1].isfinite().all()
 
 
-def test_caches_may_be_views_with_any_strides(ops):
+def test_caches_and_new_tokens_may_be_views_with_any_strides(ops):
     inputs = case(4, 2, 16, 16, torch.float32, [11, 30, 2])
     inputs[3] = inputs[3].permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)  # (S, K, C, D) stored as (C, S, K, D)
+    inputs[0] = inputs[0].mT.contiguous().mT
+    inputs[1] = inputs[1].expand(-1, -1, 2, -1).transpose(2, 3).contiguous().mT[:, :, :1]
+    assert inputs[1].stride(-1) != 1
     ours, want = both(ops, inputs)
     assert (ours - want).abs().max() < 5e-6
 

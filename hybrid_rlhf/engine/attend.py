@@ -45,10 +45,10 @@ class SlotAttention:
                                    s_aux), None
         if is_own:
             if _is_row_mask(attention_mask):
+                row_mask = None if attention_mask is None else attention_mask[:, 0, 0]
                 return self.ops.decode_attention(
-                    query, key, value, layer.keys, layer.values, self.cache.row_slots(), step.positions[:, 0], step.width,
-                    scaling=scaling, softcap=softcap, sinks=s_aux,
-                    mask=None if attention_mask is None else attention_mask[:, 0, 0]), None
+                    query, key, value, layer.keys, layer.values, self.cache.row_slots(), step.positions[:, 0],
+                    step.width, scaling=scaling, softcap=softcap, sinks=s_aux, mask=row_mask), None
             layer.write(key, value)
             key, value = layer.columns()
         return dense_attention(query, key, value, self._dense_mask(attention_mask, step), scaling, softcap, s_aux), None

@@ -54,6 +54,7 @@ class HybridEngine:
         self.training: ZeroTraining | None = None
         self.is_inference = False
         self.kv_bytes = 0  # of the newest generation
+        self._num_slots = 0
         self._runner: Runner | None = None
         self._cache: SlotCache | None = None
         self._conversation: Conversation | None = None
@@ -112,7 +113,7 @@ class HybridEngine:
         runner = self._runner
         return {"path": runner and runner.path, "kernels": runner and runner.ops.name,
                 "refused": dict(runner.reasons) if runner else {}, "kv_bytes": self.kv_bytes,
-                "slots": self._cache.num_slots if self._cache else 0, "max_batch": self.max_batch}
+                "slots": self._num_slots, "max_batch": self.max_batch}
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seed: int = 0, *,
                  limits: Sequence[int] | None = None, numbers: Sequence[int] | None = None) -> Generation:
@@ -136,7 +137,7 @@ class HybridEngine:
         stops = [*self.eos_ids, *sampling.stop_token_ids]
         for _ in Scheduler(self._runner, cache, sampling, stops, seed).run(requests):
             pass
-        self.kv_bytes = cache.num_bytes()
+        self.kv_bytes, self._num_slots = cache.num_bytes(), cache.num_slots
         return Generation([r.tokens for r in requests],
                           ["eos" if r.tokens[-1] in stops else "length" for r in requests],
                           [r.logprobs for r in requests])

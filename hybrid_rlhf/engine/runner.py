@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hybrid_rlhf.engine.attend import SlotAttention
 from hybrid_rlhf.engine.kv_cache import SlotCache, Step, make_cache
 from hybrid_rlhf.kernels import Ops, ops_for
+from hybrid_rlhf.kernels.products import own_products
 from hybrid_rlhf.models.attention import (
     causal_mask_function,
     custom_attention,
@@ -44,6 +45,7 @@ class Runner:
         self.path = "unknown"
         self.reasons: dict[str, str] = {}  # path -> why it was not taken
         self.is_stateful = False
+        self.first_position = 0  # position id of a sequence's first token
         self.bytes_per_column = self.bytes_per_slot = 0.0  # of a slot: what grows with its length, and what does not
         self._direct: set[int] = set()
         self._attention = SlotAttention(self.ops, causal_mask_function())
@@ -55,10 +57,15 @@ class Runner:
     def plugged_in(self) -> Iterator[Runner]:
         """Within the block the model runs over slots; its configuration is as before afterwards, whatever happens."""
         with ExitStack() as stack:
+            stack.enter_context(own_products(self.model, self.ops.linear))
             if self.path == "native":
                 name = f"hybrid_rlhf_{id(self)}"
                 stack.enter_context(custom_attention(self.model, name, self._attention.attend, self._attention.mask))
-            yield self
+            self._inside = True
+            try:
+                yield self
+            finally:
+                self._inside = False
 
     def new_cache(self, num_slots: int, capacity: int) -> SlotCache:
         """An empty cache; its layers allocate themselves from the first keys they see."""
@@ -97,11 +104,13 @@ class Runner:
 
     @torch.no_grad()
     def _forward(self, module: nn.Module, cache: SlotCache, step: Step, ids: Tensor):  # noqa: ANN202
+        if not self._inside:
+            raise RuntimeError("a step of inference outside inference(): the mode has ended")
         cache.begin(step)
         self._attention.cache = cache
         named = {self._cache_name(module): cache, "use_cache": True}
         if self._takes_positions(module):
-            named["position_ids"] = step.positions
+            named["position_ids"] = step.positions + self.first_position if self.first_position else step.positions
         if self.path == "eager":
             with own_attention(self._attention.float_mask, self._attention.bool_mask):
                 return module(input_ids=ids, **named)
@@ -118,12 +127,20 @@ class Runner:
 
     def probe(self) -> None:
         """Find the fastest path whose logits, over ragged slots, are those of the model's plain forward."""
+        pad_id = getattr(self.model.config.get_text_config(), "pad_token_id", None)
         for path in ("native", "eager"):
-            reason = self._try(path)
-            if reason is None:
-                self.path = path
-                return
-            self.reasons[path] = reason
+            for self.first_position in (0, *((pad_id + 1,) if pad_id is not None else ())):  # RoBERTa's kin start there
+                reason = self._try(path)
+                if reason is None:
+                    self.path = path
+                    self.reasons.pop(path, None)
+                    if self.reasons:
+                        _log.warning("%s keeps its own attention in inference mode: %s", type(self.model).__name__,
+                                     self.reasons["native"])
+                    return
+                self.reasons.setdefault(path, reason)
+                if "differ" not in reason:
+                    break
         self.path = "generate"
         _log.warning("%s does not run on the decode engine (%s); it is sampled by transformers' generate",
                      type(self.model).__name__, "; ".join(f"{p}: {r}" for p, r in self.reasons.items()))
@@ -139,10 +156,12 @@ class Runner:
             with self.plugged_in():
                 ours = _probe_logits(self)
             difference = _relative(ours, _plain_logits(self.model, self.device))
-        except Exception as error:  # noqa: BLE001 - whatever a stranger's forward raises, the path is not for it
+        except Exception as error:  # whatever a stranger's forward raises, the path is not for it
             return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         bound = 1e-3 if next(self.model.parameters()).dtype == torch.float32 else 0.05
-        return None if difference < bound else f"its logits over slots differ from the plain forward by {difference:.2g}"
+        if difference < bound:
+            return None
+        return f"its logits over slots differ from the plain forward by {difference:.2g}"
 
 
 PROBE_LENGTHS = (9, 4, 6)
@@ -152,7 +171,8 @@ _PROBE_STEPS = 4
 def _probe_sequences(model: nn.Module) -> list[list[int]]:
     """Three ragged sequences, the same each time: 4 decoded tokens after a prompt."""
     size = model.config.get_text_config().vocab_size
-    return [[(7 + 31 * i + 13 * j + i * j) % size for j in range(n + _PROBE_STEPS)]
+    first = min(5, size - 1)  # tokens below are often special, and a pad has no position of its own
+    return [[first + (7 + 31 * i + 13 * j + i * j) % (size - first) for j in range(n + _PROBE_STEPS)]
             for i, n in enumerate(PROBE_LENGTHS)]
 
 

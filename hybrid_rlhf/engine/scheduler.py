@@ -204,8 +204,9 @@ class Scheduler:
     def _check_finite(self, batch: _Batch, logprobs: list[float]) -> None:
         for row, request in batch.live:
             if not math.isfinite(logprobs[row]) and not (request.tokens and self._has_ended(request)):
-                raise UserError(f"the model's logits are not finite at position {len(request.prompt) + len(request.tokens)}"
-                                f" of request {request.number}: its weights have broken (too large a step?)")
+                position = len(request.prompt) + len(request.tokens)
+                raise UserError(f"the model's logits are not finite at position {position} of request "
+                                f"{request.number}: its weights have broken (too large a step?)")
 
     def _step(self, batch: _Batch, width: int) -> tuple[Tensor, Tensor]:
         """One token for every row; leaves the batch ready for the next."""

@@ -14,13 +14,6 @@ constexpr int64_t kTile = 64;  // columns: their keys stay in the first-level ca
 constexpr int kSums = 8;       // accumulators that fit the registers beside what they are fed from
 constexpr int64_t kWorthThreads = 1 << 17;  // products below which waking other threads costs more than it saves
 
-template <typename Act>
-void with_type(DType dtype, Act act) {
-  if (dtype == DType::kFloat32) act(float{});
-  else if (dtype == DType::kBFloat16) act(c10::BFloat16{});
-  else act(c10::Half{});
-}
-
 template <typename From, typename To>
 void convert(const From* from, To* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = static_cast<To>(static_cast<float>(from[i]));

@@ -1,11 +1,15 @@
 // Tensors to the kernels' plain interface. Signatures and meaning: kernels/reference.py.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "kernels.h"
 
@@ -30,6 +34,9 @@ hybrid::Rows rows(const Tensor& x, const char* name, int64_t dims) {
   TORCH_CHECK_VALUE(x.size(-1) <= 1 || x.stride(-1) == 1, name, ": its last dimension must be dense");
   return {x.data_ptr(), dtype_of(x, name), x.stride(0), dims > 2 ? x.stride(1) : 0};
 }
+
+// A new token's tensor as the kernel can read it; models hand on views of any strides.
+Tensor dense(const Tensor& x) { return x.size(-1) <= 1 || x.stride(-1) == 1 ? x : x.contiguous(); }
 
 Tensor numbers(const Tensor& x, const char* name, int64_t count) {
   TORCH_CHECK_VALUE(x.dim() == 1 && x.size(0) == count && x.scalar_type() == at::kLong && x.device().is_cpu(), name,
@@ -57,10 +64,11 @@ void check_slots(const hybrid::Attention& call, int64_t slots, int64_t columns) 
   }
 }
 
-Tensor decode_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& keys,
+Tensor decode_attention(const Tensor& new_query, const Tensor& new_key, const Tensor& new_value, const Tensor& keys,
                         const Tensor& values, const Tensor& slots, const Tensor& positions, int64_t width,
                         double scaling, std::optional<double> softcap, const Maybe& sinks, const Maybe& mask) {
   hybrid::Attention call{};
+  const Tensor query = dense(new_query), key = dense(new_key), value = dense(new_value);
   call.query = rows(query, "query", 4), call.key = rows(key, "key", 4), call.value = rows(value, "value", 4);
   call.keys = rows(keys, "keys", 4), call.values = rows(values, "values", 4);
   call.batch = query.size(0), call.heads = query.size(1), call.kv_heads = keys.size(1);
@@ -118,6 +126,47 @@ std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& streams, c
   return {tokens, logprobs};
 }
 
+constexpr int64_t kFewRows = 64;  // above, torch's fp32 product is faster, conversion of the weights included
+constexpr int64_t kAtOnce = 4096;  // rows of the weights that are converted at a time
+
+void wide_linear(const Tensor& x, const Tensor& weight, const Maybe& bias, Tensor& out) {
+  const Tensor wide = x.to(at::kFloat);
+  for (int64_t first = 0; first < weight.size(0); first += kAtOnce) {
+    const int64_t count = std::min(kAtOnce, weight.size(0) - first);
+    Tensor part = at::mm(wide, weight.narrow(0, first, count).to(at::kFloat).t());
+    if (bias) part.add_(bias->narrow(0, first, count));
+    out.narrow(1, first, count).copy_(part);
+  }
+}
+
+Tensor linear(const Tensor& input, const Tensor& weight, const Maybe& bias) {
+  at::NoGradGuard no_grad;
+  TORCH_CHECK_VALUE(weight.dim() == 2 && input.dim() > 0 && input.size(-1) == weight.size(1),
+                    "shapes do not fit: input ", input.sizes(), ", weight ", weight.sizes());
+  std::vector<int64_t> shape = input.sizes().vec();
+  shape.back() = weight.size(0);
+  const Tensor x = dense(input.reshape({-1, weight.size(1)}));
+  Tensor out = at::empty({x.size(0), weight.size(0)}, x.options());
+  if (x.size(0) > kFewRows) {
+    wide_linear(x, weight, bias, out);
+    return out.view(shape);
+  }
+  hybrid::Linear call{};
+  call.rows = x.size(0), call.in_features = x.size(1), call.out_features = weight.size(0);
+  call.x = rows(x, "input", 2), call.weight = rows(weight, "weight", 2), call.out = rows(out, "out", 2);
+  Tensor wide_bias;
+  if (bias) {
+    TORCH_CHECK_VALUE(bias->numel() == call.out_features, "bias has ", bias->numel(), " numbers, not ",
+                      call.out_features);
+    wide_bias = bias->to(at::kFloat).contiguous();
+    call.bias = wide_bias.const_data_ptr<float>();
+  }
+  call.threads = at::get_num_threads();
+  pybind11::gil_scoped_release unlocked;
+  hybrid::linear(call);
+  return out.view(shape);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -128,4 +177,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("sample", &sample, py::arg("logits"), py::arg("streams"), py::arg("positions"), py::kw_only(),
         py::arg("temperature") = 1.0, py::arg("top_k") = 0, py::arg("top_p") = 1.0, py::arg("min_p") = 0.0,
         py::arg("repetition_penalty") = 1.0, py::arg("seen") = py::none(), py::arg("forbidden") = py::none());
+  m.def("linear", &linear, py::arg("input"), py::arg("weight"), py::arg("bias") = py::none());
 }

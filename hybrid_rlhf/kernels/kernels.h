@@ -44,4 +44,13 @@ struct Sampling {
 
 void sample(const Sampling& call);
 
+struct Linear {
+  int64_t rows, in_features, out_features;
+  Rows x, weight, out;            // (M, 1, in), (N, 1, in), (M, 1, N)
+  const float* bias;              // (N) or null
+  int threads;
+};
+
+void linear(const Linear& call);
+
 }  // namespace hybrid

@@ -7,11 +7,16 @@ from typing import NamedTuple
 
 
 class Ops(NamedTuple):
-    """The operations of one device. name is for people: "reference", "cpu (C++)", "cuda (Triton)"."""
+    """The operations of one device. name is for people: "reference", "cpu (C++)", "cuda (Triton)".
+
+    linear(input, weight, bias): nn.Linear in 16 bits, without gradients, for kernels/products.py; None where torch's
+    own is as fast.
+    """
 
     name: str
     decode_attention: Callable
     sample: Callable
+    linear: Callable | None = None
 
 
 class KernelsUnavailableError(Exception):

@@ -60,13 +60,6 @@ struct Best {
   }
 };
 
-template <typename T>
-void widen(const T* from, float* to, int64_t count) {
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
-  for (; i < count; ++i) to[i] = static_cast<float>(from[i]);
-}
-
 void divide(float* x, int64_t count, float by) {
   if (by != 1)
     for (int64_t i = 0; i < count; ++i) x[i] /= by;
@@ -147,12 +140,9 @@ Best draw_row(const Sampling& call, int64_t b, const float* x, int64_t padded, f
 }
 
 void widen_row(const Sampling& call, int64_t b, float* to) {
-  const int64_t at = b * call.logits.stride0;
-  const void* from = call.logits.data;
-  if (call.logits.dtype == DType::kFloat32) widen(static_cast<const float*>(from) + at, to, call.vocabulary);
-  else if (call.logits.dtype == DType::kBFloat16)
-    widen(static_cast<const c10::BFloat16*>(from) + at, to, call.vocabulary);
-  else widen(static_cast<const c10::Half*>(from) + at, to, call.vocabulary);
+  with_type(call.logits.dtype, [&](auto type) {
+    widen(static_cast<const decltype(type)*>(call.logits.data) + b * call.logits.stride0, to, call.vocabulary);
+  });
 }
 
 void sample_row(const Sampling& call, int64_t b, Scratch& scratch) {

@@ -7,7 +7,17 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels.h"
+
 namespace hybrid {
+
+// act with a value of the C++ type of `dtype`.
+template <typename Act>
+void with_type(DType dtype, Act act) {
+  if (dtype == DType::kFloat32) act(float{});
+  else if (dtype == DType::kBFloat16) act(c10::BFloat16{});
+  else act(c10::Half{});
+}
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -43,12 +53,20 @@ inline Floats load(const c10::Half* from) {
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 
+template <typename T>
+void widen(const T* from, float* to, int64_t count) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
+  for (; i < count; ++i) to[i] = static_cast<float>(from[i]);
+}
+
 inline float sum(Floats x) {
-  float lanes[kLanes];
-  store(lanes, x);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  return lanes[0];
+  using Quad = float __attribute__((vector_size(16)));
+  Quad parts[kLanes / 4];
+  std::memcpy(parts, &x, sizeof x);
+  for (int width = kLanes / 8; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) parts[i] += parts[i + width];
+  return (parts[0][0] + parts[0][1]) + (parts[0][2] + parts[0][3]);
 }
 
 inline float largest(Floats x) {

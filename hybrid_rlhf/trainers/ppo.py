@@ -12,7 +12,7 @@ from hybrid_rlhf.algorithms.advantages import ESTIMATORS, explained_variance, wh
 from hybrid_rlhf.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate
 from hybrid_rlhf.algorithms.policy import policy_loss, value_loss
 from hybrid_rlhf.algorithms.shaping import missing_eos, normalise, shape_rewards
-from hybrid_rlhf.collect import SamplingConfig, collect
+from hybrid_rlhf.collect import OLD_LOGPROBS, DriftGate, SamplingConfig, collect
 from hybrid_rlhf.config import check, nearest
 from hybrid_rlhf.distributed import sum_over_ranks
 from hybrid_rlhf.metrics import Metrics
@@ -45,6 +45,9 @@ class PPOConfig:
         normalise_scores: Whether scores are put on the scale (mean 0, std 1) that stage 2 measured on SFT responses.
         score_clip: Bound of the normalised score.
         missing_eos_penalty: Subtracted from the score of a response that did not end by itself.
+        old_logprobs: Whose log-probabilities the ratio starts from: the sampler's, recompute (a training forward), or
+            auto (the sampler's while their drift stays within max_logprob_drift).
+        max_logprob_drift: Mean |sampled - training| log-probability, in nats, that auto accepts.
     """
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -65,10 +68,15 @@ class PPOConfig:
     normalise_scores: bool = True
     score_clip: float | None = 5.0
     missing_eos_penalty: float = 0.0
+    old_logprobs: str = "auto"
+    max_logprob_drift: float = 0.02
 
     def __post_init__(self) -> None:
         check(self.estimator in ESTIMATORS, f"ppo.estimator is {self.estimator!r}; there are {', '.join(ESTIMATORS)}"
                                             f"{nearest(self.estimator, ESTIMATORS)}")
+        check(self.old_logprobs in OLD_LOGPROBS,
+              f"ppo.old_logprobs is {self.old_logprobs!r}; choose {', '.join(OLD_LOGPROBS)}"
+              f"{nearest(self.old_logprobs, OLD_LOGPROBS)}")
         check(self.kl_estimator in ("k1", "k2", "k3"), f"ppo.kl_estimator is {self.kl_estimator!r}; choose k1, k2, k3")
         for name in ("num_ppo_epochs", "num_minibatches"):
             check(getattr(self, name) >= 1, f"ppo.{name} is {getattr(self, name)}; it must be at least 1")
@@ -100,12 +108,14 @@ class PPOTrainer:
         self.kl_coef = FixedKL(config.kl_coef) if config.kl_target is None else AdaptiveKL(
             config.kl_coef, config.kl_target, config.kl_horizon)
         self.rng = torch.Generator().manual_seed(seed)
+        self.gate = DriftGate(config.old_logprobs, config.max_logprob_drift)
         self.num_steps = 0
         self.newest: Rollout | None = None
 
     def step(self, prompts: Prompts) -> Metrics:
         metrics = Metrics()
-        rollout = collect(prompts, self.roles, self.source, self.config.sampling, self._sampling_seed(), metrics)
+        rollout = collect(prompts, self.roles, self.source, self.config.sampling, self._sampling_seed(), metrics,
+                          self.gate)
         self.estimate(rollout, metrics)
         with metrics.timer("train"):
             updated = self.update(rollout)

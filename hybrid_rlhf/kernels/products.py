@@ -1,0 +1,43 @@
+"""Our matrix products in place of nn.Linear's, where a processor's kernels say that theirs are faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@contextmanager
+def own_products(model: nn.Module, linear: Callable | None) -> Iterator[int]:
+    """Within the block every plain 16-bit nn.Linear of `model` multiplies by `linear(input, weight, bias)`, which reads
+    the weights where they are; yields how many do.
+
+    Left alone: fp32 and quantized layers, other subclasses, modules whose forward somebody has replaced already
+    (offloading hooks), and every call that needs gradients or mixes dtypes. linear None: nothing is done.
+    """
+    modules = [m for m in model.modules() if linear and _is_plain(m)]
+    for module in modules:
+        module.forward = _forward(module, linear)
+    try:
+        yield len(modules)
+    finally:
+        for module in modules:
+            del module.forward
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return (type(module) is nn.Linear and module.weight.dtype in (torch.bfloat16, torch.float16)
+            and module.weight.device.type == "cpu" and "forward" not in vars(module))
+
+
+def _forward(module: nn.Linear, linear: Callable) -> Callable[[Tensor], Tensor]:
+    def forward(input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's own name for it
+        weight, bias = module.weight, module.bias
+        if torch.is_grad_enabled() or input.dtype != weight.dtype or not input.numel():
+            return F.linear(input, weight, bias)
+        return linear(input, weight, bias)
+
+    return forward

@@ -1,0 +1,110 @@
+"""Our 16-bit matrix products: right, independent of the batch, and gone when the block ends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hybrid_rlhf.kernels import cpu
+from hybrid_rlhf.kernels.ops import KernelsUnavailableError
+from hybrid_rlhf.kernels.products import own_products
+
+
+@pytest.fixture(scope="module")
+def linear():
+    """The C++ product, whether or not this processor's Ops would use it."""
+    try:
+        return cpu.load_linear()
+    except KernelsUnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("dtype, step", [(torch.float32, 2e-6), (torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)],
+                         ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 64, 65, 130])
+def test_products_are_exact_but_for_one_rounding(linear, rows, dtype, step):
+    for inner, outer, has_bias in ((1, 1, False), (7, 5, True), (32, 49, False), (768, 96, True), (2500, 101, True)):
+        g = torch.Generator().manual_seed(inner)
+        x, weight = (torch.randn(n, inner, generator=g).to(dtype) for n in (rows, outer))
+        bias = torch.randn(outer, generator=g).to(dtype) if has_bias else None
+        want = x.double() @ weight.double().T + (bias.double() if has_bias else 0)
+        out = linear(x, weight, bias)
+        assert out.dtype == dtype and out.shape == (rows, outer)
+        sums = (x.double().abs() @ weight.double().abs().T) * 1e-6  # rounding inside an fp32 sum
+        assert ((out.double() - want).abs() <= want.abs() * step * 1.01 + sums).all()
+
+
+def test_leading_dimensions_and_strides_are_kept(linear):
+    weight = torch.randn(6, 16).bfloat16()
+    x = torch.randn(3, 16, 5).bfloat16()
+    want = torch.einsum("bio,ni->bon", x.double(), weight.double())
+    assert (linear(x.mT, weight).double() - want).abs().max() < 0.05
+    wide = torch.randn(6, 40).bfloat16()[:, 3:19]  # rows apart, as a shard's view has them
+    assert torch.equal(linear(x.mT, wide), linear(x.mT, wide.contiguous()))
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it(linear):
+    x, weight = torch.randn(19, 700).bfloat16(), torch.randn(61, 700).bfloat16()
+    whole = linear(x, weight)
+    assert all(torch.equal(linear(x[i:i + n], weight), whole[i:i + n]) for i in range(0, 19, 3) for n in (1, 2, 3))
+
+
+def test_shapes_that_do_not_fit_are_an_error(linear):
+    with pytest.raises(ValueError, match="do not fit"):
+        linear(torch.zeros(2, 5), torch.zeros(3, 4))
+    with pytest.raises(ValueError, match="bias has 2"):
+        linear(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(2))
+
+
+class Odd(nn.Linear):
+    """A subclass, as quantized layers are."""
+
+
+def test_plain_16_bit_layers_multiply_by_ours_inside_the_block_only(linear):
+    calls = []
+
+    def counted(*inputs):
+        calls.append(inputs[1])
+        return linear(*inputs)
+
+    model = nn.ModuleDict(dict(a=nn.Linear(8, 8).bfloat16(), odd=Odd(8, 8).bfloat16(), wide=nn.Linear(8, 8)))
+    hooked = nn.Linear(8, 8).bfloat16()
+    hooked.forward = replaced = hooked.forward
+    model["hooked"] = hooked
+    x = torch.randn(4, 8).bfloat16()
+    with torch.no_grad():
+        before = model["a"](x)
+        with own_products(model, counted) as count:
+            inside = model["a"](x)
+            model["odd"](x), hooked(x), model["wide"](x.float())
+            assert model["a"](x.float()[:0].bfloat16()).shape == (0, 8)
+        after = model["a"](x)
+    assert count == 1 and len(calls) == 1 and calls[0] is model["a"].weight
+    assert (inside - before).abs().max() < 0.05 and torch.equal(before, after)
+    assert "forward" not in vars(model["a"]) and hooked.forward == replaced
+
+
+def test_gradients_still_flow_inside_the_block_and_an_exception_undoes_it(linear):
+    layer = nn.Linear(8, 8).bfloat16()
+    with own_products(layer, linear):
+        layer(torch.randn(2, 8).bfloat16()).sum().backward()
+    assert layer.weight.grad is not None
+    with pytest.raises(RuntimeError), own_products(layer, linear):
+        layer(torch.zeros(2, 9).bfloat16())
+    assert "forward" not in vars(layer)
+
+
+def test_without_own_products_nothing_is_touched():
+    layer = nn.Linear(8, 8).bfloat16()
+    with own_products(layer, None) as count:
+        assert count == 0 and "forward" not in vars(layer)
+
+
+def test_products_are_ours_only_where_torch_has_none_of_its_own(linear, monkeypatch):
+    for machine, capability, is_ours in (("x86_64", "AVX2", True), ("x86_64", "DEFAULT", True),
+                                         ("x86_64", "AVX512", False), ("aarch64", "DEFAULT", False)):
+        monkeypatch.setattr(cpu.platform, "machine", lambda value=machine: value)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda value=capability: value)
+        ops = cpu.load()
+        assert (ops.linear is not None) == is_ours and ("16-bit products" in ops.name) == is_ours
