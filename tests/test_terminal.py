@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import os
 import pty
+import signal
 import sys
 import time
 from pathlib import Path
@@ -72,6 +73,7 @@ def test_at_a_real_terminal_control_c_stops_an_answer_and_then_only_hints(tmp_pa
     tokenizer.save_pretrained(tmp_path)
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job would ignore it
         os.chdir(ROOT)
         os.execv(sys.executable, [sys.executable, "inference/chat.py", "--model", str(tmp_path)])
     seen = b""
