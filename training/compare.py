@@ -72,10 +72,12 @@ def _recorded_seconds(configs: dict) -> dict[str, float]:
 def longer_sft(config, sft, limit: float, command: str) -> str:  # noqa: ANN001
     """Continue the SFT run on its own data for about `limit` seconds; returns the longer run's folder.
 
+    Seconds become steps by the first run's own pace, and at least the first run's steps, as the pace of a busy machine
+    misleads.
     Warm-up and decay start anew at half the rate: the full rate would first undo what the first run had learned.
     """
     done = runfile.read_run(sft.output_dir)
-    steps = max(1, round(limit / done.metrics["time/per_step"]))
+    steps = max(sft.train.max_steps, 1, round(limit / done.metrics["time/per_step"]))
     folder = str(Path(config.output_dir) / "sft_longer")
     model = dataclasses.replace(sft.model, preset=None, model_name_or_path=wiring.model_folder(sft.output_dir))
     train = dataclasses.replace(sft.train, max_steps=steps, learning_rate=sft.train.learning_rate / 2)
