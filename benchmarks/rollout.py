@@ -157,26 +157,33 @@ def alternate(repeats: int, *acts: Callable[[], object]) -> list[float]:
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
-def products(model: nn.Module, rows: int) -> Callable[[], object]:
-    """The matrix products of one decode step, and nothing else."""
-    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
-    inputs = {w.shape[1]: torch.randn(rows, w.shape[1]).to(w.dtype) for w in weights}
+def products(engine: HybridEngine, rows: int) -> Callable[[], float]:
+    """The matrix products of one decode step as the engine computes them, and nothing else; returns seconds."""
+    layers = [m for m in engine.model.modules() if isinstance(m, nn.Linear)]
+    inputs = {m.in_features: torch.randn(rows, m.in_features).to(m.weight.dtype) for m in layers}
 
-    @torch.no_grad()
     def run() -> None:
-        for weight in weights:
-            nn.functional.linear(inputs[weight.shape[1]], weight)
+        for layer in layers:
+            layer(inputs[layer.in_features])
 
-    return run
+    def timed() -> float:
+        with engine.inference():
+            return seconds(run)
+
+    return timed
 
 
 def floor_ratio(engine: HybridEngine, case: Case, repeats: int) -> float:
-    """Time of a decode step, as the difference between long and short responses, over its matrix products."""
-    prompts, steps = case.prompts[: case.rows], 32
+    """Time of a decode step, as the difference between long and short responses, over its matrix products.
+
+    All rows have the longest prompt, so that the engine reads it once and prefilling does not drown the difference.
+    """
+    prompts, steps = [max(case.prompts, key=len)] * case.rows, 32
     short, long = (Case(case.name, case.model, prompts, [n] * case.rows, case.rows) for n in (2, 2 + steps))
-    times = alternate(repeats, lambda: by_engine(engine, short), lambda: by_engine(engine, long),
-                      products(case.model, case.rows))
-    return (times[1] - times[0]) / steps / times[2]
+    multiply = products(engine, case.rows)
+    times = alternate(repeats, lambda: by_engine(engine, short), lambda: by_engine(engine, long))
+    floor = statistics.median(multiply() for _ in range(2 * repeats + 1))
+    return (times[1] - times[0]) / steps / floor
 
 
 def check_equal(engine: HybridEngine, case: Case) -> None:

@@ -44,12 +44,14 @@ void dots(const float* query, int64_t dim, const T* keys, int64_t step, int64_t 
         for (int h = 0; h < Heads; ++h) sums[h][j] += q[h] * k;
       }
     }
+    float totals[kSums];
+    for (int i = 0; i < kSums; i += 4) sums_of_four(&sums[0][0] + i, totals + i);
+    for (int64_t d = whole; d < dim; ++d)
+      for (int i = 0; i < kSums; ++i)
+        totals[i] += query[i / kColumns * dim + d] * static_cast<float>(column[i % kColumns][d]);
+    const int columns = static_cast<int>(std::min<int64_t>(kColumns, count - c));
     for (int h = 0; h < Heads; ++h)
-      for (int j = 0; j < kColumns && c + j < count; ++j) {
-        float total = sum(sums[h][j]);
-        for (int64_t d = whole; d < dim; ++d) total += query[h * dim + d] * static_cast<float>(column[j][d]);
-        scores[h * row + c + j] = total;
-      }
+      for (int j = 0; j < columns; ++j) scores[h * row + c + j] = totals[h * kColumns + j];
   }
 }
 

@@ -36,8 +36,13 @@ void block(const float* x, int64_t x_step, const float* w, int64_t depth, float*
       for (int n = 0; n < Outputs; ++n) sums[m][n] += value * weights[n];
     }
   }
-  for (int m = 0; m < Rows; ++m)
-    for (int n = 0; n < Outputs; ++n) out[m * kTask + n] += sum(sums[m][n]);
+  for (int m = 0; m < Rows; ++m) {
+    float totals[Outputs];
+    if constexpr (Outputs == 4) sums_of_four(sums[m], totals);
+    else
+      for (int n = 0; n < Outputs; ++n) totals[n] = sum(sums[m][n]);
+    for (int n = 0; n < Outputs; ++n) out[m * kTask + n] += totals[n];
+  }
 }
 
 template <int Outputs>

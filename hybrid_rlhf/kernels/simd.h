@@ -4,6 +4,10 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
 #include <cstdint>
 #include <cstring>
 
@@ -41,8 +45,7 @@ inline Floats load(const float* from) {
 inline Floats load(const c10::BFloat16* from) {
   Shorts bits;
   std::memcpy(&bits, from, sizeof bits);
-  const Words wide = __builtin_convertvector(bits, Words) << 16;
-  return reinterpret_cast<const Floats&>(wide);
+  return (Floats)(__builtin_convertvector(bits, Words) << 16);  // a cast between vectors keeps the bits
 }
 
 inline Floats load(const c10::Half* from) {
@@ -67,6 +70,22 @@ inline float sum(Floats x) {
   for (int width = kLanes / 8; width > 0; width /= 2)
     for (int i = 0; i < width; ++i) parts[i] += parts[i + width];
   return (parts[0][0] + parts[0][1]) + (parts[0][2] + parts[0][3]);
+}
+
+// The sums of four vectors, which together cost little more than one alone.
+inline void sums_of_four(const Floats* x, float* to) {
+#if defined(__AVX__)
+  __m256 halves[4];
+  for (int i = 0; i < 4; ++i) {
+    __m256 parts[kLanes / 8];
+    std::memcpy(parts, x + i, sizeof parts);
+    halves[i] = kLanes == 8 ? parts[0] : parts[0] + parts[kLanes / 8 - 1];
+  }
+  const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(halves[0], halves[1]), _mm256_hadd_ps(halves[2], halves[3]));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+#else
+  for (int i = 0; i < 4; ++i) to[i] = sum(x[i]);
+#endif
 }
 
 inline float largest(Floats x) {
@@ -96,8 +115,8 @@ inline Floats exponential(Floats x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const Ints power = (reinterpret_cast<const Ints&>(shifted) - 0x4B400000 + 127) << 23;  // 0x4B400000: bits of magic
-  return x < low ? Floats{} : p * reinterpret_cast<const Floats&>(power);
+  const Ints power = ((Ints)shifted - 0x4B400000 + 127) << 23;  // 0x4B400000: bits of magic
+  return x < low ? Floats{} : p * (Floats)power;
 }
 
 }  // namespace hybrid
