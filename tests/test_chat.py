@@ -229,15 +229,10 @@ def test_a_reader_that_leaves_early_causes_no_complaint(model_folder):
     assert b"BrokenPipe" not in done.stderr
 
 
-def _hear_sigint() -> None:
-    """Tests may run as a shell's background job, whose children would ignore SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def test_control_c_in_a_real_process_ends_an_answer_and_the_next_line_is_answered(model_folder):
     process = subprocess.Popen([sys.executable, "inference/chat.py", "--model", str(model_folder)], cwd=ROOT,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               preexec_fn=_hear_sigint)
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # jobs ignore it
     process.stdin.write(b"/set max_new_tokens=8000 min_new_tokens=8000\none?\n")
     process.stdin.flush()
     process.stdout.read(1)  # the answer has begun, and is far from its end
