@@ -42,7 +42,8 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, va
     if sinks is not None:
         extra = sinks.float().view(1, keys.shape[1], -1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, extra], -1)
-    weights = scores.softmax(-1)[..., :width].nan_to_num(0.0)  # a row without any column has 0 / 0
+    # a row that may read nothing has 0 / 0; any other NaN is a broken model's and must stay visible
+    weights = scores.softmax(-1)[..., :width].masked_fill(~visible.any(1)[:, None, None, None], 0.0)
     out = weights @ values[slots, :, :width].float()  # (B, K, H/K, Dv)
     return out.flatten(1, 2)[:, None].to(query.dtype)
 
