@@ -14,33 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.algorithms.likelihood import token_logprobs
-from hybrid_rlhf.config import check
 from hybrid_rlhf.distributed import sum_over_ranks
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.models.backbone import hidden_states, own_head
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.tensors import SequenceBatch, last_true, pad_right, predicted, predicting, scatter, token_budget_groups
-
-
-@dataclass(frozen=True)
-class RoleConfig:
-    """Settings of one role.
-
-    Attributes:
-        model_name_or_path: Model of this role; None takes the previous stage's.
-        learning_rate: Peak learning rate (actor and critic).
-        micro_batch_tokens: Overrides engine.micro_batch_tokens for this role.
-    """
-
-    model_name_or_path: str | None = None
-    learning_rate: float = 1e-5
-    micro_batch_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        check(self.learning_rate >= 0, f"roles.*.learning_rate is {self.learning_rate}; it must not be negative")
-        check(self.micro_batch_tokens is None or self.micro_batch_tokens > 0,
-              f"roles.*.micro_batch_tokens is {self.micro_batch_tokens}; it must be positive")
 
 
 @dataclass

@@ -13,12 +13,12 @@ from hybrid_rlhf.config import check
 from hybrid_rlhf.data import datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine import ZeroConfig
+from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run.fit import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig
 from hybrid_rlhf.training import compare, step1_sft, step2_reward, step3_ppo, wiring
 from hybrid_rlhf.training.step2_reward import RewardConfig
-from hybrid_rlhf.training.step3_ppo import RolesConfig
 
 ORDER = ("sft", "reward", "ppo")
 DEMO = Path(__file__).parent / "presets" / "demo.yaml"

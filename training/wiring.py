@@ -83,6 +83,7 @@ def check_lengths(model: ModelConfig, **lengths: int) -> None:
 
 def check_dtype(model: ModelConfig) -> None:
     """UserError for weights that DeepSpeed does not train on this device."""
+    check(model.quantize is None, f"model.load_in_{model.quantize}: not built yet; leave it out")
     check(model.dtype != "float16" or device().type != "cpu",
           "model.dtype is float16, which needs an accelerator; choose float32 or bfloat16 on a CPU")
 

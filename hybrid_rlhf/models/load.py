@@ -42,6 +42,8 @@ class ModelConfig:
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
         freeze: Regular expressions; parameters whose name matches one (re.search) are not trained.
         trust_remote_code: Run code that the model's repository brings. Off unless you know its author.
+        load_in_4bit: Hold the linear layers' frozen weights in 4 bits (NF4, bitsandbytes); needs lora.r > 0 to train.
+        load_in_8bit: The same in 8 bits.
         lora: Low-rank adapters (r = 0: train all weights).
     """
 
@@ -54,6 +56,8 @@ class ModelConfig:
     gradient_checkpointing: bool = False
     freeze: list[str] = field(default_factory=list)
     trust_remote_code: bool = False
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
@@ -64,6 +68,15 @@ class ModelConfig:
             check(_compiles(pattern), f"model.freeze: {pattern!r} is no regular expression")
         check(not (self.preset and self.model_name_or_path),
               "model.preset and model.model_name_or_path are both given; a run starts from one model")
+        check(not (self.load_in_4bit and self.load_in_8bit),
+              "model.load_in_4bit and model.load_in_8bit are both on; choose one")
+        check(not (self.preset and self.quantize),
+              f"model.load_in_{self.quantize} with model.preset: a random model has nothing worth freezing")
+
+    @property
+    def quantize(self) -> str | None:
+        """4bit, 8bit or None."""
+        return "4bit" if self.load_in_4bit else "8bit" if self.load_in_8bit else None
 
 
 def _compiles(pattern: str) -> bool:

@@ -21,6 +21,8 @@ from hybrid_rlhf.run import checkpoint
 from hybrid_rlhf.run.report import Reporter
 from hybrid_rlhf.run.runfile import RunRecord
 
+OPTIMIZERS = ("adamw",)
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -32,6 +34,7 @@ class TrainConfig:
         adam_beta1: Decay of the gradient's mean.
         adam_beta2: Decay of the gradient's square.
         adam_epsilon: Added to the root of the square.
+        optim: adamw.
         max_grad_norm: Gradients are scaled down to this norm.
         lr_scheduler_type: cosine, linear, constant or constant_with_warmup.
         warmup_ratio: Share of the optimizer steps during which the rate rises linearly.
@@ -54,6 +57,7 @@ class TrainConfig:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
+    optim: str = "adamw"
     max_grad_norm: float = 1.0
     lr_scheduler_type: str = "cosine"
     warmup_ratio: float = 0.03
@@ -73,6 +77,8 @@ class TrainConfig:
         check(self.lr_scheduler_type in KINDS,
               f"train.lr_scheduler_type is {self.lr_scheduler_type!r}; choose one of {', '.join(KINDS)}"
               f"{nearest(self.lr_scheduler_type, KINDS)}")
+        check(self.optim in OPTIMIZERS, f"train.optim is {self.optim!r}; choose {', '.join(OPTIMIZERS)}"
+                                        f"{nearest(self.optim, OPTIMIZERS)}")
         for name in ("learning_rate", "weight_decay", "eval_steps", "save_steps"):
             check(getattr(self, name) >= 0, f"train.{name} is {getattr(self, name)}; it must not be negative")
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size",

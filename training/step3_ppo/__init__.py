@@ -9,32 +9,16 @@ from hybrid_rlhf.config import UserError, check
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine import ZeroConfig
+from hybrid_rlhf.layout import ROLES, RoleConfig, RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
 from hybrid_rlhf.rewards.model import ModelSource
-from hybrid_rlhf.roles import Actor, Critic, Reference, Reward, RoleConfig, Roles
+from hybrid_rlhf.roles import Actor, Critic, Reference, Reward, Roles
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
 from hybrid_rlhf.training import wiring
-
-
-@dataclass(frozen=True)
-class RolesConfig:
-    """The four roles.
-
-    Attributes:
-        actor: The policy that is trained; without a model, that of `model`.
-        ref: The policy it is held near to; without a model, the actor's own start.
-        critic: The value model; without a model, it starts as a copy of the reward model.
-        reward: The reward model; without a model, the finished reward run beside output_dir.
-    """
-
-    actor: RoleConfig = field(default_factory=RoleConfig)
-    ref: RoleConfig = field(default_factory=RoleConfig)
-    critic: RoleConfig = field(default_factory=RoleConfig)
-    reward: RoleConfig = field(default_factory=RoleConfig)
 
 
 @dataclass(frozen=True)
@@ -97,6 +81,18 @@ def find_sources(config: Config) -> Sources:
     return found
 
 
+def refuse_unbuilt(config: Config) -> None:
+    """UserError for settings of the roles that are parsed but not built yet."""
+    wants = {"share_base": config.roles.sharing not in ("auto", "none"), "critic.kind": config.roles.critic.kind not in
+             ("auto", "model")}
+    for role in ROLES:
+        given = config.roles[role]
+        wants |= {f"{role}.{name}": getattr(given, name) not in (None, False)
+                  for name in ("zero_stage", "tp", "dtype", "quantize", "offload")}
+    for name, is_wanted in wants.items():
+        check(not is_wanted, f"roles.{name}: not built yet; leave it out")
+
+
 def actor_model(config: Config, sources: Sources) -> ModelConfig:
     return replace(config.model, model_name_or_path=wiring.model_folder(sources.actor))
 
@@ -143,6 +139,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     done = runfile.finished(config.output_dir, "ppo", config)
     if done:
         return done.metrics
+    refuse_unbuilt(config)
     wiring.seed_everything(config.seed)
     sources = find_sources(config)
     model, sampling = actor_model(config, sources), config.ppo.sampling
