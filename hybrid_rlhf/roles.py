@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.algorithms.likelihood import token_logprobs
 from hybrid_rlhf.distributed import sum_over_ranks
-from hybrid_rlhf.engine import HybridEngine, SamplingConfig
+from hybrid_rlhf.engine import HybridEngine, SamplingConfig, micro_batches
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.models.backbone import hidden_states, own_head
 from hybrid_rlhf.rollout import Prompts, Rollout
-from hybrid_rlhf.tensors import SequenceBatch, last_true, pad_right, predicted, predicting, scatter, token_budget_groups
+from hybrid_rlhf.tensors import SequenceBatch, last_true, pad_right, predicted, predicting, scatter
 
 
 @dataclass
@@ -47,10 +47,11 @@ class PolicyModule(nn.Module):
                                            temperature=self.temperature, with_entropy=with_entropy))
 
 
-def _batches(engine: HybridEngine, batch: SequenceBatch, max_tokens: int) -> Iterator[tuple[Tensor, SequenceBatch]]:
-    """Row indices and rows of micro-batches within the token budget, on the engine's device."""
-    for index in token_budget_groups(batch.attention_mask.sum(1), max_tokens):
-        yield index, batch.rows(index).to(engine.device)
+def _measure(engine: HybridEngine, batch: SequenceBatch, max_tokens: int, numbers: Callable) -> Iterator[tuple]:
+    """(row indices, numbers(rows on the engine's device)) of micro-batches within the token budget, in eval mode."""
+    engine.module.eval()
+    return micro_batches.measure(engine, batch.attention_mask.sum(1), max_tokens,
+                                 lambda index: numbers(batch.rows(index).to(engine.device)))
 
 
 @torch.no_grad()
@@ -58,25 +59,15 @@ def _per_action(engine: HybridEngine, rollout: Rollout, max_tokens: int, numbers
     """`numbers(rows)` -> one value per action, for the whole rollout as (B, R) fp32 on the CPU, zero at padding."""
     sequences = rollout.sequences(engine.pad_id)
     out = torch.zeros(rollout.action_mask.shape)
-    engine.module.eval()
-    for index, rows in _batches(engine, sequences, max_tokens):
-        out[index] = scatter(numbers(rows).float().cpu(), rollout.action_mask[index])
+    for index, found in _measure(engine, sequences, max_tokens, numbers):
+        out[index] = scatter(found.float().cpu(), rollout.action_mask[index])
     return out
 
 
 def _update(engine: HybridEngine, batch: SequenceBatch, max_tokens: int, loss: Callable) -> Metrics:
     """One optimizer step on `batch`. `loss(rows, index)` -> (share of the loss, {name: (mean, weight)})."""
-    metrics = Metrics()
-
-    def share(index: Tensor) -> Tensor:
-        value, observed = loss(batch.rows(index).to(engine.device), index)
-        for name, (mean, weight) in observed.items():
-            metrics.add(name, mean, weight)
-        return value
-
-    rate = engine.training.learning_rate
-    norm = engine.update(token_budget_groups(batch.attention_mask.sum(1), max_tokens), share)
-    return metrics.add("grad_norm", norm).add("learning_rate", rate)
+    return micro_batches.update(engine, batch.attention_mask.sum(1), max_tokens,
+                                lambda index: loss(batch.rows(index).to(engine.device), index))
 
 
 @dataclass
@@ -85,6 +76,9 @@ class Reference:
 
     engine: HybridEngine
     max_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        self.engine.name = "reference"
 
     def logprobs(self, rollout: Rollout) -> Tensor:
         return _per_action(self.engine, rollout, self.max_tokens, lambda rows: self.engine(rows).logprobs)
@@ -97,6 +91,9 @@ class Actor:
     engine: HybridEngine
     tokenizer: object
     max_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        self.engine.name = "actor"
 
     @contextmanager
     def inference(self) -> Iterator[None]:
@@ -135,8 +132,7 @@ class Actor:
     @torch.no_grad()
     def score_tokens(self, batch: SequenceBatch) -> Sequence[TokenScores]:
         """TokenScores of the marked tokens, micro-batch by micro-batch, without gradients."""
-        self.engine.module.eval()
-        return [self.engine(rows) for _, rows in _batches(self.engine, batch, self.max_tokens)]
+        return [found for _, found in _measure(self.engine, batch, self.max_tokens, self.engine)]
 
 
 @dataclass
@@ -145,6 +141,9 @@ class Critic:
 
     engine: HybridEngine
     max_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        self.engine.name = "critic"
 
     def values(self, rollout: Rollout) -> Tensor:
         """(B, R): the value before each action."""
@@ -168,13 +167,15 @@ class Reward:
     engine: HybridEngine
     max_tokens: int = 8192
 
+    def __post_init__(self) -> None:
+        self.engine.name = "reward model"
+
     @torch.no_grad()
     def score(self, batch: SequenceBatch) -> Tensor:
         """(B,) fp32 scores on the CPU, without gradients."""
         out = torch.zeros(len(batch))
-        self.engine.module.eval()
-        for index, rows in _batches(self.engine, batch, self.max_tokens):
-            out[index] = _last(self.engine(rows), rows).cpu()
+        for index, found in _measure(self.engine, batch, self.max_tokens, lambda rows: _last(self.engine(rows), rows)):
+            out[index] = found.cpu()
         return out
 
     def score_rollout(self, rollout: Rollout) -> Tensor:
@@ -188,19 +189,12 @@ class Reward:
         """
         lengths = batch.attention_mask.sum(1)
         widths = lengths[pairs].amax(1) * 2  # a pair costs two rows of its longer side
-        metrics = Metrics()
 
-        def share(index: Tensor) -> Tensor:
+        def share(index: Tensor) -> tuple[Tensor, dict]:
             rows = batch.rows(pairs[index].T.reshape(-1)).to(self.engine.device)
-            chosen, rejected = _last(self.engine(rows), rows).chunk(2)
-            value, observed = loss(chosen, rejected, index)
-            for name, (mean, weight) in observed.items():
-                metrics.add(name, mean, weight)
-            return value
+            return loss(*_last(self.engine(rows), rows).chunk(2), index)
 
-        rate = self.engine.training.learning_rate
-        norm = self.engine.update(token_budget_groups(widths, self.max_tokens), share)
-        return metrics.add("grad_norm", norm).add("learning_rate", rate)
+        return micro_batches.update(self.engine, widths, self.max_tokens, share)
 
 
 def _last(scores: Tensor, rows: SequenceBatch) -> Tensor:
@@ -215,3 +209,12 @@ class Roles:
     actor: Actor
     ref: Reference | None = None
     critic: Critic | None = None
+
+    def learnt(self) -> dict[str, dict[str, int]]:
+        """What running out of memory taught each role's engine: part of a checkpoint, for it moves the rounding."""
+        return {name: dict(role.engine.learnt) for name, role in vars(self).items() if role}
+
+    def load_learnt(self, learnt: dict[str, dict[str, int]]) -> None:
+        """Take up what `learnt` gave, so that a resumed run splits its batches as the first one did."""
+        for name, limits in learnt.items():
+            getattr(self, name).engine.learnt.update(limits)

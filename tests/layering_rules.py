@@ -45,7 +45,7 @@ NEVERS = {
 }
 # dependency: the modules (or packages) that may import it.
 DOORS = {
-    "accelerate": (f"{H}.run",),
+    "accelerate": (f"{H}.run", f"{H}.engine.memory"),
     "bitsandbytes": (f"{H}.models.quantize",),
     "datasets": (f"{H}.data.sources",),
     "deepspeed": (f"{H}.engine.zero",),

@@ -140,7 +140,7 @@ def test_the_ppo_step_is_the_same_whatever_the_token_budget():
         outcomes.append(trainer.step(PROMPTS).compute())
     for other in outcomes[1:]:
         for name, value in outcomes[0].items():
-            if not name.startswith(CLOCKED):
+            if not name.startswith(CLOCKED) and not name.endswith("micro_batch_tokens"):
                 assert other[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 

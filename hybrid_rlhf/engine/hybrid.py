@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.engine import generate as hf_generate
 from hybrid_rlhf.engine.kv_cache import SlotCache, free_bytes
+from hybrid_rlhf.engine.memory import explained, fewer_slots, release
 from hybrid_rlhf.engine.runner import Runner
 from hybrid_rlhf.engine.sampling import SamplingConfig
 from hybrid_rlhf.engine.scheduler import Request, Scheduler
@@ -20,6 +22,7 @@ from hybrid_rlhf.engine.streaming import Conversation
 from hybrid_rlhf.engine.zero import OptimizerConfig, ZeroConfig, ZeroTraining
 
 Piece = TypeVar("Piece")
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -44,12 +47,14 @@ class HybridEngine:
     module: what training calls; its forward returns the numbers of a role. model: the Hugging Face causal model inside
     it that generates (None for a module that only scores). A fresh engine is in training mode; without an optimizer
     it can be called but not updated. max_batch: sequences decoded at once; max_kv_bytes: the most that their cache may
-    take (None: what is free).
+    take (None: what is free). name: whose it is, for messages. learnt: what running out of memory taught, phase -> most
+    tokens of a micro-batch, "slots" -> sequences decoded at once.
     """
 
     def __init__(self, module: nn.Module, model: nn.Module | None = None, *, eos_ids: Sequence[int] = (),
-                 pad_id: int = 0, max_batch: int = 64, max_kv_bytes: int | None = None) -> None:
-        self.module, self.model = module, model
+                 pad_id: int = 0, max_batch: int = 64, max_kv_bytes: int | None = None, name: str = "model") -> None:
+        self.module, self.model, self.name = module, model, name
+        self.learnt: dict[str, int] = {}
         self.eos_ids, self.pad_id, self.max_batch, self.max_kv_bytes = list(eos_ids), pad_id, max_batch, max_kv_bytes
         self.training: ZeroTraining | None = None
         self.is_inference = False
@@ -132,19 +137,34 @@ class HybridEngine:
             return Generation([], [], [])
         if self._runner.path == "generate":
             return self._generate_by_transformers(prompts, sampling, seed)
-        requests = [Request(*each) for each in zip(numbers, prompts, limits, strict=True)]
-        cache = self._fitting_cache(len(prompts), max(len(p) + n for p, n in zip(prompts, limits, strict=True)))
         stops = [*self.eos_ids, *sampling.stop_token_ids]
-        for _ in Scheduler(self._runner, cache, sampling, stops, seed).run(requests):
-            pass
-        self.kv_bytes, self._num_slots = cache.num_bytes(), cache.num_slots
+        requests = self._draw(list(zip(numbers, prompts, limits, strict=True)), sampling, stops, seed)
         return Generation([r.tokens for r in requests],
                           ["eos" if r.tokens[-1] in stops else "length" for r in requests],
                           [r.logprobs for r in requests])
 
+    def _draw(self, asked: list[tuple], sampling: SamplingConfig, stops: list[int], seed: int) -> list[Request]:
+        """The requests (number, prompt, limit), run; with half the slots where memory ran out, which draw the same."""
+        capacity = max(len(prompt) + limit for _, prompt, limit in asked)
+        while True:
+            requests, slots = [Request(*each) for each in asked], min(self.max_batch, len(asked))
+            try:
+                cache = self._fitting_cache(len(asked), capacity)
+                slots = cache.num_slots
+                for _ in Scheduler(self._runner, cache, sampling, stops, seed).run(requests):
+                    pass
+                self.kv_bytes, self._num_slots = cache.num_bytes(), slots
+                return requests
+            except Exception as error:
+                self.learnt["slots"] = fewer_slots(slots, capacity, error)
+                _log.warning("out of memory while the %s generates: %d slots of %d tokens do not fit; from now on at "
+                             "most %d", self.name, slots, capacity, self.learnt["slots"])
+            self._cache = cache = None
+            release()
+
     def _fitting_cache(self, num_requests: int, capacity: int) -> SlotCache:
         """The cache of this mode, made anew where it is too small, with as many slots as are of use and fit."""
-        wanted = min(self.max_batch, num_requests)
+        wanted = min(self.max_batch, num_requests, self.learnt.get("slots", num_requests))
         cache = self._cache
         if cache is None or cache.num_slots < wanted or cache.capacity < capacity or self._runner.is_stateful:
             self._cache = cache = None  # given back before the new one is measured
@@ -187,14 +207,21 @@ class HybridEngine:
     def update(self, pieces: Sequence[Piece], loss: Callable[[Piece], Tensor]) -> float:
         """Forward and backward for each piece of a minibatch, then one optimizer step; returns the gradient norm.
 
-        `loss(piece)` is that piece's share of the minibatch's loss, so that the split does not move the gradient.
+        `loss(piece)` is that piece's share of the minibatch's loss, so that the split does not move the gradient. When
+        a pass fails, whatever with, no gradient of the minibatch stays behind.
         """
         if self.training is None:
             raise RuntimeError("update() on an engine without an optimizer")
         self.module.train()
-        for i, piece in enumerate(pieces):
-            self.training.backward(loss(piece), is_last=i == len(pieces) - 1)
-        return self.training.step()
+        try:
+            for i, piece in enumerate(pieces):
+                self.training.backward(loss(piece), is_last=i == len(pieces) - 1)
+        except BaseException:
+            self.training.discard_gradients()
+            raise
+        with explained(f"the {self.name}'s optimizer step", "its state does not fit: train fewer weights "
+                       "(model.lora.r) or take a smaller model"):
+            return self.training.step()
 
     def _require_inference(self, what: str) -> None:
         if not self.is_inference:

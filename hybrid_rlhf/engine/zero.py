@@ -142,6 +142,30 @@ class ZeroTraining:
         self.engine.set_gradient_accumulation_boundary(is_last)
         self.engine.backward(loss * world_size())
 
+    def discard_gradients(self) -> None:
+        """Forget all that was accumulated since the last step, after a pass that failed half way.
+
+        DeepSpeed has no call for it: at ZeRO 1 and 2 gradients wait in buckets and sums that only its own step clears.
+        """
+        self.engine.zero_grad()
+        if self.stage == 0:
+            return
+        optimizer = self.engine.optimizer
+        optimizer.zero_grad()  # its second copy, in fp32, of bf16 gradients
+        for bucket in optimizer.ipg_buckets.values():
+            bucket.clear()
+        optimizer.extra_large_param_to_reduce.clear()
+        optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
+        for sums in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+            sums.update(dict.fromkeys(sums))
+        optimizer._release_preflattened_grad_buffers()
+        optimizer._release_ipg_buffers()
+        optimizer.micro_step_id = -1
+        while optimizer._backward_active_depth:
+            optimizer.exit_backward()
+        optimizer._remaining_grad_acc_hooks = 0
+        optimizer.clear_backward_seen_flag()
+
     def step(self) -> float:
         """Clip, step and clear the gradients; returns the gradient norm before clipping."""
         for group in self.engine.optimizer.param_groups:

@@ -157,8 +157,8 @@ class PPOTrainer:
             for minibatch in rollout.shuffle(self.rng).split(self._minibatch_size(rollout)):
                 actor = self.roles.actor.update(minibatch, self.actor_loss)
                 critic = self.roles.critic.update(minibatch, self.critic_loss)
-                metrics = metrics + actor + critic.renamed({"grad_norm": "value/grad_norm",
-                                                            "learning_rate": "value/learning_rate"})
+                metrics = metrics + actor + critic.renamed(
+                    {n: f"value/{n}" for n in ("grad_norm", "learning_rate", "micro_batch_tokens")})
         return metrics
 
     def _minibatch_size(self, rollout: Rollout) -> int:
@@ -208,4 +208,4 @@ class PPOTrainer:
                  "num_steps": self.num_steps, "rng": self.rng.get_state()}
         if self.roles.critic:
             state["critic"] = self.roles.critic.engine.training.state()
-        return state
+        return state | {"learnt": self.roles.learnt()}

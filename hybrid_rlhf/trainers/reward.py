@@ -49,7 +49,7 @@ class RewardTrainer:
         return []
 
     def state(self) -> dict:
-        return {"reward": self.reward.engine.training.state()}
+        return {"reward": self.reward.engine.training.state(), "learnt": dict(self.reward.engine.learnt)}
 
 
 def _pair_rows(batch: PairBatch) -> Tensor:

@@ -45,7 +45,8 @@ class SFTTrainer:
         return []
 
     def state(self) -> dict:
-        return {"policy": self.policy.engine.training.state(), "num_tokens": self.num_tokens}
+        return {"policy": self.policy.engine.training.state(), "num_tokens": self.num_tokens,
+                "learnt": dict(self.policy.engine.learnt)}
 
 
 def _observed(tokens: TokenScores) -> dict[str, tuple[Tensor, int]]:

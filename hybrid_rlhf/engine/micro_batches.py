@@ -1,0 +1,119 @@
+"""Micro-batches: rows grouped by a token budget, which falls when memory runs out.
+
+Losses are shares of one sum, so a minibatch may be split anyhow. When a micro-batch does not fit, the budget becomes
+half its size. A scoring pass goes on with the rows that are left. An update starts its minibatch again from no gradient
+at all: a backward pass that failed has left some of its gradients, and no copy is kept to undo them. What was learnt
+stays in `engine.learnt`, phase -> most tokens, for later steps and for checkpoints (it moves the rounding).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.config import UserError
+from hybrid_rlhf.distributed import world_size
+from hybrid_rlhf.engine.hybrid import HybridEngine
+from hybrid_rlhf.engine.memory import is_out_of_memory, release
+from hybrid_rlhf.metrics import Metrics
+from hybrid_rlhf.tensors import token_budget_groups
+
+Numbers = TypeVar("Numbers")
+Share = Callable[[Tensor], tuple[Tensor, dict[str, tuple[Tensor, float]]]]
+_log = logging.getLogger(__name__)
+
+UPDATE, SCORE = "update", "score"  # the phases: with gradients and without
+
+
+def budget(engine: HybridEngine, phase: str, max_tokens: int) -> int:
+    """The most tokens of a micro-batch in `phase`: as set, or fewer where memory has run out before."""
+    return min(max_tokens, engine.learnt.get(phase, max_tokens))
+
+
+def measure(engine: HybridEngine, lengths: Tensor, max_tokens: int,
+            numbers: Callable[[Tensor], Numbers]) -> Iterator[tuple[Tensor, Numbers]]:
+    """(rows, numbers(rows)) for groups of row indices that hold every row once.
+
+    lengths (N,): tokens of each row. A group that runs out of memory is split, and so are those after it. Raises
+    UserError where a single row does not fit.
+    """
+    waiting = token_budget_groups(lengths, budget(engine, SCORE, max_tokens))
+    while waiting:
+        try:
+            found = numbers(waiting[0])
+        except Exception as error:
+            tokens = _fewer(engine, SCORE, lengths[waiting[0]], error)
+        else:
+            yield waiting.pop(0), found
+            continue
+        release()
+        rows = torch.cat(waiting)
+        waiting = [rows[group] for group in token_budget_groups(lengths[rows], tokens)]
+
+
+def update(engine: HybridEngine, lengths: Tensor, max_tokens: int, loss: Share) -> Metrics:
+    """One optimizer step over all rows. `loss(rows)` -> (their share of the loss, {name: (mean, weight)}).
+
+    lengths (N,): tokens of each row. Returns what was observed, grad_norm, learning_rate and micro_batch_tokens (the
+    budget in force). A minibatch that ran out of memory starts again with smaller micro-batches and gives the same
+    gradient; UserError where a single row does not fit.
+    """
+    rate = engine.training.learning_rate
+    while True:
+        tokens = budget(engine, UPDATE, max_tokens)
+        running: list[Tensor] = []  # the rows under way, last
+        metrics = Metrics()
+        try:
+            norm = engine.update(token_budget_groups(lengths, tokens), _observed(loss, metrics, running))
+        except Exception as error:
+            if not running:
+                raise
+            _fewer(engine, UPDATE, lengths[running[-1]], error)
+        else:
+            return (metrics.add("grad_norm", norm).add("learning_rate", rate)
+                    .add("micro_batch_tokens", tokens))
+        release()
+
+
+def _observed(loss: Share, metrics: Metrics, running: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    """`loss` as the engine calls it, its observations going to `metrics`."""
+
+    def share(rows: Tensor) -> Tensor:
+        running.append(rows)
+        value, observed = loss(rows)
+        for name, (mean, weight) in observed.items():
+            metrics.add(name, mean, weight)
+        return value
+
+    return share
+
+
+def _fewer(engine: HybridEngine, phase: str, lengths: Tensor, error: Exception) -> int:
+    """Half the tokens of the micro-batch of `lengths` that ran out of memory, noted as learnt.
+
+    Raises `error` if it is not about memory, and UserError where nothing can be split.
+    """
+    if not is_out_of_memory(error):
+        raise error
+    longest, size = int(lengths.max()), len(lengths) * int(lengths.max())
+    what = f"out of memory in the {engine.name}'s {phase}: a micro-batch of {size} tokens ({len(lengths)} x {longest})"
+    if len(lengths) == 1:
+        raise UserError(f"{what} is a single row and cannot be split; shorten it (data.max_length, or "
+                        "data.max_prompt_length and max_new_tokens), set model.gradient_checkpointing true, or train "
+                        "fewer weights (model.lora.r)") from error
+    if _waits_for_others(engine, phase):
+        raise UserError(f"{what} does not fit, and other processes are in the midst of the same pass; set "
+                        f"engine.micro_batch_tokens to {size // 2} or less and start again") from error
+    engine.learnt[phase] = size // 2
+    _log.warning("%s does not fit; from now on at most %d tokens", what, size // 2)
+    return size // 2
+
+
+def _waits_for_others(engine: HybridEngine, phase: str) -> bool:
+    """Whether a pass of this phase talks to other processes before its end, so that one alone cannot repeat it."""
+    stage = engine.training.stage if engine.training else 0
+    return world_size() > 1 and stage >= (2 if phase == UPDATE else 3)
