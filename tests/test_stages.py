@@ -98,7 +98,7 @@ def _digests(folder: Path) -> dict[str, str]:
 def _rows(out: Path, name: str = "metrics.jsonl") -> list[dict]:
     """The lines of a jsonl file without what the clock says."""
     lines = (out / name).read_text().splitlines()
-    clocked = ("time/", "engine/tokens_per_second")  # what two equal runs need not agree on
+    clocked = ("time/", "engine/tokens_per_second", "micro_batch_tokens", "value/micro")  # of equal runs
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(clocked)} for line in lines]
 
 
