@@ -6,19 +6,24 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.distributed import RankGroup
 from hybrid_rlhf.engine import generate as hf_generate
-from hybrid_rlhf.engine.kv_cache import SlotCache, free_bytes
+from hybrid_rlhf.engine.admission import check_generates, check_lengths, fitting_slots
+from hybrid_rlhf.engine.kv_cache import SlotCache
 from hybrid_rlhf.engine.memory import explained, fewer_slots, release
 from hybrid_rlhf.engine.runner import Runner
 from hybrid_rlhf.engine.sampling import SamplingConfig
 from hybrid_rlhf.engine.scheduler import Request, Scheduler
 from hybrid_rlhf.engine.streaming import Conversation
+from hybrid_rlhf.engine.tensor_parallel import check_shardable
+from hybrid_rlhf.engine.together import agreed, as_group, draw_together
 from hybrid_rlhf.engine.zero import OptimizerConfig, ZeroConfig, ZeroTraining
 
 Piece = TypeVar("Piece")
@@ -48,13 +53,19 @@ class HybridEngine:
     it that generates (None for a module that only scores). A fresh engine is in training mode; without an optimizer
     it can be called but not updated. max_batch: sequences decoded at once; max_kv_bytes: the most that their cache may
     take (None: what is free). name: whose it is, for messages. learnt: what running out of memory taught, phase -> most
-    tokens of a micro-batch, "slots" -> sequences decoded at once.
+    tokens of a micro-batch, "slots" -> sequences decoded at once. tp: ranks (or a torch process group) that generate
+    together, each with its shard of the weights; they call `inference` and `generate` in step.
     """
 
     def __init__(self, module: nn.Module, model: nn.Module | None = None, *, eos_ids: Sequence[int] = (),
-                 pad_id: int = 0, max_batch: int = 64, max_kv_bytes: int | None = None, name: str = "model") -> None:
+                 pad_id: int = 0, max_batch: int = 64, max_kv_bytes: int | None = None, name: str = "model",
+                 tp: RankGroup | ProcessGroup | None = None) -> None:
         self.module, self.model, self.name = module, model, name
         self.learnt: dict[str, int] = {}
+        self.ranks = as_group(tp)
+        if self.ranks and model is not None:
+            check_generates(model)
+            check_shardable(model, self.ranks.degree)
         self.eos_ids, self.pad_id, self.max_batch, self.max_kv_bytes = list(eos_ids), pad_id, max_batch, max_kv_bytes
         self.training: ZeroTraining | None = None
         self.is_inference = False
@@ -107,60 +118,68 @@ class HybridEngine:
             return nullcontext()
         if self._runner is None:
             check_generates(self.model)
-            runner = Runner(self.model)
+            runner = Runner(self.model, self.ranks)
             runner.probe()
             self._runner = runner
         return self._runner.plugged_in()
 
     def describe(self) -> dict:
         """How this engine generates: path (native, eager or generate; None before the first `inference()`), kernels,
-        refused (path -> reason), slots and kv_bytes (of the newest generation), max_batch."""
+        refused (path -> reason), slots and kv_bytes (of the newest generation, on this rank), max_batch, tp."""
         runner = self._runner
         return {"path": runner and runner.path, "kernels": runner and runner.ops.name,
                 "refused": dict(runner.reasons) if runner else {}, "kv_bytes": self.kv_bytes,
-                "slots": self._num_slots, "max_batch": self.max_batch}
+                "slots": self._num_slots, "max_batch": self.max_batch, "tp": self.ranks.degree if self.ranks else 1}
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seed: int = 0, *,
                  limits: Sequence[int] | None = None, numbers: Sequence[int] | None = None) -> Generation:
         """Sample one response to each prompt (token ids). Only inside `inference()`.
 
         limits: most tokens of each response (sampling.max_new_tokens for all). numbers: each request's name under the
-        seed (0, 1, ...): a request draws the same tokens under the same name, whatever runs beside it.
+        seed (0, 1, ...): a request draws the same tokens under the same name, whatever runs beside it. Under tensor
+        parallelism each rank gives its own prompts (or none), all are drawn together, and each gets its own responses.
         Raises UserError for a prompt that leaves no room for max_new_tokens in the model's context, for a cache that
         cannot hold one request, and for logits that are not finite.
         """
         self._require_inference("generate")
         limits = [sampling.max_new_tokens] * len(prompts) if limits is None else list(limits)
         numbers = range(len(prompts)) if numbers is None else numbers
-        self._check_lengths(prompts, limits)
-        if not prompts:
-            return Generation([], [], [])
-        if self._runner.path == "generate":
-            return self._generate_by_transformers(prompts, sampling, seed)
+        asked = [(*each, seed) for each in zip(numbers, prompts, limits, strict=True)]
         stops = [*self.eos_ids, *sampling.stop_token_ids]
-        requests = self._draw(list(zip(numbers, prompts, limits, strict=True)), sampling, stops, seed)
+        if self.ranks:
+            requests = draw_together(self.ranks, asked, sampling, partial(check_lengths, self.model, prompts, limits),
+                                     partial(self._draw, sampling=sampling, stops=stops))
+        else:
+            check_lengths(self.model, prompts, limits)
+            if prompts and self._runner.path == "generate":
+                return self._generate_by_transformers(prompts, sampling, seed)
+            requests = self._draw(asked, sampling, stops)
         return Generation([r.tokens for r in requests],
                           ["eos" if r.tokens[-1] in stops else "length" for r in requests],
                           [r.logprobs for r in requests])
 
-    def _draw(self, asked: list[tuple], sampling: SamplingConfig, stops: list[int], seed: int) -> list[Request]:
-        """The requests (number, prompt, limit), run; with half the slots where memory ran out, which draw the same."""
-        capacity = max(len(prompt) + limit for _, prompt, limit in asked)
-        while True:
+    def _draw(self, asked: list[tuple], sampling: SamplingConfig, stops: list[int]) -> list[Request]:
+        """The requests (number, prompt, limit, seed), run; with half the slots where memory ran out: they draw the
+        same."""
+        capacity = max((len(prompt) + limit for _, prompt, limit, _ in asked), default=0)
+        while asked:
             requests, slots = [Request(*each) for each in asked], min(self.max_batch, len(asked))
             try:
                 cache = self._fitting_cache(len(asked), capacity)
                 slots = cache.num_slots
-                for _ in Scheduler(self._runner, cache, sampling, stops, seed).run(requests):
+                for _ in Scheduler(self._runner, cache, sampling, stops).run(requests):
                     pass
                 self.kv_bytes, self._num_slots = cache.num_bytes(), slots
                 return requests
             except Exception as error:
+                if self.ranks:  # the others are in the middle of a step
+                    raise
                 self.learnt["slots"] = fewer_slots(slots, capacity, error)
                 _log.warning("out of memory while the %s generates: %d slots of %d tokens do not fit; from now on at "
                              "most %d", self.name, slots, capacity, self.learnt["slots"])
             self._cache = cache = None
             release()
+        return []
 
     def _fitting_cache(self, num_requests: int, capacity: int) -> SlotCache:
         """The cache of this mode, made anew where it is too small, with as many slots as are of use and fit."""
@@ -168,7 +187,11 @@ class HybridEngine:
         cache = self._cache
         if cache is None or cache.num_slots < wanted or cache.capacity < capacity or self._runner.is_stateful:
             self._cache = cache = None  # given back before the new one is measured
-            cache = self._runner.new_cache(fitting_slots(self._runner, wanted, capacity, self.max_kv_bytes), capacity)
+
+            def slots() -> int:
+                return fitting_slots(self._runner, wanted, capacity, self.max_kv_bytes)
+
+            cache = self._runner.new_cache(min(agreed(self.ranks, slots)) if self.ranks else slots(), capacity)
             self._cache = cache
         return cache
 
@@ -190,7 +213,9 @@ class HybridEngine:
         The cache stays until the mode ends, so a prompt that goes on from the last one costs its new tokens only.
         """
         self._require_inference("stream")
-        self._check_lengths([prompt], [sampling.max_new_tokens])
+        if self.ranks:
+            raise RuntimeError("stream() over several ranks: one response at a time is one process's work")
+        check_lengths(self.model, [prompt], [sampling.max_new_tokens])
         stops = [*self.eos_ids, *sampling.stop_token_ids]
         if self._runner.path == "generate":
             return (t for t in self._generate_by_transformers([prompt], sampling, seed).tokens[0] if t not in stops)
@@ -228,38 +253,6 @@ class HybridEngine:
             raise RuntimeError(f"{what}() outside inference(): enter the mode first")
         if self.model is None:
             raise RuntimeError(f"{what}() on an engine whose module has no language model head")
-
-    def _check_lengths(self, prompts: list[list[int]], limits: Sequence[int]) -> None:
-        allowed = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if min(map(len, prompts), default=1) == 0:
-            raise UserError("an empty prompt: there is no token to continue from")
-        if min(limits, default=1) < 1:
-            raise UserError("a limit of 0 new tokens: at least one token must be sampled")
-        length, limit = max(((len(p), n) for p, n in zip(prompts, limits, strict=True)), key=sum, default=(0, 0))
-        if allowed is not None and length + limit > allowed:
-            raise UserError(f"a prompt of {length} tokens and max_new_tokens {limit} exceed the model's {allowed} "
-                            "positions; shorten one of them")
-
-
-def fitting_slots(runner: Runner, wanted: int, capacity: int, max_bytes: int | None) -> int:
-    """How many of the `wanted` slots of `capacity` columns fit in memory. Raises UserError where not even one does."""
-    each = runner.bytes_per_column * capacity + runner.bytes_per_slot
-    free = free_bytes(runner.device)
-    allowed = min((b for b in (max_bytes, free and int(0.9 * free)) if b is not None), default=None)
-    if allowed is None or each == 0:
-        return wanted
-    if each > allowed:
-        raise UserError(f"the cache of one request of {capacity} tokens takes {each / 2**20:.1f} MiB and only "
-                        f"{allowed / 2**20:.1f} MiB may be used; shorten the prompt or max_new_tokens")
-    return min(wanted, int(allowed / each))
-
-
-def check_generates(model: nn.Module) -> None:
-    """Raise UserError for a model that is no causal language model."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UserError(f"{type(model).__name__} is an encoder-decoder; a causal language model is needed to generate")
-    if model.get_output_embeddings() is None and not type(model).__name__.endswith("ForCausalLM"):
-        raise UserError(f"{type(model).__name__} has no language model head; a causal language model is needed")
 
 
 def stop_ids(model: nn.Module, tokenizer) -> list[int]:  # noqa: ANN001

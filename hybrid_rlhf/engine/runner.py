@@ -14,8 +14,12 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from hybrid_rlhf.config import UserError
+from hybrid_rlhf.distributed import RankGroup
 from hybrid_rlhf.engine.attend import SlotAttention
 from hybrid_rlhf.engine.kv_cache import SlotCache, Step, make_cache
+from hybrid_rlhf.engine.tensor_parallel import gathers_logits, sharded
+from hybrid_rlhf.engine.together import agreed, leaving_nobody_waiting
 from hybrid_rlhf.kernels import Ops, ops_for
 from hybrid_rlhf.kernels.products import own_products
 from hybrid_rlhf.models.attention import (
@@ -36,10 +40,12 @@ class Runner:
 
     "native": our attention function. "eager": the model's own attention, with our cache and masks. "generate": neither
     gives the model's own logits, and its sequences must be made by transformers' generate; `reasons` says why.
+    ranks: the tensor-parallel group over which the model is spread within the mode (None: this process alone).
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, ranks: RankGroup | None = None) -> None:
+        self.model, self._ranks = model, ranks
+        self._group: RankGroup | None = None  # `ranks` once the probe of the whole model is done
         self.device = next(model.parameters()).device
         self.ops: Ops = ops_for(self.device.type)
         self.path = "unknown"
@@ -57,6 +63,8 @@ class Runner:
     def plugged_in(self) -> Iterator[Runner]:
         """Within the block the model runs over slots; its configuration is as before afterwards, whatever happens."""
         with ExitStack() as stack:
+            if self._group:
+                stack.enter_context(sharded(self.model, self._group))
             stack.enter_context(own_products(self.model, self.ops.linear))
             if self.path == "native":
                 name = f"hybrid_rlhf_{id(self)}"
@@ -100,7 +108,8 @@ class Runner:
                slots: Tensor | None) -> Tensor:
         """One token per row: tokens (B,), positions (B,) int64 -> logits (B, V). slots None: row b is slot b."""
         step = Step(positions[:, None], width, slots)
-        return self._forward(self.model, cache, step, tokens[:, None]).logits[:, -1]
+        logits = self._forward(self.model, cache, step, tokens[:, None]).logits[:, -1]
+        return self._group.firsts(logits) if self._group and not self._gathers else logits
 
     @torch.no_grad()
     def _forward(self, module: nn.Module, cache: SlotCache, step: Step, ids: Tensor):  # noqa: ANN202
@@ -126,7 +135,31 @@ class Runner:
     # -- the probe ---------------------------------------------------------------------------------------------------
 
     def probe(self) -> None:
-        """Find the fastest path whose logits, over ragged slots, are those of the model's plain forward."""
+        """Find the fastest path whose logits, over ragged slots, are those of the model's plain forward. Where the
+        model is to be spread over ranks, that is tried on each of them alone, then together: UserError on all ranks
+        where it does not hold.
+        """
+        self._find_path()
+        if self._ranks:
+            with leaving_nobody_waiting(self._ranks):
+                self._probe_together()
+
+    def _probe_together(self) -> None:
+        name, degree = type(self.model).__name__, self._ranks.degree
+        paths = agreed(self._ranks, lambda: self.path)
+        if "generate" in paths or len(set(paths)) > 1:
+            raise UserError(f"{name} does not run on the decode engine ({self.reasons}); use tp 1")
+        self._group, self._gathers = self._ranks, gathers_logits(self.model)
+        with self.plugged_in():
+            ours = _probe_logits(self)
+        difference = max(agreed(self._ranks, lambda: _relative(ours, _plain_logits(self.model, self.device))))
+        if not difference < self._bound():
+            raise UserError(f"{name} over {degree} ranks differs from the plain forward by {difference:.2g}; use tp 1")
+
+    def _bound(self) -> float:
+        return 1e-4 if next(self.model.parameters()).dtype == torch.float32 else 0.05
+
+    def _find_path(self) -> None:
         pad_id = getattr(self.model.config.get_text_config(), "pad_token_id", None)
         for path in ("native", "eager"):
             for self.first_position in (0, *((pad_id + 1,) if pad_id is not None else ())):  # RoBERTa's kin start there
@@ -161,8 +194,7 @@ class Runner:
             difference = _relative(ours, _plain_logits(self.model, self.device))
         except Exception as error:  # whatever a stranger's forward raises, the path is not for it
             return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-        bound = 1e-4 if next(self.model.parameters()).dtype == torch.float32 else 0.05
-        if difference < bound:
+        if difference < self._bound():
             return None
         return f"its logits over slots differ from the plain forward by {difference:.2g}"
 

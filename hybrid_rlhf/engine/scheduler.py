@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache as cache_calls
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ _STEPS_PER_SYNC = {"cuda": 8}  # how many steps run before the host looks at the
 
 @dataclass
 class Request:
-    """One response to make: number (its name under the seed), the prompt, and the most tokens it may have.
+    """One response to make: number (its name under the seed), the prompt, the most tokens it may have, and the seed.
 
     is_stored: the columns of the prompt, but for its last token, are in the slot already.
     """
@@ -36,6 +35,7 @@ class Request:
     number: int
     prompt: Sequence[int]
     limit: int
+    seed: int = 0
     is_stored: bool = False
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -59,15 +59,15 @@ class _Batch:
 class Scheduler:
     """Runs requests through the slots of one cache. stops: tokens that end a response (they are part of it)."""
 
-    def __init__(self, runner: Runner, cache: SlotCache, sampling: SamplingConfig, stops: Sequence[int],
-                 seed: int) -> None:
-        self.runner, self.cache, self.sampling, self.seed = runner, cache, sampling, seed
+    def __init__(self, runner: Runner, cache: SlotCache, sampling: SamplingConfig,
+                 stops: Sequence[int]) -> None:
+        self.runner, self.cache, self.sampling = runner, cache, sampling
         self.stops, self.device = frozenset(stops), runner.device
         self._stop_ids = torch.tensor(sorted(self.stops), dtype=torch.long, device=self.device)
         self._free = deque(range(cache.num_slots))
         self._stored: dict[int, Sequence[int]] = {}  # slot -> the prompt whose columns it still holds
         self._seen: Tensor | None = None
-        self._stream = cache_calls(partial(stream, seed))
+        self._stream = cache_calls(stream)
         self._steps = _STEPS_PER_SYNC.get(self.device.type, 1)
 
     def run(self, requests: Sequence[Request]) -> Iterator[None]:
@@ -166,7 +166,7 @@ class Scheduler:
         idle = Request(0, [0], 0)
         requests = [running.get(slot, idle) for slot in slots]
         rows = [(r.tokens[-1] if r.tokens else r.prompt[-1], len(r.prompt) + len(r.tokens) - 1, len(r.tokens),
-                 self._stream(r.number)) for r in requests]
+                 self._stream(r.seed, r.number)) for r in requests]
         tokens, positions, counts, streams = torch.tensor(rows, device=self.device).T.contiguous().unbind(0)
         is_plain = slots == list(range(len(slots)))
         live = [(i, r) for i, r in enumerate(requests) if r.limit]

@@ -23,11 +23,11 @@ class Conversation:
 
     def run(self, prompt: Sequence[int], sampling: SamplingConfig, stops: Sequence[int], seed: int) -> Iterator[int]:
         """Yield the tokens of the response to `prompt`, stop tokens excluded. Closing the iterator stops the work."""
-        request = Request(0, prompt, sampling.max_new_tokens, is_stored=True)
+        request = Request(0, prompt, sampling.max_new_tokens, seed, is_stored=True)
         self._store(prompt[:-1], len(prompt) + sampling.max_new_tokens)
         sent = 0
         try:
-            for _ in Scheduler(self.runner, self.cache, sampling, stops, seed).run([request]):
+            for _ in Scheduler(self.runner, self.cache, sampling, stops).run([request]):
                 self.tokens = [*prompt, *request.tokens[:-1]]  # the newest token is not in the cache yet
                 new, sent = request.tokens[sent:], len(request.tokens)
                 yield from (token for token in new if token not in stops)

@@ -1,0 +1,45 @@
+"""What is refused before it runs: models that do not generate, requests that are too long, caches that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from hybrid_rlhf.config import UserError
+from hybrid_rlhf.engine.kv_cache import free_bytes
+from hybrid_rlhf.engine.runner import Runner
+
+
+def fitting_slots(runner: Runner, wanted: int, capacity: int, max_bytes: int | None) -> int:
+    """How many of the `wanted` slots of `capacity` columns fit in memory. Raises UserError where not even one does."""
+    each = runner.bytes_per_column * capacity + runner.bytes_per_slot
+    free = free_bytes(runner.device)
+    allowed = min((b for b in (max_bytes, free and int(0.9 * free)) if b is not None), default=None)
+    if allowed is None or each == 0:
+        return wanted
+    if each > allowed:
+        raise UserError(f"the cache of one request of {capacity} tokens takes {each / 2**20:.1f} MiB and only "
+                        f"{allowed / 2**20:.1f} MiB may be used; shorten the prompt or max_new_tokens")
+    return min(wanted, int(allowed / each))
+
+
+def check_generates(model: nn.Module) -> None:
+    """Raise UserError for a model that is no causal language model."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UserError(f"{type(model).__name__} is an encoder-decoder; a causal language model is needed to generate")
+    if model.get_output_embeddings() is None and not type(model).__name__.endswith("ForCausalLM"):
+        raise UserError(f"{type(model).__name__} has no language model head; a causal language model is needed")
+
+
+def check_lengths(model: nn.Module, prompts: list[list[int]], limits: Sequence[int]) -> None:
+    """UserError for a request that the model has no positions for, or with nothing to do."""
+    allowed = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if min(map(len, prompts), default=1) == 0:
+        raise UserError("an empty prompt: there is no token to continue from")
+    if min(limits, default=1) < 1:
+        raise UserError("a limit of 0 new tokens: at least one token must be sampled")
+    length, limit = max(((len(p), n) for p, n in zip(prompts, limits, strict=True)), key=sum, default=(0, 0))
+    if allowed is not None and length + limit > allowed:
+        raise UserError(f"a prompt of {length} tokens and max_new_tokens {limit} exceed the model's {allowed} "
+                        "positions; shorten one of them")
