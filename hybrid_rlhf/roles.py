@@ -17,18 +17,22 @@ from hybrid_rlhf.algorithms.likelihood import token_logprobs
 from hybrid_rlhf.distributed import sum_over_ranks
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig, micro_batches
 from hybrid_rlhf.metrics import Metrics
-from hybrid_rlhf.models.backbone import hidden_states, own_head
+from hybrid_rlhf.models.backbone import hidden_states, hidden_states_and_router_loss, own_head, router_coefficient
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.tensors import SequenceBatch, last_true, pad_right, predicted, predicting, scatter
 
 
 @dataclass
 class TokenScores:
-    """What a policy says of N marked tokens: logprobs (N,) fp32, entropy (N,) or None, correct (N,) bool (argmax)."""
+    """What a policy says of N marked tokens: logprobs (N,) fp32, entropy (N,) or None, correct (N,) bool (argmax).
+
+    router_loss: how unevenly experts were used (a scalar), with gradients on for a mixture of experts; None elsewhere.
+    """
 
     logprobs: Tensor
     entropy: Tensor | None
     correct: Tensor
+    router_loss: Tensor | None = None
 
 
 class PolicyModule(nn.Module):
@@ -40,11 +44,17 @@ class PolicyModule(nn.Module):
     def __init__(self, model: nn.Module, temperature: float = 1.0) -> None:
         super().__init__()
         self.model, self.temperature = model, temperature
+        self.router_coef = router_coefficient(model)
 
     def forward(self, batch: SequenceBatch, with_entropy: bool = False) -> TokenScores:
-        hidden = predicting(hidden_states(self.model, batch), batch)
-        return TokenScores(*token_logprobs(hidden, predicted(batch), own_head(self.model),
-                                           temperature=self.temperature, with_entropy=with_entropy))
+        router_loss = None
+        if self.router_coef and torch.is_grad_enabled():
+            hidden, router_loss = hidden_states_and_router_loss(self.model, batch)
+        else:
+            hidden = hidden_states(self.model, batch)
+        scores = token_logprobs(predicting(hidden, batch), predicted(batch), own_head(self.model),
+                                temperature=self.temperature, with_entropy=with_entropy)
+        return TokenScores(*scores, router_loss)
 
 
 def _measure(engine: HybridEngine, batch: SequenceBatch, max_tokens: int, numbers: Callable) -> Iterator[tuple]:
@@ -119,15 +129,34 @@ class Actor:
         """One optimizer step. `loss(TokenScores, rows of the minibatch, action count over all ranks)`."""
         batch, count = minibatch.sequences(self.engine.pad_id), sum_over_ranks(minibatch.action_mask.sum())
 
-        def micro(rows: SequenceBatch, index: Tensor) -> tuple[Tensor, dict]:
-            return loss(self.engine(rows, with_entropy=True), minibatch.rows(index).to(self.engine.device), count)
+        def micro(tokens: TokenScores, index: Tensor) -> tuple[Tensor, dict]:
+            return loss(tokens, minibatch.rows(index).to(self.engine.device), count)
 
-        return _update(self.engine, batch, self.max_tokens, micro)
+        return self._update(batch, micro, with_entropy=True)
 
     def fit_tokens(self, batch: SequenceBatch, loss: Callable) -> Metrics:
         """One optimizer step on the marked tokens. `loss(TokenScores, token count over all ranks)`."""
         count = sum_over_ranks(batch.loss_mask[:, 1:].sum())
-        return _update(self.engine, batch, self.max_tokens, lambda rows, _: loss(self.engine(rows), count))
+        return self._update(batch, lambda tokens, _: loss(tokens, count))
+
+    def _update(self, batch: SequenceBatch, loss: Callable, **options: bool) -> Metrics:
+        """One optimizer step on `loss(TokenScores, index)` and, with experts, on the router's loss of the same rows.
+
+        The router's loss is no sum over tokens: it is taken within each micro-batch, as transformers does within a
+        batch, and counts by its real tokens. It is the one term that the split moves.
+        """
+        total, coef = sum_over_ranks(batch.attention_mask.sum()), self.engine.module.router_coef
+
+        def micro(rows: SequenceBatch, index: Tensor) -> tuple[Tensor, dict]:
+            tokens = self.engine(rows, **options)
+            value, observed = loss(tokens, index)
+            if tokens.router_loss is None:
+                return value, observed
+            size = rows.attention_mask.sum()
+            return (value + coef * tokens.router_loss * size / total.to(size.device),
+                    observed | {"aux_loss": (tokens.router_loss.detach(), size)})
+
+        return _update(self.engine, batch, self.max_tokens, micro)
 
     @torch.no_grad()
     def score_tokens(self, batch: SequenceBatch) -> Sequence[TokenScores]:

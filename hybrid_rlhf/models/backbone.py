@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from hybrid_rlhf.models.attention import forward_parameters
 from hybrid_rlhf.tensors import SequenceBatch
 
 
@@ -25,11 +26,33 @@ def hidden_states(model: nn.Module, batch: SequenceBatch) -> Tensor:
     return model.base_model(input_ids=batch.input_ids, use_cache=False, **extra).last_hidden_state
 
 
-class _Output:
-    """A backbone's output that holds hidden states and answers None to whatever else a head asks for."""
+def router_coefficient(model: nn.Module) -> float:
+    """Weight of the router's load-balancing loss in training, from the model's own configuration; 0 without experts."""
+    if "output_router_logits" not in forward_parameters(model):
+        return 0.0
+    return float(getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0) or 0.0)
 
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
+
+def hidden_states_and_router_loss(model: nn.Module, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
+    """`hidden_states`, and the load-balancing loss (a scalar, without its coefficient) of these real tokens.
+
+    For causal models whose router_coefficient is not 0. The loss is num_experts x sum_e f_e P_e over all layers' tokens
+    (Switch Transformer, 2101.03961, equations 4-6), f_e the share of the top-k choices that fell on expert e (summed
+    over k) and P_e its mean probability; the model's own forward computes it from the router's logits.
+    """
+    extra = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
+    out = model.base_model(input_ids=batch.input_ids, use_cache=False, output_router_logits=True, **extra)
+    with _backbone_replaced(model, _Given(out.last_hidden_state[:1, :1], out.router_logits)):
+        balance = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False,
+                        output_router_logits=True).aux_loss
+    return out.last_hidden_state, balance
+
+
+class _Output:
+    """A backbone's output that holds what it was given and answers None to whatever else a head asks for."""
+
+    def __init__(self, hidden: Tensor, router_logits: tuple[Tensor, ...] | None) -> None:
+        self.last_hidden_state, self.router_logits = hidden, router_logits
 
     def __getattr__(self, _name: str) -> None:
         return None
@@ -39,18 +62,18 @@ class _Output:
 
 
 class _Given(nn.Module):
-    """Stands in for the backbone and answers with the hidden states it was given."""
+    """Stands in for the backbone and answers with the hidden states (and the router's logits) it was given."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, hidden: Tensor, router_logits: tuple[Tensor, ...] | None = None) -> None:
         super().__init__()
-        self.hidden = hidden
+        self.hidden, self.router_logits = hidden, router_logits
 
     @property
     def decoder(self) -> nn.Module:  # OPT and its kin call backbone.decoder
         return self
 
     def forward(self, *_args: object, **_kwargs: object) -> _Output:
-        return _Output(self.hidden)
+        return _Output(self.hidden, self.router_logits)
 
 
 @contextmanager
