@@ -20,6 +20,12 @@ CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || e
 WORKERS ?= $(shell test $(CORES) -gt 4 && echo 4 || echo $(CORES))
 export TOKENIZERS_PARALLELISM ?= false
 
+# Every causal-LM type of transformers on the decode engine: docs/results/architectures.md. About five minutes.
+.PHONY: architectures
+architectures: $(STAMP)
+	$(BIN)/python benchmarks/architectures.py --json docs/results/architectures.json \
+	  --markdown docs/results/architectures.md
+
 .PHONY: demo test test-slow lint install clean
 
 demo: $(STAMP)

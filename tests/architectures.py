@@ -9,7 +9,8 @@ import torch
 VOCAB = 97
 COMMON = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
               num_key_value_heads=2, head_dim=8, max_position_embeddings=128, pad_token_id=0, bos_token_id=1,
-              eos_token_id=2, tie_word_embeddings=False, sliding_window=4)
+              eos_token_id=2, tie_word_embeddings=False, sliding_window=4, decoder_layers=2, decoder_ffn_dim=48,
+              decoder_attention_heads=4)
 MOE = dict(moe_intermediate_size=16, n_group=1, topk_group=1, num_experts_per_tok=2)
 MIXED = ["sliding_attention", "full_attention"]
 # model type: settings beside COMMON. A sliding window of 4 is shorter than the prompts, so that it matters.
@@ -28,14 +29,32 @@ ARCHITECTURES: dict[str, dict] = {
 
 def build(kind: str, seed: int = 0, **changes):
     """A random model of a type in ARCHITECTURES, in fp32 and evaluation mode."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    return random_model(kind, ARCHITECTURES[kind] | changes, seed)
+
+
+def configuration(kind: str, settings: dict):
+    """A type's configuration: what of COMMON it knows the names of, changed by settings."""
+    from transformers import AutoConfig
 
     config_class = type(AutoConfig.for_model(kind))
     known = set().union(*(getattr(c, "__annotations__", {}) for c in config_class.__mro__))
     known |= set(inspect.signature(config_class.__init__).parameters) | set(config_class.attribute_map)
-    settings = {k: v for k, v in COMMON.items() if k in known} | ARCHITECTURES[kind] | changes
+    settings = {k: v for k, v in COMMON.items() if k in known} | settings
+    config = config_class(**{k: v for k, v in settings.items() if v is not None})
+    if hasattr(config, "is_decoder"):  # what BERT's kin need to be causal
+        config.is_decoder = True
+    return config
+
+
+def random_model(kind: str, settings: dict, seed: int = 0):
+    """A random model of any causal type, in fp32 and evaluation mode: COMMON as far as its configuration knows the
+    names, changed by settings (None: leave that one to the configuration).
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = configuration(kind, settings)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config_class(**settings)).float().eval()
+    model = AutoModelForCausalLM.from_config(config).float().eval()
     draws = torch.Generator().manual_seed(seed + 1)
     for name, weight in model.named_parameters():
         if weight.ndim >= 2 and "A_log" not in name:

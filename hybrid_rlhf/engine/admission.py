@@ -32,13 +32,17 @@ def check_generates(model: nn.Module) -> None:
         raise UserError(f"{type(model).__name__} has no language model head; a causal language model is needed")
 
 
-def check_lengths(model: nn.Module, prompts: list[list[int]], limits: Sequence[int]) -> None:
+def check_lengths(runner: Runner, prompts: list[list[int]], limits: Sequence[int]) -> None:
     """UserError for a request that the model has no positions for, or with nothing to do."""
-    allowed = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    allowed = getattr(runner.model.config.get_text_config(), "max_position_embeddings", None)
     if min(map(len, prompts), default=1) == 0:
         raise UserError("an empty prompt: there is no token to continue from")
     if min(limits, default=1) < 1:
         raise UserError("a limit of 0 new tokens: at least one token must be sampled")
+    for token in runner.ending_ids:
+        if any(token in prompt for prompt in prompts):
+            raise UserError(f"a prompt holds the pad token {token}, which has no position in "
+                            f"{type(runner.model).__name__}; remove it")
     length, limit = max(((len(p), n) for p, n in zip(prompts, limits, strict=True)), key=sum, default=(0, 0))
     if allowed is not None and length + limit > allowed:
         raise UserError(f"a prompt of {length} tokens and max_new_tokens {limit} exceed the model's {allowed} "

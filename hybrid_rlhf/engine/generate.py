@@ -1,72 +1,71 @@
-"""Sampling through transformers' own generate, batch by batch, for models that the decode engine refuses. The settings
-are complete: nothing is inherited from the model's generation_config, whose top_k or temperature would silently change
-the policy that is sampled.
+"""transformers' own generate with our choice of the next token, for models that do not run over slots.
+
+Whatever cache and inputs such a model needs are generate's business; which token comes next is ours, at every step. No
+prompt is padded, because some of these models count padding as positions, and nothing is inherited from the model's
+generation_config, whose top_k or forced tokens would silently change the policy that is sampled.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
-from torch import nn
-
-from hybrid_rlhf.engine.sampling import SamplingConfig
-
-
-def generate_batch(model: nn.Module, prompts: list[list[int]], sampling: SamplingConfig, eos_ids: list[int],
-                   pad_id: int) -> list[list[int]]:
-    """Responses (token ids, up to and including the first stop token) to one batch of prompts."""
-    device = next(model.parameters()).device
-    width = max(map(len, prompts))
-    ids = torch.full((len(prompts), width), pad_id)
-    mask = torch.zeros_like(ids)
-    for i, prompt in enumerate(prompts):  # generate continues at the right edge, so prompts are padded on the left
-        ids[i, width - len(prompt):] = torch.tensor(prompt)
-        mask[i, width - len(prompt):] = 1
-    stops = [*eos_ids, *sampling.stop_token_ids]
-    with _silent():
-        out = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device),
-                             generation_config=_settings(model, sampling, stops, pad_id))
-    return [_cut(row, set(stops)) for row in out[:, width:].tolist()]
-
-
-def _cut(row: list[int], stops: set[int]) -> list[int]:
-    """The row up to and including its first stop token."""
-    for i, token in enumerate(row):
-        if token in stops:
-            return row[: i + 1]
-    return row
-
-
-def _settings(model: nn.Module, sampling: SamplingConfig, stops: list[int], pad_id: int):  # noqa: ANN202
-    greedy = sampling.temperature == 0
-    drawn = {} if greedy else dict(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
-                                   min_p=sampling.min_p or None)
-    return type(model.generation_config)(
-        do_sample=not greedy, max_new_tokens=sampling.max_new_tokens, min_new_tokens=sampling.min_new_tokens or None,
-        repetition_penalty=sampling.repetition_penalty, eos_token_id=stops, pad_token_id=pad_id, use_cache=True,
-        **drawn)
-
-
-class _silent:
-    """generate warns when a model's own generation_config differs from the one given; that is the point here."""
-
-    def __enter__(self) -> None:
-        import logging
-
-        self._logger = logging.getLogger("transformers.generation")
-        self._level = self._logger.level
-        self._logger.setLevel(logging.ERROR)
-
-    def __exit__(self, *_exc: object) -> None:
-        self._logger.setLevel(self._level)
+from torch import Tensor, nn
 
 
 @torch.no_grad()
-def sampled_logprobs(model: nn.Module, prompts: list[list[int]], responses: list[list[int]],
-                     temperature: float) -> list[list[float]]:
-    """log softmax(logits / temperature) of every response token (temperature 0: of the logits), row by row."""
-    out = []
-    for prompt, response in zip(prompts, responses, strict=True):
-        ids = torch.tensor([prompt + response], device=next(model.parameters()).device)
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float() / (temperature or 1.0)
-        out.append(logits.log_softmax(-1).gather(1, ids[0, len(prompt):, None])[:, 0].tolist())
-    return out
+def generate_by(model: nn.Module, prompts: Sequence[Sequence[int]], choose: Callable[[Tensor, Tensor], Tensor],
+                is_done: Callable[[], list[bool]], max_new_tokens: int, use_cache: bool) -> None:
+    """Run B prompts of one length through the model's generate until every one is done.
+
+    choose(ids (B, T) so far, logits (B, V) fp32) -> (B,) int64, the next tokens; is_done() -> whether each prompt is
+    finished, asked after every token.
+    """
+
+    def only_chosen(ids: Tensor, scores: Tensor) -> Tensor:
+        tokens = choose(ids, scores)
+        return torch.full_like(scores, float("-inf")).scatter(1, tokens[:, None], 0.0)
+
+    def stop(ids: Tensor, _scores: Tensor, **_named: object) -> Tensor:
+        return torch.tensor(is_done(), device=ids.device)
+
+    ids = torch.tensor(prompts, device=next(model.parameters()).device)
+    settings = dict(do_sample=False, max_new_tokens=max_new_tokens, use_cache=use_cache, pad_token_id=0)
+    with _nothing_inherited(model) as config_class:
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), logits_processor=[only_chosen],
+                       stopping_criteria=[stop], generation_config=config_class(**settings))
+
+
+def forced_logits(model: nn.Module, sequences: Sequence[Sequence[int]], lengths: Sequence[int],
+                  use_cache: bool) -> Tensor:
+    """Logits (B, N, V), fp32, that generate computes on its way along given sequences.
+
+    lengths: of each one's prompt; N tokens follow it in every sequence, and logits[b, i] predicts the (i+1)-th of them.
+    Each runs beside its own reverse, for there are models whose decoding mixes the rows of a batch (RWKV).
+    """
+    return torch.stack([_forced(model, sequence, length, use_cache)
+                        for sequence, length in zip(sequences, lengths, strict=True)])
+
+
+def _forced(model: nn.Module, sequence: Sequence[int], length: int, use_cache: bool) -> Tensor:
+    rows, seen = (sequence, sequence[::-1]), []
+
+    def follow(ids: Tensor, logits: Tensor) -> Tensor:
+        seen.append(logits[0].float())
+        return torch.tensor([row[ids.shape[1]] for row in rows], device=ids.device)
+
+    steps = len(sequence) - length
+    generate_by(model, [row[:length] for row in rows], follow, lambda: [len(seen) >= steps] * 2, steps, use_cache)
+    return torch.stack(seen[:steps])
+
+
+@contextmanager
+def _nothing_inherited(model: nn.Module) -> Iterator[type]:
+    """generate fills settings that are None from the model's own generation_config: here from an empty one."""
+    own = model.generation_config
+    model.generation_config = type(own)()
+    try:
+        yield type(own)
+    finally:
+        model.generation_config = own

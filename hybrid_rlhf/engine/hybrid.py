@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hybrid_rlhf.distributed import RankGroup
-from hybrid_rlhf.engine import generate as hf_generate
 from hybrid_rlhf.engine.admission import check_generates, check_lengths, fitting_slots
+from hybrid_rlhf.engine.batches import GenerateBatches
 from hybrid_rlhf.engine.kv_cache import SlotCache
 from hybrid_rlhf.engine.memory import explained, fewer_slots, release
 from hybrid_rlhf.engine.runner import Runner
@@ -145,14 +145,12 @@ class HybridEngine:
         limits = [sampling.max_new_tokens] * len(prompts) if limits is None else list(limits)
         numbers = range(len(prompts)) if numbers is None else numbers
         asked = [(*each, seed) for each in zip(numbers, prompts, limits, strict=True)]
-        stops = [*self.eos_ids, *sampling.stop_token_ids]
+        stops, check = self._stops(sampling), partial(check_lengths, self._runner, prompts, limits)
         if self.ranks:
-            requests = draw_together(self.ranks, asked, sampling, partial(check_lengths, self.model, prompts, limits),
+            requests = draw_together(self.ranks, asked, sampling, check,
                                      partial(self._draw, sampling=sampling, stops=stops))
         else:
-            check_lengths(self.model, prompts, limits)
-            if prompts and self._runner.path == "generate":
-                return self._generate_by_transformers(prompts, sampling, seed)
+            check()
             requests = self._draw(asked, sampling, stops)
         return Generation([r.tokens for r in requests],
                           ["eos" if r.tokens[-1] in stops else "length" for r in requests],
@@ -161,6 +159,10 @@ class HybridEngine:
     def _draw(self, asked: list[tuple], sampling: SamplingConfig, stops: list[int]) -> list[Request]:
         """The requests (number, prompt, limit, seed), run; with half the slots where memory ran out: they draw the
         same."""
+        if self._runner.path == "generate":
+            requests = [Request(*each) for each in asked]
+            GenerateBatches(self._runner, sampling, stops, self.max_batch).run(requests)
+            return requests
         capacity = max((len(prompt) + limit for _, prompt, limit, _ in asked), default=0)
         while asked:
             requests, slots = [Request(*each) for each in asked], min(self.max_batch, len(asked))
@@ -195,18 +197,6 @@ class HybridEngine:
             self._cache = cache
         return cache
 
-    def _generate_by_transformers(self, prompts: list[list[int]], sampling: SamplingConfig, seed: int) -> Generation:
-        """The path of models that the decode engine refused; `numbers` and `limits` have no meaning there."""
-        tokens: list[list[int]] = []
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            for start in range(0, len(prompts), self.max_batch):
-                batch = prompts[start : start + self.max_batch]
-                tokens += hf_generate.generate_batch(self.model, batch, sampling, self.eos_ids, self.pad_id)
-        stops = {*self.eos_ids, *sampling.stop_token_ids}
-        return Generation(tokens, ["eos" if row[-1] in stops else "length" for row in tokens],
-                          hf_generate.sampled_logprobs(self.model, prompts, tokens, sampling.temperature))
-
     def stream(self, prompt: list[int], sampling: SamplingConfig, seed: int = 0) -> Iterator[int]:
         """Yield the tokens of one response one by one, stop tokens excluded. Only inside `inference()`.
 
@@ -215,10 +205,12 @@ class HybridEngine:
         self._require_inference("stream")
         if self.ranks:
             raise RuntimeError("stream() over several ranks: one response at a time is one process's work")
-        check_lengths(self.model, [prompt], [sampling.max_new_tokens])
-        stops = [*self.eos_ids, *sampling.stop_token_ids]
+        check_lengths(self._runner, [prompt], [sampling.max_new_tokens])
+        stops = self._stops(sampling)
         if self._runner.path == "generate":
-            return (t for t in self._generate_by_transformers([prompt], sampling, seed).tokens[0] if t not in stops)
+            request = Request(0, prompt, sampling.max_new_tokens, seed)
+            drawn = GenerateBatches(self._runner, sampling, stops, 1).stream(request)
+            return (request.tokens[-1] for _ in drawn if request.tokens[-1] not in stops)
         if self._conversation is None:
             self._conversation = Conversation(self._runner)
         return self._conversation.run(prompt, sampling, stops, seed)
@@ -247,6 +239,9 @@ class HybridEngine:
         with explained(f"the {self.name}'s optimizer step", "its state does not fit: train fewer weights "
                        "(model.lora.r) or take a smaller model"):
             return self.training.step()
+
+    def _stops(self, sampling: SamplingConfig) -> list[int]:
+        return [*self.eos_ids, *sampling.stop_token_ids, *self._runner.ending_ids]
 
     def _require_inference(self, what: str) -> None:
         if not self.is_inference:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.distributed import RankGroup
 from hybrid_rlhf.engine.attend import SlotAttention
+from hybrid_rlhf.engine.generate import forced_logits
 from hybrid_rlhf.engine.kv_cache import SlotCache, Step, make_cache
 from hybrid_rlhf.engine.tensor_parallel import gathers_logits, sharded
 from hybrid_rlhf.engine.together import agreed, leaving_nobody_waiting
@@ -39,7 +40,8 @@ class Runner:
     """One model over slots. path: how its attention runs, found by `probe`.
 
     "native": our attention function. "eager": the model's own attention, with our cache and masks. "generate": neither
-    gives the model's own logits, and its sequences must be made by transformers' generate; `reasons` says why.
+    gives the model's own logits, and its sequences must be made by transformers' generate; `reasons` says why, and
+    `keeps_cache` whether generate gives them with the model's own cache or only by reading everything again.
     ranks: the tensor-parallel group over which the model is spread within the mode (None: this process alone).
     """
 
@@ -51,7 +53,9 @@ class Runner:
         self.path = "unknown"
         self.reasons: dict[str, str] = {}  # path -> why it was not taken
         self.is_stateful = False
+        self.keeps_cache = True
         self.first_position = 0  # position id of a sequence's first token
+        self.ending_ids: list[int] = []  # tokens after which this model's own positions are no longer ours
         self.bytes_per_column = self.bytes_per_slot = 0.0  # of a slot: what grows with its length, and what does not
         self._direct: set[int] = set()
         self._attention = SlotAttention(self.ops, causal_mask_function())
@@ -113,8 +117,7 @@ class Runner:
 
     @torch.no_grad()
     def _forward(self, module: nn.Module, cache: SlotCache, step: Step, ids: Tensor):  # noqa: ANN202
-        if not self._inside:
-            raise RuntimeError("a step of inference outside inference(): the mode has ended")
+        self.check_inside()
         cache.begin(step)
         self._attention.cache = cache
         named = {self._cache_name(module): cache, "use_cache": True}
@@ -124,6 +127,11 @@ class Runner:
             with own_attention(self._attention.float_mask, self._attention.bool_mask):
                 return module(input_ids=ids, **named)
         return module(input_ids=ids, **named)
+
+    def check_inside(self) -> None:
+        """Raise RuntimeError outside of `plugged_in`."""
+        if not self._inside:
+            raise RuntimeError("a step of inference outside inference(): the mode has ended")
 
     def _cache_name(self, module: nn.Module) -> str | None:
         known = forward_parameters(module)
@@ -167,6 +175,7 @@ class Runner:
                 if reason is None:
                     self.path = path
                     self.reasons.pop(path, None)
+                    self.ending_ids = [pad_id] if self.first_position else []  # there a pad has no position at all
                     if self.reasons:
                         _log.warning("%s keeps its own attention in inference mode: %s", type(self.model).__name__,
                                      self.reasons["native"])
@@ -174,9 +183,29 @@ class Runner:
                 self.reasons.setdefault(path, reason)
                 if "differ" not in reason:
                     break
-        self.path = "generate"
-        _log.warning("%s does not run on the decode engine (%s); it is sampled by transformers' generate",
-                     type(self.model).__name__, "; ".join(f"{p}: {r}" for p, r in self.reasons.items()))
+        self._probe_generate()
+        _log.warning("%s does not run on the decode engine (%s); it is sampled by transformers' generate%s",
+                     type(self.model).__name__, "; ".join(f"{p}: {r}" for p, r in self.reasons.items()),
+                     "" if self.keeps_cache else " without a cache")
+
+    def _probe_generate(self) -> None:
+        """Take the path of generate, without a cache where only that gives the plain forward's logits.
+
+        Raises UserError where neither does: what was sampled would not be what is trained.
+        """
+        self.path, sequences = "generate", _probe_sequences(self.model)
+        for self.keeps_cache in (True, False):
+            try:
+                with self.plugged_in():
+                    ours = forced_logits(self.model, sequences, PROBE_LENGTHS, self.keeps_cache)
+                reason = self._disagreement(ours, "in generate")
+            except Exception as error:  # whatever a stranger's forward raises, the path is not for it
+                reason = _said(error)
+            if reason is None:
+                return
+            self.reasons["generate" if self.keeps_cache else "generate without a cache"] = reason
+        raise UserError(f"{type(self.model).__name__} cannot generate here: "
+                        + "; ".join(f"{p}: {r}" for p, r in self.reasons.items()))
 
     def _try(self, path: str) -> str | None:
         """None if `path` gives the model's own logits, or why not."""
@@ -191,12 +220,19 @@ class Runner:
             self.is_stateful = any(kind.num_states for kind in layer_kinds(self.model))
             with self.plugged_in():
                 ours = _probe_logits(self)
-            difference = _relative(ours, _plain_logits(self.model, self.device))
         except Exception as error:  # whatever a stranger's forward raises, the path is not for it
-            return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-        if difference < self._bound():
-            return None
-        return f"its logits over slots differ from the plain forward by {difference:.2g}"
+            return _said(error)
+        return self._disagreement(ours, "over slots")
+
+    def _disagreement(self, ours: Tensor, where: str) -> str | None:
+        """None if the probe's logits are those of the model's plain forward, or how far they are off."""
+        difference = _relative(ours, _plain_logits(self.model, self.device))
+        return None if difference < self._bound() else (
+            f"its logits {where} differ from the plain forward by {difference:.2g}")
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 PROBE_LENGTHS = (9, 4, 6)

@@ -188,7 +188,9 @@ class Scheduler:
         has_ended = batch.steps_left == 0
         for tokens, logprobs in [(t.tolist(), p.tolist()) for t, p in drawn]:
             if not math.isfinite(sum(logprobs)):
-                self._check_finite(batch, logprobs)
+                for row, request in batch.live:
+                    if not (request.tokens and self._has_ended(request)):
+                        check_finite(logprobs[row], request)
             if has_ended or not self.stops.isdisjoint(tokens):
                 has_ended = True
                 for row, request in batch.live:
@@ -200,13 +202,6 @@ class Scheduler:
                 request.tokens.append(tokens[row])
                 request.logprobs.append(logprobs[row])
         return has_ended
-
-    def _check_finite(self, batch: _Batch, logprobs: list[float]) -> None:
-        for row, request in batch.live:
-            if not math.isfinite(logprobs[row]) and not (request.tokens and self._has_ended(request)):
-                position = len(request.prompt) + len(request.tokens)
-                raise UserError(f"the model's logits are not finite at position {position} of request "
-                                f"{request.number}: its weights have broken (too large a step?)")
 
     def _step(self, batch: _Batch, width: int) -> tuple[Tensor, Tensor]:
         """One token for every row; leaves the batch ready for the next."""
@@ -233,6 +228,13 @@ class Scheduler:
         forbidden = torch.zeros(logits.shape, dtype=torch.bool, device=self.device)
         forbidden[:, self._stop_ids] = (batch.counts < self.sampling.min_new_tokens)[:, None]
         return forbidden
+
+
+def check_finite(logprob: float, request: Request) -> None:
+    """Raise UserError where the logprob of a request's next draw says that the model broke."""
+    if not math.isfinite(logprob):
+        raise UserError(f"the model's logits are not finite at position {len(request.prompt) + len(request.tokens)} of "
+                        f"request {request.number}: its weights have broken (too large a step?)")
 
 
 def stream(seed: int, number: int) -> int:
