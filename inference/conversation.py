@@ -16,7 +16,8 @@ from hybrid_rlhf.distributed import device
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.engine.sampling import SamplingConfig
 from hybrid_rlhf.inference.terminal import pieces
-from hybrid_rlhf.models.load import ModelConfig, check_folder, load_causal_lm, load_tokenizer, max_positions
+from hybrid_rlhf.models.load import ModelConfig, check_folder, load_causal_lm, max_positions
+from hybrid_rlhf.models.tokenizer import load_tokenizer
 
 
 @dataclass

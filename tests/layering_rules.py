@@ -53,7 +53,8 @@ DOORS = {
     "matplotlib": (f"{H}.run",),
     "peft": (f"{H}.models.lora",),
     "tokenizers": (f"{H}.models",),
-    "transformers": (f"{H}.models.attention", f"{H}.models.load", f"{H}.models.backbone"),
+    "transformers": (f"{H}.models.attention", f"{H}.models.load", f"{H}.models.backbone",
+                     f"{H}.models.tokenizer"),
     "triton": (f"{H}.kernels",),
 }
 ANYWHERE = {"torch", "numpy", "safetensors", "rich", "yaml", "jinja2"}  # and the standard library

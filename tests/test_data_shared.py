@@ -119,7 +119,7 @@ def test_review_sentences_become_pairs_with_a_shared_prompt(tokenizer, tmp_path)
 
 @pytest.mark.parametrize("model", ["stories3M-hf", "stories260K-hf"])
 def test_a_real_sentencepiece_tokenizer_finds_boundaries_and_ends_with_its_own_eos(model):
-    from hybrid_rlhf.models.load import load_tokenizer
+    from hybrid_rlhf.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(str(SHARED / model))
     row = chat.encode(tokenizer, "Once upon a time", " there was a fox.")

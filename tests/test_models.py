@@ -6,6 +6,7 @@ from tiny import save_tiny, tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
 
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.models import load
+from hybrid_rlhf.models import tokenizer as tokenizer_of
 from hybrid_rlhf.models.backbone import check_head, hidden_states, own_head, packing_is_exact
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.models.load import ModelConfig
@@ -21,11 +22,11 @@ def _batch(rows):
 def test_the_pad_token_is_never_the_eos_token():
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token
-    load.set_pad_token(tokenizer)
+    tokenizer_of.set_pad_token(tokenizer)
     assert tokenizer.pad_token_id != tokenizer.eos_token_id and tokenizer.pad_token == "<|pad|>"
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = None
-    assert load.set_pad_token(tokenizer) is False  # <|pad|> is in the vocabulary already
+    assert tokenizer_of.set_pad_token(tokenizer) is False  # <|pad|> is in the vocabulary already
 
 
 @pytest.mark.parametrize("kind, changes", [
@@ -101,8 +102,9 @@ def test_folders_that_are_no_models_are_refused_in_one_line(tmp_path):
             (folder / "config.json").write_text((tmp_path / "good" / "config.json").read_text())
         if name == "pickled":
             (folder / "pytorch_model.bin").write_bytes(b"\x80")
+        read = tokenizer_of.load_tokenizer if name == "mute" else lambda p: load.load_causal_lm(ModelConfig(p))
         with pytest.raises(UserError, match=message) as caught:
-            (load.load_tokenizer if name == "mute" else lambda p: load.load_causal_lm(ModelConfig(p)))(str(folder))
+            read(str(folder))
         assert "\n" not in str(caught.value)
 
 

@@ -12,7 +12,7 @@ TEXTS = ["Once upon a time there was a little red fox who lived in a wood.", "Wh
 
 @cache
 def _backend(vocab_size: int) -> str:
-    from hybrid_rlhf.models.load import train_tokenizer
+    from hybrid_rlhf.models.tokenizer import train_tokenizer
 
     return train_tokenizer(TEXTS, vocab_size).backend_tokenizer.to_str()
 

@@ -22,6 +22,7 @@ from hybrid_rlhf.models.backbone import check_head
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import add_lora
+from hybrid_rlhf.models.tokenizer import load_tokenizer, train_tokenizer
 from hybrid_rlhf.roles import PolicyModule
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.fit import TrainConfig
@@ -51,11 +52,11 @@ def model_folder(path: str) -> str:
 def open_tokenizer(model: ModelConfig, data: DataConfig, stage: str, seed: int):  # noqa: ANN201
     """The tokenizer of a run, with a chat template. A preset trains one on the run's own texts."""
     if model.preset and not model.tokenizer_name_or_path:
-        tokenizer = load.train_tokenizer(datasets.raw_texts(data, stage, seed), model.vocab_size)
+        tokenizer = train_tokenizer(datasets.raw_texts(data, stage, seed), model.vocab_size)
     else:
         path = model.tokenizer_name_or_path or model.model_name_or_path
         check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
-        tokenizer = load.load_tokenizer(path, model.trust_remote_code)
+        tokenizer = load_tokenizer(path, model.trust_remote_code)
     give_template(tokenizer, data, stage)
     return tokenizer
 
@@ -81,9 +82,14 @@ def check_lengths(model: ModelConfig, **lengths: int) -> None:
               f"{name} is {length}, but {which} has {limit} positions; lower {name} to {limit} or less")
 
 
+def check_model(model: ModelConfig) -> None:
+    """UserError for weights that cannot be trained here, and for adapters that match nothing. Reads no weights."""
+    check_dtype(model)
+    load.check_lora(model)
+
+
 def check_dtype(model: ModelConfig) -> None:
     """UserError for weights that DeepSpeed does not train on this device."""
-    check(model.quantize is None, f"model.load_in_{model.quantize}: not built yet; leave it out")
     check(model.dtype != "float16" or device().type != "cpu",
           "model.dtype is float16, which needs an accelerator; choose float32 or bfloat16 on a CPU")
 
@@ -167,7 +173,7 @@ def eval_loader(rows: Sequence[dict], train: TrainConfig, seed: int, collate: Ca
 
 def check_pair(actor: str, other: str, data: DataConfig, stage: str) -> None:
     """UserError if the actor's tokens mean something else to the other model than they do to the actor."""
-    tokenizers = [load.load_tokenizer(model_folder(p)) for p in (actor, other)]
+    tokenizers = [load_tokenizer(model_folder(p)) for p in (actor, other)]
     for tokenizer in tokenizers:
         give_template(tokenizer, data, stage)
     hashes = [runfile.tokenizer_hash(t) for t in tokenizers]

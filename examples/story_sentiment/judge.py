@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from hybrid_rlhf.data.chat import encode_prompt
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
-from hybrid_rlhf.models.load import ModelConfig, load_causal_lm, load_tokenizer
+from hybrid_rlhf.models.load import ModelConfig, load_causal_lm
+from hybrid_rlhf.models.tokenizer import load_tokenizer
 
 NUM_SAMPLES, NUM_TOKENS = 64, 48
 

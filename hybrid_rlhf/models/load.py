@@ -1,4 +1,4 @@
-"""Models and tokenizers from a hub id, a folder or a named preset. With backbone.py the only door to transformers."""
+"""Models from a hub id, a folder or a named preset. With backbone, attention and tokenizer the door to transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.config import UserError, check, nearest
-from hybrid_rlhf.models.lora import LoraConfig
+from hybrid_rlhf.models import quantize
+from hybrid_rlhf.models.lora import LoraConfig, check_targets
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -114,53 +115,6 @@ def check_folder(path: str, needs: Iterable[str] = ("weights", "tokenizer")) -> 
               f"{path} has no tokenizer: none of {', '.join(known)} (or give model.tokenizer_name_or_path)")
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False):  # noqa: ANN201 - a transformers class
-    """The tokenizer at a hub id or folder, with a pad token that is not an end-of-sequence token.
-
-    pad == eos hides the end of every response from whoever masks by id, plain transformers included, so another
-    token is chosen: unk, a token the vocabulary reserves for padding, or a new one.
-    """
-    from transformers import AutoTokenizer
-
-    check_folder(path, needs=("tokenizer",))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"cannot load a tokenizer from {path}: {_first_line(error)}") from error
-    set_pad_token(tokenizer)
-    return tokenizer
-
-
-def set_pad_token(tokenizer) -> bool:  # noqa: ANN001
-    """Give `tokenizer` a pad token other than eos; True if a token had to be added to the vocabulary."""
-    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
-        return False
-    vocab = tokenizer.get_vocab()
-    reserved = [t for t in vocab if re.search(r"(?i)^<[|\[]?.*pad.*[|\]]?>$|^\[PAD\]$", t)]
-    candidates = [tokenizer.unk_token, *sorted(reserved)]
-    for token in candidates:
-        if token is not None and token != tokenizer.eos_token:
-            tokenizer.pad_token = token
-            return False
-    return tokenizer.add_special_tokens({"pad_token": "<|pad|>"}) > 0
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int):  # noqa: ANN201
-    """A byte-level BPE tokenizer trained on `texts`, with pad, eos and bos tokens of its own."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    special = ["<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    backend.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<|pad|>", eos_token="<|im_end|>",
-                                   clean_up_tokenization_spaces=False)
-
-
 def load_causal_lm(config: ModelConfig, device: torch.device | str = "cpu") -> nn.Module:
     """The causal language model of `config` (without adapters), on `device`.
 
@@ -202,18 +156,25 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, **extra: o
     check_folder(path, needs=("weights",))
     if config.attn_implementation != "auto":
         extra["attn_implementation"] = config.attn_implementation
+    dtype = resolve_dtype(config.dtype, device)
+    if config.quantize:
+        quantize.require(f"model.load_in_{config.quantize}")
+        compute = {"bnb_4bit_compute_dtype": dtype} if config.load_in_4bit else {}
+        skip = ["score"] if "num_labels" in extra else None  # None: transformers' own rule, which spares the head
+        extra |= {"device_map": {"": device}, "quantization_config": transformers.BitsAndBytesConfig(
+            **quantize.SETTINGS[config.quantize], **compute, llm_int8_skip_modules=skip)}
     level = transformers.logging.get_verbosity()
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()  # "score.weight newly initialized" is what we want, not a warning
     try:
         model = getattr(transformers, auto_class).from_pretrained(
-            path, dtype=resolve_dtype(config.dtype, device), trust_remote_code=config.trust_remote_code,
+            path, dtype=dtype, trust_remote_code=config.trust_remote_code,
             use_safetensors=True, **extra)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"cannot load {path} by {auto_class}: {_first_line(error)}") from error
+        raise UserError(f"cannot load {path} by {auto_class}: {first_line(error)}") from error
     finally:
         transformers.logging.set_verbosity(level)
-    return model.to(device)
+    return quantize.settle(model) if config.quantize else model.to(device)
 
 
 def random_causal_lm(config: ModelConfig, tokenizer, seed: int) -> nn.Module:  # noqa: ANN001
@@ -260,8 +221,26 @@ def max_positions(model: nn.Module) -> int | None:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def check_lora(config: ModelConfig) -> None:
+    """UserError for adapters that would match no layer, and for quantised weights without adapters to train.
+
+    Reads the configuration only: the layers are those of an empty model.
+    """
+    import transformers
+
+    check(not config.quantize or config.lora.r > 0,
+          f"model.load_in_{config.quantize}: a quantised base cannot be fully fine-tuned; set model.lora.r "
+          "(such as 16), or leave it out")
+    if config.lora.r and config.model_name_or_path and config.lora.target_modules != "all-linear":
+        found = transformers.AutoConfig.from_pretrained(config.model_name_or_path,
+                                                        trust_remote_code=config.trust_remote_code)
+        with torch.device("meta"):
+            empty = transformers.AutoModelForCausalLM.from_config(found, trust_remote_code=config.trust_remote_code)
+        check_targets(empty, config.lora)
 
 
 def configured_positions(config: ModelConfig) -> int | None:
@@ -276,18 +255,27 @@ def configured_positions(config: ModelConfig) -> int | None:
     try:
         found = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"cannot read the configuration of {path}: {_first_line(error)}") from error
+        raise UserError(f"cannot read the configuration of {path}: {first_line(error)}") from error
     check(not getattr(found, "is_encoder_decoder", False),
           f"{path} is an encoder-decoder ({found.model_type}); a causal language model is needed")
     return getattr(found.get_text_config(), "max_position_embeddings", None)
 
 
 def save(model: nn.Module, state: dict[str, torch.Tensor], folder: str | Path) -> None:
-    """`state` as safetensors with the model's configuration, in transformers' own layout."""
+    """`state` as safetensors with the model's configuration, in transformers' own layout.
+
+    Of a quantised model `state` holds the plain weights, so the folder is that of a plain model.
+    """
     import transformers
 
     transformers.logging.disable_progress_bar()
-    model.save_pretrained(folder, state_dict=state)
+    hidden = [(owner, name, vars(owner).pop(name)) for owner, name in
+              ((model, "hf_quantizer"), (model.config, "quantization_config")) if name in vars(owner)]
+    try:
+        model.save_pretrained(folder, state_dict=state)
+    finally:
+        for owner, name, value in hidden:
+            setattr(owner, name, value)
 
 
 def reload_like(model: nn.Module, folder: str | Path) -> nn.Module:

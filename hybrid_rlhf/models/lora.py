@@ -1,10 +1,12 @@
-"""Low-rank adapters by peft: adding them, and merging them without losing what was learned. The only door to peft.
+"""Low-rank adapters by peft: adding, saving and loading them, several on one base, and merging them without losing what
+was learned. The only door to peft.
 
 Source: LoRA, arXiv 2106.09685: W x + (alpha / r) B A x, with W frozen.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.config import UserError, check
+from hybrid_rlhf.models import quantize
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -39,28 +44,57 @@ class LoraConfig:
         check(0.0 <= self.dropout < 1.0, f"lora.dropout is {self.dropout}; it must lie in [0, 1)")
 
 
-def add_lora(model: nn.Module, config: LoraConfig, adapter_name: str = "default") -> nn.Module:
-    """Freeze `model` and put adapters beside its linear layers, in place; returns peft's wrapper (for saving).
-
-    Raises UserError when target_modules match nothing: an adapter that adapts nothing trains nothing.
-    """
+def _settings(model: nn.Module, config: LoraConfig):  # noqa: ANN202 - peft's class
     import peft
 
     modules, experts = _targets(model, config.target_modules)
     check(not (experts and config.dropout),
           f"lora.dropout is {config.dropout}, but the fused experts of {type(model).__name__} take none; set it to 0 "
           "or give lora.target_modules without experts")
-    settings = peft.LoraConfig(r=config.r, lora_alpha=config.alpha or 2 * config.r, lora_dropout=config.dropout,
-                               target_modules=modules, target_parameters=experts or None)
+    return peft.LoraConfig(r=config.r, lora_alpha=config.alpha or 2 * config.r, lora_dropout=config.dropout,
+                           target_modules=modules, target_parameters=experts or None,
+                           # a scalar head is trained whole; an adapter on it would do nothing
+                           exclude_modules=["score"] if hasattr(model, "score") else None)
+
+
+def check_targets(model: nn.Module, config: LoraConfig) -> None:
+    """UserError unless lora.target_modules match a layer of `model`, whose weights may be on the meta device."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    if config.target_modules == "all-linear":
+        return
+    settings = _settings(model, config)
+    if not settings.target_parameters and not any(check_target_module_exists(settings, name)
+                                                  for name, _ in model.named_modules()):
+        raise _no_target(model, config)
+
+
+def _no_target(model: nn.Module, config: LoraConfig) -> UserError:
+    linear = sorted({n.rsplit(".", 1)[-1] for n in [*_linear_layers(model), *expert_weights(model)]})
+    return UserError(f"lora.target_modules {config.target_modules!r} matches no layer of {type(model).__name__}; its "
+                     f"linear layers are {', '.join(linear)}")
+
+
+def add_lora(model: nn.Module, config: LoraConfig, adapter_name: str = "default") -> None:
+    """Freeze `model` and put new adapters beside its linear layers, in place. They change nothing until trained.
+
+    Raises UserError when target_modules match nothing: an adapter that adapts nothing trains nothing.
+    """
     try:
-        with _names_as_given():
-            wrapped = peft.get_peft_model(model, settings, adapter_name=adapter_name)
+        _add(model, _settings(model, config), adapter_name)
     except ValueError as error:
-        linear = sorted({n.rsplit(".", 1)[-1] for n in [*_linear_layers(model), *expert_weights(model)]})
-        raise UserError(f"lora.target_modules {config.target_modules!r} matches no layer of {type(model).__name__}; "
-                        f"its linear layers are {', '.join(linear)}") from error
+        raise _no_target(model, config) from error
+
+
+def _add(model: nn.Module, settings: object, name: str) -> None:
+    import peft
+
+    with _names_as_given():
+        if hasattr(model, "_peft_wrapper"):
+            model._peft_wrapper.add_adapter(name, settings)
+            return
+        wrapped = peft.get_peft_model(model, settings, adapter_name=name)
     object.__setattr__(model, "_peft_wrapper", wrapped)  # not as a submodule: the wrapper holds the model
-    return wrapped
 
 
 def expert_weights(model: nn.Module) -> list[str]:
@@ -118,9 +152,61 @@ def _names_as_given() -> Iterator[None]:
         conversion.convert_peft_config_for_transformers = before
 
 
-def save_adapter(model: nn.Module, folder: str | Path) -> None:
-    """The adapters of a model that `add_lora` adapted, in peft's own format."""
-    model._peft_wrapper.save_pretrained(folder)
+def save_adapter(model: nn.Module, folder: str | Path, adapter_name: str | None = None) -> None:
+    """One adapter (None: the active one) in peft's own format."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    wrapped = model._peft_wrapper
+    name = adapter_name or next(iter(lora_layers(model).values())).active_adapters[0]
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = get_peft_model_state_dict(wrapped, adapter_name=name, save_embedding_layers=False)
+    save_file({k: v.detach().cpu().contiguous() for k, v in state.items()}, folder / _WEIGHTS, {"format": "pt"})
+    settings = copy.copy(wrapped.peft_config[name])
+    settings.inference_mode = True
+    settings.base_model_name_or_path = settings.base_model_name_or_path or model.config._name_or_path or None
+    settings.save_pretrained(str(folder))
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """Whether `folder` holds an adapter whose weights are safetensors."""
+    return (Path(folder) / _CONFIG).exists() and (Path(folder) / _WEIGHTS).exists()
+
+
+def load_adapter(model: nn.Module, folder: str | Path, adapter_name: str) -> None:
+    """The adapter in `folder`, saved by `save_adapter` or by peft, beside the others of `model`.
+
+    Raises UserError for a folder that is no plain LoRA adapter, or one whose layers are not this model's.
+    """
+    import peft
+    from safetensors.torch import load_file
+
+    check(is_adapter(folder), f"{folder} holds no adapter: {_CONFIG} and {_WEIGHTS} are needed")
+    settings = peft.PeftConfig.from_pretrained(str(folder))
+    check(isinstance(settings, peft.LoraConfig) and not settings.use_dora and not settings.modules_to_save,
+          f"{folder} is no plain LoRA adapter; train one by model.lora")
+    try:
+        _add(model, settings, adapter_name)
+    except ValueError as error:
+        raise UserError(f"the adapter {folder} does not fit {type(model).__name__}: {error}") from error
+    own = peft.get_peft_model_state_dict(model._peft_wrapper, adapter_name=adapter_name, save_embedding_layers=False)
+    saved = load_file(Path(folder) / _WEIGHTS)
+    check(own.keys() == saved.keys() and all(own[k].shape == saved[k].shape for k in own),
+          f"the adapter {folder} does not fit {type(model).__name__}: its layers or their shapes are not the model's")
+    with torch.no_grad():
+        for name, value in own.items():
+            value.copy_(saved[name])
+
+
+@torch.no_grad()
+def copy_adapter(model: nn.Module, source: str, target: str) -> None:
+    """A new adapter `target` with the settings and the weights of `source`."""
+    _add(model, copy.deepcopy(model._peft_wrapper.peft_config[source]), target)
+    for layer in lora_layers(model).values():
+        for part in (layer.lora_A, layer.lora_B):
+            if source in part:
+                part[target].load_state_dict(part[source].state_dict())
 
 
 def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -130,19 +216,21 @@ def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 @torch.no_grad()
 def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict `model` would have had without peft, adapters merged; the model itself is not touched.
+    """The state dict `model` would have had without peft and quantisation, the active adapters merged; the model itself
+    is not touched.
 
-    The product B A is formed and added in fp32 and rounded to the weight's dtype once, so that a bf16 base loses
-    nothing but that one rounding.
+    The product B A is formed and added in fp32, to the weight that the layers multiply by (dequantised where it is held
+    in fewer bits), and rounded to the model's dtype once, so that nothing is lost but that one rounding.
     """
-    state = {_plain(k): v for k, v in model.state_dict().items() if ".lora_" not in k}
+    state = quantize.plain_state_dict(model, model.dtype)
+    state = {_plain(k): v for k, v in state.items() if ".lora_" not in k}
     for name, layer in lora_layers(model).items():
-        base = layer.get_param() if _is_fused(layer) else layer.get_base_layer().weight
-        total = base.float()
+        total = layer.get_param().float() if _is_fused(layer) else quantize.dequantised(layer.get_base_layer())
         for adapter in layer.active_adapters:
             if adapter in layer.lora_A:
                 total = total + _delta(layer, adapter)
-        state[f"{_plain(name)}.{layer.parameter_name if _is_fused(layer) else 'weight'}"] = total.to(base.dtype)
+        place = f"{_plain(name)}.{layer.parameter_name if _is_fused(layer) else 'weight'}"
+        state[place] = total.to(state[place].dtype)
     return state
 
 

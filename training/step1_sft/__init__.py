@@ -60,6 +60,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     if done:
         return done.metrics
     wiring.seed_everything(config.seed)
+    wiring.check_model(config.model)
     wiring.check_lengths(config.model, data__max_length=config.data.max_length)
     tokenizer = wiring.open_tokenizer(config.model, config.data, "sft", config.seed)
     data = datasets.build(config.data, "sft", tokenizer, config.seed)

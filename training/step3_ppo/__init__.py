@@ -89,6 +89,7 @@ def refuse_unbuilt(config: Config) -> None:
         given = config.roles[role]
         wants |= {f"{role}.{name}": getattr(given, name) not in (None, False)
                   for name in ("zero_stage", "tp", "dtype", "quantize", "offload")}
+    check(config.model.quantize is None, f"model.load_in_{config.model.quantize}: not built yet for PPO; leave it out")
     for name, is_wanted in wants.items():
         check(not is_wanted, f"roles.{name}: not built yet; leave it out")
 

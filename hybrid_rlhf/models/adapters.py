@@ -1,0 +1,76 @@
+"""The switch between several low-rank adapters on one frozen base, guarded so that no gradient goes astray."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from hybrid_rlhf.models.lora import lora_layers
+
+
+class Adapters:
+    """The adapters of one frozen base, of which `use(name)` makes one active, or none (the base itself).
+
+    A forward and its backward belong into one block of `use`, and every forward of the backbone into some block. What
+    breaks this raises RuntimeError: blocks inside each other, a forward outside, a backward after its block has ended
+    or after somebody else has switched. peft's own switch, which toggles requires_grad, is not used: it loses the
+    gradients of what was computed before it without a word.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = lora_layers(model)
+        self.names = sorted({n for layer in self._layers.values() for n in layer.lora_A})
+        self._entries, self._entry = itertools.count(1), 0  # 0: outside
+        self._select([])
+        model.base_model.register_forward_pre_hook(lambda *_: self._require(self._entry))
+        model.base_model.register_forward_hook(lambda _module, _inputs, output: self._watch(output))
+
+    @contextmanager
+    def use(self, name: str | None) -> Iterator[None]:
+        """Within the block `name` is active (None: no adapter). Blocks do not nest."""
+        if self._entry:
+            raise RuntimeError(f"adapter {name!r} inside the block of {self._active}: roles take turns on one base")
+        if name is not None and name not in self.names:
+            raise RuntimeError(f"there is no adapter {name!r}; the base has {', '.join(self.names)}")
+        self._entry = next(self._entries)
+        self._select([] if name is None else [name])
+        try:
+            yield
+        finally:
+            self._entry = 0
+            self._select([])
+
+    def train_only(self, names: Iterable[str]) -> None:
+        """Once, before any optimizer is made: the adapters `names` are trained, the others and the base are frozen."""
+        names = set(names)
+        for layer in self._layers.values():
+            for part in (layer.lora_A, layer.lora_B):
+                for name, linear in part.items():
+                    linear.requires_grad_(name in names)
+
+    def parameters(self, name: str) -> dict[str, nn.Parameter]:
+        """The parameters of one adapter by their place in the model."""
+        return {f"{place}.{kind}.weight": getattr(layer, kind)[name].weight
+                for place, layer in self._layers.items() for kind in ("lora_A", "lora_B") if name in layer.lora_A}
+
+    def _select(self, names: list[str]) -> None:
+        self._active = names
+        for layer in self._layers.values():
+            layer._active_adapter = names
+
+    def _require(self, entry: int) -> None:
+        if not entry:
+            raise RuntimeError("a forward of a shared base outside use(): no role has said whose adapter is meant")
+        if entry != self._entry:
+            raise RuntimeError("a backward outside the block of its forward: another adapter may be active by now")
+        if any(layer._active_adapter is not self._active for layer in self._layers.values()):
+            raise RuntimeError("the active adapter was changed behind the back of use(); gradients would be lost")
+
+    def _watch(self, output: object) -> None:
+        """Gradients that reach the backbone's output must do so in the block that made it."""
+        entry, hidden = self._entry, output.last_hidden_state
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _grad: self._require(entry))

@@ -1,0 +1,56 @@
+"""Tokenizers: loading them, training one, and the pad token that must not be the end of sequence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from hybrid_rlhf.config import UserError
+from hybrid_rlhf.models.load import check_folder, first_line
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False):  # noqa: ANN201 - a transformers class
+    """The tokenizer at a hub id or folder, with a pad token that is not an end-of-sequence token.
+
+    pad == eos hides the end of every response from whoever masks by id, plain transformers included, so another
+    token is chosen: unk, a token the vocabulary reserves for padding, or a new one.
+    """
+    from transformers import AutoTokenizer
+
+    check_folder(path, needs=("tokenizer",))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"cannot load a tokenizer from {path}: {first_line(error)}") from error
+    set_pad_token(tokenizer)
+    return tokenizer
+
+
+def set_pad_token(tokenizer) -> bool:  # noqa: ANN001
+    """Give `tokenizer` a pad token other than eos; True if a token had to be added to the vocabulary."""
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
+        return False
+    vocab = tokenizer.get_vocab()
+    reserved = [t for t in vocab if re.search(r"(?i)^<[|\[]?.*pad.*[|\]]?>$|^\[PAD\]$", t)]
+    candidates = [tokenizer.unk_token, *sorted(reserved)]
+    for token in candidates:
+        if token is not None and token != tokenizer.eos_token:
+            tokenizer.pad_token = token
+            return False
+    return tokenizer.add_special_tokens({"pad_token": "<|pad|>"}) > 0
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int):  # noqa: ANN201
+    """A byte-level BPE tokenizer trained on `texts`, with pad, eos and bos tokens of its own."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<|pad|>", eos_token="<|im_end|>",
+                                   clean_up_tokenization_spaces=False)
