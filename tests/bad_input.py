@@ -123,6 +123,8 @@ BAD = [
     ("reference with another tokenizer", [*PPO, "--roles.ref.model_name_or_path", "PLACE/other_tokens"],
      ["PLACE/other_tokens", "tokenizers differ"]),
 
+    ("tensor parallelism without enough processes", [*PPO, "--roles.actor.tp", "2"],
+     ["roles.actor.tp is 2, but there is 1 process", "--nproc_per_node 2"]),
     ("output_dir with something else", put(SFT, "thesis"), ["PLACE/thesis", "chapter.txt"]),
     ("output_dir that is a file", put(SFT, "demos.jsonl"), ["PLACE/demos.jsonl", "is a file"]),
     ("output_dir below a file", put(SFT, "demos.jsonl/run"), ["PLACE/demos.jsonl", "is a file"]),

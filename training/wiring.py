@@ -14,9 +14,11 @@ from hybrid_rlhf.config import UserError, check
 from hybrid_rlhf.data import chat, datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
-from hybrid_rlhf.distributed import device, rank, world_size
+from hybrid_rlhf.distributed import consecutive_ranks, device, rank, world_size
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig
 from hybrid_rlhf.engine.hybrid import stop_ids
+from hybrid_rlhf.engine.tensor_parallel import check_configured
+from hybrid_rlhf.engine.zero import init_process_group
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.backbone import check_head
 from hybrid_rlhf.models.heads import ScalarModel
@@ -121,10 +123,24 @@ def open_scalar(model: ModelConfig, tokenizer, *, new_head_std: float | None = N
     return scalar
 
 
-def policy_engine(model: nn.Module, tokenizer, temperature: float = 1.0) -> HybridEngine:  # noqa: ANN001
-    """An engine that samples and gives log-probabilities at `temperature` (0, greedy, is measured at 1)."""
+def check_tensor_parallel(degree: int, model: ModelConfig) -> None:
+    """UserError where `degree` processes cannot share the actor's generation. Reads no weights."""
+    option, world = f"roles.actor.tp is {degree}", world_size()
+    check(world % degree == 0, f"{option}, but there {'is 1 process' if world == 1 else f'are {world} processes'}; "
+                               f"start a multiple of {degree}, as by torchrun --nproc_per_node {degree}")
+    check(degree == 1 or model.quantize is None, f"{option}: quantised weights cannot be cut; leave out "
+                                                 f"model.load_in_{model.quantize} or take tp 1")
+    if degree > 1:
+        check_configured(load.configuration(model), degree, "roles.actor.tp")
+
+
+def policy_engine(model: nn.Module, tokenizer, temperature: float = 1.0, tp: int = 1) -> HybridEngine:  # noqa: ANN001
+    """An engine that samples and gives log-probabilities at `temperature` (0, greedy, is measured at 1). tp: how many
+    processes generate together (every process of the run calls this)."""
+    if tp > 1:
+        init_process_group()
     return HybridEngine(PolicyModule(model, temperature or 1.0), model, eos_ids=stop_ids(model, tokenizer),
-                        pad_id=tokenizer.pad_token_id)
+                        pad_id=tokenizer.pad_token_id, tp=consecutive_ranks(tp) if tp > 1 else None)
 
 
 def scalar_engine(model: nn.Module, tokenizer, mean: float = 0.0, std: float = 1.0) -> HybridEngine:  # noqa: ANN001

@@ -245,10 +245,15 @@ def check_lora(config: ModelConfig) -> None:
 
 def configured_positions(config: ModelConfig) -> int | None:
     """The number of positions of the model that `config` names, from its configuration alone."""
-    from transformers import AutoConfig
-
     if config.preset:
         return PRESETS[config.preset][1]["max_position_embeddings"]
+    return getattr(configuration(config).get_text_config(), "max_position_embeddings", None)
+
+
+def configuration(config: ModelConfig):  # noqa: ANN201 - a transformers class
+    """transformers' configuration of the model at a hub id or folder; reads no weights."""
+    from transformers import AutoConfig
+
     path = config.model_name_or_path
     check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
     check_folder(path, needs=("weights",))
@@ -258,7 +263,7 @@ def configured_positions(config: ModelConfig) -> int | None:
         raise UserError(f"cannot read the configuration of {path}: {first_line(error)}") from error
     check(not getattr(found, "is_encoder_decoder", False),
           f"{path} is an encoder-decoder ({found.model_type}); a causal language model is needed")
-    return getattr(found.get_text_config(), "max_position_embeddings", None)
+    return found
 
 
 def save(model: nn.Module, state: dict[str, torch.Tensor], folder: str | Path) -> None:

@@ -88,7 +88,7 @@ def refuse_unbuilt(config: Config) -> None:
     for role in ROLES:
         given = config.roles[role]
         wants |= {f"{role}.{name}": getattr(given, name) not in (None, False)
-                  for name in ("zero_stage", "tp", "dtype", "quantize", "offload")}
+                  for name in ("zero_stage", "dtype", "quantize", "offload")}
     check(config.model.quantize is None, f"model.load_in_{config.model.quantize}: not built yet for PPO; leave it out")
     for name, is_wanted in wants.items():
         check(not is_wanted, f"roles.{name}: not built yet; leave it out")
@@ -123,7 +123,7 @@ def build_roles(config: Config, sources: Sources, tokenizer, num_updates: int) -
     critic = wiring.open_scalar(at(sources.critic, config.model), tokenizer)
     scale = score_scale(config, sources)
     reward = wiring.open_scalar(at(sources.reward, plain), tokenizer)
-    engines = {"actor": wiring.policy_engine(actor, tokenizer, temperature),
+    engines = {"actor": wiring.policy_engine(actor, tokenizer, temperature, roles.actor.tp or 1),
                "critic": wiring.scalar_engine(critic, tokenizer, *scale)}
     for name, engine in engines.items():
         engine.prepare_training(wiring.optimizer_of(config.train, getattr(roles, name).learning_rate),
@@ -144,6 +144,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     wiring.seed_everything(config.seed)
     sources = find_sources(config)
     model, sampling = actor_model(config, sources), config.ppo.sampling
+    wiring.check_tensor_parallel(config.roles.actor.tp or 1, model)
     longest = config.data.max_prompt_length + sampling.max_new_tokens
     for path in dict.fromkeys((sources.actor, sources.reward, sources.ref, sources.critic)):
         wiring.check_lengths(replace(model, model_name_or_path=wiring.model_folder(path)),
