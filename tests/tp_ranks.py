@@ -159,7 +159,7 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     ranks = consecutive_ranks(2)
     seen = {kind: architecture(kind, ranks, rank) for kind in KINDS}
-    seen |= {f"{kind}+lora": adapted(kind, ranks) for kind in ("llama", "phi3")}
+    seen |= {f"{kind}+lora": adapted(kind, ranks) for kind in ("llama", "phi3", "mixtral")}
     seen["refusals"] = refusals(ranks, rank)
     seen["failure"] = failure(ranks, rank)
     out.write_text(json.dumps(seen), encoding="utf-8")

@@ -91,11 +91,11 @@ def _check_heads(module: nn.Module, parent: nn.Module, path: str, degree: int) -
 
 
 def _check_experts(module: nn.Module, where: str, degree: int) -> None:
-    count = getattr(module, "num_experts", None)
-    own = dict(module.named_parameters())
+    stacked = _with_wrappers(module)[-1]
+    count, own = getattr(stacked, "num_experts", None), dict(stacked.named_parameters())
     check(isinstance(count, int) and own and all("." not in n and p.shape[0] == count and p.is_floating_point()
                                                  for n, p in own.items()),
-          f"{where}: experts that are not stacked in one tensor each (or have adapters) run with tp 1 only")
+          f"{where}: experts whose weights are not one floating-point tensor of all run with tp 1 only")
     check(count >= degree, f"{where} has {count} experts, fewer than tp {degree}")
 
 
@@ -138,6 +138,14 @@ def _at(model: nn.Module, path: str) -> nn.Module | Tensor:
 def _base(module: nn.Module) -> nn.Module:
     """The layer itself, or the one that adapters stand beside."""
     return getattr(module, "base_layer", module)
+
+
+def _with_wrappers(experts: nn.Module) -> list[nn.Module]:
+    """Experts behind the wrappers that give each of their weights its adapter, outermost first."""
+    layers = [experts]
+    while hasattr(layers[-1], "base_layer"):
+        layers.append(layers[-1].base_layer)
+    return layers
 
 
 def _adapters(module: nn.Module, name: str) -> list[nn.Module]:
@@ -186,11 +194,18 @@ def _shard_rows(stack: ExitStack, module: nn.Module, ranks: RankGroup, splits: b
 
 def _shard_experts(stack: ExitStack, module: nn.Module, ranks: RankGroup) -> None:
     """This rank's experts. A token's other experts are answered by the first of them with the weight zero."""
-    part, count = ranks.part(module.num_experts), module.num_experts
-    for name, parameter in list(module.named_parameters(recurse=False)):
-        _swap(stack, module, name, parameter.detach()[part])
-    module.num_experts = part.stop - part.start
-    stack.callback(setattr, module, "num_experts", count)
+    layers = _with_wrappers(module)
+    stacked, count = layers[-1], layers[-1].num_experts
+    part = ranks.part(count)
+    for name, parameter in list(stacked.named_parameters(recurse=False)):
+        _swap(stack, stacked, name, parameter.detach()[part])
+    for layer in layers:
+        for down in _adapters(layer, "lora_A"):  # (experts x rank, in features)
+            _swap(stack, down, "weight", down.weight.detach().unflatten(0, (count, -1))[part].flatten(0, 1))
+        for up in _adapters(layer, "lora_B"):  # (out features, rank x experts); peft takes the three apart as well
+            _swap(stack, up, "weight", up.weight.detach().unflatten(1, (-1, count))[..., part])
+        layer.num_experts = part.stop - part.start
+        stack.callback(setattr, layer, "num_experts", count)
 
     def own(_module: nn.Module, inputs: tuple) -> tuple:
         hidden, index, weights, *rest = inputs

@@ -253,9 +253,8 @@ def configured_positions(config: ModelConfig) -> int | None:
 def configuration(config: ModelConfig):  # noqa: ANN201 - a transformers class
     """transformers' configuration of the model at a hub id or folder; reads no weights."""
     from transformers import AutoConfig
-
-    path = config.model_name_or_path
-    check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
+    check((path := config.model_name_or_path) is not None,
+          "no model: give model.model_name_or_path (hub id or folder) or model.preset")
     check_folder(path, needs=("weights",))
     try:
         found = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
