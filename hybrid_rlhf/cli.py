@@ -7,6 +7,7 @@ import importlib
 import os
 import shlex
 import sys
+import traceback
 from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
@@ -42,17 +43,49 @@ Stages:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code (0 done, 2 the input is wrong, 130 stopped with a checkpoint)."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    given = sys.argv[1:] if argv is None else argv
+    argv = [word for word in given if not word.startswith("--local_rank=")]  # deepspeed's launcher adds it
     if argv and argv[0] in COMMANDS:
         return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
     try:
+        _join()
         return _train(argv)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _fail(2, f"error: {error}")
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+        return _fail(130, "stopped")
+    except Exception:
+        if not _is_one_of_several():
+            raise
+        return _fail(1, traceback.format_exc())
+
+
+def _is_one_of_several() -> bool:
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+def _join() -> None:
+    """Meet the other processes of a launcher before anything can go wrong, and leave the terminal to the first."""
+    if not _is_one_of_several():
+        return
+    from hybrid_rlhf import distributed, failure
+
+    try:
+        failure.join()
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"cannot join the other processes: {str(error).splitlines()[0]}; start them by torchrun or "
+                        "deepspeed") from error
+    if not distributed.is_main():
+        sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
+
+
+def _fail(code: int, message: str) -> int:
+    if _is_one_of_several():
+        from hybrid_rlhf.failure import fail
+
+        return fail(code, message)
+    print(message, file=sys.stderr)
+    return code
 
 
 def _train(argv: list[str]) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -29,13 +30,69 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def device() -> torch.device:
+    """The accelerator of this process, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device("cpu")
+
+
+def init_process_group() -> None:
+    """Join the processes that a launcher started, or be a group of one. Does nothing the second time."""
+    if is_initialized():
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _carrier() -> torch.device:
+    """Where a tensor must be to travel: NCCL takes none from the CPU."""
+    return device() if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
 def sum_over_ranks(value: Tensor) -> Tensor:
-    """The sum of a tensor over all processes (a new tensor; the argument keeps its value)."""
+    """The sum of a tensor over all processes, where the tensor is (a new one; the argument keeps its value)."""
     if world_size() == 1:
         return value
-    total = value.clone()
+    total = value.detach().to(_carrier(), copy=True)
     dist.all_reduce(total)
-    return total
+    return total.to(value.device)
+
+
+def max_over_ranks(value: int) -> int:
+    """The largest of all processes' integers."""
+    if world_size() == 1:
+        return value
+    largest = torch.tensor(value, device=_carrier())
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
+
+
+def gather_over_ranks(value: object) -> list:
+    """Every process's `value` (anything JSON holds; numbers keep all their bits), in the order of ranks."""
+    if world_size() == 1:
+        return [value]
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(_carrier())
+    sizes = [torch.zeros(1, dtype=torch.long, device=mine.device) for _ in range(world_size())]
+    dist.all_gather(sizes, torch.tensor([len(mine)], device=mine.device))
+    longest = max(int(s) for s in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=mine.device)
+    padded[: len(mine)] = mine
+    texts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded)
+    return [json.loads(bytes(t[: int(n)].tolist()).decode()) for t, n in zip(texts, sizes, strict=True)]
+
+
+def place_over_ranks(count: int) -> tuple[int, int]:
+    """(number of this process's first item, number of all items) when each process holds `count` of a common list."""
+    counts = gather_over_ranks(int(count))
+    return sum(counts[: rank()]), sum(counts)
 
 
 def barrier() -> None:
@@ -43,18 +100,22 @@ def barrier() -> None:
         dist.barrier()
 
 
+@contextmanager
+def main_first() -> Iterator[None]:
+    """The block runs in each machine's first process, then in its others, which find on disk what the first made."""
+    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    if not is_first:
+        barrier()
+    yield
+    if is_first:
+        barrier()
+
+
 def shutdown() -> None:
     """Leave the process group in step with the others; without it ranks can abort at exit."""
     if is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-
-def device() -> torch.device:
-    """The accelerator of this process, or the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    return torch.device("cpu")
 
 
 def consecutive_ranks(degree: int) -> RankGroup:

@@ -3,58 +3,97 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
-from hybrid_rlhf.distributed import sum_over_ranks, world_size
+from hybrid_rlhf.distributed import gather_over_ranks, world_size
+
+State = list[float]  # "mean": [sum of value * weight, weight]; "std": [count, mean, squares]; else [value, is any]
+
+
+def _mean(a: State, b: State) -> State:
+    return [a[0] + b[0], a[1] + b[1]]
+
+
+def _std(a: State, b: State) -> State:
+    """Pooled count, mean and sum of squared deviations (Chan, Golub, LeVeque 1983): nothing cancels."""
+    total, gap = a[0] + b[0], b[1] - a[1]
+    if not total:
+        return a
+    return [total, a[1] + gap * b[0] / total, a[2] + b[2] + gap * gap * a[0] * b[0] / total]
+
+
+def _least(a: State, b: State) -> State:
+    return min((s for s in (a, b) if s[1]), key=lambda s: s[0], default=a)
+
+
+def _largest(a: State, b: State) -> State:
+    return max((s for s in (a, b) if s[1]), key=lambda s: s[0], default=a)
+
+
+_MERGE: dict[str, Callable[[State, State], State]] = {"mean": _mean, "std": _std, "min": _least, "max": _largest}
+_VALUE: dict[str, Callable[[State], float | None]] = {
+    "mean": lambda s: s[0] / s[1] if s[1] else None, "std": lambda s: (s[2] / s[0]) ** 0.5 if s[0] else None,
+    "min": lambda s: s[0] if s[1] else None, "max": lambda s: s[0] if s[1] else None}
 
 
 class Metrics:
-    """Named weighted means. `a + b` pools the observations of both; `compute` divides once, at the end."""
+    """Named weighted means, and spreads and extremes. `a + b` pools the observations; `compute` divides at the end."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, list[float]] = {}  # name -> [sum of value * weight, sum of weight]
+        self._states: dict[str, tuple[str, State]] = {}  # name -> (kind, state)
 
     def add(self, name: str, value: float | Tensor, weight: float | Tensor = 1.0) -> Metrics:
         """Record `value`, the mean of `weight` observations. A weight of zero records nothing but the name."""
-        entry = self._sums.setdefault(name, [0.0, 0.0])
         value, weight = float(value), float(weight)
-        if weight:
-            entry[0] += value * weight
-            entry[1] += weight
+        return self._pool(name, "mean", [value * weight, weight] if weight else [0.0, 0.0])
+
+    def add_spread(self, name: str, values: Tensor, kind: str) -> Metrics:
+        """Record the "std" (divided by n), "min" or "max" of all observations; those of none record only the name."""
+        if not values.numel():
+            return self._pool(name, kind, [0.0] * (3 if kind == "std" else 2))
+        values = values.detach().double()
+        if kind == "std":
+            squares = (values - values.mean()).square().sum()
+            return self._pool(name, kind, [float(values.numel()), float(values.mean()), float(squares)])
+        return self._pool(name, kind, [float(values.min() if kind == "min" else values.max()), 1.0])
+
+    def _pool(self, name: str, kind: str, state: State) -> Metrics:
+        known = self._states.get(name)
+        if known is not None and known[0] != kind:
+            raise ValueError(f"{name} was recorded as a {known[0]} and now as a {kind}")
+        self._states[name] = (kind, list(state) if known is None else _MERGE[kind](known[1], state))
         return self
 
     def __add__(self, other: Metrics) -> Metrics:
         total = Metrics()
         for source in (self, other):
-            for name, (value, weight) in source._sums.items():
-                entry = total._sums.setdefault(name, [0.0, 0.0])
-                entry[0] += value
-                entry[1] += weight
+            for name, (kind, state) in source._states.items():
+                total._pool(name, kind, state)
         return total
 
     def renamed(self, names: dict[str, str]) -> Metrics:
         """The same metrics, those in `names` under another name."""
         copy = Metrics()
-        copy._sums = {names.get(n, n): list(entry) for n, entry in self._sums.items()}
+        copy._states = {names.get(n, n): (kind, list(state)) for n, (kind, state) in self._states.items()}
         return copy
 
     def over_ranks(self) -> Metrics:
-        """The same metrics pooled over all processes. Every process must hold the same names."""
+        """The same metrics pooled over all processes; a name that only some hold counts what those have seen."""
         if world_size() == 1:
             return self
-        names = sorted(self._sums)
-        table = sum_over_ranks(torch.tensor([self._sums[n] for n in names], dtype=torch.float64))
         total = Metrics()
-        total._sums = dict(zip(names, table.tolist(), strict=True))
+        for states in gather_over_ranks(self._states):
+            for name, (kind, state) in states.items():
+                total._pool(name, kind, state)
         return total
 
     def compute(self) -> dict[str, float]:
-        """Each name's weighted mean; names without any weight are left out."""
-        return {n: s / w for n, (s, w) in self._sums.items() if w}
+        """Each name's weighted mean (or spread, or extreme); names without any weight are left out."""
+        values = {n: _VALUE[kind](state) for n, (kind, state) in self._states.items()}
+        return {n: v for n, v in values.items() if v is not None}
 
     @contextmanager
     def timer(self, name: str) -> Iterator[None]:
@@ -63,5 +102,5 @@ class Metrics:
         try:
             yield
         finally:
-            entry = self._sums.setdefault(f"time/{name}", [0.0, 1.0])
-            entry[0] += time.perf_counter() - start
+            before = self._states.get(f"time/{name}", ("mean", [0.0, 1.0]))[1]
+            self._states[f"time/{name}"] = ("mean", [before[0] + time.perf_counter() - start, 1.0])

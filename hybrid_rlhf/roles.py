@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.algorithms.likelihood import token_logprobs
-from hybrid_rlhf.distributed import sum_over_ranks
+from hybrid_rlhf.distributed import place_over_ranks, sum_over_ranks
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig, micro_batches
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.models.backbone import hidden_states, hidden_states_and_router_loss, own_head, router_coefficient
@@ -111,8 +111,13 @@ class Actor:
             yield
 
     def generate(self, prompts: Prompts, sampling: SamplingConfig, seed: int) -> Rollout:
-        """One response to each prompt (repeat them for groups). Inside `inference()` only."""
-        generation = self.engine.generate(prompts.ids, sampling, seed)
+        """One response to each prompt (repeat them for groups). Inside `inference()` only.
+
+        Prompts are numbered over all processes: what is drawn does not depend on how many share them.
+        """
+        first, _ = place_over_ranks(len(prompts))
+        numbers = range(first, first + len(prompts))
+        generation = self.engine.generate(prompts.ids, sampling, seed, numbers=numbers)
         ended = [reason == "eos" for reason in generation.finish_reasons]
         texts = self.tokenizer.batch_decode(
             [row[: len(row) - int(end)] for row, end in zip(generation.tokens, ended, strict=True)],

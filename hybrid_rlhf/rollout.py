@@ -96,29 +96,33 @@ class Rollout:
         part = {f.name: getattr(self, f.name) for f in fields(self)}
         return Rollout(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in part.items()})
 
-    def shuffle(self, generator: torch.Generator) -> Rollout:
-        return self.rows(torch.randperm(len(self), generator=generator))
+    def shuffled(self, size: int, generator: torch.Generator, first: int = 0, total: int | None = None,
+                 ) -> Iterator[Rollout]:
+        """Pieces of at most `size` sequences in an order drawn from `generator`.
 
-    def split(self, size: int) -> Iterator[Rollout]:
-        """Pieces of at most `size` sequences, in order."""
-        for index in torch.arange(len(self)).split(size):
-            yield self.rows(index)
+        Where these are numbers first, first + 1, ... of `total` sequences over all processes, `size` counts all of them
+        and each piece holds the process's own share of it, empty at times: every process yields as many pieces.
+        """
+        order = torch.randperm(len(self) if total is None else total, generator=generator)
+        for piece in order.split(size):
+            yield self.rows(piece[(piece >= first) & (piece < first + len(self))] - first)
 
     def mean_kl(self) -> float:
         """Mean over sequences of sum_t (logprobs - ref_logprobs), in nats: the estimate of KL(actor || ref)."""
-        return float(masked_sum(self.logprobs - self.ref_logprobs, self.action_mask) / len(self))
+        return float(masked_sum(self.logprobs - self.ref_logprobs, self.action_mask) / max(len(self), 1))
 
     def metrics(self) -> Metrics:
         """What every on-policy method reports of its samples (names follow TRL)."""
         metrics, size = Metrics(), len(self)
         lengths = self.action_mask.sum(1).float()
         metrics.add("reward", self.scores.mean(), size)
-        metrics.add("reward_std", self.scores.std(correction=0), size)
+        metrics.add_spread("reward_std", self.scores, "std")
         for name, scores in self.source_scores.items():
             metrics.add(f"rewards/{name}/mean", scores.mean(), size)
-            metrics.add(f"rewards/{name}/std", scores.std(correction=0), size)
-        for name, value in (("mean", lengths.mean()), ("min", lengths.min()), ("max", lengths.max())):
-            metrics.add(f"completions/{name}_length", value, size)
+            metrics.add_spread(f"rewards/{name}/std", scores, "std")
+        metrics.add("completions/mean_length", lengths.mean(), size)
+        metrics.add_spread("completions/min_length", lengths, "min")
+        metrics.add_spread("completions/max_length", lengths, "max")
         metrics.add("completions/clipped_ratio", (~self.has_eos).float().mean(), size)
         if self.ref_logprobs is not None:
             metrics.add("kl", self.mean_kl(), size)

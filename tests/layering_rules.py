@@ -33,7 +33,7 @@ ROOMS = {
     "models": (1, (f"{H}.models",)),
     "kernels": (1, (f"{H}.kernels",)),
     "config": (0, (f"{H}.config",)),
-    "distributed": (0, (f"{H}.distributed",)),
+    "distributed": (0, (f"{H}.distributed", f"{H}.failure")),
     "tensors": (0, (f"{H}.tensors",)),
 }
 # room: (what it never imports, except). Where the floors alone would allow it.

@@ -15,6 +15,7 @@ import torch
 from hybrid_rlhf.collect import SamplingConfig, collect
 from hybrid_rlhf.config import check, nearest
 from hybrid_rlhf.data import collate, datasets
+from hybrid_rlhf.distributed import is_main
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.rewards.model import ModelSource
@@ -59,8 +60,9 @@ def run(config, configs: dict, seconds: dict[str, float], command: str) -> dict:
     summary["reward"] = {"accuracy": runfile.read_run(configs["reward"].output_dir).metrics["eval/accuracy"]}
     summary["seconds"] = {k: round(v, 1) for k, v in took.items()}
     path = Path(config.output_dir) / "summary.json"
-    path.write_text(json.dumps(summary, indent=1) + "\n")
-    show(summary, path)
+    if is_main():
+        path.write_text(json.dumps(summary, indent=1) + "\n")
+        show(summary, path)
     return summary
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -91,9 +92,13 @@ def check_model(model: ModelConfig) -> None:
 
 
 def check_dtype(model: ModelConfig) -> None:
-    """UserError for weights that DeepSpeed does not train on this device."""
+    """UserError for weights that DeepSpeed does not train on this device, or an attention that does not run on it."""
     check(model.dtype != "float16" or device().type != "cpu",
           "model.dtype is float16, which needs an accelerator; choose float32 or bfloat16 on a CPU")
+    if model.attn_implementation == "flash_attention_2":
+        check(device().type == "cuda" and model.dtype != "float32" and find_spec("flash_attn") is not None,
+              "model.attn_implementation is flash_attention_2, which needs an accelerator, 16-bit weights and the "
+              "package flash_attn; choose sdpa")
 
 
 def open_policy(model: ModelConfig, tokenizer, seed: int, *, dropout: bool) -> nn.Module:  # noqa: ANN001

@@ -74,15 +74,14 @@ def whiten(values: Tensor, mask: Tensor, reduce: Reduce = identity) -> Tensor:
 
 
 @torch.no_grad()
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """1 - Var(returns - values) / Var(returns) over the true positions of `mask`.
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, reduce: Reduce = identity) -> Tensor:
+    """1 - Var(returns - values) / Var(returns) over the true positions of `mask` on all ranks.
 
-    A scalar, of this rank alone: 1 is perfect, 0 no better than a constant, and what is said where the returns do not
-    vary, for there is nothing to explain.
+    A scalar: 1 is perfect, 0 no better than a constant, and what is said where the returns do not vary, for there is
+    nothing to explain. Every rank must call it, with or without actions.
     """
-    actual, error = returns.double()[mask], (returns.double() - values.double())[mask]
-    if not actual.numel():
-        return torch.zeros((), device=values.device)
-    variance = actual.var(correction=0)
-    explained = 1 - error.var(correction=0) / variance
-    return torch.where(variance > 0, explained, 0.0).float()
+    both = torch.stack([returns.double()[mask], (returns.double() - values.double())[mask]])  # (2, n)
+    count = reduce(mask.sum().double()).clamp(min=1)
+    mean = reduce(both.sum(1)) / count
+    actual, error = (reduce((both - mean[:, None]).square().sum(1)) / count).unbind()
+    return torch.where(actual > 0, 1 - error / actual, 0.0).float()

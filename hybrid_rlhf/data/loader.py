@@ -51,9 +51,11 @@ class Loader:
     def once(self) -> Iterator[object]:
         """Every row once, in order and without moving the position: for evaluation.
 
-        Each process gets its own rows of each global batch; a process left without rows in the last one gets none.
+        Each process gets its own rows of each global batch. All get as many batches, for they may have to meet in each:
+        the last one is empty for a process left without rows.
         """
-        for start in range(self.rank * self.batch_size, len(self.rows), self.batch_size * self.world):
+        for first in range(0, len(self.rows), self.batch_size * self.world):
+            start = first + self.rank * self.batch_size
             yield self.collate([self.rows[i] for i in range(start, min(start + self.batch_size, len(self.rows)))])
 
     def state(self) -> dict[str, int]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hybrid_rlhf.distributed import RankGroup
+from hybrid_rlhf.distributed import RankGroup, max_over_ranks
 from hybrid_rlhf.engine.admission import check_generates, check_lengths, fitting_slots
 from hybrid_rlhf.engine.batches import GenerateBatches
 from hybrid_rlhf.engine.kv_cache import SlotCache
@@ -24,7 +24,8 @@ from hybrid_rlhf.engine.scheduler import Request, Scheduler
 from hybrid_rlhf.engine.streaming import Conversation
 from hybrid_rlhf.engine.tensor_parallel import check_shardable
 from hybrid_rlhf.engine.together import agreed, as_group, draw_together
-from hybrid_rlhf.engine.zero import OptimizerConfig, ZeroConfig, ZeroTraining
+from hybrid_rlhf.engine.zero import OptimizerConfig, ZeroConfig, ZeroTraining, gathered, is_partitioned
+from hybrid_rlhf.tensors import SequenceBatch
 
 Piece = TypeVar("Piece")
 _log = logging.getLogger(__name__)
@@ -92,7 +93,11 @@ class HybridEngine:
 
     @contextmanager
     def inference(self) -> Iterator[HybridEngine]:
-        """Inference mode for the block; the mode before is restored whatever happens inside. Does not nest."""
+        """Inference mode for the block; the mode before is restored whatever happens inside. Does not nest.
+
+        Under ZeRO 3 the weights are gathered once, for the whole block, and given back at its end: every process must
+        enter, and inside none waits for another.
+        """
         if self.is_inference:
             raise RuntimeError("inference() inside inference(): the engine is in inference mode already")
         modes = {m: m.training for m in self.module.modules()}
@@ -102,7 +107,7 @@ class HybridEngine:
             module.gradient_checkpointing = False  # with it on, transformers refuses to keep a cache
         self.is_inference = True
         try:
-            with torch.no_grad(), self._plugged_in():
+            with torch.no_grad(), gathered(self.module), self._plugged_in():
                 yield self
         finally:
             self.is_inference = False
@@ -219,7 +224,7 @@ class HybridEngine:
         """The module's forward in training mode, with or without gradients as the caller has it."""
         if self.is_inference:
             raise RuntimeError("the training forward was called inside inference()")
-        return (self.training.engine if self.training else self.module)(*inputs, **named)
+        return (self.training or self.module)(*inputs, **named)
 
     def update(self, pieces: Sequence[Piece], loss: Callable[[Piece], Tensor]) -> float:
         """Forward and backward for each piece of a minibatch, then one optimizer step; returns the gradient norm.
@@ -231,8 +236,10 @@ class HybridEngine:
             raise RuntimeError("update() on an engine without an optimizer")
         self.module.train()
         try:
-            for i, piece in enumerate(pieces):
-                self.training.backward(loss(piece), is_last=i == len(pieces) - 1)
+            count = max(self.num_forwards(len(pieces)), 1)  # without a piece too: the others' gradients are to be met
+            for i in range(count):
+                share = loss(pieces[i]) if i < len(pieces) else self.idle_forward()
+                self.training.backward(share, is_last=i == count - 1)
         except BaseException:
             self.training.discard_gradients()
             raise
@@ -242,6 +249,23 @@ class HybridEngine:
 
     def _stops(self, sampling: SamplingConfig) -> list[int]:
         return [*self.eos_ids, *sampling.stop_token_ids, *self._runner.ending_ids]
+
+    def num_forwards(self, num_own: int) -> int:
+        """How many forwards this process must run for `num_own` of its own: as many as any where they meet in each.
+
+        They meet under ZeRO 3, which gathers weights layer by layer, and under ZeRO 2, which reduces gradients at every
+        backward pass. Every process must call it.
+        """
+        stage = self.training.stage if self.training else 3 * is_partitioned(self.module)
+        return max_over_ranks(num_own) if stage >= 2 else num_own
+
+    def idle_forward(self) -> Tensor:
+        """A forward that only keeps step with other processes; returns a zero whose gradient is zero everywhere."""
+        ids = torch.full((1, 2), self.pad_id, device=self.device)
+        real = torch.ones_like(ids, dtype=torch.bool)
+        out = self(SequenceBatch(ids, real, real))
+        numbers = [out] if isinstance(out, Tensor) else [v for v in vars(out).values() if isinstance(v, Tensor)]
+        return sum(v.float().sum() for v in numbers if v.is_floating_point()) * 0.0
 
     def _require_inference(self, what: str) -> None:
         if not self.is_inference:

@@ -41,18 +41,21 @@ def measure(engine: HybridEngine, lengths: Tensor, max_tokens: int,
     lengths (N,): tokens of each row. A group that runs out of memory is split, and so are those after it. Raises
     UserError where a single row does not fit.
     """
-    waiting = token_budget_groups(lengths, budget(engine, SCORE, max_tokens))
+    waiting, done = token_budget_groups(lengths, budget(engine, SCORE, max_tokens)), 0
     while waiting:
         try:
             found = numbers(waiting[0])
         except Exception as error:
             tokens = _fewer(engine, SCORE, lengths[waiting[0]], error)
         else:
+            done += 1
             yield waiting.pop(0), found
             continue
         release()
         rows = torch.cat(waiting)
         waiting = [rows[group] for group in token_budget_groups(lengths[rows], tokens)]
+    for _ in range(engine.num_forwards(done) - done):  # others may have more rows, and wait for this process in each
+        engine.idle_forward()
 
 
 def update(engine: HybridEngine, lengths: Tensor, max_tokens: int, loss: Share) -> Metrics:

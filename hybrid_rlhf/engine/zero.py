@@ -1,29 +1,47 @@
 """Training through DeepSpeed: one engine for one set of parameters. The only door to deepspeed.
 
-What was tried and holds (DeepSpeed 0.19, against plain torch): ZeRO 0, 1 and 2 in fp32 give torch's weights to
-rounding when micro-batches announce the accumulation boundary. At ZeRO 0 in bf16 DeepSpeed takes a zero-gradient
-optimizer step at start, so bf16 and fp16 begin at ZeRO 1.
+What was tried and holds (DeepSpeed 0.19, against plain torch): ZeRO 0 to 3 in fp32 give torch's weights to rounding
+when micro-batches announce the accumulation boundary, with one process and with two. At ZeRO 0 in bf16 DeepSpeed takes
+a zero-gradient optimizer step at start, so bf16 and fp16 begin at ZeRO 1.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybrid_rlhf.config import check
-from hybrid_rlhf.distributed import is_initialized, world_size
+from hybrid_rlhf.config import check, nearest
+from hybrid_rlhf.distributed import init_process_group, world_size
+from hybrid_rlhf.engine.activations import saved_on_cpu
+
+OFFLOADS = {"optimizer": 1, "parameters": 3, "activations": 0}  # what -> the lowest ZeRO stage that can
+
+
+def _adamw(groups: list[dict], config: OptimizerConfig, *, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
+                             eps=config.adam_epsilon, fused=fused)
+
+
+def _sgd(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=config.learning_rate)
+
+
+# Names as in transformers' TrainingArguments. name -> (parameter groups, settings) -> optimizer
+OPTIMIZERS: dict[str, Callable[[list[dict], OptimizerConfig], torch.optim.Optimizer]] = {
+    "adamw_torch_fused": partial(_adamw, fused=True), "adamw_torch": partial(_adamw, fused=False), "sgd": _sgd}
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its bounds. Norms and biases are never decayed."""
+    """The optimizer and its bounds. Norms and biases are never decayed."""
 
     learning_rate: float = 5e-5
     weight_decay: float = 0.0
@@ -31,6 +49,15 @@ class OptimizerConfig:
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
+    optim: str = "adamw_torch_fused"
+
+    def __post_init__(self) -> None:
+        check_optimizer(self.optim, "optim")
+
+
+def check_optimizer(name: str, option: str) -> None:
+    """UserError for the name of an optimizer that is not there."""
+    check(name in OPTIMIZERS, f"{option} is {name!r}; there are {', '.join(OPTIMIZERS)}{nearest(name, OPTIMIZERS)}")
 
 
 @dataclass(frozen=True)
@@ -38,32 +65,33 @@ class ZeroConfig:
     """How training is laid out.
 
     Attributes:
-        zero_stage: 0, 1 or 2. None chooses 0 for float32 and 1 for 16-bit weights.
+        zero_stage: What processes share out instead of each holding it whole: 0 nothing, 1 the optimizer's state, 2 the
+            gradients too, 3 the weights too. null takes the lowest that does what is asked: 0 for float32, 1 for 16-bit
+            weights or an offloaded optimizer, 3 for offloaded parameters.
+        offload: What is kept in the CPU's memory: optimizer (state and step; ZeRO 1 or more), parameters (ZeRO 3),
+            activations (what the backward pass needs, best with model.gradient_checkpointing).
         micro_batch_tokens: Most tokens (padding included) that one forward and backward may hold. Smaller needs less
             memory and gives the same gradient.
     """
 
     zero_stage: int | None = None
+    offload: list[str] = field(default_factory=list)
     micro_batch_tokens: int = 8192
 
     def __post_init__(self) -> None:
-        check(self.zero_stage in (None, 0, 1, 2), f"engine.zero_stage is {self.zero_stage}; it must be 0, 1 or 2")
+        check(self.zero_stage in (None, 0, 1, 2, 3), f"engine.zero_stage is {self.zero_stage}; choose 0, 1, 2 or 3")
+        for name in self.offload:
+            check(name in OFFLOADS, f"engine.offload: {name!r} cannot be offloaded; choose from {', '.join(OFFLOADS)}"
+                                    f"{nearest(name, OFFLOADS)}")
+            check(self.zero_stage is None or self.zero_stage >= OFFLOADS[name],
+                  f"engine.offload: {name} need engine.zero_stage {OFFLOADS[name]} or more, not {self.zero_stage}")
         check(self.micro_batch_tokens >= 1,
               f"engine.micro_batch_tokens is {self.micro_batch_tokens}; it must be positive")
 
-
-def init_process_group() -> None:
-    """Join the processes that a launcher started, or be a group of one. Does nothing the second time."""
-    if is_initialized():
-        return
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    os.environ.setdefault("LOCAL_RANK", "0")
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    def stage(self, dtype: torch.dtype) -> int:
+        """The ZeRO stage for trained weights of `dtype`."""
+        lowest = max([int(dtype != torch.float32), *(OFFLOADS[name] for name in self.offload)])
+        return lowest if self.zero_stage is None else self.zero_stage
 
 
 def _import_deepspeed():  # noqa: ANN202 - a module
@@ -82,7 +110,7 @@ def _import_deepspeed():  # noqa: ANN202 - a module
 
 
 class ZeroTraining:
-    """The trainable parameters of `module` under DeepSpeed ZeRO with AdamW and a learning-rate schedule.
+    """The trainable parameters of `module` under DeepSpeed ZeRO, with an optimizer and a learning-rate schedule.
 
     schedule: optimizer step -> factor of the learning rate. Gradients are clipped to max_grad_norm over all
     parameters and processes; the norm before clipping is what `step` returns.
@@ -94,27 +122,27 @@ class ZeroTraining:
         self.parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.max_grad_norm, self.schedule, self.num_steps = optimizer.max_grad_norm, schedule, 0
         self._dtype = next(iter(self.parameters.values())).dtype
-        self.stage = zero.zero_stage if zero.zero_stage is not None else int(self._dtype != torch.float32)
+        self.stage, self.offload = zero.stage(self._dtype), frozenset(zero.offload)
         check(self.stage > 0 or self._dtype == torch.float32,
               f"engine.zero_stage 0 with {self._dtype} weights: DeepSpeed would take a step without gradients at "
               "start; use engine.zero_stage 1 or model.dtype float32")
-        self._optimizer = self._adamw(optimizer)
+        self._optimizer = OPTIMIZERS[optimizer.optim](self._groups(optimizer.weight_decay), optimizer)
         self.engine = self._initialize(module)
         self.set_learning_rate(optimizer.learning_rate)
 
-    def _adamw(self, config: OptimizerConfig) -> torch.optim.Optimizer:
-        decayed = [p for p in self.parameters.values() if p.ndim > 1]
-        plain = [p for p in self.parameters.values() if p.ndim <= 1]
-        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, fused=True,
-                                 betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon)
+    def _groups(self, weight_decay: float) -> list[dict]:
+        decayed = [p for p in self.parameters.values() if _num_axes(p) > 1]
+        plain = [p for p in self.parameters.values() if _num_axes(p) <= 1]
+        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        return [g for g in groups if g["params"]]
 
     def _initialize(self, module: nn.Module):  # noqa: ANN202 - a DeepSpeed class
         settings = {
             "train_micro_batch_size_per_gpu": 1,  # of no effect: micro-batches are ours, by tokens
             "gradient_accumulation_steps": 1,
-            "zero_optimization": {"stage": self.stage},
+            "zero_optimization": self._zero_settings(module),
             "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,  # torch's own steps on a CPU as well, and needs no compiler
             "gradient_clipping": self.max_grad_norm if self.stage else 0.0,  # at ZeRO 0 `step` clips and knows the norm
             "bf16": {"enabled": self._dtype == torch.bfloat16},
             "fp16": {"enabled": self._dtype == torch.float16},
@@ -126,6 +154,20 @@ class ZeroTraining:
                 config=settings, dist_init_required=False)
         return engine
 
+    def _zero_settings(self, module: nn.Module) -> dict:
+        """Buckets no larger than what there is to put into them: DeepSpeed allocates them whole."""
+        sizes = [_size(p) for p in self.parameters.values()]
+        settings: dict = {"stage": self.stage, "reduce_bucket_size": max(1, min(50_000_000, sum(sizes)))}
+        memory = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        if "optimizer" in self.offload:
+            settings["offload_optimizer"] = memory
+        if "parameters" in self.offload:
+            settings["offload_param"] = memory
+        if self.stage == 3:  # norms and biases stay whole everywhere, as a message each would cost more than they do
+            vectors = [_size(p) for p in module.parameters() if _num_axes(p) <= 1]
+            settings["stage3_param_persistence_threshold"] = max(vectors, default=0)
+        return settings
+
     def set_learning_rate(self, learning_rate: float) -> None:
         self._base_learning_rate = learning_rate
 
@@ -133,6 +175,13 @@ class ZeroTraining:
     def learning_rate(self) -> float:
         """The learning rate of the next step."""
         return self._base_learning_rate * self.schedule(self.num_steps)
+
+    def __call__(self, *inputs: object, **named: object):  # noqa: ANN204 - the module's own
+        """The module's forward."""
+        if "activations" not in self.offload or not torch.is_grad_enabled():
+            return self.engine(*inputs, **named)
+        with saved_on_cpu(self.engine.module):
+            return self.engine(*inputs, **named)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:
         """Add the gradient of `loss` (this process's share of the minibatch's loss); reduce over processes at the last.
@@ -181,7 +230,7 @@ class ZeroTraining:
         """Trained weights (the fp32 masters where there are any), Adam's moments and the step count, by parameter."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        if self.stage and self.num_steps:
+        if self.stage in (1, 2) and self.num_steps:
             # DeepSpeed links moments to parameters after the first group's first step, when the other groups have none
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
@@ -198,6 +247,51 @@ class ZeroTraining:
                 if value is not None:
                     state[key][name] = value.detach().cpu().clone()
         return state
+
+
+def _num_axes(parameter: nn.Parameter) -> int:
+    """Of the whole parameter: one that ZeRO 3 has partitioned looks empty."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _size(parameter: nn.Parameter) -> int:
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
+def is_partitioned(module: nn.Module) -> bool:
+    """Whether ZeRO 3 keeps the weights of `module` in parts: its forwards are then the business of all processes."""
+    return any(hasattr(p, "ds_id") for p in module.parameters())
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Within the block every weight of `module` is whole on every process, and its forward needs no other process.
+
+    Every process must enter. Weights are read only: what is written to them is lost, and references to their storage
+    are stale afterwards. Does nothing for a module that ZeRO 3 does not hold.
+    """
+    if not is_partitioned(module):
+        yield
+        return
+    from deepspeed.zero import GatheredParameters
+
+    with GatheredParameters(list(module.parameters())), _without_hooks(module):
+        yield
+
+
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """DeepSpeed's hooks would partition a layer's weights again after its first forward."""
+    names = ("_forward_pre_hooks", "_forward_hooks")
+    before = [(m, name, getattr(m, name)) for m in module.modules() for name in names]
+    for each, name, hooks in before:
+        own = {k: h for k, h in hooks.items() if not getattr(h, "__module__", "").startswith("deepspeed")}
+        setattr(each, name, type(hooks)(own))
+    try:
+        yield
+    finally:
+        for each, name, hooks in before:
+            setattr(each, name, hooks)
 
 
 class _stdout_to_stderr:

@@ -14,6 +14,7 @@ from hybrid_rlhf.config import UserError, check, nearest
 from hybrid_rlhf.models import quantize
 from hybrid_rlhf.models.lora import LoraConfig, check_targets
 
+ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Random small models: (model type, configuration). The vocabulary comes from the tokenizer.
@@ -39,7 +40,8 @@ class ModelConfig:
         tokenizer_name_or_path: Tokenizer, where it is not the model's own.
         vocab_size: Size of the tokenizer that a preset trains.
         dtype: auto (bfloat16 on an accelerator, float32 on CPU), float32, bfloat16 or float16.
-        attn_implementation: Passed to transformers; auto leaves the choice to it.
+        attn_implementation: auto (transformers' choice), sdpa, eager or flash_attention_2 (an accelerator, 16-bit
+            weights and the package flash_attn).
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
         freeze: Regular expressions; parameters whose name matches one (re.search) are not trained.
         trust_remote_code: Run code that the model's repository brings. Off unless you know its author.
@@ -63,6 +65,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check(self.dtype in ("auto", *DTYPES), f"model.dtype is {self.dtype!r}; choose auto, {', '.join(DTYPES)}")
+        check(self.attn_implementation in ATTENTIONS, f"model.attn_implementation is {self.attn_implementation!r}; "
+              f"choose {', '.join(ATTENTIONS)}{nearest(self.attn_implementation, ATTENTIONS)}")
         check(self.preset is None or self.preset in PRESETS,
               f"model.preset is {self.preset!r}; there are {', '.join(PRESETS)}{nearest(self.preset or '', PRESETS)}")
         for pattern in self.freeze:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.distributed import barrier, is_main
+from hybrid_rlhf.engine.zero import gathered
 from hybrid_rlhf.models.load import reload_like, save
 from hybrid_rlhf.models.lora import lora_layers, merged_state_dict, save_adapter
 
@@ -25,19 +26,21 @@ def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) 
     """Write `model` (causal or sequence classification) and `tokenizer` to `folder`, replacing what was there.
 
     With LoRA the folder holds the merged model, and `adapter` beside it the adapter alone, as peft reads it.
-    Only the main process writes. Raises ExportDiffers if the reloaded folder's outputs differ from the live model's.
+    Only the main process writes; all must call, for under ZeRO 3 each holds a part. Raises ExportDiffers
+    if the reloaded folder's outputs differ from the live model's.
     """
     folder = Path(folder)
-    if is_main():
-        beside = folder.with_name(folder.name + ".tmp")
-        shutil.rmtree(beside, ignore_errors=True)
-        _write(model, tokenizer, beside, eos_ids)
-        _compare(model, beside)
-        shutil.rmtree(folder, ignore_errors=True)
-        beside.rename(folder)
-        if lora_layers(model):
-            save_adapter(model, folder.with_name("adapter"))
-    barrier()
+    with gathered(model):
+        if is_main():
+            beside = folder.with_name(folder.name + ".tmp")
+            shutil.rmtree(beside, ignore_errors=True)
+            _write(model, tokenizer, beside, eos_ids)
+            _compare(model, beside)
+            shutil.rmtree(folder, ignore_errors=True)
+            beside.rename(folder)
+            if lora_layers(model):
+                save_adapter(model, folder.with_name("adapter"))
+        barrier()
     return folder
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from hybrid_rlhf.algorithms.schedule import KINDS
 from hybrid_rlhf.config import check, nearest
-from hybrid_rlhf.distributed import device, sum_over_ranks, world_size
+from hybrid_rlhf.distributed import max_over_ranks
+from hybrid_rlhf.engine.zero import check_optimizer
+from hybrid_rlhf.failure import on_failure
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.run import checkpoint
 from hybrid_rlhf.run.report import Reporter
@@ -36,6 +36,7 @@ class TrainConfig:
         adam_epsilon: Added to the root of the square.
         optim: adamw.
         max_grad_norm: Gradients are scaled down to this norm.
+        optim: Name of the optimizer.
         lr_scheduler_type: cosine, linear, constant or constant_with_warmup.
         warmup_ratio: Share of the optimizer steps during which the rate rises linearly.
         num_train_epochs: Passes over the data.
@@ -59,6 +60,7 @@ class TrainConfig:
     adam_epsilon: float = 1e-8
     optim: str = "adamw"
     max_grad_norm: float = 1.0
+    optim: str = "adamw_torch_fused"
     lr_scheduler_type: str = "cosine"
     warmup_ratio: float = 0.03
     num_train_epochs: float = 1.0
@@ -74,6 +76,7 @@ class TrainConfig:
     save_total_limit: int = 2
 
     def __post_init__(self) -> None:
+        check_optimizer(self.optim, "train.optim")
         check(self.lr_scheduler_type in KINDS,
               f"train.lr_scheduler_type is {self.lr_scheduler_type!r}; choose one of {', '.join(KINDS)}"
               f"{nearest(self.lr_scheduler_type, KINDS)}")
@@ -169,7 +172,7 @@ def _over(started: float, limit: float | None) -> bool:
 
 def _any(mine: bool) -> bool:
     """Whether any process says so: all must leave the loop after the same step."""
-    return mine if world_size() == 1 else bool(sum_over_ranks(torch.tensor(float(mine), device=device())) > 0)
+    return bool(max_over_ranks(int(mine)))
 
 
 def _evaluate(trainer: Trainer, held_out: Batches, config: TrainConfig) -> dict[str, float]:
@@ -186,9 +189,10 @@ def _save(trainer: Trainer, loader: Batches, record: RunRecord, step: int, confi
 
 @contextmanager
 def on_record(record: RunRecord) -> Iterator[None]:
-    """Whatever ends the block other than its end is written to run.json before it goes on."""
+    """Whatever ends the block other than its end, another process's failure too, is written to run.json."""
     try:
-        yield
+        with on_failure(lambda message: record.close("failed", message)):
+            yield
     except (Stopped, KeyboardInterrupt):
         record.close("stopped")
         raise

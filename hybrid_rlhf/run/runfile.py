@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hybrid_rlhf import __version__
 from hybrid_rlhf.config import UserError, check
-from hybrid_rlhf.distributed import is_main
+from hybrid_rlhf.distributed import barrier, is_main
 from hybrid_rlhf.run import checkpoint
 from hybrid_rlhf.run.trackers import check_trackers
 
@@ -58,10 +58,11 @@ class RunRecord:
         return self.status == "finished"
 
     def finish(self, metrics: dict[str, float], *, tokenizer, **facts: object) -> None:  # noqa: ANN001
-        """The run ended well; facts must be JSON."""
+        """The run ended well; facts must be JSON. Every process returns after it is written: others read it next."""
         self.metrics = metrics
         self.facts = {"tokenizer": tokenizer_hash(tokenizer), "chat_template": template_hash(tokenizer), **facts}
         self.close("finished")
+        barrier()
 
     def close(self, status: str, error: str | None = None) -> None:
         """The run ended with `status`; written at once."""

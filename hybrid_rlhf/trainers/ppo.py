@@ -14,7 +14,7 @@ from hybrid_rlhf.algorithms.policy import policy_loss, value_loss
 from hybrid_rlhf.algorithms.shaping import missing_eos, normalise, shape_rewards
 from hybrid_rlhf.collect import OLD_LOGPROBS, DriftGate, SamplingConfig, collect
 from hybrid_rlhf.config import check, nearest
-from hybrid_rlhf.distributed import sum_over_ranks
+from hybrid_rlhf.distributed import place_over_ranks, sum_over_ranks
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.roles import Roles, TokenScores
@@ -30,7 +30,7 @@ class PPOConfig:
         sampling: How responses are drawn.
         num_ppo_epochs: Passes over each rollout.
         num_minibatches: Optimizer steps per pass.
-        minibatch_size: Sequences per optimizer step; overrides num_minibatches.
+        minibatch_size: Sequences per optimizer step, over all processes; overrides num_minibatches.
         kl_coef: Price of one nat of KL to the reference (the start value, if adaptive).
         kl_estimator: k1, k2 or k3.
         kl_target: Nats per sequence that an adaptive kl_coef aims at; None keeps kl_coef fixed.
@@ -120,7 +120,7 @@ class PPOTrainer:
         with metrics.timer("train"):
             updated = self.update(rollout)
         metrics.add("kl_coef", self.kl_coef.value)
-        self.kl_coef.update(rollout.mean_kl(), num_sequences=len(rollout))
+        self.kl_coef.update(*_mean_over_ranks(rollout.mean_kl(), len(rollout)))
         self.num_steps += 1
         self.newest = rollout
         return metrics + updated + rollout.metrics()
@@ -136,7 +136,8 @@ class PPOTrainer:
             gamma=config.gamma, lam=config.lam, reduce=sum_over_ranks)
         if config.whiten_advantages:
             rollout.advantages = whiten(rollout.advantages, mask, reduce=sum_over_ranks)
-        metrics.add("value/explained_variance", explained_variance(rollout.values, rollout.returns, mask))
+        metrics.add("value/explained_variance", explained_variance(rollout.values, rollout.returns, mask,
+                                                                      reduce=sum_over_ranks))
         metrics.add("value/mean", masked_mean(rollout.values, mask), mask.sum())
         price = -self.kl_coef.value * kl.masked_fill(~mask, 0).sum(1)
         metrics.add("objective/non_score_reward", price.mean(), len(rollout))
@@ -151,18 +152,21 @@ class PPOTrainer:
         return missing_eos(scores, rollout.has_eos, self.config.missing_eos_penalty)
 
     def update(self, rollout: Rollout) -> Metrics:
-        """num_ppo_epochs passes over the rollout in shuffled minibatches: the actor's step, then the critic's."""
-        metrics = Metrics()
+        """num_ppo_epochs passes over the rollout in shuffled minibatches: the actor's step, then the critic's.
+
+        The order is one of all processes' sequences, so that how many processes share them moves no gradient.
+        """
+        metrics, (first, total) = Metrics(), place_over_ranks(len(rollout))
         for _ in range(self.config.num_ppo_epochs):
-            for minibatch in rollout.shuffle(self.rng).split(self._minibatch_size(rollout)):
+            for minibatch in rollout.shuffled(self._minibatch_size(total), self.rng, first, total):
                 actor = self.roles.actor.update(minibatch, self.actor_loss)
                 critic = self.roles.critic.update(minibatch, self.critic_loss)
                 metrics = metrics + actor + critic.renamed(
                     {n: f"value/{n}" for n in ("grad_norm", "learning_rate", "micro_batch_tokens")})
         return metrics
 
-    def _minibatch_size(self, rollout: Rollout) -> int:
-        return self.config.minibatch_size or -(-len(rollout) // self.config.num_minibatches)
+    def _minibatch_size(self, num_sequences: int) -> int:
+        return self.config.minibatch_size or -(-num_sequences // self.config.num_minibatches)
 
     def actor_loss(self, tokens: TokenScores, rows: Rollout, count: Tensor) -> tuple[Tensor, dict]:
         """Clipped surrogate of these rows as a share of `count` actions, and what to report."""
@@ -209,3 +213,9 @@ class PPOTrainer:
         if self.roles.critic:
             state["critic"] = self.roles.critic.engine.training.state()
         return state | {"learnt": self.roles.learnt()}
+
+
+def _mean_over_ranks(mean: float, count: int) -> tuple[float, int]:
+    """The mean over the observations of all processes (this one has `count`), and their number."""
+    total, number = sum_over_ranks(torch.tensor([mean * count, count], dtype=torch.float64)).tolist()
+    return total / max(number, 1), int(number)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybrid_rlhf.algorithms.preference import bradley_terry
 from hybrid_rlhf.data.collate import PairBatch
+from hybrid_rlhf.distributed import sum_over_ranks
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.roles import Reward
 
@@ -22,27 +23,26 @@ class RewardTrainer:
         self.reward, self.center_coef = reward, center_coef
 
     def step(self, batch: PairBatch) -> Metrics:
-        return self.reward.update(batch.sequences, _pair_rows(batch), lambda *scores: self._loss(batch, *scores))
+        count = sum_over_ranks(torch.tensor(float(len(batch))))
+        return self.reward.update(batch.sequences, _pair_rows(batch), lambda *scores: self._loss(batch, count, *scores))
 
-    def _loss(self, batch: PairBatch, chosen: Tensor, rejected: Tensor, index: Tensor) -> tuple[Tensor, dict]:
-        """These pairs' share of the mean over all pairs of the batch."""
+    def _loss(self, batch: PairBatch, count: Tensor, chosen: Tensor, rejected: Tensor,
+              index: Tensor) -> tuple[Tensor, dict]:
+        """These pairs' share of the mean over the `count` pairs of all processes."""
         losses = bradley_terry(chosen, rejected, batch.margin[index].to(chosen.device), self.center_coef)
-        return losses.sum() / len(batch.margin), _observed(losses.detach(), chosen.detach(), rejected.detach())
+        return losses.sum() / count.to(losses.device), _observed(losses.detach(), chosen.detach(), rejected.detach())
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[PairBatch]) -> Metrics:
         """loss, accuracy, margin and the range of scores over all pairs."""
-        metrics, scores = Metrics(), [torch.zeros(0)]
+        metrics = Metrics()
         for batch in batches:
             both = self.reward.score(batch.sequences)
             chosen, rejected = both.chunk(2)
             losses = bradley_terry(chosen, rejected, batch.margin, self.center_coef)
             for name, (mean, weight) in _observed(losses, chosen, rejected).items():
                 metrics.add(name, mean, weight)
-            scores.append(both)
-        everything = torch.cat(scores)
-        if len(everything):
-            metrics.add("min_reward", everything.min()).add("max_reward", everything.max())
+            metrics.add_spread("min_reward", both, "min").add_spread("max_reward", both, "max")
         return metrics.over_ranks()
 
     def samples(self) -> list[dict]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from hybrid_rlhf.distributed import sum_over_ranks
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.roles import Actor, TokenScores
 from hybrid_rlhf.tensors import SequenceBatch
@@ -23,7 +24,7 @@ class SFTTrainer:
 
     def step(self, batch: SequenceBatch) -> Metrics:
         metrics = self.policy.fit_tokens(batch, self.loss)
-        self.num_tokens += int(batch.attention_mask.sum())
+        self.num_tokens += int(sum_over_ranks(batch.attention_mask.sum()))
         return metrics.add("num_tokens", self.num_tokens)
 
     def loss(self, tokens: TokenScores, count: Tensor) -> tuple[Tensor, dict]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.distributed import main_first
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.models.backbone import packing_is_exact
 from hybrid_rlhf.models.load import ModelConfig
@@ -63,7 +64,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     wiring.check_model(config.model)
     wiring.check_lengths(config.model, data__max_length=config.data.max_length)
     tokenizer = wiring.open_tokenizer(config.model, config.data, "sft", config.seed)
-    data = datasets.build(config.data, "sft", tokenizer, config.seed)
+    with main_first():  # the others find its tables in the cache
+        data = datasets.build(config.data, "sft", tokenizer, config.seed)
     model = wiring.open_policy(config.model, tokenizer, config.seed, dropout=True)
     if config.data.packing and not packing_is_exact(model):
         raise wiring.UserError(f"data.packing: {type(model).__name__} lets packed samples see each other; turn it off")

@@ -10,6 +10,7 @@ import torch
 from hybrid_rlhf.config import UserError, check
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.distributed import main_first
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.roles import Reward
@@ -95,7 +96,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     wiring.check_model(model_config)
     wiring.check_lengths(model_config, data__max_length=config.data.max_length)
     tokenizer = wiring.open_tokenizer(model_config, config.data, "reward", config.seed)
-    data = datasets.build(config.data, "reward", tokenizer, config.seed)
+    with main_first():  # the others find its tables in the cache
+        data = datasets.build(config.data, "reward", tokenizer, config.seed)
     model = wiring.open_scalar(model_config, tokenizer, new_head_std=config.reward.head_std)
 
     def pairs(rows: list[dict]) -> collate.PairBatch:

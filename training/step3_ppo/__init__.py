@@ -8,6 +8,7 @@ from pathlib import Path
 from hybrid_rlhf.config import UserError, check
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.distributed import main_first, world_size
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.layout import ROLES, RoleConfig, RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
@@ -150,7 +151,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
         wiring.check_lengths(replace(model, model_name_or_path=wiring.model_folder(path)),
                              **{"data.max_prompt_length + ppo.sampling.max_new_tokens": longest})
     tokenizer = wiring.open_tokenizer(model, config.data, "ppo", config.seed)
-    data = datasets.build(config.data, "ppo", tokenizer, config.seed)
+    with main_first():  # the others find its tables in the cache
+        data = datasets.build(config.data, "ppo", tokenizer, config.seed)
     loader = wiring.train_loader(data.train, config.train, config.seed, collate.collate_prompts)
     held_out = wiring.eval_loader(data.held_out, config.train, config.seed, collate.collate_prompts)
     steps = wiring.total_steps(config.train, len(loader))
@@ -176,8 +178,12 @@ def score_scale(config: Config, sources: Sources) -> tuple[float, float]:
 def updates_per_step(config: Config) -> int:
     """Optimizer steps of one trainer step; the schedules count these."""
     sequences = config.train.per_device_train_batch_size * config.train.gradient_accumulation_steps
-    sequences *= config.ppo.sampling.num_samples
+    sequences *= config.ppo.sampling.num_samples * world_size()
     size = config.ppo.minibatch_size or -(-sequences // config.ppo.num_minibatches)
     if size > sequences:
         raise UserError(f"ppo.minibatch_size is {size}, but a step samples {sequences} sequences; lower it")
+    if size % world_size():
+        option = "ppo.minibatch_size" if config.ppo.minibatch_size else "ppo.num_minibatches"
+        raise UserError(f"{option}: a minibatch of {size} of the step's {sequences} sequences does not divide by the "
+                        f"{world_size()} processes; choose a multiple")
     return config.ppo.num_ppo_epochs * -(-sequences // size)
