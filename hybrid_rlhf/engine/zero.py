@@ -34,9 +34,9 @@ def _sgd(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=config.learning_rate)
 
 
-# Names as in transformers' TrainingArguments. name -> (parameter groups, settings) -> optimizer
+# name -> (parameter groups, settings) -> optimizer
 OPTIMIZERS: dict[str, Callable[[list[dict], OptimizerConfig], torch.optim.Optimizer]] = {
-    "adamw_torch_fused": partial(_adamw, fused=True), "adamw_torch": partial(_adamw, fused=False), "sgd": _sgd}
+    "adamw": partial(_adamw, fused=True), "adamw_unfused": partial(_adamw, fused=False), "sgd": _sgd}
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,10 @@ class OptimizerConfig:
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
-    optim: str = "adamw_torch_fused"
+    optim: str = "adamw"
 
     def __post_init__(self) -> None:
-        check_optimizer(self.optim, "optim")
-
-
-def check_optimizer(name: str, option: str) -> None:
-    """UserError for the name of an optimizer that is not there."""
-    check(name in OPTIMIZERS, f"{option} is {name!r}; there are {', '.join(OPTIMIZERS)}{nearest(name, OPTIMIZERS)}")
+        check(self.optim in OPTIMIZERS, f"optim is {self.optim!r}; choose {', '.join(OPTIMIZERS)}")
 
 
 @dataclass(frozen=True)
@@ -200,7 +195,10 @@ class ZeroTraining:
         if self.stage == 0:
             return
         optimizer = self.engine.optimizer
-        optimizer.zero_grad()  # its second copy, in fp32, of bf16 gradients
+        optimizer.zero_grad()  # its second copy, in fp32, of bf16 gradients; at ZeRO 3 the next pass overwrites then
+        if self.stage == 3:
+            self._discard_partitions()
+            return
         for bucket in optimizer.ipg_buckets.values():
             bucket.clear()
         optimizer.extra_large_param_to_reduce.clear()
@@ -210,6 +208,19 @@ class ZeroTraining:
         optimizer._release_preflattened_grad_buffers()
         optimizer._release_ipg_buffers()
         optimizer.micro_step_id = -1
+        while optimizer._backward_active_depth:
+            optimizer.exit_backward()
+        optimizer._remaining_grad_acc_hooks = 0
+        optimizer.clear_backward_seen_flag()
+
+    def _discard_partitions(self) -> None:
+        """At ZeRO 3: what a pass that failed half way has left in buckets, hooks and gathered layers."""
+        optimizer = self.engine.optimizer
+        optimizer.averaged_gradients = {}
+        for bucket in optimizer.ipg_buckets.values():
+            bucket.clear_params()
+        optimizer.params_already_reduced = dict.fromkeys(optimizer.params_already_reduced, False)
+        optimizer.parameter_offload.partition_all_parameters()
         while optimizer._backward_active_depth:
             optimizer.exit_backward()
         optimizer._remaining_grad_acc_hooks = 0

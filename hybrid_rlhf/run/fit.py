@@ -14,14 +14,13 @@ from typing import Protocol
 from hybrid_rlhf.algorithms.schedule import KINDS
 from hybrid_rlhf.config import check, nearest
 from hybrid_rlhf.distributed import max_over_ranks
-from hybrid_rlhf.engine.zero import check_optimizer
+from hybrid_rlhf.engine.zero import OPTIMIZERS
 from hybrid_rlhf.failure import on_failure
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.run import checkpoint
 from hybrid_rlhf.run.report import Reporter
 from hybrid_rlhf.run.runfile import RunRecord
 
-OPTIMIZERS = ("adamw",)
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,8 @@ class TrainConfig:
         adam_beta1: Decay of the gradient's mean.
         adam_beta2: Decay of the gradient's square.
         adam_epsilon: Added to the root of the square.
-        optim: adamw.
+        optim: adamw (fused), adamw_unfused or sgd.
         max_grad_norm: Gradients are scaled down to this norm.
-        optim: Name of the optimizer.
         lr_scheduler_type: cosine, linear, constant or constant_with_warmup.
         warmup_ratio: Share of the optimizer steps during which the rate rises linearly.
         num_train_epochs: Passes over the data.
@@ -60,7 +58,6 @@ class TrainConfig:
     adam_epsilon: float = 1e-8
     optim: str = "adamw"
     max_grad_norm: float = 1.0
-    optim: str = "adamw_torch_fused"
     lr_scheduler_type: str = "cosine"
     warmup_ratio: float = 0.03
     num_train_epochs: float = 1.0
@@ -76,7 +73,6 @@ class TrainConfig:
     save_total_limit: int = 2
 
     def __post_init__(self) -> None:
-        check_optimizer(self.optim, "train.optim")
         check(self.lr_scheduler_type in KINDS,
               f"train.lr_scheduler_type is {self.lr_scheduler_type!r}; choose one of {', '.join(KINDS)}"
               f"{nearest(self.lr_scheduler_type, KINDS)}")
