@@ -18,13 +18,14 @@ from hybrid_rlhf.engine.admission import check_generates, check_lengths, fitting
 from hybrid_rlhf.engine.batches import GenerateBatches
 from hybrid_rlhf.engine.kv_cache import SlotCache
 from hybrid_rlhf.engine.memory import explained, fewer_slots, release
+from hybrid_rlhf.engine.optimizers import OptimizerConfig
 from hybrid_rlhf.engine.runner import Runner
 from hybrid_rlhf.engine.sampling import SamplingConfig
 from hybrid_rlhf.engine.scheduler import Request, Scheduler
 from hybrid_rlhf.engine.streaming import Conversation
 from hybrid_rlhf.engine.tensor_parallel import check_shardable
 from hybrid_rlhf.engine.together import agreed, as_group, draw_together
-from hybrid_rlhf.engine.zero import OptimizerConfig, ZeroConfig, ZeroTraining, gathered, is_partitioned
+from hybrid_rlhf.engine.zero import ZeroConfig, ZeroTraining, gathered, is_partitioned
 from hybrid_rlhf.tensors import SequenceBatch
 
 Piece = TypeVar("Piece")

@@ -41,20 +41,20 @@ def measure(engine: HybridEngine, lengths: Tensor, max_tokens: int,
     lengths (N,): tokens of each row. A group that runs out of memory is split, and so are those after it. Raises
     UserError where a single row does not fit.
     """
-    waiting, done = token_budget_groups(lengths, budget(engine, SCORE, max_tokens)), 0
+    waiting = token_budget_groups(lengths, budget(engine, SCORE, max_tokens))
+    num_idle = engine.num_forwards(len(waiting)) - len(waiting)  # agreed on before the first, for all meet in each
     while waiting:
         try:
             found = numbers(waiting[0])
         except Exception as error:
             tokens = _fewer(engine, SCORE, lengths[waiting[0]], error)
         else:
-            done += 1
             yield waiting.pop(0), found
             continue
         release()
         rows = torch.cat(waiting)
         waiting = [rows[group] for group in token_budget_groups(lengths[rows], tokens)]
-    for _ in range(engine.num_forwards(done) - done):  # others may have more rows, and wait for this process in each
+    for _ in range(num_idle):
         engine.idle_forward()
 
 

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,38 +20,9 @@ from torch import Tensor, nn
 from hybrid_rlhf.config import check, nearest
 from hybrid_rlhf.distributed import init_process_group, world_size
 from hybrid_rlhf.engine.activations import saved_on_cpu
+from hybrid_rlhf.engine.optimizers import OPTIMIZERS, OptimizerConfig
 
 OFFLOADS = {"optimizer": 1, "parameters": 3, "activations": 0}  # what -> the lowest ZeRO stage that can
-
-
-def _adamw(groups: list[dict], config: OptimizerConfig, *, fused: bool) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
-                             eps=config.adam_epsilon, fused=fused)
-
-
-def _sgd(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=config.learning_rate)
-
-
-# name -> (parameter groups, settings) -> optimizer
-OPTIMIZERS: dict[str, Callable[[list[dict], OptimizerConfig], torch.optim.Optimizer]] = {
-    "adamw": partial(_adamw, fused=True), "adamw_unfused": partial(_adamw, fused=False), "sgd": _sgd}
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """The optimizer and its bounds. Norms and biases are never decayed."""
-
-    learning_rate: float = 5e-5
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-    max_grad_norm: float = 1.0
-    optim: str = "adamw"
-
-    def __post_init__(self) -> None:
-        check(self.optim in OPTIMIZERS, f"optim is {self.optim!r}; choose {', '.join(OPTIMIZERS)}")
 
 
 @dataclass(frozen=True)
@@ -238,22 +208,26 @@ class ZeroTraining:
         return float(self.engine.get_global_grad_norm() if norm is None else norm)
 
     def state(self) -> dict:
-        """Trained weights (the fp32 masters where there are any), Adam's moments and the step count, by parameter."""
+        """Trained weights (the fp32 masters where there are any), Adam's moments and the step count, by parameter.
+
+        Every process must call it, for each may hold a part.
+        """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         if self.stage in (1, 2) and self.num_steps:
             # DeepSpeed links moments to parameters after the first group's first step, when the other groups have none
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+        keys = ("exp_avg", "exp_avg_sq") if "betas" in self._optimizer.defaults else ()
         state: dict = {"num_steps": self.num_steps, "weights": {}, "exp_avg": {}, "exp_avg_sq": {}}
         for name, parameter in self.parameters.items():
             if self.stage == 0:
                 moments = self._optimizer.state.get(parameter, {})
-                found = {"weights": parameter.detach(), **{k: moments.get(k) for k in ("exp_avg", "exp_avg_sq")}}
+                found = {"weights": parameter.detach(), **{k: moments.get(k) for k in keys}}
             else:
                 found = {"weights": safe_get_full_fp32_param(parameter)}
                 if self.num_steps:
-                    found |= {k: safe_get_full_optimizer_state(parameter, k) for k in ("exp_avg", "exp_avg_sq")}
+                    found |= {k: safe_get_full_optimizer_state(parameter, k) for k in keys}
             for key, value in found.items():
                 if value is not None:
                     state[key][name] = value.detach().cpu().clone()
@@ -284,9 +258,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
     if not is_partitioned(module):
         yield
         return
-    from deepspeed.zero import GatheredParameters
-
-    with GatheredParameters(list(module.parameters())), _without_hooks(module):
+    with _import_deepspeed().zero.GatheredParameters(list(module.parameters())), _without_hooks(module):
         yield
 
 

@@ -14,13 +14,12 @@ from typing import Protocol
 from hybrid_rlhf.algorithms.schedule import KINDS
 from hybrid_rlhf.config import check, nearest
 from hybrid_rlhf.distributed import max_over_ranks
-from hybrid_rlhf.engine.zero import OPTIMIZERS
+from hybrid_rlhf.engine.optimizers import OPTIMIZERS
 from hybrid_rlhf.failure import on_failure
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.run import checkpoint
 from hybrid_rlhf.run.report import Reporter
 from hybrid_rlhf.run.runfile import RunRecord
-
 
 
 @dataclass(frozen=True)

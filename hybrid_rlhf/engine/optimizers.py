@@ -1,0 +1,41 @@
+"""Which optimizer steps, and its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from hybrid_rlhf.config import check
+
+
+def _adamw(groups: list[dict], config: OptimizerConfig, *, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
+                             eps=config.adam_epsilon, fused=fused)
+
+
+def _sgd(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=config.learning_rate)
+
+
+# name -> (parameter groups, settings) -> optimizer
+OPTIMIZERS: dict[str, Callable[[list[dict], OptimizerConfig], torch.optim.Optimizer]] = {
+    "adamw": partial(_adamw, fused=True), "adamw_unfused": partial(_adamw, fused=False), "sgd": _sgd}
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer and its bounds. Norms and biases are never decayed."""
+
+    learning_rate: float = 5e-5
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    optim: str = "adamw"
+
+    def __post_init__(self) -> None:
+        check(self.optim in OPTIMIZERS, f"optim is {self.optim!r}; choose {', '.join(OPTIMIZERS)}")

@@ -1,0 +1,222 @@
+"""What two processes find out together; test_dist.py starts them once, by torchrun, and judges the numbers.
+
+Every check trains or samples here, compares with plain torch or transformers on one process's whole batch, and returns
+what it measured. The first process writes all of it to the file it is given.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from hybrid_rlhf import failure
+from hybrid_rlhf.algorithms.preference import bradley_terry
+from hybrid_rlhf.cli import main
+from hybrid_rlhf.distributed import gather_over_ranks, rank, shutdown, sum_over_ranks
+from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
+from hybrid_rlhf.engine.zero import gathered
+from hybrid_rlhf.models.heads import ScalarModel
+from hybrid_rlhf.roles import Actor, PolicyModule, Reward
+from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right
+from tests.tiny import tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
+
+STEPS, RATE = 3, 0.5
+SPLITS = [(4, 4), (8, 0), (3, 5)]  # rows of the two processes, step by step
+LAYOUTS = {
+    "zero 0": {"zero_stage": 0}, "zero 1": {"zero_stage": 1}, "zero 2": {"zero_stage": 2}, "zero 3": {"zero_stage": 3},
+    "zero 1, optimizer offloaded": {"zero_stage": 1, "offload": ["optimizer"]},
+    "zero 2, all activations offloaded": {"zero_stage": 2, "offload": ["optimizer", "activations"]},
+    "zero 3, all offloaded": {"zero_stage": 3, "offload": ["optimizer", "parameters", "activations"]}}
+
+
+def rows_of(step: int) -> tuple[SequenceBatch, list[list[int]]]:
+    """Eight ragged sequences, the last half of each to be predicted, and the same as lists."""
+    generator = torch.Generator().manual_seed(100 + step)
+    lists = [torch.randint(4, 300, (int(n),), generator=generator).tolist()
+             for n in torch.randint(6, 20, (8,), generator=generator)]
+    mask = length_mask(torch.tensor([len(r) for r in lists]))
+    prompt = length_mask(torch.tensor([len(r) // 2 for r in lists]), mask.shape[1])
+    return SequenceBatch(pad_right(lists, 0), mask, mask & ~prompt), lists
+
+
+def own_rows(step: int) -> torch.Tensor:
+    first = 0 if rank() == 0 else SPLITS[step][0]
+    return torch.arange(first, first + SPLITS[step][rank()])
+
+
+def tokens_allowed() -> int:
+    """Budgets so unlike that the processes run unlike numbers of micro-batches."""
+    return 24 if rank() == 0 else 400
+
+
+def plain_loss(model: torch.nn.Module, lists: list[list[int]]) -> torch.Tensor:
+    """Mean negative log-likelihood, one unpadded sequence at a time, from whole logits."""
+    losses = []
+    for row in lists:
+        logits = model(input_ids=torch.tensor([row])).logits[0]
+        start = len(row) // 2
+        losses.append(torch.nn.functional.cross_entropy(logits[start - 1 : -1], torch.tensor(row[start:]),
+                                                        reduction="none"))
+    return torch.cat(losses).mean()
+
+
+def optimizer_of(optim: str, max_grad_norm: float) -> OptimizerConfig:
+    return OptimizerConfig(learning_rate=RATE if optim == "sgd" else 1e-2, max_grad_norm=max_grad_norm, optim=optim)
+
+
+def plain_run(optim: str, max_grad_norm: float) -> dict:
+    """The same steps by torch alone on the whole batch: losses, norms, weights before and after."""
+    model = tiny_causal_lm().train()
+    before = copy.deepcopy(model.state_dict())
+    kind = torch.optim.SGD if optim == "sgd" else torch.optim.AdamW
+    extra = {} if optim == "sgd" else {"weight_decay": 0.0}
+    optimizer = kind(model.parameters(), lr=RATE if optim == "sgd" else 1e-2, **extra)
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = plain_loss(model, rows_of(step)[1])
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)))
+        optimizer.step()
+        losses.append(float(loss))
+    return {"losses": losses, "norms": norms, "before": before, "after": model.state_dict(), "model": model}
+
+
+def trained(optim: str, max_grad_norm: float, checkpointing: bool = False, **layout: object) -> tuple[Actor, dict]:
+    model = tiny_causal_lm()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    engine = HybridEngine(PolicyModule(model), model, eos_ids=[3])
+    engine.prepare_training(optimizer_of(optim, max_grad_norm), lambda step: 1.0, ZeroConfig(**layout))
+    actor = Actor(engine, tiny_tokenizer(), tokens_allowed())
+    losses, norms = [], []
+    for step in range(STEPS):
+        metrics = actor.fit_tokens(
+            rows_of(step)[0].rows(own_rows(step)),
+            lambda tokens, count: (-tokens.logprobs.sum() / count,
+                                   {"loss": (-tokens.logprobs.detach().mean(), tokens.logprobs.numel())}))
+        found = metrics.over_ranks().compute()
+        losses.append(found["loss"])
+        norms.append(found["grad_norm"])
+    return actor, {"losses": losses, "norms": norms}
+
+
+def relative(ours: list[float], theirs: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def moved(weights: dict, before: dict) -> torch.Tensor:
+    return torch.cat([(weights[k].float() - before[k].float()).flatten() for k in before])
+
+
+def compare(actor: Actor, found: dict, plain: dict) -> dict:
+    """Relative differences: of losses, of gradient norms, of the weights' whole way, and of its length."""
+    with gathered(actor.engine.module):
+        after = {k: v.clone() for k, v in actor.engine.model.state_dict().items()}
+    ours, theirs = (moved(w, plain["before"]) for w in (after, plain["after"]))
+    return {"loss": relative(found["losses"], plain["losses"]), "norm": relative(found["norms"], plain["norms"]),
+            "weights": float((ours - theirs).norm() / theirs.norm()),
+            "length": abs(float(ours.norm() / theirs.norm()) - 1), "norms": found["norms"]}
+
+
+def check_layouts() -> dict:
+    plain = plain_run("sgd", 1e9)
+    clipped, adam = plain_run("sgd", 0.5), plain_run("adamw", 0.5)
+    out = {}
+    for name, layout in LAYOUTS.items():
+        out[name] = compare(*trained("sgd", 1e9, **layout), plain)
+    for name in ("zero 0", "zero 1", "zero 2", "zero 3"):
+        out[f"{name}, clipped"] = compare(*trained("sgd", 0.5, **LAYOUTS[name]), clipped)
+        out[f"{name}, checkpointing"] = compare(*trained("sgd", 1e9, checkpointing=True, **LAYOUTS[name]), plain)
+        out[f"{name}, adamw"] = compare(*trained("adamw", 0.5, **LAYOUTS[name]), adam)
+    return out
+
+
+def check_inference() -> dict:
+    """ZeRO 3: the first process has four prompts and the second one none; then training goes on."""
+    plain = plain_run("sgd", 1e9)
+    actor, _ = trained("sgd", 1e9, zero_stage=3)
+    engine = actor.engine
+    prompts = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14], [15]] if rank() == 0 else []
+    sampling = SamplingConfig(max_new_tokens=12, temperature=0)
+    states = []
+    for _ in range(2):
+        with gathered(engine.module):
+            states.append({k: v.clone() for k, v in engine.model.state_dict().items()})
+        before = sum(p.numel() for p in engine.module.parameters())
+        with engine.inference():
+            inside = sum(p.numel() for p in engine.module.parameters())
+            tokens = engine.generate(prompts, sampling).tokens
+        after = sum(p.numel() for p in engine.module.parameters())
+    oracle = [plain["model"].eval().generate(torch.tensor([p]), do_sample=False, max_new_tokens=12)[0, len(p):].tolist()
+              for p in prompts]
+    actor.fit_tokens(rows_of(0)[0].rows(own_rows(0)), lambda t, count: (-t.logprobs.sum() / count, {}))
+    return {"tokens": tokens, "oracle": oracle, "path": engine.describe()["path"],
+            "held": [before, inside, after], "is_same": all(torch.equal(states[0][k], states[1][k]) for k in states[0])}
+
+
+def check_state() -> dict:
+    """What a checkpoint holds under ZeRO 3 after Adam's steps is what torch's optimizer holds."""
+    actor, _ = trained("adamw", 0.5, zero_stage=3)
+    plain, state = plain_run("adamw", 0.5), actor.engine.training.state()
+    ours = {k.removeprefix("model."): v for k, v in state["weights"].items()}
+    theirs = dict(plain["model"].named_parameters())
+    return {"missing": sorted(set(theirs) ^ set(ours)), "shapes": all(ours[k].shape == theirs[k].shape for k in theirs),
+            "moments": all(state["exp_avg"][k].shape == state["weights"][k].shape for k in state["weights"])}
+
+
+def check_rewards() -> dict:
+    """Pairs on a scalar model under ZeRO 3, three on the first process and five on the second, against plain torch."""
+    model, twin = tiny_scalar_model(), tiny_scalar_model()
+    before = copy.deepcopy(twin.state_dict())
+    engine = HybridEngine(ScalarModel(model))
+    engine.prepare_training(optimizer_of("sgd", 1e9), lambda step: 1.0, ZeroConfig(3))
+    reward = Reward(engine, tokens_allowed())
+    chosen, rejected = rows_of(0)[1], rows_of(1)[1]
+    mine = slice(0, 3) if rank() == 0 else slice(3, 8)
+    lists = chosen[mine] + rejected[mine]
+    size = len(lists) // 2
+    mask = length_mask(torch.tensor([len(r) for r in lists]))
+    pairs = torch.stack([torch.arange(size), torch.arange(size) + size], 1)
+    count = sum_over_ranks(torch.tensor(float(size)))
+    reward.update(SequenceBatch(pad_right(lists, 0), mask, mask), pairs,
+                  lambda c, r, _: (bradley_terry(c, r, torch.zeros(len(c)), 0.0).sum() / count, {}))
+    score = torch.stack([twin(input_ids=torch.tensor([row])).logits[0, 0] for row in chosen + rejected])
+    (-torch.nn.functional.logsigmoid(score[:8] - score[8:]).mean()).backward()
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            if parameter.grad is not None:
+                parameter -= RATE * parameter.grad
+    with gathered(model):
+        ours = moved(model.state_dict(), before)
+    theirs = moved(twin.state_dict(), before)
+    return {"weights": float((ours - theirs).norm() / theirs.norm())}
+
+
+def check_stages(argv_of: dict[str, list[str]]) -> dict:
+    return {name: main(argv) for name, argv in argv_of.items()}
+
+
+def run(out: Path, stages: Path) -> None:
+    failure.join()
+    results, seconds = {}, {}
+    checks = {"layouts": check_layouts, "inference": check_inference, "state": check_state, "rewards": check_rewards,
+              "stages": lambda: check_stages(json.loads(stages.read_text()))}
+    for name, check in checks.items():
+        start = time.perf_counter()
+        results[name] = gather_over_ranks(check())
+        seconds[name] = time.perf_counter() - start
+    if rank() == 0:
+        out.write_text(json.dumps(results | {"seconds": seconds}, indent=1))
+    shutdown()
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,183 @@
+"""Two processes give what one gives: weights, tokens, metrics, exports, at every ZeRO stage. They are started once."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hybrid_rlhf.cli import main
+from tests.rank_checks import LAYOUTS
+from tests.tiny import save_tiny
+
+pytestmark = pytest.mark.dist
+ROOT = Path(__file__).parents[1]
+WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the moon", "tree", "old book", "wind"]
+STAGES = ("sft", "reward", "ppo")
+CLOCKED = ("time/", "engine/tokens_per_second", "engine/kv_bytes")  # what cannot be the same
+
+
+def launch(*command: str, folder: Path = ROOT) -> subprocess.CompletedProcess:
+    """Two processes on this machine by torchrun, one thread each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port",
+             str(port), *command]
+    started = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
+                               env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+    try:
+        out, err = started.communicate(timeout=150)
+    except subprocess.TimeoutExpired:
+        started.terminate()  # the launcher ends its processes; killed, it would leave them
+        out, err = started.communicate(timeout=60)
+    return subprocess.CompletedProcess(words, started.returncode, out, err)
+
+
+def argv_of(folder: Path, where: str, batch: int, *more: str) -> dict[str, list[str]]:
+    """The three stages' command lines, each process with `batch` rows a step."""
+    shared = ["--model.dtype", "float32", "--data.split", "null", "--data.eval_fraction", "0.3",
+              "--data.max_length", "48", "--data.max_prompt_length", "32", "--data.cache_dir", f"{folder}/cache",
+              "--train.max_steps", "3", "--train.learning_rate", "0.05", "--train.optim", "sgd",
+              "--train.per_device_train_batch_size", str(batch), "--train.per_device_eval_batch_size", str(batch),
+              "--train.logging_steps", "1", *more]
+    ppo = ["--ppo.sampling.max_new_tokens", "6", "--ppo.sampling.num_samples", "2", "--ppo.num_ppo_epochs", "2",
+           "--ppo.num_minibatches", "2", "--ppo.kl_target", "0.1", "--ppo.kl_horizon", "100",
+           "--roles.actor.learning_rate", "0.05", "--roles.critic.learning_rate", "0.05"]
+    extra = {"sft": ["--model.model_name_or_path", f"{folder}/base"], "reward": [], "ppo": ppo}
+    return {name: ["--stage", name, "--output_dir", f"{folder}/{where}/{name}",
+                   f"--data.sources=[{{path: '{folder}/{name}.jsonl'}}]", *shared, *extra[name]] for name in STAGES}
+
+
+def prepare(folder: Path) -> None:
+    rows = {"sft": [{"prompt": f"say {w} {i}", "completion": w} for i in range(3) for w in WORDS],
+            "reward": [{"prompt": f"say {w} {i}", "chosen": w, "rejected": "no no"} for i in range(3) for w in WORDS],
+            "ppo": [{"prompt": f"say {w} {i}"} for i in range(3) for w in WORDS]}
+    for name, table in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in table))
+    save_tiny(folder / "base")
+    argv = argv_of(folder, "two", 4, "--engine.zero_stage", "3", "--engine.micro_batch_tokens", "60")
+    (folder / "argv.json").write_text(json.dumps(argv))
+    done = launch("tests/rank_checks.py", f"{folder}/out.json", f"{folder}/argv.json")
+    (folder / "log.txt").write_text(f"{done.returncode}\n{done.stdout}\n{done.stderr}")
+    for argv in argv_of(folder, "one", 8).values():
+        assert main(argv) == 0
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory) -> Path:
+    """The folder with what one and two processes left; the first of pytest's own processes to come here makes it."""
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if os.environ.get("PYTEST_XDIST_WORKER") else shared
+    folder = shared / "dist"
+    with open(shared / "dist.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            folder.mkdir()
+            prepare(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def found(place) -> dict:
+    """check -> what each process measured."""
+    assert (place / "out.json").exists(), (place / "log.txt").read_text()[-3000:]
+    return json.loads((place / "out.json").read_text())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_three_steps_of_two_processes_with_unlike_micro_batches_are_plain_torch_s_on_the_whole_batch(found, layout):
+    for measured in found["layouts"]:
+        assert measured[layout]["loss"] < 1e-5
+        assert measured[layout]["norm"] < 1e-5
+        assert measured[layout]["weights"] < 1e-5
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_are_clipped_over_all_processes_at_every_stage(found, stage):
+    measured = found["layouts"][0][f"zero {stage}, clipped"]
+    assert min(measured["norms"]) > 0.5  # or clipping was not put to the test
+    assert measured["norm"] < 1e-5 and measured["weights"] < 1e-5
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_gradient_checkpointing_changes_no_number_at_any_stage(found, stage):
+    measured = found["layouts"][0][f"zero {stage}, checkpointing"]
+    assert measured["loss"] < 1e-5 and measured["weights"] < 1e-5
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_adam_goes_as_far_as_torch_s_at_every_stage(found, stage):
+    """Only the length: Adam makes whole steps of the rounding of near-zero gradients."""
+    measured = found["layouts"][0][f"zero {stage}, adamw"]
+    assert measured["length"] < 1e-5 and measured["loss"] < 1e-5 and measured["norm"] < 1e-5
+
+
+def test_under_zero_3_a_process_generates_alone_gathers_once_and_gives_the_same_weights_back(found):
+    first, second = found["inference"]
+    assert first["tokens"] == [row[: len(t)] for row, t in zip(first["oracle"], first["tokens"], strict=True)]
+    assert len(first["tokens"]) == 4 and second["tokens"] == []
+    assert first["path"] == "native" and first["is_same"] and second["is_same"]
+    before, inside, after = first["held"]
+    assert before == after < 0.1 * inside  # whole only within the mode
+
+
+def test_under_zero_3_the_state_is_that_of_whole_weights(found):
+    assert all(m == {"missing": [], "shapes": True, "moments": True} for m in found["state"])
+
+
+def test_unlike_numbers_of_pairs_give_the_gradient_of_their_common_mean(found):
+    assert max(m["weights"] for m in found["rewards"]) < 1e-5
+
+
+def metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(CLOCKED)}
+            for line in (folder / name).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_of_two_processes_under_zero_3_reports_what_one_process_reports(place, found, stage):
+    assert [m[stage] for m in found["stages"]] == [0, 0]
+    one, two = (metrics(place / where / stage) for where in ("one", "two"))
+    assert len(one) == len(two) == 4  # three steps and an evaluation, each written once
+    for expected, row in zip(one, two, strict=True):
+        expected.pop("micro_batch_tokens", 0), row.pop("micro_batch_tokens", 0)
+        expected.pop("value/micro_batch_tokens", 0), row.pop("value/micro_batch_tokens", 0)
+        assert row == pytest.approx(expected, rel=1e-4, abs=2e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_of_two_processes_exports_the_weights_of_one_process(place, found, stage):
+    one, two = (load_file(place / where / stage / "model" / "model.safetensors") for where in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-6)
+
+
+def test_the_samples_of_a_rollout_do_not_depend_on_how_many_processes_draw_it(place, found):
+    one, two = (metrics(place / where / "ppo", "samples.jsonl") for where in ("one", "two"))
+    assert [s["completion"] for s in two] == [s["completion"] for s in one] != []
+
+
+def test_when_one_process_finds_a_mistake_all_end_with_its_code_and_one_message(tmp_path):
+    """The second process alone cannot see the data; the first would wait for it for half an hour."""
+    (tmp_path / "demos.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    script = tmp_path / "one_sees.py"
+    script.write_text(f"import os, sys\nif os.environ['RANK'] == '1': os.chdir({str(tmp_path / 'none')!r})\n"
+                      "from hybrid_rlhf.cli import main\ncode = main(sys.argv[1:])\nsys.exit(code)\n")
+    (tmp_path / "none").mkdir()
+    save_tiny(tmp_path / "base")
+    done = launch(str(script), "--stage", "sft", "--output_dir", f"{tmp_path}/out", "--model.model_name_or_path",
+                  f"{tmp_path}/base", "--data.sources=[{path: demos.jsonl}]", "--data.split", "null",
+                  "--data.max_length", "64", folder=tmp_path)
+    assert done.stderr.count("error: ") == 1, done.stderr
+    assert "demos.jsonl does not exist" in done.stderr
+    assert done.stderr.count("exitcode  : 2 ") == 2, done.stderr
