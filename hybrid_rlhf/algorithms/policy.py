@@ -52,11 +52,12 @@ def value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, *, clipr
     _check_flat(new_values, old_values, returns)
     new, old, returns = new_values.float(), old_values.float().detach(), returns.float().detach()
     plain = (new - returns).square()
-    clipped = plain
+    clipped, is_far = plain, torch.zeros_like(plain, dtype=torch.bool)
     if cliprange_value is not None:
         clipped = (old + (new - old).clamp(-cliprange_value, cliprange_value) - returns).square()
+        is_far = (new - old).abs() > cliprange_value  # within the range the two terms differ by rounding alone
     loss = 0.5 * torch.maximum(plain, clipped)
-    return loss.sum() / denominator, _means({"value/loss": loss, "value/clip_fraction": clipped > plain})
+    return loss.sum() / denominator, _means({"value/loss": loss, "value/clip_fraction": is_far & (clipped > plain)})
 
 
 def entropy_loss(entropy: Tensor, *, denominator: Tensor | float) -> Tensor:
