@@ -34,4 +34,8 @@ def _load(device_type: str) -> Ops:
         except ImportError as error:
             raise KernelsUnavailableError(f"no C++ kernels in this installation: {error}") from error
         return cpu.load()
+    if device_type == "cuda":
+        from hybrid_rlhf.kernels import cuda
+
+        return cuda.load()
     raise KernelsUnavailableError(f"no kernels for {torch.device(device_type).type} in this installation")

@@ -1,0 +1,18 @@
+"""The Triton kernels of NVIDIA cards: the operations of kernels/reference.py, compiled by Triton on first use."""
+
+from __future__ import annotations
+
+from hybrid_rlhf.kernels.ops import KernelsUnavailableError, Ops
+
+
+def load() -> Ops:
+    """The operations in Triton; raises KernelsUnavailableError where Triton is not installed.
+
+    Tensors are fp32, bf16 or fp16 on one card; sums are in fp32. Nothing waits for the device, so all of it may be
+    captured into a CUDA graph after one uncaptured run (which compiles).
+    """
+    try:
+        from hybrid_rlhf.kernels import triton_attention, triton_sampling
+    except ImportError as error:
+        raise KernelsUnavailableError(f"Triton is not installed: {error}; pip install triton") from error
+    return Ops("cuda (Triton)", triton_attention.decode_attention, triton_sampling.sample)
