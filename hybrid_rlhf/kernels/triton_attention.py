@@ -84,7 +84,7 @@ def _with_sink(total, largest, sink):
 def _read_single(q, keys, values, new_key, new_value, mask, row, mask_b, position, first, end, dims, value_dims,
                  keys_c, values_c, scaling, softcap, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
                  BLOCK_V: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """One query head over its columns: sum of weighted values (BLOCK_V,), sum of weights, largest score, any column seen.
+    """One query head over its columns: weighted values (BLOCK_V,), sum of weights, largest score, whether any was seen.
 
     By plain fp32 arithmetic, for with one query a matrix unit would idle.
     """
@@ -246,7 +246,8 @@ def blocks(group: int, dim: int, value_dim: int) -> dict[str, int]:
     Group 1 is for `_attend_single`, any other for `_attend_grouped`, whose matrix units take 16 of everything at least.
     """
     least = 1 if group == 1 else 16
-    sizes = {name: max(least, triton.next_power_of_2(size)) for name, size in (("BLOCK_D", dim), ("BLOCK_V", value_dim))}
+    sizes = {"BLOCK_D": triton.next_power_of_2(dim), "BLOCK_V": triton.next_power_of_2(value_dim)}
+    sizes = {name: max(least, size) for name, size in sizes.items()}
     columns = max(16, min(128 if group == 1 else 64, 8192 // max(sizes.values())))
     if group == 1:
         return {"BLOCK_N": columns, **sizes}
