@@ -69,7 +69,7 @@ class Runner:
         with ExitStack() as stack:
             if self._group:
                 stack.enter_context(sharded(self.model, self._group))
-            stack.enter_context(own_products(self.model, self.ops.linear))
+            stack.enter_context(own_products(self.model, self.ops.linear, self.ops.linear_dtypes))
             if self.path == "native":
                 name = f"hybrid_rlhf_{id(self)}"
                 stack.enter_context(custom_attention(self.model, name, self._attention.attend, self._attention.mask))

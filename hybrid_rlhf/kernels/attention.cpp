@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "kernels.h"
@@ -11,6 +12,7 @@ namespace hybrid {
 namespace {
 
 constexpr int64_t kTile = 64;  // columns: their keys stay in the first-level cache while every query head reads them
+constexpr int64_t kAhead = 16;  // columns asked for before they are read, for the processor foresees little
 constexpr int kSums = 8;       // accumulators that fit the registers beside what they are fed from
 constexpr int64_t kWorthThreads = 1 << 17;  // products below which waking other threads costs more than it saves
 
@@ -40,6 +42,7 @@ void dots(const float* query, int64_t dim, const T* keys, int64_t step, int64_t 
       Floats q[Heads];
       for (int h = 0; h < Heads; ++h) q[h] = load(query + h * dim + d);
       for (int j = 0; j < kColumns; ++j) {
+        prefetch(column[j] + kAhead * step + d);
         const Floats k = load(column[j] + d);
         for (int h = 0; h < Heads; ++h) sums[h][j] += q[h] * k;
       }
@@ -55,36 +58,58 @@ void dots(const float* query, int64_t dim, const T* keys, int64_t step, int64_t 
   }
 }
 
-// out[h] += sum over `count` columns of weights[h][c] * values[c].
-template <int Heads, typename T>
-void mix(const float* weights, int64_t row, const T* values, int64_t step, int64_t count, float* out, int64_t dim) {
-  constexpr int kBlocks = kSums / Heads;
-  int64_t d = 0;
-  for (; d + kBlocks * kLanes <= dim; d += kBlocks * kLanes) {
-    Floats sums[Heads][kBlocks];
-    for (int h = 0; h < Heads; ++h)
-      for (int j = 0; j < kBlocks; ++j) sums[h][j] = load(out + h * dim + d + j * kLanes);
-    for (int64_t c = 0; c < count; ++c)
-      for (int j = 0; j < kBlocks; ++j) {
-        const Floats v = load(values + c * step + d + j * kLanes);
-        for (int h = 0; h < Heads; ++h) sums[h][j] += weights[h * row + c] * v;
+// The same for bf16 queries and keys, by the processor's own dot product; `dim` is a multiple of 32.
+#if defined(__AVX512BF16__)
+inline void dots_bf16(const c10::BFloat16* query, int64_t dim, const c10::BFloat16* keys, int64_t step, int64_t count,
+                      float* scores) {
+  for (int64_t c = 0; c < count; c += 16) {
+    __m512 sums[16] = {};
+    const c10::BFloat16* column[16];
+    for (int j = 0; j < 16; ++j) column[j] = keys + std::min(c + j, count - 1) * step;
+    for (int64_t d = 0; d < dim; d += 32) {
+      const auto q = (__m512bh)_mm512_loadu_si512(query + d);
+      for (int j = 0; j < 16; ++j) {
+        prefetch(column[j] + 16 * step + d);
+        sums[j] = _mm512_dpbf16_ps(sums[j], q, (__m512bh)_mm512_loadu_si512(column[j] + d));
       }
-    for (int h = 0; h < Heads; ++h)
-      for (int j = 0; j < kBlocks; ++j) store(out + h * dim + d + j * kLanes, sums[h][j]);
-  }
-  for (; d + kLanes <= dim; d += kLanes) {
-    Floats sums[Heads];
-    for (int h = 0; h < Heads; ++h) sums[h] = load(out + h * dim + d);
-    for (int64_t c = 0; c < count; ++c) {
-      const Floats v = load(values + c * step + d);
-      for (int h = 0; h < Heads; ++h) sums[h] += weights[h * row + c] * v;
     }
-    for (int h = 0; h < Heads; ++h) store(out + h * dim + d, sums[h]);
+    const auto inside = static_cast<__mmask16>(count - c >= 16 ? 0xFFFF : (1 << (count - c)) - 1);
+    _mm512_mask_storeu_ps(scores + c, inside, sums_of_sixteen(sums));
   }
-  for (int64_t c = 0; c < count && d < dim; ++c)
-    for (int h = 0; h < Heads; ++h)
-      for (int64_t e = d; e < dim; ++e)
-        out[h * dim + e] += weights[h * row + c] * static_cast<float>(values[c * step + e]);
+}
+#endif
+
+// out[h][d...] += sum over `count` columns of weights[h][c] * values[c][d...], for Blocks vectors of d.
+template <int Heads, int Blocks, typename T>
+void mix_block(const float* weights, int64_t row, const T* values, int64_t step, int64_t count, float* out,
+               int64_t dim) {
+  Floats sums[Heads][Blocks];
+  for (int h = 0; h < Heads; ++h)
+    for (int j = 0; j < Blocks; ++j) sums[h][j] = load(out + h * dim + j * kLanes);
+  for (int64_t c = 0; c < count; ++c)
+    for (int j = 0; j < Blocks; ++j) {
+      prefetch(values + (c + kAhead) * step + j * kLanes);
+      const Floats v = load(values + c * step + j * kLanes);
+      for (int h = 0; h < Heads; ++h) sums[h][j] += weights[h * row + c] * v;
+    }
+  for (int h = 0; h < Heads; ++h)
+    for (int j = 0; j < Blocks; ++j) store(out + h * dim + j * kLanes, sums[h][j]);
+}
+
+// out[h] += sum over `count` columns of weights[h][c] * values[c].
+template <int Heads, int Blocks = kSums / Heads, typename T>
+void mix(const float* weights, int64_t row, const T* values, int64_t step, int64_t count, float* out, int64_t dim,
+         int64_t d = 0) {
+  for (; d + Blocks * kLanes <= dim; d += Blocks * kLanes)
+    mix_block<Heads, Blocks>(weights, row, values + d, step, count, out + d, dim);
+  if constexpr (Blocks > 1) {
+    mix<Heads, Blocks / 2>(weights, row, values, step, count, out, dim, d);
+  } else {
+    for (int64_t c = 0; c < count && d < dim; ++c)
+      for (int h = 0; h < Heads; ++h)
+        for (int64_t e = d; e < dim; ++e)
+          out[h * dim + e] += weights[h * row + c] * static_cast<float>(values[c * step + e]);
+  }
 }
 
 // Calls act(first head, block size as a constant) for blocks of 4, 2 and 1 that cover `heads`.
@@ -130,32 +155,61 @@ struct Scratch {
   std::vector<float> query, out, scores;
 };
 
-void attend(const Attention& call, int64_t b, int64_t k, int64_t slot, int64_t first, int64_t count, Scratch& scratch) {
-  const int64_t group = call.heads / call.kv_heads, dim = call.dim, value_dim = call.value_dim;
-  const int64_t row = (count + kLanes - 1) / kLanes * kLanes;
-  scratch.query.resize(group * dim);
-  scratch.out.assign(group * value_dim, 0.0f);
-  scratch.scores.resize(group * row);
-  float *query = scratch.query.data(), *out = scratch.out.data(), *scores = scratch.scores.data();
+// The query heads of key head k in row b as bf16 vectors that the processor multiplies itself, or null.
+const c10::BFloat16* bf16_query(const Attention& call, int64_t b, int64_t k) {
+#if defined(__AVX512BF16__)
+  if (call.query.dtype == DType::kBFloat16 && call.keys.dtype == DType::kBFloat16 && call.dim % 32 == 0)
+    return static_cast<const c10::BFloat16*>(call.query.data) + b * call.query.stride0 +
+           k * (call.heads / call.kv_heads) * call.query.stride1;
+#endif
+  return nullptr;
+}
+
+// scores[h][c] = query head h . keys[c], with rows of `row` numbers.
+template <typename T>
+void score(const Attention& call, int64_t b, int64_t k, const T* keys, int64_t count, int64_t row, Scratch& scratch) {
+  const int64_t group = call.heads / call.kv_heads;
+  float *query = scratch.query.data(), *scores = scratch.scores.data();
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<T, c10::BFloat16>)
+    if (const auto* narrow = bf16_query(call, b, k)) {
+      for (int64_t c = 0; c < count; c += kTile)
+        for (int64_t h = 0; h < group; ++h)
+          dots_bf16(narrow + h * call.query.stride1, call.dim, keys + c * call.key_step, call.key_step,
+                    std::min(kTile, count - c), scores + h * row + c);
+      return;
+    }
+#endif
   for (int64_t h = 0; h < group; ++h)
     copy(call.query, b * call.query.stride0 + (k * group + h) * call.query.stride1, {query, DType::kFloat32, 0, 0},
-         h * dim, dim);
+         h * call.dim, call.dim);
+  for (int64_t c = 0; c < count; c += kTile)
+    by_blocks(group, [&](int64_t h, auto heads) {
+      dots<heads>(query + h * call.dim, call.dim, keys + c * call.key_step, call.key_step, std::min(kTile, count - c),
+                  scores + h * row + c, row);
+    });
+}
+
+void attend(const Attention& call, int64_t b, int64_t k, int64_t slot, int64_t first, int64_t count, Scratch& scratch) {
+  const int64_t group = call.heads / call.kv_heads, value_dim = call.value_dim;
+  const int64_t row = (count + kLanes - 1) / kLanes * kLanes;
+  scratch.query.resize(group * call.dim);
+  scratch.out.assign(group * value_dim, 0.0f);
+  scratch.scores.resize(group * row);
+  float *out = scratch.out.data(), *scores = scratch.scores.data();
   with_type(call.keys.dtype, [&](auto type) {
-    const auto* keys = static_cast<const decltype(type)*>(call.keys.data) + slot * call.keys.stride0 +
-                       k * call.keys.stride1 + first * call.key_step;
-    for (int64_t c = 0; c < count; c += kTile)
-      by_blocks(group, [&](int64_t h, auto heads) {
-        dots<heads>(query + h * dim, dim, keys + c * call.key_step, call.key_step, std::min(kTile, count - c),
-                    scores + h * row + c, row);
-      });
+    score(call, b, k, static_cast<const decltype(type)*>(call.keys.data) + slot * call.keys.stride0 +
+                          k * call.keys.stride1 + first * call.key_step, count, row, scratch);
   });
   const bool* mask = call.mask ? call.mask + b * call.mask_stride + first : nullptr;
-  for (int64_t h = 0; h < group; ++h)
-    softmax(scores + h * row, count, call.softcap, call.scaling, mask,
-            call.sinks ? call.sinks[k * group + h] : -std::numeric_limits<float>::infinity());
   with_type(call.values.dtype, [&](auto type) {
     const auto* values = static_cast<const decltype(type)*>(call.values.data) + slot * call.values.stride0 +
                          k * call.values.stride1 + first * call.value_step;
+    for (int64_t c = 0; c < std::min(kAhead, count); ++c)
+      for (int64_t d = 0; d < value_dim; d += kLanes) prefetch(values + c * call.value_step + d);
+    for (int64_t h = 0; h < group; ++h)
+      softmax(scores + h * row, count, call.softcap, call.scaling, mask,
+              call.sinks ? call.sinks[k * group + h] : -std::numeric_limits<float>::infinity());
     for (int64_t c = 0; c < count; c += kTile)
       by_blocks(group, [&](int64_t h, auto heads) {
         mix<heads>(scores + h * row + c, row, values + c * call.value_step, call.value_step, std::min(kTile, count - c),

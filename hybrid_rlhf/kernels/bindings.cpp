@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -127,6 +128,7 @@ std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& streams, c
 }
 
 constexpr int64_t kFewRows = 64;  // above, torch's fp32 product is faster, conversion of the weights included
+constexpr int64_t kFewDots = 48;  // above, torch's bf16 product is faster where the processor has one
 constexpr int64_t kAtOnce = 4096;  // rows of the weights that are converted at a time
 
 void wide_linear(const Tensor& x, const Tensor& weight, const Maybe& bias, Tensor& out) {
@@ -139,15 +141,29 @@ void wide_linear(const Tensor& x, const Tensor& weight, const Maybe& bias, Tenso
   }
 }
 
+using Product = void (*)(const hybrid::Linear&);
+
+// The product for these dtypes and this number of rows; null where torch's own is faster.
+Product product_for(at::ScalarType x, at::ScalarType weight, int64_t rows) {
+  if (x == at::kFloat && weight == at::kFloat) return hybrid::packed_linear;
+  if (x == at::kBFloat16 && weight == at::kBFloat16 && hybrid::has_dot_linear())
+    return rows <= kFewDots ? hybrid::dot_linear : nullptr;
+  return hybrid::linear;
+}
+
 Tensor linear(const Tensor& input, const Tensor& weight, const Maybe& bias) {
   at::NoGradGuard no_grad;
   TORCH_CHECK_VALUE(weight.dim() == 2 && input.dim() > 0 && input.size(-1) == weight.size(1),
                     "shapes do not fit: input ", input.sizes(), ", weight ", weight.sizes());
+  TORCH_CHECK_VALUE(!bias || bias->numel() == weight.size(0), "bias has ", bias ? bias->numel() : 0, " numbers, not ",
+                    weight.size(0));
   std::vector<int64_t> shape = input.sizes().vec();
   shape.back() = weight.size(0);
   const Tensor x = dense(input.reshape({-1, weight.size(1)}));
+  const Product product = product_for(x.scalar_type(), weight.scalar_type(), x.size(0));
+  if (!product) return (bias ? at::addmm(*bias, x, weight.t()) : at::mm(x, weight.t())).view(shape);
   Tensor out = at::empty({x.size(0), weight.size(0)}, x.options());
-  if (x.size(0) > kFewRows) {
+  if (product == hybrid::linear && x.size(0) > kFewRows) {
     wide_linear(x, weight, bias, out);
     return out.view(shape);
   }
@@ -156,14 +172,12 @@ Tensor linear(const Tensor& input, const Tensor& weight, const Maybe& bias) {
   call.x = rows(x, "input", 2), call.weight = rows(weight, "weight", 2), call.out = rows(out, "out", 2);
   Tensor wide_bias;
   if (bias) {
-    TORCH_CHECK_VALUE(bias->numel() == call.out_features, "bias has ", bias->numel(), " numbers, not ",
-                      call.out_features);
     wide_bias = bias->to(at::kFloat).contiguous();
     call.bias = wide_bias.const_data_ptr<float>();
   }
   call.threads = at::get_num_threads();
   pybind11::gil_scoped_release unlocked;
-  hybrid::linear(call);
+  product(call);
   return out.view(shape);
 }
 
@@ -177,5 +191,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("sample", &sample, py::arg("logits"), py::arg("streams"), py::arg("positions"), py::kw_only(),
         py::arg("temperature") = 1.0, py::arg("top_k") = 0, py::arg("top_p") = 1.0, py::arg("min_p") = 0.0,
         py::arg("repetition_penalty") = 1.0, py::arg("seen") = py::none(), py::arg("forbidden") = py::none());
+  m.def("has_dot_linear", &hybrid::has_dot_linear);
   m.def("linear", &linear, py::arg("input"), py::arg("weight"), py::arg("bias") = py::none());
 }

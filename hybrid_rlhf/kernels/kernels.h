@@ -51,6 +51,9 @@ struct Linear {
   int threads;
 };
 
-void linear(const Linear& call);
+void linear(const Linear& call);         // any dtypes, few rows
+void packed_linear(const Linear& call);  // fp32, any number of rows
+void dot_linear(const Linear& call);     // bf16, few rows; only where has_dot_linear()
+bool has_dot_linear();
 
 }  // namespace hybrid

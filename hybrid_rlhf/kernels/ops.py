@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
+
 
 class Ops(NamedTuple):
     """The operations of one device. name is for people: "reference", "cpu (C++)", "cuda (Triton)".
 
-    linear(input, weight, bias): nn.Linear in 16 bits, without gradients, for kernels/products.py; None where torch's
-    own is as fast.
+    linear(input, weight, bias): nn.Linear without gradients, for kernels/products.py, of weights in linear_dtypes,
+    whose products by torch are slower; None where there are none.
     """
 
     name: str
     decode_attention: Callable
     sample: Callable
     linear: Callable | None = None
+    linear_dtypes: frozenset[torch.dtype] = frozenset()
 
 
 class KernelsUnavailableError(Exception):

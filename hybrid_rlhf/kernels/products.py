@@ -11,14 +11,14 @@ from torch.nn import functional as F
 
 
 @contextmanager
-def own_products(model: nn.Module, linear: Callable | None) -> Iterator[int]:
-    """Within the block every plain 16-bit nn.Linear of `model` multiplies by `linear(input, weight, bias)`, which reads
-    the weights where they are; yields how many do.
+def own_products(model: nn.Module, linear: Callable | None, dtypes: frozenset[torch.dtype]) -> Iterator[int]:
+    """Within the block every plain nn.Linear of `model` with weights in `dtypes` multiplies by
+    `linear(input, weight, bias)`, which reads the weights where they are; yields how many do.
 
-    Left alone: fp32 and quantized layers, other subclasses, modules whose forward somebody has replaced already
-    (offloading hooks), and every call that needs gradients or mixes dtypes. linear None: nothing is done.
+    Left alone: layers of other dtypes, quantized ones, other subclasses, modules whose forward somebody has replaced
+    already (offloading hooks), and every call that needs gradients or mixes dtypes. linear None: nothing is done.
     """
-    modules = [m for m in model.modules() if linear and _is_plain(m)]
+    modules = [m for m in model.modules() if linear and _is_plain(m, dtypes)]
     for module in modules:
         module.forward = _forward(module, linear)
     try:
@@ -28,8 +28,8 @@ def own_products(model: nn.Module, linear: Callable | None) -> Iterator[int]:
             del module.forward
 
 
-def _is_plain(module: nn.Module) -> bool:
-    return (type(module) is nn.Linear and module.weight.dtype in (torch.bfloat16, torch.float16)
+def _is_plain(module: nn.Module, dtypes: frozenset[torch.dtype]) -> bool:
+    return (type(module) is nn.Linear and module.weight.dtype in dtypes
             and module.weight.device.type == "cpu" and "forward" not in vars(module))
 
 

@@ -88,6 +88,26 @@ inline void sums_of_four(const Floats* x, float* to) {
 #endif
 }
 
+// Ask for a line of memory before it is needed; past the end of an array it does nothing.
+inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
+
+#if defined(__AVX512F__)
+// The sum of each of sixteen vectors.
+inline __m512 sums_of_sixteen(const __m512* x) {
+  __m512 pairs[8], quads[4];
+  for (int i = 0; i < 8; ++i)
+    pairs[i] = _mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]) + _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]);
+  for (int i = 0; i < 4; ++i) {
+    const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+    quads[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)) + _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+  }
+  const auto halves = [](__m512 a, __m512 b) {
+    return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
+  };
+  return halves(halves(quads[0], quads[1]), halves(quads[2], quads[3]));
+}
+#endif
+
 inline float largest(Floats x) {
   float out = x[0];
   for (int i = 1; i < kLanes; ++i) out = x[i] > out ? x[i] : out;

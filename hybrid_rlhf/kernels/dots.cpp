@@ -1,0 +1,90 @@
+// x W^T in bf16 for few rows, by the processor's own bf16 dot product (AVX-512 BF16): W is read once and never packed.
+// Sums are in fp32 and in the same order whatever the number of rows.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace hybrid {
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+
+namespace {
+
+using Word = uint16_t;
+constexpr int kSide = 4;          // a block is kSide rows by kSide outputs
+constexpr int64_t kVector = 32;   // bf16 numbers of one register
+constexpr int64_t kTask = 64;     // outputs of one piece of work
+
+__m512bh whole(const Word* from) { return (__m512bh)_mm512_loadu_si512(from); }
+
+__m512bh part(const Word* from, int64_t count) {
+  return (__m512bh)_mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << count) - 1), from);
+}
+
+// out[m][n] = x[m] . w[n]. Rows and outputs past the last repeat it: x and w are lists of pointers.
+template <bool IsFirst>
+void block(const Word* const* x, const Word* const* w, int64_t ahead, int64_t depth, float* out) {
+  __m512 sums[kSide * kSide] = {};
+  int64_t k = 0;
+  for (; k + kVector <= depth; k += kVector) {
+    __m512bh weights[kSide];
+    for (int n = 0; n < kSide; ++n) {
+      weights[n] = whole(w[n] + k);
+      if constexpr (IsFirst) prefetch(w[n] + k + ahead);  // the next block's
+    }
+    for (int m = 0; m < kSide; ++m) {
+      const __m512bh value = whole(x[m] + k);
+      for (int n = 0; n < kSide; ++n)
+        sums[m * kSide + n] = _mm512_dpbf16_ps(sums[m * kSide + n], value, weights[n]);
+    }
+  }
+  if (k < depth)
+    for (int m = 0; m < kSide; ++m)
+      for (int n = 0; n < kSide; ++n)
+        sums[m * kSide + n] = _mm512_dpbf16_ps(sums[m * kSide + n], part(x[m] + k, depth - k),
+                                               part(w[n] + k, depth - k));
+  _mm512_storeu_ps(out, sums_of_sixteen(sums));
+}
+
+void work(const Linear& call, int64_t first, int64_t count) {
+  const auto* x = static_cast<const Word*>(call.x.data);
+  const auto* weight = static_cast<const Word*>(call.weight.data) + first * call.weight.stride0;
+  auto* out = static_cast<c10::BFloat16*>(call.out.data) + first;
+  for (int64_t n = 0; n < count; n += kSide) {
+    const Word *inputs[kSide], *weights[kSide];
+    for (int64_t i = 0; i < kSide; ++i) weights[i] = weight + std::min(n + i, count - 1) * call.weight.stride0;
+    for (int64_t m = 0; m < call.rows; m += kSide) {
+      for (int64_t i = 0; i < kSide; ++i) inputs[i] = x + std::min(m + i, call.rows - 1) * call.x.stride0;
+      float sums[kSide * kSide];
+      if (m == 0) block<true>(inputs, weights, kSide * call.weight.stride0, call.in_features, sums);
+      else block<false>(inputs, weights, 0, call.in_features, sums);
+      for (int64_t i = m; i < std::min(m + kSide, call.rows); ++i)
+        for (int64_t j = n; j < std::min(n + kSide, count); ++j)
+          out[i * call.out.stride0 + j] = sums[(i - m) * kSide + j - n] + (call.bias ? call.bias[first + j] : 0.0f);
+    }
+  }
+}
+
+}  // namespace
+
+bool has_dot_linear() { return true; }
+
+void dot_linear(const Linear& call) {
+  const int64_t tasks = (call.out_features + kTask - 1) / kTask;
+#pragma omp parallel for num_threads(call.threads) schedule(dynamic, 1)
+  for (int64_t task = 0; task < tasks; ++task)
+    work(call, task * kTask, std::min(kTask, call.out_features - task * kTask));
+}
+
+#else
+
+bool has_dot_linear() { return false; }
+
+void dot_linear(const Linear&) {}
+
+#endif
+
+}  // namespace hybrid

@@ -1,0 +1,135 @@
+// x W^T in fp32 for any number of rows: W is packed panel by panel so that its outputs lie side by side, then read by
+// every block of rows. torch's own product is MKL's, which on other makers' processors leaves AVX-512 unused (measured
+// on one Zen 5 core: 100 against 250 GFLOP/s at 2048 rows). Each sum runs over in_features in order, whatever the
+// number of rows, so a row's result does not depend on the rows beside it.
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace hybrid {
+namespace {
+
+constexpr int kVectors = 3;                    // of outputs, side by side
+constexpr int kPanel = kVectors * kLanes;
+constexpr int kRows = kLanes == 16 ? 8 : 4;    // kRows * kVectors sums fit the registers
+constexpr int64_t kDepth = 512;                // of a packed panel, which stays in the second-level cache
+constexpr int kAhead = 4 * kLanes;             // elements: too many rows at once for the processor to foresee
+
+// panel[k][n] = w[n][k] for kLanes rows of w and kLanes columns.
+void transpose(const float* w, int64_t step, float* panel) {
+#if defined(__AVX512F__)
+  __m512 a[16], b[16];
+  for (int i = 0; i < 16; ++i) {
+    a[i] = _mm512_loadu_ps(w + i * step);
+    prefetch(w + i * step + kAhead);
+  }
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+  }
+  const auto pairs = [](__m512 x) { return _mm512_castps_pd(x); };
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(pairs(b[i + j]), pairs(b[i + j + 2])));
+      a[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(pairs(b[i + j]), pairs(b[i + j + 2])));
+    }
+  for (int i = 0; i < 4; ++i) {
+    const __m512 low = _mm512_shuffle_f32x4(a[i], a[4 + i], 0x88), high = _mm512_shuffle_f32x4(a[i], a[4 + i], 0xdd);
+    const __m512 low2 = _mm512_shuffle_f32x4(a[8 + i], a[12 + i], 0x88);
+    const __m512 high2 = _mm512_shuffle_f32x4(a[8 + i], a[12 + i], 0xdd);
+    _mm512_storeu_ps(panel + i * kPanel, _mm512_shuffle_f32x4(low, low2, 0x88));
+    _mm512_storeu_ps(panel + (4 + i) * kPanel, _mm512_shuffle_f32x4(high, high2, 0x88));
+    _mm512_storeu_ps(panel + (8 + i) * kPanel, _mm512_shuffle_f32x4(low, low2, 0xdd));
+    _mm512_storeu_ps(panel + (12 + i) * kPanel, _mm512_shuffle_f32x4(high, high2, 0xdd));
+  }
+#else
+  for (int k = 0; k < kLanes; ++k)
+    for (int n = 0; n < kLanes; ++n) panel[k * kPanel + n] = w[n * step + k];
+#endif
+}
+
+// `outputs` rows of w, `depth` long, as panel[k][n]; outputs that are missing are zero.
+void pack(const float* w, int64_t step, int64_t outputs, int64_t depth, float* panel) {
+  const int64_t whole = depth / kLanes * kLanes;
+  for (int64_t n = 0; n < kPanel; n += kLanes) {
+    const bool is_whole = n + kLanes <= outputs;
+    if (is_whole)
+      for (int64_t k = 0; k < whole; k += kLanes) transpose(w + n * step + k, step, panel + k * kPanel + n);
+    for (int64_t k = is_whole ? whole : 0; k < depth; ++k)
+      for (int64_t i = n; i < n + kLanes; ++i) panel[k * kPanel + i] = i < outputs ? w[i * step + k] : 0.0f;
+  }
+}
+
+// out[m][n] = (is_first ? 0 : out[m][n]) + x[m] . panel[:, n] for Rows rows and a whole panel.
+template <int Rows>
+void block(const float* x, int64_t x_step, const float* panel, int64_t depth, float* out, int64_t out_step,
+           bool is_first) {
+  Floats sums[Rows][kVectors];
+  for (int m = 0; m < Rows; ++m)
+    for (int j = 0; j < kVectors; ++j) sums[m][j] = is_first ? Floats{} : load(out + m * out_step + j * kLanes);
+  for (int64_t k = 0; k < depth; ++k) {
+    Floats w[kVectors];
+    for (int j = 0; j < kVectors; ++j) w[j] = load(panel + k * kPanel + j * kLanes);
+    for (int m = 0; m < Rows; ++m) {
+      const Floats value = splat(x[m * x_step + k]);
+      for (int j = 0; j < kVectors; ++j) sums[m][j] += value * w[j];
+    }
+  }
+  for (int m = 0; m < Rows; ++m)
+    for (int j = 0; j < kVectors; ++j) store(out + m * out_step + j * kLanes, sums[m][j]);
+}
+
+template <int Rows>
+void blocks(int64_t rows, const float* x, int64_t x_step, const float* panel, int64_t depth, float* out,
+            int64_t out_step, bool is_first) {
+  int64_t m = 0;
+  for (; m + Rows <= rows; m += Rows)
+    block<Rows>(x + m * x_step, x_step, panel, depth, out + m * out_step, out_step, is_first);
+  if constexpr (Rows > 1)
+    if (m < rows)
+      blocks<Rows / 2>(rows - m, x + m * x_step, x_step, panel, depth, out + m * out_step, out_step, is_first);
+}
+
+struct Panel {
+  std::vector<float> weights = std::vector<float>(kDepth * kPanel), edge;
+};
+
+// The outputs first..first + count of every row.
+void work(const Linear& call, int64_t first, int64_t count, Panel& panel) {
+  const auto* x = static_cast<const float*>(call.x.data);
+  const auto* weight = static_cast<const float*>(call.weight.data) + first * call.weight.stride0;
+  auto* out = static_cast<float*>(call.out.data) + first;
+  float* to = out;
+  int64_t to_step = call.out.stride0;
+  if (count < kPanel) {  // a whole panel would write past the row
+    panel.edge.resize(call.rows * kPanel);
+    to = panel.edge.data(), to_step = kPanel;
+  }
+  for (int64_t k = 0; k < call.in_features; k += kDepth) {
+    const int64_t depth = std::min(kDepth, call.in_features - k);
+    pack(weight + k, call.weight.stride0, count, depth, panel.weights.data());
+    blocks<kRows>(call.rows, x + k, call.x.stride0, panel.weights.data(), depth, to, to_step, k == 0);
+  }
+  if (to == out && !call.bias) return;
+  for (int64_t m = 0; m < call.rows; ++m)
+    for (int64_t n = 0; n < count; ++n)
+      out[m * call.out.stride0 + n] = to[m * to_step + n] + (call.bias ? call.bias[first + n] : 0.0f);
+}
+
+}  // namespace
+
+void packed_linear(const Linear& call) {
+  const int64_t panels = (call.out_features + kPanel - 1) / kPanel;
+#pragma omp parallel num_threads(call.threads)
+  {
+    thread_local Panel panel;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t p = 0; p < panels; ++p)
+      work(call, p * kPanel, std::min<int64_t>(kPanel, call.out_features - p * kPanel), panel);
+  }
+}
+
+}  // namespace hybrid
