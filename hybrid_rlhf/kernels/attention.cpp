@@ -58,23 +58,35 @@ void dots(const float* query, int64_t dim, const T* keys, int64_t step, int64_t 
   }
 }
 
-// The same for bf16 queries and keys, by the processor's own dot product; `dim` is a multiple of 32.
+#if defined(__AVX512F__)
+inline Floats multiplied(Floats sum, const float* q, const float* k) { return load(q) * load(k) + sum; }
+
+inline Floats multiplied(Floats sum, const float* q, const c10::BFloat16* k) { return load(q) * load(k) + sum; }
+
+inline Floats multiplied(Floats sum, const float* q, const c10::Half* k) { return load(q) * load(k) + sum; }
+
 #if defined(__AVX512BF16__)
-inline void dots_bf16(const c10::BFloat16* query, int64_t dim, const c10::BFloat16* keys, int64_t step, int64_t count,
-                      float* scores) {
+inline Floats multiplied(Floats sum, const c10::BFloat16* q, const c10::BFloat16* k) {
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(q), (__m512bh)_mm512_loadu_si512(k));
+}
+#endif
+
+// scores[c] = query . keys[c], sixteen columns at once, whose sums are then added up together. `dim` is a multiple of
+// the numbers in a register: 32 where both are bf16, which the processor multiplies itself, else 16.
+template <typename Q, typename T>
+void dots_by_sixteen(const Q* query, int64_t dim, const T* keys, int64_t step, int64_t count, float* scores) {
+  constexpr int64_t kNumbers = sizeof(Q) == 2 ? 32 : 16;
   for (int64_t c = 0; c < count; c += 16) {
-    __m512 sums[16] = {};
-    const c10::BFloat16* column[16];
+    Floats sums[16] = {};
+    const T* column[16];
     for (int j = 0; j < 16; ++j) column[j] = keys + std::min(c + j, count - 1) * step;
-    for (int64_t d = 0; d < dim; d += 32) {
-      const auto q = (__m512bh)_mm512_loadu_si512(query + d);
+    for (int64_t d = 0; d < dim; d += kNumbers)
       for (int j = 0; j < 16; ++j) {
-        prefetch(column[j] + 16 * step + d);
-        sums[j] = _mm512_dpbf16_ps(sums[j], q, (__m512bh)_mm512_loadu_si512(column[j] + d));
+        prefetch(column[j] + kAhead * step + d);
+        sums[j] = multiplied(sums[j], query + d, column[j] + d);
       }
-    }
     const auto inside = static_cast<__mmask16>(count - c >= 16 ? 0xFFFF : (1 << (count - c)) - 1);
-    _mm512_mask_storeu_ps(scores + c, inside, sums_of_sixteen(sums));
+    _mm512_mask_storeu_ps(scores + c, inside, sums_of_sixteen((const __m512*)sums));
   }
 }
 #endif
@@ -155,39 +167,42 @@ struct Scratch {
   std::vector<float> query, out, scores;
 };
 
-// The query heads of key head k in row b as bf16 vectors that the processor multiplies itself, or null.
-const c10::BFloat16* bf16_query(const Attention& call, int64_t b, int64_t k) {
-#if defined(__AVX512BF16__)
-  if (call.query.dtype == DType::kBFloat16 && call.keys.dtype == DType::kBFloat16 && call.dim % 32 == 0)
-    return static_cast<const c10::BFloat16*>(call.query.data) + b * call.query.stride0 +
-           k * (call.heads / call.kv_heads) * call.query.stride1;
+// scores[h][c] = query[h] . keys[c] for `group` query heads `query_step` apart, with rows of `row` numbers.
+template <typename Q, typename T>
+void score(const Q* query, int64_t query_step, int64_t group, int64_t dim, const T* keys, int64_t step, int64_t count,
+           float* scores, int64_t row) {
+#if defined(__AVX512F__)
+  if (dim % (sizeof(Q) == 2 ? 32 : 16) == 0) {
+    for (int64_t c = 0; c < count; c += kTile)
+      for (int64_t h = 0; h < group; ++h)
+        dots_by_sixteen(query + h * query_step, dim, keys + c * step, step, std::min(kTile, count - c),
+                        scores + h * row + c);
+    return;
+  }
 #endif
-  return nullptr;
+  if constexpr (std::is_same_v<Q, float>)
+    for (int64_t c = 0; c < count; c += kTile)
+      by_blocks(group, [&](int64_t h, auto heads) {
+        dots<heads>(query + h * dim, dim, keys + c * step, step, std::min(kTile, count - c), scores + h * row + c, row);
+      });
 }
 
-// scores[h][c] = query head h . keys[c], with rows of `row` numbers.
 template <typename T>
-void score(const Attention& call, int64_t b, int64_t k, const T* keys, int64_t count, int64_t row, Scratch& scratch) {
-  const int64_t group = call.heads / call.kv_heads;
-  float *query = scratch.query.data(), *scores = scratch.scores.data();
+void score_row(const Attention& call, int64_t b, int64_t k, const T* keys, int64_t count, int64_t row,
+               Scratch& scratch) {
+  const int64_t group = call.heads / call.kv_heads, first = b * call.query.stride0 + k * group * call.query.stride1;
 #if defined(__AVX512BF16__)
   if constexpr (std::is_same_v<T, c10::BFloat16>)
-    if (const auto* narrow = bf16_query(call, b, k)) {
-      for (int64_t c = 0; c < count; c += kTile)
-        for (int64_t h = 0; h < group; ++h)
-          dots_bf16(narrow + h * call.query.stride1, call.dim, keys + c * call.key_step, call.key_step,
-                    std::min(kTile, count - c), scores + h * row + c);
+    if (call.query.dtype == DType::kBFloat16 && call.dim % 32 == 0) {
+      score(static_cast<const c10::BFloat16*>(call.query.data) + first, call.query.stride1, group, call.dim, keys,
+            call.key_step, count, scratch.scores.data(), row);
       return;
     }
 #endif
   for (int64_t h = 0; h < group; ++h)
-    copy(call.query, b * call.query.stride0 + (k * group + h) * call.query.stride1, {query, DType::kFloat32, 0, 0},
-         h * call.dim, call.dim);
-  for (int64_t c = 0; c < count; c += kTile)
-    by_blocks(group, [&](int64_t h, auto heads) {
-      dots<heads>(query + h * call.dim, call.dim, keys + c * call.key_step, call.key_step, std::min(kTile, count - c),
-                  scores + h * row + c, row);
-    });
+    copy(call.query, first + h * call.query.stride1, {scratch.query.data(), DType::kFloat32, 0, 0}, h * call.dim,
+         call.dim);
+  score(scratch.query.data(), call.dim, group, call.dim, keys, call.key_step, count, scratch.scores.data(), row);
 }
 
 void attend(const Attention& call, int64_t b, int64_t k, int64_t slot, int64_t first, int64_t count, Scratch& scratch) {
@@ -198,8 +213,8 @@ void attend(const Attention& call, int64_t b, int64_t k, int64_t slot, int64_t f
   scratch.scores.resize(group * row);
   float *out = scratch.out.data(), *scores = scratch.scores.data();
   with_type(call.keys.dtype, [&](auto type) {
-    score(call, b, k, static_cast<const decltype(type)*>(call.keys.data) + slot * call.keys.stride0 +
-                          k * call.keys.stride1 + first * call.key_step, count, row, scratch);
+    score_row(call, b, k, static_cast<const decltype(type)*>(call.keys.data) + slot * call.keys.stride0 +
+                              k * call.keys.stride1 + first * call.key_step, count, row, scratch);
   });
   const bool* mask = call.mask ? call.mask + b * call.mask_stride + first : nullptr;
   with_type(call.values.dtype, [&](auto type) {

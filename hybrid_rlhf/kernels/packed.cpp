@@ -3,7 +3,6 @@
 // on one Zen 5 core: 100 against 250 GFLOP/s at 2048 rows). Each sum runs over in_features in order, whatever the
 // number of rows, so a row's result does not depend on the rows beside it.
 #include <algorithm>
-#include <memory>
 #include <vector>
 
 #include "kernels.h"
@@ -12,10 +11,10 @@
 namespace hybrid {
 namespace {
 
-constexpr int kVectors = 3;                    // of outputs, side by side
-constexpr int kPanel = kVectors * kLanes;
-constexpr int kRows = kLanes == 16 ? 8 : 4;    // kRows * kVectors sums fit the registers
+constexpr int kPanel = 3 * kLanes;             // outputs side by side: three vectors
+constexpr int kRows = kLanes == 16 ? 8 : 4;    // kRows times three sums fit the registers
 constexpr int64_t kDepth = 512;                // of a packed panel, which stays in the second-level cache
+constexpr int64_t kChunk = 256;                // rows of one piece of work
 constexpr int kAhead = 4 * kLanes;             // elements: too many rows at once for the processor to foresee
 
 // panel[k][n] = w[n][k] for kLanes rows of w and kLanes columns.
@@ -51,10 +50,10 @@ void transpose(const float* w, int64_t step, float* panel) {
 #endif
 }
 
-// `outputs` rows of w, `depth` long, as panel[k][n]; outputs that are missing are zero.
-void pack(const float* w, int64_t step, int64_t outputs, int64_t depth, float* panel) {
+// `outputs` rows of w, `depth` long, as panel[k][n]; up to `padded`, outputs that are missing are zero.
+void pack(const float* w, int64_t step, int64_t outputs, int64_t padded, int64_t depth, float* panel) {
   const int64_t whole = depth / kLanes * kLanes;
-  for (int64_t n = 0; n < kPanel; n += kLanes) {
+  for (int64_t n = 0; n < padded; n += kLanes) {
     const bool is_whole = n + kLanes <= outputs;
     if (is_whole)
       for (int64_t k = 0; k < whole; k += kLanes) transpose(w + n * step + k, step, panel + k * kPanel + n);
@@ -63,72 +62,81 @@ void pack(const float* w, int64_t step, int64_t outputs, int64_t depth, float* p
   }
 }
 
-// out[m][n] = (is_first ? 0 : out[m][n]) + x[m] . panel[:, n] for Rows rows and a whole panel.
-template <int Rows>
-void block(const float* x, int64_t x_step, const float* panel, int64_t depth, float* out, int64_t out_step,
-           bool is_first) {
-  Floats sums[Rows][kVectors];
+struct RowsOf {  // what a block reads and writes, with the distance from row to row
+  const float* x;
+  int64_t x_step;
+  float* out;
+  int64_t out_step;
+};
+
+// out[m][n] = (is_first ? 0 : out[m][n]) + x[m] . panel[:, n] for Rows rows and Vectors * kLanes outputs.
+template <int Rows, int Vectors>
+void block(const RowsOf& at, const float* panel, int64_t depth, bool is_first) {
+  Floats sums[Rows][Vectors];
   for (int m = 0; m < Rows; ++m)
-    for (int j = 0; j < kVectors; ++j) sums[m][j] = is_first ? Floats{} : load(out + m * out_step + j * kLanes);
+    for (int j = 0; j < Vectors; ++j) sums[m][j] = is_first ? Floats{} : load(at.out + m * at.out_step + j * kLanes);
   for (int64_t k = 0; k < depth; ++k) {
-    Floats w[kVectors];
-    for (int j = 0; j < kVectors; ++j) w[j] = load(panel + k * kPanel + j * kLanes);
+    Floats w[Vectors];
+    for (int j = 0; j < Vectors; ++j) w[j] = load(panel + k * kPanel + j * kLanes);
     for (int m = 0; m < Rows; ++m) {
-      const Floats value = splat(x[m * x_step + k]);
-      for (int j = 0; j < kVectors; ++j) sums[m][j] += value * w[j];
+      const Floats value = splat(at.x[m * at.x_step + k]);
+      for (int j = 0; j < Vectors; ++j) sums[m][j] += value * w[j];
     }
   }
   for (int m = 0; m < Rows; ++m)
-    for (int j = 0; j < kVectors; ++j) store(out + m * out_step + j * kLanes, sums[m][j]);
+    for (int j = 0; j < Vectors; ++j) store(at.out + m * at.out_step + j * kLanes, sums[m][j]);
 }
 
-template <int Rows>
-void blocks(int64_t rows, const float* x, int64_t x_step, const float* panel, int64_t depth, float* out,
-            int64_t out_step, bool is_first) {
-  int64_t m = 0;
-  for (; m + Rows <= rows; m += Rows)
-    block<Rows>(x + m * x_step, x_step, panel, depth, out + m * out_step, out_step, is_first);
+template <int Rows, int Vectors>
+void blocks(int64_t rows, RowsOf at, const float* panel, int64_t depth, bool is_first) {
+  for (; rows >= Rows; rows -= Rows) {
+    block<Rows, Vectors>(at, panel, depth, is_first);
+    at.x += Rows * at.x_step, at.out += Rows * at.out_step;
+  }
   if constexpr (Rows > 1)
-    if (m < rows)
-      blocks<Rows / 2>(rows - m, x + m * x_step, x_step, panel, depth, out + m * out_step, out_step, is_first);
+    if (rows > 0) blocks<Rows / 2, Vectors>(rows, at, panel, depth, is_first);
 }
 
 struct Panel {
   std::vector<float> weights = std::vector<float>(kDepth * kPanel), edge;
 };
 
-// The outputs first..first + count of every row.
-void work(const Linear& call, int64_t first, int64_t count, Panel& panel) {
-  const auto* x = static_cast<const float*>(call.x.data);
+// The outputs first..first + count of `rows` rows from `row` on.
+void work(const Linear& call, int64_t row, int64_t rows, int64_t first, int64_t count, Panel& panel) {
   const auto* weight = static_cast<const float*>(call.weight.data) + first * call.weight.stride0;
-  auto* out = static_cast<float*>(call.out.data) + first;
-  float* to = out;
-  int64_t to_step = call.out.stride0;
-  if (count < kPanel) {  // a whole panel would write past the row
-    panel.edge.resize(call.rows * kPanel);
-    to = panel.edge.data(), to_step = kPanel;
+  float* out = static_cast<float*>(call.out.data) + row * call.out.stride0 + first;
+  RowsOf at{static_cast<const float*>(call.x.data) + row * call.x.stride0, call.x.stride0, out, call.out.stride0};
+  const int64_t vectors = (count + kLanes - 1) / kLanes;
+  if (count % kLanes) {  // whole vectors would write past the row
+    panel.edge.resize(rows * kPanel);
+    at.out = panel.edge.data(), at.out_step = kPanel;
   }
-  for (int64_t k = 0; k < call.in_features; k += kDepth) {
+  for (int64_t k = 0; k < call.in_features; k += kDepth, at.x += kDepth) {
     const int64_t depth = std::min(kDepth, call.in_features - k);
-    pack(weight + k, call.weight.stride0, count, depth, panel.weights.data());
-    blocks<kRows>(call.rows, x + k, call.x.stride0, panel.weights.data(), depth, to, to_step, k == 0);
+    pack(weight + k, call.weight.stride0, count, vectors * kLanes, depth, panel.weights.data());
+    if (vectors == 3) blocks<kRows, 3>(rows, at, panel.weights.data(), depth, k == 0);
+    else if (vectors == 2) blocks<kRows, 2>(rows, at, panel.weights.data(), depth, k == 0);
+    else blocks<kRows, 1>(rows, at, panel.weights.data(), depth, k == 0);
   }
-  if (to == out && !call.bias) return;
-  for (int64_t m = 0; m < call.rows; ++m)
+  if (at.out == out && !call.bias) return;
+  for (int64_t m = 0; m < rows; ++m)
     for (int64_t n = 0; n < count; ++n)
-      out[m * call.out.stride0 + n] = to[m * to_step + n] + (call.bias ? call.bias[first + n] : 0.0f);
+      out[m * call.out.stride0 + n] = at.out[m * at.out_step + n] + (call.bias ? call.bias[first + n] : 0.0f);
 }
 
 }  // namespace
 
 void packed_linear(const Linear& call) {
-  const int64_t panels = (call.out_features + kPanel - 1) / kPanel;
+  const int64_t panels = (call.out_features + kPanel - 1) / kPanel, chunks = (call.rows + kChunk - 1) / kChunk;
 #pragma omp parallel num_threads(call.threads)
   {
     thread_local Panel panel;
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t p = 0; p < panels; ++p)
-      work(call, p * kPanel, std::min<int64_t>(kPanel, call.out_features - p * kPanel), panel);
+    for (int64_t task = 0; task < panels * chunks; ++task) {
+      const int64_t first = task % panels * kPanel, row = task / panels * kChunk;
+      work(call, row, std::min(kChunk, call.rows - row), first, std::min<int64_t>(kPanel, call.out_features - first),
+           panel);
+    }
   }
 }
 
