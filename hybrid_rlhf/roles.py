@@ -60,8 +60,9 @@ class PolicyModule(nn.Module):
 def _measure(engine: HybridEngine, batch: SequenceBatch, max_tokens: int, numbers: Callable) -> Iterator[tuple]:
     """(row indices, numbers(rows on the engine's device)) of micro-batches within the token budget, in eval mode."""
     engine.module.eval()
-    return micro_batches.measure(engine, batch.attention_mask.sum(1), max_tokens,
-                                 lambda index: numbers(batch.rows(index).to(engine.device)))
+    with engine.active():
+        yield from micro_batches.measure(engine, batch.attention_mask.sum(1), max_tokens,
+                                         lambda index: numbers(batch.rows(index).to(engine.device)))
 
 
 @torch.no_grad()

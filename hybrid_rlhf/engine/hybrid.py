@@ -18,6 +18,7 @@ from hybrid_rlhf.engine.admission import check_generates, check_lengths, fitting
 from hybrid_rlhf.engine.batches import GenerateBatches
 from hybrid_rlhf.engine.kv_cache import SlotCache
 from hybrid_rlhf.engine.memory import explained, fewer_slots, release
+from hybrid_rlhf.engine.offload import IdleOffload, Turn, module_tensors
 from hybrid_rlhf.engine.optimizers import OptimizerConfig
 from hybrid_rlhf.engine.runner import Runner
 from hybrid_rlhf.engine.sampling import SamplingConfig
@@ -56,12 +57,14 @@ class HybridEngine:
     it can be called but not updated. max_batch: sequences decoded at once; max_kv_bytes: the most that their cache may
     take (None: what is free). name: whose it is, for messages. learnt: what running out of memory taught, phase -> most
     tokens of a micro-batch, "slots" -> sequences decoded at once. tp: ranks (or a torch process group) that generate
-    together, each with its shard of the weights; they call `inference` and `generate` in step.
+    together, each with its shard of the weights; they call `inference` and `generate` in step. adapter: a context that
+    makes the engine's own low-rank adapter the active one, where its module shares a base with others.
     """
 
     def __init__(self, module: nn.Module, model: nn.Module | None = None, *, eos_ids: Sequence[int] = (),
                  pad_id: int = 0, max_batch: int = 64, max_kv_bytes: int | None = None, name: str = "model",
-                 tp: RankGroup | ProcessGroup | None = None) -> None:
+                 tp: RankGroup | ProcessGroup | None = None,
+                 adapter: Callable[[], AbstractContextManager] = nullcontext) -> None:
         self.module, self.model, self.name = module, model, name
         self.learnt: dict[str, int] = {}
         self.ranks = as_group(tp)
@@ -70,6 +73,7 @@ class HybridEngine:
             check_shardable(model, self.ranks.degree)
         self.eos_ids, self.pad_id, self.max_batch, self.max_kv_bytes = list(eos_ids), pad_id, max_batch, max_kv_bytes
         self.training: ZeroTraining | None = None
+        self._turn = Turn(adapter)
         self.is_inference = False
         self.kv_bytes = 0  # of the newest generation
         self._num_slots = 0
@@ -82,11 +86,30 @@ class HybridEngine:
         """An engine that only generates: no optimizer, no DeepSpeed."""
         return cls(model, model, eos_ids=stop_ids(model, tokenizer), pad_id=tokenizer.pad_token_id)
 
-    def prepare_training(self, optimizer: OptimizerConfig, schedule: Callable[[int], float],
-                         zero: ZeroConfig) -> HybridEngine:
-        """Put the trainable parameters under ZeRO; after this `update` works."""
-        self.training = ZeroTraining(self.module, optimizer, schedule, zero)
+    def prepare_training(self, optimizer: OptimizerConfig, schedule: Callable[[int], float], zero: ZeroConfig,
+                         parameters: dict[str, nn.Parameter] | None = None) -> HybridEngine:
+        """Put the trainable parameters under ZeRO; after this `update` works.
+
+        parameters: those that this engine trains, where others train some of the same module (None: all trainable).
+        """
+        self.training = ZeroTraining(self.module, optimizer, schedule, zero, parameters)
         return self
+
+    def offload_when_idle(self, *, is_forced: bool = False) -> HybridEngine:
+        """From now on weights, gradients and optimizer state are on the device inside `active()` only."""
+        self._turn.offload = IdleOffload(self._tensors, self.device, is_forced=is_forced)
+        self._turn.offload.leave()
+        return self
+
+    def _tensors(self) -> list[Tensor]:
+        return [*module_tensors(self.module), *(self.training.tensors() if self.training else ())]
+
+    def active(self) -> AbstractContextManager:
+        """The block in which this engine computes: its adapter is the active one, its tensors are on the device.
+
+        Every forward, update and `inference()` enters it; who has several of them enters it once around all.
+        """
+        return self._turn.taken()
 
     @property
     def device(self) -> torch.device:
@@ -108,7 +131,7 @@ class HybridEngine:
             module.gradient_checkpointing = False  # with it on, transformers refuses to keep a cache
         self.is_inference = True
         try:
-            with torch.no_grad(), gathered(self.module), self._plugged_in():
+            with self.active(), torch.no_grad(), gathered(self.module), self._plugged_in():
                 yield self
         finally:
             self.is_inference = False
@@ -225,7 +248,8 @@ class HybridEngine:
         """The module's forward in training mode, with or without gradients as the caller has it."""
         if self.is_inference:
             raise RuntimeError("the training forward was called inside inference()")
-        return (self.training or self.module)(*inputs, **named)
+        with self.active():
+            return (self.training or self.module)(*inputs, **named)
 
     def update(self, pieces: Sequence[Piece], loss: Callable[[Piece], Tensor]) -> float:
         """Forward and backward for each piece of a minibatch, then one optimizer step; returns the gradient norm.
@@ -235,6 +259,10 @@ class HybridEngine:
         """
         if self.training is None:
             raise RuntimeError("update() on an engine without an optimizer")
+        with self.active():
+            return self._update(pieces, loss)
+
+    def _update(self, pieces: Sequence[Piece], loss: Callable[[Piece], Tensor]) -> float:
         self.module.train()
         try:
             count = max(self.num_forwards(len(pieces)), 1)  # without a piece too: the others' gradients are to be met

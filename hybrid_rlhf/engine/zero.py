@@ -82,9 +82,9 @@ class ZeroTraining:
     """
 
     def __init__(self, module: nn.Module, optimizer: OptimizerConfig, schedule: Callable[[int], float],
-                 zero: ZeroConfig) -> None:
+                 zero: ZeroConfig, parameters: dict[str, nn.Parameter] | None = None) -> None:
         init_process_group()
-        self.parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self.parameters = parameters or {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.max_grad_norm, self.schedule, self.num_steps = optimizer.max_grad_norm, schedule, 0
         self._dtype = next(iter(self.parameters.values())).dtype
         self.stage, self.offload = zero.stage(self._dtype), frozenset(zero.offload)
@@ -206,6 +206,15 @@ class ZeroTraining:
         self.engine.step()
         self.num_steps += 1
         return float(self.engine.get_global_grad_norm() if norm is None else norm)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What training holds on the device beside the module's own tensors: optimizer state, fp32 masters, buffers."""
+        for group in self._optimizer.param_groups:
+            yield from (p.data for p in group["params"])
+            yield from (p.grad for p in group["params"] if p.grad is not None)
+        for state in self._optimizer.state.values():
+            yield from (v for v in state.values() if isinstance(v, Tensor))
+        yield from getattr(self.engine.optimizer, "bit16_groups_flat", [])
 
     def state(self) -> dict:
         """Trained weights (the fp32 masters where there are any), Adam's moments and the step count, by parameter.
