@@ -17,7 +17,7 @@ from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.distributed import consecutive_ranks, device, init_process_group, rank, world_size
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig
-from hybrid_rlhf.engine.hybrid import stop_ids
+from hybrid_rlhf.engine.admission import stop_ids
 from hybrid_rlhf.engine.tensor_parallel import check_configured
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.backbone import check_head

@@ -47,3 +47,10 @@ def check_lengths(runner: Runner, prompts: list[list[int]], limits: Sequence[int
     if allowed is not None and length + limit > allowed:
         raise UserError(f"a prompt of {length} tokens and max_new_tokens {limit} exceed the model's {allowed} "
                         "positions; shorten one of them")
+
+
+def stop_ids(model: nn.Module, tokenizer) -> list[int]:  # noqa: ANN001
+    """All tokens that end a response: the tokenizer's eos and those of the model's generation_config."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    configured = configured if isinstance(configured, list) else [configured]
+    return sorted({i for i in [tokenizer.eos_token_id, *configured] if i is not None})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -14,14 +13,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hybrid_rlhf.distributed import RankGroup, max_over_ranks
-from hybrid_rlhf.engine.admission import check_generates, check_lengths, fitting_slots
+from hybrid_rlhf.engine.admission import check_generates, check_lengths, fitting_slots, stop_ids
 from hybrid_rlhf.engine.batches import GenerateBatches
 from hybrid_rlhf.engine.kv_cache import SlotCache
 from hybrid_rlhf.engine.memory import explained, fewer_slots, release
 from hybrid_rlhf.engine.offload import IdleOffload, Turn, module_tensors
 from hybrid_rlhf.engine.optimizers import OptimizerConfig
 from hybrid_rlhf.engine.runner import Runner
-from hybrid_rlhf.engine.sampling import SamplingConfig
+from hybrid_rlhf.engine.sampling import Generation, SamplingConfig
 from hybrid_rlhf.engine.scheduler import Request, Scheduler
 from hybrid_rlhf.engine.streaming import Conversation
 from hybrid_rlhf.engine.tensor_parallel import check_shardable
@@ -31,22 +30,6 @@ from hybrid_rlhf.tensors import SequenceBatch
 
 Piece = TypeVar("Piece")
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class Generation:
-    """B responses: token ids up to and including the stop token, and why each ended ("eos" or "length").
-
-    logprobs: of each token, log softmax(logits / temperature) at the moment of the draw, before repetition penalty and
-    truncation (top-k, top-p, min-p): what the training forward says of the tempered policy. Greedy: of the logits.
-    """
-
-    tokens: list[list[int]]
-    finish_reasons: list[str]
-    logprobs: list[list[float]]
-
-    def __len__(self) -> int:
-        return len(self.tokens)
 
 
 class HybridEngine:
@@ -301,10 +284,3 @@ class HybridEngine:
             raise RuntimeError(f"{what}() outside inference(): enter the mode first")
         if self.model is None:
             raise RuntimeError(f"{what}() on an engine whose module has no language model head")
-
-
-def stop_ids(model: nn.Module, tokenizer) -> list[int]:  # noqa: ANN001
-    """All tokens that end a response: the tokenizer's eos and those of the model's generation_config."""
-    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    configured = configured if isinstance(configured, list) else [configured]
-    return sorted({i for i in [tokenizer.eos_token_id, *configured] if i is not None})

@@ -43,3 +43,19 @@ class SamplingConfig:
         check(0 <= self.min_p < 1, f"min_p is {self.min_p}; it must lie in [0, 1)")
         check(self.repetition_penalty > 0, f"repetition_penalty is {self.repetition_penalty}; it must be positive")
         check(self.num_samples >= 1, f"num_samples is {self.num_samples}; at least one response per prompt")
+
+
+@dataclass
+class Generation:
+    """B responses: token ids up to and including the stop token, and why each ended ("eos" or "length").
+
+    logprobs: of each token, log softmax(logits / temperature) at the moment of the draw, before repetition penalty and
+    truncation (top-k, top-p, min-p): what the training forward says of the tempered policy. Greedy: of the logits.
+    """
+
+    tokens: list[list[int]]
+    finish_reasons: list[str]
+    logprobs: list[list[float]]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
