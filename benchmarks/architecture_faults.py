@@ -33,8 +33,7 @@ def doubled_positions(model: nn.Module) -> Iterator[None]:
     """Token i is told that it stands at 2 i. (A shift of all by the same would be right for relative positions.)"""
 
     def double(_module: nn.Module, inputs: tuple, named: dict) -> tuple[tuple, dict]:
-        has_cache = named.get("past_key_values") is not None or named.get("cache_params") is not None
-        if has_cache and isinstance(named.get("position_ids"), Tensor):
+        if isinstance(named.get("position_ids"), Tensor):  # the plain forward is given none
             named = named | {"position_ids": named["position_ids"] * 2}
         return inputs, named
 
@@ -47,13 +46,16 @@ def doubled_positions(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def exchanged_states(_model: nn.Module) -> Iterator[None]:
-    """In every decode step each slot gets the state of its neighbour."""
-    store = StateRows._store
+    """Before every decode step each slot gets the state of its neighbour."""
+    begin = StateRows.begin
 
-    def exchange(self: StateRows, name: str, index: int, state: Tensor) -> Tensor:
-        return store(self, name, index, state if self.owner.step.is_prefill else state.roll(1, 0))
+    def exchange(self: StateRows, is_prefill: bool) -> None:
+        if not is_prefill:
+            for state in StateRows.tensors(self):
+                state.copy_(state.roll(1, 0))
+        begin(self, is_prefill)
 
-    with mock.patch.object(StateRows, "_store", exchange):
+    with mock.patch.object(StateRows, "begin", exchange):
         yield
 
 

@@ -43,10 +43,11 @@ def test_greedy_tokens_equal_generate_over_ragged_prompts_refilled_slots_and_gro
     assert _greedy(engine, [p for p in PROMPTS for _ in range(4)]) == [t for t in expected for _ in range(4)]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "deepseek_v3", "bloom", "jamba"])
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_greedy_tokens_stay_equal_with_lora_after_optimizer_steps_and_ten_switches(kind):
     model = build(kind)
-    add_lora(model, LoraConfig(r=4, target_modules="all-linear"))
+    layers = ["in_proj", "x_proj"] if kind == "mamba" else "all-linear"  # peft refuses a Mamba's other two
+    add_lora(model, LoraConfig(r=4, target_modules=layers))
     engine = _engine(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     for up in [p for n, p in model.named_parameters() if "lora_B" in n]:

@@ -10,11 +10,12 @@ from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 
 PROMPTS = [[(3 + 7 * i + 5 * j * j) % 90 + 5 for j in range(n)] for i, n in enumerate((7, 1, 9, 7, 5, 1))]
 SETTINGS = SamplingConfig(max_new_tokens=10, temperature=0.8)
-KINDS = ["trocr", "roformer"]  # a decoder that counts positions by itself, and one with rotations of its own
+KINDS = {"roformer": {}, "recurrent_gemma": dict(  # rotations of its own; a stale state in the modules
+    block_types=["recurrent", "attention"], attention_window_size=4, num_key_value_heads=1, lru_width=32)}
 
 
-def _engine(kind="trocr", sizes=None, **settings):
-    model = random_model(kind, sizes or {})
+def _engine(kind="roformer", **settings):
+    model = random_model(kind, KINDS.get(kind, {}))
     return HybridEngine(model, model, eos_ids=[2], **settings)
 
 
@@ -26,7 +27,7 @@ def test_greedy_tokens_of_ragged_prompts_are_those_of_each_prompt_alone(kind):
     assert engine.describe()["path"] == "generate"
     for prompt, tokens in zip(PROMPTS, drawn.tokens, strict=True):
         out = engine.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=10, repetition_penalty=1.3,
-                                    eos_token_id=2, pad_token_id=0, attention_mask=torch.ones(1, len(prompt)))
+                                    eos_token_id=2, pad_token_id=0, use_cache=engine._runner.keeps_cache)
         assert tokens == out[0, len(prompt):].tolist()
     assert len({tuple(t) for t in drawn.tokens}) > 3
 
@@ -52,8 +53,8 @@ def test_a_request_keeps_its_draws_its_limit_and_its_logprobs_whoever_shares_the
 def test_min_new_tokens_and_stop_tokens_hold():
     engine = _engine()
     with engine.inference():
-        free = engine.generate(PROMPTS * 4, SETTINGS, seed=4)
-        held = engine.generate(PROMPTS * 4, SamplingConfig(max_new_tokens=10, min_new_tokens=6), seed=4)
+        free = engine.generate(PROMPTS * 20, SETTINGS, seed=4)
+        held = engine.generate(PROMPTS * 20, SamplingConfig(max_new_tokens=10, min_new_tokens=6), seed=4)
         stop = free.tokens[0][1]
         stopped = engine.generate(PROMPTS, SamplingConfig(max_new_tokens=10, temperature=0.8, stop_token_ids=[stop]),
                                   seed=4)
@@ -104,7 +105,7 @@ def test_logits_that_are_not_finite_are_an_error_in_a_batch_and_in_a_stream():
 
 
 def test_a_model_whose_cache_is_wrong_is_read_anew_at_every_token_and_one_that_is_not_causal_is_refused(caplog):
-    engine = _engine("bart", dict(decoder_layers=3))  # more than the cache that generate makes for it has
+    engine = _engine("rwkv")  # its decoding with a state mixes the rows of a batch
     with engine.inference():
         tokens = engine.generate(PROMPTS, SamplingConfig(max_new_tokens=4, temperature=0)).tokens
     assert "generate" in engine.describe()["refused"]

@@ -13,15 +13,28 @@ from hybrid_rlhf.engine.runner import Runner
 
 def fitting_slots(runner: Runner, wanted: int, capacity: int, max_bytes: int | None) -> int:
     """How many of the `wanted` slots of `capacity` columns fit in memory. Raises UserError where not even one does."""
-    each = runner.bytes_per_column * capacity + runner.bytes_per_slot
-    free = free_bytes(runner.device)
-    allowed = min((b for b in (max_bytes, free and int(0.9 * free)) if b is not None), default=None)
+    each, allowed = runner.bytes_per_column * capacity + runner.bytes_per_slot, _allowed_bytes(runner, max_bytes)
     if allowed is None or each == 0:
         return wanted
     if each > allowed:
         raise UserError(f"the cache of one request of {capacity} tokens takes {each / 2**20:.1f} MiB and only "
                         f"{allowed / 2**20:.1f} MiB may be used; shorten the prompt or max_new_tokens")
     return min(wanted, int(allowed / each))
+
+
+def fitting_capacity(runner: Runner, needed: int, wanted: int, max_bytes: int | None) -> int:
+    """How many of the `wanted` columns one slot gets; `needed` at least, or UserError."""
+    fitting_slots(runner, 1, needed, max_bytes)
+    allowed = _allowed_bytes(runner, max_bytes)
+    if allowed is None or runner.bytes_per_column == 0:
+        return wanted
+    return max(needed, min(wanted, int((allowed - runner.bytes_per_slot) / runner.bytes_per_column)))
+
+
+def _allowed_bytes(runner: Runner, max_bytes: int | None) -> int | None:
+    """What a cache may take: nine tenths of what is free, and no more than it was granted. None: nobody knows."""
+    free = free_bytes(runner.device)
+    return min((b for b in (max_bytes, free and int(0.9 * free)) if b is not None), default=None)
 
 
 def check_generates(model: nn.Module) -> None:

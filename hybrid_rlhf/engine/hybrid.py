@@ -199,11 +199,13 @@ class HybridEngine:
         """The cache of this mode, made anew where it is too small, with as many slots as are of use and fit."""
         wanted = min(self.max_batch, num_requests, self.learnt.get("slots", num_requests))
         cache = self._cache
-        if cache is None or cache.num_slots < wanted or cache.capacity < capacity or self._runner.is_stateful:
+        if cache is None or cache.num_slots < wanted or cache.capacity < capacity:
             self._cache = cache = None  # given back before the new one is measured
 
             def slots() -> int:
-                return fitting_slots(self._runner, wanted, capacity, self.max_kv_bytes)
+                granted, chat = self.max_kv_bytes, self._conversation and self._conversation.cache
+                granted = granted if granted is None or chat is None else max(0, granted - chat.num_bytes())
+                return fitting_slots(self._runner, wanted, capacity, granted)
 
             cache = self._runner.new_cache(min(agreed(self.ranks, slots)) if self.ranks else slots(), capacity)
             self._cache = cache
@@ -223,8 +225,9 @@ class HybridEngine:
             request = Request(0, prompt, sampling.max_new_tokens, seed)
             drawn = GenerateBatches(self._runner, sampling, stops, 1).stream(request)
             return (request.tokens[-1] for _ in drawn if request.tokens[-1] not in stops)
+        self._cache = None  # a chat's cache may take what a batch's has left; the next batch makes its own
         if self._conversation is None:
-            self._conversation = Conversation(self._runner)
+            self._conversation = Conversation(self._runner, self.max_kv_bytes)
         return self._conversation.run(prompt, sampling, stops, seed)
 
     def __call__(self, *inputs: object, **named: object):  # noqa: ANN204 - the module's own

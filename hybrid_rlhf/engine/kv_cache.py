@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from hybrid_rlhf.models.attention import LayerKind, derived, layer_kinds
+from hybrid_rlhf.models.attention import LayerKind, cache_class, derived, layer_kinds
 
 
 @dataclass
@@ -116,7 +116,8 @@ class KeyValueRows:
 
 
 class StateRows:
-    """Convolution and recurrent states of one layer, (S, ...) each. A prefill fills one prompt's rows.
+    """Convolution and recurrent states of one layer, (S, ...) each. A prefill fills rows from prompts of one length; a
+    decode step of B rows goes on with the first B slots, which models may also write in place.
 
     `conv_states`, `recurrent_states` and `has_previous_state` are what transformers' Cache reads.
     """
@@ -132,9 +133,10 @@ class StateRows:
 
     def begin(self, is_prefill: bool) -> None:
         """A prefill starts from nothing; a decode step from what is stored."""
-        empty = dict.fromkeys(range(self.number_of_states))
-        self.conv_states = dict(empty) if is_prefill else self.stored["conv"]
-        self.recurrent_states = dict(empty) if is_prefill else self.stored["recurrent"]
+        empty, rows = dict.fromkeys(range(self.number_of_states)), len(self.owner.step.positions)
+        self.conv_states, self.recurrent_states = (dict(empty) if is_prefill else {
+            i: None if state is None else state[:rows] for i, state in self.stored[name].items()}
+            for name in ("conv", "recurrent"))
         self.has_previous_state = dict.fromkeys(empty, not is_prefill)
 
     def _store(self, name: str, index: int, state: Tensor) -> Tensor:
@@ -143,16 +145,16 @@ class StateRows:
             self.stored[name][index] = state.new_zeros(self.owner.num_slots, *state.shape[1:])
         rows, step = self.stored[name][index], self.owner.step
         if step.is_prefill:
-            rows.index_copy_(0, step.targets, state.expand(len(step.targets), *state.shape[1:]).contiguous())
+            rows.index_copy_(0, step.targets, state.contiguous() if step.source is None else state[step.source])
             return state
-        return rows.copy_(state)
+        return rows[: len(state)].copy_(state)
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None,
                           **_kwargs: object) -> Tensor:
         """Append the new columns; keep the last conv_kernel_size and return all that the convolution looks at."""
         if self.has_previous_state[state_idx]:
-            kernel = self.stored["conv"][state_idx].shape[-1]
-            whole = torch.cat([self.stored["conv"][state_idx], conv_states], -1)
+            kernel = self.conv_states[state_idx].shape[-1]
+            whole = torch.cat([self.conv_states[state_idx], conv_states], -1)
         else:
             kernel = conv_kernel_size or conv_states.shape[-1]
             whole = nn.functional.pad(conv_states, (max(0, kernel - conv_states.shape[-1]), 0))
@@ -199,6 +201,14 @@ class SlotCache:
         while layer_idx >= len(self.layers):  # decoders cut from encoder-decoders count their layers elsewhere
             self.layers.append(_layer(self, len(self.layers), _PLAIN))
         return self.layers[layer_idx].update(key, value, *args, **kwargs)
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """MiniMax's name for the state of a layer; None in a prefill, which starts from nothing."""
+        layer = self.layers[layer_idx]
+        return layer.recurrent_states[0] if isinstance(layer, StateRows) else None
+
+    def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
+        self.layers[layer_idx].update_recurrent_state(state)
 
     def row_slots(self) -> Tensor:
         """The slot of each row of the step."""
@@ -256,7 +266,7 @@ def make_cache(model: nn.Module, num_slots: int, capacity: int, device: torch.de
                written_by_attention: set[int]) -> SlotCache:
     """An empty cache for `model`. Raises NotImplementedError for a model that brings a cache class of its own."""
     kinds = layer_kinds(model)
-    return derived((SlotCache,), "Cache")(kinds, num_slots, capacity, device, written_by_attention)
+    return derived((SlotCache,), cache_class(model))(kinds, num_slots, capacity, device, written_by_attention)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.distributed import RankGroup
+from hybrid_rlhf.engine.exotic import adapted, counters, has_own_attention_adapted
 from hybrid_rlhf.engine.attend import SlotAttention
 from hybrid_rlhf.engine.generate import forced_logits
 from hybrid_rlhf.engine.kv_cache import SlotCache, Step, make_cache
@@ -73,6 +74,8 @@ class Runner:
             if self.path == "native":
                 name = f"hybrid_rlhf_{id(self)}"
                 stack.enter_context(custom_attention(self.model, name, self._attention.attend, self._attention.mask))
+            if self.path in ("native", "eager"):
+                stack.enter_context(adapted(self.model, self._attention, with_attention=self.path == "native"))
             self._inside = True
             try:
                 yield self
@@ -120,7 +123,7 @@ class Runner:
         self.check_inside()
         cache.begin(step)
         self._attention.cache = cache
-        named = {self._cache_name(module): cache, "use_cache": True}
+        named = {"use_cache": True} | {name: cache for name in (self._cache_name(module),) if name}
         if self._takes_positions(module):
             named["position_ids"] = step.positions + self.first_position if self.first_position else step.positions
         if self.path == "eager":
@@ -211,9 +214,10 @@ class Runner:
         """None if `path` gives the model's own logits, or why not."""
         self._direct.clear()
         self.path = path
-        if path == "native" and not takes_custom_attention(self.model):
+        if path == "native" and not (takes_custom_attention(self.model) or has_own_attention_adapted(self.model)):
             return "its attention cannot be replaced"
-        if hasattr(self.model.config, "decoder_layers") and not self._takes_positions(self.model):
+        if hasattr(self.model.config, "decoder_layers") and not (
+                self._takes_positions(self.model) or counters(self.model)):
             # said outright, for in 16 bits the probe is too coarse to see small position embeddings
             return "a decoder cut from an encoder-decoder counts one position for the whole batch"
         try:
@@ -235,7 +239,7 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
-PROBE_LENGTHS = (9, 4, 6)
+PROBE_LENGTHS = (9, 1, 6)  # a prompt of one token starts from a state that nothing has prefilled
 _PROBE_STEPS = 4
 
 
@@ -248,29 +252,27 @@ def _probe_sequences(model: nn.Module) -> list[list[int]]:
 
 
 def _probe_logits(runner: Runner) -> Tensor:
-    """Logits (3, 4, V) over slots: four slots of which one stays empty, rows not in slot order, one slot used twice."""
+    """Logits (3, 4, V) over slots: rows not in slot order, used slots, one prompt prefilled beside another."""
     sequences = _probe_sequences(runner.model)
-    longest = max(map(len, sequences))
-    cache = runner.new_cache(4, longest + 3)
-    slots = [2, 0, 3] if not runner.is_stateful else [0, 1, 2]
-    runner.prefill(cache, [sequences[0][:5]], [0], slots[:1])  # a sequence that left its slot before the others came
+    slots = [0, 1, 2] if runner.is_stateful else [2, 0, 3]  # states have no slot table: row b is slot b
+    cache = runner.new_cache(4, max(map(len, sequences)) + 3)
     heads = [s[: n - 1] for s, n in zip(sequences, PROBE_LENGTHS, strict=True)]
-    batches = [[i] for i in range(3)] if runner.is_stateful else [[0, 1, 2]]
-    for batch in batches:
-        runner.prefill(cache, [heads[i] for i in batch], range(len(batch)), [slots[i] for i in batch])
-    if not runner.is_stateful:  # the end of a prompt once more, behind columns that are there: a chat's next turn
-        runner.prefill(cache, [heads[0][5:]], [0], slots[:1], offset=5)
+    runner.prefill(cache, [heads[0][:5]] * 2, [1, 0], slots[:2])  # sequences that left before the others came
+    cache.clear_states(cache.all_slots)
+    if runner.is_stateful:
+        runner.prefill(cache, [heads[0][::-1], heads[0]], [1, 0], [slots[0], 3])
+        runner.prefill(cache, [heads[2]], [0], slots[2:])
+    else:
+        runner.prefill(cache, [heads[0], heads[2]], [0, 1], slots[::2])
+        runner.prefill(cache, [heads[0][5:]], [0], slots[:1], offset=5)  # behind columns that are there: a chat's turn
     runner.measure(cache)
+    order = None if runner.is_stateful else torch.tensor(slots, device=runner.device)
     logits = []
     for step in range(_PROBE_STEPS):
         columns = [n - 1 + step for n in PROBE_LENGTHS]
         tokens = [s[c] for s, c in zip(sequences, columns, strict=True)]
-        if runner.is_stateful:  # states have no slot table: every slot is a row
-            tokens, columns = [*tokens, 0], [*columns, 0]
-        order = None if runner.is_stateful else torch.tensor(slots, device=runner.device)
-        out = runner.decode(cache, torch.tensor(tokens, device=runner.device),
-                            torch.tensor(columns, device=runner.device), max(columns) + 1, order)
-        logits.append(out[:3].float())
+        logits.append(runner.decode(cache, torch.tensor(tokens, device=runner.device),
+                                    torch.tensor(columns, device=runner.device), max(columns) + 1, order).float())
     return torch.stack(logits, 1)
 
 

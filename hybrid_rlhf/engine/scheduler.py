@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache as cache_calls
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -87,6 +88,8 @@ class Scheduler:
             for slot in [slot for slot, request in running.items() if self._has_ended(request)]:
                 del running[slot]
                 self._free.append(slot)
+            if self.runner.is_stateful:  # every slot below the last one in use is a row
+                self._free = deque(sorted(self._free))
             if running:
                 batch = self._batch(running)
 
@@ -138,7 +141,9 @@ class Scheduler:
     def _buckets(self, prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
         """Prompts in groups of like length, so that little padding is computed."""
         if self.runner.is_stateful:  # padding would run through the state
-            yield from ([p] for p in prompts)
+            for length, alike in groupby(sorted(prompts, key=len), key=len):
+                alike, most = list(alike), max(1, MAX_PREFILL_TOKENS // length)
+                yield from (alike[i : i + most] for i in range(0, len(alike), most))
             return
         bucket: list[tuple[int, ...]] = []
         for prompt in sorted(prompts, key=len, reverse=True):
@@ -161,8 +166,8 @@ class Scheduler:
     # -- running -----------------------------------------------------------------------------------------------------
 
     def _batch(self, running: dict[int, Request]) -> _Batch:
-        """Rows for the running requests, in slot order; every slot is a row where states have no slot table."""
-        slots = list(range(self.cache.num_slots)) if self.runner.is_stateful else sorted(running)
+        """Rows for the running requests, in slot order; where states have no slot table, row b is slot b."""
+        slots = list(range(max(running) + 1)) if self.runner.is_stateful else sorted(running)
         idle = Request(0, [0], 0)
         requests = [running.get(slot, idle) for slot in slots]
         rows = [(r.tokens[-1] if r.tokens else r.prompt[-1], len(r.prompt) + len(r.tokens) - 1, len(r.tokens),

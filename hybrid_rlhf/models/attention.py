@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from typing import NamedTuple
 
 from torch import nn
@@ -53,10 +54,18 @@ def layer_kinds(model: nn.Module) -> list[LayerKind]:
 
 @cache
 def derived(ours: tuple[type, ...], theirs: str) -> type:
-    """A class with the methods of `ours` that is also transformers' `theirs`, as its isinstance checks demand."""
-    from transformers import cache_utils
+    """A class with the methods of `ours` that is also transformers' `theirs`, as its isinstance checks demand.
 
-    return type(ours[0].__name__, (*ours, getattr(cache_utils, theirs)), {})
+    theirs: a class of transformers.cache_utils, or "module:class" of another one.
+    """
+    module, _, name = theirs.rpartition(":")
+    return type(ours[0].__name__, (*ours, getattr(import_module(module or "transformers.cache_utils"), name)), {})
+
+
+def cache_class(model: nn.Module) -> str:
+    """The class, as `derived` names it, that the forward of `model` demands of its cache."""
+    return {"minimax": "transformers.models.minimax.modeling_minimax:MiniMaxCache"}.get(
+        model.config.model_type, "Cache")
 
 
 def causal_mask_function() -> Callable:
