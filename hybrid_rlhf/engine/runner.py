@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.distributed import RankGroup
-from hybrid_rlhf.engine.exotic import adapted, counters, has_own_attention_adapted
 from hybrid_rlhf.engine.attend import SlotAttention
+from hybrid_rlhf.engine.exotic import adapted, counters, has_own_attention_adapted
 from hybrid_rlhf.engine.generate import forced_logits
 from hybrid_rlhf.engine.kv_cache import SlotCache, Step, make_cache
 from hybrid_rlhf.engine.tensor_parallel import gathers_logits, sharded

@@ -141,8 +141,8 @@ class Scheduler:
     def _buckets(self, prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
         """Prompts in groups of like length, so that little padding is computed."""
         if self.runner.is_stateful:  # padding would run through the state
-            for length, alike in groupby(sorted(prompts, key=len), key=len):
-                alike, most = list(alike), max(1, MAX_PREFILL_TOKENS // length)
+            for length, group in groupby(sorted(prompts, key=len), key=len):
+                alike, most = list(group), max(1, MAX_PREFILL_TOKENS // length)
                 yield from (alike[i : i + most] for i in range(0, len(alike), most))
             return
         bucket: list[tuple[int, ...]] = []
