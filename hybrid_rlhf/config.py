@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import re
 from argparse import ArgumentError
 from collections.abc import Iterable, Iterator
@@ -115,6 +116,14 @@ def _one_line(error: Exception, known: list[str]) -> str:
     text = re.sub(r"<class '(\w+)'>", r"\1", text)
     unknown = re.search(r"[Uu]nrecognized arguments?: -*([\w.\-+]+)|does not accept option '([^']+)'|"
                         r"Option '([^']+)' is not accepted", text)
+    inner = re.search(r"option \"([\w.]+)\": Problem with given class_path '([\w.]+)': (.*)", text)
+    if inner:  # an item of a list: the keys that fit are the fields of its class
+        module, _, name = inner.group(2).rpartition(".")
+        fields = list(getattr(importlib.import_module(module), name).__dataclass_fields__)
+        if not unknown:
+            return f'option "{inner.group(1)}": {inner.group(3)}'
+        key = next(g for g in unknown.groups() if g)
+        return f"unknown key {key} in {inner.group(1)}{nearest(key, fields)}; its keys are {', '.join(fields)}"
     if not unknown:
         return text
     group = re.search(r"Group '([^']+)'", text)

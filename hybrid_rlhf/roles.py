@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hybrid_rlhf.algorithms.likelihood import token_logprobs
+from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs
 from hybrid_rlhf.distributed import place_over_ranks, sum_over_ranks
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig, micro_batches
 from hybrid_rlhf.metrics import Metrics
@@ -53,7 +53,8 @@ class PolicyModule(nn.Module):
         else:
             hidden = hidden_states(self.model, batch)
         scores = token_logprobs(predicting(hidden, batch), predicted(batch), own_head(self.model),
-                                temperature=self.temperature, with_entropy=with_entropy)
+                                temperature=self.temperature, with_entropy=with_entropy,
+                                chunk_size=chunk_rows(self.model.config.get_text_config().vocab_size, hidden.dtype))
         return TokenScores(*scores, router_loss)
 
 

@@ -1,6 +1,7 @@
 """Chunked log-probabilities against the whole computation, written out with torch's own cross entropy."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from hybrid_rlhf.algorithms.likelihood import token_logprobs
+from hybrid_rlhf.algorithms import likelihood
+from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs
 from hybrid_rlhf.tensors import SequenceBatch, length_mask, predicted, predicting
 
 HIDDEN, VOCABULARY = 5, 11
@@ -65,7 +67,7 @@ def test_chunks_give_the_values_and_gradients_of_the_whole(size, chunk_size, see
         loss.backward()
         results.append((logprobs, entropy if with_entropy else logprobs, correct, hidden.grad, weight.grad))
     for chunked, expected in zip(*results, strict=True):
-        torch.testing.assert_close(chunked, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(chunked, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_logits_are_never_larger_than_a_chunk_and_none_is_kept_for_the_backward_pass():
@@ -82,6 +84,43 @@ def test_logits_are_never_larger_than_a_chunk_and_none_is_kept_for_the_backward_
     assert not any(shape[-1:] == (VOCABULARY,) for shape in kept)  # no row of logits outlives its chunk
     logprobs.sum().backward()
     assert sorted(sizes[3:]) == [2, 4, 4]  # computed again, chunk by chunk
+
+
+@pytest.mark.parametrize("block", [11, 22, 33, 1 << 19])
+def test_blocks_of_a_chunk_give_the_values_and_gradients_of_the_whole(block, monkeypatch):
+    monkeypatch.setitem(likelihood._BLOCK_NUMBERS, "cpu", block)
+    results = []
+    for score in (partial(token_logprobs, with_entropy=True), None):
+        hidden, weight, targets = problem(7)
+        logprobs, entropy, correct = (score(hidden, targets, lambda h, w=weight: h @ w.T, 0.7) if score else
+                                      whole(hidden, weight, targets, 0.7))
+        (torch.arange(7) * logprobs + torch.arange(7).flip(0) * entropy).sum().backward()
+        results.append((logprobs, entropy, correct, hidden.grad, weight.grad))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_of_a_chunk_that_is_kept_only_its_logits_are_and_in_their_own_dtype():
+    hidden, weight, targets = problem(6, dtype=torch.bfloat16)
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
+        token_logprobs(hidden, targets, lambda h: h @ weight.T, with_entropy=True)
+    assert [t.dtype for t in kept.values() if t.shape[-1:] == (VOCABULARY,) and len(t) == 6] == [torch.bfloat16]
+
+
+def test_the_gradient_of_sixteen_bit_logits_is_that_of_fp32_rounded_once():
+    logits = torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(3)).bfloat16().requires_grad_()
+    targets = torch.tensor([0, 3, 10, 2, 2])
+    logprobs, _, _ = token_logprobs(logits, targets, lambda h: h)
+    (logprobs * torch.arange(5)).sum().backward()
+    exact = logits.detach().float().requires_grad_()
+    (-cross_entropy(exact, targets, reduction="none") * torch.arange(5)).sum().backward()
+    assert torch.equal(logits.grad, exact.grad.bfloat16())
+
+
+def test_a_chunk_is_as_many_rows_as_128_mib_hold():
+    assert chunk_rows(32_000, torch.bfloat16) == 2097 and chunk_rows(152_000, torch.float32) == 220
+    assert chunk_rows(1 << 40, torch.float32) == 1
 
 
 def test_without_gradients_nothing_is_computed_twice():

@@ -1,18 +1,27 @@
 """Log-probabilities of given tokens from hidden states, a chunk of tokens at a time.
 
 Logits of a whole batch are its largest tensor by far (64 x 512 tokens x 152k words in fp32 are 20 GB). Here they exist
-for one chunk only, in the forward pass as in the backward pass, where each chunk's are computed again.
+for one chunk only, in the forward pass as in the backward pass, where each chunk's are computed again, and in fp32 for
+one block of its rows only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 Scores = tuple[Tensor, Tensor | None, Tensor]
+_BLOCK_NUMBERS = {"cpu": 1 << 19}  # 2 MiB in fp32, which stay in a processor's cache
+_BLOCK_ELSEWHERE = 1 << 25
+_CHUNK_BYTES = 128 << 20
+
+
+def chunk_rows(vocab_size: int, dtype: torch.dtype) -> int:
+    """Rows of logits that make a chunk of 128 MiB: the most that `token_logprobs` ought to hold at once."""
+    return max(1, _CHUNK_BYTES // (vocab_size * dtype.itemsize))
 
 
 def token_logprobs(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], temperature: float = 1.0,
@@ -30,25 +39,76 @@ def token_logprobs(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Ten
         raise ValueError(f"temperature {temperature} and chunk_size {chunk_size} must be positive")
 
     def score(rows: Tensor, ids: Tensor) -> Scores:
-        return _score_chunk(head(rows), ids, temperature, with_entropy)
+        return _Score.apply(head(rows), ids, temperature, with_entropy)
 
     chunks = list(zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True))
     if len(chunks) > 1 and torch.is_grad_enabled():  # one chunk is the bound itself: keeping it spares the second pass
-        scored = [checkpoint(score, rows, ids, use_reentrant=False) for rows, ids in chunks]
+        scored = [checkpoint(score, rows, ids, use_reentrant=False, preserve_rng_state=False) for rows, ids in chunks]
     else:
         scored = [score(rows, ids) for rows, ids in chunks]
     logprobs, entropy, correct = zip(*scored, strict=True)
     return torch.cat(logprobs), torch.cat(entropy) if with_entropy else None, torch.cat(correct)
 
 
-def _score_chunk(logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> Scores:
-    logits = logits.float() if temperature == 1.0 else logits.float() / temperature
-    correct = logits.detach().argmax(-1) == targets
-    chosen = logits.gather(-1, targets[:, None])[:, 0]
-    normaliser = logits.logsumexp(-1)
-    if not with_entropy:
-        return chosen - normaliser, None, correct
-    logprobs = logits - normaliser[:, None]
-    # A word ruled out by a logit of -inf adds 0, not the NaN of 0 * -inf.
-    entropy = -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0)).sum(-1)
-    return chosen - normaliser, entropy, correct
+class _Score(torch.autograd.Function):
+    """logits (n, V) -> logprobs, entropy and correct (n,) each, and the gradient of the first two.
+
+    What is kept for the backward pass is the logits in their own dtype, one log-normaliser and one entropy per row. The
+    fp32 numbers exist for a block of rows, in buffers that every block reuses. With p = softmax(logits / T):
+    d logprob / d logits_j = (1[j = target] - p_j) / T and d entropy / d logits_j = -p_j (log p_j + entropy) / T.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool):  # noqa: ANN001, ANN205
+        logprobs, normaliser, entropy = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(3))
+        correct = torch.empty_like(targets, dtype=torch.bool)
+        spare = logits.new_empty(0, dtype=torch.float32)
+        for rows in _blocks(logits):
+            x = _scaled(logits[rows], temperature, spare)
+            highest, best = x.max(-1)
+            correct[rows] = best == targets[rows]
+            chosen = x.gather(-1, targets[rows, None])[:, 0] - highest
+            x -= highest[:, None]
+            if with_entropy:  # log z - sum_j p_j x_j; a word ruled out by -inf adds 0, not the NaN of 0 * -inf
+                p = x.exp()
+                z = p.sum(-1)
+                entropy[rows] = z.log() - p.mul_(x.clamp_(min=-1e30)).sum(-1) / z
+            else:
+                z = x.exp_().sum(-1)
+            logprobs[rows] = chosen - z.log()
+            normaliser[rows] = highest + z.log()
+        ctx.save_for_backward(logits, targets, normaliser, entropy)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(correct)
+        return logprobs, entropy, correct
+
+    @staticmethod
+    def backward(ctx, by_logprobs: Tensor | None, by_entropy: Tensor | None, _correct: None):  # noqa: ANN001, ANN205
+        logits, targets, normaliser, entropy = ctx.saved_tensors
+        gradient, spare = torch.empty_like(logits), logits.new_empty(0, dtype=torch.float32)
+        by_logprobs = torch.zeros_like(normaliser) if by_logprobs is None else by_logprobs / ctx.temperature
+        for rows in _blocks(logits):
+            x = _scaled(logits[rows], ctx.temperature, spare).sub_(normaliser[rows, None])  # log p
+            factor = -by_logprobs[rows, None]
+            if by_entropy is None:
+                x.exp_().mul_(factor)
+            else:
+                p = x.exp()
+                x.clamp_(min=-1e30).add_(entropy[rows, None]).mul_(by_entropy[rows, None] / -ctx.temperature)
+                x.add_(factor).mul_(p)
+            x.scatter_add_(-1, targets[rows, None], -factor)
+            gradient[rows] = x
+        return gradient, None, None, None
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """Blocks of rows, small enough for the fp32 copy of one to be no matter."""
+    size = max(1, _BLOCK_NUMBERS.get(logits.device.type, _BLOCK_ELSEWHERE) // logits.shape[1])
+    yield from (slice(start, start + size) for start in range(0, len(logits), size))
+
+
+def _scaled(logits: Tensor, temperature: float, spare: Tensor) -> Tensor:
+    """logits / temperature in fp32, written into `spare`, which grows as needed."""
+    x = spare.resize_(logits.shape).copy_(logits)
+    return x if temperature == 1.0 else x.div_(temperature)
