@@ -25,6 +25,7 @@ from hybrid_rlhf.engine.zero import gathered
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.roles import Actor, PolicyModule, Reward
 from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right
+from tests.rank_experts import check_experts
 from tests.tiny import tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
 
 STEPS, RATE = 3, 0.5
@@ -207,8 +208,8 @@ def check_stages(argv_of: dict[str, list[str]]) -> dict:
 def run(out: Path, stages: Path) -> None:
     failure.join()
     results, seconds = {}, {}
-    checks = {"layouts": check_layouts, "inference": check_inference, "state": check_state, "rewards": check_rewards,
-              "stages": lambda: check_stages(json.loads(stages.read_text()))}
+    checks = {"layouts": check_layouts, "experts": check_experts, "inference": check_inference, "state": check_state,
+              "rewards": check_rewards, "stages": lambda: check_stages(json.loads(stages.read_text()))}
     for name, check in checks.items():
         start = time.perf_counter()
         results[name] = gather_over_ranks(check())

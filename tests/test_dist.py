@@ -138,6 +138,12 @@ def test_unlike_numbers_of_pairs_give_the_gradient_of_their_common_mean(found):
     assert max(m["weights"] for m in found["rewards"]) < 1e-5
 
 
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe", "mixtral+lora", "qwen3_moe+lora", "one expert each"])
+def test_experts_idle_on_one_process_under_zero_3_hang_nobody_and_the_gradient_is_plain_torch_s(found, case):
+    for measured in found["experts"]:
+        assert measured[case]["weights"] < 1e-5 and measured[case]["moved"] > 1e-3
+
+
 def metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(CLOCKED)}
             for line in (folder / name).read_text().splitlines()]

@@ -113,6 +113,8 @@ class ZeroTraining:
             "fp16": {"enabled": self._dtype == torch.float16},
             "steps_per_print": sys.maxsize,
         }
+        if self.stage == 3:
+            _gather_experts_at_once(module)
         with _stdout_to_stderr():
             engine, *_ = _import_deepspeed().initialize(
                 model=module, optimizer=self._optimizer, model_parameters=list(self.parameters.values()),
@@ -241,6 +243,17 @@ class ZeroTraining:
                 if value is not None:
                     state[key][name] = value.detach().cpu().clone()
         return state
+
+
+def _gather_experts_at_once(module: nn.Module) -> None:
+    """Blocks of experts as ZeRO 3's leaf modules: all processes gather all of a block when they come to it.
+
+    Else each expert is met by the processes whose tokens chose it alone, which wait for the others for ever; and the
+    adapters of fused experts are read outside their own forward, while they are still in parts.
+    """
+    blocks = {type(m) for m in module.modules() if isinstance(getattr(m, "experts", None), nn.Module)}
+    if blocks:
+        _import_deepspeed().utils.set_z3_leaf_modules(module, sorted(blocks, key=lambda block: block.__name__))
 
 
 def _num_axes(parameter: nn.Parameter) -> int:
