@@ -151,7 +151,7 @@ BAD = [
     ("unknown schedule", [*SFT, "--train.lr_scheduler_type", "cosin"], ["did you mean cosine?"]),
     ("split of two shares", [*SFT, "--data.split=[1, 2]"], ["data.split", "three"]),
     ("unknown dtype", [*SFT, "--model.dtype", "bf16"], ["model.dtype", "bf16", "bfloat16"]),
-    ("ZeRO 7", [*SFT, "--engine.zero_stage", "7"], ["engine.zero_stage", "7", "0, 1 or 2"]),
+    ("ZeRO 7", [*SFT, "--engine.zero_stage", "7"], ["engine.zero_stage", "7", "choose 0, 1, 2 or 3"]),
     ("ZeRO 0 with bfloat16", [*SFT, "--engine.zero_stage", "0", "--model.dtype", "bfloat16"], ["engine.zero_stage"]),
     *([] if torch.cuda.is_available() else [("float16 on a CPU", [*SFT, "--model.dtype", "float16"],
                                              ["model.dtype", "float16", "bfloat16"])]),
