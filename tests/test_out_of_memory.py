@@ -69,7 +69,7 @@ def assert_equal_states(ours, theirs):
             torch.testing.assert_close(ours[key][name], value, rtol=1e-5, atol=1e-6, msg=f"{key} of {name}")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_step_that_was_split_has_the_gradient_of_one_that_fitted(stage, where, caplog):
     plain, short = sft(stage), sft(stage)
@@ -86,7 +86,7 @@ def test_a_step_that_was_split_has_the_gradient_of_one_that_fitted(stage, where,
     assert "the actor's update: a micro-batch of 24 tokens (3 x 8) does not fit; from now on at most 12" in told[0]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_gradients_of_micro_batches_before_the_failed_one_do_not_count_twice(stage):
     plain, short = sft(stage), sft(stage, max_tokens=10)  # [8], [5, 3]
     calls = []

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hybrid_rlhf.config import check, nearest
 from hybrid_rlhf.distributed import init_process_group, world_size
 from hybrid_rlhf.engine.activations import saved_on_cpu
+from hybrid_rlhf.engine.failed_pass import discard_gradients
 from hybrid_rlhf.engine.optimizers import OPTIMIZERS, OptimizerConfig
 
 OFFLOADS = {"optimizer": 1, "parameters": 3, "activations": 0}  # what -> the lowest ZeRO stage that can
@@ -159,44 +160,8 @@ class ZeroTraining:
         self.engine.backward(loss * world_size())
 
     def discard_gradients(self) -> None:
-        """Forget all that was accumulated since the last step, after a pass that failed half way.
-
-        DeepSpeed has no call for it: at ZeRO 1 and 2 gradients wait in buckets and sums that only its own step clears.
-        """
-        self.engine.zero_grad()
-        if self.stage == 0:
-            return
-        optimizer = self.engine.optimizer
-        optimizer.zero_grad()  # its second copy, in fp32, of bf16 gradients; at ZeRO 3 the next pass overwrites then
-        if self.stage == 3:
-            self._discard_partitions()
-            return
-        for bucket in optimizer.ipg_buckets.values():
-            bucket.clear()
-        optimizer.extra_large_param_to_reduce.clear()
-        optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
-        for sums in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
-            sums.update(dict.fromkeys(sums))
-        optimizer._release_preflattened_grad_buffers()
-        optimizer._release_ipg_buffers()
-        optimizer.micro_step_id = -1
-        while optimizer._backward_active_depth:
-            optimizer.exit_backward()
-        optimizer._remaining_grad_acc_hooks = 0
-        optimizer.clear_backward_seen_flag()
-
-    def _discard_partitions(self) -> None:
-        """At ZeRO 3: what a pass that failed half way has left in buckets, hooks and gathered layers."""
-        optimizer = self.engine.optimizer
-        optimizer.averaged_gradients = {}
-        for bucket in optimizer.ipg_buckets.values():
-            bucket.clear_params()
-        optimizer.params_already_reduced = dict.fromkeys(optimizer.params_already_reduced, False)
-        optimizer.parameter_offload.partition_all_parameters()
-        while optimizer._backward_active_depth:
-            optimizer.exit_backward()
-        optimizer._remaining_grad_acc_hooks = 0
-        optimizer.clear_backward_seen_flag()
+        """Forget all that was accumulated since the last step, after a pass that failed half way."""
+        discard_gradients(self.engine, self.stage)
 
     def step(self) -> float:
         """Clip, step and clear the gradients; returns the gradient norm before clipping."""
