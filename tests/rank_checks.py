@@ -19,7 +19,7 @@ import torch
 from hybrid_rlhf import failure
 from hybrid_rlhf.algorithms.preference import bradley_terry
 from hybrid_rlhf.cli import main
-from hybrid_rlhf.distributed import gather_over_ranks, rank, shutdown, sum_over_ranks
+from hybrid_rlhf.distributed import consecutive_ranks, gather_over_ranks, rank, shutdown, sum_over_ranks
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
 from hybrid_rlhf.engine.zero import gathered
 from hybrid_rlhf.models.heads import ScalarModel
@@ -90,11 +90,12 @@ def plain_run(optim: str, max_grad_norm: float) -> dict:
     return {"losses": losses, "norms": norms, "before": before, "after": model.state_dict(), "model": model}
 
 
-def trained(optim: str, max_grad_norm: float, checkpointing: bool = False, **layout: object) -> tuple[Actor, dict]:
+def trained(optim: str, max_grad_norm: float, checkpointing: bool = False, tp: int = 1,
+            **layout: object) -> tuple[Actor, dict]:
     model = tiny_causal_lm()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    engine = HybridEngine(PolicyModule(model), model, eos_ids=[3])
+    engine = HybridEngine(PolicyModule(model), model, eos_ids=[3], tp=consecutive_ranks(tp))
     engine.prepare_training(optimizer_of(optim, max_grad_norm), lambda step: 1.0, ZeroConfig(**layout))
     actor = Actor(engine, tiny_tokenizer(), tokens_allowed())
     losses, norms = [], []
@@ -163,6 +164,32 @@ def check_inference() -> dict:
             "held": [before, inside, after], "is_same": all(torch.equal(states[0][k], states[1][k]) for k in states[0])}
 
 
+def check_shards() -> dict:
+    """ZeRO 3 and TP 2: four prompts and none, drawn by both processes from the halves that each keeps."""
+    plain = plain_run("sgd", 1e9)
+    actor, _ = trained("sgd", 1e9, zero_stage=3, tp=2)
+    engine, prompts = actor.engine, [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14], [15]]
+    oracle = [plain["model"].eval().generate(torch.tensor([p]), do_sample=False, max_new_tokens=12)[0, len(p):].tolist()
+              for p in prompts]
+    weights = dict(engine.module.named_parameters())
+    tokens, inside = [], []
+    for _ in range(2):
+        with engine.inference():
+            inside.append(sum(p.numel() for p in engine.module.parameters()))
+            tokens.append(engine.generate([] if rank() else prompts, SamplingConfig(12, temperature=0)).tokens)
+    after = dict(engine.module.named_parameters())
+    with gathered(engine.module):
+        state = engine.model.state_dict()
+        off = max(float((state[k] - v).abs().max()) for k, v in plain["after"].items())
+    actor.fit_tokens(rows_of(0)[0].rows(own_rows(0)), lambda t, count: (-t.logprobs.sum() / count, {}))
+    whole = {n: p.numel() for n, p in plain["model"].named_parameters()}
+    halved = [n for n in whole if "proj" in n or "lm_head" in n]
+    return {"tokens": tokens, "oracle": oracle, "said": engine.describe(), "inside": inside, "off": off,
+            "expected": sum(whole.values()) - sum(whole[n] for n in halved) // 2,
+            "is_restored": all(after[n] is p for n, p in weights.items()),
+            "held": sum(p.numel() for p in after.values())}
+
+
 def check_state() -> dict:
     """What a checkpoint holds under ZeRO 3 after Adam's steps is what torch's optimizer holds."""
     actor, _ = trained("adamw", 0.5, zero_stage=3)
@@ -208,8 +235,9 @@ def check_stages(argv_of: dict[str, list[str]]) -> dict:
 def run(out: Path, stages: Path) -> None:
     failure.join()
     results, seconds = {}, {}
-    checks = {"layouts": check_layouts, "experts": check_experts, "inference": check_inference, "state": check_state,
-              "rewards": check_rewards, "stages": lambda: check_stages(json.loads(stages.read_text()))}
+    checks = {"layouts": check_layouts, "experts": check_experts, "inference": check_inference, "shards": check_shards,
+              "state": check_state, "rewards": check_rewards,
+              "stages": lambda: check_stages(json.loads(stages.read_text()))}
     for name, check in checks.items():
         start = time.perf_counter()
         results[name] = gather_over_ranks(check())

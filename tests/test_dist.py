@@ -65,6 +65,7 @@ def prepare(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in table))
     save_tiny(folder / "base")
     argv = argv_of(folder, "two", 4, "--engine.zero_stage", "3", "--engine.micro_batch_tokens", "60")
+    argv["ppo"] += ["--roles.actor.tp", "2"]
     (folder / "argv.json").write_text(json.dumps(argv))
     done = launch("tests/rank_checks.py", f"{folder}/out.json", f"{folder}/argv.json")
     (folder / "log.txt").write_text(f"{done.returncode}\n{done.stdout}\n{done.stderr}")
@@ -128,6 +129,18 @@ def test_under_zero_3_a_process_generates_alone_gathers_once_and_gives_the_same_
     assert first["path"] == "native" and first["is_same"] and second["is_same"]
     before, inside, after = first["held"]
     assert before == after < 0.1 * inside  # whole only within the mode
+
+
+def test_under_zero_3_with_tp_a_process_keeps_its_shard_and_draws_what_generate_draws(found):
+    first, second = found["shards"]
+    for tokens in first["tokens"]:
+        assert tokens == [row[: len(t)] for row, t in zip(first["oracle"], tokens, strict=True)]
+    assert second["tokens"] == [[], []]
+    for seen in (first, second):
+        assert seen["said"]["path"] == "native" and seen["said"]["tp"] == 2
+        assert seen["inside"] == [seen["expected"]] * 2  # half of each planned layer, the rest whole
+        assert seen["held"] < 0.1 * seen["expected"]
+        assert seen["is_restored"] and seen["off"] < 1e-5
 
 
 def test_under_zero_3_the_state_is_that_of_whole_weights(found):

@@ -103,7 +103,7 @@ class HybridEngine:
         """Inference mode for the block; the mode before is restored whatever happens inside. Does not nest.
 
         Under ZeRO 3 the weights are gathered once, for the whole block, and given back at its end: every process must
-        enter, and inside none waits for another.
+        enter, and inside none waits for another. With tp each rank gathers them layer by layer and keeps its shard.
         """
         if self.is_inference:
             raise RuntimeError("inference() inside inference(): the engine is in inference mode already")
@@ -114,7 +114,7 @@ class HybridEngine:
             module.gradient_checkpointing = False  # with it on, transformers refuses to keep a cache
         self.is_inference = True
         try:
-            with self.active(), torch.no_grad(), gathered(self.module), self._plugged_in():
+            with self.active(), torch.no_grad(), self._whole_weights(), self._plugged_in():
                 yield self
         finally:
             self.is_inference = False
@@ -123,6 +123,9 @@ class HybridEngine:
                 module.training = mode
             for module in checkpointing:
                 module.gradient_checkpointing = True
+
+    def _whole_weights(self) -> AbstractContextManager:
+        return nullcontext() if self.ranks else gathered(self.module)
 
     def _plugged_in(self) -> AbstractContextManager:
         """The model over slots; at the first time it is probed."""

@@ -14,14 +14,23 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.config import UserError, check
 from hybrid_rlhf.distributed import RankGroup
 from hybrid_rlhf.engine.attend import SlotAttention
 from hybrid_rlhf.engine.exotic import adapted, counters, has_own_attention_adapted
 from hybrid_rlhf.engine.generate import forced_logits
 from hybrid_rlhf.engine.kv_cache import SlotCache, Step, make_cache
+from hybrid_rlhf.engine.probe import (
+    PROBE_LENGTHS,
+    logits_over_slots,
+    plain_logits,
+    probe_bound,
+    probe_sequences,
+    relative_difference,
+)
 from hybrid_rlhf.engine.tensor_parallel import gathers_logits, sharded
 from hybrid_rlhf.engine.together import agreed, leaving_nobody_waiting
+from hybrid_rlhf.engine.zero import is_partitioned
 from hybrid_rlhf.kernels import Ops, ops_for
 from hybrid_rlhf.kernels.products import own_products
 from hybrid_rlhf.models.attention import (
@@ -150,25 +159,37 @@ class Runner:
         model is to be spread over ranks, that is tried on each of them alone, then together: UserError on all ranks
         where it does not hold.
         """
-        self._find_path()
-        if self._ranks:
-            with leaving_nobody_waiting(self._ranks):
-                self._probe_together()
+        if not self._ranks:
+            self._find_path()
+            return
+        with leaving_nobody_waiting(self._ranks):
+            truth = self._probe_alone()
+            self._group, self._gathers = self._ranks, gathers_logits(self.model)
+            ours = self._logits_together()
+            difference = max(agreed(self._ranks, lambda: relative_difference(ours, truth)))
+            check(difference < probe_bound(self.model), f"{self._described()} differs from the plain forward by "
+                                                        f"{difference:.2g}; use tp 1")
 
-    def _probe_together(self) -> None:
-        name, degree = type(self.model).__name__, self._ranks.degree
-        paths = agreed(self._ranks, lambda: self.path)
-        if "generate" in paths or len(set(paths)) > 1:
-            raise UserError(f"{name} does not run on the decode engine ({self.reasons}); use tp 1")
-        self._group, self._gathers = self._ranks, gathers_logits(self.model)
-        with self.plugged_in():
-            ours = _probe_logits(self)
-        difference = max(agreed(self._ranks, lambda: _relative(ours, _plain_logits(self.model, self.device))))
-        if not difference < self._bound():
-            raise UserError(f"{name} over {degree} ranks differs from the plain forward by {difference:.2g}; use tp 1")
+    def _described(self) -> str:
+        return f"{type(self.model).__name__} over {self._ranks.degree} ranks"
 
-    def _bound(self) -> float:
-        return 1e-4 if next(self.model.parameters()).dtype == torch.float32 else 0.05
+    def _probe_alone(self) -> Tensor:
+        """The plain forward's logits; the path is found on each rank for itself, where each has the whole model."""
+        if is_partitioned(self.model):
+            self.path, self.is_stateful = "native", any(kind.num_states for kind in layer_kinds(self.model))
+            return plain_logits(self.model, self.device)
+        paths = agreed(self._ranks, lambda: self._find_path() or self.path)
+        check("generate" not in paths and len(set(paths)) == 1,
+              f"{type(self.model).__name__} does not run on the decode engine ({self.reasons}); use tp 1")
+        return plain_logits(self.model, self.device)
+
+    def _logits_together(self) -> Tensor:
+        try:
+            with self.plugged_in():
+                return logits_over_slots(self)
+        except Exception as error:
+            self._ranks.abandon()  # the others may be waiting
+            raise UserError(f"{self._described()} does not run ({_said(error)}); use tp 1") from error
 
     def _find_path(self) -> None:
         pad_id = getattr(self.model.config.get_text_config(), "pad_token_id", None)
@@ -196,7 +217,7 @@ class Runner:
 
         Raises UserError where neither does: what was sampled would not be what is trained.
         """
-        self.path, sequences = "generate", _probe_sequences(self.model)
+        self.path, sequences = "generate", probe_sequences(self.model)
         for self.keeps_cache in (True, False):
             try:
                 with self.plugged_in():
@@ -223,68 +244,17 @@ class Runner:
         try:
             self.is_stateful = any(kind.num_states for kind in layer_kinds(self.model))
             with self.plugged_in():
-                ours = _probe_logits(self)
+                ours = logits_over_slots(self)
         except Exception as error:  # whatever a stranger's forward raises, the path is not for it
             return _said(error)
         return self._disagreement(ours, "over slots")
 
     def _disagreement(self, ours: Tensor, where: str) -> str | None:
         """None if the probe's logits are those of the model's plain forward, or how far they are off."""
-        difference = _relative(ours, _plain_logits(self.model, self.device))
-        return None if difference < self._bound() else (
+        difference = relative_difference(ours, plain_logits(self.model, self.device))
+        return None if difference < probe_bound(self.model) else (
             f"its logits {where} differ from the plain forward by {difference:.2g}")
 
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-
-
-PROBE_LENGTHS = (9, 1, 6)  # a prompt of one token starts from a state that nothing has prefilled
-_PROBE_STEPS = 4
-
-
-def _probe_sequences(model: nn.Module) -> list[list[int]]:
-    """Three ragged sequences, the same each time: 4 decoded tokens after a prompt."""
-    size = model.config.get_text_config().vocab_size
-    first = min(5, size - 1)  # tokens below are often special, and a pad has no position of its own
-    return [[first + (7 + 31 * i + 13 * j + i * j) % (size - first) for j in range(n + _PROBE_STEPS)]
-            for i, n in enumerate(PROBE_LENGTHS)]
-
-
-def _probe_logits(runner: Runner) -> Tensor:
-    """Logits (3, 4, V) over slots: rows not in slot order, used slots, one prompt prefilled beside another."""
-    sequences = _probe_sequences(runner.model)
-    slots = [0, 1, 2] if runner.is_stateful else [2, 0, 3]  # states have no slot table: row b is slot b
-    cache = runner.new_cache(4, max(map(len, sequences)) + 3)
-    heads = [s[: n - 1] for s, n in zip(sequences, PROBE_LENGTHS, strict=True)]
-    runner.prefill(cache, [heads[0][:5]] * 2, [1, 0], slots[:2])  # sequences that left before the others came
-    cache.clear_states(cache.all_slots)
-    if runner.is_stateful:
-        runner.prefill(cache, [heads[0][::-1], heads[0]], [1, 0], [slots[0], 3])
-        runner.prefill(cache, [heads[2]], [0], slots[2:])
-    else:
-        runner.prefill(cache, [heads[0], heads[2]], [0, 1], slots[::2])
-        runner.prefill(cache, [heads[0][5:]], [0], slots[:1], offset=5)  # behind columns that are there: a chat's turn
-    runner.measure(cache)
-    order = None if runner.is_stateful else torch.tensor(slots, device=runner.device)
-    logits = []
-    for step in range(_PROBE_STEPS):
-        columns = [n - 1 + step for n in PROBE_LENGTHS]
-        tokens = [s[c] for s, c in zip(sequences, columns, strict=True)]
-        logits.append(runner.decode(cache, torch.tensor(tokens, device=runner.device),
-                                    torch.tensor(columns, device=runner.device), max(columns) + 1, order).float())
-    return torch.stack(logits, 1)
-
-
-def _plain_logits(model: nn.Module, device: torch.device) -> Tensor:
-    rows = []
-    for sequence, length in zip(_probe_sequences(model), PROBE_LENGTHS, strict=True):
-        logits = model(input_ids=torch.tensor([sequence], device=device), use_cache=False).logits[0].float()
-        rows.append(logits[length - 1 : length - 1 + _PROBE_STEPS])
-    return torch.stack(rows)
-
-
-def _relative(ours: Tensor, truth: Tensor) -> float:
-    """Largest difference over the spread of the true logits; infinite where ours are not finite."""
-    spread = (truth - truth.mean(-1, keepdim=True)).abs().max().clamp(min=1e-6)
-    return float(((ours - truth).abs().max() / spread).nan_to_num(float("inf")))

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
+import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.config import check
 from hybrid_rlhf.distributed import RankGroup
+from hybrid_rlhf.engine.zero import gathered_weights, is_partitioned, without_hooks
 
 _COLWISE = frozenset(("colwise", "colwise_gather_output", "colwise_rep"))
 _ROWWISE = frozenset(("rowwise", "rowwise_split_input", "rowwise_rep"))
@@ -105,22 +107,37 @@ def _check_experts(module: nn.Module, where: str, degree: int) -> None:
 @contextmanager
 def sharded(model: nn.Module, ranks: RankGroup) -> Iterator[None]:
     """Within the block every planned layer of `model` holds and multiplies its shard, and the ranks add or gather what
-    comes out. Afterwards every module has its own parameter objects back, whatever happened."""
+    comes out. Afterwards every module has its own parameter objects back, whatever happened.
+
+    Weights that ZeRO 3 holds in parts are gathered one layer at a time, for a copy of the shard; what the plan leaves
+    whole is gathered for the block. Then every process of the run must enter.
+    """
+    parts = {path: style for path, style in plan_of(model).items() if style not in _WHOLE}
+    is_in_parts = is_partitioned(model)
     with ExitStack() as stack:
-        for path, style in plan_of(model).items():
+        if is_in_parts:
+            stack.enter_context(without_hooks(model))
+        for path, style in parts.items():
             part = _at(model, path)
-            if style in _WHOLE:
-                continue
-            if not isinstance(part, nn.Module):
-                owner, _, name = path.rpartition(".")
-                _swap(stack, model.get_submodule(owner), name, _cut(part, style, ranks))
-            elif style == _EXPERTS:
-                _shard_experts(stack, part, ranks)
-            elif style in _COLWISE:
-                _shard_columns(stack, part, ranks, style in _GATHERS)
-            else:
-                _shard_rows(stack, part, ranks, style in _SPLITS)
+            weights = part.parameters() if isinstance(part, nn.Module) else [part]
+            with gathered_weights(weights) if is_in_parts else nullcontext():
+                _shard(stack, model, path, style, ranks)
+        if is_in_parts:
+            stack.enter_context(gathered_weights(p for p in model.parameters() if hasattr(p, "ds_id")))
         yield
+
+
+def _shard(stack: ExitStack, model: nn.Module, path: str, style: str, ranks: RankGroup) -> None:
+    part = _at(model, path)
+    if not isinstance(part, nn.Module):
+        owner, _, name = path.rpartition(".")
+        _swap(stack, model.get_submodule(owner), name, _cut(part, style, ranks))
+    elif style == _EXPERTS:
+        _shard_experts(stack, part, ranks)
+    elif style in _COLWISE:
+        _shard_columns(stack, part, ranks, style in _GATHERS)
+    else:
+        _shard_rows(stack, part, ranks, style in _SPLITS)
 
 
 def gathers_logits(model: nn.Module) -> bool:
@@ -154,8 +171,13 @@ def _adapters(module: nn.Module, name: str) -> list[nn.Module]:
 
 def _swap(stack: ExitStack, module: nn.Module, name: str, value: Tensor | None) -> None:
     own = module._parameters[name]
-    module._parameters[name] = None if value is None else nn.Parameter(value, requires_grad=False)
+    module._parameters[name] = None if value is None else nn.Parameter(_kept(own, value), requires_grad=False)
     stack.callback(module._parameters.__setitem__, name, own)
+
+
+def _kept(parameter: Tensor, view: Tensor) -> Tensor:
+    """A view of a parameter; its copy where the parameter is whole for the moment only."""
+    return view.clone(memory_format=torch.contiguous_format) if hasattr(parameter, "ds_id") else view
 
 
 def _cut(parameter: Tensor, style: str, ranks: RankGroup) -> Tensor:
@@ -182,6 +204,7 @@ def _shard_rows(stack: ExitStack, module: nn.Module, ranks: RankGroup, splits: b
         _swap(stack, layer, "weight", _cut(layer.weight, "rowwise", ranks))
     if bias is not None:  # added once, to the sum
         _swap(stack, base, "bias", None)
+        bias = _kept(bias, bias.detach())
 
     def whole(_module: nn.Module, _inputs: tuple, out: Tensor) -> Tensor:
         out = ranks.sum(out)

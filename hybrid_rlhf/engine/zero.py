@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -245,13 +245,18 @@ def gathered(module: nn.Module) -> Iterator[None]:
     if not is_partitioned(module):
         yield
         return
-    with _import_deepspeed().zero.GatheredParameters(list(module.parameters())), _without_hooks(module):
+    with gathered_weights(module.parameters()), without_hooks(module):
         yield
 
 
+def gathered_weights(weights: Iterable[nn.Parameter]) -> AbstractContextManager:
+    """Within the block these weights, which ZeRO 3 holds in parts, are whole on every process. Every process enters."""
+    return _import_deepspeed().zero.GatheredParameters(list(weights))
+
+
 @contextmanager
-def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """DeepSpeed's hooks would partition a layer's weights again after its first forward."""
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """Within the block DeepSpeed's hooks are off, which would partition a layer's weights again after its forward."""
     names = ("_forward_pre_hooks", "_forward_hooks")
     before = [(m, name, getattr(m, name)) for m in module.modules() for name in names]
     for each, name, hooks in before:
