@@ -6,6 +6,7 @@ scalar head. Trainers never see which layout was chosen.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hybrid_rlhf.config import check, nearest
@@ -159,3 +160,103 @@ class RolesConfig:
     def sharing(self) -> str:
         """share_base as one of SHARING."""
         return {True: "all", False: "none"}.get(self.share_base, self.share_base)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a role's weights come from.
+
+    base: the model whose backbone it has. adapter: folder of a trained adapter on that base, or None. head: the model
+    whose scalar head it has, or None for a policy. dtype, quantize: how the base is held. story: why it starts there,
+    for messages.
+    """
+
+    base: str
+    adapter: str | None = None
+    head: str | None = None
+    dtype: str = "auto"
+    quantize: str = "none"
+    story: str = ""
+
+    @property
+    def held(self) -> tuple[str, str, str]:
+        """What must be equal for two roles to share a base."""
+        return self.base, self.dtype, self.quantize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who shares a base with whom: every role in exactly one group. kind: the critic's, "auto" no more."""
+
+    bases: tuple[tuple[str, ...], ...]
+    kind: str
+
+    def group(self, role: str) -> tuple[str, ...]:
+        return next(g for g in self.bases if role in g)
+
+
+def resolve(roles: RolesConfig, starts: Mapping[str, Start], has_lora: bool) -> tuple[Layout, str | None]:
+    """The layout that `roles` ask for, and a line to announce where auto could not share all of it.
+
+    Raises UserError where what was asked for cannot be: roles that cannot share a base, a head without a model to read.
+    """
+    wanted, kind = roles.sharing, roles.critic.kind
+    is_auto = wanted == "auto"
+    if is_auto:
+        wanted = "all" if has_lora else "critic-reward" if kind == "head" else "none"
+    groups = [_without_critic(group, kind) for group in GROUPS[wanted]]
+    obstacles = [o for group in groups for o in _obstacles(group, starts, has_lora, kind)]
+    line = None
+    if obstacles and is_auto and wanted == "all":
+        groups = [g for g in (_without_critic(g, kind) for g in GROUPS["pairs"])
+                  if not _obstacles(g, starts, has_lora, kind)]
+        shared = " and ".join(f"{' with '.join(g)}" for g in groups if len(g) > 1) or "no two roles"
+        line = f"roles.share_base auto: not one base for all, for {obstacles[0]}; sharing: {shared}"
+        obstacles = []
+    check(not obstacles, f"roles that cannot share a base (roles.share_base {roles.share_base}): "
+                         f"{obstacles[0] if obstacles else ''}")
+    groups = [g for g in groups if len(g) > 1]
+    alone = [(r,) for r in ROLES if not any(r in g for g in groups)]
+    is_sharing = any("critic" in g for g in groups)
+    kind = kind if kind != "auto" else "adapter" if has_lora and is_sharing else "model"
+    layout = Layout(tuple(sorted((*groups, *alone), key=lambda g: ROLES.index(g[0]))), kind)
+    check(kind != "head" or "reward" in layout.group("critic"),
+          "roles.critic.kind is head, which reads the reward model's states; set roles.share_base to critic-reward, "
+          "pairs or all")
+    check(kind != "adapter" or has_lora, "roles.critic.kind is adapter, which needs model.lora.r > 0 (such as 16)")
+    for role in ROLES:
+        _check_alone(role, roles[role], layout)
+    return layout, line
+
+
+GROUPS = {"all": (ROLES,), "pairs": (("actor", "ref"), ("critic", "reward")), "actor-ref": (("actor", "ref"),),
+          "critic-reward": (("critic", "reward"),), "none": ()}
+
+
+def _without_critic(group: tuple[str, ...], kind: str) -> tuple[str, ...]:
+    """A critic that is a model of its own shares nothing."""
+    return tuple(r for r in group if r != "critic" or kind != "model")
+
+
+def _obstacles(group: tuple[str, ...], starts: Mapping[str, Start], has_lora: bool, kind: str) -> list[str]:
+    """Why the roles of `group` cannot share a base; empty where they can."""
+    found = []
+    if len(group) > 1 and not has_lora and ("actor" in group or ("critic" in group and kind != "head")):
+        found.append("a base is shared through low-rank adapters, and model.lora.r is 0 (16, say, turns them on)")
+    for role in group[1:]:
+        first, other = starts[group[0]], starts[role]
+        if first.base != other.base:
+            found.append(f"the {group[0]} starts from {first.base} and the {role} from {other.base}"
+                         f"{f' ({other.story})' if other.story else ''}")
+        elif first.held != other.held:
+            found.append(f"the {group[0]} is held as {first.dtype}, quantize {first.quantize}, and the {role} as "
+                         f"{other.dtype}, quantize {other.quantize}")
+    return found
+
+
+def _check_alone(role: str, config: RoleConfig, layout: Layout) -> None:
+    """What only a role with a base of its own can have."""
+    group = layout.group(role)
+    check(not config.offload or len(group) == 1,
+          f"roles.{role}.offload: its base is that of {', '.join(r for r in group if r != role)} too and must stay; "
+          "leave it out, or set roles.share_base false")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -138,18 +139,20 @@ def check_tensor_parallel(degree: int, model: ModelConfig) -> None:
         check_configured(load.configuration(model), degree, "roles.actor.tp")
 
 
-def policy_engine(model: nn.Module, tokenizer, temperature: float = 1.0, tp: int = 1) -> HybridEngine:  # noqa: ANN001
+def policy_engine(model: nn.Module, tokenizer, temperature: float = 1.0, tp: int = 1,  # noqa: ANN001
+                  adapter: Callable = nullcontext) -> HybridEngine:
     """An engine that samples and gives log-probabilities at `temperature` (0, greedy, is measured at 1). tp: how many
-    processes generate together (every process of the run calls this)."""
+    processes generate together (every process of the run calls this). adapter: as HybridEngine takes it."""
     if tp > 1:
         init_process_group()
     return HybridEngine(PolicyModule(model, temperature or 1.0), model, eos_ids=stop_ids(model, tokenizer),
-                        pad_id=tokenizer.pad_token_id, tp=consecutive_ranks(tp) if tp > 1 else None)
+                        pad_id=tokenizer.pad_token_id, tp=consecutive_ranks(tp) if tp > 1 else None, adapter=adapter)
 
 
-def scalar_engine(model: nn.Module, tokenizer, mean: float = 0.0, std: float = 1.0) -> HybridEngine:  # noqa: ANN001
-    """An engine that gives (score - mean) / std at every position."""
-    return HybridEngine(ScalarModel(model, mean, std), pad_id=tokenizer.pad_token_id)
+def scalar_engine(model: nn.Module, tokenizer, mean: float = 0.0, std: float = 1.0, *,  # noqa: ANN001
+                  adapter: Callable = nullcontext) -> HybridEngine:
+    """An engine that gives (score - mean) / std at every position. adapter: as HybridEngine takes it."""
+    return HybridEngine(ScalarModel(model, mean, std), pad_id=tokenizer.pad_token_id, adapter=adapter)
 
 
 def optimizer_of(train: TrainConfig, learning_rate: float | None = None) -> OptimizerConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.models.backbone import hidden_states
@@ -25,3 +26,19 @@ class ScalarModel(nn.Module):
         score = self.model.score
         numbers = nn.functional.linear(hidden.float(), score.weight.float()).squeeze(-1)
         return (numbers - self.mean) / self.std
+
+
+class BackboneWithHead(nn.Module):
+    """What ScalarModel needs, made of a backbone that others may share and a head of its own."""
+
+    def __init__(self, backbone: nn.Module, score: nn.Module) -> None:
+        super().__init__()
+        self.base_model, self.score = backbone, score
+
+
+def new_head(weight: Tensor, *, is_trained: bool) -> nn.Linear:
+    """A scalar head in fp32 from `weight` (1, H)."""
+    head = nn.Linear(weight.shape[1], 1, bias=False, dtype=torch.float32)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+    return head.requires_grad_(is_trained)

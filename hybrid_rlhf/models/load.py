@@ -135,7 +135,7 @@ def load_scalar_model(config: ModelConfig, device: torch.device | str = "cpu", n
     """
     model = _load("AutoModelForSequenceClassification", config, torch.device(device), num_labels=1)
     check(hasattr(model, "score"), f"{type(model).__name__} has no linear score head; use a decoder-only model")
-    if new_head_std is not None or not _has_score(config.model_name_or_path):
+    if new_head_std is not None or not has_score(config.model_name_or_path):
         std = (model.score.in_features + 1) ** -0.5 if new_head_std is None else new_head_std
         nn.init.normal_(model.score.weight, std=std)
     if pad_id is not None:
@@ -143,8 +143,8 @@ def load_scalar_model(config: ModelConfig, device: torch.device | str = "cpu", n
     return model
 
 
-def _has_score(path: str | None) -> bool:
-    """Whether a local folder's configuration says that it already is a sequence-classification model."""
+def has_score(path: str | None) -> bool:
+    """Whether a model's configuration says that it already is a sequence-classification model."""
     from transformers import AutoConfig
 
     names = AutoConfig.from_pretrained(path).architectures or []
@@ -229,16 +229,17 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def check_lora(config: ModelConfig) -> None:
-    """UserError for adapters that would match no layer, and for quantised weights without adapters to train.
+def check_lora(config: ModelConfig, option: str | None = None) -> None:
+    """UserError for adapters that would match no layer, and for quantised weights (asked for by `option`) without
+    adapters to train.
 
     Reads the configuration only: the layers are those of an empty model.
     """
     import transformers
 
     check(not config.quantize or config.lora.r > 0,
-          f"model.load_in_{config.quantize}: a quantised base cannot be fully fine-tuned; set model.lora.r "
-          "(such as 16), or leave it out")
+          f"{option or f'model.load_in_{config.quantize}'}: a quantised base cannot be fully fine-tuned; set "
+          "model.lora.r (such as 16), or leave it out")
     if config.lora.r and config.model_name_or_path and config.lora.target_modules != "all-linear":
         found = transformers.AutoConfig.from_pretrained(config.model_name_or_path,
                                                         trust_remote_code=config.trust_remote_code)

@@ -34,6 +34,11 @@ def fingerprint(folder: str | Path) -> str | None:
     return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
 
 
+def identity(path: str) -> str:
+    """What tells the weights at a folder or hub id from others: their fingerprint, or the id."""
+    return fingerprint(path) or f"hub:{path}"
+
+
 def _digest(file, start: int, entry: dict) -> str:  # noqa: ANN001
     begin, end = entry["data_offsets"]
     digest = hashlib.sha256(json.dumps([entry["dtype"], entry["shape"]]).encode())

@@ -13,6 +13,7 @@ from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.distributed import main_first
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.weights import identity
 from hybrid_rlhf.roles import Reward
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
@@ -115,7 +116,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
         metrics = fit(trainer, loader, held_out, config.train, record, steps)
         statistics = score_statistics(role, config, tokenizer, data)
         export(model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER, [tokenizer.eos_token_id])
-        record.finish(metrics, tokenizer=tokenizer, base_model=base, data=data.report, score_statistics=statistics)
+        record.finish(metrics, tokenizer=tokenizer, base_model=base, data=data.report, score_statistics=statistics,
+                      base_weights=identity(model_config.model_name_or_path))
     return metrics
 
 

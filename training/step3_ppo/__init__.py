@@ -10,16 +10,15 @@ from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.distributed import main_first, world_size
 from hybrid_rlhf.engine import ZeroConfig
-from hybrid_rlhf.layout import ROLES, RoleConfig, RolesConfig
+from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.models.lora import LoraConfig
 from hybrid_rlhf.rewards.model import ModelSource
-from hybrid_rlhf.roles import Actor, Critic, Reference, Reward, Roles
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
 from hybrid_rlhf.training import wiring
+from hybrid_rlhf.training.four_roles import Parts, Sources, build, check_roles
 
 
 @dataclass(frozen=True)
@@ -56,16 +55,6 @@ class Config:
         updates_per_step(self)  # refuses a minibatch that no rollout can fill
 
 
-@dataclass(frozen=True)
-class Sources:
-    """Where the roles' weights come from: run folders or models."""
-
-    actor: str
-    reward: str
-    ref: str
-    critic: str
-
-
 def find_sources(config: Config) -> Sources:
     """Every role's predecessor; UserError where one is missing or two do not fit together. Reads no weights."""
     check(config.model.preset is None, "model.preset: PPO starts from a trained model; give model.model_name_or_path "
@@ -82,19 +71,6 @@ def find_sources(config: Config) -> Sources:
     return found
 
 
-def refuse_unbuilt(config: Config) -> None:
-    """UserError for settings of the roles that are parsed but not built yet."""
-    wants = {"share_base": config.roles.sharing not in ("auto", "none"), "critic.kind": config.roles.critic.kind not in
-             ("auto", "model")}
-    for role in ROLES:
-        given = config.roles[role]
-        wants |= {f"{role}.{name}": getattr(given, name) not in (None, False)
-                  for name in ("zero_stage", "dtype", "quantize", "offload")}
-    check(config.model.quantize is None, f"model.load_in_{config.model.quantize}: not built yet for PPO; leave it out")
-    for name, is_wanted in wants.items():
-        check(not is_wanted, f"roles.{name}: not built yet; leave it out")
-
-
 def actor_model(config: Config, sources: Sources) -> ModelConfig:
     return replace(config.model, model_name_or_path=wiring.model_folder(sources.actor))
 
@@ -108,31 +84,8 @@ def preview(config: Config) -> None:
     show(config.data, "ppo", wiring.open_tokenizer(model, config.data, "ppo", config.seed))
 
 
-def build_roles(config: Config, sources: Sources, tokenizer, num_updates: int) -> tuple[Roles, Reward]:  # noqa: ANN001
-    """Four models in four engines; actor and critic under an optimizer, dropout off everywhere."""
-    temperature, roles = config.ppo.sampling.temperature, config.roles
-    plain = replace(config.model, lora=LoraConfig(), freeze=[], gradient_checkpointing=False)
-
-    def at(path: str, base: ModelConfig) -> ModelConfig:
-        return replace(base, model_name_or_path=wiring.model_folder(path))
-
-    def tokens(role: RoleConfig) -> int:
-        return role.micro_batch_tokens or config.engine.micro_batch_tokens
-
-    actor = wiring.open_policy(at(sources.actor, config.model), tokenizer, config.seed, dropout=False)
-    ref = wiring.open_policy(at(sources.ref, plain), tokenizer, config.seed, dropout=False)
-    critic = wiring.open_scalar(at(sources.critic, config.model), tokenizer)
-    scale = score_scale(config, sources)
-    reward = wiring.open_scalar(at(sources.reward, plain), tokenizer)
-    engines = {"actor": wiring.policy_engine(actor, tokenizer, temperature, roles.actor.tp or 1),
-               "critic": wiring.scalar_engine(critic, tokenizer, *scale)}
-    for name, engine in engines.items():
-        engine.prepare_training(wiring.optimizer_of(config.train, getattr(roles, name).learning_rate),
-                                wiring.schedule_of(config.train, num_updates), config.engine)
-    return Roles(Actor(engines["actor"], tokenizer, tokens(roles.actor)),
-                 Reference(wiring.policy_engine(ref, tokenizer, temperature), tokens(roles.ref)),
-                 Critic(engines["critic"], tokens(roles.critic))), Reward(
-                     wiring.scalar_engine(reward, tokenizer), tokens(roles.reward))
+def parts_of(config: Config) -> Parts:
+    return Parts(config.model, config.roles, config.engine, config.train, config.ppo.sampling.temperature, config.seed)
 
 
 def run(config: Config, command: str = "") -> dict[str, float]:
@@ -141,7 +94,6 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     done = runfile.finished(config.output_dir, "ppo", config)
     if done:
         return done.metrics
-    refuse_unbuilt(config)
     wiring.seed_everything(config.seed)
     sources = find_sources(config)
     model, sampling = actor_model(config, sources), config.ppo.sampling
@@ -150,20 +102,22 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     for path in dict.fromkeys((sources.actor, sources.reward, sources.ref, sources.critic)):
         wiring.check_lengths(replace(model, model_name_or_path=wiring.model_folder(path)),
                              **{"data.max_prompt_length + ppo.sampling.max_new_tokens": longest})
+    starts, layout = check_roles(parts_of(config), sources)
     tokenizer = wiring.open_tokenizer(model, config.data, "ppo", config.seed)
     with main_first():  # the others find its tables in the cache
         data = datasets.build(config.data, "ppo", tokenizer, config.seed)
     loader = wiring.train_loader(data.train, config.train, config.seed, collate.collate_prompts)
     held_out = wiring.eval_loader(data.held_out, config.train, config.seed, collate.collate_prompts)
     steps = wiring.total_steps(config.train, len(loader))
-    roles, reward = build_roles(config, sources, tokenizer, steps * updates_per_step(config))
     mean, std = score_scale(config, sources)
+    roles, reward = build(parts_of(config), starts, layout, tokenizer, steps * updates_per_step(config), (mean, std))
     trainer = PPOTrainer(roles, ModelSource(reward), config.ppo, seed=config.seed, score_mean=mean, score_std=std)
     record = runfile.start(config.output_dir, "ppo", config, command)
     with on_record(record):  # a failing export is on the record too
         metrics = fit(trainer, loader, held_out, config.train, record, steps)
-        export(roles.actor.engine.model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER,
-               roles.actor.engine.eos_ids)
+        with roles.actor.engine.active():
+            export(roles.actor.engine.model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER,
+                   roles.actor.engine.eos_ids)
         record.finish(metrics, tokenizer=tokenizer, base_model=sources.actor, reward_model=sources.reward,
                       data=data.report)
     return metrics
