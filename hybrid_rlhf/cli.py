@@ -37,12 +37,14 @@ Stages:
 {stages}
 
 {prog} --stage STAGE --help lists every option of a stage with its default.
---preview prints three rendered examples of its data; --print_config its complete settings.
+--preview prints three rendered examples of its data; --print_config its complete settings; --plan the memory that it
+needs, before any weight is loaded (exit code 3: more than there is). --memory 24GiB chooses what fits, and trains.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line; returns the exit code (0 done, 2 the input is wrong, 130 stopped with a checkpoint)."""
+    """Run one command line; returns the exit code (0 done, 2 the input is wrong, 3 a plan does not fit, 130 stopped
+    with a checkpoint)."""
     given = sys.argv[1:] if argv is None else argv
     argv = [word for word in given if not word.startswith("--local_rank=")]  # deepspeed's launcher adds it
     if argv and argv[0] in COMMANDS:
@@ -96,14 +98,28 @@ def _train(argv: list[str]) -> int:
     stage = importlib.import_module(STAGES[name].module)
     default = stage.default_config(rest) if hasattr(stage, "default_config") else None
     config, switches = parse(stage.Config, rest, prog=f"{prog} --stage {name}", description=STAGES[name].help,
-                             default_config=default, extra=("preview",))
+                             default_config=default, extra=("preview", "plan", "memory"))
     check(config.stage == name, f"--stage {name}, but the settings say stage: {config.stage}; they are another stage's")
     if default:
         print(f"no --config, model or data given: the embedded demo ({os.path.relpath(default)})", file=sys.stderr)
     if switches["preview"]:
         stage.preview(config)
         return 0
+    if switches["plan"] or switches["memory"] is not None:
+        config, code = _plan(config, switches)
+        if code or switches["plan"]:
+            return code
     return _run(stage, config, command=shlex.join([prog, *argv]))
+
+
+def _plan(config: object, switches: dict) -> tuple[object, int]:
+    """What --plan and --memory ask for: the settings to go on with, and the exit code to stop with."""
+    from hybrid_rlhf.run.plan import parse_bytes
+    from hybrid_rlhf.training.planning import carry_out
+
+    given = switches["memory"]
+    memory = None if given is None else parse_bytes(given, "--memory")
+    return carry_out(config, memory=memory, only_plan=switches["plan"])
 
 
 def _run(stage: ModuleType, config: object, command: str) -> int:

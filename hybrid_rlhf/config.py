@@ -27,12 +27,13 @@ def check(condition: bool, message: str) -> None:
 
 
 def parse(config_class: type, argv: list[str], *, prog: str, description: str = "",
-          default_config: str | None = None, extra: Iterable[str] = ()) -> tuple[object, dict[str, bool]]:
-    """Command line -> (a frozen `config_class`, {flag: given}).
+          default_config: str | None = None, extra: Iterable[str] = ()) -> tuple[object, dict]:
+    """Command line -> (a frozen `config_class`, {flag: its value}).
 
     Later wins: the class's defaults, `default_config` (a YAML file), `--config FILE` and dotted overrides in the order
-    of the command line. `extra` names switches (booleans) that are the door's own. Raises UserError, in one line and
-    with the nearest name, for unknown keys, wrong types and values that a part's own check refuses.
+    of the command line. `extra` names flags that are the door's own: switches (bool) and those of _VALUES (text, None
+    if not given). Raises UserError, in one line and with the nearest name, for unknown keys, wrong types and values
+    that a part's own check refuses.
     """
     parser = _parser(config_class, prog, description, default_config, extra)
     try:
@@ -43,7 +44,7 @@ def parse(config_class: type, argv: list[str], *, prog: str, description: str = 
     except (ArgumentError, OSError, ValueError, TypeError) as error:
         raise UserError(_one_line(error, _keys(parser))) from error
     parts.pop("config", None)
-    return config_class(**{k: v for k, v in parts.items() if k not in extra}), {k: bool(parts[k]) for k in extra}
+    return config_class(**{k: v for k, v in parts.items() if k not in extra}), {k: parts[k] for k in extra}
 
 
 def _parser(config_class: type, prog: str, description: str, default_config: str | None, extra: Iterable[str]):  # noqa: ANN202
@@ -53,7 +54,10 @@ def _parser(config_class: type, prog: str, description: str, default_config: str
                             default_config_files=[default_config] if default_config else [])
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of the options below.")
     for name in extra:
-        parser.add_argument(f"--{name}", action="store_true", help=_SWITCHES.get(name, ""))
+        if name in _VALUES:
+            parser.add_argument(f"--{name}", type=str, default=None, help=_VALUES[name])
+        else:
+            parser.add_argument(f"--{name}", action="store_true", help=_SWITCHES.get(name, ""))
     parser.add_class_arguments(config_class)
     return parser
 
@@ -103,7 +107,10 @@ def _read_yaml(path: str) -> dict:
     return value
 
 
-_SWITCHES = {"preview": "Print three rendered examples of the stage's data, trained tokens marked, and stop."}
+_SWITCHES = {"preview": "Print three rendered examples of the stage's data, trained tokens marked, and stop.",
+             "plan": "Print the memory that the run needs, by role and phase, before any weight is loaded, and stop."}
+_VALUES = {"memory": "Memory that the run may use, such as 24GiB: chooses micro-batches, checkpointing, offload and "
+                     "quantisation that fit."}
 
 
 def _keys(parser) -> list[str]:  # noqa: ANN001

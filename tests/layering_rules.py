@@ -54,7 +54,7 @@ DOORS = {
     "peft": (f"{H}.models.lora",),
     "tokenizers": (f"{H}.models",),
     "transformers": (f"{H}.models.attention", f"{H}.models.load", f"{H}.models.backbone",
-                     f"{H}.models.tokenizer"),
+                     f"{H}.models.shapes", f"{H}.models.tokenizer"),
     "triton": (f"{H}.kernels",),
 }
 ANYWHERE = {"torch", "numpy", "safetensors", "rich", "yaml", "jinja2"}  # and the standard library

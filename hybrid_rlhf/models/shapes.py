@@ -1,0 +1,175 @@
+"""Models without weights: the modules that a configuration describes, for counting and tracing. A door to transformers.
+
+Tensors are torch's fake tensors: they have shapes, dtypes and storages of a size, and no bytes. Operations on them
+choose the kernels that the real device would choose, so that what a forward keeps can be counted without computing it.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from hybrid_rlhf.config import UserError, check
+from hybrid_rlhf.models.load import PRESETS, ModelConfig, check_folder, disable_dropout, prepare, resolve_dtype
+from hybrid_rlhf.models.lora import add_lora
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of a model that is never run; the run itself gives them."""
+    import transformers
+
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # which peft imports, and which names missing kernels
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(level)
+
+
+@contextmanager
+def without_memory(device: torch.device) -> Iterator[None]:
+    """Within the block new tensors are fake ones on `device`; nothing is allocated and nothing is computed."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), torch.device(device):
+        yield
+
+
+def read_config(model: ModelConfig):  # noqa: ANN201 - a transformers class
+    """The configuration that `model` names; only this file is read (once), or fetched from the hub.
+
+    Raises UserError for a folder that is no model, and for an encoder-decoder.
+    """
+    from transformers import AutoConfig
+
+    if model.preset:
+        kind, shape = PRESETS[model.preset]
+        return AutoConfig.for_model(kind, **shape, vocab_size=model.vocab_size)
+    path = model.model_name_or_path
+    if path in _configs:
+        return _configs[path]
+    check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
+    check_folder(path, needs=())
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"cannot read the configuration of {path}: {first}") from error
+    check(not getattr(config, "is_encoder_decoder", False),
+          f"{path} is an encoder-decoder ({config.model_type}); a causal language model is needed")
+    _configs[path] = config
+    return config
+
+
+_configs: dict[str, object] = {}
+
+
+def shallow(config, depth: int):  # noqa: ANN001, ANN201 - a transformers class
+    """The same configuration with `depth` layers; lists with one entry per layer are cut to match."""
+    cut = copy.deepcopy(config)
+    text = cut.get_text_config()
+    layers = text.num_hidden_layers
+    for name, value in vars(text).copy().items():
+        if isinstance(value, (list, tuple)) and len(value) == layers:
+            setattr(text, name, value[:depth])
+    text.num_hidden_layers = depth
+    return cut
+
+
+def empty_model(config, model: ModelConfig, device: torch.device, *, is_scalar: bool,  # noqa: ANN001
+                dropout: bool = False) -> nn.Module:
+    """What the recipes would open for `model`, adapters and frozen parts included, on torch's meta device.
+
+    is_scalar: a backbone with a scalar head (critic, reward model) instead of a language model head.
+    """
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    settings = copy.deepcopy(config)
+    settings.pad_token_id = 0 if settings.pad_token_id is None else settings.pad_token_id
+    if is_scalar:
+        settings.num_labels = 1
+    named = {} if model.attn_implementation == "auto" else {"attn_implementation": model.attn_implementation}
+    kind = "AutoModelForSequenceClassification" if is_scalar else "AutoModelForCausalLM"
+    try:
+        with no_init_weights(), torch.device("meta"), _quiet():
+            made = getattr(transformers, kind).from_config(
+                settings, dtype=resolve_dtype(model.dtype, device), trust_remote_code=model.trust_remote_code, **named)
+    except (ValueError, ImportError) as error:
+        raise UserError(f"{config.model_type}: {str(error).strip().splitlines()[0]}") from error
+    check(not is_scalar or hasattr(made, "score"), f"{type(made).__name__} has no linear score head; use a "
+                                                   "decoder-only model")
+    with _quiet():
+        prepare(made, model, vocab_size=0)
+    if not dropout:
+        disable_dropout(made)
+    if model.lora.r:
+        with torch.device("meta"), _quiet():
+            add_lora(made, model.lora)
+        if is_scalar:
+            made.score.weight.requires_grad_(True)
+    return made
+
+
+def on_device(empty: nn.Module) -> nn.Module:
+    """The same model with fake tensors of the device of `without_memory`, inside which this is called. In place.
+
+    Made on the meta device first, because peft and Module.to do not work on fake tensors.
+    """
+    made: dict[int, torch.Tensor] = {}  # tied weights stay tied
+    for module in empty.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    made[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return empty
+
+
+@torch.no_grad()
+def cache_bytes(model: nn.Module) -> tuple[int, int]:
+    """(bytes per token, bytes per sequence) of the cache that one sequence of `model` fills, inside `without_memory`.
+
+    For plain attention the first is layers x key-value heads x head size x 2 x bytes of an element; recurrent and
+    convolution states are the second. Sliding layers count as full ones, as the decode engine keeps them.
+    """
+    out = model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long), use_cache=True)
+    cache = getattr(out, "past_key_values", None)
+    cache = getattr(out, "cache_params", None) if cache is None else cache
+    growing = fixed = 0
+    for layer in getattr(cache, "layers", []):
+        for name, value in vars(layer).items():
+            size = sum(t.numel() * t.element_size() for t in _tensors(value))
+            is_growing = name in ("keys", "values", "indexer_keys")
+            growing, fixed = (growing + size, fixed) if is_growing else (growing, fixed + size)
+    return growing // _TOKENS, fixed
+
+
+_TOKENS = 3  # fewer than any sliding window
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """Tensors with more than one element in nested containers."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() > 1:
+            yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)

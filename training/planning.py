@@ -1,0 +1,205 @@
+"""What a recipe's settings mean for memory: its roles for the plan, and the settings that make it fit."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TextIO
+
+from hybrid_rlhf.config import check
+from hybrid_rlhf.distributed import device
+from hybrid_rlhf.engine.kv_cache import free_bytes
+from hybrid_rlhf.models import load
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.lora import LoraConfig
+from hybrid_rlhf.run import plan_table
+from hybrid_rlhf.run.plan import DOES_NOT_FIT, Generation, Plan, Role, make_plan, size_text
+from hybrid_rlhf.training import all_stages, step1_sft, step2_reward, step3_ppo, wiring
+
+MAX_BATCH = 64  # sequences that HybridEngine decodes at once
+MIN_TOKENS = 256  # micro-batches are not made smaller than this by --memory
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings that fit, or the smallest that were tried; flags: what differs from the given ones."""
+
+    config: object
+    plans: list[Plan]
+    flags: list[str]
+
+    @property
+    def fits(self) -> bool:
+        return all(p.short <= 0 for p in self.plans)
+
+
+def carry_out(config: object, *, memory: int | None, only_plan: bool,
+              stream: TextIO | None = None) -> tuple[object, int]:
+    """What --plan and --memory ask for: print the plan and, for --memory, choose settings that fit.
+
+    Returns the settings to go on with and the exit code to stop with (0: go on, or done with --plan).
+    """
+    available = memory if memory is not None else free_bytes(device())
+    stream = stream or (sys.stdout if only_plan else sys.stderr)
+    plans = plans_of(config, available)
+    chosen = Choice(config, plans, [])
+    if not chosen.fits:
+        chosen = choose(config, available)
+    if memory is None:
+        for plan in plans:
+            plan_table.show(plan, chosen.flags if chosen.fits else (), stream)
+        return config, 0 if all(p.short <= 0 for p in plans) else DOES_NOT_FIT
+    for plan in chosen.plans:
+        plan_table.show(plan, (), stream)
+    if not chosen.fits:
+        return config, DOES_NOT_FIT
+    asked = f"for {size_text(memory)}"
+    print(f"chosen {asked}: {' '.join(chosen.flags)}" if chosen.flags else f"nothing to change {asked}", file=stream)
+    return chosen.config, 0
+
+
+def plans_of(config: object, available: int | None, *, is_exact: bool = True) -> list[Plan]:
+    """One plan for each stage that `config` runs."""
+    if isinstance(config, all_stages.Config):
+        stages = all_stages.stage_configs(config)
+        return [_plan(stage, available, config.model, is_exact) for stage in stages.values()]
+    return [_plan(config, available, None, is_exact)]
+
+
+def _plan(config: object, available: int | None, start: ModelConfig | None, is_exact: bool) -> Plan:
+    """start: the model that an earlier stage of the same command will leave, which is not there yet."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    where = device()
+    roles = _ROLES[type(config)](config, start)
+    zero = roles[0].zero_stage
+    dtype = str(load.resolve_dtype(roles[0].model.dtype, where)).removeprefix("torch.")
+    title = (f"{config.stage}: {world} process{'es' if world > 1 else ''} on {where.type}, {dtype}, "
+             f"ZeRO {'by dtype' if zero is None else zero}, micro-batches of {config.engine.micro_batch_tokens} tokens")
+    return make_plan(title, roles, where, available, world, is_exact=is_exact)
+
+
+# -- roles of the recipes ---------------------------------------------------------------------------------------------
+
+
+def _sft(config: step1_sft.Config, start: ModelConfig | None) -> list[Role]:
+    length, batch = config.data.max_length, _batch(config)
+    return [Role("policy", start or config.model, length, _rows(config, length, batch), predicted=length - 1,
+                 trains=True, scores=False, dropout=True, zero_stage=config.engine.zero_stage)]
+
+
+def _reward(config: step2_reward.Config, start: ModelConfig | None) -> list[Role]:
+    model = start or step2_reward.start_model(config)[1]
+    length = config.data.max_length
+    rows = 2 * _rows(config, 2 * length, _batch(config))  # a pair costs two rows
+    return [Role("reward", model, length, rows, trains=True, scores=False, zero_stage=config.engine.zero_stage)]
+
+
+def _ppo(config: step3_ppo.Config, start: ModelConfig | None) -> list[Role]:
+    """Actor, reference, critic and reward model, at their longest sequences."""
+    models = ppo_models(config, start)
+    sampling = config.ppo.sampling
+    length = config.data.max_prompt_length + sampling.max_new_tokens
+    sequences = _batch(config) * sampling.num_samples
+    minibatch = config.ppo.minibatch_size or -(-sequences // config.ppo.num_minibatches)
+    generation = Generation(min(MAX_BATCH, sequences), config.data.max_prompt_length, sampling.max_new_tokens)
+
+    def role(name: str, **more: object) -> Role:
+        own = config.roles[name]
+        rows = _rows(config, length, minibatch if more.get("trains") else sequences, own.micro_batch_tokens)
+        stage = config.engine.zero_stage if own.zero_stage is None else own.zero_stage
+        return Role(name, models[name], length, rows, zero_stage=stage, **more)
+
+    return [role("actor", predicted=sampling.max_new_tokens, trains=True, entropy=True, generation=generation),
+            role("ref", predicted=sampling.max_new_tokens), role("critic", trains=True), role("reward")]
+
+
+_ROLES: dict[type, Callable[[object, ModelConfig | None], list[Role]]] = {
+    step1_sft.Config: _sft, step2_reward.Config: _reward, step3_ppo.Config: _ppo}
+
+
+def ppo_models(config: step3_ppo.Config, start: ModelConfig | None) -> dict[str, ModelConfig]:
+    """Each role's model settings: where its configuration lies, and what of it is trained."""
+    roles = config.roles
+    if start is None:
+        check(config.model.preset is None, "model.preset: PPO starts from a trained model; give "
+                                           "model.model_name_or_path or run --stage sft and --stage reward first")
+        actor = wiring.predecessor(roles.actor.model_name_or_path or config.model.model_name_or_path,
+                                   config.output_dir, "sft", "model.model_name_or_path")
+        reward = wiring.predecessor(roles.reward.model_name_or_path, config.output_dir, "reward",
+                                    "roles.reward.model_name_or_path")
+        paths = {"actor": actor, "reward": reward, "ref": roles.ref.model_name_or_path or actor,
+                 "critic": roles.critic.model_name_or_path or reward}
+    models = {}
+    for name in ("actor", "ref", "critic", "reward"):
+        model = start or replace(config.model, model_name_or_path=wiring.model_folder(paths[name]))
+        if name in ("ref", "reward"):
+            model = replace(model, lora=LoraConfig(), freeze=[], gradient_checkpointing=False)
+        models[name] = replace(model, dtype=roles[name].dtype or model.dtype)
+    return models
+
+
+def _batch(config: object) -> int:
+    """Rows of an optimizer step on one process."""
+    return config.train.per_device_train_batch_size * config.train.gradient_accumulation_steps
+
+
+def _rows(config: object, length: int, at_most: int, tokens: int | None = None) -> int:
+    """Rows of `length` in the largest micro-batch, as token_budget_groups makes them: at least one."""
+    return max(1, min(at_most, (tokens or config.engine.micro_batch_tokens) // length))
+
+
+# -- settings that fit ------------------------------------------------------------------------------------------------
+
+
+def choose(config: object, available: int) -> Choice:
+    """The first of the settings, from the cheapest change to the dearest, that fits; else the smallest one tried."""
+    best: Choice | None = None
+    for options in candidates(config):
+        smallest = Choice(options[-1][0], plans_of(options[-1][0], available, is_exact=False), options[-1][1])
+        best = smallest if best is None or _peak(smallest) < _peak(best) else best
+        for changed, flags in options if smallest.fits else []:
+            if all(p.short <= 0 for p in plans_of(changed, available, is_exact=False)):
+                tried = Choice(changed, plans_of(changed, available), flags)
+                if tried.fits:
+                    return tried
+    return best
+
+
+def _peak(choice: Choice) -> int:
+    return max(p.peak for p in choice.plans)
+
+
+def candidates(config: object) -> Iterator[list[tuple[object, list[str]]]]:
+    """Settings with the flags that make the difference, in lists that go from the given micro-batch to the smallest.
+
+    Smaller micro-batches cost little and move no gradient, so they come first; then checkpointing (a third more time);
+    then a quantised base, where it is frozen: that one changes what is computed.
+    """
+    tokens = list(_halvings(config.engine.micro_batch_tokens))
+    quicker = [({}, [])]
+    if not config.model.gradient_checkpointing:
+        quicker.append(({"gradient_checkpointing": True}, ["--model.gradient_checkpointing true"]))
+    changes = [*quicker, *(({**quicker[-1][0], name: True}, [*quicker[-1][1], f"--model.{name} true"])
+                           for name in _quantisations(config))]
+    for change, flags in changes:
+        changed = replace(config, model=replace(config.model, **change))
+        yield [(replace(changed, engine=replace(config.engine, micro_batch_tokens=count)),
+                ([f"--engine.micro_batch_tokens {count}"] if count != tokens[0] else []) + flags) for count in tokens]
+
+
+def _quantisations(config: object) -> list[str]:
+    """Quantised bases, for runs with adapters that do not ask for one already."""
+    if not config.model.lora.r or config.model.quantize or config.model.preset:
+        return []
+    return ["load_in_8bit", "load_in_4bit"]
+
+
+def _halvings(start: int) -> Iterator[int]:
+    yield start
+    while start // 2 >= MIN_TOKENS:
+        start //= 2
+        yield start
+
+
