@@ -136,7 +136,8 @@ def compare(row: Row, model: nn.Module, requests: list[list[int]], drawn: list[l
 
 
 def generated(model: nn.Module) -> list[list[int]] | str:
-    """transformers' greedy tokens for each prompt alone, or why there are none."""
+    """transformers' greedy tokens for each prompt alone, or why there are none. The model's own settings for it go."""
+    model.generation_config = type(model.generation_config)()  # some would force an end or suppress tokens
     try:
         return [model.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p), dtype=torch.long),
                                do_sample=False, max_new_tokens=GREEDY.max_new_tokens, eos_token_id=EOS,
@@ -250,7 +251,9 @@ def main() -> int:
         print(f"{name}: {rows[-1].path} {rows[-1].difference} {rows[-1].tokens} {rows[-1].reason}", file=sys.stderr)
     report = {"versions": versions(), "counts": counts(rows), "rows": [asdict(row) for row in rows]}
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        lines = ",\n  ".join(json.dumps(row) for row in report.pop("rows"))
+        text = json.dumps(report, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n'
+        options.json.write_text(text, encoding="utf-8")
     if options.markdown:
         options.markdown.write_text(table(rows), encoding="utf-8")
     print(json.dumps(report["counts"], indent=1))

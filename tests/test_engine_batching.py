@@ -1,6 +1,8 @@
 """Continuous batching: who shares the batch changes nothing, limits are each request's own, and errors leave the engine
 usable."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from architectures import build
@@ -16,20 +18,6 @@ SETTINGS = SamplingConfig(max_new_tokens=12)
 def _engine(model=None, **settings):
     model = build("llama") if model is None else model
     return HybridEngine(model, model, eos_ids=[2], **settings)
-
-
-def test_a_request_draws_the_same_alone_in_a_batch_of_64_and_after_slots_were_refilled():
-    whole, few = _engine(), _engine(max_batch=5)
-    with whole.inference(), few.inference():
-        batch = whole.generate(PROMPTS, SETTINGS, seed=11)
-        refilled = few.generate(PROMPTS, SETTINGS, seed=11)
-        for i in range(0, 64, 9):
-            alone = whole.generate([PROMPTS[i]], SETTINGS, seed=11, numbers=[i])
-            assert alone.tokens == [batch.tokens[i]]
-            assert torch.allclose(torch.tensor(alone.logprobs[0]), torch.tensor(batch.logprobs[i]), atol=1e-4)
-    assert refilled.tokens == batch.tokens
-    assert refilled.finish_reasons == batch.finish_reasons
-    assert len({len(t) for t in batch.tokens}) > 4  # the requests left at different times
 
 
 def test_the_samples_of_a_group_differ_and_cost_one_prefill(monkeypatch):
@@ -131,6 +119,21 @@ def test_a_cache_that_cannot_hold_one_request_is_refused_and_a_small_one_has_few
         with pytest.raises(UserError, match="cache of one request of 40 tokens takes"):
             engine.generate([PROMPTS[0]], SamplingConfig(max_new_tokens=39))
         assert len(engine.generate([PROMPTS[0]], SETTINGS).tokens) == 1
+
+
+def test_a_chat_s_cache_is_measured_too_and_leaves_the_rest_to_the_batches():
+    engine, settings = _engine(), SamplingConfig(max_new_tokens=9)
+    with engine.inference():
+        engine.max_kv_bytes = 256 * 20
+        with pytest.raises(UserError, match="cache of one request of 21 tokens takes"):
+            next(engine.stream(PROMPTS[4] + PROMPTS[0], replace(settings, max_new_tokens=10)))
+        engine.max_kv_bytes = 256 * 40  # less than the room that a chat would like to have
+    with engine.inference():
+        assert len(list(engine.stream(PROMPTS[4], settings))) <= 9
+        assert engine._conversation.cache.num_bytes() == 256 * 40
+        with pytest.raises(UserError, match="cache of one request of 10 tokens takes"):
+            engine.generate([PROMPTS[0]], settings)
+        assert len(list(engine.stream(PROMPTS[4], settings))) <= 9
 
 
 def test_logits_that_are_not_finite_are_an_error_and_the_engine_survives_it():
