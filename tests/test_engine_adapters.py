@@ -120,3 +120,17 @@ def test_a_round_trip_keeps_bits_and_ties_and_an_exception_leaves_the_engine_usa
     assert model.lm_head.weight is model.model.embed_tokens.weight
     with engine.active():
         assert all(torch.equal(v, kept[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_8_bit_optimizer_runs_at_every_stage_near_adamw_and_its_moments_are_in_the_state(stage):
+    ends = {}
+    for optim in ("adamw", "adamw_8bit"):
+        engine = trained(HybridEngine(ScalarModel(tiny_scalar_model())), stage=stage, optim=optim)
+        start = [p.detach().clone() for p in engine.module.parameters()]
+        for _ in range(3):
+            engine.update([torch.tensor([0, 1])], lambda _rows, engine=engine: engine(BATCH).square().mean())
+        ends[optim] = torch.cat([(p - q).flatten() for p, q in zip(engine.module.parameters(), start, strict=True)])
+    assert (ends["adamw"] - ends["adamw_8bit"]).norm() < 0.15 * ends["adamw"].norm()
+    moments = engine.training.state()["own"]
+    assert moments and any(v.dtype == torch.uint8 for each in moments for v in each.values() if torch.is_tensor(v))

@@ -25,7 +25,8 @@ LORA = ["--model.lora.r", "4"]
 
 class Place(SimpleNamespace):
     def launch(self, stage: str, out: str, *more: str, code: int = 0) -> Path:
-        argv = ["--stage", stage, "--output_dir", f"{self.folder}/{out}", *COMMON, *(PPO if stage == "ppo" else []),
+        argv = ["--stage", stage, "--output_dir", f"{self.folder}/{out}", f"--data.cache_dir={self.folder}/cache"]
+        argv += [*COMMON, *(PPO if stage == "ppo" else []),
                 f"--data.sources=[{{path: {self.folder}/{stage}.jsonl}}]"]
         argv += ["--model.model_name_or_path", self.base] if stage == "sft" else []
         assert main([*argv, *more]) == code
@@ -52,7 +53,6 @@ def place(tmp_path_factory):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in table))
     made = Place(folder=folder, base=save_tiny(folder / "base"), built=[])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYBRID_RLHF_CACHE", str(folder / "cache"))
         patch.setattr(step3_ppo, "build", _keeping(step3_ppo.build, made.built))
         made.launch("sft", "lora/sft", *LORA)
         made.launch("reward", "lora/reward", *LORA, "--model.model_name_or_path", f"{folder}/lora/sft")
@@ -179,7 +179,7 @@ def test_four_roles_run_with_four_different_settings(place) -> None:
 
 @pytest.mark.parametrize("kind", ["4bit", "8bit"])
 def test_ppo_runs_on_one_quantised_base_whose_bytes_stay(place, kind) -> None:
-    rows, built = place.ppo(f"q{kind}", f"--model.load_in_{kind}", "true")
+    rows, built = place.ppo(f"q{kind}", f"--model.load_in_{kind}", "true", "--train.optim", "adamw_8bit")
     assert len(set(_backbones(built).values())) == 1
     actor = built.engines["actor"]
     assert len(quantized_layers(actor.module)) == 14 and actor.describe()["path"] == "native"

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from hybrid_rlhf.config import check
+from hybrid_rlhf.models import quantize
 
 
 def _adamw(groups: list[dict], config: OptimizerConfig, *, fused: bool) -> torch.optim.Optimizer:
@@ -20,9 +21,15 @@ def _sgd(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=config.learning_rate)
 
 
+def _adamw_8bit(groups: list[dict], config: OptimizerConfig) -> torch.optim.Optimizer:
+    betas = config.adam_beta1, config.adam_beta2
+    return quantize.adamw_8bit(groups, config.learning_rate, betas, config.adam_epsilon)
+
+
 # name -> (parameter groups, settings) -> optimizer
 OPTIMIZERS: dict[str, Callable[[list[dict], OptimizerConfig], torch.optim.Optimizer]] = {
-    "adamw": partial(_adamw, fused=True), "adamw_unfused": partial(_adamw, fused=False), "sgd": _sgd}
+    "adamw": partial(_adamw, fused=True), "adamw_unfused": partial(_adamw, fused=False),
+    "adamw_8bit": _adamw_8bit, "sgd": _sgd}
 
 
 @dataclass(frozen=True)
@@ -38,4 +45,6 @@ class OptimizerConfig:
     optim: str = "adamw"
 
     def __post_init__(self) -> None:
+        if self.optim == "adamw_8bit":
+            quantize.require("train.optim adamw_8bit")
         check(self.optim in OPTIMIZERS, f"optim is {self.optim!r}; choose {', '.join(OPTIMIZERS)}")

@@ -194,7 +194,7 @@ class ZeroTraining:
             # DeepSpeed links moments to parameters after the first group's first step, when the other groups have none
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
-        keys = ("exp_avg", "exp_avg_sq") if "betas" in self._optimizer.defaults else ()
+        keys = ("exp_avg", "exp_avg_sq") if isinstance(self._optimizer, torch.optim.AdamW) else ()
         state: dict = {"num_steps": self.num_steps, "weights": {}, "exp_avg": {}, "exp_avg_sq": {}}
         for name, parameter in self.parameters.items():
             if self.stage == 0:
@@ -207,6 +207,9 @@ class ZeroTraining:
             for key, value in found.items():
                 if value is not None:
                     state[key][name] = value.detach().cpu().clone()
+        if not keys:  # other optimizers, as they keep it: 8-bit moments with their scales, by tensor in order
+            state["own"] = [{k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in each.items()}
+                            for each in self._optimizer.state.values()]
         return state
 
 

@@ -32,7 +32,7 @@ class TrainConfig:
         adam_beta1: Decay of the gradient's mean.
         adam_beta2: Decay of the gradient's square.
         adam_epsilon: Added to the root of the square.
-        optim: adamw (fused), adamw_unfused or sgd.
+        optim: adamw (fused), adamw_unfused, adamw_8bit (moments in 8 bits, bitsandbytes) or sgd.
         max_grad_norm: Gradients are scaled down to this norm.
         lr_scheduler_type: cosine, linear, constant or constant_with_warmup.
         warmup_ratio: Share of the optimizer steps during which the rate rises linearly.
