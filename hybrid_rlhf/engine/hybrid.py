@@ -140,9 +140,11 @@ class HybridEngine:
 
     def describe(self) -> dict:
         """How this engine generates: path (native, eager or generate; None before the first `inference()`), kernels,
-        refused (path -> reason), slots and kv_bytes (of the newest generation, on this rank), max_batch, tp."""
+        fused (operation -> places), refused (path -> reason), slots and kv_bytes (of the newest generation, on this
+        rank), max_batch, tp."""
         runner = self._runner
         return {"path": runner and runner.path, "kernels": runner and runner.ops.name,
+                "fused": dict(runner.fusions.counts) if runner else {},
                 "refused": dict(runner.reasons) if runner else {}, "kv_bytes": self.kv_bytes,
                 "slots": self._num_slots, "max_batch": self.max_batch, "tp": self.ranks.degree if self.ranks else 1}
 

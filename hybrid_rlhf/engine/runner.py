@@ -32,6 +32,7 @@ from hybrid_rlhf.engine.tensor_parallel import gathers_logits, sharded
 from hybrid_rlhf.engine.together import agreed, leaving_nobody_waiting
 from hybrid_rlhf.engine.zero import is_partitioned
 from hybrid_rlhf.kernels import Ops, ops_for
+from hybrid_rlhf.kernels.fusions import Fusions, find_fusions
 from hybrid_rlhf.kernels.products import own_products
 from hybrid_rlhf.models.attention import (
     causal_mask_function,
@@ -69,6 +70,7 @@ class Runner:
         self.bytes_per_column = self.bytes_per_slot = 0.0  # of a slot: what grows with its length, and what does not
         self._direct: set[int] = set()
         self._attention = SlotAttention(self.ops, causal_mask_function())
+        self.fusions = Fusions()
         self._inside = False
 
     # -- the mode ----------------------------------------------------------------------------------------------------
@@ -80,6 +82,7 @@ class Runner:
             if self._group:
                 stack.enter_context(sharded(self.model, self._group))
             stack.enter_context(own_products(self.model, self.ops.linear, self.ops.linear_dtypes))
+            stack.enter_context(self.fusions.swapped())
             if self.path == "native":
                 name = f"hybrid_rlhf_{id(self)}"
                 stack.enter_context(custom_attention(self.model, name, self._attention.attend, self._attention.mask))
@@ -192,6 +195,7 @@ class Runner:
             raise UserError(f"{self._described()} does not run ({_said(error)}); use tp 1") from error
 
     def _find_path(self) -> None:
+        self.fusions = find_fusions(self.model, self.ops.fused)
         pad_id = getattr(self.model.config.get_text_config(), "pad_token_id", None)
         for path in ("native", "eager"):
             for self.first_position in (0, *((pad_id + 1,) if pad_id is not None else ())):  # RoBERTa's kin start there

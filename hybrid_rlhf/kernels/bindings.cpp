@@ -181,6 +181,49 @@ Tensor linear(const Tensor& input, const Tensor& weight, const Maybe& bias) {
   return out.view(shape);
 }
 
+Tensor rms_norm(const Tensor& input, const Tensor& weight, double eps, bool adds_one) {
+  TORCH_CHECK_VALUE(weight.dim() == 1 && weight.is_contiguous() && input.dim() > 0 && input.size(-1) == weight.size(0) &&
+                        weight.scalar_type() == input.scalar_type(),
+                    "shapes or dtypes do not fit: input ", input.sizes(), ", weight ", weight.sizes());
+  const Tensor x = dense(input.reshape({-1, weight.size(0)}));
+  Tensor out = at::empty({x.size(0), x.size(1)}, x.options());
+  hybrid::rms_norm({x.size(0), x.size(1), rows(x, "input", 2), rows(out, "out", 2), weight.data_ptr(),
+                    static_cast<float>(eps), adds_one, at::get_num_threads()});
+  return out.view(input.sizes());
+}
+
+Tensor gated(const Tensor& new_gate, const Tensor& new_up, bool is_gelu) {
+  TORCH_CHECK_VALUE(new_gate.sizes() == new_up.sizes() && new_gate.scalar_type() == new_up.scalar_type(),
+                    "shapes or dtypes do not fit: gate ", new_gate.sizes(), ", up ", new_up.sizes());
+  const Tensor gate = new_gate.contiguous(), up = new_up.contiguous();
+  Tensor out = at::empty(gate.sizes(), gate.options());
+  hybrid::gated({gate.numel(), gate.data_ptr(), up.data_ptr(), out.data_ptr(), dtype_of(gate, "gate"), is_gelu,
+                 at::get_num_threads()});
+  return out;
+}
+
+Tensor rotated(const Tensor& input, const Tensor& new_cosines, const Tensor& new_sines) {
+  const Tensor x = dense(input), cosines = dense(new_cosines), sines = dense(new_sines);
+  const int64_t batch = x.size(0), heads = x.size(1), length = x.size(2), dim = x.size(3);
+  for (const Tensor& angles : {cosines, sines})
+    TORCH_CHECK_VALUE(angles.dim() == 3 && (angles.size(0) == batch || angles.size(0) == 1) &&
+                          angles.size(1) == length && angles.size(2) == dim && dim % 2 == 0 &&
+                          angles.scalar_type() == x.scalar_type(),
+                      "shapes or dtypes do not fit: input ", x.sizes(), ", angles ", angles.sizes());
+  Tensor out = at::empty({batch, length, heads, dim}, x.options());
+  hybrid::Rotary call{batch, heads, length, dim, rows(x, "input", 4), x.stride(2), rows(cosines, "cosines", 3),
+                      rows(sines, "sines", 3), out.data_ptr(), at::get_num_threads()};
+  if (cosines.size(0) == 1) call.cosines.stride0 = 0;
+  if (sines.size(0) == 1) call.sines.stride0 = 0;
+  hybrid::rotary(call);
+  return out.transpose(1, 2);
+}
+
+std::tuple<Tensor, Tensor> rotary(const Tensor& query, const Tensor& key, const Tensor& cosines, const Tensor& sines) {
+  TORCH_CHECK_VALUE(query.dim() == 4 && key.dim() == 4, "query and key must be (B, H, Q, D)");
+  return {rotated(query, cosines, sines), rotated(key, cosines, sines)};
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -191,6 +234,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("sample", &sample, py::arg("logits"), py::arg("streams"), py::arg("positions"), py::kw_only(),
         py::arg("temperature") = 1.0, py::arg("top_k") = 0, py::arg("top_p") = 1.0, py::arg("min_p") = 0.0,
         py::arg("repetition_penalty") = 1.0, py::arg("seen") = py::none(), py::arg("forbidden") = py::none());
+  m.def("rms_norm", &rms_norm, py::arg("input"), py::arg("weight"), py::arg("eps"), py::arg("adds_one") = false);
+  m.def("gated", &gated, py::arg("gate"), py::arg("up"), py::arg("is_gelu") = false);
+  m.def("rotary", &rotary, py::arg("query"), py::arg("key"), py::arg("cosines"), py::arg("sines"));
   m.def("has_dot_linear", &hybrid::has_dot_linear);
   m.def("linear", &linear, py::arg("input"), py::arg("weight"), py::arg("bias") = py::none());
 }

@@ -10,11 +10,11 @@ from types import ModuleType
 import torch
 
 from hybrid_rlhf.kernels.build import load_extension
-from hybrid_rlhf.kernels.ops import Ops
+from hybrid_rlhf.kernels.ops import Fused, Ops
 
 _HERE = Path(__file__).parent
 SOURCES = tuple(_HERE / name for name in ("attention.cpp", "sampling.cpp", "linear.cpp", "packed.cpp",
-                                             "dots.cpp", "bindings.cpp"))
+                                             "dots.cpp", "elementwise.cpp", "bindings.cpp"))
 HEADERS = tuple(_HERE / name for name in ("simd.h", "kernels.h", "truncation.h"))
 
 
@@ -27,7 +27,8 @@ def load() -> Ops:
     dtypes = own_dtypes(_vendor(), module.has_dot_linear())
     names = ", ".join(str(d).removeprefix("torch.") for d in sorted(dtypes, key=str))
     return Ops(f"cpu (C++, with products in {names})" if dtypes else "cpu (C++)", module.decode_attention,
-               module.sample, module.linear if dtypes else None, dtypes)
+               module.sample, module.linear if dtypes else None, dtypes,
+               Fused(module.rms_norm, module.gated, module.rotary))
 
 
 def load_linear() -> Callable:

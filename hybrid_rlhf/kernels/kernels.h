@@ -56,4 +56,37 @@ void packed_linear(const Linear& call);  // fp32, any number of rows
 void dot_linear(const Linear& call);     // bf16, few rows; only where has_dot_linear()
 bool has_dot_linear();
 
+struct Norm {
+  int64_t rows, dim;
+  Rows x, out;                    // (M, 1, D)
+  const void* weight;             // (D), of the dtype of x
+  float eps;
+  bool adds_one;
+  int threads;
+};
+
+void rms_norm(const Norm& call);
+
+struct Gate {
+  int64_t count;
+  const void *gate, *up;          // dense
+  void* out;
+  DType dtype;
+  bool is_gelu;
+  int threads;
+};
+
+void gated(const Gate& call);
+
+struct Rotary {
+  int64_t batch, heads, length, dim;
+  Rows x;                         // (B, H, Q, D), and the step from token to token
+  int64_t x_step;
+  Rows cosines, sines;            // (B, Q, D)
+  void* out;                      // (B, Q, H, D), dense
+  int threads;
+};
+
+void rotary(const Rotary& call);
+
 }  // namespace hybrid

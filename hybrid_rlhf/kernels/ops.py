@@ -8,11 +8,19 @@ from typing import NamedTuple
 import torch
 
 
+class Fused(NamedTuple):
+    """Chains of small operations in one, for kernels/fusions.py; kernels/reference.py defines them."""
+
+    rms_norm: Callable
+    gated: Callable
+    rotary: Callable
+
+
 class Ops(NamedTuple):
     """The operations of one device. name is for people: "reference", "cpu (C++)", "cuda (Triton)".
 
     linear(input, weight, bias): nn.Linear without gradients, for kernels/products.py, of weights in linear_dtypes,
-    whose products by torch are slower; None where there are none.
+    whose products by torch are slower; None where there are none. fused: None where nothing is fused.
     """
 
     name: str
@@ -20,6 +28,7 @@ class Ops(NamedTuple):
     sample: Callable
     linear: Callable | None = None
     linear_dtypes: frozenset[torch.dtype] = frozenset()
+    fused: Fused | None = None
 
 
 class KernelsUnavailableError(Exception):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 _MASK32 = 0xFFFFFFFF
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
@@ -46,6 +47,31 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, va
     weights = scores.softmax(-1)[..., :width].masked_fill(~visible.any(1)[:, None, None, None], 0.0)
     out = weights @ values[slots, :, :width].float()  # (B, K, H/K, Dv)
     return out.flatten(1, 2)[:, None].to(query.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, adds_one: bool = False) -> Tensor:
+    """Root mean square normalisation (1910.07467) of x (.., D) by weight (D) of the same dtype.
+
+    The scaled numbers are rounded to the dtype and then multiplied by the weight (Llama); with adds_one they are
+    multiplied by 1 + weight in fp32 and rounded once (Gemma).
+    """
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (scaled * (1 + weight.float())).to(x.dtype) if adds_one else weight * scaled.to(x.dtype)
+
+
+def gated(gate: Tensor, up: Tensor, is_gelu: bool = False) -> Tensor:
+    """act(gate) * up, of the same shape and dtype: SiLU (SwiGLU, 2002.05202), or GELU by its tanh formula."""
+    return (F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)) * up
+
+
+def rotary(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary positions (2104.09864), halves paired: query (B, H, Q, D), key (B, K, Q, D), angles (B or 1, Q, D)."""
+    def turned(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return x * cosines[:, None] + torch.cat([-b, a], -1) * sines[:, None]
+
+    return turned(query), turned(key)
 
 
 def splitmix64(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "kernels.h"
 
@@ -55,6 +56,30 @@ inline Floats load(const c10::Half* from) {
 }
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+
+// The number that is left of x when it is stored as a T.
+template <typename T>
+Floats rounded(Floats x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return x;
+  } else if constexpr (std::is_same_v<T, c10::BFloat16>) {  // to the nearest, ties to even; NaN stays NaN
+    const Words bits = (Words)x;
+    const Floats near = (Floats)((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000);
+    return x == x ? near : x;
+  } else {
+    for (int i = 0; i < kLanes; ++i) x[i] = static_cast<float>(static_cast<T>(x[i]));
+    return x;
+  }
+}
+
+inline void store(c10::BFloat16* to, Floats x) {
+  const Shorts bits = __builtin_convertvector((Words)rounded<c10::BFloat16>(x) >> 16, Shorts);
+  std::memcpy(to, &bits, sizeof bits);
+}
+
+inline void store(c10::Half* to, Floats x) {
+  for (int i = 0; i < kLanes; ++i) to[i] = x[i];
+}
 
 template <typename T>
 void widen(const T* from, float* to, int64_t count) {

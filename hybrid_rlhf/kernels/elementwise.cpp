@@ -1,0 +1,121 @@
+// Chains of small operations in one pass over memory; kernels/reference.py defines them. What a model rounds to its own
+// dtype between two operations is rounded here too.
+#include <algorithm>
+#include <cmath>
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace hybrid {
+namespace {
+
+constexpr int64_t kWorthThreads = 1 << 15;  // numbers below which waking other threads costs more than it saves
+
+// `act(vector, width)` for every vector of `count` numbers, the last of which may be in part.
+template <typename T, typename Act>
+void each(const T* a, const T* b, T* out, int64_t count, Act act) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(out + i, act(load(a + i), load(b + i)));
+  if (i == count) return;
+  T last_a[kLanes] = {}, last_b[kLanes] = {}, last[kLanes];
+  std::copy(a + i, a + count, last_a), std::copy(b + i, b + count, last_b);
+  store(last, act(load(last_a), load(last_b)));
+  std::copy(last, last + (count - i), out + i);
+}
+
+template <typename T>
+void norm_row(const T* x, const T* weight, T* out, int64_t dim, float eps, bool adds_one) {
+  Floats squares{};
+  int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) squares += load(x + i) * load(x + i);
+  float total = sum(squares);
+  for (; i < dim; ++i) total += static_cast<float>(x[i]) * static_cast<float>(x[i]);
+  const float scale = 1.0f / std::sqrt(total / static_cast<float>(dim) + eps);
+  if (adds_one) each(x, weight, out, dim, [=](Floats v, Floats w) { return v * scale * (w + 1.0f); });
+  else each(x, weight, out, dim, [=](Floats v, Floats w) { return rounded<T>(v * scale) * w; });
+}
+
+Floats magnitude(Floats x) { return x < 0 ? -x : x; }
+
+// x * sigmoid(x), by e^-|x| so that nothing overflows.
+Floats silu(Floats x) {
+  const Floats e = exponential(-magnitude(x));
+  return x * (x < 0 ? e : Floats{} + 1.0f) / (e + 1.0f);
+}
+
+// x / 2 * (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), tanh u = sign(u) (1 - e^-2|u|) / (1 + e^-2|u|)
+Floats gelu_tanh(Floats x) {
+  const Floats u = 0.7978845608f * (x + 0.044715f * x * x * x);
+  const Floats e = exponential(-2.0f * magnitude(u)), t = (1.0f - e) / (1.0f + e);
+  return 0.5f * x * (1.0f + (u < 0 ? -t : t));
+}
+
+// One head of one token: the two halves turn by the angles whose cosines and sines are given.
+template <typename T>
+void rotate(const T* x, const T* cosines, const T* sines, T* out, int64_t half) {
+  int64_t i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    const Floats a = load(x + i), b = load(x + half + i);
+    store(out + i, rounded<T>(a * load(cosines + i)) - rounded<T>(b * load(sines + i)));
+    store(out + half + i, rounded<T>(b * load(cosines + half + i)) + rounded<T>(a * load(sines + half + i)));
+  }
+  const auto narrow = [](float value) { return static_cast<float>(static_cast<T>(value)); };
+  for (; i < half; ++i) {
+    const float a = x[i], b = x[half + i];
+    out[i] = static_cast<T>(narrow(a * static_cast<float>(cosines[i])) - narrow(b * static_cast<float>(sines[i])));
+    out[half + i] = static_cast<T>(narrow(b * static_cast<float>(cosines[half + i])) +
+                                   narrow(a * static_cast<float>(sines[half + i])));
+  }
+}
+
+}  // namespace
+
+void rms_norm(const Norm& call) {
+  with_type(call.x.dtype, [&](auto type) {
+    using T = decltype(type);
+    const int threads = call.rows * call.dim < kWorthThreads ? 1 : call.threads;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t row = 0; row < call.rows; ++row)
+      norm_row(static_cast<const T*>(call.x.data) + row * call.x.stride0, static_cast<const T*>(call.weight),
+               static_cast<T*>(call.out.data) + row * call.out.stride0, call.dim, call.eps, call.adds_one);
+  });
+}
+
+void gated(const Gate& call) {
+  with_type(call.dtype, [&](auto type) {
+    using T = decltype(type);
+    const auto *gate = static_cast<const T*>(call.gate), *up = static_cast<const T*>(call.up);
+    auto* out = static_cast<T*>(call.out);
+    const int threads = call.count < kWorthThreads ? 1 : call.threads;
+    const int64_t piece = 4096, pieces = (call.count + piece - 1) / piece;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t p = 0; p < pieces; ++p) {
+      const int64_t at = p * piece, count = std::min(piece, call.count - at);
+      const auto act = [&](auto function) {
+        each(gate + at, up + at, out + at, count, [=](Floats g, Floats u) { return rounded<T>(function(g)) * u; });
+      };
+      if (call.is_gelu) act([](Floats g) { return gelu_tanh(g); });
+      else act([](Floats g) { return silu(g); });
+    }
+  });
+}
+
+void rotary(const Rotary& call) {
+  with_type(call.x.dtype, [&](auto type) {
+    using T = decltype(type);
+    const int64_t rows = call.batch * call.length;
+    const int threads = rows * call.heads * call.dim < kWorthThreads ? 1 : call.threads;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t b = row / call.length, q = row % call.length;
+      const int64_t angle = b * call.cosines.stride0 + q * call.cosines.stride1;
+      const int64_t sine = b * call.sines.stride0 + q * call.sines.stride1;
+      for (int64_t h = 0; h < call.heads; ++h)
+        rotate(static_cast<const T*>(call.x.data) + b * call.x.stride0 + h * call.x.stride1 + q * call.x_step,
+               static_cast<const T*>(call.cosines.data) + angle, static_cast<const T*>(call.sines.data) + sine,
+               static_cast<T*>(call.out) + (row * call.heads + h) * call.dim, call.dim / 2);
+    }
+  });
+}
+
+}  // namespace hybrid

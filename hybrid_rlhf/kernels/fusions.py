@@ -1,0 +1,157 @@
+"""Our fused operations in place of a model's own chains of small ones: norms, gated MLPs, rotary positions.
+
+Nothing is recognised by faith: what looks like a candidate is run on random numbers beside the original, and is swapped
+only where both agree to rounding. Everything else stays as its authors wrote it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hybrid_rlhf.kernels.ops import Fused
+
+_ROTARY = "apply_rotary_pos_emb"  # transformers' name in every model file whose halves are paired
+
+
+@dataclass
+class Fusions:
+    """What of one model may be swapped: modules and model files, with what replaces them."""
+
+    modules: list[tuple[nn.Module, Callable]] = field(default_factory=list)
+    files: list[tuple[ModuleType, Callable]] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)  # operation -> places
+
+    def add(self, name: str) -> None:
+        self.counts[name] = self.counts.get(name, 0) + 1
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Within the block the fused operations run; modules that somebody else has replaced meanwhile stay."""
+        modules = [(m, f) for m, f in self.modules if "forward" not in vars(m)]
+        originals = [getattr(file, _ROTARY) for file, _ in self.files]
+        try:
+            for module, forward in modules:
+                module.forward = forward
+            for file, function in self.files:
+                setattr(file, _ROTARY, function)
+            yield
+        finally:
+            for module, _ in modules:
+                vars(module).pop("forward", None)
+            for (file, _), original in zip(self.files, originals, strict=True):
+                setattr(file, _ROTARY, original)
+
+
+@torch.no_grad()
+def find_fusions(model: nn.Module, ops: Fused | None) -> Fusions:
+    """The places of `model` where `ops` give what its own code gives. Draws nothing from the global generator."""
+    found = Fusions()
+    if ops is None:
+        return found
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for module in model.modules():
+            if "forward" in vars(module):
+                continue
+            for name, fusion in (("rms_norm", _norm), ("gated", _gated_mlp)):
+                forward = fusion(module, ops)
+                if forward is not None:
+                    found.modules.append((module, forward))
+                    found.add(name)
+        first = next(model.parameters())
+        files = {id(f): f for m in model.modules() if hasattr(f := sys.modules.get(type(m).__module__), _ROTARY)}
+        for file in files.values():
+            if _agrees(getattr(file, _ROTARY), ops.rotary, _rotary_example(first.dtype, first.device)):
+                found.files.append((file, _rotary(getattr(file, _ROTARY), ops.rotary)))
+                found.add("rotary")
+    return found
+
+
+def _agrees(original: Callable, ours: Callable, example: tuple[Tensor, ...]) -> bool:
+    """Whether both give the same on the example, but for rounding."""
+    try:
+        wants, gots = original(*example), ours(*example)
+    except Exception:  # whatever a stranger's code raises, it is no place for ours
+        return False
+    wants, gots = (x if isinstance(x, tuple) else (x,) for x in (wants, gots))
+    bound = 1e-5 if example[0].dtype == torch.float32 else 2.0**-6
+    return len(wants) == len(gots) and all(
+        isinstance(want, Tensor) and want.shape == got.shape and want.dtype == got.dtype
+        and bool((want.float() - got.float()).abs().max() <= bound * want.float().abs().max())
+        for want, got in zip(wants, gots, strict=True))
+
+
+def _norm(module: nn.Module, ops: Fused) -> Callable | None:
+    """The fused forward of an RMSNorm, or None."""
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
+        return None
+    if not isinstance(eps, float) or not weight.numel() or len(list(module.parameters())) != 1:
+        return None
+    original = type(module).forward
+    example = (3 * torch.randn(3, 5, len(weight), dtype=torch.float32).to(weight),)
+    for adds_one in (False, True):
+        if _agrees(partial(original, module), lambda x, one=adds_one: ops.rms_norm(x, weight, eps, one), example):
+            def forward(x: Tensor) -> Tensor:
+                if torch.is_grad_enabled() or x.dtype != module.weight.dtype:
+                    return original(module, x)
+                return ops.rms_norm(x, module.weight, eps, adds_one)  # noqa: B023 - returned at once
+
+            return forward
+    return None
+
+
+def _gated_mlp(module: nn.Module, ops: Fused) -> Callable | None:
+    """The fused forward of an MLP that computes down_proj(act_fn(gate_proj(x)) * up_proj(x)), or None."""
+    names = ("gate_proj", "up_proj", "down_proj")
+    parts = [getattr(module, n, None) for n in names]
+    if not all(isinstance(p, nn.Module) for p in parts) or not hasattr(module, "act_fn"):
+        return None
+    is_gelu = _is_gelu(module.act_fn)
+    weight = getattr(parts[0], "weight", None)
+    if is_gelu is None or not isinstance(weight, Tensor) or not weight.is_floating_point():
+        return None
+
+    def fused(x: Tensor) -> Tensor:
+        return module.down_proj(ops.gated(module.gate_proj(x), module.up_proj(x), is_gelu))
+
+    original = type(module).forward
+    if not _agrees(partial(original, module), fused, (torch.randn(2, 3, weight.shape[-1]).to(weight),)):
+        return None
+
+    def forward(x: Tensor) -> Tensor:
+        return original(module, x) if torch.is_grad_enabled() else fused(x)
+
+    return forward
+
+
+def _is_gelu(act: Callable) -> bool | None:
+    """True for tanh's GELU, False for SiLU, None for any other activation."""
+    example = (torch.linspace(-6, 6, 49),)
+    for is_gelu, known in ((False, F.silu), (True, partial(F.gelu, approximate="tanh"))):
+        if _agrees(act, known, example):
+            return is_gelu
+    return None
+
+
+def _rotary_example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    shapes = (2, 4, 3, 16), (2, 2, 3, 16), (2, 3, 16), (2, 3, 16)
+    return tuple(torch.randn(shape).to(device, dtype) for shape in shapes)
+
+
+def _rotary(original: Callable, ours: Callable) -> Callable:
+    def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: object, **named: object):  # noqa: ANN202
+        is_plain = (not others and not named and q.dim() == 4 and cos.dim() == 3 and cos.shape[-1] == q.shape[-1]
+                    and q.dtype == k.dtype == cos.dtype == sin.dtype and not torch.is_grad_enabled())
+        return ours(q, k, cos, sin) if is_plain else original(q, k, cos, sin, *others, **named)
+
+    return apply
