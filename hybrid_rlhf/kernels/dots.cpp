@@ -49,22 +49,30 @@ void block(const Word* const* x, const Word* const* w, int64_t ahead, int64_t de
   _mm512_storeu_ps(out, sums_of_sixteen(sums));
 }
 
-void work(const Linear& call, int64_t first, int64_t count) {
+// One piece of work: `count` outputs of every row. sums: (rows, kTask) to work in.
+void work(const Linear& call, int64_t first, int64_t count, float* sums) {
   const auto* x = static_cast<const Word*>(call.x.data);
   const auto* weight = static_cast<const Word*>(call.weight.data) + first * call.weight.stride0;
-  auto* out = static_cast<c10::BFloat16*>(call.out.data) + first;
   for (int64_t n = 0; n < count; n += kSide) {
     const Word *inputs[kSide], *weights[kSide];
     for (int64_t i = 0; i < kSide; ++i) weights[i] = weight + std::min(n + i, count - 1) * call.weight.stride0;
     for (int64_t m = 0; m < call.rows; m += kSide) {
       for (int64_t i = 0; i < kSide; ++i) inputs[i] = x + std::min(m + i, call.rows - 1) * call.x.stride0;
-      float sums[kSide * kSide];
-      if (m == 0) block<true>(inputs, weights, kSide * call.weight.stride0, call.in_features, sums);
-      else block<false>(inputs, weights, 0, call.in_features, sums);
-      for (int64_t i = m; i < std::min(m + kSide, call.rows); ++i)
-        for (int64_t j = n; j < std::min(n + kSide, count); ++j)
-          out[i * call.out.stride0 + j] = sums[(i - m) * kSide + j - n] + (call.bias ? call.bias[first + j] : 0.0f);
+      float out[kSide * kSide];
+      if (m == 0) block<true>(inputs, weights, kSide * call.weight.stride0, call.in_features, out);
+      else block<false>(inputs, weights, 0, call.in_features, out);
+      for (int64_t i = 0; i < std::min<int64_t>(kSide, call.rows - m); ++i)
+        std::memcpy(sums + (m + i) * kTask + n, out + i * kSide, kSide * sizeof(float));
     }
+  }
+  auto* to = static_cast<c10::BFloat16*>(call.out.data) + first;
+  for (int64_t m = 0; m < call.rows; ++m) {
+    float* row = sums + m * kTask;
+    if (call.bias)
+      for (int64_t n = 0; n < count; ++n) row[n] += call.bias[first + n];
+    int64_t n = 0;
+    for (; n + kLanes <= count; n += kLanes) store(to + m * call.out.stride0 + n, load(row + n));
+    for (; n < count; ++n) to[m * call.out.stride0 + n] = row[n];
   }
 }
 
@@ -74,9 +82,15 @@ bool has_dot_linear() { return true; }
 
 void dot_linear(const Linear& call) {
   const int64_t tasks = (call.out_features + kTask - 1) / kTask;
-#pragma omp parallel for num_threads(call.threads) schedule(dynamic, 1)
-  for (int64_t task = 0; task < tasks; ++task)
-    work(call, task * kTask, std::min(kTask, call.out_features - task * kTask));
+  const int64_t chunk = std::max<int64_t>(1, tasks / (8 * call.threads));  // neighbours: each asks for the next's memory
+#pragma omp parallel num_threads(call.threads)
+  {
+    thread_local std::vector<float> sums;
+    sums.resize((call.rows + kSide) * kTask);
+#pragma omp for schedule(dynamic, chunk)
+    for (int64_t task = 0; task < tasks; ++task)
+      work(call, task * kTask, std::min(kTask, call.out_features - task * kTask), sums.data());
+  }
 }
 
 #else
