@@ -13,7 +13,8 @@ from hybrid_rlhf.engine.runner import Runner
 
 def fitting_slots(runner: Runner, wanted: int, capacity: int, max_bytes: int | None) -> int:
     """How many of the `wanted` slots of `capacity` columns fit in memory. Raises UserError where not even one does."""
-    each, allowed = runner.bytes_per_column * capacity + runner.bytes_per_slot, _allowed_bytes(runner, max_bytes)
+    each = runner.bytes_per_column * (capacity + (runner.capture is not None)) + runner.bytes_per_slot
+    allowed = _allowed_bytes(runner, max_bytes)
     if allowed is None or each == 0:
         return wanted
     if each > allowed:

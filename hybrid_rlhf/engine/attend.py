@@ -57,8 +57,8 @@ class SlotAttention:
         """None stays None in a prefill from the start, whose causal mask needs no tensor."""
         if mask is not None or (step.is_prefill and not step.offset):
             return mask
-        columns = torch.arange(step.width, device=step.positions.device)
-        return columns <= step.positions[:, None, :, None]
+        places = step.places
+        return torch.arange(step.width, device=places.device) <= places[:, None, :, None]
 
     def mask(self, *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable,
              local_size: int | None = None, **_others: object) -> Tensor | None:
@@ -70,7 +70,7 @@ class SlotAttention:
 
     def bool_mask(self, *, batch_size: int, kv_length: int, mask_function: Callable, **_others: object) -> Tensor:
         """The mask evaluated at each row's own positions: true where a token may look."""
-        positions = self.cache.step.positions
+        positions = self.cache.step.places
         rows = torch.arange(batch_size, device=positions.device)[:, None, None, None]
         columns = torch.arange(kv_length, device=positions.device)[None, None, None]
         seen = mask_function(rows, torch.zeros_like(rows[:1]), positions[:, None, :, None], columns)

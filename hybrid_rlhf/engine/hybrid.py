@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from hybrid_rlhf.distributed import RankGroup, max_over_ranks
 from hybrid_rlhf.engine.admission import check_generates, check_lengths, fitting_slots, stop_ids
 from hybrid_rlhf.engine.batches import GenerateBatches
+from hybrid_rlhf.engine.graphs import Capture, capture_for, probe_capture
 from hybrid_rlhf.engine.kv_cache import SlotCache
 from hybrid_rlhf.engine.memory import explained, fewer_slots, release
 from hybrid_rlhf.engine.offload import IdleOffload, Turn, module_tensors
@@ -41,16 +42,17 @@ class HybridEngine:
     take (None: what is free). name: whose it is, for messages. learnt: what running out of memory taught, phase -> most
     tokens of a micro-batch, "slots" -> sequences decoded at once. tp: ranks (or a torch process group) that generate
     together, each with its shard of the weights; they call `inference` and `generate` in step. adapter: a context that
-    makes the engine's own low-rank adapter the active one, where its module shares a base with others.
+    makes the engine's own low-rank adapter the active one, where its module shares a base with others. capture:
+    how decode steps are recorded (engine/graphs.py); "auto": as CUDA graphs on a card, None: not at all.
     """
 
     def __init__(self, module: nn.Module, model: nn.Module | None = None, *, eos_ids: Sequence[int] = (),
                  pad_id: int = 0, max_batch: int = 64, max_kv_bytes: int | None = None, name: str = "model",
-                 tp: RankGroup | ProcessGroup | None = None,
+                 tp: RankGroup | ProcessGroup | None = None, capture: Capture | str | None = "auto",
                  adapter: Callable[[], AbstractContextManager] = nullcontext) -> None:
         self.module, self.model, self.name = module, model, name
         self.learnt: dict[str, int] = {}
-        self.ranks = as_group(tp)
+        self.ranks, self._capture = as_group(tp), capture
         if self.ranks and model is not None:
             check_generates(model)
             check_shardable(model, self.ranks.degree)
@@ -135,16 +137,18 @@ class HybridEngine:
             check_generates(self.model)
             runner = Runner(self.model, self.ranks)
             runner.probe()
+            if not self.ranks:  # several ranks meet in every layer, which has not been tried in a recording
+                probe_capture(runner, capture_for(self.device) if self._capture == "auto" else self._capture)
             self._runner = runner
         return self._runner.plugged_in()
 
     def describe(self) -> dict:
         """How this engine generates: path (native, eager or generate; None before the first `inference()`), kernels,
-        fused (operation -> places), refused (path -> reason), slots and kv_bytes (of the newest generation, on this
-        rank), max_batch, tp."""
+        fused (operation -> places), captured (whether decode steps are replayed), refused (path or graphs -> reason),
+        slots and kv_bytes (of the newest generation, on this rank), max_batch, tp."""
         runner = self._runner
         return {"path": runner and runner.path, "kernels": runner and runner.ops.name,
-                "fused": dict(runner.fusions.counts) if runner else {},
+                "fused": dict(runner.fusions.counts) if runner else {}, "captured": bool(runner and runner.capture),
                 "refused": dict(runner.reasons) if runner else {}, "kv_bytes": self.kv_bytes,
                 "slots": self._num_slots, "max_batch": self.max_batch, "tp": self.ranks.degree if self.ranks else 1}
 

@@ -19,7 +19,8 @@ from hybrid_rlhf.models.attention import LayerKind, cache_class, derived, layer_
 class Step:
     """The forward under way. slots (B,) int64: where each row lives; None says row b is slot b.
 
-    positions (B, Q) int64, the columns of the tokens; width: columns that attention may look at. In a prefill of N
+    positions (B, Q) int64, the columns of the tokens (-1: an idle row, if has_idle); width: columns that attention may
+    look at. In a prefill of N
     prompts row source[i] is stored in slot targets[i], and offset columns are there already. `fresh` maps the keys that
     a layer handed out in this forward to that layer, for attention functions that write the cache themselves.
     """
@@ -31,7 +32,13 @@ class Step:
     source: Tensor | None = None
     targets: Tensor | None = None
     offset: int = 0
+    has_idle: bool = False
     fresh: dict[int, tuple[KeyValueRows, Tensor, Tensor]] = field(default_factory=dict)
+
+    @property
+    def places(self) -> Tensor:
+        """The positions as models may see them: an idle row stands where a sequence begins."""
+        return self.positions.clamp(min=0) if self.has_idle else self.positions
 
 
 class KeyValueRows:
@@ -50,7 +57,7 @@ class KeyValueRows:
 
     def allocate(self, key: Tensor, value: Tensor) -> None:
         """Zeros, not noise: attention multiplies masked columns by weights of zero, and zero times NaN is NaN."""
-        size = (self.owner.num_slots, key.shape[1], self.owner.capacity)
+        size = (self.owner.num_slots, key.shape[1], self.owner.num_columns)
         self.keys = key.new_zeros(*size, key.shape[-1])
         self.values = value.new_zeros(*size, value.shape[-1])
 
@@ -74,7 +81,7 @@ class KeyValueRows:
         return self.columns()
 
     def write(self, key: Tensor, value: Tensor) -> None:
-        """Store one new token per row."""
+        """Store one new token per row; an idle row's position -1 is the last column, a spare one."""
         step = self.owner.step
         slots, columns = self.owner.row_slots(), step.positions[:, 0]
         self.keys[slots, :, columns] = key[:, :, 0]
@@ -89,7 +96,7 @@ class KeyValueRows:
     def update_indexer(self, key: Tensor) -> Tensor:
         """The same for the index keys (B, Q, dim) of sparse attention, kept as (S, 1, C, dim)."""
         if self.indexer_keys is None:
-            self.indexer_keys = key.new_zeros(self.owner.num_slots, 1, self.owner.capacity, key.shape[-1])
+            self.indexer_keys = key.new_zeros(self.owner.num_slots, 1, self.owner.num_columns, key.shape[-1])
         step, rows, new = self.owner.step, self.indexer_keys, key[:, None]
         if step.is_prefill:
             new = new if step.source is None else new[step.source]
@@ -179,11 +186,14 @@ class StateRows:
 
 
 class SlotCache:
-    """The cache of all layers. written_by_attention: layers whose decode columns the attention function writes."""
+    """The cache of all layers. written_by_attention: layers whose decode columns the attention function writes.
+    has_spare: one more column, for idle rows. steps: what is recorded over this cache's tensors (engine/graphs.py).
+    """
 
     def __init__(self, kinds: list[LayerKind], num_slots: int, capacity: int, device: torch.device,
-                 written_by_attention: set[int]) -> None:
-        self.num_slots, self.capacity = num_slots, capacity
+                 written_by_attention: set[int], has_spare: bool = False) -> None:
+        self.num_slots, self.capacity, self.num_columns = num_slots, capacity, capacity + has_spare
+        self.steps = None
         self.written_by_attention = written_by_attention
         self.all_slots = torch.arange(num_slots, device=device)
         self.layer_class_to_replicate, self.offloading = None, False
@@ -263,16 +273,18 @@ class _Nothing:
 
 
 def make_cache(model: nn.Module, num_slots: int, capacity: int, device: torch.device,
-               written_by_attention: set[int]) -> SlotCache:
+               written_by_attention: set[int], has_spare: bool = False) -> SlotCache:
     """An empty cache for `model`. Raises NotImplementedError for a model that brings a cache class of its own."""
     kinds = layer_kinds(model)
-    return derived((SlotCache,), cache_class(model))(kinds, num_slots, capacity, device, written_by_attention)
+    return derived((SlotCache,), cache_class(model))(kinds, num_slots, capacity, device, written_by_attention,
+                                                        has_spare)
 
 
 def free_bytes(device: torch.device) -> int | None:
     """Memory that is really free on `device`, or None where that cannot be told."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch gives it back at need
+        return torch.cuda.mem_get_info(device)[0] + unused
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

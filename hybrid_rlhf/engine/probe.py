@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 
 PROBE_LENGTHS = (9, 1, 6)  # a prompt of one token starts from a state that nothing has prefilled
-_PROBE_STEPS = 4
+PROBE_STEPS = 4
 
 
 def probe_sequences(model: nn.Module) -> list[list[int]]:
     """Three ragged sequences, the same each time: 4 decoded tokens after a prompt."""
     size = model.config.get_text_config().vocab_size
     first = min(5, size - 1)  # tokens below are often special, and a pad has no position of its own
-    return [[first + (7 + 31 * i + 13 * j + i * j) % (size - first) for j in range(n + _PROBE_STEPS)]
+    return [[first + (7 + 31 * i + 13 * j + i * j) % (size - first) for j in range(n + PROBE_STEPS)]
             for i, n in enumerate(PROBE_LENGTHS)]
 
 
@@ -34,7 +34,7 @@ def logits_over_slots(runner) -> Tensor:  # noqa: ANN001 - a Runner
     runner.measure(cache)
     order = None if runner.is_stateful else torch.tensor(slots, device=runner.device)
     logits = []
-    for step in range(_PROBE_STEPS):
+    for step in range(PROBE_STEPS):
         columns = [n - 1 + step for n in PROBE_LENGTHS]
         tokens = [s[c] for s, c in zip(sequences, columns, strict=True)]
         logits.append(runner.decode(cache, torch.tensor(tokens, device=runner.device),
@@ -47,7 +47,7 @@ def plain_logits(model: nn.Module, device: torch.device) -> Tensor:
     rows = []
     for sequence, length in zip(probe_sequences(model), PROBE_LENGTHS, strict=True):
         logits = model(input_ids=torch.tensor([sequence], device=device), use_cache=False).logits[0].float()
-        rows.append(logits[length - 1 : length - 1 + _PROBE_STEPS])
+        rows.append(logits[length - 1 : length - 1 + PROBE_STEPS])
     return torch.stack(rows)
 
 

@@ -41,6 +41,7 @@ from hybrid_rlhf.models.attention import (
     layer_kinds,
     own_attention,
     takes_custom_attention,
+    without_padding_check,
 )
 from hybrid_rlhf.tensors import pad_right
 
@@ -68,6 +69,7 @@ class Runner:
         self.first_position = 0  # position id of a sequence's first token
         self.ending_ids: list[int] = []  # tokens after which this model's own positions are no longer ours
         self.bytes_per_column = self.bytes_per_slot = 0.0  # of a slot: what grows with its length, and what does not
+        self.capture = None  # what records decode steps over static buffers, once engine/graphs.py has tried it
         self._direct: set[int] = set()
         self._attention = SlotAttention(self.ops, causal_mask_function())
         self.fusions = Fusions()
@@ -83,6 +85,7 @@ class Runner:
                 stack.enter_context(sharded(self.model, self._group))
             stack.enter_context(own_products(self.model, self.ops.linear, self.ops.linear_dtypes))
             stack.enter_context(self.fusions.swapped())
+            stack.enter_context(without_padding_check(self.model))
             if self.path == "native":
                 name = f"hybrid_rlhf_{id(self)}"
                 stack.enter_context(custom_attention(self.model, name, self._attention.attend, self._attention.mask))
@@ -92,11 +95,11 @@ class Runner:
             try:
                 yield self
             finally:
-                self._inside = False
+                self._inside, self._attention.cache = False, None  # the cache's memory goes back
 
     def new_cache(self, num_slots: int, capacity: int) -> SlotCache:
         """An empty cache; its layers allocate themselves from the first keys they see."""
-        cache = make_cache(self.model, num_slots, capacity, self.device, self._direct)
+        cache = make_cache(self.model, num_slots, capacity, self.device, self._direct, self.capture is not None)
         if self.is_stateful:  # a decode step reads its states before it writes any, so they must be there
             self.prefill(cache, [[0]], [0], [0])
             cache.clear_states(cache.all_slots)
@@ -104,7 +107,7 @@ class Runner:
 
     def measure(self, cache: SlotCache) -> None:
         """Note what a slot costs, from a cache whose layers have all been allocated."""
-        self.bytes_per_column = cache.num_bytes(is_growing=True) / (cache.num_slots * cache.capacity)
+        self.bytes_per_column = cache.num_bytes(is_growing=True) / (cache.num_slots * cache.num_columns)
         self.bytes_per_slot = cache.num_bytes(is_growing=False) / cache.num_slots
 
     def prefill(self, cache: SlotCache, prompts: Sequence[Sequence[int]], source: Sequence[int],
@@ -123,10 +126,11 @@ class Runner:
         body = base if self._cache_name(base) else self.model  # without the head, for nobody reads its logits
         self._forward(body, cache, step, ids)
 
-    def decode(self, cache: SlotCache, tokens: Tensor, positions: Tensor, width: int,
-               slots: Tensor | None) -> Tensor:
-        """One token per row: tokens (B,), positions (B,) int64 -> logits (B, V). slots None: row b is slot b."""
-        step = Step(positions[:, None], width, slots)
+    def decode(self, cache: SlotCache, tokens: Tensor, positions: Tensor, width: int, slots: Tensor | None,
+               has_idle: bool = False) -> Tensor:
+        """One token per row: tokens (B,), positions (B,) int64 -> logits (B, V). slots None: row b is slot b.
+        has_idle: rows at position -1 do not count."""
+        step = Step(positions[:, None], width, slots, has_idle=has_idle)
         logits = self._forward(self.model, cache, step, tokens[:, None]).logits[:, -1]
         return self._group.firsts(logits) if self._group and not self._gathers else logits
 
@@ -137,7 +141,7 @@ class Runner:
         self._attention.cache = cache
         named = {"use_cache": True} | {name: cache for name in (self._cache_name(module),) if name}
         if self._takes_positions(module):
-            named["position_ids"] = step.positions + self.first_position if self.first_position else step.positions
+            named["position_ids"] = step.places + self.first_position if self.first_position else step.places
         if self.path == "eager":
             with own_attention(self._attention.float_mask, self._attention.bool_mask):
                 return module(input_ids=ids, **named)
@@ -192,7 +196,7 @@ class Runner:
                 return logits_over_slots(self)
         except Exception as error:
             self._ranks.abandon()  # the others may be waiting
-            raise UserError(f"{self._described()} does not run ({_said(error)}); use tp 1") from error
+            raise UserError(f"{self._described()} does not run ({said(error)}); use tp 1") from error
 
     def _find_path(self) -> None:
         self.fusions = find_fusions(self.model, self.ops.fused)
@@ -226,9 +230,9 @@ class Runner:
             try:
                 with self.plugged_in():
                     ours = forced_logits(self.model, sequences, PROBE_LENGTHS, self.keeps_cache)
-                reason = self._disagreement(ours, "in generate")
+                reason = self.disagreement(ours, "in generate")
             except Exception as error:  # whatever a stranger's forward raises, the path is not for it
-                reason = _said(error)
+                reason = said(error)
             if reason is None:
                 return
             self.reasons["generate" if self.keeps_cache else "generate without a cache"] = reason
@@ -250,15 +254,15 @@ class Runner:
             with self.plugged_in():
                 ours = logits_over_slots(self)
         except Exception as error:  # whatever a stranger's forward raises, the path is not for it
-            return _said(error)
-        return self._disagreement(ours, "over slots")
+            return said(error)
+        return self.disagreement(ours, "over slots")
 
-    def _disagreement(self, ours: Tensor, where: str) -> str | None:
+    def disagreement(self, ours: Tensor, where: str) -> str | None:
         """None if the probe's logits are those of the model's plain forward, or how far they are off."""
         difference = relative_difference(ours, plain_logits(self.model, self.device))
         return None if difference < probe_bound(self.model) else (
             f"its logits {where} differ from the plain forward by {difference:.2g}")
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

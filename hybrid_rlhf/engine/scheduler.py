@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.config import UserError
+from hybrid_rlhf.engine.drawing import Drawing
+from hybrid_rlhf.engine.graphs import STEPS_PER_LOOK, steps_of
 from hybrid_rlhf.engine.kv_cache import SlotCache
 from hybrid_rlhf.engine.runner import Runner
 from hybrid_rlhf.engine.sampling import SamplingConfig
 
 _WORD = (1 << 64) - 1
 MAX_PREFILL_TOKENS = 4096  # of one forward, padding included
-_STEPS_PER_SYNC = {"cuda": 8}  # how many steps run before the host looks at the tokens; 1 elsewhere
+_STEPS_PER_SYNC = {"cuda": STEPS_PER_LOOK}  # how many steps run before the host looks at the tokens; 1 elsewhere
 
 
 @dataclass
@@ -64,12 +66,14 @@ class Scheduler:
                  stops: Sequence[int]) -> None:
         self.runner, self.cache, self.sampling = runner, cache, sampling
         self.stops, self.device = frozenset(stops), runner.device
-        self._stop_ids = torch.tensor(sorted(self.stops), dtype=torch.long, device=self.device)
+        self._draw = Drawing(runner.ops, sampling, self.stops, self.device)
+        self._static = steps_of(runner, cache)
+        self._loaded: _Batch | None = None
         self._free = deque(range(cache.num_slots))
         self._stored: dict[int, Sequence[int]] = {}  # slot -> the prompt whose columns it still holds
         self._seen: Tensor | None = None
         self._stream = cache_calls(stream)
-        self._steps = _STEPS_PER_SYNC.get(self.device.type, 1)
+        self._steps = STEPS_PER_LOOK if self._static else _STEPS_PER_SYNC.get(self.device.type, 1)
 
     def run(self, requests: Sequence[Request]) -> Iterator[None]:
         """Draw everything, into the requests; yields whenever they have grown, by one token each or by some.
@@ -187,11 +191,15 @@ class Scheduler:
         This runs for every token, so it walks over the requests only where it must.
         """
         steps = min(self._steps, batch.steps_left)
-        drawn = [self._step(batch, batch.width + i) for i in range(steps)]
+        if self._static:
+            drawn = self._replay(batch, steps)
+        else:
+            queued = [self._step(batch, batch.width + i) for i in range(steps)]
+            drawn = [(tokens.tolist(), logprobs.tolist()) for tokens, logprobs in queued]
         batch.steps_left -= steps
         batch.width += steps
         has_ended = batch.steps_left == 0
-        for tokens, logprobs in [(t.tolist(), p.tolist()) for t, p in drawn]:
+        for tokens, logprobs in drawn:
             if not math.isfinite(sum(logprobs)):
                 for row, request in batch.live:
                     if not (request.tokens and self._has_ended(request)):
@@ -211,28 +219,26 @@ class Scheduler:
     def _step(self, batch: _Batch, width: int) -> tuple[Tensor, Tensor]:
         """One token for every row; leaves the batch ready for the next."""
         logits = self.runner.decode(self.cache, batch.tokens, batch.positions, width, batch.slot_ids)
-        sampling = self.sampling
-        seen = None
-        if self._seen is not None:
-            seen = self._seen if batch.slot_ids is None else self._seen[batch.slot_ids]
-            seen = seen[: len(logits), : logits.shape[1]]
-        tokens, logprobs = self.runner.ops.sample(
-            logits, batch.streams, batch.counts, temperature=sampling.temperature, top_k=sampling.top_k,
-            top_p=sampling.top_p, min_p=sampling.min_p, repetition_penalty=sampling.repetition_penalty, seen=seen,
-            forbidden=self._forbidden(batch, logits))
-        if self._seen is not None:
-            rows = self.cache.all_slots[: len(tokens)] if batch.slot_ids is None else batch.slot_ids
-            self._seen[rows, tokens] = True
+        seen = self._seen if self._seen is None or batch.slot_ids is None else self._seen[batch.slot_ids]
+        seen = seen if seen is None else seen[: len(logits)]
+        tokens, logprobs = self._draw(logits, batch.streams, batch.counts, seen, batch.has_young)
+        if seen is not None and batch.slot_ids is not None:
+            self._seen[batch.slot_ids] = seen
         batch.tokens, batch.positions, batch.counts = tokens, batch.positions + 1, batch.counts + 1
         return tokens, logprobs
 
-    def _forbidden(self, batch: _Batch, logits: Tensor) -> Tensor | None:
-        """Stop tokens, in rows that have not reached min_new_tokens."""
-        if not batch.has_young or not self.stops:
-            return None
-        forbidden = torch.zeros(logits.shape, dtype=torch.bool, device=self.device)
-        forbidden[:, self._stop_ids] = (batch.counts < self.sampling.min_new_tokens)[:, None]
-        return forbidden
+    def _replay(self, batch: _Batch, num_steps: int) -> Iterator[tuple[list[int], list[float]]]:
+        """Steps over static buffers, of which the host sees the tokens only."""
+        has_seen = self._seen is not None
+        rows = slice(len(batch.tokens)) if batch.slot_ids is None else batch.slot_ids
+        if batch is not self._loaded:
+            self._static.load(batch.tokens, batch.positions, batch.counts, batch.streams, batch.slot_ids,
+                              self._seen[rows] if has_seen else None)
+            self._loaded = batch
+        drawn = self._static.run(num_steps, self._draw, self._draw.key, has_seen, batch.has_young)
+        if has_seen:
+            self._seen[rows] = self._static.seen
+        return drawn
 
 
 def check_finite(logprob: float, request: Request) -> None:

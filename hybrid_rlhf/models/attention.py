@@ -117,6 +117,22 @@ def own_attention(is_float: Callable, is_bool: Callable) -> Iterator[None]:
         mapping.update(before)
 
 
+@contextmanager
+def without_padding_check(model: nn.Module) -> Iterator[None]:
+    """Within the block, models that look for padding in their input to warn of it do not: the look makes the host wait
+    for the device at every step, and there is no padding.
+    """
+    name = "warn_if_padding_and_no_attention_mask"
+    modules = [m for m in model.modules() if hasattr(m, name) and name not in vars(m)]
+    for module in modules:
+        setattr(module, name, lambda *_inputs, **_named: None)
+    try:
+        yield
+    finally:
+        for module in modules:
+            delattr(module, name)
+
+
 def forward_parameters(module: nn.Module) -> frozenset[str]:
     """Names of the parameters that the module's forward declares (through transformers' decorators)."""
     return _parameters(type(module))
