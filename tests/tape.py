@@ -77,11 +77,9 @@ class TapeCapture:
 def attention(query, key, value, keys, values, slots, positions, width, *, scaling, softcap=None, sinks=None,
               mask=None):
     """reference.decode_attention for a tape: its one operation with a size of its own, nonzero, is avoided by having
-    idle rows write what is there already."""
-    places = positions.clamp(min=0)
-    is_live = (positions >= 0)[:, None, None]
-    for rows, new in ((keys, key), (values, value)):
-        rows[slots, :, places] = torch.where(is_live, new[:, :, 0].to(rows.dtype), rows[slots, :, places])
+    idle rows write to the spare column."""
+    keys[slots, :, positions] = key[:, :, 0].to(keys.dtype)
+    values[slots, :, positions] = value[:, :, 0].to(values.dtype)
     visible = torch.arange(width) <= positions[:, None]
     visible = visible if mask is None else visible & mask
     scores = query.float().unflatten(1, (keys.shape[1], -1))[..., 0, :] @ keys[slots, :, :width].float().mT * scaling

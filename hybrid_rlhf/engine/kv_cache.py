@@ -20,9 +20,9 @@ class Step:
     """The forward under way. slots (B,) int64: where each row lives; None says row b is slot b.
 
     positions (B, Q) int64, the columns of the tokens (-1: an idle row, if has_idle); width: columns that attention may
-    look at. In a prefill of N
-    prompts row source[i] is stored in slot targets[i], and offset columns are there already. `fresh` maps the keys that
-    a layer handed out in this forward to that layer, for attention functions that write the cache themselves.
+    look at. In a prefill of N prompts row source[i] is stored in slot targets[i], and offset columns are there already.
+    `fresh` maps the keys that a layer handed out in this forward to that layer, for attention functions that write the
+    cache themselves.
     """
 
     positions: Tensor
@@ -277,7 +277,7 @@ def make_cache(model: nn.Module, num_slots: int, capacity: int, device: torch.de
     """An empty cache for `model`. Raises NotImplementedError for a model that brings a cache class of its own."""
     kinds = layer_kinds(model)
     return derived((SlotCache,), cache_class(model))(kinds, num_slots, capacity, device, written_by_attention,
-                                                        has_spare)
+                                                       has_spare)
 
 
 def free_bytes(device: torch.device) -> int | None:
