@@ -62,6 +62,13 @@ def test_logits_are_near_the_plain_forward_and_the_same_bits_on_both_ranks(kind,
     assert ranks[0][kind]["logits"] == ranks[1][kind]["logits"]
 
 
+def test_both_ranks_draw_from_the_same_bits_in_bfloat16_too(ranks):
+    truth = build("qwen3", **changes_of("qwen3")).bfloat16()(torch.tensor([PROMPTS[0]])).logits[0, -1].float()
+    ours = torch.tensor(ranks[0]["bfloat16"]["logits"])
+    assert (ours - truth).abs().max() / truth.abs().max() < 0.05
+    assert ranks[0]["bfloat16"] == ranks[1]["bfloat16"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_rank_draws_for_its_own_prompts_what_one_process_draws(kind, ranks):
     engine = engine_of(build(kind, **changes_of(kind)))

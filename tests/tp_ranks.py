@@ -93,6 +93,12 @@ def architecture(kind: str, ranks, rank: int) -> dict:
                 after[n] is p and torch.equal(p, bits) for n, (p, bits) in before.items())}
 
 
+def in_bfloat16(ranks) -> dict:
+    engine = engine_of(build("qwen3", **changes_of("qwen3")).bfloat16(), ranks)
+    with engine.inference():
+        return {"logits": first_logits(engine), "tokens": engine.generate(PROMPTS, SAMPLED, seed=5).tokens}
+
+
 def adapted(kind: str, ranks) -> dict:
     model = with_adapters(build(kind))
     engine = engine_of(model, ranks)
@@ -160,6 +166,7 @@ def main() -> None:
     ranks = consecutive_ranks(2)
     seen = {kind: architecture(kind, ranks, rank) for kind in KINDS}
     seen |= {f"{kind}+lora": adapted(kind, ranks) for kind in ("llama", "phi3", "mixtral")}
+    seen["bfloat16"] = in_bfloat16(ranks)
     seen["refusals"] = refusals(ranks, rank)
     seen["failure"] = failure(ranks, rank)
     out.write_text(json.dumps(seen), encoding="utf-8")
