@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,16 +92,26 @@ def last_true(mask: Tensor) -> Tensor:
     return torch.where(mask, columns, -1).amax(1)
 
 
-def token_budget_groups(lengths: Tensor, max_tokens: int) -> list[Tensor]:
+def token_budget_groups(lengths: Tensor, max_tokens: int, group_tokens: float = 1 << 30) -> list[Tensor]:
     """Row indices in groups whose padded size (rows x longest row) stays within max_tokens; at least one row each.
 
-    Rows are taken in order of length, so that little is padded. The same lengths give the same groups.
+    Of all ways to cut the rows, longest first, the one with the least padded tokens plus group_tokens for every group:
+    what a group costs however small it is, in tokens that could be computed meanwhile. The default asks for as few
+    groups as possible. The same lengths give the same groups.
     """
-    order = torch.argsort(lengths, descending=True, stable=True).tolist()
-    groups: list[list[int]] = []
-    for row in order:
-        if groups and (len(groups[-1]) + 1) * int(lengths[groups[-1][0]]) <= max_tokens:
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return [torch.tensor(g) for g in groups]
+    order = torch.argsort(lengths, descending=True, stable=True)
+    sizes = lengths[order].cpu().numpy()
+    least = np.zeros(len(sizes) + 1)  # of the first n rows
+    starts = np.zeros(len(sizes) + 1, dtype=np.int64)  # of the last group of the first n rows
+    for end in range(1, len(sizes) + 1):
+        first = np.arange(end)
+        padded = (end - first) * sizes[:end]
+        cost = np.where((padded <= max_tokens) | (first == end - 1), least[:end] + padded, np.inf)
+        starts[end] = cost.argmin()
+        least[end] = cost.min() + group_tokens
+    groups: list[Tensor] = []
+    end = len(sizes)
+    while end:
+        groups.append(order[starts[end] : end].cpu())
+        end = int(starts[end])
+    return groups[::-1]

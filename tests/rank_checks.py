@@ -26,6 +26,7 @@ from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.roles import Actor, PolicyModule, Reward
 from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right
 from tests.rank_experts import check_experts
+from tests.shortage import failing
 from tests.tiny import tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
 
 STEPS, RATE = 3, 0.5
@@ -90,9 +91,11 @@ def plain_run(optim: str, max_grad_norm: float) -> dict:
     return {"losses": losses, "norms": norms, "before": before, "after": model.state_dict(), "model": model}
 
 
-def trained(optim: str, max_grad_norm: float, checkpointing: bool = False, tp: int = 1,
+def trained(optim: str, max_grad_norm: float, checkpointing: bool = False, tp: int = 1, full_at: int | None = None,
             **layout: object) -> tuple[Actor, dict]:
     model = tiny_causal_lm()
+    if full_at:  # more tokens than that do not fit, which shows in the midst of the backward pass
+        model.model.layers[0].register_forward_hook(failing("backward", lambda tokens: tokens > full_at))
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     engine = HybridEngine(PolicyModule(model), model, eos_ids=[3], tp=consecutive_ranks(tp))
@@ -138,6 +141,15 @@ def check_layouts() -> dict:
         out[f"{name}, clipped"] = compare(*trained("sgd", 0.5, **LAYOUTS[name]), clipped)
         out[f"{name}, checkpointing"] = compare(*trained("sgd", 1e9, checkpointing=True, **LAYOUTS[name]), plain)
         out[f"{name}, adamw"] = compare(*trained("adamw", 0.5, **LAYOUTS[name]), adam)
+    return out
+
+
+def check_memory() -> dict:
+    """The second process runs out of memory and the first does not."""
+    plain, out = plain_run("sgd", 1e9), {}
+    for stage in (0, 1):
+        actor, measured = trained("sgd", 1e9, full_at=30 if rank() == 1 else None, zero_stage=stage)
+        out[str(stage)] = compare(actor, measured, plain) | {"learnt": actor.engine.learnt.get("update")}
     return out
 
 
@@ -235,8 +247,8 @@ def check_stages(argv_of: dict[str, list[str]]) -> dict:
 def run(out: Path, stages: Path) -> None:
     failure.join()
     results, seconds = {}, {}
-    checks = {"layouts": check_layouts, "experts": check_experts, "inference": check_inference, "shards": check_shards,
-              "state": check_state, "rewards": check_rewards,
+    checks = {"layouts": check_layouts, "experts": check_experts, "memory": check_memory,
+              "inference": check_inference, "shards": check_shards, "state": check_state, "rewards": check_rewards,
               "stages": lambda: check_stages(json.loads(stages.read_text()))}
     for name, check in checks.items():
         start = time.perf_counter()

@@ -151,6 +151,13 @@ def test_unlike_numbers_of_pairs_give_the_gradient_of_their_common_mean(found):
     assert max(m["weights"] for m in found["rewards"]) < 1e-5
 
 
+@pytest.mark.parametrize("stage", ["0", "1"])
+def test_a_process_short_of_memory_splits_its_own_micro_batches_and_the_common_gradient_stays(found, stage):
+    first, second = (m[stage] for m in found["memory"])
+    assert first["learnt"] is None and second["learnt"] <= 50
+    assert all(m["weights"] < 1e-5 and m["norm"] < 1e-5 for m in (first, second))
+
+
 @pytest.mark.parametrize("case", ["mixtral", "qwen3_moe", "mixtral+lora", "qwen3_moe+lora", "one expert each"])
 def test_experts_idle_on_one_process_under_zero_3_hang_nobody_and_the_gradient_is_plain_torch_s(found, case):
     for measured in found["experts"]:

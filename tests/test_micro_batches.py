@@ -8,9 +8,10 @@ from test_trainers import SFT_ROWS, policy, ppo, scalar, settings
 
 from hybrid_rlhf import roles
 from hybrid_rlhf.data.collate import collate_pairs, collate_sft
-from hybrid_rlhf.engine import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig, micro_batches
 from hybrid_rlhf.roles import Actor, Critic, Reward
 from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.tensors import token_budget_groups
 from hybrid_rlhf.trainers.reward import RewardTrainer
 from hybrid_rlhf.trainers.sft import SFTTrainer
 
@@ -110,3 +111,34 @@ def test_critic(max_tokens, rollout):
             near = old + (value - old).clamp(-0.2, 0.2)
             losses.append(0.5 * torch.max((value - target) ** 2, (near - target) ** 2))
     assert_gradient(engine, twin, torch.stack(losses).mean())
+
+
+def cut(lengths, max_tokens, *cost):
+    groups = token_budget_groups(torch.tensor(lengths), max_tokens, *cost)
+    return [[lengths[i] for i in group] for group in groups]
+
+
+def test_rows_are_cut_by_length_within_the_budget_into_as_few_groups_as_possible():
+    assert cut([3, 8, 5], 24) == [[8, 5, 3]]
+    assert cut([3, 8, 5], 10) == [[8], [5, 3]]
+    assert cut([9, 9, 2, 2, 2], 18) == [[9, 9], [2, 2, 2]]  # as few groups, less padding: not 9, 9 | 2, 2, 2 of 27
+    assert cut([30, 4], 10) == [[30], [4]]  # a row beyond the budget stays alone
+    assert cut([], 10) == []
+    assert torch.equal(torch.cat(token_budget_groups(torch.tensor([2, 7, 7, 2]), 9)), torch.tensor([1, 2, 0, 3]))
+
+
+def test_padding_is_weighed_against_the_price_of_a_group():
+    # one group of 4 x 100; two of 2 x 100 and 2 x 20: 160 tokens less for one group more
+    assert cut([100, 90, 20, 10], 400, 161) == [[100, 90, 20, 10]]
+    assert cut([100, 90, 20, 10], 400, 159) == [[100, 90], [20, 10]]
+    assert cut([100, 90, 20, 10], 400, 0) == [[100], [90], [20], [10]]
+
+
+def test_a_large_model_is_spared_padding_and_a_small_one_forwards():
+    lengths = torch.tensor([120, 60, 50, 40] * 4)
+    sizes = {}
+    for width in (8, 4096):
+        engine = HybridEngine(torch.nn.Linear(width, width))
+        sizes[width] = [(len(rows), int(lengths[rows].max())) for rows, _ in
+                        micro_batches.measure(engine, lengths, 8192, lambda rows: rows)]
+    assert sizes == {8: [(16, 120)], 4096: [(4, 120), (12, 60)]}

@@ -1,10 +1,10 @@
 """A micro-batch that does not fit is split: the same gradient, the same numbers, and a word of what was learnt."""
 
 import logging
-from contextlib import contextmanager
 
 import pytest
 import torch
+from shortage import little_memory, out_of_memory
 from test_trainers import PROMPTS, SFT_ROWS, count_of, ppo, scalar, settings
 from tiny import tiny_causal_lm
 
@@ -20,40 +20,6 @@ from hybrid_rlhf.trainers.sft import SFTTrainer
 # into whole steps.
 SMOOTH = OptimizerConfig(learning_rate=1e-2, adam_epsilon=1.0)
 CLOCKED = ("time/", "engine/tokens_per_second", "micro_batch_tokens", "value/micro_batch_tokens")
-
-
-def out_of_memory():
-    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-
-class _FailingBackward(torch.autograd.Function):
-    """The identity; its backward fails while `is_full(size)`, after the layers above have got their gradients."""
-
-    @staticmethod
-    def forward(ctx, states, is_full):
-        ctx.is_full = is_full
-        return states.view_as(states)
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.is_full(grad.shape[0] * grad.shape[1]):
-            raise out_of_memory()
-        return grad, None
-
-
-@contextmanager
-def little_memory(model, where, is_full):
-    """The middle of `model` runs out of memory for a micro-batch of which is_full(tokens) is true."""
-
-    def hook(_module, _inputs, output):
-        states = output[0] if isinstance(output, tuple) else output
-        if where == "forward" and is_full(states.shape[0] * states.shape[1]):
-            raise out_of_memory()
-        return _FailingBackward.apply(states, is_full) if where == "backward" and states.requires_grad else output
-
-    handle = model.model.layers[0].register_forward_hook(hook)
-    yield
-    handle.remove()
 
 
 def sft(stage=0, max_tokens=8192):
