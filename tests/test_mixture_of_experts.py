@@ -138,7 +138,7 @@ def test_ppo_learns_to_say_rewarded_tokens_by_a_model_with_experts(kind, has_ada
     scores = [metrics["reward"] for metrics in seen]
     assert trainer.roles.actor.engine.describe()["path"] == "native"
     assert max(m["engine/logprob_drift"] for m in seen) < 1e-4  # the sampler runs the same experts and adapters
-    assert scores[0] < 4 and sum(scores[-3:]) / 3 > scores[0] + 2 and seen[-1]["aux_loss"] > 0
+    assert scores[0] < 4 and sum(scores[-3:]) / 3 > scores[0] + 1 and seen[-1]["aux_loss"] > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
