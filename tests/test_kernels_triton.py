@@ -49,3 +49,10 @@ def test_without_triton_the_reference_is_used_and_says_so(monkeypatch, caplog):
 def test_with_triton_a_card_has_the_triton_kernels():
     done = run("-c", "from hybrid_rlhf.kernels import ops_for; print(ops_for('cuda').name)")
     assert done.stdout == "cuda (Triton)\n", done.stderr
+
+
+@needs_triton
+def test_the_kernels_compile_to_the_machine_code_of_a_hopper_card(tmp_path):
+    done = run("tests/hopper.py", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("bytes of shared memory") == 7
