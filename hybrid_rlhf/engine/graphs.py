@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,13 +37,17 @@ def called(step: Callable[[], None]) -> Callable[[], None]:
 
 
 class CudaCapture:
-    """Records CUDA graphs; all share one pool of memory, for they run one after another and keep nothing in it."""
+    """Records CUDA graphs; those alive share one pool of memory, for they run one after another and keep nothing in it.
+    A pool whose last graph is gone must not be used again: torch's allocator refuses it.
+    """
 
     def __init__(self) -> None:
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self._alive: weakref.WeakSet = weakref.WeakSet()
+        self._pool, self._stream = None, torch.cuda.Stream()
 
     def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        self._pool = self._pool if len(self._alive) else torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
         gc.disable()  # freeing device objects in the middle of a recording would break it
         try:
@@ -56,6 +61,7 @@ class CudaCapture:
             if collects:
                 gc.enable()
         torch.cuda.current_stream().wait_stream(self._stream)
+        self._alive.add(graph)
         return graph.replay
 
 
@@ -71,7 +77,9 @@ def _refusing_to_wait(device: torch.device) -> Iterator[None]:
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "a prototype feature"
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
@@ -94,9 +102,10 @@ class StaticSteps:
                  guard: Callable[[], AbstractContextManager] = nullcontext) -> None:
         self.runner, self._cache, self._guard = runner, weakref.ref(cache), guard
         self._most, self._width, device = cache.num_slots, cache.capacity, runner.device
-        self._inputs = torch.zeros(5, self._most, dtype=torch.long, device=device)
-        self._tokens = torch.zeros(STEPS_PER_LOOK, self._most, dtype=torch.long, device=device)
-        self._logprobs = torch.zeros(STEPS_PER_LOOK, self._most, device=device)
+        size = -(-self._most // 16) * 16  # rows aligned alike whatever the slots, so that kernels compile once
+        self._inputs = torch.zeros(5, size, dtype=torch.long, device=device)
+        self._tokens = torch.zeros(STEPS_PER_LOOK, size, dtype=torch.long, device=device)
+        self._logprobs = torch.zeros(STEPS_PER_LOOK, size, device=device)
         self._done = torch.zeros(1, dtype=torch.long, device=device)  # steps since the host looked
         self._seen: Tensor | None = None
         self._replays: dict[tuple, Callable[[], None]] = {}

@@ -235,9 +235,11 @@ def _num_processors(device: torch.device) -> int:
 
 
 def num_splits(programs: int, width: int, device: torch.device) -> int:
-    """Parts of every row's columns: enough to give each processor two programs, none smaller than is worth it."""
-    wanted = -(-2 * _num_processors(device) // programs)
-    return max(1, min(wanted, -(-width // _SPLIT_COLUMNS), _MAX_SPLITS))
+    """Parts of every row's columns: enough to give each processor two programs, none smaller than is worth it; a power
+    of two, since each number is compiled by itself.
+    """
+    wanted = min(-(-2 * _num_processors(device) // programs), width // _SPLIT_COLUMNS)
+    return min(triton.next_power_of_2(wanted), _MAX_SPLITS) if wanted > 1 else 1
 
 
 def blocks(group: int, dim: int, value_dim: int) -> dict[str, int]:
@@ -263,6 +265,7 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, va
         raise ValueError(f"caches with strides {keys.stride()} and {values.stride()}: the last must be 1")
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     mask = mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
+    slots, positions = slots.contiguous(), positions.contiguous()
     (rows, num_heads, _, dim), (num_keys, value_dim) = query.shape, values.shape[1::2]
     is_grouped = num_heads > num_keys and query.dtype == keys.dtype == values.dtype and query.dtype in _MATRIX_TYPES
     sizes = blocks(num_heads // num_keys if is_grouped else 1, dim, value_dim)

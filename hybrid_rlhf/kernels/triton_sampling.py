@@ -239,7 +239,7 @@ def sample(logits: Tensor, streams: Tensor, positions: Tensor, *, temperature: f
            top_p: float = 1.0, min_p: float = 0.0, repetition_penalty: float = 1.0, seen: Tensor | None = None,
            forbidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """kernels/reference.py: sample."""
-    rows, num_tokens = logits.shape
+    (rows, num_tokens), streams, positions = logits.shape, streams.contiguous(), positions.contiguous()
     is_greedy, has_seen = temperature == 0, seen is not None and repetition_penalty != 1
     top_k = 0 if is_greedy or top_k >= num_tokens else top_k
     has_top_p, has_min_p = not is_greedy and top_p < 1, not is_greedy and min_p > 0
