@@ -89,6 +89,22 @@ def test_a_stream_computes_one_token_at_a_time_and_can_be_dropped():
         next(late)
 
 
+def test_generate_s_cache_is_measured_and_kept_within_bounds():
+    engine = _engine()
+    with engine.inference():
+        # 2 layers, keys and values, 4 heads of 8, fp32: 512 bytes a column; the last token is never stored
+        engine.generate([PROMPTS[0]] * 8, SamplingConfig(max_new_tokens=10, min_new_tokens=10))
+        assert engine.describe()["kv_bytes"] == 8 * 512 * 16
+        engine.max_kv_bytes = 512 * 17 * 3
+        engine.generate([PROMPTS[0]] * 8, SamplingConfig(max_new_tokens=10, min_new_tokens=10))
+        assert engine.describe()["slots"] == 3 and engine.describe()["kv_bytes"] == 3 * 512 * 16
+        engine.max_kv_bytes = 512 * 10
+        for draw in (engine.generate, lambda prompts, settings: list(engine.stream(prompts[0], settings))):
+            with pytest.raises(UserError, match="cache of one request of 17 tokens takes"):
+                draw([PROMPTS[0]], SamplingConfig(max_new_tokens=10))
+        assert len(engine.generate([PROMPTS[1]], SamplingConfig(max_new_tokens=9)).tokens) == 1
+
+
 def test_logits_that_are_not_finite_are_an_error_in_a_batch_and_in_a_stream():
     engine = _engine()
     with engine.inference():

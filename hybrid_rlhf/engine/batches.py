@@ -25,19 +25,22 @@ class GenerateBatches:
         self.runner, self.sampling, self.max_batch = runner, sampling, max_batch
         self.stops = frozenset(stops)
 
-    def run(self, requests: Sequence[Request], on_token: Callable[[], None] = lambda: None) -> None:
-        """Draw everything, into the requests; on_token is called after every step.
+    def run(self, requests: Sequence[Request], on_token: Callable[[], None] = lambda: None) -> int:
+        """Draw everything, into the requests; on_token is called after every step. Returns the largest cache's bytes.
 
         Raises UserError when the model's logits are not finite.
         """
+        most = 0
         by_length = sorted(requests, key=lambda r: len(r.prompt))
         for _, group in groupby(by_length, key=lambda r: len(r.prompt)):
             alike = list(group)
             for start in range(0, len(alike), self.max_batch):
                 batch = alike[start : start + self.max_batch]
-                generate_by(self.runner.model, [r.prompt for r in batch], self._chooser(batch, on_token),
-                            lambda batch=batch: [self._has_ended(r) for r in batch], max(r.limit for r in batch),
-                            self.runner.keeps_cache)
+                most = max(most, generate_by(
+                    self.runner.model, [r.prompt for r in batch], self._chooser(batch, on_token),
+                    lambda batch=batch: [self._has_ended(r) for r in batch], max(r.limit for r in batch),
+                    self.runner.keeps_cache))
+        return most
 
     def stream(self, request: Request) -> Iterator[None]:
         """`run` for one request that yields after every token and works only while it is asked for the next.

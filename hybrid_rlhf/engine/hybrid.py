@@ -180,19 +180,21 @@ class HybridEngine:
     def _draw(self, asked: list[tuple], sampling: SamplingConfig, stops: list[int]) -> list[Request]:
         """The requests (number, prompt, limit, seed), run; with half the slots where memory ran out: they draw the
         same."""
-        if self._runner.path == "generate":
-            requests = [Request(*each) for each in asked]
-            GenerateBatches(self._runner, sampling, stops, self.max_batch).run(requests)
-            return requests
         capacity = max((len(prompt) + limit for _, prompt, limit, _ in asked), default=0)
         while asked:
             requests, slots = [Request(*each) for each in asked], min(self.max_batch, len(asked))
             try:
-                cache = self._fitting_cache(len(asked), capacity)
-                slots = cache.num_slots
-                for _ in Scheduler(self._runner, cache, sampling, stops).run(requests):
-                    pass
-                self.kv_bytes, self._num_slots = cache.num_bytes(), slots
+                if self._runner.path == "generate":
+                    slots = fitting_slots(self._runner, min(slots, self.learnt.get("slots", slots)), capacity,
+                                          self.max_kv_bytes)
+                    self.kv_bytes = GenerateBatches(self._runner, sampling, stops, slots).run(requests)
+                else:
+                    cache = self._fitting_cache(len(asked), capacity)
+                    slots = cache.num_slots
+                    for _ in Scheduler(self._runner, cache, sampling, stops).run(requests):
+                        pass
+                    self.kv_bytes = cache.num_bytes()
+                self._num_slots = slots
                 return requests
             except Exception as error:
                 if self.ranks:  # the others are in the middle of a step
@@ -231,6 +233,7 @@ class HybridEngine:
         check_lengths(self._runner, [prompt], [sampling.max_new_tokens])
         stops = self._stops(sampling)
         if self._runner.path == "generate":
+            fitting_slots(self._runner, 1, len(prompt) + sampling.max_new_tokens, self.max_kv_bytes)
             request = Request(0, prompt, sampling.max_new_tokens, seed)
             drawn = GenerateBatches(self._runner, sampling, stops, 1).stream(request)
             return (request.tokens[-1] for _ in drawn if request.tokens[-1] not in stops)

@@ -18,7 +18,7 @@ from hybrid_rlhf.config import UserError, check
 from hybrid_rlhf.distributed import RankGroup
 from hybrid_rlhf.engine.attend import SlotAttention
 from hybrid_rlhf.engine.exotic import adapted, counters, has_own_attention_adapted
-from hybrid_rlhf.engine.generate import forced_logits
+from hybrid_rlhf.engine.generate import cache_growth, forced_logits
 from hybrid_rlhf.engine.kv_cache import SlotCache, Step, make_cache
 from hybrid_rlhf.engine.probe import (
     PROBE_LENGTHS,
@@ -234,6 +234,8 @@ class Runner:
             except Exception as error:  # whatever a stranger's forward raises, the path is not for it
                 reason = said(error)
             if reason is None:
+                if self.keeps_cache:
+                    self.bytes_per_column, self.bytes_per_slot = cache_growth(self.model)
                 return
             self.reasons["generate" if self.keeps_cache else "generate without a cache"] = reason
         raise UserError(f"{type(self.model).__name__} cannot generate here: "
