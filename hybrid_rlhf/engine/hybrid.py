@@ -182,14 +182,14 @@ class HybridEngine:
         same."""
         capacity = max((len(prompt) + limit for _, prompt, limit, _ in asked), default=0)
         while asked:
-            requests, slots = [Request(*each) for each in asked], min(self.max_batch, len(asked))
+            requests = [Request(*each) for each in asked]
+            slots = min(self.max_batch, len(asked), self.learnt.get("slots", len(asked)))
             try:
                 if self._runner.path == "generate":
-                    slots = fitting_slots(self._runner, min(slots, self.learnt.get("slots", slots)), capacity,
-                                          self.max_kv_bytes)
+                    slots = fitting_slots(self._runner, slots, capacity, self.max_kv_bytes)
                     self.kv_bytes = GenerateBatches(self._runner, sampling, stops, slots).run(requests)
                 else:
-                    cache = self._fitting_cache(len(asked), capacity)
+                    cache = self._fitting_cache(slots, capacity)
                     slots = cache.num_slots
                     for _ in Scheduler(self._runner, cache, sampling, stops).run(requests):
                         pass
@@ -206,16 +206,15 @@ class HybridEngine:
             release()
         return []
 
-    def _fitting_cache(self, num_requests: int, capacity: int) -> SlotCache:
-        """The cache of this mode, made anew where it is too small, with as many slots as are of use and fit."""
-        wanted = min(self.max_batch, num_requests, self.learnt.get("slots", num_requests))
+    def _fitting_cache(self, wanted: int, capacity: int) -> SlotCache:
+        """The cache of this mode, made anew where it is too small, with as many of the wanted slots as fit."""
         cache = self._cache
         if cache is None or cache.num_slots < wanted or cache.capacity < capacity:
             self._cache = cache = None  # given back before the new one is measured
 
             def slots() -> int:
                 granted, chat = self.max_kv_bytes, self._conversation and self._conversation.cache
-                granted = granted if granted is None or chat is None else max(0, granted - chat.num_bytes())
+                granted = max(0, granted - chat.num_bytes()) if None not in (granted, chat) else granted
                 return fitting_slots(self._runner, wanted, capacity, granted)
 
             cache = self._runner.new_cache(min(agreed(self.ranks, slots)) if self.ranks else slots(), capacity)
