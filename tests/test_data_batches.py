@@ -135,6 +135,7 @@ def test_one_ordered_pass_gives_every_row_to_exactly_one_rank_and_moves_nothing(
     seen = [n for r in ranks for batch in r.once() for n in batch]
     assert sorted(seen) == list(range(count))
     assert ranks[0].state() == {"epoch": 0, "position": 0}
+    assert len({len(list(r.once())) for r in ranks}) == 1  # or a rank would wait for one that has none left
 
 
 def test_marked_tokens_stand_in_brackets_and_escapes_of_the_data_do_not_reach_the_terminal():

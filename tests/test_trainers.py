@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny import tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
 
+from hybrid_rlhf.config import UserError
 from hybrid_rlhf.data.collate import collate_pairs, collate_sft
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
 from hybrid_rlhf.models.heads import ScalarModel
@@ -17,6 +18,7 @@ from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
 from hybrid_rlhf.trainers.reward import RewardTrainer
 from hybrid_rlhf.trainers.sft import SFTTrainer
+from hybrid_rlhf.training import step3_ppo
 
 PROMPTS = Prompts([[5, 6, 7], [8, 9], [10, 11, 12, 13], [14, 15]] * 3, ["x"] * 12, {"n": list(range(12))})
 
@@ -150,6 +152,31 @@ def test_num_minibatches_and_minibatch_size_have_their_effect():
         trainer = ppo(config)
         trainer.step(PROMPTS)
         assert trainer.roles.actor.engine.training.num_steps == trainer.roles.critic.engine.training.num_steps == steps
+
+
+def test_a_minibatch_holds_the_same_sequences_however_many_processes_share_the_rollout():
+    def rollout(numbers):
+        return Rollout.from_responses(Prompts([[n] for n in numbers], [str(n) for n in numbers]), [[3]] * len(numbers),
+                                      [True] * len(numbers), 0, [])
+
+    def pieces(numbers, first):
+        rng = torch.Generator().manual_seed(1)
+        return [p.prompts.texts for p in rollout(numbers).shuffled(4, rng, first, 10)]
+
+    whole, low, high = pieces(range(10), 0), pieces(range(3), 0), pieces(range(3, 10), 3)
+    assert [len(p) for p in whole] == [4, 4, 2] and len(low) == len(high) == 3
+    assert [sorted(a + b) for a, b in zip(low, high, strict=True)] == [sorted(p) for p in whole]
+    order = [text for piece in whole for text in piece]
+    assert sorted(order) == [str(n) for n in range(10)] != order
+
+
+def test_a_minibatch_that_does_not_divide_by_the_processes_is_refused_before_anything_is_read(monkeypatch):
+    monkeypatch.setattr(step3_ppo, "world_size", lambda: 3)
+    assert step3_ppo.updates_per_step(step3_ppo.Config()) == 4  # 8 prompts on each of three processes, four epochs
+    with pytest.raises(UserError, match="minibatch_size: a minibatch of 4 of the step's 24 sequences does not divide"):
+        step3_ppo.Config(ppo=PPOConfig(minibatch_size=4))
+    with pytest.raises(UserError, match=r"num_minibatches: a minibatch of 4 .* by the 3 processes"):
+        step3_ppo.Config(ppo=PPOConfig(num_minibatches=6))
 
 
 def test_scores_and_rewards_are_computed_once_per_rollout_not_once_per_epoch():

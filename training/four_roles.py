@@ -203,6 +203,8 @@ def build(parts: Parts, starts: dict[str, Start], layout: Layout, tokenizer, num
                 engine.prepare_training(wiring.optimizer_of(parts.train, parts.roles[role].learning_rate),
                                         wiring.schedule_of(parts.train, num_updates), layout_of(parts, role),
                                         base.parameters(role))
+            elif layout_of(parts, role).zero_stage == 3 and not set(group) & set(TRAINED):
+                engine.prepare_frozen(layout_of(parts, role))
             if parts.roles[role].offload:
                 engine.offload_when_idle()
             engines[role] = engine

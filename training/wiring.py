@@ -17,7 +17,7 @@ from hybrid_rlhf.data import chat, datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.distributed import consecutive_ranks, device, init_process_group, rank, world_size
-from hybrid_rlhf.engine import HybridEngine, OptimizerConfig
+from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engine.admission import stop_ids
 from hybrid_rlhf.engine.tensor_parallel import check_configured
 from hybrid_rlhf.models import load
@@ -85,9 +85,11 @@ def check_lengths(model: ModelConfig, **lengths: int) -> None:
               f"{name} is {length}, but {which} has {limit} positions; lower {name} to {limit} or less")
 
 
-def check_model(model: ModelConfig) -> None:
+def check_model(model: ModelConfig, engine: ZeroConfig) -> None:
     """UserError for weights that cannot be trained here, and for adapters that match nothing. Reads no weights."""
     check_dtype(model)
+    if not model.lora.r:  # adapters may have another dtype than their base
+        engine.stage(load.resolve_dtype(model.dtype, device()))
     load.check_lora(model)
 
 

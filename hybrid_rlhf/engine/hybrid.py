@@ -26,7 +26,7 @@ from hybrid_rlhf.engine.scheduler import Request, Scheduler
 from hybrid_rlhf.engine.streaming import Conversation
 from hybrid_rlhf.engine.tensor_parallel import check_shardable
 from hybrid_rlhf.engine.together import agreed, as_group, draw_together
-from hybrid_rlhf.engine.zero import ZeroConfig, ZeroTraining, gathered, is_partitioned
+from hybrid_rlhf.engine.zero import ZeroConfig, ZeroFrozen, ZeroTraining, gathered, is_partitioned
 from hybrid_rlhf.tensors import SequenceBatch
 
 Piece = TypeVar("Piece")
@@ -59,6 +59,7 @@ class HybridEngine:
         self.eos_ids, self.pad_id, self.max_batch, self.max_kv_bytes = list(eos_ids), pad_id, max_batch, max_kv_bytes
         self.training: ZeroTraining | None = None
         self._turn = Turn(adapter)
+        self._frozen: ZeroFrozen | None = None
         self.is_inference = False
         self.kv_bytes = 0  # of the newest generation
         self._num_slots = 0
@@ -78,6 +79,11 @@ class HybridEngine:
         parameters: those that this engine trains, where others train some of the same module (None: all trainable).
         """
         self.training = ZeroTraining(self.module, optimizer, schedule, zero, parameters)
+        return self
+
+    def prepare_frozen(self, zero: ZeroConfig) -> HybridEngine:
+        """Put the weights, never to be trained, under ZeRO 3: each process holds a part of them."""
+        self._frozen = ZeroFrozen(self.module, zero)
         return self
 
     def offload_when_idle(self, *, is_forced: bool = False) -> HybridEngine:
@@ -246,7 +252,7 @@ class HybridEngine:
         if self.is_inference:
             raise RuntimeError("the training forward was called inside inference()")
         with self.active():
-            return (self.training or self.module)(*inputs, **named)
+            return (self.training or self._frozen or self.module)(*inputs, **named)
 
     def update(self, pieces: Sequence[Piece], loss: Callable[[Piece], Tensor]) -> float:
         """Forward and backward for each piece of a minibatch, then one optimizer step; returns the gradient norm.

@@ -11,53 +11,16 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from hybrid_rlhf.config import check, nearest
 from hybrid_rlhf.distributed import init_process_group, world_size
 from hybrid_rlhf.engine.activations import saved_on_cpu
 from hybrid_rlhf.engine.failed_pass import discard_gradients
 from hybrid_rlhf.engine.optimizers import OPTIMIZERS, OptimizerConfig
-
-OFFLOADS = {"optimizer": 1, "parameters": 3, "activations": 0}  # what -> the lowest ZeRO stage that can
-
-
-@dataclass(frozen=True)
-class ZeroConfig:
-    """How training is laid out.
-
-    Attributes:
-        zero_stage: What processes share out instead of each holding it whole: 0 nothing, 1 the optimizer's state, 2 the
-            gradients too, 3 the weights too. null takes the lowest that does what is asked: 0 for float32, 1 for 16-bit
-            weights or an offloaded optimizer, 3 for offloaded parameters.
-        offload: What is kept in the CPU's memory: optimizer (state and step; ZeRO 1 or more), parameters (ZeRO 3),
-            activations (what the backward pass needs, best with model.gradient_checkpointing).
-        micro_batch_tokens: Most tokens (padding included) that one forward and backward may hold. Smaller needs less
-            memory and gives the same gradient.
-    """
-
-    zero_stage: int | None = None
-    offload: list[str] = field(default_factory=list)
-    micro_batch_tokens: int = 8192
-
-    def __post_init__(self) -> None:
-        check(self.zero_stage in (None, 0, 1, 2, 3), f"engine.zero_stage is {self.zero_stage}; choose 0, 1, 2 or 3")
-        for name in self.offload:
-            check(name in OFFLOADS, f"engine.offload: {name!r} cannot be offloaded; choose from {', '.join(OFFLOADS)}"
-                                    f"{nearest(name, OFFLOADS)}")
-            check(self.zero_stage is None or self.zero_stage >= OFFLOADS[name],
-                  f"engine.offload: {name} need engine.zero_stage {OFFLOADS[name]} or more, not {self.zero_stage}")
-        check(self.micro_batch_tokens >= 1,
-              f"engine.micro_batch_tokens is {self.micro_batch_tokens}; it must be positive")
-
-    def stage(self, dtype: torch.dtype) -> int:
-        """The ZeRO stage for trained weights of `dtype`."""
-        lowest = max([int(dtype != torch.float32), *(OFFLOADS[name] for name in self.offload)])
-        return lowest if self.zero_stage is None else self.zero_stage
+from hybrid_rlhf.engine.zero_config import ZeroConfig
 
 
 def _import_deepspeed():  # noqa: ANN202 - a module
@@ -89,9 +52,6 @@ class ZeroTraining:
         self.max_grad_norm, self.schedule, self.num_steps = optimizer.max_grad_norm, schedule, 0
         self._dtype = next(iter(self.parameters.values())).dtype
         self.stage, self.offload = zero.stage(self._dtype), frozenset(zero.offload)
-        check(self.stage > 0 or self._dtype == torch.float32,
-              f"engine.zero_stage 0 with {self._dtype} weights: DeepSpeed would take a step without gradients at "
-              "start; use engine.zero_stage 1 or model.dtype float32")
         self._optimizer = OPTIMIZERS[optimizer.optim](self._groups(optimizer.weight_decay), optimizer)
         self.engine = self._initialize(module)
         self.set_learning_rate(optimizer.learning_rate)
@@ -103,17 +63,14 @@ class ZeroTraining:
         return [g for g in groups if g["params"]]
 
     def _initialize(self, module: nn.Module):  # noqa: ANN202 - a DeepSpeed class
-        settings = {
-            "train_micro_batch_size_per_gpu": 1,  # of no effect: micro-batches are ours, by tokens
-            "gradient_accumulation_steps": 1,
-            "zero_optimization": self._zero_settings(module),
+        # buckets no larger than what there is to put into them: DeepSpeed allocates them whole
+        bucket = max(1, min(50_000_000, sum(_size(p) for p in self.parameters.values())))
+        settings = _common_settings(module, self.stage, self._dtype, self.offload) | {
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,  # torch's own steps on a CPU as well, and needs no compiler
             "gradient_clipping": self.max_grad_norm if self.stage else 0.0,  # at ZeRO 0 `step` clips and knows the norm
-            "bf16": {"enabled": self._dtype == torch.bfloat16},
-            "fp16": {"enabled": self._dtype == torch.float16},
-            "steps_per_print": sys.maxsize,
         }
+        settings["zero_optimization"]["reduce_bucket_size"] = bucket
         if self.stage == 3:
             _gather_experts_at_once(module)
         with _stdout_to_stderr():
@@ -121,20 +78,6 @@ class ZeroTraining:
                 model=module, optimizer=self._optimizer, model_parameters=list(self.parameters.values()),
                 config=settings, dist_init_required=False)
         return engine
-
-    def _zero_settings(self, module: nn.Module) -> dict:
-        """Buckets no larger than what there is to put into them: DeepSpeed allocates them whole."""
-        sizes = [_size(p) for p in self.parameters.values()]
-        settings: dict = {"stage": self.stage, "reduce_bucket_size": max(1, min(50_000_000, sum(sizes)))}
-        memory = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-        if "optimizer" in self.offload:
-            settings["offload_optimizer"] = memory
-        if "parameters" in self.offload:
-            settings["offload_param"] = memory
-        if self.stage == 3:  # norms and biases stay whole everywhere, as a message each would cost more than they do
-            vectors = [_size(p) for p in module.parameters() if _num_axes(p) <= 1]
-            settings["stage3_param_persistence_threshold"] = max(vectors, default=0)
-        return settings
 
     def set_learning_rate(self, learning_rate: float) -> None:
         self._base_learning_rate = learning_rate
@@ -222,6 +165,39 @@ def _gather_experts_at_once(module: nn.Module) -> None:
     blocks = {type(m) for m in module.modules() if isinstance(getattr(m, "experts", None), nn.Module)}
     if blocks:
         _import_deepspeed().utils.set_z3_leaf_modules(module, sorted(blocks, key=lambda block: block.__name__))
+
+
+class ZeroFrozen:
+    """A module that is never trained, its weights in parts over the processes (ZeRO 3): a forward gathers layer by
+    layer, and every process must run as many of them."""
+
+    def __init__(self, module: nn.Module, zero: ZeroConfig) -> None:
+        init_process_group()
+        module.requires_grad_(False)
+        dtype = next(module.parameters()).dtype
+        with _stdout_to_stderr():
+            self.engine, *_ = _import_deepspeed().initialize(
+                model=module, config=_common_settings(module, 3, dtype, frozenset(zero.offload) & {"parameters"}),
+                dist_init_required=False)
+
+    def __call__(self, *inputs: object, **named: object):  # noqa: ANN204 - the module's own
+        """The module's forward."""
+        return self.engine(*inputs, **named)
+
+
+def _common_settings(module: nn.Module, stage: int, dtype: torch.dtype, offload: frozenset[str]) -> dict:
+    """DeepSpeed's configuration, as far as trained and frozen modules have it in common."""
+    memory, layout = {"device": "cpu", "pin_memory": torch.cuda.is_available()}, {"stage": stage}
+    if "optimizer" in offload:
+        layout["offload_optimizer"] = memory
+    if "parameters" in offload:
+        layout["offload_param"] = memory
+    if stage == 3:  # norms and biases stay whole everywhere, as a message each would cost more than they do
+        layout["stage3_param_persistence_threshold"] = max(
+            (_size(p) for p in module.parameters() if _num_axes(p) <= 1), default=0)
+    return {"train_micro_batch_size_per_gpu": 1,  # of no effect: micro-batches are ours, by tokens
+            "gradient_accumulation_steps": 1, "zero_optimization": layout, "steps_per_print": sys.maxsize,
+            "bf16": {"enabled": dtype == torch.bfloat16}, "fp16": {"enabled": dtype == torch.float16}}
 
 
 def _num_axes(parameter: nn.Parameter) -> int:
