@@ -21,7 +21,7 @@ from tests.tiny import save_tiny
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[1]
 WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the moon", "tree", "old book", "wind"]
-STAGES = ("sft", "reward", "ppo")
+RUNS = {"sft": "sft", "reward": "reward", "ppo": "ppo", "lora_reward": "reward", "lora_ppo": "ppo"}  # run -> stage
 # what cannot be the same: the clock's figures, a process's own cache, and the budget that is given
 CLOCKED = ("time/", "engine/tokens_per_second", "engine/kv_bytes", "micro_batch_tokens", "value/micro_batch_tokens")
 
@@ -56,7 +56,7 @@ def ended(started: subprocess.Popen) -> subprocess.CompletedProcess:
 
 
 def argv_of(folder: Path, where: str, batch: int, *more: str) -> dict[str, list[str]]:
-    """The three stages' command lines, each process with `batch` rows a step."""
+    """The command lines of the three stages, and of the last two with adapters on one base that all roles share."""
     shared = ["--model.dtype", "float32", "--data.split", "null", "--data.eval_fraction", "0.3",
               "--data.max_length", "48", "--data.max_prompt_length", "32", "--data.cache_dir", f"{folder}/cache",
               "--train.max_steps", "3", "--train.learning_rate", "0.05", "--train.optim", "sgd",
@@ -65,9 +65,14 @@ def argv_of(folder: Path, where: str, batch: int, *more: str) -> dict[str, list[
     ppo = ["--ppo.sampling.max_new_tokens", "6", "--ppo.sampling.num_samples", "2", "--ppo.num_ppo_epochs", "2",
            "--ppo.num_minibatches", "2", "--ppo.kl_target", "0.1", "--ppo.kl_horizon", "100",
            "--roles.actor.learning_rate", "0.05", "--roles.critic.learning_rate", "0.05"]
-    extra = {"sft": ["--model.model_name_or_path", f"{folder}/base"], "reward": [], "ppo": ppo}
-    return {name: ["--stage", name, "--output_dir", f"{folder}/{where}/{name}",
-                   f"--data.sources=[{{path: '{folder}/{name}.jsonl'}}]", *shared, *extra[name]] for name in STAGES}
+    lora = ["--model.model_name_or_path", f"{folder}/{where}/sft", "--model.lora.r", "4"]
+    extra = {"sft": ["--model.model_name_or_path", f"{folder}/base"], "reward": [], "ppo": ppo,
+             "lora_reward": [*lora, "--train.learning_rate", "0.5"],
+             "lora_ppo": [*lora, *ppo, "--roles.reward.model_name_or_path", f"{folder}/{where}/lora_reward",
+                          "--roles.share_base", "true"]}
+    return {name: ["--stage", stage, "--output_dir", f"{folder}/{where}/{name}",
+                   f"--data.sources=[{{path: '{folder}/{stage}.jsonl'}}]", *shared, *extra[name]]
+            for name, stage in RUNS.items()}
 
 
 def prepare(folder: Path) -> None:
@@ -183,21 +188,21 @@ def metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
             for line in (folder / name).read_text().splitlines()]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_of_two_processes_under_zero_3_reports_what_one_process_reports(place, found, stage):
-    assert [m[stage] for m in found["stages"]] == [0, 0]
-    one, two = (metrics(place / where / stage) for where in ("one", "two"))
+@pytest.mark.parametrize("name", RUNS)
+def test_a_stage_of_two_processes_under_zero_3_reports_what_one_process_reports(place, found, name):
+    assert [m[name] for m in found["stages"]] == [0, 0]
+    one, two = (metrics(place / where / name) for where in ("one", "two"))
     assert len(one) == len(two) == 4  # three steps and an evaluation, each written once
     for expected, row in zip(one, two, strict=True):
         assert row == pytest.approx(expected, rel=1e-4, abs=2e-6)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_of_two_processes_exports_the_weights_of_one_process(place, found, stage):
-    one, two = (load_file(place / where / stage / "model" / "model.safetensors") for where in ("one", "two"))
+@pytest.mark.parametrize("name", RUNS)
+def test_a_stage_of_two_processes_exports_the_weights_of_one_process(place, found, name):
+    one, two = (load_file(place / where / name / "model" / "model.safetensors") for where in ("one", "two"))
     assert one.keys() == two.keys()
-    for name, weight in one.items():
-        torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-6)
+    for key, weight in one.items():
+        torch.testing.assert_close(two[key], weight, rtol=1e-4, atol=1e-6)
 
 
 def test_the_samples_of_a_rollout_do_not_depend_on_how_many_processes_draw_it(place, found):
