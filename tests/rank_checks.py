@@ -91,8 +91,8 @@ def plain_run(optim: str, max_grad_norm: float) -> dict:
 
 
 def trained(optim: str, max_grad_norm: float, checkpointing: bool = False, tp: int = 1, full_at: int | None = None,
-            **layout: object) -> tuple[Actor, dict]:
-    model = tiny_causal_lm()
+            dtype: torch.dtype = torch.float32, **layout: object) -> tuple[Actor, dict]:
+    model = tiny_causal_lm().to(dtype)
     if full_at:  # more tokens than that do not fit, which shows in the midst of the backward pass
         model.model.layers[0].register_forward_hook(failing("backward", lambda tokens: tokens > full_at))
     if checkpointing:
@@ -137,6 +137,9 @@ def check_layouts() -> dict:
         out[f"zero {stage}"] = compare(*trained("sgd", 0.5, zero_stage=stage), clipped)
         out[f"zero {stage}, checkpointing"] = compare(*trained("sgd", 1e9, checkpointing=True, zero_stage=stage), plain)
         out[f"zero {stage}, adamw"] = compare(*trained("adamw", 0.5, zero_stage=stage), adam)
+    for stage in (1, 2, 3):
+        out[f"zero {stage}, bfloat16"] = compare_masters(
+            *trained("sgd", 1e9, dtype=torch.bfloat16, zero_stage=stage), plain)
     return out
 
 
@@ -147,6 +150,16 @@ def check_memory() -> dict:
         actor, measured = trained("sgd", 1e9, full_at=30 if rank() == 1 else None, zero_stage=stage)
         out[str(stage)] = compare(actor, measured, plain) | {"learnt": actor.engine.learnt.get("update")}
     return out
+
+
+def compare_masters(actor: Actor, found: dict, plain: dict) -> dict:
+    """As `compare`, of 16-bit weights' fp32 masters, which moved from the rounded start."""
+    masters = {k.removeprefix("model."): v for k, v in actor.engine.training.state()["weights"].items()}
+    ours = moved(masters, {k: plain["before"][k].bfloat16() for k in masters})
+    theirs = moved(plain["after"], {k: plain["before"][k] for k in masters})
+    return {"loss": relative(found["losses"], plain["losses"]),
+            "weights": float((ours - theirs).norm() / theirs.norm()),
+            "dtypes": sorted({str(v.dtype) for v in masters.values()})}
 
 
 def check_inference() -> dict:

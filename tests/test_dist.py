@@ -141,6 +141,14 @@ def test_adam_goes_as_far_as_torch_s_at_every_stage(found, stage):
     assert measured["length"] < 1e-5 and measured["loss"] < 1e-5 and measured["norm"] < 1e-5
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bfloat16_weights_move_by_their_fp32_masters(found, stage):
+    """A few per cent of rounding; bf16 sums would lose small steps whole, and a step too many would double the way."""
+    for measured in found["layouts"]:
+        measured = measured[f"zero {stage}, bfloat16"]
+        assert measured["loss"] < 0.01 and measured["weights"] < 0.1 and measured["dtypes"] == ["torch.float32"]
+
+
 def test_under_zero_3_a_process_generates_alone_gathers_once_and_gives_the_same_weights_back(found):
     first, second = found["inference"]
     assert first["tokens"] == [row[: len(t)] for row, t in zip(first["oracle"], first["tokens"], strict=True)]

@@ -53,7 +53,7 @@ class ZeroTraining:
         self._dtype = next(iter(self.parameters.values())).dtype
         self.stage, self.offload = zero.stage(self._dtype), frozenset(zero.offload)
         self._optimizer = OPTIMIZERS[optimizer.optim](self._groups(optimizer.weight_decay), optimizer)
-        self.engine = self._initialize(module)
+        self.engine = self._initialize(module, is_shared=parameters is not None)
         self.set_learning_rate(optimizer.learning_rate)
 
     def _groups(self, weight_decay: float) -> list[dict]:
@@ -62,7 +62,7 @@ class ZeroTraining:
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
         return [g for g in groups if g["params"]]
 
-    def _initialize(self, module: nn.Module):  # noqa: ANN202 - a DeepSpeed class
+    def _initialize(self, module: nn.Module, is_shared: bool):  # noqa: ANN202 - a DeepSpeed class
         # buckets no larger than what there is to put into them: DeepSpeed allocates them whole
         bucket = max(1, min(50_000_000, sum(_size(p) for p in self.parameters.values())))
         settings = _common_settings(module, self.stage, self._dtype, self.offload) | {
@@ -71,6 +71,8 @@ class ZeroTraining:
             "gradient_clipping": self.max_grad_norm if self.stage else 0.0,  # at ZeRO 0 `step` clips and knows the norm
         }
         settings["zero_optimization"]["reduce_bucket_size"] = bucket
+        if is_shared:  # what one engine gathers ahead, another on the same module would find neither here nor away
+            settings["zero_optimization"] |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
         if self.stage == 3:
             _gather_experts_at_once(module)
         with _stdout_to_stderr():
