@@ -16,6 +16,7 @@ from hybrid_rlhf.distributed import RankGroup, max_over_ranks
 from hybrid_rlhf.engine.admission import check_generates, check_lengths, fitting_slots, stop_ids
 from hybrid_rlhf.engine.batches import GenerateBatches
 from hybrid_rlhf.engine.graphs import Capture, capture_for, probe_capture
+from hybrid_rlhf.engine.idle import idle_batch, zero_of
 from hybrid_rlhf.engine.kv_cache import SlotCache
 from hybrid_rlhf.engine.memory import explained, fewer_slots, release
 from hybrid_rlhf.engine.offload import IdleOffload, Turn, module_tensors
@@ -27,7 +28,6 @@ from hybrid_rlhf.engine.streaming import Conversation
 from hybrid_rlhf.engine.tensor_parallel import check_shardable
 from hybrid_rlhf.engine.together import agreed, as_group, draw_together
 from hybrid_rlhf.engine.zero import ZeroConfig, ZeroFrozen, ZeroTraining, gathered, is_partitioned
-from hybrid_rlhf.tensors import SequenceBatch
 
 Piece = TypeVar("Piece")
 _log = logging.getLogger(__name__)
@@ -293,11 +293,7 @@ class HybridEngine:
 
     def idle_forward(self) -> Tensor:
         """A forward that only keeps step with other processes; returns a zero whose gradient is zero everywhere."""
-        ids = torch.full((1, 2), self.pad_id, device=self.device)
-        real = torch.ones_like(ids, dtype=torch.bool)
-        out = self(SequenceBatch(ids, real, real))
-        numbers = [out] if isinstance(out, Tensor) else [v for v in vars(out).values() if isinstance(v, Tensor)]
-        return sum(v.float().sum() for v in numbers if v.is_floating_point()) * 0.0
+        return zero_of(self(idle_batch(self.pad_id, self.device)))
 
     def _require_inference(self, what: str) -> None:
         if not self.is_inference:
