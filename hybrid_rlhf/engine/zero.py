@@ -140,6 +140,9 @@ class ZeroTraining:
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
         keys = ("exp_avg", "exp_avg_sq") if isinstance(self._optimizer, torch.optim.AdamW) else ()
+        if self.stage == 3:
+            for parameter in self.parameters.values():  # a later engine on the same module has linked it to itself
+                parameter._z3_optimizer = self.engine.optimizer
         state: dict = {"num_steps": self.num_steps, "weights": {}, "exp_avg": {}, "exp_avg_sq": {}}
         for name, parameter in self.parameters.items():
             if self.stage == 0:
