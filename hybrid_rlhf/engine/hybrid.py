@@ -283,11 +283,8 @@ class HybridEngine:
         return [*self.eos_ids, *sampling.stop_token_ids, *self._runner.ending_ids]
 
     def num_forwards(self, num_own: int) -> int:
-        """How many forwards this process must run for `num_own` of its own: as many as any where they meet in each.
-
-        They meet under ZeRO 3, which gathers weights layer by layer, and under ZeRO 2, which reduces gradients at every
-        backward pass. Every process must call it.
-        """
+        """How many forwards this process must run for `num_own` of its own. Every process must call it: under ZeRO 3,
+        which gathers layer by layer, and 2, which reduces at every backward pass, all run as many as the busiest."""
         stage = self.training.stage if self.training else 3 * is_partitioned(self.module)
         return max_over_ranks(num_own) if stage >= 2 else num_own
 
