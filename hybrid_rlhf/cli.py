@@ -109,6 +109,7 @@ def _train(argv: list[str]) -> int:
         config, code = _plan(config, switches)
         if code or switches["plan"]:
             return code
+        _hold_little()
     return _run(stage, config, command=shlex.join([prog, *argv]))
 
 
@@ -120,6 +121,13 @@ def _plan(config: object, switches: dict) -> tuple[object, int]:
     given = switches["memory"]
     memory = None if given is None else parse_bytes(given, "--memory")
     return carry_out(config, memory=memory, only_plan=switches["plan"])
+
+
+def _hold_little() -> None:
+    """Where memory was named, it counts for more than the time that the system takes to map blocks again."""
+    from hybrid_rlhf.run.allocator import give_back_freed_blocks
+
+    give_back_freed_blocks()
 
 
 def _run(stage: ModuleType, config: object, command: str) -> int:

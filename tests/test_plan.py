@@ -167,10 +167,11 @@ def test_a_deep_model_is_counted_from_two_shallow_ones(tmp_path, monkeypatch) ->
 
 
 def test_logits_are_counted_as_chunks(folder) -> None:
-    """Beyond one chunk of 1,024 tokens more tokens take no more logits: only a few numbers per token."""
-    one, four = (footprint.logit_bytes(model_of(folder), CPU, n, trains=False) for n in (1024, 4096))
-    assert one > 1024 * 300 * 4  # a chunk in fp32
-    assert four - one < 3072 * 160
+    """Beyond one chunk of 128 MiB more tokens take no more logits: only their hidden states' gradients and numbers."""
+    chunk = 2**27 // (300 * 4)
+    one, four = (footprint.logit_bytes(model_of(folder), CPU, n * chunk, trains=False) for n in (1, 4))
+    assert one > 2**26
+    assert four - one < 3 * chunk * 160
 
 
 def test_roles_score_in_turns_and_stay_side_by_side() -> None:

@@ -8,15 +8,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TextIO
 
-from hybrid_rlhf.config import check
 from hybrid_rlhf.distributed import device
 from hybrid_rlhf.engine.kv_cache import free_bytes
+from hybrid_rlhf.layout import Start, resolve
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
 from hybrid_rlhf.run import plan_table
 from hybrid_rlhf.run.plan import DOES_NOT_FIT, Generation, Plan, Role, make_plan, size_text
-from hybrid_rlhf.training import all_stages, step1_sft, step2_reward, step3_ppo, wiring
+from hybrid_rlhf.training import all_stages, step1_sft, step2_reward, step3_ppo
+from hybrid_rlhf.training.four_roles import TRAINED, find_starts, held_as, layout_of
 
 MAX_BATCH = 64  # sequences that HybridEngine decodes at once
 MIN_TOKENS = 256  # micro-batches are not made smaller than this by --memory
@@ -97,8 +98,10 @@ def _reward(config: step2_reward.Config, start: ModelConfig | None) -> list[Role
 
 
 def _ppo(config: step3_ppo.Config, start: ModelConfig | None) -> list[Role]:
-    """Actor, reference, critic and reward model, at their longest sequences."""
-    models = ppo_models(config, start)
+    """Actor, reference, critic and reward model, at their longest sequences, on the bases that they share."""
+    starts = ppo_starts(config, start)
+    layout, _ = resolve(config.roles, starts, config.model.lora.r > 0)
+    parts = step3_ppo.parts_of(config)
     sampling = config.ppo.sampling
     length = config.data.max_prompt_length + sampling.max_new_tokens
     sequences = _batch(config) * sampling.num_samples
@@ -106,38 +109,37 @@ def _ppo(config: step3_ppo.Config, start: ModelConfig | None) -> list[Role]:
     generation = Generation(min(MAX_BATCH, sequences), config.data.max_prompt_length, sampling.max_new_tokens)
 
     def role(name: str, **more: object) -> Role:
-        own = config.roles[name]
-        rows = _rows(config, length, minibatch if more.get("trains") else sequences, own.micro_batch_tokens)
-        stage = config.engine.zero_stage if own.zero_stage is None else own.zero_stage
-        return Role(name, models[name], length, rows, zero_stage=stage, **more)
+        trains, group = name in TRAINED, layout.group(name)
+        has_adapter = (name == "actor" or (name == "critic" and layout.kind != "head")
+                       or starts[name].adapter is not None)
+        model = held_as(parts, starts[name])
+        if start is not None and start.preset:
+            model = replace(model, preset=start.preset, model_name_or_path=None)
+        model = replace(model, lora=model.lora if has_adapter else LoraConfig(),
+                        freeze=model.freeze if trains else [],
+                        gradient_checkpointing=model.gradient_checkpointing and trains)
+        zero = layout_of(parts, name)
+        rows = max(1, min(minibatch if trains else sequences, zero.micro_batch_tokens // length))
+        return Role(name, model, length, rows, trains=trains, zero_stage=zero.zero_stage,
+                    base=group[0] if name != group[0] else None, **more)
 
-    return [role("actor", predicted=sampling.max_new_tokens, trains=True, entropy=True, generation=generation),
-            role("ref", predicted=sampling.max_new_tokens), role("critic", trains=True), role("reward")]
+    return [role("actor", predicted=sampling.max_new_tokens, entropy=True, generation=generation),
+            role("ref", predicted=sampling.max_new_tokens), role("critic"), role("reward")]
 
 
 _ROLES: dict[type, Callable[[object, ModelConfig | None], list[Role]]] = {
     step1_sft.Config: _sft, step2_reward.Config: _reward, step3_ppo.Config: _ppo}
 
 
-def ppo_models(config: step3_ppo.Config, start: ModelConfig | None) -> dict[str, ModelConfig]:
-    """Each role's model settings: where its configuration lies, and what of it is trained."""
-    roles = config.roles
-    if start is None:
-        check(config.model.preset is None, "model.preset: PPO starts from a trained model; give "
-                                           "model.model_name_or_path or run --stage sft and --stage reward first")
-        actor = wiring.predecessor(roles.actor.model_name_or_path or config.model.model_name_or_path,
-                                   config.output_dir, "sft", "model.model_name_or_path")
-        reward = wiring.predecessor(roles.reward.model_name_or_path, config.output_dir, "reward",
-                                    "roles.reward.model_name_or_path")
-        paths = {"actor": actor, "reward": reward, "ref": roles.ref.model_name_or_path or actor,
-                 "critic": roles.critic.model_name_or_path or reward}
-    models = {}
-    for name in ("actor", "ref", "critic", "reward"):
-        model = start or replace(config.model, model_name_or_path=wiring.model_folder(paths[name]))
-        if name in ("ref", "reward"):
-            model = replace(model, lora=LoraConfig(), freeze=[], gradient_checkpointing=False)
-        models[name] = replace(model, dtype=roles[name].dtype or model.dtype)
-    return models
+def ppo_starts(config: step3_ppo.Config, start: ModelConfig | None) -> dict[str, Start]:
+    """Where each role starts. Before its predecessors have run, from the one model that they will start from."""
+    if start is not None:
+        path = start.model_name_or_path or start.preset
+        adapter = "to be trained" if config.model.lora.r else None
+        first = Start(path, dtype=start.dtype, quantize=start.quantize or "none")
+        later = replace(first, adapter=adapter, head=path)
+        return {"actor": first, "ref": first, "critic": later, "reward": later}
+    return find_starts(step3_ppo.find_sources(config), config.model, config.roles)
 
 
 def _batch(config: object) -> int:

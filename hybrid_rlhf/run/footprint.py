@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hybrid_rlhf.algorithms.likelihood import token_logprobs
+from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs
 from hybrid_rlhf.models import shapes
 from hybrid_rlhf.models.backbone import hidden_states, own_head
 from hybrid_rlhf.models.load import ModelConfig
@@ -232,7 +232,9 @@ def logit_bytes(model: ModelConfig, device: torch.device, num_tokens: int, *, tr
         for parameter in empty.parameters():
             parameter.grad = torch.zeros_like(parameter) if trains and parameter.requires_grad else None
         with _counting(empty) as live, torch.set_grad_enabled(trains):
-            logprobs, spread, _ = token_logprobs(hidden, targets, own_head(empty), with_entropy=entropy)
+            logprobs, spread, _ = token_logprobs(
+                hidden, targets, own_head(empty), with_entropy=entropy,
+                chunk_size=chunk_rows(config.get_text_config().vocab_size, hidden.dtype))
             if trains:
                 (logprobs + 0 * spread if entropy else logprobs).sum().backward()
     return live.peak

@@ -1,0 +1,93 @@
+"""Random models for the PPO benchmarks: folders of a base and a reward model, and the four roles built from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from hybrid_rlhf.engine import SamplingConfig, ZeroConfig
+from hybrid_rlhf.layout import RolesConfig, Start, resolve
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.lora import LoraConfig, add_lora, save_adapter
+from hybrid_rlhf.rewards.model import ModelSource
+from hybrid_rlhf.rollout import Prompts
+from hybrid_rlhf.run.fit import TrainConfig
+from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
+from hybrid_rlhf.training.four_roles import Parts, build
+
+SHAPES = {
+    "opt125m": ("opt", dict(hidden_size=768, ffn_dim=3072, num_hidden_layers=12, num_attention_heads=12,
+                            vocab_size=50272, word_embed_proj_dim=768, max_position_embeddings=512, dropout=0.0)),
+    "llama134m": ("llama", dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
+                                num_key_value_heads=12, vocab_size=32000, max_position_embeddings=512)),
+    "tiny": ("llama", dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                           num_key_value_heads=4, vocab_size=512, max_position_embeddings=512)),
+}
+LORA = LoraConfig(r=16)
+
+
+class Tokenizer:
+    """As much of a tokenizer as the roles ask for; there is no text here."""
+
+    pad_token_id, eos_token_id = 0, None
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def batch_decode(self, rows: list, **_options: object) -> list[str]:
+        return [""] * len(rows)
+
+
+def make_folders(shape: str, place: Path) -> None:
+    """place/base (a causal model, bf16), place/reward (the same shape with a scalar head), place/adapter (LoRA)."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    kind, settings = SHAPES[shape]
+    config = AutoConfig.for_model(kind, **settings, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    base.save_pretrained(place / "base")
+    config.num_labels = 1
+    AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16).save_pretrained(place / "reward")
+    add_lora(base, LORA, "reward")
+    save_adapter(base, place / "adapter", "reward")
+
+
+def roles_of(place: Path, *, lora: bool, share: str, micro_batch_tokens: int, offload: bool = False):  # noqa: ANN201
+    """(Roles, Reward) of bf16 models; share as in roles.share_base. One base means the reward is an adapter on it."""
+    base, reward, adapter = (str(place / n) for n in ("base", "reward", "adapter"))
+    is_one = share == "all"
+    policy = Start(base, dtype="bfloat16")
+    scalar = Start(base if is_one else reward, adapter if is_one else None, reward, dtype="bfloat16")
+    starts = {"actor": policy, "ref": policy, "critic": scalar, "reward": scalar}
+    roles = RolesConfig(share_base=share)
+    layout, _ = resolve(roles, starts, lora)
+    model = ModelConfig(model_name_or_path=base, dtype="bfloat16", lora=LORA if lora else LoraConfig())
+    parts = Parts(model, roles, ZeroConfig(micro_batch_tokens=micro_batch_tokens), TrainConfig(), 1.0, seed=0)
+    vocab = _vocab(base)
+    built = build(parts, starts, layout, Tokenizer(vocab), 1000, (0.0, 1.0))
+    built[0].actor.engine.eos_ids = []  # lengths are the benchmark's
+    return built
+
+
+def _vocab(folder: str) -> int:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder).vocab_size
+
+
+def trainer_of(roles, reward, max_new_tokens: int) -> PPOTrainer:  # noqa: ANN001
+    """PPO with one epoch and one minibatch: each step is one update of actor and critic."""
+    config = PPOConfig(sampling=SamplingConfig(max_new_tokens=max_new_tokens), num_ppo_epochs=1, num_minibatches=1)
+    return PPOTrainer(roles, ModelSource(reward), config, seed=0)
+
+
+def prompts_of(place: Path, rows: int, length: int) -> Prompts:
+    """Distinct random prompts of one length."""
+    draws = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, _vocab(str(place / "base")), (rows, length), generator=draws).tolist()
+    return Prompts(ids, [""] * rows)

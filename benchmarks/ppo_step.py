@@ -1,0 +1,135 @@
+"""Seconds of one whole PPO step beside the same step written plainly (peers/plain_ppo.py), alternating in one run.
+
+    python benchmarks/ppo_step.py [--cases full lora ragged ragged_lora] [--json FILE] [--profile]
+
+OPT-125m shape, bf16, batch 8, 64 prompt tokens; `full`: all weights of actor and critic are trained, four models;
+`lora`: rank 16, one base for four roles; 64 response tokens each. `ragged`: as full, `ragged_lora`: as lora, response
+lengths drawn once from a geometric law with mean 24, at most 64, the same for both sides. floor_ratio is our time over
+that of the step's matrix products at the measured rate plus its unavoidable bytes (weights read once per decode step,
+optimizer state) at the measured bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+import torch
+from harness import Times, alternate, bandwidth, machine, matrix_rate, write_rows
+from peers.plain_ppo import PlainPPO
+from ppo_models import LORA, SHAPES, make_folders, prompts_of, roles_of, trainer_of
+
+ROWS, PROMPT, RESPONSE, MEAN = 8, 64, 64, 24
+CASES = {"full": (False, False), "lora": (True, False), "ragged": (False, True), "ragged_lora": (True, True)}
+ADAM_BYTES = 30  # per parameter: fp32 master, two moments read and written, gradient read twice, bf16 written
+
+
+def limits_of(is_ragged: bool) -> list[int]:
+    if not is_ragged:
+        return [RESPONSE] * ROWS
+    generator = torch.Generator().manual_seed(2)
+    return torch.empty(ROWS).geometric_(1 / MEAN, generator=generator).clamp(1, RESPONSE).int().tolist()
+
+
+class Ours:
+    """Our step, with lengths given from outside."""
+
+    def __init__(self, place: Path, lora: bool, limits: list[int]) -> None:
+        share = "all" if lora else "none"
+        roles, reward = roles_of(place, lora=lora, share=share, micro_batch_tokens=8192)
+        self.trainer, self.prompts = trainer_of(roles, reward, max(limits)), prompts_of(place, ROWS, PROMPT)
+        engine = roles.actor.engine
+        generate = engine.generate
+        engine.generate = lambda *given, **named: generate(*given, **named | {"limits": limits})
+        self.seconds: dict[str, float] = {}
+
+    def step(self) -> None:
+        metrics = self.trainer.step(self.prompts).compute()
+        self.seconds = {k: v for k, v in metrics.items() if k.startswith("time/") or k == "engine/logprob_drift"}
+
+
+def floor_seconds(shape: str, lora: bool, limits: list[int]) -> tuple[float, str]:
+    """Seconds that the step's products and bytes take at this machine's own rates, and a line about them.
+
+    A backward costs two forwards, one where the weights are frozen. The head is needed where tokens are predicted only.
+    """
+    settings = SHAPES[shape][1]
+    hidden, vocab, layers = settings["hidden_size"], settings["vocab_size"], settings["num_hidden_layers"]
+    inner = settings.get("ffn_dim", settings.get("intermediate_size"))
+    ups = 1 if "ffn_dim" in settings else 2
+    body = layers * (4 * hidden * hidden + (ups + 1) * hidden * inner)
+    answered, read = sum(limits), ROWS * PROMPT + sum(limits)
+    shapes = [(read, hidden, hidden)] * 4 + [(read, hidden, inner)] * ups + [(read, inner, hidden)]
+    rate_body, rate_head = matrix_rate(shapes, torch.bfloat16), matrix_rate([(answered, hidden, vocab)], torch.bfloat16)
+    backward = 1 if lora else 2
+    passes = {"ref": 1, "values": 1, "score": 1, "actor": 1 + backward, "critic": 1 + backward}
+    ops_body = 2 * body * (read * sum(passes.values()) + ROWS * (PROMPT - 1))
+    ops_head = 2 * hidden * vocab * answered * (passes["ref"] + passes["actor"])
+    speed = bandwidth()
+    attended = sum(2 * 2 * layers * hidden * (PROMPT + n / 2) * n for n in limits)  # bytes of keys and values
+    decode = max(limits) * 2 * (body + hidden * vocab) + attended
+    optimizer = 0 if lora else ADAM_BYTES * 2 * (body + hidden * vocab * 1)
+    parts = (ops_body / rate_body, ops_head / rate_head, decode / speed, optimizer / speed)
+    line = (f"floor {sum(parts):.2f} s: layers {parts[0]:.2f} at {rate_body / 1e9:.0f} G/s, head {parts[1]:.2f} at "
+            f"{rate_head / 1e9:.0f} G/s, decoding {parts[2]:.2f} and optimizer {parts[3]:.2f} at "
+            f"{speed / 1e9:.1f} GB/s")
+    return sum(parts), line
+
+
+def measure(name: str, shape: str, place: Path, repeats: int) -> dict:
+    lora, is_ragged = CASES[name]
+    limits = limits_of(is_ragged)
+    ours, plain = Ours(place, lora, limits), PlainPPO(place / "base", place / "reward", limits, LORA.r if lora else 0)
+    ids = torch.tensor(ours.prompts.ids)
+    mine, theirs = alternate(repeats, ours.step, lambda: plain.step(ids))
+    floor, line = floor_seconds(shape, lora, limits)
+    row = {"case": name, "ours": mine.median, "peer": theirs.median, "ratio": theirs.median / mine.median,
+           "floor_ratio": mine.median / floor, "unit": "s/step", "machine": machine()}
+    report(name, mine, theirs, row, line, ours.seconds)
+    return row
+
+
+def report(name: str, mine: Times, theirs: Times, row: dict, line: str, phases: dict[str, float]) -> None:
+    print(f"{name:12} ours {mine}  plain {theirs} s/step  ratio {row['ratio']:.2f}  floor_ratio "
+          f"{row['floor_ratio']:.2f}", flush=True)
+    print(f"{'':12} {line}\n{'':12} " + ", ".join(f"{k} {v:.3f}" for k, v in sorted(phases.items())), flush=True)
+
+
+def profile(name: str, place: Path) -> None:
+    """Where one of our steps spends its time, by operation."""
+    from torch.profiler import ProfilerActivity, profile
+
+    lora, is_ragged = CASES[name]
+    ours = Ours(place, lora, limits_of(is_ragged))
+    ours.step()
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        ours.step()
+    print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--shape", choices=list(SHAPES), default="opt125m")
+    parser.add_argument("--repeats", type=int, default=5, help="measured steps of each side; the median counts")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--profile", action="store_true", help="print where our step spends its time instead")
+    parser.add_argument("--json", help="write the rows to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        make_folders(options.shape, Path(folder))
+        if options.profile:
+            for name in options.cases:
+                profile(name, Path(folder))
+            return
+        rows = [measure(name, options.shape, Path(folder), options.repeats) for name in options.cases]
+    write_rows(rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
