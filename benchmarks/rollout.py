@@ -1,30 +1,31 @@
-"""Rollout speed: our decode engine beside transformers' generate, on the same weights, prompts and machine, in one run.
+"""Rollout speed: our decode engine beside transformers, on the same weights, prompts and machine, in one run.
 
-    python benchmarks/rollout.py [--cases fixed fixed_fp32 stories3M ragged] [--json FILE] [--stories FOLDER]
+    python benchmarks/rollout.py [--cases fixed fixed_fp32 stories3M ragged ...] [--json FILE] [--stories FOLDER]
 
-Both sides sample at temperature 1 from the same module, alternating, after one unmeasured run each; figures are
-medians. Prompts are distinct. Useful tokens per second count responses only, and of each no more than was asked for.
-floor_ratio is the time of one of our decode steps over that of the matrix products of its weights alone: 1 is the
-floor.
+The peer is `generate`, and in the cases named *_batch transformers' own continuous batching (`generate_batch`). Both
+sides sample at temperature 1 from the same module, alternating, after one unmeasured run each; figures are medians,
+with the least and the most. Prompts are distinct. Useful tokens per second count responses only, and of each no more
+than was asked for. floor_ratio is the time of one of our decode steps over that of the matrix products of its weights
+alone, as torch multiplies them: 1 is the floor of a model whose products are torch's. own_floor_ratio is the same over
+our own products, which are faster on some processors.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 import torch
+from harness import Times, alternate, machine, seconds, write_rows
+from peers.continuous_batching import continuous_batching
 from torch import nn
 
 from hybrid_rlhf.engine.hybrid import HybridEngine
@@ -45,6 +46,7 @@ class Case:
     prompts: list[list[int]]
     limits: list[int]
     rows: int
+    is_batch: bool = False  # the peer is generate_batch
 
     @property
     def useful(self) -> int:
@@ -92,6 +94,9 @@ CASES: dict[str, Callable[[argparse.Namespace], Case]] = {
     "fixed_fp32": lambda _: even("fixed_fp32", llama(SHAPE_134M, torch.float32), 16, 128, 64),
     "stories3M": lambda options: even("stories3M", stories(options.stories), 64, 64, 64),
     "ragged": lambda _: ragged(llama(SHAPE_134M, torch.bfloat16)),
+    "fixed_batch": lambda _: replace(even("fixed_batch", llama(SHAPE_134M, torch.bfloat16), 16, 128, 64),
+                                     is_batch=True),
+    "ragged_batch": lambda _: replace(ragged(llama(SHAPE_134M, torch.bfloat16)), name="ragged_batch", is_batch=True),
 }
 
 
@@ -143,47 +148,34 @@ def stops(limits: list[int], width: int):  # noqa: ANN201
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def seconds(act: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    act()
-    return time.perf_counter() - start
-
-
-def alternate(repeats: int, *acts: Callable[[], object]) -> list[float]:
-    """Median seconds of each, taken in turns after one unmeasured round."""
-    for act in acts:
-        act()
-    rounds = [[seconds(act) for act in acts] for _ in range(repeats)]
-    return [statistics.median(times) for times in zip(*rounds, strict=True)]
-
-
-def products(engine: HybridEngine, rows: int) -> Callable[[], float]:
-    """The matrix products of one decode step as the engine computes them, and nothing else; returns seconds."""
+def products(engine: HybridEngine, rows: int, is_own: bool) -> Callable[[], float]:
+    """The matrix products of one decode step and nothing else, by torch or as the engine computes them; returns
+    seconds."""
     layers = [m for m in engine.model.modules() if isinstance(m, nn.Linear)]
     inputs = {m.in_features: torch.randn(rows, m.in_features).to(m.weight.dtype) for m in layers}
 
+    @torch.no_grad()
     def run() -> None:
         for layer in layers:
             layer(inputs[layer.in_features])
 
     def timed() -> float:
-        with engine.inference():
+        with engine.inference() if is_own else nullcontext():
+            run()
             return seconds(run)
 
     return timed
 
 
-def floor_ratio(engine: HybridEngine, case: Case, repeats: int) -> float:
-    """Time of a decode step, as the difference between long and short responses, over its matrix products.
+def step_seconds(engine: HybridEngine, case: Case, repeats: int) -> float:
+    """Seconds of a decode step: the difference between long and short responses.
 
     All rows have the longest prompt, so that the engine reads it once and prefilling does not drown the difference.
     """
     prompts, steps = [max(case.prompts, key=len)] * case.rows, 32
     short, long = (Case(case.name, case.model, prompts, [n] * case.rows, case.rows) for n in (2, 2 + steps))
-    multiply = products(engine, case.rows)
     times = alternate(repeats, lambda: by_engine(engine, short), lambda: by_engine(engine, long))
-    floor = statistics.median(multiply() for _ in range(2 * repeats + 1))
-    return (times[1] - times[0]) / steps / floor
+    return (times[1].median - times[0].median) / steps
 
 
 def check_equal(engine: HybridEngine, case: Case) -> None:
@@ -194,30 +186,36 @@ def check_equal(engine: HybridEngine, case: Case) -> None:
             raise SystemExit(f"{case.name}: greedy tokens differ from transformers' generate; not measured")
 
 
+def sides(engine: HybridEngine, case: Case, repeats: int) -> list[Times]:
+    """Seconds of the engine and of the peer."""
+    if not case.is_batch:
+        return alternate(repeats, lambda: by_engine(engine, case), lambda: by_transformers(case))
+    # its manager patches the model and keeps a thread, so it is made anew for each turn and only its work is measured
+    ours, theirs = [], []
+    for _ in range(repeats + 1):
+        ours.append(seconds(lambda: by_engine(engine, case)))
+        with continuous_batching(case.model, case.prompts, case.limits, case.rows) as peer:
+            theirs.append(seconds(peer))
+    return [Times(statistics.median(t[1:]), min(t[1:]), max(t[1:])) for t in (ours, theirs)]
+
+
 def measure(case: Case, repeats: int) -> dict:
     engine = engine_for(case)
     check_equal(engine, case)
-    ours, peer = alternate(repeats, lambda: by_engine(engine, case), lambda: by_transformers(case))
-    row = {"case": case.name, "ours": case.useful / ours, "peer": case.useful / peer, "ratio": peer / ours,
-           "floor_ratio": floor_ratio(engine, case, repeats), "unit": "tokens/s", "machine": machine()}
-    engine_is = getattr(engine, "describe", dict)()
-    print(f"{case.name:12} ours {row['ours']:8.1f}  transformers {row['peer']:8.1f} tokens/s  ratio {row['ratio']:5.2f}"
-          f"  decode step / its products {row['floor_ratio']:5.2f}  "
-          f"({engine_is.get('path')}, {engine_is.get('kernels')})", flush=True)
+    ours, peer = sides(engine, case, repeats)
+    step = step_seconds(engine, case, repeats)
+    torch_floor, own_floor = (statistics.median(act() for _ in range(2 * repeats + 1))
+                              for act in (products(engine, case.rows, False), products(engine, case.rows, True)))
+    row = {"case": case.name, "ours": case.useful / ours.median, "peer": case.useful / peer.median,
+           "ratio": peer.median / ours.median, "floor_ratio": step / torch_floor, "own_floor_ratio": step / own_floor,
+           "unit": "tokens/s", "machine": machine(), "ours_range": [case.useful / t for t in ours[1:][::-1]],
+           "peer_range": [case.useful / t for t in peer[1:][::-1]]}
+    engine_is, theirs = engine.describe(), "generate_batch" if case.is_batch else "generate"
+    ranges = [f"{row[k]:.1f} ({row[k + '_range'][0]:.0f}-{row[k + '_range'][1]:.0f})" for k in ("ours", "peer")]
+    print(f"{case.name:12} ours {ranges[0]}  {theirs} {ranges[1]} tokens/s  ratio {row['ratio']:.2f}  step / products: "
+          f"torch's {row['floor_ratio']:.2f}, ours {row['own_floor_ratio']:.2f}  "
+          f"({engine_is['path']}, {engine_is['kernels']}, {engine_is['fused']})", flush=True)
     return row
-
-
-def machine() -> str:
-    import transformers
-
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    kind = torch.backends.cpu.get_cpu_capability()
-    return (f"{name}, {torch.get_num_threads()} threads of {os.cpu_count()}, {kind}, torch {torch.__version__}, "
-            f"transformers {transformers.__version__}")
 
 
 def main() -> None:
@@ -230,9 +228,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    rows = [measure(CASES[name](options), options.repeats) for name in options.cases]
-    if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    write_rows([measure(CASES[name](options), options.repeats) for name in options.cases], options.json)
 
 
 if __name__ == "__main__":
