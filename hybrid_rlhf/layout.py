@@ -208,8 +208,10 @@ def resolve(roles: RolesConfig, starts: Mapping[str, Start], has_lora: bool) -> 
     obstacles = [o for group in groups for o in _obstacles(group, starts, has_lora, kind)]
     line = None
     if obstacles and is_auto and wanted == "all":
-        groups = [g for g in (_without_critic(g, kind) for g in GROUPS["pairs"])
-                  if not _obstacles(g, starts, has_lora, kind)]
+        candidates = [(_without_critic(("actor", "ref", "critic"), kind),), GROUPS["pairs"]]
+        candidates = [[g for g in each if not _obstacles(_without_critic(g, kind), starts, has_lora, kind)]
+                      for each in candidates]
+        groups = [_without_critic(g, kind) for g in next((c for c in candidates if c), [])]
         shared = " and ".join(f"{' with '.join(g)}" for g in groups if len(g) > 1) or "no two roles"
         line = f"roles.share_base auto: not one base for all, for {obstacles[0]}; sharing: {shared}"
         obstacles = []

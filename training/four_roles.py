@@ -19,7 +19,7 @@ from hybrid_rlhf.layout import ROLES, Layout, RoleConfig, RolesConfig, Start, re
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.adapters import Adapters
 from hybrid_rlhf.models.backbone import check_head
-from hybrid_rlhf.models.heads import BackboneWithHead, new_head
+from hybrid_rlhf.models.heads import BackboneWithHead, head_of, random_head
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import add_lora, is_adapter, load_adapter
 from hybrid_rlhf.models.weights import identity, read_tensor
@@ -33,12 +33,14 @@ TRAINED = ("actor", "critic")
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the roles' weights come from: run folders or models."""
+    """Where the roles' weights come from: run folders or models. reads_text: whether the reward model has another
+    tokenizer or template than the actor, and reads text."""
 
     actor: str
     reward: str
     ref: str
     critic: str
+    reads_text: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class Base:
             settings = replace(settings, freeze=[])
         self.is_policy = group[0] in ("actor", "ref")
         self.model = self._open(settings, tokenizer)
-        self.heads = {role: self._head(role) for role in group if role in ("critic", "reward")}
+        self.heads = {role: self._head(role, parts.seed) for role in group if role in ("critic", "reward")}
         for role in group:
             self._adapt(role, parts.seed)
         self.adapters = Adapters(self.model) if hasattr(self.model, "_peft_wrapper") else None
@@ -146,13 +148,14 @@ class Base:
             check_head(model)
         return load.disable_dropout(model)
 
-    def _head(self, role: str) -> nn.Module:
+    def _head(self, role: str, seed: int) -> nn.Module:
         """The scalar head of a role: the model's own where all of it is trained, else one in fp32 beside it."""
-        start = self.starts[role]
+        start, is_trained = self.starts[role], role == "critic"
         if not self.is_frozen:
             return self.model.score
-        weight = read_tensor(start.head, "score.weight") if start.head else self.model.score.weight.detach()
-        return new_head(weight, is_trained=role == "critic").to(device())
+        if start.head:
+            return head_of(read_tensor(start.head, "score.weight"), is_trained=is_trained).to(device())
+        return random_head(self.model.config.get_text_config().hidden_size, seed, is_trained=is_trained).to(device())
 
     def _adapt(self, role: str, seed: int) -> None:
         """A role's adapter: the one it starts from, or, to be trained, a new one that changes nothing yet."""
@@ -187,18 +190,23 @@ class Base:
 
 
 def build(parts: Parts, starts: dict[str, Start], layout: Layout, tokenizer, num_updates: int,  # noqa: ANN001
-          scale: tuple[float, float]) -> tuple[Roles, Reward]:
-    """The roles in their engines; actor and critic under an optimizer, dropout off everywhere."""
+          scale: tuple[float, float], reward_tokenizer) -> tuple[Roles, Reward]:  # noqa: ANN001
+    """The roles in their engines; actor and critic under an optimizer, dropout off everywhere.
+
+    scale: mean and standard deviation that scores are normalised by, which a critic with the reward's head is too.
+    """
     engines: dict[str, HybridEngine] = {}
+    is_copy = starts["critic"].head is not None and starts["critic"].head == starts["reward"].head
     for group in layout.bases:
-        base = Base(group, parts, starts, layout, tokenizer)
+        own = reward_tokenizer if group == ("reward",) else tokenizer
+        base = Base(group, parts, starts, layout, own)
         for role in group:
             if role in ("actor", "ref"):
                 tp = (parts.roles.actor.tp or 1) if role == "actor" else 1
                 engine = wiring.policy_engine(base.model, tokenizer, parts.temperature, tp, base.turn(role))
             else:
-                engine = wiring.scalar_engine(base.scalar(role), tokenizer, *(scale if role == "critic" else ()),
-                                              adapter=base.turn(role))
+                numbers = scale if role == "critic" and is_copy else ()
+                engine = wiring.scalar_engine(base.scalar(role), own, *numbers, adapter=base.turn(role))
             if role in TRAINED:
                 engine.prepare_training(wiring.optimizer_of(parts.train, parts.roles[role].learning_rate),
                                         wiring.schedule_of(parts.train, num_updates), layout_of(parts, role),

@@ -196,16 +196,27 @@ def eval_loader(rows: Sequence[dict], train: TrainConfig, seed: int, collate: Ca
                   shuffle=False, drop_last=False)
 
 
-def check_pair(actor: str, other: str, data: DataConfig, stage: str) -> None:
-    """UserError if the actor's tokens mean something else to the other model than they do to the actor."""
-    tokenizers = [load_tokenizer(model_folder(p)) for p in (actor, other)]
-    for tokenizer in tokenizers:
-        give_template(tokenizer, data, stage)
+def difference(actor: str, other: str, data: DataConfig, stage: str, tokenizer: str | None = None) -> str | None:
+    """What keeps `other` from reading the actor's token ids ("tokenizers" or "chat templates"), or None.
+
+    tokenizer: the actor's, where it is not its model's own. Two runs say it in their records.
+    """
+    if tokenizer is None and all((Path(p) / runfile.RUN_FILE).exists() for p in (actor, other)):
+        return runfile.difference(runfile.read_run(actor), runfile.read_run(other))
+    tokenizers = [load_tokenizer(p) for p in (tokenizer or model_folder(actor), model_folder(other))]
+    for each in tokenizers:
+        give_template(each, data, stage)
     hashes = [runfile.tokenizer_hash(t) for t in tokenizers]
-    check(hashes[0] == hashes[1], f"{actor} and {other} do not fit together: their tokenizers differ; train both from "
-                                  "the same SFT run")
-    check(tokenizers[0].chat_template == tokenizers[1].chat_template,
-          f"{actor} and {other} do not fit together: their chat templates differ; train both from the same SFT run")
+    if hashes[0] != hashes[1]:
+        return "tokenizers"
+    return "chat templates" if tokenizers[0].chat_template != tokenizers[1].chat_template else None
+
+
+def check_pair(actor: str, other: str, data: DataConfig, stage: str, tokenizer: str | None = None) -> None:
+    """UserError if the actor's tokens mean something else to the other model than they do to the actor."""
+    what = difference(actor, other, data, stage, tokenizer)
+    check(what is None,
+          f"{actor} and {other} do not fit together: their {what} differ; train both from the same SFT run")
 
 
 def score_statistics_of(reward: str) -> dict[str, float]:

@@ -36,9 +36,15 @@ class BackboneWithHead(nn.Module):
         self.base_model, self.score = backbone, score
 
 
-def new_head(weight: Tensor, *, is_trained: bool) -> nn.Linear:
+def head_of(weight: Tensor, *, is_trained: bool) -> nn.Linear:
     """A scalar head in fp32 from `weight` (1, H)."""
     head = nn.Linear(weight.shape[1], 1, bias=False, dtype=torch.float32)
     with torch.no_grad():
         head.weight.copy_(weight)
     return head.requires_grad_(is_trained)
+
+
+def random_head(hidden_size: int, seed: int, *, is_trained: bool) -> nn.Linear:
+    """A new scalar head: normal with standard deviation 1 / sqrt(H + 1), from a generator of its own."""
+    weight = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed)) * (hidden_size + 1) ** -0.5
+    return head_of(weight, is_trained=is_trained)

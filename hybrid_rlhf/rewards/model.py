@@ -4,18 +4,51 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from hybrid_rlhf.config import check
+from hybrid_rlhf.data import chat
+from hybrid_rlhf.data.chat import Rendered, Text
+from hybrid_rlhf.models.load import max_positions
 from hybrid_rlhf.roles import Reward
 from hybrid_rlhf.rollout import Rollout
+from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right
 
 
 @dataclass
 class ModelSource:
-    """The stage-2 model. It reads the actor's token ids, so its tokenizer must be the actor's (checked at start)."""
+    """The stage-2 model. It reads the actor's token ids, or, given a tokenizer of its own, the text: prompt and
+    response rendered by its own template and tokenized together, as stage 2 did."""
 
     role: Reward
     name: str = "model"
+    tokenizer: object | None = None
 
     def score(self, rollout: Rollout) -> Tensor:
-        return self.role.score_rollout(rollout)
+        if self.tokenizer is None:
+            return self.role.score_rollout(rollout)
+        prompts = rollout.prompts.columns.get("prompt") or rollout.prompts.texts
+        rows = [read_by(self.tokenizer, prompt, answer, bool(ended)) for prompt, answer, ended in
+                zip(prompts, rollout.completions, rollout.has_eos, strict=True)]
+        longest, limit = max(map(len, rows)), self._positions()
+        check(limit is None or longest <= limit,
+              f"a response of {longest} tokens of the reward model's, which has {limit} positions; lower "
+              "data.max_prompt_length or ppo.sampling.max_new_tokens")
+        mask = length_mask(torch.tensor([len(r) for r in rows]))
+        return self.role.score(SequenceBatch(pad_right(rows, self.role.engine.pad_id), mask, mask))
+
+    def _positions(self) -> int | None:
+        model = self.role.engine.module.model
+        return max_positions(model if hasattr(model, "config") else model.base_model)
+
+
+def read_by(tokenizer, prompt: Text, answer: str, is_ended: bool) -> list[int]:  # noqa: ANN001
+    """Prompt and answer as `tokenizer` writes them; an answer that did not end has neither end marker nor EOS."""
+    whole = chat.compose(tokenizer, prompt, answer)
+    if is_ended:
+        return chat.encode_all(tokenizer, [whole])[0].ids
+    start = whole.spans[-1][0]
+    cut = whole.text[: start + len(answer)] if whole.text[start:].startswith(answer) else whole.text
+    ids = chat.encode_all(tokenizer, [Rendered(cut, [(start, len(cut))], whole.is_plain)], append_eos=False)[0].ids
+    return ids if whole.is_plain or ids[-1] != tokenizer.eos_token_id else ids[:-1]

@@ -190,12 +190,11 @@ def require_finished(folder: str | Path, stage: str) -> RunRecord:
     return record
 
 
-def check_compatible(actor: RunRecord, reward: RunRecord) -> None:
-    """UserError unless both runs turn the same conversation into the same token ids."""
-    for fact, what in (("tokenizer", "tokenizers"), ("chat_template", "chat templates")):
-        check(actor.facts.get(fact) == reward.facts.get(fact),
-              f"{actor.output_dir} ({actor.stage}) and {reward.output_dir} ({reward.stage}) do not fit together: their "
-              f"{what} differ; train the reward model from the same SFT run")
+def difference(actor: RunRecord, other: RunRecord) -> str | None:
+    """What makes two runs turn the same conversation into different token ids, or None: their "tokenizers" or their
+    "chat templates"."""
+    return next((what for fact, what in (("tokenizer", "tokenizers"), ("chat_template", "chat templates"))
+                 if actor.facts.get(fact) != other.facts.get(fact)), None)
 
 
 def tokenizer_hash(tokenizer) -> str:  # noqa: ANN001

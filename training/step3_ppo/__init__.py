@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hybrid_rlhf.config import UserError, check
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.datasets import DataConfig
-from hybrid_rlhf.distributed import main_first, world_size
+from hybrid_rlhf.distributed import is_main, main_first, world_size
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
@@ -64,10 +65,16 @@ def find_sources(config: Config) -> Sources:
                                "sft", "model.model_name_or_path")
     reward = wiring.predecessor(roles.reward.model_name_or_path, config.output_dir, "reward",
                                 "roles.reward.model_name_or_path")
-    found = Sources(actor, reward, roles.ref.model_name_or_path or actor, roles.critic.model_name_or_path or reward)
-    for other in dict.fromkeys((found.reward, found.ref, found.critic)):  # all of them read the actor's token ids
-        if other != actor:
-            wiring.check_pair(actor, other, config.data, "ppo")
+    own = config.model.tokenizer_name_or_path
+    reads_text = reward != actor and wiring.difference(actor, reward, config.data, "ppo", own)
+    found = Sources(actor, reward, roles.ref.model_name_or_path or actor,
+                    roles.critic.model_name_or_path or (actor if reads_text else reward), bool(reads_text))
+    for other in dict.fromkeys((found.ref, found.critic)):  # both of them read the actor's token ids
+        if other not in (actor, reward):
+            wiring.check_pair(actor, other, config.data, "ppo", own)
+    check(not (reads_text and reward in (found.ref, found.critic)),
+          f"{actor} and {reward} do not fit together: their {reads_text} differ, and a critic or reference reads the "
+          "actor's tokens")
     return found
 
 
@@ -82,6 +89,17 @@ def preview(config: Config) -> None:
     wiring.require_data(config.data, "ppo")
     model = actor_model(config, find_sources(config))
     show(config.data, "ppo", wiring.open_tokenizer(model, config.data, "ppo", config.seed))
+
+
+def open_reader(config: Config, sources: Sources):  # noqa: ANN201 - a transformers class
+    """The reward model's tokenizer where it reads text, which is announced; None where it reads the actor's tokens."""
+    if not sources.reads_text:
+        return None
+    if is_main():
+        print(f"the reward model {sources.reward} has a tokenizer or template of its own and reads the responses as "
+              f"text; the critic starts from {sources.critic}", file=sys.stderr)
+    model = replace(config.model, model_name_or_path=wiring.model_folder(sources.reward), tokenizer_name_or_path=None)
+    return wiring.open_tokenizer(model, config.data, "ppo", config.seed)
 
 
 def parts_of(config: Config) -> Parts:
@@ -104,14 +122,17 @@ def run(config: Config, command: str = "") -> dict[str, float]:
                              **{"data.max_prompt_length + ppo.sampling.max_new_tokens": longest})
     starts, layout = check_roles(parts_of(config), sources)
     tokenizer = wiring.open_tokenizer(model, config.data, "ppo", config.seed)
+    reader = open_reader(config, sources)
     with main_first():  # the others find its tables in the cache
         data = datasets.build(config.data, "ppo", tokenizer, config.seed)
     loader = wiring.train_loader(data.train, config.train, config.seed, collate.collate_prompts)
     held_out = wiring.eval_loader(data.held_out, config.train, config.seed, collate.collate_prompts)
     steps = wiring.total_steps(config.train, len(loader))
     mean, std = score_scale(config, sources)
-    roles, reward = build(parts_of(config), starts, layout, tokenizer, steps * updates_per_step(config), (mean, std))
-    trainer = PPOTrainer(roles, ModelSource(reward), config.ppo, seed=config.seed, score_mean=mean, score_std=std)
+    roles, reward = build(parts_of(config), starts, layout, tokenizer, steps * updates_per_step(config), (mean, std),
+                          reader or tokenizer)
+    source = ModelSource(reward, tokenizer=reader)
+    trainer = PPOTrainer(roles, source, config.ppo, seed=config.seed, score_mean=mean, score_std=std)
     record = runfile.start(config.output_dir, "ppo", config, command)
     with on_record(record):  # a failing export is on the record too
         metrics = fit(trainer, loader, held_out, config.train, record, steps)
