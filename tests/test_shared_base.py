@@ -192,3 +192,13 @@ def test_lora_on_a_16_bit_base_trains_adapters_and_heads_in_fp32(place) -> None:
     for role in ("actor", "critic"):
         assert {p.dtype for p in built.engines[role].training.parameters.values()} == {torch.float32}
     assert all(v is not None for row in rows for v in row.values())
+
+
+def test_what_a_run_over_a_quantised_base_learned_is_not_rounded_away_by_quantising_again(place, capfd) -> None:
+    place.launch("sft", "q/sft", *LORA, "--model.load_in_4bit", "true")
+    place.launch("reward", "q/reward", *LORA, "--model.model_name_or_path", f"{place.folder}/q/sft")
+    for stage in ("reward", "ppo"):
+        given = ["--roles.reward.model_name_or_path", f"{place.folder}/q/reward"] if stage == "ppo" else []
+        place.launch(stage, f"twice/{stage}", *LORA, "--model.load_in_4bit", "true", "--model.model_name_or_path",
+                     f"{place.folder}/q/sft", *given, code=2)
+        assert "q/sft was trained over a quantised base" in capfd.readouterr().err

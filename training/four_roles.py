@@ -89,6 +89,7 @@ def check_roles(parts: Parts, sources: Sources) -> tuple[dict[str, Start], Layou
     for role in ROLES:
         held = held_as(parts, starts[role])
         wiring.check_dtype(held)
+        wiring.check_quantized_once(held)
         if role == "actor" or (role == "critic" and layout.kind != "head"):
             load.check_lora(held, f"roles.{role}.quantize {starts[role].quantize}")
         stage, dtype = layout_of(parts, role).zero_stage, load.resolve_dtype(held.dtype, device())

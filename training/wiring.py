@@ -91,6 +91,19 @@ def check_model(model: ModelConfig, engine: ZeroConfig) -> None:
     if not model.lora.r:  # adapters may have another dtype than their base
         engine.stage(load.resolve_dtype(model.dtype, device()))
     load.check_lora(model)
+    check_quantized_once(model)
+
+
+def check_quantized_once(model: ModelConfig) -> None:
+    """UserError for quantising what a run over a quantised base has exported: those weights lie on the quantisation's
+    own grid, and an adapter much smaller than its steps is rounded away (one of 1% of the weight keeps 2%)."""
+    run = Path(model.model_name_or_path or "").parent
+    if not model.quantize or not (run / runfile.RUN_FILE).exists():
+        return
+    before = runfile.read_run(run).config.get("model", {})
+    check(not (before.get("load_in_4bit") or before.get("load_in_8bit")),
+          f"{run} was trained over a quantised base: quantising its model again would round away what it learned; "
+          f"train it without model.load_in_4bit and load_in_8bit, or do not load it in {model.quantize} now")
 
 
 def check_dtype(model: ModelConfig) -> None:
