@@ -152,7 +152,8 @@ def test_a_good_command_line_is_not_refused(place, tmp_path, capfd) -> None:
     """The table above means something only if its common part is right."""
     assert main([*_at(place, SFT), "--output_dir", str(tmp_path / "sft")]) == 0
     assert main([*_at(place, REWARD), "--output_dir", str(tmp_path / "reward")]) == 0
-    assert main([*_at(place, PPO), "--output_dir", str(tmp_path / "ppo")]) == 0
+    assert main([*_at(place, PPO), "--output_dir", str(tmp_path / "ppo"),
+                 "--roles.reward.model_name_or_path", str(tmp_path / "reward")]) == 0
     capfd.readouterr()
 
 

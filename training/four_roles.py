@@ -154,6 +154,8 @@ class Base:
         start, is_trained = self.starts[role], role == "critic"
         if not self.is_frozen:
             return self.model.score
+        if start.head and start.head == start.base and not self.is_policy:
+            return head_of(self.model.score.weight.detach(), is_trained=is_trained).to(device())
         if start.head:
             return head_of(read_tensor(start.head, "score.weight"), is_trained=is_trained).to(device())
         return random_head(self.model.config.get_text_config().hidden_size, seed, is_trained=is_trained).to(device())
@@ -197,6 +199,8 @@ def build(parts: Parts, starts: dict[str, Start], layout: Layout, tokenizer, num
     scale: mean and standard deviation that scores are normalised by, which a critic with the reward's head is too.
     """
     engines: dict[str, HybridEngine] = {}
+    head = starts["reward"].head
+    check(load.has_score(head), f"roles.reward: {head} has no scalar head; a reward model is needed (--stage reward)")
     is_copy = starts["critic"].head is not None and starts["critic"].head == starts["reward"].head
     for group in layout.bases:
         own = reward_tokenizer if group == ("reward",) else tokenizer
