@@ -193,17 +193,18 @@ class Base:
 
 
 def build(parts: Parts, starts: dict[str, Start], layout: Layout, tokenizer, num_updates: int,  # noqa: ANN001
-          scale: tuple[float, float], reward_tokenizer) -> tuple[Roles, Reward]:  # noqa: ANN001
+          scale: tuple[float, float], reward_tokenizer=None) -> tuple[Roles, Reward]:  # noqa: ANN001
     """The roles in their engines; actor and critic under an optimizer, dropout off everywhere.
 
     scale: mean and standard deviation that scores are normalised by, which a critic with the reward's head is too.
+    reward_tokenizer: the reward model's own, where it reads text.
     """
     engines: dict[str, HybridEngine] = {}
     head = starts["reward"].head
     check(load.has_score(head), f"roles.reward: {head} has no scalar head; a reward model is needed (--stage reward)")
     is_copy = starts["critic"].head is not None and starts["critic"].head == starts["reward"].head
     for group in layout.bases:
-        own = reward_tokenizer if group == ("reward",) else tokenizer
+        own = reward_tokenizer if reward_tokenizer is not None and group == ("reward",) else tokenizer
         base = Base(group, parts, starts, layout, own)
         for role in group:
             if role in ("actor", "ref"):

@@ -130,7 +130,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     steps = wiring.total_steps(config.train, len(loader))
     mean, std = score_scale(config, sources)
     roles, reward = build(parts_of(config), starts, layout, tokenizer, steps * updates_per_step(config), (mean, std),
-                          reader or tokenizer)
+                          reader)
     source = ModelSource(reward, tokenizer=reader)
     trainer = PPOTrainer(roles, source, config.ppo, seed=config.seed, score_mean=mean, score_std=std)
     record = runfile.start(config.output_dir, "ppo", config, command)
