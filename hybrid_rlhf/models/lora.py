@@ -186,6 +186,8 @@ def load_adapter(model: nn.Module, folder: str | Path, adapter_name: str) -> Non
     settings = peft.PeftConfig.from_pretrained(str(folder))
     check(isinstance(settings, peft.LoraConfig) and not settings.use_dora and not settings.modules_to_save,
           f"{folder} is no plain LoRA adapter; train one by model.lora")
+    if not hasattr(model, "score"):
+        settings.exclude_modules = None  # peft warns of exclusions that exclude nothing
     try:
         _add(model, settings, adapter_name)
     except ValueError as error:
