@@ -84,5 +84,5 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
         if roles.critic:
             rollout.values = roles.critic.values(rollout)  # (B, R)
         rollout.scores = checked_scores(source, rollout)  # (B,)
-        rollout.source_scores = {source.name: rollout.scores}
+        rollout.source_scores = rollout.source_scores or {source.name: rollout.scores}  # a mixture has told its parts
     return rollout

@@ -53,7 +53,7 @@ class CriticConfig:
     Attributes:
         kind: model (weights of its own), adapter (on a base that it shares), head (a scalar head on the reward model's
             frozen states), or auto: adapter where its base is shared, else model.
-        model_name_or_path: Model of this role; null starts from the reward model.
+        model_name_or_path: Model of this role; null starts from the reward model, or the actor where there is none.
         learning_rate: Peak learning rate.
         zero_stage: ZeRO stage of its training; null takes engine.zero_stage.
         tp: 1; only the actor generates.
@@ -139,7 +139,8 @@ class RolesConfig:
         actor: The policy that is trained; without a model, that of `model`.
         ref: The policy it is held near to; without a model, the actor's own start.
         critic: The value model; without a model, it starts as a copy of the reward model.
-        reward: The reward model; without a model, the finished reward run beside output_dir.
+        reward: The reward model; without a model, the finished reward run beside output_dir, or none where `reward`
+            names other sources.
     """
 
     share_base: bool | str = "auto"
@@ -198,35 +199,37 @@ class Layout:
 def resolve(roles: RolesConfig, starts: Mapping[str, Start], has_lora: bool) -> tuple[Layout, str | None]:
     """The layout that `roles` ask for, and a line to announce where auto could not share all of it.
 
+    `starts` names the roles that there are: without a reward model, three.
     Raises UserError where what was asked for cannot be: roles that cannot share a base, a head without a model to read.
     """
     wanted, kind = roles.sharing, roles.critic.kind
     is_auto = wanted == "auto"
     if is_auto:
         wanted = "all" if has_lora else "critic-reward" if kind == "head" else "none"
-    groups = [_without_critic(group, kind) for group in GROUPS[wanted]]
+    groups = [_sharing(group, kind, starts) for group in GROUPS[wanted]]
     obstacles = [o for group in groups for o in _obstacles(group, starts, has_lora, kind)]
     line = None
     if obstacles and is_auto and wanted == "all":
-        candidates = [(_without_critic(("actor", "ref", "critic"), kind),), GROUPS["pairs"]]
-        candidates = [[g for g in each if not _obstacles(_without_critic(g, kind), starts, has_lora, kind)]
-                      for each in candidates]
-        groups = [_without_critic(g, kind) for g in next((c for c in candidates if c), [])]
+        candidates = [(("actor", "ref", "critic"),), GROUPS["pairs"]]
+        candidates = [[s for s in (_sharing(g, kind, starts) for g in each)
+                       if not _obstacles(s, starts, has_lora, kind)] for each in candidates]
+        groups = next((c for c in candidates if c), [])
         shared = " and ".join(f"{' with '.join(g)}" for g in groups if len(g) > 1) or "no two roles"
         line = f"roles.share_base auto: not one base for all, for {obstacles[0]}; sharing: {shared}"
         obstacles = []
     check(not obstacles, f"roles that cannot share a base (roles.share_base {roles.share_base}): "
                          f"{obstacles[0] if obstacles else ''}")
     groups = [g for g in groups if len(g) > 1]
-    alone = [(r,) for r in ROLES if not any(r in g for g in groups)]
+    alone = [(r,) for r in ROLES if r in starts and not any(r in g for g in groups)]
     is_sharing = any("critic" in g for g in groups)
     kind = kind if kind != "auto" else "adapter" if has_lora and is_sharing else "model"
     layout = Layout(tuple(sorted((*groups, *alone), key=lambda g: ROLES.index(g[0]))), kind)
     check(kind != "head" or "reward" in layout.group("critic"),
-          "roles.critic.kind is head, which reads the reward model's states; set roles.share_base to critic-reward, "
-          "pairs or all")
+          "roles.critic.kind is head, which reads the reward model's states; " + (
+              "set roles.share_base to critic-reward, pairs or all" if "reward" in starts else
+              "there is none here: give roles.reward.model_name_or_path, or take another kind"))
     check(kind != "adapter" or has_lora, "roles.critic.kind is adapter, which needs model.lora.r > 0 (such as 16)")
-    for role in ROLES:
+    for role in starts:
         _check_alone(role, roles[role], layout)
     return layout, line
 
@@ -235,9 +238,9 @@ GROUPS = {"all": (ROLES,), "pairs": (("actor", "ref"), ("critic", "reward")), "a
           "critic-reward": (("critic", "reward"),), "none": ()}
 
 
-def _without_critic(group: tuple[str, ...], kind: str) -> tuple[str, ...]:
-    """A critic that is a model of its own shares nothing."""
-    return tuple(r for r in group if r != "critic" or kind != "model")
+def _sharing(group: tuple[str, ...], kind: str, starts: Mapping[str, Start]) -> tuple[str, ...]:
+    """The roles of `group` that there are; a critic that is a model of its own shares nothing."""
+    return tuple(r for r in group if r in starts and (r != "critic" or kind != "model"))
 
 
 def _obstacles(group: tuple[str, ...], starts: Mapping[str, Start], has_lora: bool, kind: str) -> list[str]:

@@ -42,7 +42,8 @@ class Rollout:
 
     response_ids (B, R), right-padded; action_mask (B, R) bool, sampled tokens up to and including EOS; has_eos (B,)
     bool, whether the response ended by itself. The rest is filled in by `collect` and the trainer; shapes as in the
-    glossary: logprobs, ref_logprobs, values, rewards, advantages, returns (B, R); scores (B,).
+    glossary: logprobs, ref_logprobs, values, rewards, advantages, returns (B, R); scores (B,). source_scores: (B,) of
+    each reward source, NaN where it skipped a response.
     """
 
     prompts: Prompts
@@ -117,8 +118,9 @@ class Rollout:
         lengths = self.action_mask.sum(1).float()
         metrics.add("reward", self.scores.mean(), size)
         metrics.add_spread("reward_std", self.scores, "std")
-        for name, scores in self.source_scores.items():
-            metrics.add(f"rewards/{name}/mean", scores.mean(), size)
+        for name, scores in self.source_scores.items():  # NaN: skipped
+            scores = scores[~torch.isnan(scores)]
+            metrics.add(f"rewards/{name}/mean", scores.mean(), len(scores))
             metrics.add_spread(f"rewards/{name}/std", scores, "std")
         metrics.add("completions/mean_length", lengths.mean(), size)
         metrics.add_spread("completions/min_length", lengths, "min")

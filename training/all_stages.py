@@ -99,6 +99,8 @@ def stage_configs(config: Config) -> dict[str, object]:
     for name in (s for s in ORDER if s in config.run_stages):
         fields = {f.name for f in dataclasses.fields(recipes[name].Config)}
         shared = {k: getattr(config, k) for k in fields if hasattr(config, k)}
+        if name == "ppo":  # `reward` is stage 2's section here; stage 3 is paid by the model that stage 2 leaves
+            del shared["reward"]
         shared |= {"stage": name, "output_dir": str(Path(config.output_dir) / name),
                    "model": models.get(name, later), "train": getattr(config.stages, name)}
         out[name] = recipes[name].Config(**shared)

@@ -34,10 +34,10 @@ TRAINED = ("actor", "critic")
 @dataclass(frozen=True)
 class Sources:
     """Where the roles' weights come from: run folders or models. reads_text: whether the reward model has another
-    tokenizer or template than the actor, and reads text."""
+    tokenizer or template than the actor, and reads text. reward is None where no reward model is among the sources."""
 
     actor: str
-    reward: str
+    reward: str | None
     ref: str
     critic: str
     reads_text: bool = False
@@ -56,11 +56,11 @@ class Parts:
 
 
 def find_starts(sources: Sources, model: ModelConfig, roles: RolesConfig) -> dict[str, Start]:
-    """Each role's start. A reward model that was trained as an adapter on the actor's own base is that adapter."""
-    folders = {role: wiring.model_folder(getattr(sources, role)) for role in ROLES}
-    adapter, story = _adapter_on(sources.reward, folders["actor"]) if model.lora.r else (None, "")
+    """The start of each role there is. A reward model trained as an adapter on the actor's own base is that adapter."""
+    folders = {role: wiring.model_folder(path) for role in ROLES if (path := getattr(sources, role)) is not None}
+    adapter, story = _adapter_on(sources.reward, folders["actor"]) if model.lora.r and sources.reward else (None, "")
     starts = {role: Start(folders[role]) for role in ("actor", "ref")}
-    for role in ("critic", "reward"):
+    for role in (r for r in ("critic", "reward") if r in folders):
         if getattr(sources, role) == sources.reward:
             starts[role] = Start(folders["actor"] if adapter else folders["reward"], adapter, folders["reward"],
                                  story=story)
@@ -86,7 +86,7 @@ def check_roles(parts: Parts, sources: Sources) -> tuple[dict[str, Start], Layou
     """Starts and layout, checked. Raises UserError for what cannot be built; reads no weights to speak of."""
     starts = find_starts(sources, parts.model, parts.roles)
     layout, line = resolve(parts.roles, starts, parts.model.lora.r > 0)
-    for role in ROLES:
+    for role in starts:
         held = held_as(parts, starts[role])
         wiring.check_dtype(held)
         wiring.check_quantized_once(held)
@@ -193,16 +193,17 @@ class Base:
 
 
 def build(parts: Parts, starts: dict[str, Start], layout: Layout, tokenizer, num_updates: int,  # noqa: ANN001
-          scale: tuple[float, float], reward_tokenizer=None) -> tuple[Roles, Reward]:  # noqa: ANN001
+          scale: tuple[float, float], reward_tokenizer=None) -> tuple[Roles, Reward | None]:  # noqa: ANN001
     """The roles in their engines; actor and critic under an optimizer, dropout off everywhere.
 
     scale: mean and standard deviation that scores are normalised by, which a critic with the reward's head is too.
     reward_tokenizer: the reward model's own, where it reads text.
     """
     engines: dict[str, HybridEngine] = {}
-    head = starts["reward"].head
-    check(load.has_score(head), f"roles.reward: {head} has no scalar head; a reward model is needed (--stage reward)")
-    is_copy = starts["critic"].head is not None and starts["critic"].head == starts["reward"].head
+    head = starts["reward"].head if "reward" in starts else None
+    check("reward" not in starts or load.has_score(head),
+          f"roles.reward: {head} has no scalar head; a reward model is needed (--stage reward)")
+    is_copy = head is not None and starts["critic"].head == head
     for group in layout.bases:
         own = reward_tokenizer if reward_tokenizer is not None and group == ("reward",) else tokenizer
         base = Base(group, parts, starts, layout, own)
@@ -224,4 +225,5 @@ def build(parts: Parts, starts: dict[str, Start], layout: Layout, tokenizer, num
             engines[role] = engine
     tokens = {role: layout_of(parts, role).micro_batch_tokens for role in ROLES}
     return (Roles(Actor(engines["actor"], tokenizer, tokens["actor"]), Reference(engines["ref"], tokens["ref"]),
-                  Critic(engines["critic"], tokens["critic"])), Reward(engines["reward"], tokens["reward"]))
+                  Critic(engines["critic"], tokens["critic"])),
+            Reward(engines["reward"], tokens["reward"]) if "reward" in engines else None)

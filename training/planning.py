@@ -124,7 +124,7 @@ def _ppo(config: step3_ppo.Config, start: ModelConfig | None) -> list[Role]:
                     base=group[0] if name != group[0] else None, **more)
 
     return [role("actor", predicted=sampling.max_new_tokens, entropy=True, generation=generation),
-            role("ref", predicted=sampling.max_new_tokens), role("critic"), role("reward")]
+            role("ref", predicted=sampling.max_new_tokens), *(role(r) for r in ("critic", "reward") if r in starts)]
 
 
 _ROLES: dict[type, Callable[[object, ModelConfig | None], list[Role]]] = {

@@ -1,12 +1,15 @@
-"""Reward sources: anything with a name and `score(rollout) -> (B,)`."""
+"""Reward sources: anything with a name and `score(rollout)`, a number for each response."""
 
 from __future__ import annotations
 
+import math
+from numbers import Real
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from hybrid_rlhf.config import UserError
 from hybrid_rlhf.rollout import Rollout
 
 
@@ -15,8 +18,9 @@ class RewardSource(Protocol):
 
     name: str
 
-    def score(self, rollout: Rollout) -> Tensor:
-        """(B,) fp32 scores of whole responses, higher is better."""
+    def score(self, rollout: Rollout) -> Tensor | list:
+        """Scores of whole responses, higher is better: (B,) of a model, or the list that someone's code answered,
+        whose None skips a response."""
         ...
 
 
@@ -24,13 +28,61 @@ class BadScore(RuntimeError):
     """A source answered with something that must not be trained on."""
 
 
+class BadAnswer(BadScore, UserError):
+    """A source that is not ours (a function, a service) failed, or answered with what must not be trained on."""
+
+
 def checked_scores(source: RewardSource, rollout: Rollout) -> Tensor:
-    """The source's scores, (B,) and finite. Raises BadScore naming the source and the first bad sample."""
-    scores = torch.as_tensor(source.score(rollout), dtype=torch.float32)
+    """The source's scores, (B,) fp32 and finite. Raises BadScore naming the source and the first bad response."""
+    scores = part_scores(source, rollout)
+    skipped = torch.isnan(scores).nonzero()
+    if len(skipped):
+        first = int(skipped[0])
+        raise BadAnswer(f"reward source {source.name}: response {first} was skipped by every source and has no score: "
+                        f"{shown(rollout, first)}")
+    return scores
+
+
+def part_scores(source: RewardSource, rollout: Rollout) -> Tensor:
+    """(B,) fp32 scores of one of several sources, NaN where it skipped a response (None) and nowhere else.
+
+    Raises BadScore for another number of scores, and for one that is no finite number. What someone's code answered is
+    a BadAnswer: the user's to mend.
+    """
+    answers = source.score(rollout)
+    if isinstance(answers, Tensor):
+        return _checked(source.name, answers.detach().float().cpu(), rollout)
+    if isinstance(answers, str) or not hasattr(answers, "__len__") or not hasattr(answers, "__getitem__"):
+        raise BadAnswer(f"reward source {source.name}: answered {answers!r:.60} ({type(answers).__name__}) for "
+                        f"responses 0 to {len(rollout) - 1}; a list of numbers or None is needed, one for each")
+    if len(answers) != len(rollout):
+        raise BadAnswer(f"reward source {source.name}: {len(answers)} scores for {len(rollout)} responses "
+                        f"(response {min(len(answers), len(rollout))} is the first without its match)")
+    return torch.tensor([_number(source.name, answers[i], i, rollout) for i in range(len(rollout))])
+
+
+def _number(name: str, answer: object, i: int, rollout: Rollout) -> float:
+    """One answer as a float, NaN for None."""
+    if answer is None:
+        return math.nan
+    answer = answer.item() if isinstance(answer, Tensor) and answer.numel() == 1 else answer
+    if not isinstance(answer, Real) or not math.isfinite(answer) or abs(answer) > torch.finfo(torch.float32).max:
+        raise BadAnswer(f"reward source {name}: score {answer!r:.60} for response {i}, where a finite number or None "
+                        f"is needed: {shown(rollout, i)}")
+    return float(answer)
+
+
+def _checked(name: str, scores: Tensor, rollout: Rollout) -> Tensor:
     if scores.shape != (len(rollout),):
-        raise BadScore(f"reward source {source.name}: {len(rollout)} responses, scores of shape {tuple(scores.shape)}")
+        raise BadScore(f"reward source {name}: {len(rollout)} responses, scores of shape {tuple(scores.shape)}")
     if not torch.isfinite(scores).all():
         first = int((~torch.isfinite(scores)).nonzero()[0])
-        text = rollout.completions[first] if rollout.completions else ""
-        raise BadScore(f"reward source {source.name}: score {float(scores[first])} for response {first}: {text!r}")
+        raise BadScore(f"reward source {name}: score {float(scores[first])} for response {first}: "
+                       f"{shown(rollout, first)}")
     return scores
+
+
+def shown(rollout: Rollout, i: int) -> str:
+    """The beginning of a response, on one line, for a message."""
+    text = rollout.completions[i] if rollout.completions else ""
+    return repr(text if len(text) <= 80 else text[:80] + "...")

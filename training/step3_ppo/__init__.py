@@ -1,4 +1,4 @@
-"""Stage 3: PPO of the stage-1 policy against the stage-2 reward model."""
+"""Stage 3: PPO of the stage-1 policy against the stage-2 reward model, functions, or both."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
-from hybrid_rlhf.training import wiring
+from hybrid_rlhf.training import reward_sources, wiring
 from hybrid_rlhf.training.four_roles import Parts, Sources, build, check_roles
+from hybrid_rlhf.training.reward_sources import RewardConfig
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Config:
         train: The schedule. A step is one rollout of per_device_train_batch_size prompts and its updates.
         engine: How training is laid out.
         roles: The four roles' own settings; their learning rates are here, train.learning_rate is not used.
+        reward: What responses are paid by.
         ppo: PPO's own settings.
     """
 
@@ -50,6 +52,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     engine: ZeroConfig = field(default_factory=ZeroConfig)
     roles: RolesConfig = field(default_factory=RolesConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
 
     def __post_init__(self) -> None:
@@ -63,12 +66,14 @@ def find_sources(config: Config) -> Sources:
     roles = config.roles
     actor = wiring.predecessor(roles.actor.model_name_or_path or config.model.model_name_or_path, config.output_dir,
                                "sft", "model.model_name_or_path")
-    reward = wiring.predecessor(roles.reward.model_name_or_path, config.output_dir, "reward",
-                                "roles.reward.model_name_or_path")
-    own = config.model.tokenizer_name_or_path
-    reads_text = reward != actor and wiring.difference(actor, reward, config.data, "ppo", own)
+    reward, own = None, config.model.tokenizer_name_or_path
+    if config.reward.has_model(roles):
+        reward = wiring.predecessor(roles.reward.model_name_or_path, config.output_dir, "reward",
+                                    "roles.reward.model_name_or_path (or reward.functions instead of a model)")
+    reads_text = reward not in (actor, None) and wiring.difference(actor, reward, config.data, "ppo", own)
     found = Sources(actor, reward, roles.ref.model_name_or_path or actor,
-                    roles.critic.model_name_or_path or (actor if reads_text else reward), bool(reads_text))
+                    roles.critic.model_name_or_path or (actor if reads_text or not reward else reward),
+                    bool(reads_text))
     for other in dict.fromkeys((found.ref, found.critic)):  # both of them read the actor's token ids
         if other not in (actor, reward):
             wiring.check_pair(actor, other, config.data, "ppo", own)
@@ -113,25 +118,27 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     if done:
         return done.metrics
     wiring.seed_everything(config.seed)
+    others = reward_sources.open_sources(config.reward, config.roles)
     sources = find_sources(config)
     model, sampling = actor_model(config, sources), config.ppo.sampling
     wiring.check_tensor_parallel(config.roles.actor.tp or 1, model)
     longest = config.data.max_prompt_length + sampling.max_new_tokens
-    for path in dict.fromkeys((sources.actor, sources.reward, sources.ref, sources.critic)):
+    for path in dict.fromkeys(p for p in (sources.actor, sources.reward, sources.ref, sources.critic) if p):
         wiring.check_lengths(replace(model, model_name_or_path=wiring.model_folder(path)),
                              **{"data.max_prompt_length + ppo.sampling.max_new_tokens": longest})
     starts, layout = check_roles(parts_of(config), sources)
-    tokenizer = wiring.open_tokenizer(model, config.data, "ppo", config.seed)
-    reader = open_reader(config, sources)
+    tokenizer, reader = wiring.open_tokenizer(model, config.data, "ppo", config.seed), open_reader(config, sources)
     with main_first():  # the others find its tables in the cache
         data = datasets.build(config.data, "ppo", tokenizer, config.seed)
+    reward_sources.check_columns(others, data.train[0])
     loader = wiring.train_loader(data.train, config.train, config.seed, collate.collate_prompts)
     held_out = wiring.eval_loader(data.held_out, config.train, config.seed, collate.collate_prompts)
     steps = wiring.total_steps(config.train, len(loader))
     mean, std = score_scale(config, sources)
     roles, reward = build(parts_of(config), starts, layout, tokenizer, steps * updates_per_step(config), (mean, std),
                           reader)
-    source = ModelSource(reward, tokenizer=reader)
+    source, mean, std = reward_sources.combine(config.reward, reward and ModelSource(reward, tokenizer=reader), others,
+                                               mean, std)
     trainer = PPOTrainer(roles, source, config.ppo, seed=config.seed, score_mean=mean, score_std=std)
     record = runfile.start(config.output_dir, "ppo", config, command)
     with on_record(record):  # a failing export is on the record too
@@ -146,7 +153,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
 
 def score_scale(config: Config, sources: Sources) -> tuple[float, float]:
     """Mean and standard deviation that scores are normalised by; (0, 1) leaves them as they are."""
-    found = wiring.score_statistics_of(sources.reward) if config.ppo.normalise_scores else {}
+    found = wiring.score_statistics_of(sources.reward) if sources.reward and config.ppo.normalise_scores else {}
     return found.get("mean", 0.0), found.get("std", 1.0)
 
 

@@ -1,0 +1,164 @@
+"""Reward functions worth having: `builtin:NAME` in reward.functions, their fields in reward.options.NAME."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+
+from hybrid_rlhf.config import check
+
+# A sign counts where no word, number or bracket ends before it: "10-5" ends in 5. Thousands need groups of three.
+_NUMBER = re.compile(r"(?P<sign>(?<![\w)\].])[-\u2212+])?(?:[$\u20ac\u00a3\u00a5](?P<inner>[-\u2212])?\s?)?"
+                     r"(?P<whole>(?<![0-9])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+|(?=\.[0-9]))"
+                     r"(?P<rest>(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?)")
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in `text`, or None: "so $1,234.50." is 1234.50, "-$5" and "$-5" are -5, "10-5" is 5."""
+    found = None
+    for found in _NUMBER.finditer(text):  # noqa: B007 - the last one is wanted
+        pass
+    if found is None:
+        return None
+    is_negative = "-" in (sign := (found["sign"] or "") + (found["inner"] or "")) or "\u2212" in sign
+    value = Decimal(found["whole"].replace(",", "") + found["rest"])
+    return value.copy_negate() if is_negative else value
+
+
+def text_of(completion: str | list[dict]) -> str:
+    """What was said: a completion as text, or the last message's content."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def after_marker(text: str, marker: str | None) -> str:
+    """What follows the last `marker`; nothing where it is missing. All of the text where no marker is asked for."""
+    return text if marker is None else text.rpartition(marker)[2] if marker in text else ""
+
+
+@dataclass(frozen=True)
+class ExactMatch:
+    """`correct` where the completion, without outer space, is the column's text, else `wrong`. None: no reference.
+
+    marker: only what follows the last one of these counts, in the completion and, where it is there, in the reference.
+    """
+
+    column: str = "answer"
+    marker: str | None = None
+    ignore_case: bool = False
+    correct: float = 1.0
+    wrong: float = 0.0
+
+    def __call__(self, completions: list, **columns: list) -> list[float | None]:
+        return _judged(self, completions, columns, self._is_right)
+
+    def _is_right(self, said: str, reference: object) -> bool:
+        wanted = str(reference)
+        wanted = after_marker(wanted, self.marker) or wanted
+        pair = after_marker(said, self.marker).strip(), wanted.strip()
+        return pair[0].casefold() == pair[1].casefold() if self.ignore_case else pair[0] == pair[1]
+
+
+@dataclass(frozen=True)
+class NumericMatch:
+    """`correct` where the completion's last number is that of the column (GSM8K's "... #### 72" too), else `wrong`.
+
+    None: no reference. marker: only what follows the last one of these in the completion counts. tolerance: how far the
+    two may be apart, as a share of the reference.
+    """
+
+    column: str = "answer"
+    marker: str | None = None
+    tolerance: float = 0.0
+    correct: float = 1.0
+    wrong: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(self.tolerance >= 0,
+              f"reward.options.numeric_match: tolerance is {self.tolerance}; it must not be negative")
+
+    def __call__(self, completions: list, **columns: list) -> list[float | None]:
+        return _judged(self, completions, columns, self._is_right)
+
+    def _is_right(self, said: str, reference: object) -> bool:
+        wanted, found = last_number(str(reference)), last_number(after_marker(said, self.marker))
+        if wanted is None:
+            raise ValueError(f"no number in column {self.column}: {reference!r:.60}")
+        if found is None or found == wanted:
+            return found is not None
+        return self.tolerance > 0 and abs(float(found) - float(wanted)) <= self.tolerance * abs(float(wanted))
+
+
+def _judged(source: ExactMatch | NumericMatch, completions: list, columns: dict[str, list],
+            is_right: Callable[[str, object], bool]) -> list[float | None]:
+    if source.column not in columns:
+        raise ValueError(f"no column {source.column}; there are {', '.join(columns)}")
+    pairs = zip(map(text_of, completions), columns[source.column], strict=True)
+    return [None if r is None else source.correct if is_right(c, r) else source.wrong for c, r in pairs]
+
+
+@dataclass(frozen=True)
+class LengthPenalty:
+    """0 up to max_tokens - buffer, then linearly down to -penalty at max_tokens and beyond (DAPO's soft overlong
+    punishment, arXiv 2503.14476, equation 13). Tokens count as sampled, with the end marker."""
+
+    max_tokens: int
+    buffer: int
+    penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        check(0 < self.buffer <= self.max_tokens,
+              f"reward.options.length_penalty: buffer is {self.buffer}; it must lie between 1 and max_tokens "
+              f"({self.max_tokens})")
+
+    def __call__(self, completion_ids: list[list[int]], **_: list) -> list[float]:
+        over = (len(ids) - (self.max_tokens - self.buffer) for ids in completion_ids)
+        return [-self.penalty * min(max(n / self.buffer, 0.0), 1.0) for n in over]
+
+
+@dataclass(frozen=True)
+class RepetitionPenalty:
+    """-penalty times the share of n-grams of words (lower case) that were there before: 1 - distinct / all, as in
+    arXiv 2502.03373. 0 for a completion of fewer than n words."""
+
+    n: int = 3
+    penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        check(self.n >= 1, f"reward.options.repetition_penalty: n is {self.n}; it must be at least 1")
+
+    def __call__(self, completions: list, **_: list) -> list[float]:
+        return [-self.penalty * self._share(text_of(c).lower().split()) for c in completions]
+
+    def _share(self, words: list[str]) -> float:
+        grams = [tuple(words[i : i + self.n]) for i in range(len(words) - self.n + 1)]
+        return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+@dataclass(frozen=True)
+class Format:
+    """`correct` where the whole completion matches the regular expression (. matches line ends too), else `wrong`.
+
+    is_whole: false looks for it anywhere.
+    """
+
+    pattern: str
+    is_whole: bool = True
+    correct: float = 1.0
+    wrong: float = 0.0
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern, re.DOTALL)
+        except re.error as error:
+            raise ValueError(f"pattern {self.pattern!r} is no regular expression: {error}") from error
+
+    def __call__(self, completions: list, **_: list) -> list[float]:
+        find = re.compile(self.pattern, re.DOTALL)
+        find = find.fullmatch if self.is_whole else find.search
+        return [self.correct if find(text_of(c)) else self.wrong for c in completions]
+
+
+BUILTINS: dict[str, type] = {"exact_match": ExactMatch, "numeric_match": NumericMatch, "length_penalty": LengthPenalty,
+                             "repetition_penalty": RepetitionPenalty, "format": Format}

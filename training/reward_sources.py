@@ -1,0 +1,75 @@
+"""What a run is paid by: the stage-2 model, Python functions, and others; their settings, and one source of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hybrid_rlhf.config import check
+from hybrid_rlhf.layout import RolesConfig
+from hybrid_rlhf.rewards import RewardSource
+from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
+from hybrid_rlhf.rewards.mixture import Mixture, Part
+from hybrid_rlhf.rewards.model import ModelSource
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """What responses are paid by. Without any of these, the stage-2 reward model; with one, that model only where
+    roles.reward.model_name_or_path names it.
+
+    Attributes:
+        functions: Python functions, path.py:name or builtin:name (exact_match, numeric_match, length_penalty,
+            repetition_penalty, format), one or a list; called as TRL calls them, with the dataset's columns.
+        options: Further keywords of the functions, by name: {numeric_match: {column: answer}}.
+        weights: Weight of each source: the stage-2 model if it takes part, then the functions; null weighs all by 1.
+        timeout: Seconds that one call of a function may take.
+    """
+
+    functions: list[str] | str = field(default_factory=list)
+    options: dict[str, dict] = field(default_factory=dict)
+    weights: list[float] | None = None
+    timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        check(self.timeout > 0, f"reward.timeout is {self.timeout}; it must be positive (seconds)")
+        check(not self.options or bool(self.functions), "reward.options are those of reward.functions; there are none")
+
+    @property
+    def function_list(self) -> list[str]:
+        return [self.functions] if isinstance(self.functions, str) else self.functions
+
+    def has_model(self, roles: RolesConfig) -> bool:
+        """Whether the stage-2 model takes part."""
+        return not self.function_list or roles.reward.model_name_or_path is not None
+
+
+def open_sources(config: RewardConfig, roles: RolesConfig) -> list[FunctionSource]:
+    """The sources beside the stage-2 model. Raises UserError for what cannot be had; reads no weights."""
+    found = open_functions(config.function_list, config.options, config.timeout)
+    names = ["model"] * config.has_model(roles) + [source.name for source in found]
+    check(config.weights is None or len(config.weights) == len(names),
+          f"reward.weights has {len(config.weights or [])} numbers for {len(names)} sources ({', '.join(names)}); give "
+          "one for each, in that order")
+    return found
+
+
+def check_columns(sources: list[FunctionSource], columns: Iterable[str]) -> None:
+    """UserError where a function needs a column that the rows of the data do not have."""
+    names = [c for c in columns if c not in ("prompt", "prompt_ids", "text")]
+    for source in sources:
+        source.check_columns(names)
+
+
+def combine(config: RewardConfig, model: ModelSource | None, others: list[FunctionSource], mean: float, std: float
+            ) -> tuple[RewardSource, float, float]:
+    """The one source of the run, and the mean and std of its scores that the trainer normalises by.
+
+    A model alone is normalised there. In a sum it is put on stage 2's scale by itself, and the sum is left as it is.
+    """
+    if model is not None and not others and config.weights is None:
+        return model, mean, std
+    parts = ([Part(model, 1.0, mean, std)] if model else []) + [Part(source) for source in others]
+    for part, weight in zip(parts, config.weights or [1.0] * len(parts), strict=True):
+        part.weight = weight
+    return Mixture(parts), 0.0, 1.0
