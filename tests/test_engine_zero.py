@@ -47,16 +47,25 @@ def test_weights_after_three_steps_equal_plain_torch_for_every_stage_and_any_spl
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_sixteen_bit_weights_at_stage_0_are_refused_and_stage_1_takes_no_step_at_start():
+@pytest.mark.parametrize(("optim", "stage"), [("adamw", 0), ("sgd", 1)])
+def test_bfloat16_weights_take_no_step_at_start(optim, stage):
     module, _ = _pair()
     module.to(torch.bfloat16)
-    with pytest.raises(UserError, match="zero_stage 1"):
-        _engine(module, 0)
     before = [p.detach().clone() for p in module.parameters()]
-    engine = _engine(module, None, weight_decay=0.5)
-    assert engine.training.stage == 1
+    engine = _engine(module, None, weight_decay=0.5, optim=optim)
+    assert engine.training.stage == stage
     for old, new in zip(before, module.parameters(), strict=True):
         assert torch.equal(old, new)
+
+
+def test_sixteen_bit_weights_at_stage_0_are_refused_where_we_keep_no_masters(monkeypatch):
+    for dtype, optim in ((torch.float16, "adamw"), (torch.bfloat16, "sgd")):
+        with pytest.raises(UserError, match="zero_stage 1"):
+            _engine(_pair()[0].to(dtype), 0, optim=optim)
+    monkeypatch.setattr("hybrid_rlhf.engine.zero_config.world_size", lambda: 2)
+    assert ZeroConfig().stage(torch.bfloat16) == 1
+    with pytest.raises(UserError, match="2 process"):
+        ZeroConfig(0).stage(torch.bfloat16)
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.config import check
-from hybrid_rlhf.distributed import device, is_main
+from hybrid_rlhf.distributed import device, is_main, world_size
 from hybrid_rlhf.engine import HybridEngine, ZeroConfig
+from hybrid_rlhf.engine.zero_config import lowest_stage
 from hybrid_rlhf.layout import ROLES, Layout, RoleConfig, RolesConfig, Start, resolve
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.adapters import Adapters
@@ -93,7 +94,8 @@ def check_roles(parts: Parts, sources: Sources) -> tuple[dict[str, Start], Layou
         if role == "actor" or (role == "critic" and layout.kind != "head"):
             load.check_lora(held, f"roles.{role}.quantize {starts[role].quantize}")
         stage, dtype = layout_of(parts, role).zero_stage, load.resolve_dtype(held.dtype, device())
-        check(role not in TRAINED or stage != 0 or parts.model.lora.r or dtype == torch.float32,
+        check(role not in TRAINED or stage != 0 or parts.model.lora.r
+              or not lowest_stage(dtype, world_size(), parts.train.optim),
               f"roles.{role}: zero_stage 0 with {dtype} weights, where DeepSpeed takes a wrong first step; choose 1")
     stages = {r: layout_of(parts, r).zero_stage == 3 for r in TRAINED}
     check(len(set(stages.values())) == 1 or layout.group("actor") != layout.group("critic"),

@@ -85,11 +85,11 @@ def check_lengths(model: ModelConfig, **lengths: int) -> None:
               f"{name} is {length}, but {which} has {limit} positions; lower {name} to {limit} or less")
 
 
-def check_model(model: ModelConfig, engine: ZeroConfig) -> None:
+def check_model(model: ModelConfig, engine: ZeroConfig, optim: str = "adamw") -> None:
     """UserError for weights that cannot be trained here, and for adapters that match nothing. Reads no weights."""
     check_dtype(model)
     if not model.lora.r:  # adapters may have another dtype than their base
-        engine.stage(load.resolve_dtype(model.dtype, device()))
+        engine.stage(load.resolve_dtype(model.dtype, device()), optim)
     load.check_lora(model)
     check_quantized_once(model)
 

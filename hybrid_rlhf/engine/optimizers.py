@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from hybrid_rlhf.config import check
+from hybrid_rlhf.engine.masters import MasterAdamW
 from hybrid_rlhf.models import quantize
 
 
@@ -26,10 +27,18 @@ def _adamw_8bit(groups: list[dict], config: OptimizerConfig) -> torch.optim.Opti
     return quantize.adamw_8bit(groups, config.learning_rate, betas, config.adam_epsilon)
 
 
+def _mastered(groups: list[dict], config: OptimizerConfig, *, fused: bool) -> torch.optim.Optimizer:
+    return MasterAdamW(groups, config.learning_rate, (config.adam_beta1, config.adam_beta2), config.adam_epsilon,
+                       fused=fused)
+
+
 # name -> (parameter groups, settings) -> optimizer
 OPTIMIZERS: dict[str, Callable[[list[dict], OptimizerConfig], torch.optim.Optimizer]] = {
     "adamw": partial(_adamw, fused=True), "adamw_unfused": partial(_adamw, fused=False),
     "adamw_8bit": _adamw_8bit, "sgd": _sgd}
+# the same for bfloat16 weights without DeepSpeed's masters (ZeRO 0)
+MASTERED: dict[str, Callable[[list[dict], OptimizerConfig], torch.optim.Optimizer]] = {
+    "adamw": partial(_mastered, fused=True), "adamw_unfused": partial(_mastered, fused=False)}
 
 
 @dataclass(frozen=True)

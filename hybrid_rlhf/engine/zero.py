@@ -2,7 +2,8 @@
 
 What was tried and holds (DeepSpeed 0.19, against plain torch): ZeRO 0 to 3 in fp32 give torch's weights to rounding
 when micro-batches announce the accumulation boundary, with one process and with two. At ZeRO 0 in bf16 DeepSpeed takes
-a zero-gradient optimizer step at start, so bf16 and fp16 begin at ZeRO 1.
+a zero-gradient optimizer step at start: there it is not told of bf16, and the optimizer keeps the masters (masters.py).
+fp16, and bf16 on several processes, begin at ZeRO 1.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from hybrid_rlhf.distributed import init_process_group, world_size
 from hybrid_rlhf.engine.activations import saved_on_cpu
 from hybrid_rlhf.engine.failed_pass import discard_gradients
-from hybrid_rlhf.engine.optimizers import OPTIMIZERS, OptimizerConfig
+from hybrid_rlhf.engine.masters import MasterAdamW
+from hybrid_rlhf.engine.optimizers import MASTERED, OPTIMIZERS, OptimizerConfig
 from hybrid_rlhf.engine.zero_config import ZeroConfig
 
 
@@ -51,8 +53,10 @@ class ZeroTraining:
         self.parameters = parameters or {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.max_grad_norm, self.schedule, self.num_steps = optimizer.max_grad_norm, schedule, 0
         self._dtype = next(iter(self.parameters.values())).dtype
-        self.stage, self.offload = zero.stage(self._dtype), frozenset(zero.offload)
-        self._optimizer = OPTIMIZERS[optimizer.optim](self._groups(optimizer.weight_decay), optimizer)
+        self.stage, self.offload = zero.stage(self._dtype, optimizer.optim), frozenset(zero.offload)
+        kinds = MASTERED if self.stage == 0 and self._dtype != torch.float32 else OPTIMIZERS
+        self._optimizer = kinds[optimizer.optim](self._groups(optimizer.weight_decay), optimizer)
+        self._masters = self._optimizer if isinstance(self._optimizer, MasterAdamW) else None
         self.engine = self._initialize(module, is_shared=parameters is not None)
         self.set_learning_rate(optimizer.learning_rate)
 
@@ -101,20 +105,28 @@ class ZeroTraining:
 
         DeepSpeed averages over processes; losses here are shares of one sum, hence the factor.
         """
-        self.engine.set_gradient_accumulation_boundary(is_last)
+        if self._masters:
+            self._masters.expect(is_last)
+        # alone at ZeRO 0 there is nothing to reduce, but DeepSpeed would flatten all gradients for it
+        self.engine.set_gradient_accumulation_boundary(is_last and (self.stage > 0 or world_size() > 1))
         self.engine.backward(loss * world_size())
 
     def discard_gradients(self) -> None:
         """Forget all that was accumulated since the last step, after a pass that failed half way."""
         discard_gradients(self.engine, self.stage)
+        if self._masters:
+            self._masters.discard()
 
     def step(self) -> float:
         """Clip, step and clear the gradients; returns the gradient norm before clipping."""
         for group in self.engine.optimizer.param_groups:
             group["lr"] = self.learning_rate
         norm = None
-        if self.stage == 0:
+        if self._masters:
+            norm = self._masters.clip(self.max_grad_norm)
+        elif self.stage == 0:
             norm = nn.utils.clip_grad_norm_(list(self.parameters.values()), self.max_grad_norm)
+        self.engine.set_gradient_accumulation_boundary(True)
         self.engine.step()
         self.num_steps += 1
         return float(self.engine.get_global_grad_norm() if norm is None else norm)
@@ -127,6 +139,8 @@ class ZeroTraining:
         for state in self._optimizer.state.values():
             yield from (v for v in state.values() if isinstance(v, Tensor))
         yield from getattr(self.engine.optimizer, "bit16_groups_flat", [])
+        if self._masters:
+            yield from self._masters.gradients()
 
     def state(self) -> dict:
         """Trained weights (the fp32 masters where there are any), Adam's moments and the step count, by parameter.
@@ -139,15 +153,15 @@ class ZeroTraining:
             # DeepSpeed links moments to parameters after the first group's first step, when the other groups have none
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
-        keys = ("exp_avg", "exp_avg_sq") if isinstance(self._optimizer, torch.optim.AdamW) else ()
+        keys = ("exp_avg", "exp_avg_sq") if isinstance(self._optimizer, (torch.optim.AdamW, MasterAdamW)) else ()
         if self.stage == 3:
             for parameter in self.parameters.values():  # a later engine on the same module has linked it to itself
                 parameter._z3_optimizer = self.engine.optimizer
         state: dict = {"num_steps": self.num_steps, "weights": {}, "exp_avg": {}, "exp_avg_sq": {}}
         for name, parameter in self.parameters.items():
             if self.stage == 0:
-                moments = self._optimizer.state.get(parameter, {})
-                found = {"weights": parameter.detach(), **{k: moments.get(k) for k in keys}}
+                own = self._optimizer.state.get(parameter, {})
+                found = {"weights": own.get("master", parameter), **{k: own.get(k) for k in keys}}
             else:
                 found = {"weights": safe_get_full_fp32_param(parameter)}
                 if self.num_steps:
@@ -202,7 +216,7 @@ def _common_settings(module: nn.Module, stage: int, dtype: torch.dtype, offload:
             (_size(p) for p in module.parameters() if _num_axes(p) <= 1), default=0)
     return {"train_micro_batch_size_per_gpu": 1,  # of no effect: micro-batches are ours, by tokens
             "gradient_accumulation_steps": 1, "zero_optimization": layout, "steps_per_print": sys.maxsize,
-            "bf16": {"enabled": dtype == torch.bfloat16}, "fp16": {"enabled": dtype == torch.float16}}
+            "bf16": {"enabled": dtype == torch.bfloat16 and stage > 0}, "fp16": {"enabled": dtype == torch.float16}}
 
 
 def _num_axes(parameter: nn.Parameter) -> int:

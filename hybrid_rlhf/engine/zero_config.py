@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from hybrid_rlhf.config import check, nearest
+from hybrid_rlhf.distributed import world_size
+from hybrid_rlhf.engine.optimizers import MASTERED
 
 OFFLOADS = {"optimizer": 1, "parameters": 3, "activations": 0}  # what -> the lowest ZeRO stage that can
 
@@ -17,8 +19,9 @@ class ZeroConfig:
 
     Attributes:
         zero_stage: What processes share out instead of each holding it whole: 0 nothing, 1 the optimizer's state, 2 the
-            gradients too, 3 the weights too. null takes the lowest that does what is asked: 0 for float32, 1 for 16-bit
-            weights or an offloaded optimizer, 3 for offloaded parameters.
+            gradients too, 3 the weights too. null takes the lowest that does what is asked: 0 for float32, and for
+            bfloat16 with AdamW on one process; 1 for other 16-bit training or an offloaded optimizer, 3 for offloaded
+            parameters.
         offload: What is kept in the CPU's memory: optimizer (state and step; ZeRO 1 or more), parameters (ZeRO 3),
             activations (what the backward pass needs, best with model.gradient_checkpointing).
         micro_batch_tokens: Most tokens (padding included) that one forward and backward may hold. Smaller needs less
@@ -39,10 +42,17 @@ class ZeroConfig:
         check(self.micro_batch_tokens >= 1,
               f"engine.micro_batch_tokens is {self.micro_batch_tokens}; it must be positive")
 
-    def stage(self, dtype: torch.dtype) -> int:
-        """The ZeRO stage for trained weights of `dtype`. Raises UserError for 16-bit weights at ZeRO 0."""
-        check(dtype == torch.float32 or self.zero_stage != 0,
-              f"engine.zero_stage 0 with {dtype} weights: DeepSpeed would take a step without gradients at start; use "
-              "engine.zero_stage 1 or model.dtype float32")
-        lowest = max([int(dtype != torch.float32), *(OFFLOADS[name] for name in self.offload)])
+    def stage(self, dtype: torch.dtype, optim: str = "adamw") -> int:
+        """The ZeRO stage for trained weights of `dtype`. Raises UserError for 16-bit weights at ZeRO 0, but where our
+        own masters take DeepSpeed's place: bfloat16, one process, AdamW."""
+        least = lowest_stage(dtype, world_size(), optim)
+        check(least == 0 or self.zero_stage != 0,
+              f"engine.zero_stage 0 with {dtype} weights, {optim} and {world_size()} process(es): DeepSpeed would take "
+              "a step without gradients at start; use engine.zero_stage 1 or model.dtype float32")
+        lowest = max([least, *(OFFLOADS[name] for name in self.offload)])
         return lowest if self.zero_stage is None else self.zero_stage
+
+
+def lowest_stage(dtype: torch.dtype, world: int = 1, optim: str = "adamw") -> int:
+    """The lowest ZeRO stage that trains weights of `dtype` on `world` processes."""
+    return int(dtype != torch.float32 and not (dtype == torch.bfloat16 and world == 1 and optim in MASTERED))

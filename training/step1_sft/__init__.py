@@ -61,7 +61,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     if done:
         return done.metrics
     wiring.seed_everything(config.seed)
-    wiring.check_model(config.model, config.engine)
+    wiring.check_model(config.model, config.engine, config.train.optim)
     wiring.check_lengths(config.model, data__max_length=config.data.max_length)
     tokenizer = wiring.open_tokenizer(config.model, config.data, "sft", config.seed)
     with main_first():  # the others find its tables in the cache

@@ -94,7 +94,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
         return done.metrics
     wiring.seed_everything(config.seed)
     base, model_config = start_model(config)
-    wiring.check_model(model_config, config.engine)
+    wiring.check_model(model_config, config.engine, config.train.optim)
     wiring.check_lengths(model_config, data__max_length=config.data.max_length)
     tokenizer = wiring.open_tokenizer(model_config, config.data, "reward", config.seed)
     with main_first():  # the others find its tables in the cache

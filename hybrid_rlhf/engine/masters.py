@@ -1,0 +1,123 @@
+"""AdamW for 16-bit weights on one process: fp32 masters and moments, stepped where they are.
+
+DeepSpeed's 16-bit optimizers flatten masters, gradients and weights anew in every step; here nothing is copied but the
+gradient, a piece at a time, into a buffer that stays in a processor's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+_PIECE = {"cpu": 1 << 19}  # 2 MiB of each fp32 tensor of a piece
+_PIECE_ELSEWHERE = 1 << 25
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class MasterAdamW(torch.optim.Optimizer):
+    """Decoupled AdamW (1711.05101) by torch's own kernels on an fp32 `master` of each 16-bit parameter.
+
+    state[parameter]: master (16-bit parameters only; fp32 ones are their own), exp_avg and exp_avg_sq in fp32, step.
+    The parameter is its master, rounded. Call `expect` before each backward pass: where a minibatch has several, the
+    gradients are summed in fp32, so that the split moves nothing but rounding.
+    """
+
+    def __init__(self, groups: list[dict], learning_rate: float, betas: tuple[float, float], epsilon: float, *,
+                 fused: bool) -> None:
+        super().__init__(groups, {"lr": learning_rate, "betas": betas, "eps": epsilon, "weight_decay": 0.0})
+        self._fused, self._factor, self._is_summing = fused, 1.0, False
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        for parameter in self._parameters():
+            if parameter.dtype != torch.float32:
+                self.state[parameter]["master"] = parameter.detach().float()
+                parameter.register_post_accumulate_grad_hook(self._collect)
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def expect(self, is_last: bool) -> None:
+        """Before a backward pass: whether it is the minibatch's last."""
+        self._is_summing = not is_last or bool(self._sums)
+
+    def _collect(self, parameter: nn.Parameter) -> None:
+        if not self._is_summing:  # the only pass: its gradient need not be kept twice
+            return
+        if parameter in self._sums:
+            self._sums[parameter].add_(parameter.grad)
+        else:
+            self._sums[parameter] = parameter.grad.float()
+        parameter.grad = None
+
+    def discard(self) -> None:
+        """Forget the sums of a pass that failed."""
+        self._sums.clear()
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        return self._sums.get(parameter, parameter.grad)
+
+    def gradients(self) -> Iterator[Tensor]:
+        """What has been summed up to now, beside the parameters' own `grad`."""
+        yield from self._sums.values()
+
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> Tensor:
+        """The norm of all gradients, in fp32; the next step takes them scaled down to max_norm."""
+        norms, spare = [], {}
+        for gradient in filter(lambda g: g is not None, map(self._gradient, self._parameters())):
+            norms += [torch.linalg.vector_norm(_fp32(piece, spare)) for (piece,) in _pieces(gradient)]
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        self._factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch's clip_grad_norm_
+        return norm
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Step every parameter that has a gradient. The fp32 sums are used up."""
+        spare: dict[torch.device, Tensor] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = self._gradient(parameter)
+                if gradient is not None:
+                    self._step(parameter, gradient, group, spare)
+                self._sums.pop(parameter, None)
+        self._factor = 1.0
+
+    def _step(self, parameter: nn.Parameter, gradient: Tensor, group: dict, spare: dict) -> None:
+        state = self.state[parameter]
+        if "step" not in state:
+            state |= {"step": 0, **{k: torch.zeros_like(parameter, dtype=torch.float32) for k in MOMENTS}}
+        master = state.get("master", parameter)
+        (beta1, beta2), count = group["betas"], float(state["step"])
+        for weight, own, grad, avg, square in _pieces(parameter, master, gradient, *(state[k] for k in MOMENTS)):
+            grad = _fp32(grad, spare)
+            if self._factor != 1.0:
+                grad.mul_(self._factor)
+            adamw([own], [grad], [avg], [square], [], [torch.tensor(count, device=own.device)], fused=self._fused,
+                  foreach=False, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], eps=group["eps"],
+                  weight_decay=group["weight_decay"], maximize=False)
+            if master is not parameter:
+                weight.copy_(own)
+        state["step"] += 1
+
+
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors, of one shape, in pieces of the same elements; whole where one is not contiguous."""
+    tensors = tuple(t.detach() for t in tensors)
+    if not all(t.is_contiguous() for t in tensors):
+        yield tensors
+        return
+    size = _PIECE.get(tensors[0].device.type, _PIECE_ELSEWHERE)
+    yield from zip(*(t.view(-1).split(size) for t in tensors), strict=True)
+
+
+def _fp32(piece: Tensor, spare: dict[torch.device, Tensor]) -> Tensor:
+    """`piece` in fp32: itself, or a copy in the buffer of its device, which the next call overwrites."""
+    if piece.dtype == torch.float32:
+        return piece
+    held = spare.get(piece.device)
+    if held is None or held.numel() < piece.numel():
+        spare[piece.device] = held = torch.empty(piece.numel(), device=piece.device)
+    return held[:piece.numel()].view(piece.shape).copy_(piece)
