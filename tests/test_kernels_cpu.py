@@ -227,3 +227,20 @@ def test_tokens_of_minus_infinity_are_never_drawn(ops):
     numbers = torch.arange(64)
     for settings in ({}, dict(top_k=5), dict(top_p=0.99), dict(temperature=0.0)):
         assert set(ops.sample(logits, numbers, numbers, **settings)[0].tolist()) <= {11, 30}
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("heads, kv_heads, dim, value_dim", SHAPES)
+@pytest.mark.parametrize("length", [1, 7, 33])
+def test_prompts_attend_causally(dtype, heads, kv_heads, dim, value_dim, length):
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler")
+    g = torch.Generator().manual_seed(length)
+    query, key, value = (torch.randn(3, length, h, d, generator=g).to(dtype).transpose(1, 2)  # as models hand them on
+                         for h, d in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim)))
+    out = cpu.load_causal_attention()(query, key, value, scaling=0.3)
+    scores = query.double() @ key.double().repeat_interleave(heads // kv_heads, 1).mT * 0.3
+    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
+    want = (scores.softmax(-1) @ value.double().repeat_interleave(heads // kv_heads, 1)).transpose(1, 2)
+    assert out.dtype == dtype and out.shape == want.shape
+    assert (out.double() - want).abs().max() <= BOUNDS[dtype] * 4

@@ -15,6 +15,7 @@ from hybrid_rlhf.kernels import Ops
 _SAID_ALREADY = frozenset(("position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
                            "sliding_window", "past_key_values", "cache_position", "position_embeddings",
                            "output_router_logits", "layer_idx", "shared_kv_states", "is_causal"))
+MAX_OWN_PROMPT = 512  # tokens; in longer prompts torch's attention, which works in tiles, is as fast
 
 
 class SlotAttention:
@@ -41,8 +42,11 @@ class SlotAttention:
         if step.is_prefill:
             if is_own:  # from the next token on, this function may write the columns of the layer
                 self.cache.written_by_attention.add(layer.index)
-            return dense_attention(query, key, value, self._dense_mask(attention_mask, step), scaling, softcap,
-                                   s_aux), None
+            mask = self._dense_mask(attention_mask, step)
+            if (mask is None and softcap is None and s_aux is None and self.ops.causal_attention
+                    and query.shape[2] <= MAX_OWN_PROMPT):
+                return self.ops.causal_attention(query, key, value, scaling=scaling), None
+            return dense_attention(query, key, value, mask, scaling, softcap, s_aux), None
         if is_own:
             if _is_row_mask(attention_mask):
                 row_mask = None if attention_mask is None else attention_mask[:, 0, 0]

@@ -233,6 +233,13 @@ void attend(const Attention& call, int64_t b, int64_t k, int64_t slot, int64_t f
   });
 }
 
+void write_out(const Attention& call, int64_t b, int64_t k, const Scratch& scratch) {
+  const int64_t group = call.heads / call.kv_heads;
+  for (int64_t h = 0; h < group; ++h)
+    copy({const_cast<float*>(scratch.out.data()), DType::kFloat32, 0, 0}, h * call.value_dim, call.out,
+         b * call.out.stride0 + (k * group + h) * call.out.stride1, call.value_dim);
+}
+
 // One (row, key head): write the new token, then attend, and write the group's outputs.
 void work(const Attention& call, int64_t b, int64_t k, Scratch& scratch) {
   const int64_t position = call.positions[b], slot = call.slots[b], group = call.heads / call.kv_heads;
@@ -250,9 +257,7 @@ void work(const Attention& call, int64_t b, int64_t k, Scratch& scratch) {
   }
   if (end > first) attend(call, b, k, slot, first, end - first, scratch);
   else scratch.out.assign(group * call.value_dim, 0.0f);
-  for (int64_t h = 0; h < group; ++h)
-    copy({scratch.out.data(), DType::kFloat32, 0, 0}, h * call.value_dim, call.out,
-         b * call.out.stride0 + (k * group + h) * call.out.stride1, call.value_dim);
+  write_out(call, b, k, scratch);
 }
 
 }  // namespace
@@ -267,6 +272,27 @@ void decode_attention(const Attention& call) {
     thread_local Scratch scratch;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < tasks; ++task) work(call, task / call.kv_heads, task % call.kv_heads, scratch);
+  }
+}
+
+void causal_attention(const Attention& call, int64_t length, int64_t query_step) {
+  constexpr int64_t kQueries = 16;
+  const int64_t blocks = (length + kQueries - 1) / kQueries, heads = call.batch * call.kv_heads;
+  const int64_t size = call.query.dtype == DType::kFloat32 ? 4 : 2;
+#pragma omp parallel num_threads(call.threads)
+  {
+    thread_local Scratch scratch;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t task = 0; task < heads * blocks; ++task) {
+      const int64_t b = task / blocks / call.kv_heads, k = task / blocks % call.kv_heads;
+      for (int64_t q = task % blocks * kQueries; q < std::min(length, (task % blocks + 1) * kQueries); ++q) {
+        Attention at = call;
+        at.query.data = static_cast<char*>(call.query.data) + q * query_step * size;
+        at.out.data = static_cast<char*>(call.out.data) + q * call.heads * call.value_dim * size;
+        attend(at, b, k, b, 0, q + 1, scratch);
+        write_out(at, b, k, scratch);
+      }
+    }
   }
 }
 

@@ -104,6 +104,26 @@ Tensor decode_attention(const Tensor& new_query, const Tensor& new_key, const Te
   return out;
 }
 
+Tensor causal_attention(const Tensor& new_query, const Tensor& new_key, const Tensor& new_value, double scaling) {
+  const Tensor query = dense(new_query), key = dense(new_key), value = dense(new_value);
+  hybrid::Attention call{};
+  call.query = rows(query, "query", 4), call.keys = rows(key, "key", 4), call.values = rows(value, "value", 4);
+  call.batch = query.size(0), call.heads = query.size(1), call.kv_heads = key.size(1), call.dim = query.size(3);
+  call.value_dim = value.size(3);
+  const int64_t length = query.size(2);
+  TORCH_CHECK_VALUE(key.size(0) == call.batch && value.size(0) == call.batch && value.size(1) == call.kv_heads &&
+                        key.size(2) == length && value.size(2) == length && key.size(3) == call.dim &&
+                        call.kv_heads > 0 && call.heads % call.kv_heads == 0,
+                    "shapes do not fit: query ", query.sizes(), ", key ", key.sizes(), ", value ", value.sizes());
+  call.key_step = key.stride(2), call.value_step = value.stride(2), call.scaling = static_cast<float>(scaling);
+  Tensor out = at::empty({call.batch, length, call.heads, call.value_dim}, query.options());
+  call.out = {out.data_ptr(), call.query.dtype, out.stride(0), call.value_dim};
+  call.threads = at::get_num_threads();
+  pybind11::gil_scoped_release unlocked;
+  hybrid::causal_attention(call, length, query.stride(2));
+  return out;
+}
+
 std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& streams, const Tensor& positions,
                                   double temperature, int64_t top_k, double top_p, double min_p,
                                   double repetition_penalty, const Maybe& seen, const Maybe& forbidden) {
@@ -231,6 +251,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("decode_attention", &decode_attention, py::arg("query"), py::arg("key"), py::arg("value"), py::arg("keys"),
         py::arg("values"), py::arg("slots"), py::arg("positions"), py::arg("width"), py::kw_only(), py::arg("scaling"),
         py::arg("softcap") = py::none(), py::arg("sinks") = py::none(), py::arg("mask") = py::none());
+  m.def("causal_attention", &causal_attention, py::arg("query"), py::arg("key"), py::arg("value"), py::kw_only(),
+        py::arg("scaling"));
   m.def("sample", &sample, py::arg("logits"), py::arg("streams"), py::arg("positions"), py::kw_only(),
         py::arg("temperature") = 1.0, py::arg("top_k") = 0, py::arg("top_p") = 1.0, py::arg("min_p") = 0.0,
         py::arg("repetition_penalty") = 1.0, py::arg("seen") = py::none(), py::arg("forbidden") = py::none());

@@ -28,7 +28,8 @@ def load() -> Ops:
     names = ", ".join(str(d).removeprefix("torch.") for d in sorted(dtypes, key=str))
     return Ops(f"cpu (C++, with products in {names})" if dtypes else "cpu (C++)", module.decode_attention,
                module.sample, module.linear if dtypes else None, dtypes,
-               Fused(module.rms_norm, module.gated, module.rotary))
+               Fused(module.rms_norm, module.gated, module.rotary),
+               module.causal_attention if has_wide_vectors() else None)
 
 
 def load_linear() -> Callable:
@@ -36,8 +37,18 @@ def load_linear() -> Callable:
     return _module().linear
 
 
+def load_causal_attention() -> Callable:
+    """The compiled causal_attention, whether or not `load` would use it on this processor."""
+    return _module().causal_attention
+
+
 def _module() -> ModuleType:
     return load_extension("hybrid_rlhf_cpu", SOURCES, HEADERS)
+
+
+def has_wide_vectors() -> bool:
+    """Whether a vector holds 512 bits, which the attention of short prompts is written for."""
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 def own_dtypes(vendor: str, has_dot_linear: bool) -> frozenset[torch.dtype]:

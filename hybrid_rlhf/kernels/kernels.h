@@ -29,6 +29,9 @@ struct Attention {
 
 void decode_attention(const Attention& call);
 
+// Prompts of `length` tokens: query (B, H, Q, D), keys and values (B, K, Q, D) in place of slots, out (B, Q, H, Dv).
+void causal_attention(const Attention& call, int64_t length, int64_t query_step);
+
 struct Sampling {
   int64_t batch, vocabulary;
   Rows logits;                    // (B, 1, V)

@@ -124,18 +124,27 @@ void work(const Linear& call, int64_t row, int64_t rows, int64_t first, int64_t 
       out[m * call.out.stride0 + n] = at.out[m * at.out_step + n] + (call.bias ? call.bias[first + n] : 0.0f);
 }
 
+// Outputs of a piece of work: three vectors, or two where the busiest thread has less to do then.
+int64_t width(const Linear& call, int64_t chunks) {
+  const auto busiest = [&](int64_t outputs) {
+    const int64_t pieces = (call.out_features + outputs - 1) / outputs * chunks;
+    return (pieces + call.threads - 1) / call.threads * outputs;
+  };
+  return busiest(2 * kLanes) < busiest(kPanel) ? 2 * kLanes : kPanel;
+}
+
 }  // namespace
 
 void packed_linear(const Linear& call) {
-  const int64_t panels = (call.out_features + kPanel - 1) / kPanel, chunks = (call.rows + kChunk - 1) / kChunk;
+  const int64_t chunks = (call.rows + kChunk - 1) / kChunk, outputs = width(call, chunks);
+  const int64_t panels = (call.out_features + outputs - 1) / outputs;
 #pragma omp parallel num_threads(call.threads)
   {
     thread_local Panel panel;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < panels * chunks; ++task) {
-      const int64_t first = task % panels * kPanel, row = task / panels * kChunk;
-      work(call, row, std::min(kChunk, call.rows - row), first, std::min<int64_t>(kPanel, call.out_features - first),
-           panel);
+      const int64_t first = task % panels * outputs, row = task / panels * kChunk;
+      work(call, row, std::min(kChunk, call.rows - row), first, std::min(outputs, call.out_features - first), panel);
     }
   }
 }

@@ -49,6 +49,12 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, va
     return out.flatten(1, 2)[:, None].to(query.dtype)
 
 
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
+    """(B, H, Q, D), (B, K, Q, D), (B, K, Q, Dv) -> (B, Q, H, Dv): each token attends to itself and all before it."""
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling,
+                                          enable_gqa=query.shape[1] != key.shape[1]).transpose(1, 2)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, adds_one: bool = False) -> Tensor:
     """Root mean square normalisation (1910.07467) of x (.., D) by weight (D) of the same dtype.
 
