@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import importlib
 import os
 import shlex
@@ -16,10 +17,15 @@ from hybrid_rlhf.config import UserError, check, nearest, parse
 
 
 class Stage(NamedTuple):
-    """One row of the stage table: the module with Config, run(config, command) and preview(config)."""
+    """One row of the stage table: the module with Config, run(config, command) and preview(config).
+
+    name, preset: of a variant, the stage that it is a name for and the options that it presets; what is given wins.
+    """
 
     module: str
     help: str
+    name: str | None = None
+    preset: tuple[str, ...] = ()
 
 
 STAGES = {
@@ -28,6 +34,20 @@ STAGES = {
     "ppo": Stage("hybrid_rlhf.training.step3_ppo", "PPO against the reward model"),
     "all": Stage("hybrid_rlhf.training.all_stages", "the three in order; without further flags, the embedded demo"),
 }
+_GROUPS = ("--ppo.sampling.num_samples=8",)
+ONLINE = {
+    "grpo": ("group-relative advantages, no critic", "grpo", _GROUPS),
+    "dr_grpo": ("GRPO without the two biases, no critic", "dr_grpo", _GROUPS),
+    "rloo": ("REINFORCE leave-one-out, no critic", "rloo", _GROUPS),
+    "reinforce_pp": ("REINFORCE++, no critic", "reinforce_pp", ()),
+    "gspo": ("GRPO with ratios of sequences", "grpo", (
+        *_GROUPS, "--ppo.policy_loss=gspo", "--ppo.cliprange_low=3e-4", "--ppo.cliprange_high=4e-4")),
+    "cispo": ("GRPO with clipped importance weights", "grpo", (
+        *_GROUPS, "--ppo.policy_loss=cispo", "--ppo.cliprange_high=4.0")),
+}
+STAGES |= {name: Stage("hybrid_rlhf.training.step3_ppo", f"{text} (--stage ppo with {name} settings)", "ppo",
+                       (f"--output_dir=outputs/{name}", f"--ppo.estimator={estimator}", *more))
+           for name, (text, estimator, more) in ONLINE.items()}
 COMMANDS = {"chat": "hybrid_rlhf.inference.chat"}
 
 USAGE = """usage: {prog} --stage STAGE [--config FILE.yaml] [--dotted.key value ...]
@@ -97,9 +117,12 @@ def _train(argv: list[str]) -> int:
         return 0
     stage = importlib.import_module(STAGES[name].module)
     default = stage.default_config(rest) if hasattr(stage, "default_config") else None
-    config, switches = parse(stage.Config, rest, prog=f"{prog} --stage {name}", description=STAGES[name].help,
+    row, base = STAGES[name], STAGES[name].name or name
+    config, switches = parse(stage.Config, [*row.preset, *rest], prog=f"{prog} --stage {name}", description=row.help,
                              default_config=default, extra=("preview", "plan", "memory"))
-    check(config.stage == name, f"--stage {name}, but the settings say stage: {config.stage}; they are another stage's")
+    check(config.stage in (name, base),
+          f"--stage {name}, but the settings say stage: {config.stage}; they are another stage's")
+    config = dataclasses.replace(config, stage=base)
     if default:
         print(f"no --config, model or data given: the embedded demo ({os.path.relpath(default)})", file=sys.stderr)
     if switches["preview"]:
@@ -161,7 +184,7 @@ def _take_stage(argv: list[str], prog: str) -> tuple[str | None, list[str]]:
             rest.append(word)
     if name is None:
         check(not rest or rest[0] in ("-h", "--help"), f"--stage is missing: choose {', '.join(STAGES)}")
-        table = "\n".join(f"  {key:8} {row.help}" for key, row in STAGES.items())
+        table = "\n".join(f"  {key:12} {row.help}" for key, row in STAGES.items())
         print(USAGE.format(prog=prog, stages=table))
         return None, rest
     check(name in STAGES, f"--stage {name}: there is no such stage; choose {', '.join(STAGES)}{nearest(name, STAGES)}")

@@ -187,7 +187,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Layout:
-    """Who shares a base with whom: every role in exactly one group. kind: the critic's, "auto" no more."""
+    """Who shares a base with whom: every role there is in exactly one group. kind: the critic's, "auto" no more."""
 
     bases: tuple[tuple[str, ...], ...]
     kind: str
@@ -199,7 +199,7 @@ class Layout:
 def resolve(roles: RolesConfig, starts: Mapping[str, Start], has_lora: bool) -> tuple[Layout, str | None]:
     """The layout that `roles` ask for, and a line to announce where auto could not share all of it.
 
-    `starts` names the roles that there are: without a reward model, three.
+    `starts` names the roles that there are: without a reward model, or for a method without a critic, three.
     Raises UserError where what was asked for cannot be: roles that cannot share a base, a head without a model to read.
     """
     wanted, kind = roles.sharing, roles.critic.kind
@@ -224,11 +224,12 @@ def resolve(roles: RolesConfig, starts: Mapping[str, Start], has_lora: bool) -> 
     is_sharing = any("critic" in g for g in groups)
     kind = kind if kind != "auto" else "adapter" if has_lora and is_sharing else "model"
     layout = Layout(tuple(sorted((*groups, *alone), key=lambda g: ROLES.index(g[0]))), kind)
-    check(kind != "head" or "reward" in layout.group("critic"),
+    check("critic" not in starts or kind != "head" or "reward" in layout.group("critic"),
           "roles.critic.kind is head, which reads the reward model's states; " + (
               "set roles.share_base to critic-reward, pairs or all" if "reward" in starts else
               "there is none here: give roles.reward.model_name_or_path, or take another kind"))
-    check(kind != "adapter" or has_lora, "roles.critic.kind is adapter, which needs model.lora.r > 0 (such as 16)")
+    check("critic" not in starts or kind != "adapter" or has_lora,
+          "roles.critic.kind is adapter, which needs model.lora.r > 0 (such as 16)")
     for role in starts:
         _check_alone(role, roles[role], layout)
     return layout, line

@@ -41,7 +41,7 @@ NEVERS = {
     "algorithms": ((H,), (f"{H}.algorithms", f"{H}.tensors")),
     "inference": ((f"{H}.trainers", f"{H}.run", f"{H}.collect"), ()),
     # The settings of the sampler are a frozen record that trainers hand on; the machinery behind them stays out.
-    "trainers": ((f"{H}.engine", f"{H}.models", f"{H}.trainers"), (f"{H}.engine.sampling",)),
+    "trainers": ((f"{H}.engine", f"{H}.models", f"{H}.trainers"), (f"{H}.engine.sampling", f"{H}.trainers.ppo_config")),
 }
 # dependency: the modules (or packages) that may import it.
 DOORS = {

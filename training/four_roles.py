@@ -35,12 +35,13 @@ TRAINED = ("actor", "critic")
 @dataclass(frozen=True)
 class Sources:
     """Where the roles' weights come from: run folders or models. reads_text: whether the reward model has another
-    tokenizer or template than the actor, and reads text. reward is None where no reward model is among the sources."""
+    tokenizer or template than the actor, and reads text. reward is None where no reward model is among the sources,
+    critic where the method has none."""
 
     actor: str
     reward: str | None
     ref: str
-    critic: str
+    critic: str | None
     reads_text: bool = False
 
 
@@ -97,7 +98,7 @@ def check_roles(parts: Parts, sources: Sources) -> tuple[dict[str, Start], Layou
         check(role not in TRAINED or stage != 0 or parts.model.lora.r
               or not lowest_stage(dtype, world_size(), parts.train.optim),
               f"roles.{role}: zero_stage 0 with {dtype} weights, where DeepSpeed takes a wrong first step; choose 1")
-    stages = {r: layout_of(parts, r).zero_stage == 3 for r in TRAINED}
+    stages = {r: layout_of(parts, r).zero_stage == 3 for r in TRAINED if r in starts}
     check(len(set(stages.values())) == 1 or layout.group("actor") != layout.group("critic"),
           "roles.actor.zero_stage and roles.critic.zero_stage: on one base both are 3 or neither is")
     if line and is_main():
@@ -205,7 +206,7 @@ def build(parts: Parts, starts: dict[str, Start], layout: Layout, tokenizer, num
     head = starts["reward"].head if "reward" in starts else None
     check("reward" not in starts or load.has_score(head),
           f"roles.reward: {head} has no scalar head; a reward model is needed (--stage reward)")
-    is_copy = head is not None and starts["critic"].head == head
+    is_copy = head is not None and "critic" in starts and starts["critic"].head == head
     for group in layout.bases:
         own = reward_tokenizer if reward_tokenizer is not None and group == ("reward",) else tokenizer
         base = Base(group, parts, starts, layout, own)
@@ -227,5 +228,5 @@ def build(parts: Parts, starts: dict[str, Start], layout: Layout, tokenizer, num
             engines[role] = engine
     tokens = {role: layout_of(parts, role).micro_batch_tokens for role in ROLES}
     return (Roles(Actor(engines["actor"], tokenizer, tokens["actor"]), Reference(engines["ref"], tokens["ref"]),
-                  Critic(engines["critic"], tokens["critic"])),
+                  Critic(engines["critic"], tokens["critic"]) if "critic" in engines else None),
             Reward(engines["reward"], tokens["reward"]) if "reward" in engines else None)

@@ -138,7 +138,8 @@ def ppo_starts(config: step3_ppo.Config, start: ModelConfig | None) -> dict[str,
         adapter = "to be trained" if config.model.lora.r else None
         first = Start(path, dtype=start.dtype, quantize=start.quantize or "none")
         later = replace(first, adapter=adapter, head=path)
-        return {"actor": first, "ref": first, "critic": later, "reward": later}
+        return {"actor": first, "ref": first, "reward": later} | (
+            {"critic": later} if config.ppo.needs_critic else {})
     return find_starts(step3_ppo.find_sources(config), config.model, config.roles)
 
 

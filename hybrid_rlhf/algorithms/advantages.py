@@ -22,12 +22,16 @@ class Estimator(NamedTuple):
     """One way to advantages. The row alone says whether a critic is built and whether groups are required.
 
     fn(rewards (B, R), action_mask (B, R), *, values (B, R) or None, gamma, lam, reduce, group_size) ->
-    (advantages (B, R), returns (B, R)), both zero outside the actions.
+    (advantages (B, R), returns (B, R)), both zero outside the actions. Groups are contiguous rows.
+    kl_in, aggregation: where the method's paper puts the price of KL (reward or loss) and how it averages the loss
+    (a row of policy.AGGREGATIONS); what ppo.kl_in and ppo.aggregation are where they are not given.
     """
 
     fn: Callable[..., tuple[Tensor, Tensor]]
     needs_values: bool
     needs_group: bool
+    kl_in: str = "reward"
+    aggregation: str = "token"
 
 
 @torch.no_grad()
@@ -52,8 +56,74 @@ def gae(rewards: Tensor, action_mask: Tensor, *, values: Tensor, gamma: float = 
     return advantages, advantages + values
 
 
+@torch.no_grad()
+def reinforce_pp(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = None, gamma: float = 1.0,
+                 lam: float = 0.95, reduce: Reduce = identity, group_size: int = 1) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ (arXiv 2501.03262): the discounted sum of the rewards to come, whitened over all ranks' actions.
+
+    (advantages, returns), each (B, R) fp32; returns_t = r_t + gamma * returns_{t+1} over actions. No values, no group.
+    """
+    returns = gae(rewards, action_mask, values=torch.zeros_like(rewards), gamma=gamma, lam=1.0)[1]
+    return whiten(returns, action_mask, reduce), returns
+
+
+@torch.no_grad()
+def reinforce_pp_baseline(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = None, gamma: float = 1.0,
+                          lam: float = 0.95, reduce: Reduce = identity, group_size: int = 1) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ with the group's mean as baseline: R_i - mean R, whitened over the actions of all ranks."""
+    totals = _group_totals(rewards, action_mask, group_size)
+    advantages, returns = _at_actions(totals - totals.mean(1, keepdim=True), totals, action_mask)
+    return whiten(advantages, action_mask, reduce), returns
+
+
+@torch.no_grad()
+def rloo(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = None, gamma: float = 1.0, lam: float = 0.95,
+         reduce: Reduce = identity, group_size: int = 1) -> tuple[Tensor, Tensor]:
+    """REINFORCE leave-one-out (arXiv 2402.14740): R_i less the mean of the others' R, at every action of response i.
+
+    R_i is the sum of row i's rewards, the price of KL included if it is there. Raises ValueError for groups of one.
+    """
+    totals = _group_totals(rewards, action_mask, group_size)
+    others = (totals.sum(1, keepdim=True) - totals) / (group_size - 1)
+    return _at_actions(totals - others, totals, action_mask)
+
+
+@torch.no_grad()
+def grpo(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = None, gamma: float = 1.0, lam: float = 0.95,
+         reduce: Reduce = identity, group_size: int = 1) -> tuple[Tensor, Tensor]:
+    """Group-relative advantages (arXiv 2402.03300): (R_i - mean R) / (std R + 1e-4), std over n - 1 as in TRL."""
+    totals = _group_totals(rewards, action_mask, group_size)
+    centred = totals - totals.mean(1, keepdim=True)
+    return _at_actions(centred / (totals.std(1, keepdim=True) + 1e-4), totals, action_mask)
+
+
+@torch.no_grad()
+def dr_grpo(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = None, gamma: float = 1.0,
+            lam: float = 0.95, reduce: Reduce = identity, group_size: int = 1) -> tuple[Tensor, Tensor]:
+    """GRPO done right (arXiv 2503.20783): R_i - mean R, not divided by the spread of the group."""
+    totals = _group_totals(rewards, action_mask, group_size)
+    return _at_actions(totals - totals.mean(1, keepdim=True), totals, action_mask)
+
+
+def _group_totals(rewards: Tensor, action_mask: Tensor, group_size: int) -> Tensor:
+    """(groups, group_size): what each response was paid in all. Raises ValueError for rows that are no whole groups."""
+    if group_size < 2 or len(rewards) % group_size:
+        raise ValueError(f"{len(rewards)} responses in groups of {group_size}: whole groups of two or more are needed")
+    return rewards.float().masked_fill(~action_mask, 0).sum(1).view(-1, group_size)
+
+
+def _at_actions(advantages: Tensor, totals: Tensor, action_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers of responses (groups, group_size) each as (B, R), the same at every action."""
+    return tuple(numbers.reshape(-1, 1) * action_mask for numbers in (advantages, totals))
+
+
 ESTIMATORS: dict[str, Estimator] = {
     "gae": Estimator(gae, needs_values=True, needs_group=False),
+    "reinforce_pp": Estimator(reinforce_pp, needs_values=False, needs_group=False),
+    "reinforce_pp_baseline": Estimator(reinforce_pp_baseline, needs_values=False, needs_group=True, kl_in="loss"),
+    "rloo": Estimator(rloo, needs_values=False, needs_group=True),
+    "grpo": Estimator(grpo, needs_values=False, needs_group=True, kl_in="loss", aggregation="sequence"),
+    "dr_grpo": Estimator(dr_grpo, needs_values=False, needs_group=True, kl_in="loss", aggregation="constant"),
 }
 
 

@@ -28,6 +28,14 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -
     raise ValueError(f"KL estimator {estimator!r}: there are {', '.join(ESTIMATORS)}")
 
 
+def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, denominator: Tensor | float) -> Tensor:
+    """The mean KL(policy || reference) as a term of the loss, in nats; vectors (N,), denominator as of policy_loss.
+
+    Its gradient is that of the estimate: right for k2, GRPO's for k3 (arXiv 2402.03300), and zero on average for k1.
+    """
+    return (kl_estimate(logprobs, ref_logprobs.detach(), estimator) / denominator).sum()
+
+
 class FixedKL:
     """A kl_coef that stays as it is."""
 

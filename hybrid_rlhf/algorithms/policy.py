@@ -1,24 +1,96 @@
 """Losses of the on-policy updates, on flat vectors of the N actions of one micro batch.
 
-Every loss is a sum divided by `denominator`, the number of actions in the whole minibatch over all ranks: micro-batch
-losses then add up to the minibatch's, however it was cut. What to report comes as {name: (mean, weight)}, with the
-number of actions as weight.
+Every loss is a sum divided by `denominator`, the number of actions in the whole minibatch over all ranks, or one number
+for each action (`denominators`): micro-batch losses then add up to the minibatch's, however it was cut. What to report
+comes as {name: (mean, weight)}, with the number of actions as weight.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 Observed = dict[str, tuple[Tensor, int]]
+AGGREGATIONS = ("token", "sequence", "constant")
+
+
+class PolicyLoss(NamedTuple):
+    """One way from ratios to losses.
+
+    fn(ratio, advantages, new_logprobs, low, high), vectors (N,) -> (N,). level: whose ratio it is: an action's
+    ("token"), or a whole sequence's, as the geometric mean of its actions' ("mean") or as their product ("sum").
+    is_bounded_below: whether ratios below 1 - low are clipped too.
+    """
+
+    fn: Callable[..., Tensor]
+    level: str = "token"
+    is_bounded_below: bool = True
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, new_logprobs: Tensor, low: float, high: float) -> Tensor:
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
+
+
+def _truncated(ratio: Tensor, advantages: Tensor, new_logprobs: Tensor, low: float, high: float) -> Tensor:
+    return -ratio.detach().clamp(max=high) * advantages * new_logprobs
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "ppo": PolicyLoss(_clipped),  # arXiv 1707.06347
+    "gspo": PolicyLoss(_clipped, level="mean"),  # arXiv 2507.18071
+    "ppo_sequence": PolicyLoss(_clipped, level="sum"),  # the response is one action, as in TRL's RLOO
+    "cispo": PolicyLoss(_truncated, is_bounded_below=False),  # arXiv 2506.13585: every action keeps its gradient
+}
+
+
+def denominators(aggregation: str, owner: Tensor, *, num_actions: Tensor | float, num_sequences: Tensor | float,
+                 length: int) -> Tensor | float:
+    """What each action's loss is divided by, so that the sum over the minibatch is its mean loss.
+
+    token: over all actions; sequence: over each sequence's actions, then over sequences; constant: each sequence's sum
+    divided by `length`, the same for all (Dr. GRPO). owner (N,) long: the row that each action belongs to.
+    num_actions, num_sequences: of the minibatch over all ranks. Raises ValueError for another aggregation.
+    """
+    if aggregation == "token":
+        return num_actions
+    if aggregation == "sequence":
+        return num_sequences * torch.bincount(owner)[owner]
+    if aggregation == "constant":
+        return num_sequences * length
+    raise ValueError(f"aggregation {aggregation!r}: there are {', '.join(AGGREGATIONS)}")
+
+
+def importance_weights(old_logprobs: Tensor, sampled_logprobs: Tensor, owner: Tensor, *, level: str,
+                       cap: float) -> Tensor:
+    """Truncated importance weights (N,) of actions that one set of kernels sampled and another one trains.
+
+    min(exp(old - sampled), cap) of each action (level "token") or of its whole sequence ("sequence": the product).
+    """
+    log_weight = _of_level(old_logprobs.float() - sampled_logprobs.float(), owner,
+                           {"token": "token", "sequence": "sum"}[level])
+    return log_weight.clamp(-20, 20).exp().clamp(max=cap).detach()
+
+
+def _of_level(log_ratio: Tensor, owner: Tensor | None, level: str) -> Tensor:
+    """(N,) log-ratios of actions as those of their sequences: see PolicyLoss."""
+    if level == "token" or not len(log_ratio):
+        return log_ratio
+    totals = log_ratio.new_zeros(int(owner.max()) + 1).index_add(0, owner, log_ratio)
+    return (totals / torch.bincount(owner).clamp(min=1) if level == "mean" else totals)[owner]
 
 
 def policy_loss(new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, cliprange: tuple[float, float],
-                denominator: Tensor | float, dual_clip: float | None = None) -> tuple[Tensor, Observed]:
-    """Clipped surrogate (arXiv 1707.06347), all vectors (N,): max(-A ratio, -A clip(ratio, 1 - low, 1 + high)).
+                denominator: Tensor | float, dual_clip: float | None = None, kind: str = "ppo",
+                owner: Tensor | None = None, weights: Tensor | None = None) -> tuple[Tensor, Observed]:
+    """Surrogate of row `kind` of POLICY_LOSSES, vectors (N,); ppo: max(-A ratio, -A clip(ratio, 1 - low, 1 + high)).
 
-    ratio = exp(clamp(new - old, +-20)); cliprange = (low, high). dual_clip c > 1 (arXiv 1912.09729) bounds the loss of
-    actions with A < 0 by -c A, so that a ratio gone astray cannot dominate. Observed: policy/loss, policy/approx_kl
+    ratio = exp(clamp(new - old, +-20)), of the action or of its sequence; cispo: -min(ratio, 1 + high) A new, the
+    factor without gradient. cliprange = (low, high). owner (N,) long: the row of each action, for ratios of sequences.
+    weights (N,): factors of the losses, such as importance_weights. dual_clip c > 1 (arXiv 1912.09729) bounds the loss
+    of actions with A < 0 by -c A, so that a ratio gone astray cannot dominate. Observed: policy/loss, policy/approx_kl
     (k3 of KL(old || new), nats), policy/clip_fraction, policy/ratio; clip_ratio/low_mean (ratio below 1 - low while
     A < 0), high_mean (above 1 + high while A > 0) and region_mean (either; equals clip_fraction). Raises ValueError
     for vectors of unlike shapes and for dual_clip <= 1.
@@ -26,20 +98,23 @@ def policy_loss(new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, 
     _check_flat(new_logprobs, old_logprobs, advantages)
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip is {dual_clip}; it must be above 1")
+    row, new = POLICY_LOSSES[kind], new_logprobs.float()
     old, advantages = old_logprobs.float().detach(), advantages.float().detach()
-    log_ratio = (new_logprobs.float() - old).clamp(-20, 20)
-    ratio = log_ratio.exp()
-    low, high = 1 - cliprange[0], 1 + cliprange[1]
-    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
+    log_ratio = (new - old).clamp(-20, 20)
+    ratio = _of_level(new - old, owner, row.level).clamp(-20, 20).exp()
+    low, high = 1 - cliprange[0] if row.is_bounded_below else 0.0, 1 + cliprange[1]
+    loss = row.fn(ratio, advantages, new, low, high)
     if dual_clip is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+    if weights is not None:
+        loss = loss * weights
     with torch.no_grad():
         too_low, too_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
         is_clipped = too_low | too_high
         observed = {"policy/loss": loss, "policy/approx_kl": log_ratio.expm1() - log_ratio,
                     "policy/clip_fraction": is_clipped, "policy/ratio": ratio, "clip_ratio/low_mean": too_low,
                     "clip_ratio/high_mean": too_high, "clip_ratio/region_mean": is_clipped}
-    return loss.sum() / denominator, _means(observed)
+    return (loss / denominator).sum(), _means(observed)
 
 
 def value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange_value: float | None,

@@ -37,3 +37,14 @@ def normalise(scores: Tensor, mean: float, std: float) -> Tensor:
 def missing_eos(scores: Tensor, has_eos: Tensor, penalty: float) -> Tensor:
     """Scores (B,), less `penalty` where the response did not end by itself. has_eos (B,) bool."""
     return scores.float() - penalty * (~has_eos).float()
+
+
+def overlong(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
+    """DAPO's soft punishment (arXiv 2503.14476, equation 13) of responses of `lengths` (B,) tokens, in [-1, 0].
+
+    0 up to max_length - buffer, from there down in a straight line to -1 at max_length. Raises ValueError for a buffer
+    that is not in [1, max_length].
+    """
+    if not 1 <= buffer <= max_length:
+        raise ValueError(f"overlong buffer {buffer}: it must lie in [1, {max_length}]")
+    return ((max_length - buffer - lengths.float()) / buffer).clamp(-1, 0)

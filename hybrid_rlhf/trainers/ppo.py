@@ -1,95 +1,30 @@
-"""Stage 3: proximal policy optimisation (1707.06347) with a KL price to the reference (1909.08593, 2203.02155)."""
+"""Stage 3: proximal policy optimisation (1707.06347) with a KL price to the reference (1909.08593, 2203.02155).
+
+Its relatives without a critic are the same loop with another row of ESTIMATORS or POLICY_LOSSES.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from hybrid_rlhf.algorithms.advantages import ESTIMATORS, explained_variance, whiten
-from hybrid_rlhf.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate
-from hybrid_rlhf.algorithms.policy import policy_loss, value_loss
-from hybrid_rlhf.algorithms.shaping import missing_eos, normalise, shape_rewards
-from hybrid_rlhf.collect import OLD_LOGPROBS, DriftGate, SamplingConfig, collect
-from hybrid_rlhf.config import check, nearest
+from hybrid_rlhf.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate, kl_loss
+from hybrid_rlhf.algorithms.policy import denominators, entropy_loss, importance_weights, policy_loss, value_loss
+from hybrid_rlhf.algorithms.shaping import missing_eos, normalise, overlong, shape_rewards
+from hybrid_rlhf.collect import DriftGate, collect
 from hybrid_rlhf.distributed import place_over_ranks, sum_over_ranks
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.roles import Roles, TokenScores
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.tensors import masked_mean
+from hybrid_rlhf.trainers.ppo_config import PPOConfig
 
-
-@dataclass(frozen=True)
-class PPOConfig:
-    """PPO's own settings.
-
-    Attributes:
-        sampling: How responses are drawn.
-        num_ppo_epochs: Passes over each rollout.
-        num_minibatches: Optimizer steps per pass.
-        minibatch_size: Sequences per optimizer step, over all processes; overrides num_minibatches.
-        kl_coef: Price of one nat of KL to the reference (the start value, if adaptive).
-        kl_estimator: k1, k2 or k3.
-        kl_target: Nats per sequence that an adaptive kl_coef aims at; None keeps kl_coef fixed.
-        kl_horizon: Sequences over which the adaptive coefficient moves.
-        cliprange: Clip range of the probability ratio.
-        cliprange_value: Clip range of the value's move.
-        vf_coef: Factor of the value loss.
-        gamma: Discount.
-        lam: GAE's lambda.
-        estimator: Advantage estimator.
-        whiten_advantages: Whether advantages get mean 0 and variance 1 over the rollout.
-        normalise_scores: Whether scores are put on the scale (mean 0, std 1) that stage 2 measured on SFT responses.
-        score_clip: Bound of the normalised score.
-        missing_eos_penalty: Subtracted from the score of a response that did not end by itself.
-        old_logprobs: Whose log-probabilities the ratio starts from: the sampler's, recompute (a training forward), or
-            auto (the sampler's while their drift stays within max_logprob_drift).
-        max_logprob_drift: Mean |sampled - training| log-probability, in nats, that auto accepts.
-    """
-
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    num_ppo_epochs: int = 4
-    num_minibatches: int = 1
-    minibatch_size: int | None = None
-    kl_coef: float = 0.05
-    kl_estimator: str = "k1"
-    kl_target: float | None = None
-    kl_horizon: int = 10000
-    cliprange: float = 0.2
-    cliprange_value: float = 0.2
-    vf_coef: float = 1.0
-    gamma: float = 1.0
-    lam: float = 0.95
-    estimator: str = "gae"
-    whiten_advantages: bool = True
-    normalise_scores: bool = True
-    score_clip: float | None = 5.0
-    missing_eos_penalty: float = 0.0
-    old_logprobs: str = "auto"
-    max_logprob_drift: float = 0.02
-
-    def __post_init__(self) -> None:
-        check(self.estimator in ESTIMATORS, f"ppo.estimator is {self.estimator!r}; there are {', '.join(ESTIMATORS)}"
-                                            f"{nearest(self.estimator, ESTIMATORS)}")
-        check(self.old_logprobs in OLD_LOGPROBS,
-              f"ppo.old_logprobs is {self.old_logprobs!r}; choose {', '.join(OLD_LOGPROBS)}"
-              f"{nearest(self.old_logprobs, OLD_LOGPROBS)}")
-        check(self.kl_estimator in ("k1", "k2", "k3"), f"ppo.kl_estimator is {self.kl_estimator!r}; choose k1, k2, k3")
-        for name in ("num_ppo_epochs", "num_minibatches"):
-            check(getattr(self, name) >= 1, f"ppo.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("gamma", "lam"):
-            check(0 <= getattr(self, name) <= 1, f"ppo.{name} is {getattr(self, name)}; it must lie in [0, 1]")
-        for name in ("cliprange", "cliprange_value"):
-            check(getattr(self, name) > 0, f"ppo.{name} is {getattr(self, name)}; it must be positive")
-        check(self.kl_coef >= 0, f"ppo.kl_coef is {self.kl_coef}; it must not be negative")
-        check(self.kl_target is None or self.kl_target > 0,
-              f"ppo.kl_target is {self.kl_target}; it must be positive (nats per sequence) or null")
-        check(self.kl_horizon > 0, f"ppo.kl_horizon is {self.kl_horizon}; it must be positive (sequences)")
-        check(self.minibatch_size is None or self.minibatch_size >= 1,
-              f"ppo.minibatch_size is {self.minibatch_size}; it must be at least 1")
+__all__ = ["PPOConfig", "PPOTrainer"]
 
 
 class PPOTrainer:
@@ -129,53 +64,89 @@ class PPOTrainer:
     def estimate(self, rollout: Rollout, metrics: Metrics) -> None:
         """Fill in rewards, advantages and returns, once per rollout."""
         config, mask = self.config, rollout.action_mask
-        kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, config.kl_estimator)
-        rollout.rewards = shape_rewards(self._paid_scores(rollout), kl, self.kl_coef.value, mask)
+        kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, config.kl_kind)
+        kl_coef = self.kl_coef.value if config.kl_in_reward else 0.0
+        rollout.rewards = shape_rewards(self._paid_scores(rollout), kl, kl_coef, mask)
         rollout.advantages, rollout.returns = self.estimator(
             rollout.rewards, mask, values=rollout.values, group_size=config.sampling.num_samples,
             gamma=config.gamma, lam=config.lam, reduce=sum_over_ranks)
-        if config.whiten_advantages:
+        if config.whitens:
             rollout.advantages = whiten(rollout.advantages, mask, reduce=sum_over_ranks)
-        metrics.add("value/explained_variance", explained_variance(rollout.values, rollout.returns, mask,
-                                                                      reduce=sum_over_ranks))
-        metrics.add("value/mean", masked_mean(rollout.values, mask), mask.sum())
-        price = -self.kl_coef.value * kl.masked_fill(~mask, 0).sum(1)
+        if rollout.values is not None:
+            metrics.add("value/explained_variance", explained_variance(rollout.values, rollout.returns, mask,
+                                                                          reduce=sum_over_ranks))
+            metrics.add("value/mean", masked_mean(rollout.values, mask), mask.sum())
+        price = -kl_coef * kl.masked_fill(~mask, 0).sum(1)
         metrics.add("objective/non_score_reward", price.mean(), len(rollout))
 
     def _paid_scores(self, rollout: Rollout) -> Tensor:
-        """Scores on the scale of stage 2's statistics, clipped, less the price of not ending."""
-        scores = rollout.scores
-        if self.config.normalise_scores:
+        """Scores on the scale of stage 2's statistics, clipped, less the price of not ending and of great length."""
+        config, scores = self.config, rollout.scores
+        if config.normalise_scores:
             scores = normalise(scores, self.score_mean, self.score_std)
-        if self.config.score_clip is not None:
-            scores = scores.clamp(-self.config.score_clip, self.config.score_clip)
-        return missing_eos(scores, rollout.has_eos, self.config.missing_eos_penalty)
+        if config.score_clip is not None:
+            scores = scores.clamp(-config.score_clip, config.score_clip)
+        if config.overlong_penalty:
+            scores = scores + config.overlong_penalty * overlong(
+                rollout.action_mask.sum(1), config.sampling.max_new_tokens, config.overlong_buffer)
+        return missing_eos(scores, rollout.has_eos, config.missing_eos_penalty)
 
     def update(self, rollout: Rollout) -> Metrics:
         """num_ppo_epochs passes over the rollout in shuffled minibatches: the actor's step, then the critic's.
 
-        The order is one of all processes' sequences, so that how many processes share them moves no gradient.
+        The order is one of all processes' sequences, so that how many processes share them moves no gradient. With
+        early_stop_kl the passes end after a minibatch that finds the actor too far from where it sampled.
         """
         metrics, (first, total) = Metrics(), place_over_ranks(len(rollout))
         for _ in range(self.config.num_ppo_epochs):
             for minibatch in rollout.shuffled(self._minibatch_size(total), self.rng, first, total):
-                actor = self.roles.actor.update(minibatch, self.actor_loss)
-                critic = self.roles.critic.update(minibatch, self.critic_loss)
-                metrics = metrics + actor + critic.renamed(
-                    {n: f"value/{n}" for n in ("grad_norm", "learning_rate", "micro_batch_tokens")})
+                observed = self._update_on(minibatch)
+                metrics = metrics + observed
+                if self._is_far(observed):
+                    return metrics.add("policy/early_stop", 1.0)
+        return metrics if self.config.early_stop_kl is None else metrics.add("policy/early_stop", 0.0)
+
+    def _update_on(self, minibatch: Rollout) -> Metrics:
+        """The optimizer steps of one minibatch: the actor's, unless the critic warms up, and the critic's."""
+        metrics = Metrics()
+        if self.num_steps >= self.config.critic_warmup_steps:
+            num_sequences = sum_over_ranks(torch.tensor(len(minibatch)))
+            metrics += self.roles.actor.update(minibatch, partial(self.actor_loss, num_sequences=num_sequences))
+        if self.roles.critic:
+            metrics += self.roles.critic.update(minibatch, self.critic_loss).renamed(
+                {n: f"value/{n}" for n in ("grad_norm", "learning_rate", "micro_batch_tokens")})
         return metrics
+
+    def _is_far(self, observed: Metrics) -> bool:
+        """Whether a minibatch's approximate KL, over all processes, ends the updates on this rollout."""
+        limit = self.config.early_stop_kl
+        return limit is not None and observed.over_ranks().compute().get("policy/approx_kl", 0.0) > limit
 
     def _minibatch_size(self, num_sequences: int) -> int:
         return self.config.minibatch_size or -(-num_sequences // self.config.num_minibatches)
 
-    def actor_loss(self, tokens: TokenScores, rows: Rollout, count: Tensor) -> tuple[Tensor, dict]:
-        """Clipped surrogate of these rows as a share of `count` actions, and what to report."""
-        mask = rows.action_mask
-        loss, observed = policy_loss(tokens.logprobs, rows.logprobs[mask], rows.advantages[mask],
-                                     cliprange=(self.config.cliprange, self.config.cliprange), denominator=count)
+    def actor_loss(self, tokens: TokenScores, rows: Rollout, count: Tensor, num_sequences: Tensor | int,
+                   ) -> tuple[Tensor, dict]:
+        """The loss of these rows as a share of a minibatch of `count` actions and num_sequences, and what to report."""
+        config, mask = self.config, rows.action_mask
+        owner = mask.nonzero()[:, 0]  # (N,)
+        share = denominators(config.averaging, owner, num_actions=count, num_sequences=num_sequences,
+                             length=config.sampling.max_new_tokens)
+        weights = None if config.importance == "none" else importance_weights(
+            rows.logprobs[mask], rows.sampled_logprobs[mask], owner, level=config.importance, cap=config.importance_cap)
+        loss, observed = policy_loss(tokens.logprobs, rows.logprobs[mask], rows.advantages[mask], owner=owner,
+                                     kind=config.policy_loss, cliprange=config.clipranges, dual_clip=config.dual_clip,
+                                     denominator=share, weights=weights)
         size = int(mask.sum())
+        if weights is not None:
+            observed["policy/importance"] = (weights.mean(), size)
+        if not config.kl_in_reward:
+            term = kl_loss(tokens.logprobs, rows.ref_logprobs[mask], config.kl_kind, share)
+            loss = loss + self.kl_coef.value * term
         if tokens.entropy is not None:
             observed["entropy"] = (tokens.entropy.detach().mean(), size)
+            if config.entropy_coef:
+                loss = loss + config.entropy_coef * entropy_loss(tokens.entropy, denominator=count)
         return loss, observed
 
     def critic_loss(self, new_values: Tensor, rows: Rollout, count: Tensor) -> tuple[Tensor, dict]:

@@ -72,10 +72,10 @@ def find_sources(config: Config) -> Sources:
                                     "roles.reward.model_name_or_path (or reward.functions instead of a model)")
     reads_text = reward not in (actor, None) and wiring.difference(actor, reward, config.data, "ppo", own)
     found = Sources(actor, reward, roles.ref.model_name_or_path or actor,
-                    roles.critic.model_name_or_path or (actor if reads_text or not reward else reward),
-                    bool(reads_text))
+                    (roles.critic.model_name_or_path or (actor if reads_text or not reward else reward))
+                    if config.ppo.needs_critic else None, bool(reads_text))
     for other in dict.fromkeys((found.ref, found.critic)):  # both of them read the actor's token ids
-        if other not in (actor, reward):
+        if other not in (actor, reward, None):
             wiring.check_pair(actor, other, config.data, "ppo", own)
     check(not (reads_text and reward in (found.ref, found.critic)),
           f"{actor} and {reward} do not fit together: their {reads_text} differ, and a critic or reference reads the "
@@ -102,7 +102,7 @@ def open_reader(config: Config, sources: Sources):  # noqa: ANN201 - a transform
         return None
     if is_main():
         print(f"the reward model {sources.reward} has a tokenizer or template of its own and reads the responses as "
-              f"text; the critic starts from {sources.critic}", file=sys.stderr)
+              f"text{f'; the critic starts from {sources.critic}' if sources.critic else ''}", file=sys.stderr)
     model = replace(config.model, model_name_or_path=wiring.model_folder(sources.reward), tokenizer_name_or_path=None)
     return wiring.open_tokenizer(model, config.data, "ppo", config.seed)
 

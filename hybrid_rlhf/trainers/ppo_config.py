@@ -1,0 +1,173 @@
+"""Settings of the on-policy methods. Which one it is, is said by rows: the estimator's, and the policy loss's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hybrid_rlhf.algorithms import kl
+from hybrid_rlhf.algorithms.advantages import ESTIMATORS
+from hybrid_rlhf.algorithms.policy import AGGREGATIONS, POLICY_LOSSES
+from hybrid_rlhf.collect import OLD_LOGPROBS, SamplingConfig
+from hybrid_rlhf.config import check, nearest
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """PPO's own settings, and those of its relatives.
+
+    Attributes:
+        sampling: How responses are drawn.
+        estimator: Advantage estimator: gae (with a critic), reinforce_pp, reinforce_pp_baseline, rloo, grpo or dr_grpo
+            (all but the first two need sampling.num_samples > 1).
+        policy_loss: ppo (clipped ratio of each token), gspo (of each sequence, geometric mean), ppo_sequence (of each
+            sequence, product) or cispo (clipped ratio as a weight).
+        aggregation: How the loss is averaged: token (over all tokens of the minibatch), sequence (over each response,
+            then over responses) or constant (each response's sum over max_new_tokens); null takes the method's own.
+        num_ppo_epochs: Passes over each rollout.
+        num_minibatches: Optimizer steps per pass.
+        minibatch_size: Sequences per optimizer step, over all processes; overrides num_minibatches.
+        kl_coef: Price of one nat of KL to the reference (the start value, if adaptive).
+        kl_in: Where it is paid: in the reward or in the loss; null takes the estimator's own.
+        kl_estimator: k1, k2 or k3; null takes k1 in the reward and k3 in the loss.
+        kl_target: Nats per sequence that an adaptive kl_coef aims at; None keeps kl_coef fixed.
+        kl_horizon: Sequences over which the adaptive coefficient moves.
+        cliprange: Clip range of the probability ratio.
+        cliprange_low: Of ratios below 1; null takes cliprange.
+        cliprange_high: Of ratios above 1; null takes cliprange.
+        dual_clip: Bound of the loss of tokens with a negative advantage, in advantages (3, say); null has none.
+        cliprange_value: Clip range of the value's move.
+        vf_coef: Factor of the value loss.
+        entropy_coef: Factor of the entropy bonus.
+        gamma: Discount.
+        lam: GAE's lambda.
+        whiten_advantages: Whether advantages get mean 0 and variance 1 over the rollout; null: with a critic.
+        critic_warmup_steps: Steps at the start that train the critic alone.
+        early_stop_kl: A minibatch whose policy/approx_kl (nats per token) is above it ends the updates on its rollout.
+        normalise_scores: Whether scores are put on the scale (mean 0, std 1) that stage 2 measured on SFT responses.
+        score_clip: Bound of the normalised score.
+        missing_eos_penalty: Subtracted from the score of a response that did not end by itself.
+        overlong_penalty: Subtracted from the score of a response of max_new_tokens; shorter ones pay less.
+        overlong_buffer: Tokens before max_new_tokens within which the overlong penalty rises from 0.
+        old_logprobs: Whose log-probabilities the ratio starts from: the sampler's, recompute (a training forward), or
+            auto (the sampler's while their drift stays within max_logprob_drift).
+        max_logprob_drift: Mean |sampled - training| log-probability, in nats, that auto accepts.
+        importance: Truncated importance weights for what sampling and training kernels do not agree on: none, token
+            or sequence. They are 1 where the sampler's log-probabilities are the old ones.
+        importance_cap: Largest of these weights.
+    """
+
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    estimator: str = "gae"
+    policy_loss: str = "ppo"
+    aggregation: str | None = None
+    num_ppo_epochs: int = 4
+    num_minibatches: int = 1
+    minibatch_size: int | None = None
+    kl_coef: float = 0.05
+    kl_in: str | None = None
+    kl_estimator: str | None = None
+    kl_target: float | None = None
+    kl_horizon: int = 10000
+    cliprange: float = 0.2
+    cliprange_low: float | None = None
+    cliprange_high: float | None = None
+    dual_clip: float | None = None
+    cliprange_value: float = 0.2
+    vf_coef: float = 1.0
+    entropy_coef: float = 0.0
+    gamma: float = 1.0
+    lam: float = 0.95
+    whiten_advantages: bool | None = None
+    critic_warmup_steps: int = 0
+    early_stop_kl: float | None = None
+    normalise_scores: bool = True
+    score_clip: float | None = 5.0
+    missing_eos_penalty: float = 0.0
+    overlong_penalty: float = 0.0
+    overlong_buffer: int = 16
+    old_logprobs: str = "auto"
+    max_logprob_drift: float = 0.02
+    importance: str = "none"
+    importance_cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, known in _CHOICES.items():
+            check(getattr(self, name) in known, _unknown(name, getattr(self, name), known))
+        for name in ("num_ppo_epochs", "num_minibatches", "minibatch_size"):
+            check(getattr(self, name) is None or getattr(self, name) >= 1,
+                  f"ppo.{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("gamma", "lam"):
+            check(0 <= getattr(self, name) <= 1, f"ppo.{name} is {getattr(self, name)}; it must lie in [0, 1]")
+        for name in ("cliprange", "cliprange_low", "cliprange_high", "cliprange_value", "early_stop_kl",
+                     "importance_cap"):
+            check(getattr(self, name) is None or getattr(self, name) > 0,
+                  f"ppo.{name} is {getattr(self, name)}; it must be positive")
+        for name in ("kl_coef", "entropy_coef", "overlong_penalty", "critic_warmup_steps"):
+            check(getattr(self, name) >= 0, f"ppo.{name} is {getattr(self, name)}; it must not be negative")
+        check(self.kl_target is None or self.kl_target > 0,
+              f"ppo.kl_target is {self.kl_target}; it must be positive (nats per sequence) or null")
+        check(self.kl_horizon > 0, f"ppo.kl_horizon is {self.kl_horizon}; it must be positive (sequences)")
+        self._check_method()
+
+    def _check_method(self) -> None:
+        """Settings that do not go together."""
+        row, size = ESTIMATORS[self.estimator], self.sampling.num_samples
+        check(not row.needs_group or size > 1,
+              f"ppo.estimator {self.estimator} compares the responses to one prompt, and ppo.sampling.num_samples is "
+              f"{size}; give 2 or more (such as 8)")
+        check(self.kl_in_reward or self.kl_estimator != "k1",
+              "ppo.kl_estimator k1 has no gradient on average, and ppo.kl_in is loss; choose k2 or k3")
+        check(row.needs_values or not self.critic_warmup_steps,
+              f"ppo.critic_warmup_steps is {self.critic_warmup_steps}, and ppo.estimator {self.estimator} has no "
+              "critic; choose gae")
+        check(self.dual_clip is None or (self.dual_clip > 1 and self.policy_loss != "cispo"),
+              f"ppo.dual_clip is {self.dual_clip} with ppo.policy_loss {self.policy_loss}; it must be above 1, and "
+              "cispo has no clipped ratio to bound")
+        longest = self.sampling.max_new_tokens
+        check(not self.overlong_penalty or 1 <= self.overlong_buffer <= longest,
+              f"ppo.overlong_buffer is {self.overlong_buffer}; it must lie in [1, ppo.sampling.max_new_tokens "
+              f"{longest}]")
+        check(self.importance == "none" or self.old_logprobs != "sampler",
+              f"ppo.importance {self.importance} weighs what a training forward says against the sampler; "
+              "ppo.old_logprobs sampler has none; choose recompute")
+
+    @property
+    def needs_critic(self) -> bool:
+        return ESTIMATORS[self.estimator].needs_values
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return (self.kl_in or ESTIMATORS[self.estimator].kl_in) == "reward"
+
+    @property
+    def kl_kind(self) -> str:
+        """kl_estimator, or what fits the place where the KL is paid."""
+        return self.kl_estimator or ("k1" if self.kl_in_reward else "k3")
+
+    @property
+    def averaging(self) -> str:
+        """aggregation, or the method's own: a ratio of sequences goes with a mean over sequences."""
+        is_of_tokens = POLICY_LOSSES[self.policy_loss].level == "token"
+        own = ESTIMATORS[self.estimator].aggregation if self.policy_loss == "ppo" else "token"
+        return self.aggregation or (own if is_of_tokens else "sequence")
+
+    @property
+    def whitens(self) -> bool:
+        return self.needs_critic if self.whiten_advantages is None else self.whiten_advantages
+
+    @property
+    def clipranges(self) -> tuple[float, float]:
+        """How far below and above 1 the ratio may go."""
+        return self.cliprange_low or self.cliprange, self.cliprange_high or self.cliprange
+
+
+_CHOICES: dict[str, tuple] = {
+    "estimator": tuple(ESTIMATORS), "policy_loss": tuple(POLICY_LOSSES), "aggregation": (None, *AGGREGATIONS),
+    "kl_in": (None, "reward", "loss"), "kl_estimator": (None, *kl.ESTIMATORS), "old_logprobs": OLD_LOGPROBS,
+    "importance": ("none", "token", "sequence")}
+
+
+def _unknown(name: str, value: object, known: Iterable) -> str:
+    names = [k for k in known if k]
+    return f"ppo.{name} is {value!r}; choose {', '.join(names)}{nearest(str(value), names)}"

@@ -1,0 +1,75 @@
+"""Estimators without a critic, by hand: groups of two and more, and what they do with lengths and padding."""
+
+import math
+
+import pytest
+import torch
+
+from hybrid_rlhf.algorithms.advantages import ESTIMATORS
+from hybrid_rlhf.tensors import length_mask
+
+NAN = math.nan
+MASK = length_mask([2, 1, 3, 3])
+# Totals 1, 3 | 2, 7: each row's rewards at its actions, with nonsense at padding.
+REWARDS = torch.tensor([[-1.0, 2.0, NAN], [3.0, 9.0, NAN], [0.5, 0.5, 1.0], [1.0, -1.0, 7.0]])
+GROUPED = [name for name, row in ESTIMATORS.items() if row.needs_group]
+
+
+def advantages_of(name, rewards=REWARDS, mask=MASK, size=2):
+    advantages, returns = ESTIMATORS[name].fn(rewards, mask, values=None, group_size=size)
+    assert not advantages[~mask].any() and not returns[~mask].any()
+    return advantages
+
+
+def at_actions(*numbers):
+    return torch.tensor(numbers)[:, None] * MASK
+
+
+def test_rloo_subtracts_the_mean_of_the_others():
+    torch.testing.assert_close(advantages_of("rloo"), at_actions(-2.0, 2.0, -5.0, 5.0))
+    # one group of four, totals 1, 3, 2, 7: others' means 4, 10/3, 11/3, 2
+    torch.testing.assert_close(advantages_of("rloo", size=4), at_actions(-3.0, 3 - 10 / 3, 2 - 11 / 3, 5.0))
+
+
+def test_grpo_divides_by_the_deviation_over_n_minus_1_and_dr_grpo_does_not():
+    # deviations from 2: -1, 1, std sqrt(2); from 4.5: -2.5, 2.5, std 2.5 sqrt(2)
+    two, five = 1 / (2**0.5 + 1e-4), 2.5 / (2.5 * 2**0.5 + 1e-4)
+    torch.testing.assert_close(advantages_of("grpo"), at_actions(-two, two, -five, five))
+    torch.testing.assert_close(advantages_of("dr_grpo"), at_actions(-1.0, 1.0, -2.5, 2.5))
+
+
+def test_reinforce_pp_whitens_the_rewards_to_come():
+    # rewards to come: [1, 2], [3], [2, 1.5, 1], [7, 6, 7]; nine actions, sum 30.5
+    to_come = [1.0, 2.0, 3.0, 2.0, 1.5, 1.0, 7.0, 6.0, 7.0]
+    mean = sum(to_come) / 9
+    deviation = (sum((x - mean) ** 2 for x in to_come) / 9) ** 0.5
+    expected = torch.zeros(4, 3).masked_scatter(MASK, torch.tensor([(x - mean) / deviation for x in to_come]))
+    torch.testing.assert_close(advantages_of("reinforce_pp"), expected)
+
+
+def test_reinforce_pp_discounts_and_returns_what_is_to_come():
+    returns = ESTIMATORS["reinforce_pp"].fn(torch.tensor([[1.0, 2.0, 4.0]]), torch.ones(1, 3, dtype=torch.bool),
+                                            gamma=0.5)[1]
+    torch.testing.assert_close(returns, torch.tensor([[3.0, 4.0, 4.0]]))
+
+
+def test_reinforce_pp_with_the_group_s_baseline_whitens_over_actions():
+    # centred -1 twice, 1 once, -2.5 and 2.5 three times: mean -1/9 over nine actions
+    per_action = [-1.0, -1.0, 1.0, *[-2.5] * 3, *[2.5] * 3]
+    mean = -1 / 9
+    deviation = (sum((x - mean) ** 2 for x in per_action) / 9) ** 0.5
+    expected = torch.zeros(4, 3).masked_scatter(MASK, torch.tensor([(x - mean) / deviation for x in per_action]))
+    torch.testing.assert_close(advantages_of("reinforce_pp_baseline"), expected)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_equal_scores_teach_nothing_and_groups_of_one_or_torn_groups_are_refused(name):
+    assert not advantages_of(name, rewards=torch.zeros(4, 3)).any()
+    for size in (1, 3):
+        with pytest.raises(ValueError, match="whole groups"):
+            advantages_of(name, size=size)
+
+
+def test_only_gae_needs_a_critic():
+    assert [name for name, row in ESTIMATORS.items() if row.needs_values] == ["gae"]
+    assert GROUPED == ["reinforce_pp_baseline", "rloo", "grpo", "dr_grpo"]

@@ -1,0 +1,106 @@
+"""The stages without a critic through the launcher: what they build, what they leave, and that the numbers move."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from hybrid_rlhf.cli import ONLINE, main
+from hybrid_rlhf.training import step3_ppo
+from tests.test_stages import COMMON, WORDS
+from tests.tiny import save_tiny
+
+GROUPS = ["--ppo.sampling.max_new_tokens", "6", "--roles.actor.learning_rate", "1e-2", "--train.max_steps", "2",
+          "--train.per_device_train_batch_size", "3", "--ppo.num_ppo_epochs", "2", "--ppo.num_minibatches", "2",
+          "--data.eval_fraction", "0.1"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("online")
+    rows = {"reward": [{"prompt": f"say {w}", "chosen": w, "rejected": "no no"} for w in WORDS],
+            "ppo": [{"prompt": f"say {w} {i}"} for i in range(2) for w in WORDS]}
+    for name, table in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in table))
+    save_tiny(folder / "base")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HYBRID_RLHF_CACHE", str(folder / "cache"))
+        launch(folder, "reward", "--train.max_steps", "1", data="reward")
+        yield folder
+
+
+def launch(folder: Path, stage: str, *more: str, data: str = "ppo") -> Path:
+    out = folder / "runs" / stage
+    assert main(["--stage", stage, "--output_dir", str(out), *COMMON, "--model.model_name_or_path", f"{folder}/base",
+                 f"--data.sources=[{{path: {folder}/{data}.jsonl}}]", *more]) == 0
+    return out
+
+
+@pytest.fixture
+def built(monkeypatch) -> list:
+    """The roles that a run built."""
+    found, plain = [], step3_ppo.build
+
+    def keeping(*given, **options):
+        roles, reward = plain(*given, **options)
+        found.append(roles)
+        return roles, reward
+
+    monkeypatch.setattr(step3_ppo, "build", keeping)
+    return found
+
+
+@pytest.mark.parametrize("stage", ONLINE)
+def test_a_stage_without_a_critic_trains_and_leaves_a_model_that_loads(place, built, stage) -> None:
+    from transformers import AutoModelForCausalLM
+
+    out = launch(place, stage, *GROUPS)
+    assert built[0].critic is None
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert not any(name.startswith("value/") for row in rows for name in row)
+    assert all(isinstance(v, (int, float)) for row in rows for v in row.values())
+    config = yaml.safe_load((out / "config.yaml").read_text())
+    assert (config["stage"], config["ppo"]["estimator"]) == ("ppo", ONLINE[stage][1])
+    model, base = (AutoModelForCausalLM.from_pretrained(f) for f in (out / "model", place / "base"))
+    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), base.parameters(), strict=True))
+    samples = (out / "samples.jsonl").read_text().splitlines()
+    assert samples and all("completion" in json.loads(line) for line in samples)
+
+
+def test_a_name_of_a_variant_is_ppo_with_its_settings(place) -> None:
+    named = launch(place, "grpo", *GROUPS)  # finished above, or run here
+    given = place / "runs" / "given"
+    assert main(["--stage", "ppo", "--config", f"{named}/config.yaml", "--output_dir", str(given)]) == 0
+    numbers = [[json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+               for out in (named, given)]
+    for name in ("reward", "policy/loss", "kl", "grad_norm"):
+        assert [r.get(name) for r in numbers[0]] == [r.get(name) for r in numbers[1]]
+
+
+def test_yaml_may_name_the_variant_and_change_what_it_presets(place, tmp_path, capsys) -> None:
+    (tmp_path / "mine.yaml").write_text("stage: grpo\nppo: {sampling: {num_samples: 4}}\n")
+    with pytest.raises(SystemExit):
+        main(["--stage", "grpo", "--config", f"{tmp_path}/mine.yaml", "--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["ppo"]["estimator"], printed["ppo"]["sampling"]["num_samples"]) == ("grpo", 4)
+
+
+def test_the_plan_of_a_stage_without_a_critic_has_none(place, capsys) -> None:
+    more = ["--stage", "grpo", "--output_dir", f"{place}/runs/planned", *COMMON, "--model.model_name_or_path",
+            f"{place}/base", "--roles.reward.model_name_or_path", f"{place}/runs/reward",
+            f"--data.sources=[{{path: {place}/ppo.jsonl}}]", "--ppo.sampling.max_new_tokens", "6", "--plan"]
+    assert main(more) == 0
+    out = capsys.readouterr().out
+    assert "train actor" in out and "critic" not in out
+
+
+def test_adapters_on_one_base_have_no_adapter_of_a_critic(place, built) -> None:
+    out = launch(place, "rloo", *GROUPS, "--model.lora.r", "4", "--output_dir", f"{place}/runs/lora",
+                 "--roles.share_base", "actor-ref", "--roles.reward.model_name_or_path", f"{place}/runs/reward")
+    assert out and built[0].critic is None
+    names = [n for n, _ in built[0].actor.engine.model.named_parameters() if "lora" in n]
+    assert names and all("actor" in n for n in names)
