@@ -1,0 +1,109 @@
+"""The switches of the on-policy loop, each by its effect on whole steps of a tiny policy."""
+
+import pytest
+import torch
+
+from hybrid_rlhf.config import UserError
+from hybrid_rlhf.engine import SamplingConfig
+from hybrid_rlhf.roles import Actor, Reference, Roles
+from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
+from tests.test_trainers import CLOCKED, PROMPTS, Source, count_of, policy, ppo, settings, trained, weights
+from tests.tiny import tiny_tokenizer
+
+GROUPED = SamplingConfig(max_new_tokens=10, num_samples=4)
+
+
+def online(config, source, max_tokens=8192, rate=1e-2):
+    roles = Roles(Actor(trained(policy(), rate), tiny_tokenizer(), max_tokens), Reference(policy(), max_tokens))
+    return PPOTrainer(roles, source, config, seed=0)
+
+
+def same(before, engine) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("changes", [{"estimator": "grpo"}, {"estimator": "dr_grpo"},
+                                     {"estimator": "grpo", "policy_loss": "gspo"},
+                                     {"estimator": "rloo", "importance": "token", "old_logprobs": "recompute"}],
+                         ids=lambda c: "-".join(c.values()))
+def test_a_step_without_a_critic_is_the_same_whatever_the_token_budget(changes):
+    outcomes = []
+    for max_tokens in (14, 8192):
+        trainer = online(settings(sampling=GROUPED, num_minibatches=3, **changes), count_of(42), max_tokens, 1e-3)
+        outcomes.append(trainer.step(PROMPTS).compute())
+    for name, value in outcomes[0].items():
+        if not name.startswith(CLOCKED) and not name.endswith("micro_batch_tokens"):
+            assert outcomes[1][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+    assert not any(name.startswith("value/") for name in outcomes[0])
+
+
+def test_grpo_learns_to_say_a_rewarded_token():
+    trainer = online(settings(sampling=GROUPED, estimator="grpo", num_ppo_epochs=2, kl_coef=0.0), count_of(42))
+    scores = [trainer.step(PROMPTS).compute()["reward"] for _ in range(25)]
+    assert sum(scores[-5:]) / 5 > 10 * max(sum(scores[:5]) / 5, 0.2)
+
+
+def test_groups_whose_scores_are_equal_move_nothing_but_by_the_price_of_kl():
+    trainer = online(settings(sampling=GROUPED, estimator="grpo", kl_coef=0.0), Source(lambda r: torch.ones(len(r))))
+    assert trainer.step(PROMPTS).compute()["grad_norm"] == 0
+
+
+def test_a_price_of_kl_in_the_loss_pulls_back_to_the_reference():
+    far = online(settings(sampling=GROUPED, estimator="grpo", num_ppo_epochs=2, kl_coef=0.0), count_of(42))
+    near = online(settings(sampling=GROUPED, estimator="grpo", num_ppo_epochs=2, kl_coef=2.0), count_of(42))
+    kl = [[t.step(PROMPTS).compute()["kl"] for _ in range(15)][-1] for t in (far, near)]
+    assert kl[0] > 4 * abs(kl[1])
+
+
+def test_the_critic_warms_up_alone():
+    trainer = ppo(settings(critic_warmup_steps=1))
+    actor, critic = (weights(r.engine) for r in (trainer.roles.actor, trainer.roles.critic))
+    first = trainer.step(PROMPTS).compute()
+    assert same(actor, trainer.roles.actor.engine) and not same(critic, trainer.roles.critic.engine)
+    assert "policy/loss" not in first and "value/loss" in first
+    assert "policy/loss" in trainer.step(PROMPTS).compute() and not same(actor, trainer.roles.actor.engine)
+
+
+def test_updates_on_a_rollout_stop_at_the_kl_bound():
+    trainer = ppo(settings(num_ppo_epochs=8, early_stop_kl=1e-3), count_of(42), rate=1e-2)
+    assert trainer.step(PROMPTS).compute()["policy/early_stop"] == 1
+    assert trainer.roles.actor.engine.training.num_steps == 2  # the first finds no KL, the second finds too much
+    calm = ppo(settings(num_ppo_epochs=2, early_stop_kl=1e3))
+    assert calm.step(PROMPTS).compute()["policy/early_stop"] == 0
+    assert calm.roles.actor.engine.training.num_steps == 2
+
+
+def test_an_entropy_bonus_keeps_the_policy_wide():
+    entropies = []
+    for coef in (0.0, 0.5):
+        trainer = online(settings(sampling=GROUPED, estimator="grpo", num_ppo_epochs=2, kl_coef=0.0, entropy_coef=coef),
+                         count_of(42))
+        entropies.append([trainer.step(PROMPTS).compute()["entropy"] for _ in range(12)][-1])
+    assert entropies[1] > entropies[0] + 0.1
+
+
+def test_long_responses_pay_the_overlong_penalty():
+    trainer = ppo(settings(overlong_penalty=2.0, overlong_buffer=4, score_clip=None), Source(
+        lambda r: torch.zeros(len(r))))
+    trainer.step(PROMPTS)
+    rollout = trainer.newest
+    lengths = rollout.action_mask.sum(1)
+    expected = -2.0 * ((lengths - 6).clamp(min=0) / 4)
+    torch.testing.assert_close(trainer._paid_scores(rollout), expected)
+    assert expected.min() == -2
+
+
+def test_the_method_s_rows_decide_where_nothing_is_given_and_what_is_given_wins():
+    def of(**changes):
+        config = PPOConfig(sampling=GROUPED, **changes)
+        return config.needs_critic, config.kl_in_reward, config.kl_kind, config.averaging, config.whitens
+
+    assert of() == (True, True, "k1", "token", True)
+    assert of(estimator="grpo") == (False, False, "k3", "sequence", False)
+    assert of(estimator="dr_grpo") == (False, False, "k3", "constant", False)
+    assert of(estimator="rloo", policy_loss="ppo_sequence") == (False, True, "k1", "sequence", False)
+    assert of(estimator="grpo", policy_loss="cispo")[3] == "token"
+    assert of(estimator="grpo", kl_in="reward", aggregation="token", whiten_advantages=True) == (
+        False, True, "k1", "token", True)
+    with pytest.raises(UserError, match=r"num_samples is 1; give 2 or more"):
+        PPOConfig(estimator="grpo")
