@@ -118,6 +118,7 @@ BAD = [
      ["PLACE/runs/reward", "--stage reward", "roles.reward.model_name_or_path"]),
     ("reward function that names none", [*PPO, "--reward.functions", "pay"], ["reward.functions", "path.py:name"]),
     ("reward function of no file", [*PPO, "--reward.functions", "PLACE/pay.py:f"], ["PLACE/pay.py is no Python file"]),
+    ("reward service without an address", [*PPO, "--reward.url", "localhost:8000"], ["reward.url", "http://"]),
     ("unknown builtin reward", [*PPO, "--reward.functions=[builtin:fromat]"], ["did you mean format?"]),
     ("reward function without its column", [*PPO, "--reward.functions", "builtin:numeric_match"],
      ["numeric_match needs a column answer"]),

@@ -11,6 +11,7 @@ from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
 from hybrid_rlhf.rewards.mixture import Mixture, Part
 from hybrid_rlhf.rewards.model import ModelSource
+from hybrid_rlhf.rewards.service import ServiceSource
 
 
 @dataclass(frozen=True)
@@ -22,17 +23,26 @@ class RewardConfig:
         functions: Python functions, path.py:name or builtin:name (exact_match, numeric_match, length_penalty,
             repetition_penalty, format), one or a list; called as TRL calls them, with the dataset's columns.
         options: Further keywords of the functions, by name: {numeric_match: {column: answer}}.
-        weights: Weight of each source: the stage-2 model if it takes part, then the functions; null weighs all by 1.
-        timeout: Seconds that one call of a function may take.
+        url: A service that answers POST {prompts, completions} with {scores}, such as http://localhost:8000/score.
+        weights: Weight of each source: the stage-2 model if it takes part, the functions, the service; null weighs all
+            by 1.
+        timeout: Seconds that one call of a function, or one request, may take.
+        retries: How often a request that found nobody, or one too busy, is made again, each time after twice the wait.
+        batch_size: Responses per request.
     """
 
     functions: list[str] | str = field(default_factory=list)
     options: dict[str, dict] = field(default_factory=dict)
+    url: str | None = None
     weights: list[float] | None = None
     timeout: float = 60.0
+    retries: int = 3
+    batch_size: int = 64
 
     def __post_init__(self) -> None:
         check(self.timeout > 0, f"reward.timeout is {self.timeout}; it must be positive (seconds)")
+        check(self.retries >= 0, f"reward.retries is {self.retries}; it must not be negative")
+        check(self.batch_size >= 1, f"reward.batch_size is {self.batch_size}; it must be at least 1")
         check(not self.options or bool(self.functions), "reward.options are those of reward.functions; there are none")
 
     @property
@@ -41,12 +51,14 @@ class RewardConfig:
 
     def has_model(self, roles: RolesConfig) -> bool:
         """Whether the stage-2 model takes part."""
-        return not self.function_list or roles.reward.model_name_or_path is not None
+        return not (self.function_list or self.url) or roles.reward.model_name_or_path is not None
 
 
-def open_sources(config: RewardConfig, roles: RolesConfig) -> list[FunctionSource]:
+def open_sources(config: RewardConfig, roles: RolesConfig) -> list[RewardSource]:
     """The sources beside the stage-2 model. Raises UserError for what cannot be had; reads no weights."""
-    found = open_functions(config.function_list, config.options, config.timeout)
+    found: list[RewardSource] = [*open_functions(config.function_list, config.options, config.timeout)]
+    if config.url is not None:
+        found.append(ServiceSource(config.url, "service", config.timeout, config.retries, config.batch_size))
     names = ["model"] * config.has_model(roles) + [source.name for source in found]
     check(config.weights is None or len(config.weights) == len(names),
           f"reward.weights has {len(config.weights or [])} numbers for {len(names)} sources ({', '.join(names)}); give "
@@ -54,14 +66,14 @@ def open_sources(config: RewardConfig, roles: RolesConfig) -> list[FunctionSourc
     return found
 
 
-def check_columns(sources: list[FunctionSource], columns: Iterable[str]) -> None:
+def check_columns(sources: list[RewardSource], columns: Iterable[str]) -> None:
     """UserError where a function needs a column that the rows of the data do not have."""
     names = [c for c in columns if c not in ("prompt", "prompt_ids", "text")]
-    for source in sources:
+    for source in (s for s in sources if isinstance(s, FunctionSource)):
         source.check_columns(names)
 
 
-def combine(config: RewardConfig, model: ModelSource | None, others: list[FunctionSource], mean: float, std: float
+def combine(config: RewardConfig, model: ModelSource | None, others: list[RewardSource], mean: float, std: float
             ) -> tuple[RewardSource, float, float]:
     """The one source of the run, and the mean and std of its scores that the trainer normalises by.
 

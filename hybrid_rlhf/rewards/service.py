@@ -1,0 +1,81 @@
+"""A reward service over HTTP as a source: POST {"prompts": [...], "completions": [...]} -> {"scores": [...]}."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from hybrid_rlhf.config import check
+from hybrid_rlhf.rewards import BadAnswer
+from hybrid_rlhf.rewards.deadline import within
+from hybrid_rlhf.rewards.functions import inputs, one_line
+from hybrid_rlhf.rollout import Rollout
+
+_TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # too busy or gone for now (RFC 9110, RFC 6585)
+
+
+@dataclass
+class ServiceSource:
+    """Scores of a service, `batch_size` responses per request; prompts and completions in the form of `FunctionSource`.
+
+    A score may be null: the response is skipped. A request that is not answered within `timeout` seconds, or with one
+    of the statuses that mean "later", is made again up to `retries` times after back_off, 2 back_off, 4 back_off ...
+    seconds. Anything else, and the last failure, is BadAnswer with the service and the responses.
+    """
+
+    url: str
+    name: str = "service"
+    timeout: float = 60.0
+    retries: int = 3
+    batch_size: int = 64
+    back_off: float = 0.5
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        check(parts.scheme in ("http", "https") and bool(parts.hostname),
+              f"reward.url is {self.url!r}; give an address such as http://localhost:8000/score")
+        self._shown = f"{parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"
+
+    def score(self, rollout: Rollout) -> list:
+        given, out = inputs(rollout), []
+        for first in range(0, len(rollout), self.batch_size):
+            part = {name: given[name][first : first + self.batch_size] for name in ("prompts", "completions")}
+            out += self._asked(part, first)
+        return out
+
+    def _asked(self, part: dict[str, list], first: int) -> list:
+        """The scores of the responses from number `first` on."""
+        size = len(part["completions"])
+        for attempt in range(self.retries + 1):
+            try:
+                answer = within(self.timeout, lambda: self._post(part))
+                break
+            except urllib.error.HTTPError as error:
+                if error.code not in _TRY_AGAIN or attempt == self.retries:
+                    self._fail(f"answered status {error.code} ({error.reason})", first, size, attempt)
+            except (OSError, TimeoutError) as error:  # refused, reset, no such host, no answer in time
+                if attempt == self.retries:
+                    self._fail(one_line(error), first, size, attempt)
+            except Exception as error:  # no HTTP, no JSON
+                self._fail(f"{type(error).__name__}: {one_line(error)}", first, size, attempt)
+            time.sleep(self.back_off * 2**attempt)
+        scores = answer.get("scores") if isinstance(answer, dict) else None
+        if not isinstance(scores, list):
+            self._fail(f"answered {answer!r:.80}, and not {{\"scores\": [...]}}", first, size, attempt)
+        if len(scores) != size:
+            self._fail(f"answered {len(scores)} scores", first, size, attempt)
+        return scores
+
+    def _post(self, part: dict[str, list]) -> object:
+        request = urllib.request.Request(self.url, json.dumps(part).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=self.timeout) as answer:
+            return json.loads(answer.read())
+
+    def _fail(self, what: str, first: int, size: int, attempt: int) -> None:
+        tries = f" after {attempt + 1} tries" if attempt else ""
+        raise BadAnswer(f"reward source {self.name} at {self._shown}: {what}{tries}, for {size} responses from "
+                        f"response {first} on") from None
