@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The single launcher: python train.py --stage sft|reward|ppo|all [--config FILE.yaml] [--dotted.key value ...]"""
+"""The single launcher: python train.py --stage sft|reward|ppo|all|... [--config FILE.yaml] [--dotted.key value ...]"""
 
 import sys
 

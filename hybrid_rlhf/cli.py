@@ -48,6 +48,19 @@ ONLINE = {
 STAGES |= {name: Stage("hybrid_rlhf.training.step3_ppo", f"{text} (--stage ppo with {name} settings)", "ppo",
                        (f"--output_dir=outputs/{name}", f"--ppo.estimator={estimator}", *more))
            for name, (text, estimator, more) in ONLINE.items()}
+OFFLINE = {
+    "ipo": "dpo with the squared loss of IPO",
+    "hinge": "dpo with the hinge loss of SLiC",
+    "kto": "KTO, on responses labelled good or bad",
+    "orpo": "ORPO on pairs, without a reference",
+    "simpo": "SimPO on pairs, without a reference",
+}
+STAGES |= {"dpo": Stage("hybrid_rlhf.training.preferences", "direct preference optimisation on pairs, no reward model")}
+STAGES |= {name: Stage(STAGES["dpo"].module, text, "dpo", (f"--output_dir=outputs/{name}", f"--dpo.loss_type={name}"))
+           for name, text in OFFLINE.items()}
+STAGES |= {"conditional_sft": Stage(
+    "hybrid_rlhf.training.step1_sft", "sft on good and bad answers, the score in the prompt", None,
+    ("--output_dir=outputs/conditional_sft", "--stage=conditional_sft"))}
 COMMANDS = {"chat": "hybrid_rlhf.inference.chat"}
 
 USAGE = """usage: {prog} --stage STAGE [--config FILE.yaml] [--dotted.key value ...]

@@ -76,6 +76,20 @@ def _per_action(engine: HybridEngine, rollout: Rollout, max_tokens: int, numbers
     return out
 
 
+@torch.no_grad()
+def _per_sequence(engine: HybridEngine, batch: SequenceBatch, max_tokens: int) -> Tensor:
+    """(B,) fp32 on the CPU: the summed log-probabilities of each row's marked tokens, without gradients."""
+    out = torch.zeros(len(batch))
+    for index, found in _measure(engine, batch, max_tokens, lambda rows: _summed(engine(rows), rows)):
+        out[index] = found.cpu()
+    return out
+
+
+def _summed(tokens: TokenScores, rows: SequenceBatch) -> Tensor:
+    """(B,): the log-probabilities of each row's marked tokens, added up."""
+    return scatter(tokens.logprobs, rows.loss_mask[:, 1:]).sum(1)
+
+
 def _update(engine: HybridEngine, batch: SequenceBatch, max_tokens: int, loss: Callable) -> Metrics:
     """One optimizer step on `batch`. `loss(rows, index)` -> (share of the loss, {name: (mean, weight)})."""
     return micro_batches.update(engine, batch.attention_mask.sum(1), max_tokens,
@@ -94,6 +108,10 @@ class Reference:
 
     def logprobs(self, rollout: Rollout) -> Tensor:
         return _per_action(self.engine, rollout, self.max_tokens, lambda rows: self.engine(rows).logprobs)
+
+    def sequence_logprobs(self, batch: SequenceBatch) -> Tensor:
+        """(B,): the summed log-probabilities of each row's marked tokens, without gradients."""
+        return _per_sequence(self.engine, batch, self.max_tokens)
 
 
 @dataclass
@@ -152,18 +170,42 @@ class Actor:
         The router's loss is no sum over tokens: it is taken within each micro-batch, as transformers does within a
         batch, and counts by its real tokens. It is the one term that the split moves.
         """
-        total, coef = sum_over_ranks(batch.attention_mask.sum()), self.engine.module.router_coef
+        total = sum_over_ranks(batch.attention_mask.sum())
 
         def micro(rows: SequenceBatch, index: Tensor) -> tuple[Tensor, dict]:
             tokens = self.engine(rows, **options)
-            value, observed = loss(tokens, index)
-            if tokens.router_loss is None:
-                return value, observed
-            size = rows.attention_mask.sum()
-            return (value + coef * tokens.router_loss * size / total.to(size.device),
-                    observed | {"aux_loss": (tokens.router_loss.detach(), size)})
+            return self._with_router(*loss(tokens, index), tokens, rows, total)
 
         return _update(self.engine, batch, self.max_tokens, micro)
+
+    def _with_router(self, value: Tensor, observed: dict, tokens: TokenScores, rows: SequenceBatch,
+                     total: Tensor) -> tuple[Tensor, dict]:
+        """A share of the loss with these rows' router loss, as a share of `total` real tokens, where there is one."""
+        if tokens.router_loss is None:
+            return value, observed
+        size = rows.attention_mask.sum()
+        return (value + self.engine.module.router_coef * tokens.router_loss * size / total.to(size.device),
+                observed | {"aux_loss": (tokens.router_loss.detach(), size)})
+
+    def fit_sequences(self, batch: SequenceBatch, groups: Tensor, loss: Callable) -> Metrics:
+        """One optimizer step on whole responses. groups (G, k) long: rows that stay together, such as a pair's.
+
+        `loss(logprobs (k, g), index of groups (g,))`: the summed log-probabilities of the marked tokens of each row.
+        """
+        widths = batch.attention_mask.sum(1)[groups].amax(1) * groups.shape[1]  # a group costs k rows of its longest
+        total = sum_over_ranks(batch.attention_mask.sum())
+
+        def share(index: Tensor) -> tuple[Tensor, dict]:
+            rows = batch.rows(groups[index].T.reshape(-1)).to(self.engine.device)
+            tokens = self.engine(rows)
+            found = loss(_summed(tokens, rows).view(-1, len(index)), index)
+            return self._with_router(*found, tokens, rows, total)
+
+        return micro_batches.update(self.engine, widths, self.max_tokens, share)
+
+    def sequence_logprobs(self, batch: SequenceBatch) -> Tensor:
+        """(B,): the summed log-probabilities of each row's marked tokens, without gradients."""
+        return _per_sequence(self.engine, batch, self.max_tokens)
 
     @torch.no_grad()
     def score_tokens(self, batch: SequenceBatch) -> Sequence[TokenScores]:

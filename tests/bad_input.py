@@ -20,6 +20,7 @@ SFT = ["--stage", "sft", *OUT, *MODEL, DEMOS, *SMALL]
 REWARD = ["--stage", "reward", *OUT, *MODEL, PAIRS, *SMALL]
 PPO = ["--stage", "ppo", *OUT, *MODEL, PROMPTS, *SMALL, "--roles.reward.model_name_or_path", "PLACE/good",
        "--ppo.sampling.max_new_tokens", "8"]
+DPO = ["--stage", "dpo", *OUT, *MODEL, PAIRS, *SMALL]
 ALL = ["--stage", "all", *OUT, "--model.preset", "tiny", DEMOS, *SMALL[:6]]
 
 
@@ -192,6 +193,26 @@ BAD = [
                                              ["model.dtype", "float16", "bfloat16"])]),
     ("negative LoRA rank", [*SFT, "--model.lora.r", "-1"], ["lora.r", "-1"]),
     ("negative centering", [*REWARD, "--reward.center_coef", "-1"], ["reward.center_coef"]),
+    ("demonstrations where pairs are needed, dpo", data(DPO, "demos.jsonl"),
+     ["PLACE/demos.jsonl", "pairs for stage dpo"]),
+    ("demonstrations where labels are needed", ["--stage", "kto", *data(DPO, "demos.jsonl")[2:]],
+     ["PLACE/demos.jsonl", "labelled answers for stage kto"]),
+    ("demonstrations where labels are needed, by the switch", [*data(DPO, "demos.jsonl"), "--dpo.loss_type", "kto"],
+     ["PLACE/demos.jsonl", "labelled answers for stage kto"]),
+    ("demonstrations where scores are needed", ["--stage", "conditional_sft", *data(SFT, "demos.jsonl")[2:]],
+     ["PLACE/demos.jsonl", "graded answers for stage conditional_sft"]),
+    ("dpo without sft", [*DPO, "--model.model_name_or_path", "null"],
+     ["PLACE/runs/sft", "--stage sft", "model.model_name_or_path"]),
+    ("preset as the policy's start", ["--stage", "ipo", *OUT, PAIRS, *SMALL, "--model.preset", "tiny"],
+     ["model.preset", "ipo starts", "--stage sft"]),
+    ("beta 0", [*DPO, "--dpo.beta", "0"], ["dpo.beta is 0", "positive", "0.1"]),
+    ("negative beta", ["--stage", "simpo", *DPO[2:], "--dpo.beta", "-1"], ["dpo.beta is -1", "2.0"]),
+    ("unknown loss", [*DPO, "--dpo.loss_type", "sigmoidal"], ["dpo.loss_type", "did you mean sigmoid?", "ipo, hinge"]),
+    ("smoothing of a loss that has none", ["--stage", "hinge", *DPO[2:], "--dpo.label_smoothing", "0.1"],
+     ["dpo.label_smoothing", "hinge", "sigmoid or simpo"]),
+    ("kto of single rows", ["--stage", "kto", *DPO[2:], "--train.per_device_train_batch_size", "1"],
+     ["train.per_device_train_batch_size", "2 or more"]),
+    ("score template without a score", [*SFT, "--data.score_template", "{prompt}"], ["data.score_template", "{score}"]),
     ("top_p 2", [*PPO, "--ppo.sampling.top_p", "2"], ["top_p", "2", "(0, 1]"]),
     ("negative kl_coef", [*PPO, "--ppo.kl_coef", "-1"], ["ppo.kl_coef"]),
     ("negative role learning rate", [*PPO, "--roles.actor.learning_rate", "-1"], ["learning_rate", "-1"]),

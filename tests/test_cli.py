@@ -85,6 +85,15 @@ def test_printed_settings_given_back_are_the_same_settings(stage, capsys, tmp_pa
     assert settings(stage, "--config", f"{tmp_path}/printed.yaml") == settings(stage, *changes)
 
 
+def test_an_offline_variant_s_name_sets_its_loss_and_its_folder_and_nothing_else() -> None:
+    for name in ("ipo", "hinge", "kto", "orpo", "simpo"):
+        config, plain = settings(name), settings("dpo")
+        assert (config.output_dir, config.dpo.loss_type) == (f"outputs/{name}", name)
+        assert dataclasses.replace(config, output_dir="outputs/dpo", dpo=plain.dpo) == plain
+    assert settings("ipo", "--output_dir", "elsewhere").output_dir == "elsewhere"
+    assert settings("conditional_sft").stage == "conditional_sft"
+
+
 def test_the_command_line_wins_over_yaml_and_yaml_over_the_defaults(tmp_path) -> None:
     first = write(tmp_path / "a.yaml", {"seed": 1, "train": {"max_steps": 5, "learning_rate": 0.5}})
     second = write(tmp_path / "b.yaml", {"train": {"learning_rate": 0.25}})

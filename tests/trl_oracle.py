@@ -42,8 +42,24 @@ def trl_reward_loss(model: nn.Module, rows: list[dict], pad_id: int, center_coef
     return _first_loss(RewardTrainer, RewardConfig, model, rows, pad_id, center_rewards_coefficient=center_coef)
 
 
+def trl_preference_loss(kind: str, model: nn.Module, reference: nn.Module, rows: list[dict], pad_id: int,
+                        **options: object) -> float:
+    """First-step loss of trl.DPOTrainer or trl.KTOTrainer (kind "DPO" or "KTO") on all `rows` as one batch, in fp32.
+
+    rows: ids in lists under "prompt" and "chosen", "rejected" (DPO) or "completion" beside a bool "label" (KTO). Every
+    answer ends with id 1, the tokenizer's EOS, which TRL would add. KTO compares each prompt with the answer of the row
+    before it. options: the trainer's own, such as beta and loss_type.
+    """
+    import trl
+
+    texts = [{k: " ".join(f"<{i}>" for i in v) + " " * (k == "prompt") if isinstance(v, list) else v
+              for k, v in row.items()} for row in rows]
+    return _first_loss(getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config"), model, texts, pad_id,
+                       beside={"ref_model": copy.deepcopy(reference).float()}, **options)
+
+
 def _first_loss(trainer_class: type, config_class: type, model: nn.Module, rows: list[dict], pad_id: int,
-                **options: object) -> float:
+                beside: dict | None = None, **options: object) -> float:
     from datasets import Dataset
 
     with _alone(), tempfile.TemporaryDirectory() as folder:
@@ -53,7 +69,7 @@ def _first_loss(trainer_class: type, config_class: type, model: nn.Module, rows:
             save_strategy="no", report_to="none", disable_tqdm=True,
             logging_strategy="no", **options)
         trainer = trainer_class(model=copy.deepcopy(model).float(), args=config, train_dataset=Dataset.from_list(rows),
-                                processing_class=_tokenizer(model.config.vocab_size, pad_id))
+                                processing_class=_tokenizer(model.config.vocab_size, pad_id), **beside or {})
         return float(trainer.train().training_loss)
 
 
@@ -68,11 +84,13 @@ def _alone() -> Iterator[None]:
 
 
 def _tokenizer(vocab_size: int, pad_id: int):
-    """A tokenizer that TRL can ask for special tokens; it never sees any text."""
-    from tokenizers import Tokenizer, models
+    """A tokenizer that TRL can ask for special tokens; the text of ids 5, 6 is "<5> <6>"."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = {f"<{i}>": i for i in range(vocab_size)}
     eos = next(i for i in range(vocab_size) if i != pad_id)
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token=f"<{eos}>")),
+    backend = Tokenizer(models.WordLevel(words, unk_token=f"<{eos}>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend,
                                    pad_token=f"<{pad_id}>", eos_token=f"<{eos}>")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TextIO
 
+from hybrid_rlhf.algorithms.preference import LOSSES
 from hybrid_rlhf.distributed import device
 from hybrid_rlhf.engine.kv_cache import free_bytes
 from hybrid_rlhf.layout import Start, resolve
@@ -16,7 +17,7 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
 from hybrid_rlhf.run import plan_table
 from hybrid_rlhf.run.plan import DOES_NOT_FIT, Generation, Plan, Role, make_plan, size_text
-from hybrid_rlhf.training import all_stages, step1_sft, step2_reward, step3_ppo
+from hybrid_rlhf.training import all_stages, preferences, step1_sft, step2_reward, step3_ppo
 from hybrid_rlhf.training.four_roles import TRAINED, find_starts, held_as, layout_of
 
 MAX_BATCH = 64  # sequences that HybridEngine decodes at once
@@ -97,6 +98,21 @@ def _reward(config: step2_reward.Config, start: ModelConfig | None) -> list[Role
     return [Role("reward", model, length, rows, trains=True, scores=False, zero_stage=config.engine.zero_stage)]
 
 
+def _preferences(config: preferences.Config, start: ModelConfig | None) -> list[Role]:
+    """The policy, and a reference on the same base (with adapters) or on a copy. A pair costs two rows."""
+    model = start or preferences.start_model(config)[1]
+    row, length = LOSSES[config.dpo.loss_type], config.data.max_length
+    per_group = 2 if row.needs_pairs else 1
+    rows = per_group * _rows(config, per_group * length, _batch(config))
+    policy = Role("policy", model, length, rows, predicted=length - 1, trains=True, scores=not row.needs_pairs,
+                  zero_stage=config.engine.zero_stage)
+    if not row.needs_reference:
+        return [policy]
+    base = "policy" if model.lora.r else None
+    return [policy, Role("reference", preferences.reference_model(model), length, rows, predicted=length - 1,
+                         zero_stage=config.engine.zero_stage, base=base)]
+
+
 def _ppo(config: step3_ppo.Config, start: ModelConfig | None) -> list[Role]:
     """Actor, reference, critic and reward model, at their longest sequences, on the bases that they share."""
     starts = ppo_starts(config, start)
@@ -128,7 +144,7 @@ def _ppo(config: step3_ppo.Config, start: ModelConfig | None) -> list[Role]:
 
 
 _ROLES: dict[type, Callable[[object, ModelConfig | None], list[Role]]] = {
-    step1_sft.Config: _sft, step2_reward.Config: _reward, step3_ppo.Config: _ppo}
+    step1_sft.Config: _sft, step2_reward.Config: _reward, step3_ppo.Config: _ppo, preferences.Config: _preferences}
 
 
 def ppo_starts(config: step3_ppo.Config, start: ModelConfig | None) -> dict[str, Start]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, relu
 
 
 def bradley_terry(chosen_scores: Tensor, rejected_scores: Tensor, margin: Tensor | float | None = None,
@@ -22,3 +27,104 @@ def bradley_terry(chosen_scores: Tensor, rejected_scores: Tensor, margin: Tensor
     difference = chosen - rejected if margin is None else chosen - rejected - margin
     losses = -logsigmoid(difference)
     return losses + center_coef * (chosen + rejected).square() if center_coef else losses
+
+
+def dpo(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float = 0.0, **_: object) -> Tensor:
+    """Direct preference optimisation (2305.18290): -log sigmoid(beta (chosen - rejected)) of each pair (P,).
+
+    chosen, rejected (P,): log(policy / reference), summed over the response. label_smoothing: the share of pairs whose
+    label is taken to be wrong (conservative DPO).
+    """
+    return _smoothed(beta * (chosen.float() - rejected.float()), label_smoothing)
+
+
+def ipo(chosen: Tensor, rejected: Tensor, *, beta: float, **_: object) -> Tensor:
+    """Identity preference optimisation (2310.12036, eq. 17): (chosen - rejected - 1 / (2 beta))^2 of each pair (P,).
+
+    chosen, rejected (P,): log(policy / reference), averaged over the response's tokens, as its authors and TRL have it.
+    """
+    return (chosen.float() - rejected.float() - 1 / (2 * beta)).square()
+
+
+def hinge(chosen: Tensor, rejected: Tensor, *, beta: float, **_: object) -> Tensor:
+    """The hinge of SLiC and RSO (2309.06657): max(0, 1 - beta (chosen - rejected)) of each pair (P,). Sums, as dpo."""
+    return relu(1 - beta * (chosen.float() - rejected.float()))
+
+
+def simpo(chosen: Tensor, rejected: Tensor, *, beta: float, simpo_gamma: float, label_smoothing: float = 0.0,
+          **_: object) -> Tensor:
+    """SimPO (2405.14734, eq. 6): -log sigmoid(beta (chosen - rejected) - simpo_gamma) of each pair (P,).
+
+    chosen, rejected (P,): the policy's own log-probabilities, averaged over the response's tokens.
+    """
+    return _smoothed(beta * (chosen.float() - rejected.float()) - simpo_gamma, label_smoothing)
+
+
+def orpo(chosen: Tensor, rejected: Tensor, *, beta: float, **_: object) -> Tensor:
+    """ORPO (2403.07691, eq. 6): -chosen - beta log sigmoid(log odds(chosen) - log odds(rejected)) of each pair (P,).
+
+    chosen, rejected (P,): the policy's own log-probabilities, averaged over the response's tokens; odds = p / (1 - p).
+    The first term is the paper's supervised loss, of the chosen response alone; TRL's counts the prompt too.
+    """
+    chosen, rejected = chosen.float(), rejected.float()
+    return -chosen - beta * logsigmoid(chosen - rejected - _log1mexp(chosen) + _log1mexp(rejected))
+
+
+def kto(ratios: Tensor, labels: Tensor, kl: Tensor, *, beta: float, desirable_weight: float,
+        undesirable_weight: float, **_: object) -> Tensor:
+    """Kahneman-Tversky optimisation (2402.01306, eq. 7) of each response (B,): what it falls short of its weight.
+
+    ratios (B,): log(policy / reference), summed over the response; labels (B,) bool, whether it is desirable; kl: the
+    point of reference, one number, not below 0 (see `kto_kl`). weight (1 - sigmoid(+-beta (ratio - kl))).
+    """
+    sign = torch.where(labels, 1.0, -1.0)
+    weight = torch.where(labels, desirable_weight, undesirable_weight)
+    return weight * (1 - torch.sigmoid(sign * beta * (ratios.float() - kl)))
+
+
+def kto_kl(mismatched_ratios: Tensor, reduce: Callable[[Tensor], Tensor] = lambda total: total) -> Tensor:
+    """KTO's estimate of the KL to the reference, one number: max(0, mean log(policy / reference)) of responses to other
+    prompts of the batch, without a gradient. `reduce` adds a tensor up over processes."""
+    sums = reduce(torch.stack([mismatched_ratios.detach().double().sum(),
+                               torch.tensor(float(len(mismatched_ratios)), dtype=torch.float64)]))
+    return (sums[0] / sums[1].clamp(min=1)).clamp(min=0).float()
+
+
+def _smoothed(logits: Tensor, label_smoothing: float) -> Tensor:
+    """Cross-entropy of a preference with logits (P,) where a share of the labels is taken to be wrong."""
+    if not label_smoothing:
+        return -logsigmoid(logits)
+    return -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) of x < 0 without cancellation; x is held below -1e-7, for a certain response (x = 0) has -inf."""
+    x = x.clamp(max=-1e-7)
+    near = x > -math.log(2)
+    # each branch sees only what it is good for: the other's infinite gradient would be multiplied by zero into NaN
+    return torch.where(near, torch.log(-torch.expm1(torch.where(near, x, -1.0))),
+                       torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
+
+
+class PreferenceLoss(NamedTuple):
+    """fn: (chosen, rejected) -> (P,) where pairs are needed, else (ratios, labels, kl) -> (B,); settings by keyword.
+
+    needs_reference: whether its numbers are log(policy / reference), or the policy's own. is_mean: whether they are
+    averaged over a response's tokens, or summed. beta: the usual one.
+    """
+
+    fn: Callable[..., Tensor]
+    needs_reference: bool
+    needs_pairs: bool
+    is_mean: bool
+    beta: float
+
+
+LOSSES: dict[str, PreferenceLoss] = {
+    "sigmoid": PreferenceLoss(dpo, needs_reference=True, needs_pairs=True, is_mean=False, beta=0.1),
+    "ipo": PreferenceLoss(ipo, needs_reference=True, needs_pairs=True, is_mean=True, beta=0.1),
+    "hinge": PreferenceLoss(hinge, needs_reference=True, needs_pairs=True, is_mean=False, beta=0.1),
+    "kto": PreferenceLoss(kto, needs_reference=True, needs_pairs=False, is_mean=False, beta=0.1),
+    "orpo": PreferenceLoss(orpo, needs_reference=False, needs_pairs=True, is_mean=True, beta=0.1),
+    "simpo": PreferenceLoss(simpo, needs_reference=False, needs_pairs=True, is_mean=True, beta=2.0),
+}

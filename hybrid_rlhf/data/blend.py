@@ -12,7 +12,8 @@ from hybrid_rlhf.data.schema import Example
 
 # Position of a stage's share in data.split. Offline preference methods read the reward model's share: what they
 # learn from is pairs, and a policy trained on them needs no reward model.
-SHARES = {"sft": 0, "reward": 1, "dpo": 1, "ppo": 2}
+SHARES = {"sft": 0, "ppo": 2} | dict.fromkeys(
+    ("reward", "dpo", "ipo", "hinge", "kto", "orpo", "simpo", "conditional_sft"), 1)
 
 
 def deal_key(example: Example) -> str:

@@ -29,6 +29,21 @@ class PairBatch:
         return PairBatch(self.sequences.to(device), self.margin.to(device))
 
 
+@dataclass
+class LabelledBatch:
+    """B responses with labels (B,) bool, whether they are desirable; loss_mask marks response tokens with EOS.
+
+    mismatched: row i is the prompt of row i with the response of row i - 1, cut at the longest length allowed.
+    """
+
+    sequences: SequenceBatch
+    mismatched: SequenceBatch
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
 def collate_sft(rows: Sequence[dict], pad_id: int, packing_length: int | None = None) -> SequenceBatch:
     """Rows {input_ids, loss_mask} -> (B, T). With packing_length several rows share one of at most that many tokens.
 
@@ -74,6 +89,20 @@ def collate_pairs(rows: Sequence[dict], pad_id: int) -> PairBatch:
     answers = mask & ~length_mask(torch.tensor(prompts), mask.shape[1])
     margin = torch.tensor([float(r.get("margin") or 0.0) for r in rows])
     return PairBatch(SequenceBatch(pad_right(ids, pad_id), mask, answers), margin)
+
+
+def collate_labelled(rows: Sequence[dict], pad_id: int, max_length: int) -> LabelledBatch:
+    """Rows {input_ids, num_prompt_tokens, label} -> LabelledBatch. max_length: of a mismatched row, in tokens."""
+    starts = torch.tensor([r["num_prompt_tokens"] for r in rows])
+
+    def batch(ids: list[list[int]]) -> SequenceBatch:
+        mask = length_mask(torch.tensor([len(r) for r in ids]))
+        return SequenceBatch(pad_right(ids, pad_id), mask, mask & ~length_mask(starts, mask.shape[1]))
+
+    mismatched = [[*row["input_ids"][: row["num_prompt_tokens"]], *other["input_ids"][other["num_prompt_tokens"]:]]
+                  for row, other in zip(rows, [rows[-1], *rows[:-1]], strict=True)]
+    return LabelledBatch(batch([list(r["input_ids"]) for r in rows]), batch([ids[:max_length] for ids in mismatched]),
+                         torch.tensor([bool(r["label"]) for r in rows]))
 
 
 def collate_prompts(rows: Sequence[dict]) -> Prompts:

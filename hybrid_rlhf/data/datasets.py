@@ -36,6 +36,7 @@ class DataConfig:
         max_samples: At most this many training rows, chosen by the seed.
         cache_dir: Where tokenized rows are kept (default $HYBRID_RLHF_CACHE or ~/.cache/hybrid_rlhf/data).
         chat_template: A jinja template, or a file of one, in place of the tokenizer's own.
+        score_template: How conditional_sft writes an answer's score into its prompt (into the last user turn).
     """
 
     sources: list[Source] = field(default_factory=list)
@@ -49,6 +50,7 @@ class DataConfig:
     max_samples: int | None = None
     cache_dir: str | None = None
     chat_template: str | None = None
+    score_template: str = "Score {score:g}. {prompt}"
 
     def __post_init__(self) -> None:
         split = self.split or [1.0] * 3
@@ -58,6 +60,8 @@ class DataConfig:
         for name in ("max_length", "max_prompt_length"):
             check(getattr(self, name) >= 2, f"data.{name} is {getattr(self, name)}; it must be at least 2")
         check(self.train_on in ("response", "all"), f"data.train_on is {self.train_on!r}; choose response or all")
+        check(_asks_for_a_score(self.score_template), f"data.score_template is {self.score_template!r}; it must hold "
+              "{prompt} and {score}, or {score:g} and its like")
         check(self.max_samples is None or self.max_samples >= 1,
               f"data.max_samples is {self.max_samples}; it must be at least 1, or null")
         given = [s.weight is not None for s in self.sources]
@@ -68,12 +72,21 @@ class DataConfig:
                                           f"{nearest(stage, TRAININGS)}; there are {', '.join(TRAININGS)}")
 
 
+def _asks_for_a_score(template: str) -> bool:
+    try:
+        filled = {template.format(prompt=p, score=s) for p in ("a", "b") for s in (0.0, 1.0)}
+    except (LookupError, ValueError, AttributeError, TypeError):
+        return False
+    return len(filled) == 4
+
+
 @dataclass
 class StageData:
     """Tokenized rows of one stage and what became of all rows (plain numbers and strings).
 
     Rows are dicts. sft: input_ids, loss_mask. reward: chosen_ids, rejected_ids, num_prompt_tokens (of the chosen
-    sequence), num_prompt_tokens_rejected, margin. ppo: prompt_ids, text, prompt, and the other columns of the source.
+    sequence), num_prompt_tokens_rejected, margin. kto: sft's and num_prompt_tokens, label. ppo: prompt_ids, text,
+    prompt, and the other columns of the source.
     """
 
     train: Sequence[dict]
@@ -159,7 +172,7 @@ def examples(config: DataConfig, each: Opened, stage: str, counts: Counter, lost
 
 def _tokenized(config: DataConfig, each: Opened, stage: str, tokenizer) -> cache.Tables:  # noqa: ANN001
     """One source's tables, from the cache or made now."""
-    lengths = Lengths(config.max_length, config.max_prompt_length, config.train_on)
+    lengths = Lengths(config.max_length, config.max_prompt_length, config.train_on, config.score_template)
     settings = {"training": TRAININGS[stage], "lengths": lengths, "append_eos": config.append_eos,
                 "split": config.split, "share": SHARES[stage] if config.split else None,
                 "eval_fraction": config.eval_fraction, "format": each.form.name, "path": each.source.path}

@@ -23,6 +23,7 @@ class Lengths(NamedTuple):
     max_length: int
     max_prompt_length: int
     train_on: str
+    score_template: str = ""
 
 
 @dataclass
@@ -42,16 +43,7 @@ class Work(NamedTuple):
 
 def demonstration(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # noqa: ANN001
     """-> {input_ids, loss_mask}. A row too long loses its tail as long as a token to be trained stays."""
-
-    def finish(encoded: list[Encoded], counts: Counts) -> dict | None:
-        ids, mask, _ = encoded[0]
-        mask = [True] * len(ids) if lengths.train_on == "all" else mask
-        if not any(mask[1 : lengths.max_length]):
-            counts.dropped[CUT_AWAY] += 1
-            return None
-        counts.truncated += len(ids) > lengths.max_length
-        return {"input_ids": ids[: lengths.max_length], "loss_mask": mask[: lengths.max_length]}
-
+    finish = _imitated(lengths)
     if example.text is not None:
         _need_words(example.text, "empty text")
         yield Work([Rendered(example.text, [(0, len(example.text))], True)], finish)
@@ -63,6 +55,63 @@ def demonstration(example: Example, tokenizer, lengths: Lengths) -> Iterator[Wor
         if len(example.answers) == 1 and score <= 0:
             raise Refused("labelled as a bad answer")
         yield Work([_composed(tokenizer, example.prompt, completion)], finish)
+
+
+def _imitated(lengths: Lengths) -> Callable[[list[Encoded], Counts], dict | None]:
+    def finish(encoded: list[Encoded], counts: Counts) -> dict | None:
+        ids, mask, _ = encoded[0]
+        mask = [True] * len(ids) if lengths.train_on == "all" else mask
+        if not any(mask[1 : lengths.max_length]):
+            counts.dropped[CUT_AWAY] += 1
+            return None
+        counts.truncated += len(ids) > lengths.max_length
+        return {"input_ids": ids[: lengths.max_length], "loss_mask": mask[: lengths.max_length]}
+
+    return finish
+
+
+def graded(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # noqa: ANN001
+    """-> {input_ids, loss_mask}, one per answer, good or bad: the score is written into the prompt."""
+    for answer, score in example.answers:
+        question = with_score(example.prompt or "", score, lengths.score_template)
+        yield Work([_composed(tokenizer, question, answer)], _imitated(lengths))
+
+
+def with_score(prompt: Text, score: float, template: str) -> Text:
+    """The prompt that asks for an answer of this score: a string, or messages, whose last user turn says it."""
+    if isinstance(prompt, str):
+        return template.format(prompt=prompt, score=score)
+    last = max((i for i, m in enumerate(prompt) if m["role"] == "user"), default=None)
+    if last is None:
+        raise Refused("no user turn to write the score into")
+    asked = {**prompt[last], "content": template.format(prompt=prompt[last]["content"], score=score)}
+    return [*prompt[:last], asked, *prompt[last + 1 :]]
+
+
+def labelled(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # noqa: ANN001
+    """-> {input_ids, loss_mask, num_prompt_tokens, label}; of several answers the best is desirable, the worst is not.
+
+    A row too long is dropped: a cut answer would be judged as if it were whole.
+    """
+    ranked = sorted(example.answers, key=lambda a: -a[1])
+    if len(ranked) > 1:
+        if ranked[0][1] == ranked[-1][1]:
+            raise Refused("no two answers of different score")
+        answers = [(ranked[0][0], True), (ranked[-1][0], False)]
+    else:
+        answers = [(answer, score > 0) for answer, score in ranked]
+
+    for answer, label in answers:
+
+        def finish(encoded: list[Encoded], counts: Counts, label: bool = label) -> dict | None:
+            ids, _, start = encoded[0]
+            if len(ids) > lengths.max_length:
+                counts.dropped[TOO_LONG] += 1
+                return None
+            return {"input_ids": ids, "loss_mask": [i >= start for i in range(len(ids))], "num_prompt_tokens": start,
+                    "label": label}
+
+        yield Work([_composed(tokenizer, example.prompt, answer)], finish)
 
 
 def pair(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # noqa: ANN001
@@ -121,5 +170,9 @@ def _need_words(text: str, reason: str = EMPTY) -> None:
         raise Refused(reason)
 
 
-MAKERS: dict[str, Callable[..., Iterator[Work]]] = {"demonstration": demonstration, "pair": pair, "prompt": prompt}
-TRAININGS = {"sft": "demonstration", "reward": "pair", "dpo": "pair", "ppo": "prompt"}  # stage -> kind of training
+MAKERS: dict[str, Callable[..., Iterator[Work]]] = {
+    "demonstration": demonstration, "pair": pair, "prompt": prompt, "labelled answer": labelled,
+    "graded answer": graded}
+PAIRWISE = ("reward", "dpo", "ipo", "hinge", "orpo", "simpo")
+TRAININGS = {"sft": "demonstration", "ppo": "prompt", **dict.fromkeys(PAIRWISE, "pair"), "kto": "labelled answer",
+             "conditional_sft": "graded answer"}  # stage -> kind of training

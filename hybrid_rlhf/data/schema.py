@@ -49,8 +49,10 @@ KINDS: dict[str, tuple[str, ...]] = {
     "text": ("demonstration",),
     "conversation": ("demonstration", "prompt"),
     "demonstration": ("demonstration", "prompt"),
-    "preference": ("demonstration", "pair", "prompt"),  # the best answer is a demonstration
-    "unpaired": ("demonstration", "prompt"),  # a good answer is a demonstration, a bad one is not
+    # the best answer is a demonstration
+    "preference": ("demonstration", "pair", "prompt", "labelled answer", "graded answer"),
+    # a good answer is a demonstration, a bad one is not
+    "unpaired": ("demonstration", "prompt", "labelled answer", "graded answer"),
     "prompt": ("prompt",),
 }
 

@@ -1,4 +1,4 @@
-"""Stage 1: supervised fine-tuning."""
+"""Stage 1: supervised fine-tuning, on demonstrations or on answers whose score is written into the prompt."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Config:
     """Supervised fine-tuning.
 
     Attributes:
-        stage: Name of the stage.
+        stage: Name of the stage: sft, or conditional_sft.
         output_dir: Folder of this run.
         seed: Seed of everything random.
         resume: auto (a finished run is left as it is) or never (start again).
         report_to: Trackers (tensorboard, wandb, trackio, ...).
         model: The model to fine-tune.
-        data: The demonstrations.
+        data: The demonstrations; for conditional_sft answers with scores or labels, or pairs.
         train: The schedule.
         engine: How training is laid out.
     """
@@ -50,22 +50,22 @@ def preview(config: Config) -> None:
     """Print rendered examples of the data with the trained tokens marked."""
     from hybrid_rlhf.data.preview import preview as show
 
-    wiring.require_data(config.data, "sft")
-    show(config.data, "sft", wiring.open_tokenizer(config.model, config.data, "sft", config.seed))
+    wiring.require_data(config.data, config.stage)
+    show(config.data, config.stage, wiring.open_tokenizer(config.model, config.data, config.stage, config.seed))
 
 
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, export to output_dir/model, and return the final metrics (also in output_dir/run.json)."""
-    wiring.require_data(config.data, "sft")
-    done = runfile.finished(config.output_dir, "sft", config)
+    wiring.require_data(config.data, config.stage)
+    done = runfile.finished(config.output_dir, config.stage, config)
     if done:
         return done.metrics
     wiring.seed_everything(config.seed)
     wiring.check_model(config.model, config.engine, config.train.optim)
     wiring.check_lengths(config.model, data__max_length=config.data.max_length)
-    tokenizer = wiring.open_tokenizer(config.model, config.data, "sft", config.seed)
+    tokenizer = wiring.open_tokenizer(config.model, config.data, config.stage, config.seed)
     with main_first():  # the others find its tables in the cache
-        data = datasets.build(config.data, "sft", tokenizer, config.seed)
+        data = datasets.build(config.data, config.stage, tokenizer, config.seed)
     model = wiring.open_policy(config.model, tokenizer, config.seed, dropout=True)
     if config.data.packing and not packing_is_exact(model):
         raise wiring.UserError(f"data.packing: {type(model).__name__} lets packed samples see each other; turn it off")
@@ -77,7 +77,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     engine = wiring.policy_engine(model, tokenizer)
     engine.prepare_training(wiring.optimizer_of(config.train), wiring.schedule_of(config.train, steps), config.engine)
     trainer = SFTTrainer(Actor(engine, tokenizer, config.engine.micro_batch_tokens))
-    record = runfile.start(config.output_dir, "sft", config, command)
+    record = runfile.start(config.output_dir, config.stage, config, command)
     with on_record(record):  # a failing export is on the record too
         metrics = fit(trainer, loader, held_out, config.train, record, steps)
         export(model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER, engine.eos_ids)

@@ -1,0 +1,170 @@
+"""Preference optimisation without sampling: DPO and its kin on pairs, KTO on labelled responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.algorithms.preference import LOSSES, kto_kl
+from hybrid_rlhf.config import check, nearest
+from hybrid_rlhf.data.collate import LabelledBatch, PairBatch
+from hybrid_rlhf.distributed import sum_over_ranks
+from hybrid_rlhf.metrics import Metrics
+from hybrid_rlhf.roles import Actor, Reference
+from hybrid_rlhf.tensors import SequenceBatch
+
+SMOOTHED = ("sigmoid", "simpo")
+
+
+@dataclass(frozen=True)
+class DPOConfig:
+    """Settings of offline preference optimisation.
+
+    Attributes:
+        loss_type: sigmoid (DPO), ipo, hinge, kto, orpo or simpo.
+        beta: How strongly the policy is held to the reference, or the loss's own factor (simpo's scale, orpo's weight
+            of the odds ratio); null takes the usual one: 0.1, for simpo 2.0.
+        label_smoothing: Share of pairs whose label is taken to be wrong (sigmoid and simpo).
+        simpo_gamma: SimPO's target margin.
+        desirable_weight: KTO's weight of desirable responses.
+        undesirable_weight: KTO's weight of undesirable responses.
+    """
+
+    loss_type: str = "sigmoid"
+    beta: float | None = None
+    label_smoothing: float = 0.0
+    simpo_gamma: float = 1.0
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        check(self.loss_type in LOSSES, f"dpo.loss_type is {self.loss_type!r}; choose {', '.join(LOSSES)}"
+                                        f"{nearest(self.loss_type, LOSSES)}")
+        check(self.beta is None or 0 < self.beta < float("inf"), f"dpo.beta is {self.beta}; it must be positive, such "
+                                                                 f"as {LOSSES[self.loss_type].beta}")
+        check(0 <= self.label_smoothing < 0.5,
+              f"dpo.label_smoothing is {self.label_smoothing}; it must lie in [0, 0.5)")
+        check(not self.label_smoothing or self.loss_type in SMOOTHED,
+              f"dpo.label_smoothing: the {self.loss_type} loss has none; leave it out, or take {' or '.join(SMOOTHED)}")
+        for name in ("simpo_gamma", "desirable_weight", "undesirable_weight"):
+            check(getattr(self, name) >= 0, f"dpo.{name} is {getattr(self, name)}; it must not be negative")
+
+
+class OfflineTrainer:
+    """Fits a policy to preferences, against the frozen reference where the loss has one.
+
+    Batches: PairBatch, or LabelledBatch for a loss without pairs. The reference is asked once per batch, the policy's
+    response log-probabilities are summed over the response (averaged where the loss says so).
+    """
+
+    progress_keys = ("loss", "rewards/accuracies", "rewards/margins", "learning_rate")
+
+    def __init__(self, policy: Actor, reference: Reference | None, config: DPOConfig) -> None:
+        self.row = LOSSES[config.loss_type]
+        if self.row.needs_reference != (reference is not None):
+            raise ValueError(f"{config.loss_type} {'needs a' if self.row.needs_reference else 'has no'} reference")
+        self.policy, self.reference, self.config = policy, reference, config
+        self.beta = self.row.beta if config.beta is None else config.beta
+        self.fn = partial(self.row.fn, beta=self.beta, label_smoothing=config.label_smoothing,
+                          simpo_gamma=config.simpo_gamma, desirable_weight=config.desirable_weight,
+                          undesirable_weight=config.undesirable_weight)
+
+    def step(self, batch: PairBatch | LabelledBatch) -> Metrics:
+        count = sum_over_ranks(torch.tensor(float(len(batch))))
+        groups, losses, metrics = self._groups(batch), *self._losses(batch)
+
+        def share(logprobs: Tensor, index: Tensor) -> tuple[Tensor, dict]:
+            found, observed = losses(logprobs, index)
+            return found.sum() / count.to(found.device), observed
+
+        metrics += self.policy.fit_sequences(batch.sequences, groups, share)
+        return self._with_margins(metrics)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[PairBatch | LabelledBatch]) -> Metrics:
+        """What `step` reports of the loss, rewards and log-probabilities, over all batches."""
+        total = Metrics()
+        for batch in batches:
+            groups, losses, metrics = self._groups(batch), *self._losses(batch)
+            logprobs = self.policy.sequence_logprobs(batch.sequences)
+            for name, (mean, weight) in losses(logprobs[groups.T], torch.arange(len(batch)))[1].items():
+                metrics.add(name, mean, weight)
+            total += metrics
+        return self._with_margins(total.over_ranks())
+
+    def _groups(self, batch: PairBatch | LabelledBatch) -> Tensor:
+        """(G, 2) rows of each pair (chosen ones come first in the batch), or (G, 1): responses alone."""
+        return torch.arange(len(batch.sequences)).view(-1, len(batch)).T
+
+    def _losses(self, batch: PairBatch | LabelledBatch) -> tuple:
+        """A function (logprobs (k, g), index (g,)) -> (losses (g,), what to report), and metrics of the whole batch."""
+        lengths = batch.sequences.loss_mask[:, 1:].sum(1).clamp(min=1)
+        start = torch.zeros(len(lengths))
+        if self.reference is not None:
+            start = self.reference.sequence_logprobs(batch.sequences)
+        groups, metrics = self._groups(batch), Metrics()
+        kl = None
+        if not self.row.needs_pairs:
+            kl = self._kl(batch.mismatched)
+            metrics.add("kl", kl)
+
+        def losses(logprobs: Tensor, index: Tensor) -> tuple[Tensor, dict]:
+            size, before = (x[groups[index].T].to(logprobs.device) for x in (lengths, start))
+            ratios = logprobs - before
+            values = ratios / size if self.row.is_mean else ratios
+            shown = (logprobs, ratios) if self.row.needs_reference else (values, values)
+            shown = tuple(x.detach() for x in shown)
+            if self.row.needs_pairs:
+                found = self.fn(values[0], values[1])
+                return found, _of_pairs(found.detach(), *shown, self.beta)
+            labels = batch.labels[index].to(logprobs.device)
+            found = self.fn(values[0], labels, kl.to(logprobs.device))
+            return found, _of_labels(found.detach(), shown[0][0], shown[1][0], labels, self.beta)
+
+        return losses, metrics
+
+    def _kl(self, mismatched: SequenceBatch) -> Tensor:
+        ratios = self.policy.sequence_logprobs(mismatched) - self.reference.sequence_logprobs(mismatched)
+        return kto_kl(ratios, sum_over_ranks)
+
+    def _with_margins(self, metrics: Metrics) -> Metrics:
+        """Labelled responses have no pairs: their margin is that of the two means."""
+        found = metrics.compute()
+        if not self.row.needs_pairs and {"rewards/chosen", "rewards/rejected"} <= found.keys():
+            metrics.add("rewards/margins", found["rewards/chosen"] - found["rewards/rejected"])
+        return metrics
+
+    def samples(self) -> list[dict]:
+        return []
+
+    def state(self) -> dict:
+        learnt = {"policy": dict(self.policy.engine.learnt)}
+        if self.reference is not None:
+            learnt["reference"] = dict(self.reference.engine.learnt)
+        return {"policy": self.policy.engine.training.state(), "learnt": learnt}
+
+
+def _of_pairs(losses: Tensor, logprobs: Tensor, ratios: Tensor, beta: float) -> dict[str, tuple[Tensor, int]]:
+    """What is reported of g pairs, by TRL's names. logprobs, ratios (2, g): chosen and rejected."""
+    size, (chosen, rejected) = len(losses), beta * ratios
+    return {"loss": (losses.mean(), size), "rewards/chosen": (chosen.mean(), size),
+            "rewards/rejected": (rejected.mean(), size),
+            "rewards/accuracies": ((chosen > rejected).float().mean(), size),
+            "rewards/margins": ((chosen - rejected).mean(), size), "logps/chosen": (logprobs[0].mean(), size),
+            "logps/rejected": (logprobs[1].mean(), size)}
+
+
+def _of_labels(losses: Tensor, logprobs: Tensor, ratios: Tensor, labels: Tensor,
+               beta: float) -> dict[str, tuple[Tensor, int]]:
+    """What is reported of B labelled responses, each side by its own number of them."""
+    found = {"loss": (losses.mean(), len(losses))}
+    for side, which in (("chosen", labels), ("rejected", ~labels)):
+        if which.any():
+            size = int(which.sum())
+            found |= {f"rewards/{side}": (beta * ratios[which].mean(), size),
+                      f"logps/{side}": (logprobs[which].mean(), size)}
+    return found
