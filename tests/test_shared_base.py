@@ -187,10 +187,15 @@ def test_ppo_runs_on_one_quantised_base_whose_bytes_stay(place, kind) -> None:
     assert all(v is not None for row in rows for v in row.values())
 
 
-def test_lora_on_a_16_bit_base_trains_adapters_and_heads_in_fp32(place) -> None:
+def test_lora_on_a_16_bit_base_trains_fp32_masters_of_16_bit_adapters_and_fp32_heads(place) -> None:
     rows, built = place.ppo("bf16", "--model.dtype", "bfloat16")
     for role in ("actor", "critic"):
-        assert {p.dtype for p in built.engines[role].training.parameters.values()} == {torch.float32}
+        training = built.engines[role].training
+        assert {p.dtype for n, p in training.parameters.items() if ".lora_" in n} == {torch.bfloat16}
+        assert {p.dtype for n, p in training.parameters.items() if ".lora_" not in n} <= {torch.float32}
+        assert {v.dtype for v in training.state()["weights"].values()} == {torch.float32}
+        for name, value in training.state()["weights"].items():
+            assert torch.equal(value.to(training.parameters[name].dtype), training.parameters[name])
     assert all(v is not None for row in rows for v in row.values())
 
 

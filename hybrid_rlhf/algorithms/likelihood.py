@@ -62,7 +62,7 @@ class _Score(torch.autograd.Function):
     def forward(ctx, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool):  # noqa: ANN001, ANN205
         logprobs, normaliser, entropy = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(3))
         correct = torch.empty_like(targets, dtype=torch.bool)
-        spare = logits.new_empty(0, dtype=torch.float32)
+        spare, other = (logits.new_empty(0, dtype=torch.float32) for _ in range(2))
         for rows in _blocks(logits):
             x = _scaled(logits[rows], temperature, spare)
             highest, best = x.max(-1)
@@ -70,7 +70,7 @@ class _Score(torch.autograd.Function):
             chosen = x.gather(-1, targets[rows, None])[:, 0] - highest
             x -= highest[:, None]
             if with_entropy:  # log z - sum_j p_j x_j; a word ruled out by -inf adds 0, not the NaN of 0 * -inf
-                p = x.exp()
+                p = torch.exp(x, out=other.resize_(x.shape))  # fresh memory would cost more than the numbers in it
                 z = p.sum(-1)
                 entropy[rows] = z.log() - p.mul_(x.clamp_(min=-1e30)).sum(-1) / z
             else:
@@ -86,7 +86,8 @@ class _Score(torch.autograd.Function):
     @staticmethod
     def backward(ctx, by_logprobs: Tensor | None, by_entropy: Tensor | None, _correct: None):  # noqa: ANN001, ANN205
         logits, targets, normaliser, entropy = ctx.saved_tensors
-        gradient, spare = torch.empty_like(logits), logits.new_empty(0, dtype=torch.float32)
+        gradient = torch.empty_like(logits)
+        spare, other = (logits.new_empty(0, dtype=torch.float32) for _ in range(2))
         by_logprobs = torch.zeros_like(normaliser) if by_logprobs is None else by_logprobs / ctx.temperature
         for rows in _blocks(logits):
             x = _scaled(logits[rows], ctx.temperature, spare).sub_(normaliser[rows, None])  # log p
@@ -94,7 +95,7 @@ class _Score(torch.autograd.Function):
             if by_entropy is None:
                 x.exp_().mul_(factor)
             else:
-                p = x.exp()
+                p = torch.exp(x, out=other.resize_(x.shape))
                 x.clamp_(min=-1e30).add_(entropy[rows, None]).mul_(by_entropy[rows, None] / -ctx.temperature)
                 x.add_(factor).mul_(p)
             x.scatter_add_(-1, targets[rows, None], -factor)

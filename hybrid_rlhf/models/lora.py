@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.config import UserError, check
+from hybrid_rlhf.distributed import world_size
 from hybrid_rlhf.models import quantize
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -87,13 +88,16 @@ def add_lora(model: nn.Module, config: LoraConfig, adapter_name: str = "default"
 
 
 def _add(model: nn.Module, settings: object, name: str) -> None:
+    """In a bfloat16 model on one process the adapter is bfloat16 too, for its optimizer keeps fp32 masters; fp32 adapters
+    would take an fp32 copy of every layer's input and give one of its output."""
     import peft
 
+    in_fp32 = model.dtype != torch.bfloat16 or world_size() > 1
     with _names_as_given():
         if hasattr(model, "_peft_wrapper"):
-            model._peft_wrapper.add_adapter(name, settings)
+            model._peft_wrapper.add_adapter(name, settings, autocast_adapter_dtype=in_fp32)
             return
-        wrapped = peft.get_peft_model(model, settings, adapter_name=name)
+        wrapped = peft.get_peft_model(model, settings, adapter_name=name, autocast_adapter_dtype=in_fp32)
     object.__setattr__(model, "_peft_wrapper", wrapped)  # not as a submodule: the wrapper holds the model
 
 
