@@ -89,7 +89,7 @@ def test_state_bytes_are_those_of_deepspeed(dtype, stage) -> None:
         resident = live.now / count - before
     found = [resident, accumulated - resident, closing - resident, stepping - resident]
     assert found == pytest.approx([expected.optimizer / count, expected.gradients / count, expected.closing / count,
-                                   expected.stepping / count], rel=0.08)
+                                   expected.stepping / count], rel=0.08, abs=0.2)
 
 
 def test_weights_and_adapters_are_those_of_the_model(folder) -> None:

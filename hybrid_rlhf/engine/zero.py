@@ -139,8 +139,6 @@ class ZeroTraining:
         for state in self._optimizer.state.values():
             yield from (v for v in state.values() if isinstance(v, Tensor))
         yield from getattr(self.engine.optimizer, "bit16_groups_flat", [])
-        if self._masters:
-            yield from self._masters.gradients()
 
     def state(self) -> dict:
         """Trained weights (the fp32 masters where there are any), Adam's moments and the step count, by parameter.

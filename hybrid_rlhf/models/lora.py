@@ -88,8 +88,8 @@ def add_lora(model: nn.Module, config: LoraConfig, adapter_name: str = "default"
 
 
 def _add(model: nn.Module, settings: object, name: str) -> None:
-    """In a bfloat16 model on one process the adapter is bfloat16 too, for its optimizer keeps fp32 masters; fp32 adapters
-    would take an fp32 copy of every layer's input and give one of its output."""
+    """In a bfloat16 model on one process the adapter is bfloat16 too, for its optimizer keeps fp32 masters; fp32
+    adapters would take an fp32 copy of every layer's input and give one of its output."""
     import peft
 
     in_fp32 = model.dtype != torch.bfloat16 or world_size() > 1

@@ -126,19 +126,19 @@ def state_bytes(count: int, dtype: torch.dtype, zero_stage: int | None, world: i
         fp32   0     8 (two moments)       4          4        4
         fp32   1     12 (moments, master)  4          8        8
         fp32   2     12                    4          12       8
-        bf16   0     12                    4          4        4
+        bf16   0     16 (and fp32 sums)    0          0        0
         16-bit 1     12                    2          4        8
         16-bit 2     12                    2          6        8
 
     Over `world` processes ZeRO 1 divides optimizer and step, ZeRO 2 and 3 the gradients too (ZeRO, 1910.02054, section
-    5), and ZeRO 0 flattens a bucket at closing. bf16 at ZeRO 0 is ours (engine/masters.py); its gradients take 2 where
-    one micro-batch is all. Buckets that DeepSpeed flattens hold at most 5e7 elements.
+    5), and ZeRO 0 flattens a bucket at closing. bf16 at ZeRO 0 is ours (engine/masters.py); where one
+    micro-batch is all, it is 12, and 2 of gradients. Buckets that DeepSpeed flattens hold at most 5e7 elements.
     """
     stage = zero_stage if zero_stage is not None else lowest_stage(dtype, world)
     size = dtype.itemsize
     bucket = min(count, REDUCE_BUCKET) * size
     if stage == 0 and dtype != torch.float32:
-        return StateBytes(12 * count, 4 * count, 4 * count, 4 * count)
+        return StateBytes(16 * count, 0, 0, 0)
     if stage == 0:
         return StateBytes(8 * count, size * count, size * count + (bucket if world > 1 else 0), size * count)
     parts = world if stage >= 2 else 1
