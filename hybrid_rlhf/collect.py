@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.distributed import sum_over_ranks
+from hybrid_rlhf.distributed import max_over_ranks, sum_over_ranks
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.rewards import RewardSource, checked_scores
@@ -86,3 +87,26 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
         rollout.scores = checked_scores(source, rollout)  # (B,)
         rollout.source_scores = rollout.source_scores or {source.name: rollout.scores}  # a mixture has told its parts
     return rollout
+
+
+def refill(first: Rollout, group_size: int, max_rounds: int, sample: Callable[[int], Rollout],
+           metrics: Metrics) -> Rollout:
+    """As many groups as in `first`, those whose scores are all equal replaced by groups of new prompts (2503.14476).
+
+    sample(round) gives another rollout, at most max_rounds times; every process asks as often. What was accepted stays
+    where the rounds end before it is enough; where no process has accepted any, `first` itself comes back.
+    """
+    wanted, kept = len(first) // group_size, _spread_groups(first, group_size)
+    rounds = 0
+    while rounds < max_rounds and max_over_ranks(wanted - len(kept) // group_size) > 0:
+        rounds += 1
+        kept = kept + _spread_groups(sample(rounds), group_size)
+    kept = kept.rows(torch.arange(min(len(kept), len(first))))
+    metrics.add("refill/rounds", rounds)
+    metrics.add("refill/filled", len(kept) / max(len(first), 1), len(first))
+    return kept if max_over_ranks(len(kept)) else first
+
+
+def _spread_groups(rollout: Rollout, group_size: int) -> Rollout:
+    """The groups that teach something."""
+    return rollout.rows(rollout.has_spread(group_size).repeat_interleave(group_size).nonzero()[:, 0])

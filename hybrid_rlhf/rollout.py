@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.tensors import SequenceBatch, length_mask, masked_sum, pad_right
@@ -92,6 +93,27 @@ class Rollout:
         part["source_scores"] = {k: v[index] for k, v in self.source_scores.items()}
         part = {k: v[index] if isinstance(v, Tensor) else v for k, v in part.items()}
         return Rollout(prompts, **part)
+
+    def __add__(self, other: Rollout) -> Rollout:
+        """The sequences of both, these first, padded to the longer of the two widths (with 0, which nobody reads)."""
+        width = max(self.response_ids.shape[1], other.response_ids.shape[1])
+
+        def joined(a: object, b: object) -> object:
+            if isinstance(a, dict):
+                return {key: joined(value, b[key]) for key, value in a.items()}
+            if not isinstance(a, Tensor):
+                return a if a is None else a + b
+            return torch.cat([x if x.ndim == 1 else pad(x, (0, width - x.shape[1])) for x in (a, b)])
+
+        prompts = Prompts(*(joined(getattr(self.prompts, f.name), getattr(other.prompts, f.name))
+                            for f in fields(Prompts)))
+        return Rollout(prompts, **{f.name: joined(getattr(self, f.name), getattr(other, f.name))
+                                   for f in fields(self) if f.name != "prompts"})
+
+    def has_spread(self, group_size: int) -> Tensor:
+        """(groups,) bool: whether the scores of a prompt's responses differ. Groups are contiguous rows."""
+        grouped = self.scores.view(-1, group_size)
+        return grouped.amax(1) > grouped.amin(1)
 
     def to(self, device: torch.device | str) -> Rollout:
         part = {f.name: getattr(self, f.name) for f in fields(self)}

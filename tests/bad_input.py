@@ -149,6 +149,7 @@ BAD = [
      ["ppo.critic_warmup_steps is 2", "grpo has no critic"]),
     ("overlong buffer beyond the response", [*PPO, "--ppo.overlong_penalty", "1", "--ppo.overlong_buffer", "9"],
      ["ppo.overlong_buffer is 9", "[1, ppo.sampling.max_new_tokens 8]"]),
+    ("refills without groups", [*PPO, "--ppo.max_refills", "2"], ["ppo.max_refills is 2", "num_samples is 1"]),
     ("dual clip of cispo", ["--stage", "cispo", *PPO[2:], "--ppo.dual_clip", "3"], ["ppo.dual_clip", "cispo"]),
     ("weights against nothing", [*PPO, "--ppo.importance", "token", "--ppo.old_logprobs", "sampler"],
      ["ppo.importance token", "choose recompute"]),

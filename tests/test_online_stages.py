@@ -104,3 +104,15 @@ def test_adapters_on_one_base_have_no_adapter_of_a_critic(place, built) -> None:
     assert out and built[0].critic is None
     names = [n for n, _ in built[0].actor.engine.model.named_parameters() if "lora" in n]
     assert names and all("actor" in n for n in names)
+
+
+def test_grpo_with_a_function_needs_neither_a_reward_model_nor_a_critic(place, built, tmp_path) -> None:
+    code = "def short(completions, **_):\n    return [-float(len(c)) for c in completions]\n"
+    (tmp_path / "rewards.py").write_text(code)
+    out = tmp_path / "grpo"
+    assert main(["--stage", "grpo", "--output_dir", str(out), *COMMON, "--model.model_name_or_path", f"{place}/base",
+                 f"--data.sources=[{{path: {place}/ppo.jsonl}}]", *GROUPS, f"--data.cache_dir={tmp_path}/cache",
+                 f"--reward.functions=['{tmp_path}/rewards.py:short']", "--ppo.max_refills", "1"]) == 0
+    assert built[0].critic is None and (out / "model" / "model.safetensors").exists()
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert "rewards/short/mean" in rows[0] and "refill/rounds" in rows[0]

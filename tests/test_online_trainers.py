@@ -5,7 +5,9 @@ import torch
 
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.engine import SamplingConfig
+from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.roles import Actor, Reference, Roles
+from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
 from tests.test_trainers import CLOCKED, PROMPTS, Source, count_of, policy, ppo, settings, trained, weights
 from tests.tiny import tiny_tokenizer
@@ -13,9 +15,9 @@ from tests.tiny import tiny_tokenizer
 GROUPED = SamplingConfig(max_new_tokens=10, num_samples=4)
 
 
-def online(config, source, max_tokens=8192, rate=1e-2):
+def online(config, source, max_tokens=8192, rate=1e-2, more=None):
     roles = Roles(Actor(trained(policy(), rate), tiny_tokenizer(), max_tokens), Reference(policy(), max_tokens))
-    return PPOTrainer(roles, source, config, seed=0)
+    return PPOTrainer(roles, source, config, seed=0, more=more)
 
 
 def same(before, engine) -> bool:
@@ -107,3 +109,44 @@ def test_the_method_s_rows_decide_where_nothing_is_given_and_what_is_given_wins(
         False, True, "k1", "token", True)
     with pytest.raises(UserError, match=r"num_samples is 1; give 2 or more"):
         PPOConfig(estimator="grpo")
+
+
+def varied_if(taught) -> Source:
+    """Scores that differ within a group only where taught(prompt's text)."""
+    return Source(lambda r: torch.tensor([i % 4 * float(taught(text)) for i, text in enumerate(r.prompts.texts)]))
+
+
+def prompts_of(*texts):
+    return Prompts([[5, 6 + i] for i in range(len(texts))], list(texts), {"n": list(range(len(texts)))})
+
+
+def test_groups_that_teach_nothing_are_replaced_from_new_prompts():
+    fresh = iter([prompts_of("flat", "c", "flat"), prompts_of("d", "e", "f")])
+    trainer = online(settings(sampling=GROUPED, estimator="grpo", max_refills=5), varied_if(lambda t: t != "flat"),
+                     more=lambda: next(fresh))
+    metrics = trainer.step(prompts_of("a", "flat", "flat")).compute()
+    rollout = trainer.newest
+    assert rollout.prompts.texts == ["a"] * 4 + ["c"] * 4 + ["d"] * 4  # what was accepted, in its order; no more
+    assert rollout.prompts.columns["n"] == [0] * 4 + [1] * 4 + [0] * 4
+    assert (metrics["refill/rounds"], metrics["refill/filled"]) == (2, 1)
+    assert metrics["frac_reward_zero_std"] == pytest.approx(4 / 9)
+    assert rollout.scores.tolist() == [0.0, 1.0, 2.0, 3.0] * 3
+    # every number still stands beside its own tokens
+    torch.testing.assert_close(rollout.ref_logprobs, trainer.roles.ref.logprobs(rollout), rtol=1e-4, atol=1e-5)
+    assert not rollout.logprobs[~rollout.action_mask].any() and rollout.rewards.shape == rollout.action_mask.shape
+
+
+def test_what_was_accepted_is_trained_on_when_the_rounds_end_and_nothing_accepted_is_no_empty_step():
+    given = [prompts_of("flat", "flat", "flat")] * 9
+    trainer = online(settings(sampling=GROUPED, estimator="grpo", max_refills=2), varied_if(lambda t: t != "flat"),
+                     more=given.pop)
+    metrics = trainer.step(prompts_of("flat", "b", "flat")).compute()
+    assert len(given) == 7 and trainer.newest.prompts.texts == ["b"] * 4 and metrics["grad_norm"] > 0
+    assert metrics["refill/filled"] == pytest.approx(1 / 3)
+    assert len(trainer._sample(prompts_of("flat", "flat", "flat"), Metrics())) == 12
+    assert len(given) == 5
+
+
+def test_a_trainer_that_cannot_refill_says_so():
+    with pytest.raises(ValueError, match="nowhere to take more prompts"):
+        online(settings(sampling=GROUPED, max_refills=1), count_of(42))

@@ -5,7 +5,7 @@ Its relatives without a critic are the same loop with another row of ESTIMATORS 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from hybrid_rlhf.algorithms.advantages import ESTIMATORS, explained_variance, wh
 from hybrid_rlhf.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate, kl_loss
 from hybrid_rlhf.algorithms.policy import denominators, entropy_loss, importance_weights, policy_loss, value_loss
 from hybrid_rlhf.algorithms.shaping import missing_eos, normalise, overlong, shape_rewards
-from hybrid_rlhf.collect import DriftGate, collect
+from hybrid_rlhf.collect import DriftGate, collect, refill
 from hybrid_rlhf.distributed import place_over_ranks, sum_over_ranks
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.rewards import RewardSource
@@ -30,13 +30,17 @@ __all__ = ["PPOConfig", "PPOTrainer"]
 class PPOTrainer:
     """One step: sample, estimate advantages once, update actor and critic for some epochs.
 
-    score_mean, score_std: the score statistics of stage 2, used when config.normalise_scores.
+    score_mean, score_std: the score statistics of stage 2, used when config.normalise_scores. more: gives further
+    prompts, for config.max_refills.
     """
 
     progress_keys = ("reward", "kl", "completions/mean_length", "entropy", "policy/clip_fraction")
 
     def __init__(self, roles: Roles, source: RewardSource, config: PPOConfig, *, seed: int, score_mean: float = 0.0,
-                 score_std: float = 1.0) -> None:
+                 score_std: float = 1.0, more: Callable[[], Prompts] | None = None) -> None:
+        if config.max_refills and more is None:
+            raise ValueError(f"max_refills is {config.max_refills}, and there is nowhere to take more prompts from")
+        self.more = more
         self.roles, self.source, self.config, self.seed = roles, source, config, seed
         self.score_mean, self.score_std = score_mean, score_std
         self.estimator = ESTIMATORS[config.estimator].fn
@@ -49,8 +53,7 @@ class PPOTrainer:
 
     def step(self, prompts: Prompts) -> Metrics:
         metrics = Metrics()
-        rollout = collect(prompts, self.roles, self.source, self.config.sampling, self._sampling_seed(), metrics,
-                          self.gate)
+        rollout = self._sample(prompts, metrics)
         self.estimate(rollout, metrics)
         with metrics.timer("train"):
             updated = self.update(rollout)
@@ -59,6 +62,23 @@ class PPOTrainer:
         self.num_steps += 1
         self.newest = rollout
         return metrics + updated + rollout.metrics()
+
+    def _sample(self, prompts: Prompts, metrics: Metrics) -> Rollout:
+        """Responses to these prompts and, with max_refills, to further ones in place of groups that teach nothing."""
+        config, size = self.config, self.config.sampling.num_samples
+
+        def sample(given: Prompts, number: int) -> Rollout:
+            found = collect(given, self.roles, self.source, config.sampling, self._sampling_seed() + number * 500_009,
+                            metrics, self.gate)
+            if size > 1:
+                is_flat = ~found.has_spread(size)
+                metrics.add("frac_reward_zero_std", is_flat.float().mean(), len(is_flat))
+            return found
+
+        first = sample(prompts, 0)
+        if not config.max_refills:
+            return first
+        return refill(first, size, config.max_refills, lambda number: sample(self.more(), number), metrics)
 
     @torch.no_grad()
     def estimate(self, rollout: Rollout, metrics: Metrics) -> None:

@@ -24,6 +24,8 @@ class PPOConfig:
             sequence, product) or cispo (clipped ratio as a weight).
         aggregation: How the loss is averaged: token (over all tokens of the minibatch), sequence (over each response,
             then over responses) or constant (each response's sum over max_new_tokens); null takes the method's own.
+        max_refills: Rounds of further prompts, at most, whose responses replace groups with equal scores (dynamic
+            sampling, DAPO); 0 trains on such groups too.
         num_ppo_epochs: Passes over each rollout.
         num_minibatches: Optimizer steps per pass.
         minibatch_size: Sequences per optimizer step, over all processes; overrides num_minibatches.
@@ -61,6 +63,7 @@ class PPOConfig:
     estimator: str = "gae"
     policy_loss: str = "ppo"
     aggregation: str | None = None
+    max_refills: int = 0
     num_ppo_epochs: int = 4
     num_minibatches: int = 1
     minibatch_size: int | None = None
@@ -103,7 +106,7 @@ class PPOConfig:
                      "importance_cap"):
             check(getattr(self, name) is None or getattr(self, name) > 0,
                   f"ppo.{name} is {getattr(self, name)}; it must be positive")
-        for name in ("kl_coef", "entropy_coef", "overlong_penalty", "critic_warmup_steps"):
+        for name in ("kl_coef", "entropy_coef", "overlong_penalty", "critic_warmup_steps", "max_refills"):
             check(getattr(self, name) >= 0, f"ppo.{name} is {getattr(self, name)}; it must not be negative")
         check(self.kl_target is None or self.kl_target > 0,
               f"ppo.kl_target is {self.kl_target}; it must be positive (nats per sequence) or null")
@@ -116,6 +119,9 @@ class PPOConfig:
         check(not row.needs_group or size > 1,
               f"ppo.estimator {self.estimator} compares the responses to one prompt, and ppo.sampling.num_samples is "
               f"{size}; give 2 or more (such as 8)")
+        check(not self.max_refills or size > 1,
+              f"ppo.max_refills is {self.max_refills}, and ppo.sampling.num_samples is {size}: one response has no "
+              "group; give 2 or more (such as 8)")
         check(self.kl_in_reward or self.kl_estimator != "k1",
               "ppo.kl_estimator k1 has no gradient on average, and ppo.kl_in is loss; choose k2 or k3")
         check(row.needs_values or not self.critic_warmup_steps,

@@ -139,7 +139,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
                           reader)
     source, mean, std = reward_sources.combine(config.reward, reward and ModelSource(reward, tokenizer=reader), others,
                                                mean, std)
-    trainer = PPOTrainer(roles, source, config.ppo, seed=config.seed, score_mean=mean, score_std=std)
+    trainer = PPOTrainer(roles, source, config.ppo, seed=config.seed, score_mean=mean, score_std=std, more=loader.next)
     record = runfile.start(config.output_dir, "ppo", config, command)
     with on_record(record):  # a failing export is on the record too
         metrics = fit(trainer, loader, held_out, config.train, record, steps)
