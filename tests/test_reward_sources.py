@@ -89,6 +89,14 @@ def test_functions_beside_a_model_are_added_to_its_score(place) -> None:
     assert first["reward"] == pytest.approx(first["rewards/model/mean"] - 3 * first["rewards/pays/mean"], abs=1e-5)
 
 
+def test_classifiers_pay_a_run_without_a_critic_too(place) -> None:
+    rows = place.launch("judges", "--reward.models", "PLACE/judge", "--reward.functions", "PLACE/pay.py:pays",
+                        "--reward.weights=[2, -1]", "--stage", "grpo", "--ppo.sampling.num_samples", "2")
+    first = rows[0]
+    assert first["reward"] == pytest.approx(2 * first["rewards/pays/mean"] - first["rewards/judge/mean"], abs=1e-5)
+    assert first["rewards/judge/std"] > 0 and "value/loss" not in first
+
+
 def test_a_run_that_a_source_stopped_has_trained_nothing_on_it_and_the_same_command_finishes_it(place, capfd) -> None:
     given = ["--reward.functions", "PLACE/pay.py:fails_at_step_3"]
     rows = place.launch("failed", *given, code=2)

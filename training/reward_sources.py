@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
-from hybrid_rlhf.config import check
+from hybrid_rlhf.config import check, nearest
 from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.rewards import RewardSource
+from hybrid_rlhf.rewards.classifier import ClassifierSource
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
 from hybrid_rlhf.rewards.mixture import Mixture, Part
 from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.rewards.service import ServiceSource
+from hybrid_rlhf.training import wiring
 
 
 @dataclass(frozen=True)
@@ -22,10 +25,12 @@ class RewardConfig:
     Attributes:
         functions: Python functions, path.py:name or builtin:name (exact_match, numeric_match, length_penalty,
             repetition_penalty, format), one or a list; called as TRL calls them, with the dataset's columns.
-        options: Further keywords of the functions, by name: {numeric_match: {column: answer}}.
+        options: Further keywords of the functions, by name: {numeric_match: {column: answer}}; and of the models, by
+            the last part of their path: label (which of several pays), reads (text, pair or completion).
+        models: Sequence-classification models, hub ids or folders, each with its own tokenizer; one or a list.
         url: A service that answers POST {prompts, completions} with {scores}, such as http://localhost:8000/score.
-        weights: Weight of each source: the stage-2 model if it takes part, the functions, the service; null weighs all
-            by 1.
+        weights: Weight of each source: the stage-2 model if it takes part, the functions, the models, the service;
+            null weighs all by 1.
         timeout: Seconds that one call of a function, or one request, may take.
         retries: How often a request that found nobody, or one too busy, is made again, each time after twice the wait.
         batch_size: Responses per request.
@@ -33,6 +38,7 @@ class RewardConfig:
 
     functions: list[str] | str = field(default_factory=list)
     options: dict[str, dict] = field(default_factory=dict)
+    models: list[str] | str = field(default_factory=list)
     url: str | None = None
     weights: list[float] | None = None
     timeout: float = 60.0
@@ -43,27 +49,46 @@ class RewardConfig:
         check(self.timeout > 0, f"reward.timeout is {self.timeout}; it must be positive (seconds)")
         check(self.retries >= 0, f"reward.retries is {self.retries}; it must not be negative")
         check(self.batch_size >= 1, f"reward.batch_size is {self.batch_size}; it must be at least 1")
-        check(not self.options or bool(self.functions), "reward.options are those of reward.functions; there are none")
+        check(not self.options or bool(self.functions or self.models),
+              "reward.options are those of reward.functions and reward.models; there are none")
 
     @property
     def function_list(self) -> list[str]:
         return [self.functions] if isinstance(self.functions, str) else self.functions
 
+    @property
+    def model_list(self) -> list[str]:
+        return [self.models] if isinstance(self.models, str) else self.models
+
     def has_model(self, roles: RolesConfig) -> bool:
         """Whether the stage-2 model takes part."""
-        return not (self.function_list or self.url) or roles.reward.model_name_or_path is not None
+        return not (self.function_list or self.model_list or self.url) or roles.reward.model_name_or_path is not None
 
 
 def open_sources(config: RewardConfig, roles: RolesConfig) -> list[RewardSource]:
     """The sources beside the stage-2 model. Raises UserError for what cannot be had; reads no weights."""
-    found: list[RewardSource] = [*open_functions(config.function_list, config.options, config.timeout)]
+    models = [_classifier(path, config) for path in config.model_list]
+    own = {name: given for name, given in config.options.items() if name not in [m.name for m in models]}
+    found: list[RewardSource] = [*open_functions(config.function_list, own, config.timeout), *models]
     if config.url is not None:
         found.append(ServiceSource(config.url, "service", config.timeout, config.retries, config.batch_size))
     names = ["model"] * config.has_model(roles) + [source.name for source in found]
+    twice = next((n for i, n in enumerate(names) if n in names[:i]), None)
+    check(twice is None, f"two reward sources are called {twice} ({', '.join(names)}); rename one")
     check(config.weights is None or len(config.weights) == len(names),
           f"reward.weights has {len(config.weights or [])} numbers for {len(names)} sources ({', '.join(names)}); give "
           "one for each, in that order")
     return found
+
+
+def _classifier(path: str, config: RewardConfig) -> ClassifierSource:
+    folder = wiring.model_folder(path)
+    name = PurePath(path).name
+    options = config.options.get(name, {})
+    for key in options:
+        check(key in ("label", "reads"), f"reward.options.{name}: there is no {key}{nearest(key, ('label', 'reads'))}; "
+                                         "there are label, reads")
+    return ClassifierSource(folder, name, **options)
 
 
 def check_columns(sources: list[RewardSource], columns: Iterable[str]) -> None:
@@ -81,6 +106,8 @@ def combine(config: RewardConfig, model: ModelSource | None, others: list[Reward
     """
     if model is not None and not others and config.weights is None:
         return model, mean, std
+    for source in (s for s in others if isinstance(s, ClassifierSource)):
+        source.open()
     parts = ([Part(model, 1.0, mean, std)] if model else []) + [Part(source) for source in others]
     for part, weight in zip(parts, config.weights or [1.0] * len(parts), strict=True):
         part.weight = weight

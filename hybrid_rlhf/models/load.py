@@ -143,6 +143,11 @@ def load_scalar_model(config: ModelConfig, device: torch.device | str = "cpu", n
     return model
 
 
+def load_classifier(config: ModelConfig, device: torch.device | str = "cpu") -> nn.Module:
+    """A sequence-classification model as it is, encoder or decoder, with all its labels."""
+    return _load("AutoModelForSequenceClassification", config, torch.device(device))
+
+
 def has_score(path: str | None) -> bool:
     """Whether a model's configuration says that it already is a sequence-classification model."""
     from transformers import AutoConfig

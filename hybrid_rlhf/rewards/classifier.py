@@ -1,0 +1,104 @@
+"""Any sequence-classification model with its own tokenizer as a source: encoder or decoder, one label or several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_rlhf.config import check, nearest
+from hybrid_rlhf.data.chat import Text
+from hybrid_rlhf.distributed import device
+from hybrid_rlhf.models import load
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.tokenizer import load_tokenizer
+from hybrid_rlhf.rewards.model import read_by
+from hybrid_rlhf.rollout import Rollout
+from hybrid_rlhf.tensors import length_mask, pad_right
+
+READS = ("text", "pair", "completion")
+
+
+@dataclass
+class ClassifierSource:
+    """The model at `path` reads the responses as text, re-tokenized by its own tokenizer, at most `batch_size` at once.
+
+    reads: text (prompt and completion as one text; with the tokenizer's chat template where it has one), pair (the
+    tokenizer's text pair, as cross-encoders take it) or completion (that alone). label: which of several labels pays,
+    by name or number: its log-odds against the others, log p / (1 - p); a model with one label pays its output. No
+    weights are read before `open`.
+    """
+
+    path: str
+    name: str
+    reads: str = "text"
+    label: str | int | None = None
+    dtype: str = "auto"
+    batch_size: int = 32
+    model: nn.Module | None = field(default=None, init=False, repr=False)
+    tokenizer: object = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        option = f"reward.options.{self.name}"
+        check(self.reads in READS, f"{option}: reads is {self.reads!r}; choose {', '.join(READS)}"
+                                   f"{nearest(str(self.reads), READS)}")
+        config = load.configuration(self._settings)
+        check(load.has_score(self.path), f"reward.models: {self.path} is no sequence-classification model")
+        labels = [str(config.id2label[i]) for i in range(config.num_labels)]
+        check(self.label is not None or len(labels) == 1,
+              f"reward.models: {self.path} has the labels {', '.join(labels)}; give {option} {{label: {labels[-1]}}}")
+        known = [*labels, *map(str, range(len(labels)))]
+        check(self.label is None or str(self.label) in known,
+              f"{option}: {self.path} has no label {self.label}{nearest(str(self.label), labels)}; there are "
+              f"{', '.join(labels)}")
+        self._index = 0 if self.label is None else known.index(str(self.label)) % len(labels)
+
+    @property
+    def _settings(self) -> ModelConfig:
+        return ModelConfig(self.path, dtype=self.dtype)
+
+    def open(self) -> None:
+        """Read tokenizer and weights."""
+        self.tokenizer = load_tokenizer(self.path)
+        self.model = load.load_classifier(self._settings, device())
+        load.prepare(self.model, self._settings, len(self.tokenizer))
+        self.model.config.pad_token_id = self.tokenizer.pad_token_id
+        self.model.eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def score(self, rollout: Rollout) -> Tensor:
+        prompts = rollout.prompts.columns.get("prompt") or rollout.prompts.texts
+        rows = [self._ids(prompt, answer, bool(ended)) for prompt, answer, ended in
+                zip(prompts, rollout.completions, rollout.has_eos, strict=True)]
+        longest, limit = max((len(ids) for ids, _ in rows), default=0), load.max_positions(self.model)
+        check(limit is None or longest <= limit,
+              f"reward source {self.name}: a response of {longest} of its tokens, and it has {limit} positions; lower "
+              "data.max_prompt_length or ppo.sampling.max_new_tokens")
+        out = torch.zeros(len(rows))
+        for index in torch.tensor([len(ids) for ids, _ in rows]).argsort().split(self.batch_size) if rows else ():
+            out[index] = self._scored([rows[i] for i in index.tolist()])
+        return out
+
+    def _ids(self, prompt: Text, answer: str, is_ended: bool) -> tuple[list[int], list[int]]:
+        """Token ids of one response as this model reads it, and their segments (0, or 1 for a pair's second part)."""
+        if self.reads == "text" and (hasattr(self.model, "score") or self.tokenizer.chat_template):
+            ids = read_by(self.tokenizer, prompt, answer, is_ended)
+            return ids, [0] * len(ids)
+        asked = prompt if isinstance(prompt, str) else "\n\n".join(m["content"] for m in prompt)
+        texts = {"text": (asked + answer if isinstance(prompt, str) else f"{asked}\n\n{answer}",),
+                 "pair": (asked, answer), "completion": (answer,)}[self.reads]
+        found = self.tokenizer(*texts)
+        return found["input_ids"], found.get("token_type_ids") or [0] * len(found["input_ids"])
+
+    def _scored(self, rows: list[tuple[list[int], list[int]]]) -> Tensor:
+        """(b,) scores of one batch, right-padded."""
+        mask = length_mask(torch.tensor([len(ids) for ids, _ in rows]))
+        given = {"input_ids": pad_right([ids for ids, _ in rows], self.tokenizer.pad_token_id), "attention_mask": mask}
+        if getattr(self.model.config, "type_vocab_size", 0) > 1:
+            given["token_type_ids"] = pad_right([segments for _, segments in rows], 0)
+        logits = self.model(**{k: v.to(self.model.device) for k, v in given.items()}).logits.float().cpu()
+        if logits.shape[1] == 1:
+            return logits[:, 0]
+        others = [i for i in range(logits.shape[1]) if i != self._index]
+        return logits[:, self._index] - logits[:, others].logsumexp(1)
