@@ -124,6 +124,12 @@ def test_a_rerun_of_a_finished_run_does_nothing_and_the_plan_knows_the_reference
     assert "policy" in out and "reference" in out
 
 
+def test_a_policy_trained_on_preferences_may_be_trained_on(place) -> None:
+    first = launch(place, "dpo", "first")
+    second = launch(place, "simpo", "second", "--model.model_name_or_path", str(first))
+    assert json.loads((second / "run.json").read_text())["facts"]["base_model"] == str(first)
+
+
 def test_conditional_sft_trains_on_every_answer_with_its_score_in_the_prompt(place, capfd) -> None:
     more = ["--data.score_template", "{prompt} [{score:.1f}]:"]
     capfd.readouterr()

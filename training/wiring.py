@@ -31,16 +31,19 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.fit import TrainConfig
 
 MODEL_FOLDER = "model"
+POLICIES = ("sft", "conditional_sft", "dpo", "ppo")  # stages that leave a policy, from which another may start
 
 
 def predecessor(given: str | None, output_dir: str, stage: str, option: str) -> str:
     """The run folder or model of an earlier stage: as given, else the folder `stage` beside this run's output_dir.
 
-    Raises UserError when there is neither, or when the run found is of another stage or not finished.
+    In place of sft the run given may be of any stage that leaves a policy. Raises UserError when there is neither, or
+    when the run found is of another stage or not finished.
     """
     path = given or str(Path(output_dir).parent / stage)
     if (Path(path) / runfile.RUN_FILE).exists():
-        runfile.require_finished(path, stage)
+        found = runfile.read_run(path).stage if given and stage == "sft" else stage
+        runfile.require_finished(path, found if found in POLICIES else stage)
         return path
     check(given is not None, f"no finished {stage} run: {path} does not exist or holds none; run --stage {stage} "
                              f"--output_dir {path} first, or give {option}")
