@@ -1,6 +1,7 @@
 """Whole gradients of every stage: any token budget, padded or alone, chunked logits or whole, against plain torch."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -85,7 +86,8 @@ def test_actor(max_tokens, chunk, rollout, monkeypatch):
     monkeypatch.setattr(roles, "chunk_rows", lambda *_: chunk)
     engine, trainer = policy(), ppo(settings())
     twin = copy.deepcopy(engine.model)
-    Actor(still(engine), None, max_tokens).update(rollout, trainer.actor_loss)
+    loss = partial(trainer.actor_loss, num_sequences=len(rollout))
+    Actor(still(engine), None, max_tokens).update(rollout, loss)
     losses, clipped = [], 0
     for row, ids, start, size in actions(rollout):
         logprobs = twin(torch.tensor([ids])).logits[0].log_softmax(-1)
