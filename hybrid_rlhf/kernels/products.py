@@ -34,9 +34,11 @@ def _is_plain(module: nn.Module, dtypes: frozenset[torch.dtype]) -> bool:
 
 
 def _forward(module: nn.Linear, linear: Callable) -> Callable[[Tensor], Tensor]:
+    weight, bias = module.weight, module.bias  # looked up once: nn.Module's look-up is slow beside a small product
+    dtype = weight.dtype
+
     def forward(input: Tensor) -> Tensor:  # noqa: A002 - nn.Linear's own name for it
-        weight, bias = module.weight, module.bias
-        if torch.is_grad_enabled() or input.dtype != weight.dtype or not input.numel():
+        if torch.is_grad_enabled() or input.dtype != dtype or not input.numel():
             return F.linear(input, weight, bias)
         return linear(input, weight, bias)
 
