@@ -40,9 +40,10 @@ sys.exit(main({command!r}))
 def run(demo: Path, steps: int, patch: str) -> tuple[float, float]:
     """Seconds of the stage and of its generation."""
     with tempfile.TemporaryDirectory() as folder:
+        for stage in ("sft", "reward"):  # stages find each other beside their output
+            (Path(folder) / stage).symlink_to((demo / stage).resolve())
         config = Path(folder) / "ppo.yaml"
-        settings = json.loads(json.dumps(settings_of(demo, steps)))
-        config.write_text(json.dumps(settings), encoding="utf-8")
+        config.write_text(json.dumps(settings_of(demo, steps)), encoding="utf-8")
         command = ["--stage", "ppo", "--config", str(config), "--output_dir", f"{folder}/ppo"]
         code = _RUN.format(root=str(HERE.parent), patch=patch, command=command)
         start = time.perf_counter()
