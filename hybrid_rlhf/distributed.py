@@ -78,15 +78,18 @@ def gather_over_ranks(value: object) -> list:
     """Every process's `value` (anything JSON holds; numbers keep all their bits), in the order of ranks."""
     if world_size() == 1:
         return [value]
-    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(_carrier())
-    sizes = [torch.zeros(1, dtype=torch.long, device=mine.device) for _ in range(world_size())]
-    dist.all_gather(sizes, torch.tensor([len(mine)], device=mine.device))
-    longest = max(int(s) for s in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=mine.device)
-    padded[: len(mine)] = mine
-    texts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(texts, padded)
-    return [json.loads(bytes(t[: int(n)].tolist()).decode()) for t, n in zip(texts, sizes, strict=True)]
+    return _exchanged(value, world_size(), _carrier(), dist.all_gather)
+
+
+def _exchanged(message: object, count: int, carrier: torch.device, all_gather: Callable) -> list:
+    """The messages (what JSON can say) of `count` processes, in their order."""
+    text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(carrier)
+    sizes = [torch.zeros(1, dtype=torch.long, device=carrier) for _ in range(count)]
+    all_gather(sizes, torch.tensor([len(text)], device=carrier))
+    longest = max(map(int, sizes))
+    texts = [torch.zeros(longest, dtype=torch.uint8, device=carrier) for _ in range(count)]
+    all_gather(texts, nn.functional.pad(text, (0, longest - len(text))))
+    return [json.loads(t[: int(n)].cpu().numpy().tobytes()) for t, n in zip(texts, sizes, strict=True)]
 
 
 def place_over_ranks(count: int) -> tuple[int, int]:
@@ -170,13 +173,7 @@ class RankGroup:
 
     def exchange(self, message: object) -> list:
         """Every rank's message (what JSON can say), in order of rank."""
-        text = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8).to(self._device)
-        sizes = [torch.zeros(1, dtype=torch.long, device=self._device) for _ in range(self.degree)]
-        self._together(dist.all_gather, sizes, torch.tensor([len(text)], device=self._device))
-        widest = max(map(int, sizes))
-        texts = [torch.zeros(widest, dtype=torch.uint8, device=self._device) for _ in range(self.degree)]
-        self._together(dist.all_gather, texts, nn.functional.pad(text, (0, widest - len(text))))
-        return [json.loads(t[: int(n)].cpu().numpy().tobytes()) for t, n in zip(texts, sizes, strict=True)]
+        return _exchanged(message, self.degree, self._device, partial(self._together, dist.all_gather))
 
     def abandon(self) -> None:
         """Leave for good: whoever waits for this rank raises instead of waiting for ever (with gloo at once, with NCCL

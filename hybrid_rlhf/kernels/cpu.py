@@ -55,10 +55,9 @@ def own_dtypes(vendor: str, has_dot_linear: bool) -> frozenset[torch.dtype]:
     """The dtypes in which matrix products are ours, because torch's are slower. By rule and not by trial, so that
     every run on a machine rounds alike. Measured, milliseconds by torch and by us:
 
-    x86 without AVX-512, 16 bits, where torch multiplies row by row: 16 rows by 2048 x 768: 4.9 and 0.85.
-    AVX-512 BF16, bf16, few rows, where torch packs the weights for every call: the same product: 0.159 and 0.107.
-    AMD with AVX-512, fp32, where torch's library (MKL) uses half of each register: the same product: 0.55 and 0.27,
-    with 2048 rows 30 and 13.
+    x86 without AVX-512, 16 bits, where torch multiplies row by row: 16 rows by 2048 x 768, one core: 4.9 and 0.85.
+    AVX-512 BF16, bf16, few rows: 16 rows by 2016 x 768, two cores: 0.159 and 0.107.
+    AMD with AVX-512, fp32, where torch's library (MKL) is slow: the same product: 0.55 and 0.27; 2048 rows: 30 and 13.
     """
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return frozenset()
