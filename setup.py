@@ -35,6 +35,8 @@ RUNTIME = [
 EXTRAS = {
     "quantize": ["bitsandbytes>=0.50.2"],
     "report": ["matplotlib>=3.11", "tensorboard>=2.21"],
+    "serve": ["fastapi>=0.165", "uvicorn>=0.54"],
+    "gguf": ["gguf>=0.19"],
 }
 EXTRAS["test"] = [
     "pytest>=9.0", "pytest-timeout>=2.4", "pytest-xdist>=3.8", "hypothesis>=6.170", "ruff>=0.17",
@@ -42,7 +44,8 @@ EXTRAS["test"] = [
     "vaderSentiment>=3.3.2",  # an example's judge, never a reward
     'triton>=3.6; platform_system == "Linux"',  # its interpreter runs the CUDA kernels; CUDA builds of torch bring it
     "setuptools>=77", "wheel>=0.45",  # the packaging tests build without network
-    *EXTRAS["quantize"], *EXTRAS["report"],
+    "httpx>=0.28",  # the server's tests are its clients
+    *EXTRAS["quantize"], *EXTRAS["report"], *EXTRAS["serve"], *EXTRAS["gguf"],
 ]
 
 
