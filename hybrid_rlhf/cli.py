@@ -61,10 +61,11 @@ STAGES |= {name: Stage(STAGES["dpo"].module, text, "dpo", (f"--output_dir=output
 STAGES |= {"conditional_sft": Stage(
     "hybrid_rlhf.training.step1_sft", "sft on good and bad answers, the score in the prompt", None,
     ("--output_dir=outputs/conditional_sft", "--stage=conditional_sft"))}
-COMMANDS = {"chat": "hybrid_rlhf.inference.chat"}
+COMMANDS = {"chat": "hybrid_rlhf.inference.chat", "doctor": "hybrid_rlhf.doctor"}
 
 USAGE = """usage: {prog} --stage STAGE [--config FILE.yaml] [--dotted.key value ...]
        {prog} chat --model DIR
+       {prog} doctor
 
 Stages:
 {stages}

@@ -51,6 +51,7 @@ DOORS = {
     "deepspeed": (f"{H}.engine.zero",),
     "jsonargparse": (f"{H}.cli", f"{H}.config"),
     "matplotlib": (f"{H}.run",),
+    "packaging": (f"{H}.doctor",),
     "peft": (f"{H}.models.lora",),
     "tokenizers": (f"{H}.models",),
     "transformers": (f"{H}.models.attention", f"{H}.models.load", f"{H}.models.backbone",
