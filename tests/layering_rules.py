@@ -23,7 +23,7 @@ ROOMS = {
     "inference": (5, (f"{H}.inference",)),
     "rewards": (4, (f"{H}.rewards",)),
     "run": (4, (f"{H}.run",)),
-    "roles": (3, (f"{H}.roles", f"{H}.layout")),
+    "roles": (3, (f"{H}.roles", f"{H}.policy", f"{H}.layout")),
     "debug": (3, (f"{H}.debug",)),
     "engine": (2, (f"{H}.engine",)),
     "algorithms": (2, (f"{H}.algorithms",)),
@@ -55,7 +55,7 @@ DOORS = {
     "peft": (f"{H}.models.lora",),
     "tokenizers": (f"{H}.models",),
     "transformers": (f"{H}.models.attention", f"{H}.models.load", f"{H}.models.backbone",
-                     f"{H}.models.shapes", f"{H}.models.tokenizer"),
+                     f"{H}.models.saving", f"{H}.models.shapes", f"{H}.models.tokenizer"),
     "triton": (f"{H}.kernels",),
 }
 ANYWHERE = {"torch", "numpy", "safetensors", "rich", "yaml", "jinja2"}  # and the standard library

@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_trainers import SFT_ROWS, policy, ppo, scalar, settings
 
-from hybrid_rlhf import roles
+from hybrid_rlhf import policy as policy_module
 from hybrid_rlhf.data.collate import collate_pairs, collate_sft
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig, micro_batches
 from hybrid_rlhf.roles import Actor, Critic, Reward
@@ -60,7 +60,7 @@ def actions(rollout):
 @pytest.mark.parametrize("chunk", [2, 10_000])
 @pytest.mark.parametrize("max_tokens", BUDGETS)
 def test_sft(max_tokens, chunk, monkeypatch):
-    monkeypatch.setattr(roles, "chunk_rows", lambda *_: chunk)
+    monkeypatch.setattr(policy_module, "chunk_rows", lambda *_: chunk)
     engine = policy()
     twin = copy.deepcopy(engine.model)
     SFTTrainer(Actor(still(engine), None, max_tokens)).step(collate_sft(SFT_ROWS, 0))
@@ -83,7 +83,7 @@ def test_reward(max_tokens):
 @pytest.mark.parametrize("chunk", [2, 10_000])
 @pytest.mark.parametrize("max_tokens", BUDGETS)
 def test_actor(max_tokens, chunk, rollout, monkeypatch):
-    monkeypatch.setattr(roles, "chunk_rows", lambda *_: chunk)
+    monkeypatch.setattr(policy_module, "chunk_rows", lambda *_: chunk)
     engine, trainer = policy(), ppo(settings())
     twin = copy.deepcopy(engine.model)
     loss = partial(trainer.actor_loss, num_sequences=len(rollout))

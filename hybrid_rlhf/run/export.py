@@ -14,8 +14,8 @@ from torch import nn
 
 from hybrid_rlhf.distributed import barrier, is_main
 from hybrid_rlhf.engine.zero import gathered
-from hybrid_rlhf.models.load import reload_like, save
 from hybrid_rlhf.models.lora import lora_layers, merged_state_dict, save_adapter
+from hybrid_rlhf.models.saving import reload_like, save
 
 
 class ExportDiffers(RuntimeError):
