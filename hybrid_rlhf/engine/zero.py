@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.distributed import init_process_group, world_size
+from hybrid_rlhf.engine import zero_state
 from hybrid_rlhf.engine.activations import saved_on_cpu
 from hybrid_rlhf.engine.failed_pass import discard_gradients
 from hybrid_rlhf.engine.masters import MasterAdamW
@@ -147,30 +148,7 @@ class ZeroTraining:
         """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        if self.stage in (1, 2) and self.num_steps:
-            # DeepSpeed links moments to parameters after the first group's first step, when the other groups have none
-            self.engine.optimizer._hp_optimizer_states_linked = False
-            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
-        keys = ("exp_avg", "exp_avg_sq") if isinstance(self._optimizer, (torch.optim.AdamW, MasterAdamW)) else ()
-        if self.stage == 3:
-            for parameter in self.parameters.values():  # a later engine on the same module has linked it to itself
-                parameter._z3_optimizer = self.engine.optimizer
-        state: dict = {"num_steps": self.num_steps, "weights": {}, "exp_avg": {}, "exp_avg_sq": {}}
-        for name, parameter in self.parameters.items():
-            if self.stage == 0:
-                own = self._optimizer.state.get(parameter, {})
-                found = {"weights": own.get("master", parameter), **{k: own.get(k) for k in keys}}
-            else:
-                found = {"weights": safe_get_full_fp32_param(parameter)}
-                if self.num_steps:
-                    found |= {k: safe_get_full_optimizer_state(parameter, k) for k in keys}
-            for key, value in found.items():
-                if value is not None:
-                    state[key][name] = value.detach().cpu().clone()
-        if not keys:  # other optimizers, as they keep it: 8-bit moments with their scales, by tensor in order
-            state["own"] = [{k: v.detach().cpu().clone() if isinstance(v, Tensor) else v for k, v in each.items()}
-                            for each in self._optimizer.state.values()]
-        return state
+        return zero_state.whole(self, safe_get_full_fp32_param, safe_get_full_optimizer_state)
 
 
 def _gather_experts_at_once(module: nn.Module) -> None:
