@@ -1,0 +1,176 @@
+"""Seconds of one whole GRPO step beside TRL's GRPOTrainer (peers/trl_grpo.py), alternating in one run.
+
+    python benchmarks/grpo_step.py [--cases fixed ragged] [--json FILE] [--profile]
+
+Llama-shaped 134M, bf16, random weights; 2 prompts of 36 tokens, 8 samples each, a reward function, KL to the reference
+in the loss (beta 0.04). `fixed`: 64 response tokens each; `ragged`: lengths drawn once from a geometric law with mean
+24, at most 64, the same for both sides. floor_ratio is our time over that of the step's matrix products at the measured
+rate plus its unavoidable bytes (weights read once per decode step, optimizer state) at the measured bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+import torch
+from harness import Times, alternate, bandwidth, machine, matrix_rate, write_rows
+from peers.trl_grpo import TrlGRPO
+from ppo_models import SHAPES, make_folders
+from ppo_step import ADAM_BYTES
+
+from hybrid_rlhf.engine import SamplingConfig, ZeroConfig
+from hybrid_rlhf.layout import Layout, RolesConfig, Start
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.rewards.functions import FunctionSource
+from hybrid_rlhf.rollout import Prompts
+from hybrid_rlhf.run.fit import TrainConfig
+from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
+from hybrid_rlhf.training.four_roles import Parts, build
+
+PROMPTS, SAMPLES, PROMPT, RESPONSE, MEAN, BETA = 2, 8, 36, 64, 24, 0.04
+CASES = {"fixed": False, "ragged": True}
+
+
+def limits_of(is_ragged: bool) -> list[int]:
+    if not is_ragged:
+        return [RESPONSE] * PROMPTS * SAMPLES
+    generator = torch.Generator().manual_seed(2)
+    return torch.empty(PROMPTS * SAMPLES).geometric_(1 / MEAN, generator=generator).clamp(1, RESPONSE).int().tolist()
+
+
+def evenness(completion_ids: list[list[int]], **_columns: list) -> list[float]:
+    """The reward function of both sides: the share of even tokens."""
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
+
+
+def tokenizer_of(size: int):  # noqa: ANN201
+    """One word per id, such as <7>; 0 pads and 2 ends."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(size)}, unk_token="<1>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<0>", eos_token="<2>")
+
+
+def prompts_of(vocab: int) -> Prompts:
+    draws = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, vocab, (PROMPTS, PROMPT), generator=draws).tolist()
+    return Prompts(ids, [" ".join(f"<{i}>" for i in row) for row in ids])
+
+
+class Ours:
+    """Our step, with lengths given from outside."""
+
+    def __init__(self, base: Path, tokenizer, prompts: Prompts, limits: list[int]) -> None:  # noqa: ANN001
+        self.prompts = prompts
+        start = Start(str(base), dtype="bfloat16")
+        parts = Parts(ModelConfig(model_name_or_path=str(base), dtype="bfloat16"), RolesConfig(), ZeroConfig(),
+                      TrainConfig(), 1.0, seed=0)
+        roles, _ = build(parts, {"actor": start, "ref": start}, Layout((("actor",), ("ref",)), "model"), tokenizer,
+                         1000, (0.0, 1.0))
+        engine, generate = roles.actor.engine, roles.actor.engine.generate
+        engine.eos_ids = []  # lengths are the benchmark's
+        engine.generate = lambda *given, **named: generate(*given, **named | {"limits": limits})
+        config = PPOConfig(sampling=SamplingConfig(max_new_tokens=max(limits), num_samples=SAMPLES), estimator="grpo",
+                           num_ppo_epochs=1, kl_coef=BETA)
+        self.trainer = PPOTrainer(roles, FunctionSource("evenness", evenness), config, seed=0)
+        self.seconds: dict[str, float] = {}
+
+    def step(self) -> None:
+        metrics = self.trainer.step(self.prompts).compute()
+        self.seconds = {k: v for k, v in metrics.items() if k.startswith("time/") or k == "engine/logprob_drift"}
+
+
+def floor_seconds(shape: str, limits: list[int]) -> tuple[float, str]:
+    """Seconds that the step's products and bytes take at this machine's own rates, and a line about them.
+
+    A backward costs two forwards; the head is needed where tokens are predicted only; each prompt is prefilled once.
+    """
+    settings = SHAPES[shape][1]
+    hidden, vocab, layers = settings["hidden_size"], settings["vocab_size"], settings["num_hidden_layers"]
+    inner = settings["intermediate_size"]
+    body = layers * (4 * hidden * hidden + 3 * hidden * inner)
+    answered, read = sum(limits), PROMPTS * SAMPLES * PROMPT + sum(limits)
+    shapes = [(read, hidden, hidden)] * 4 + [(read, hidden, inner)] * 2 + [(read, inner, hidden)]
+    rate_body, rate_head = matrix_rate(shapes, torch.bfloat16), matrix_rate([(answered, hidden, vocab)], torch.bfloat16)
+    ops_body = 2 * body * (4 * read + PROMPTS * PROMPT)  # the reference, the actor, its backward; prefilling
+    ops_head = 2 * hidden * vocab * answered * 4
+    speed = bandwidth()
+    attended = sum(2 * 2 * layers * hidden * (PROMPT + n / 2) * n for n in limits)  # bytes of keys and values
+    decode = max(limits) * 2 * (body + hidden * vocab) + attended
+    optimizer = ADAM_BYTES * (body + 2 * hidden * vocab)
+    parts = (ops_body / rate_body, ops_head / rate_head, decode / speed, optimizer / speed)
+    line = (f"floor {sum(parts):.2f} s: layers {parts[0]:.2f} at {rate_body / 1e9:.0f} G/s, head {parts[1]:.2f} at "
+            f"{rate_head / 1e9:.0f} G/s, decoding {parts[2]:.2f} and optimizer {parts[3]:.2f} at "
+            f"{speed / 1e9:.1f} GB/s")
+    return sum(parts), line
+
+
+def peer_of(name: str, shape: str, place: Path, is_autocast: bool) -> TrlGRPO:
+    vocab = SHAPES[shape][1]["vocab_size"]
+    return TrlGRPO(place / "base", tokenizer_of(vocab), prompts_of(vocab).texts, SAMPLES, limits_of(CASES[name]),
+                   evenness, BETA, place / "trl", is_autocast)
+
+
+def measure(name: str, shape: str, place: Path, repeats: int, trl: TrlGRPO) -> dict:
+    limits, vocab = limits_of(CASES[name]), SHAPES[shape][1]["vocab_size"]
+    ours = Ours(place / "base", tokenizer_of(vocab), prompts_of(vocab), limits)
+    mine, theirs = alternate(repeats, ours.step, trl.step)
+    floor, line = floor_seconds(shape, limits)
+    row = {"case": name, "ours": mine.median, "peer": theirs.median, "ratio": theirs.median / mine.median,
+           "floor_ratio": mine.median / floor, "unit": "s/step", "machine": machine(), "phases": ours.seconds,
+           "ours_range": mine[1:], "peer_range": theirs[1:], "tokens": sum(limits)}
+    report(name, mine, theirs, row, line)
+    return row
+
+
+def report(name: str, mine: Times, theirs: Times, row: dict, line: str) -> None:
+    print(f"{name:8} ours {mine}  TRL {theirs} s/step  ratio {row['ratio']:.2f}  floor_ratio {row['floor_ratio']:.2f}",
+          flush=True)
+    phases = ", ".join(f"{k} {v:.3f}" for k, v in sorted(row["phases"].items()))
+    print(f"{'':8} {row['tokens']} response tokens; {line}\n{'':8} {phases}", flush=True)
+
+
+def profile(name: str, shape: str, place: Path) -> None:
+    """Where one of our steps spends its time, by operation."""
+    from torch.profiler import ProfilerActivity, profile
+
+    vocab = SHAPES[shape][1]["vocab_size"]
+    ours = Ours(place / "base", tokenizer_of(vocab), prompts_of(vocab), limits_of(CASES[name]))
+    ours.step()
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        ours.step()
+    print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--shape", choices=["llama134m", "tiny"], default="llama134m")
+    parser.add_argument("--repeats", type=int, default=4, help="measured steps of each side; the median counts")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--profile", action="store_true", help="print where our step spends its time instead")
+    parser.add_argument("--autocast", action="store_true", help="TRL's bf16=True, which computes by autocast")
+    parser.add_argument("--json", help="write the rows to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        make_folders(options.shape, Path(folder))
+        if options.profile:
+            for name in options.cases:
+                profile(name, options.shape, Path(folder))
+            return
+        # before ours, which makes a process group: with one, TRL would wrap its model for several processes
+        peers = {name: peer_of(name, options.shape, Path(folder), options.autocast) for name in options.cases}
+        rows = [measure(name, options.shape, Path(folder), options.repeats, trl) for name, trl in peers.items()]
+    write_rows(rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""GRPO steps by TRL's own GRPOTrainer: the peer of grpo_step.py.
+
+Set up as who knows TRL would on a CPU: weights in bf16 (which is faster here than autocast over fp32 ones), no gradient
+checkpointing, one forward for the whole batch, no old log-probabilities (one update per rollout needs none), nothing
+saved or logged. Its loop runs in a thread that waits between steps, so that steps can be taken in turns with ours.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+
+
+class TrlGRPO:
+    """prompts: texts, each sampled num_samples times. limits: response length of each sequence. step() does one step.
+
+    Responses end where `limits` say, by a stopping criterion, and carry the tokenizer's EOS as their last token, from
+    which TRL makes its masks.
+    """
+
+    def __init__(self, model: Path, tokenizer, prompts: list[str], num_samples: int, limits: list[int],  # noqa: ANN001
+                 reward: Callable, beta: float, out: Path, is_autocast: bool = False) -> None:
+        from datasets import Dataset
+        from transformers import AutoModelForCausalLM
+        from trl import GRPOConfig, GRPOTrainer
+
+        self.limits, self.eos, self.longest = torch.tensor(limits), tokenizer.eos_token_id, max(limits)
+        config = GRPOConfig(
+            output_dir=str(out), per_device_train_batch_size=len(limits), gradient_accumulation_steps=1,
+            num_iterations=1, num_generations=num_samples, max_completion_length=self.longest, beta=beta,
+            loss_type="grpo", use_bias_correction_kl=False, max_steps=100_000, learning_rate=1e-6,
+            lr_scheduler_type="constant", bf16=is_autocast, gradient_checkpointing=False, use_cpu=True,
+            save_strategy="no", report_to="none", logging_strategy="no", disable_tqdm=True,
+            dataloader_pin_memory=False, shuffle_dataset=False)
+        policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)  # the reference has its dtype
+        self.trainer = GRPOTrainer(model=policy, reward_funcs=reward, args=config, processing_class=tokenizer,
+                                   train_dataset=Dataset.from_list([{"prompt": p} for p in prompts]))
+        if self.trainer.accelerator.num_processes != 1 or torch.distributed.is_initialized():
+            raise SystemExit("TRL must be set up before a process group exists: it would wrap the model for it")
+        self._bound(policy)
+        self.trainer.add_callback(self._turns())
+        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._error: BaseException | None = None
+        threading.Thread(target=self._train, daemon=True).start()
+
+    def step(self) -> None:
+        self._go.release()
+        self._done.acquire()
+        if self._error:
+            raise self._error
+
+    def _train(self) -> None:
+        try:
+            self.trainer.train()
+        except BaseException as error:
+            self._error = error
+        self._done.release()
+
+    def _turns(self):  # noqa: ANN202
+        from transformers import TrainerCallback
+
+        go, done = lambda: self._go.acquire(), lambda: self._done.release()
+
+        class Turns(TrainerCallback):
+            def on_step_begin(self, *_given: object, **_named: object) -> None:
+                go()
+
+            def on_step_end(self, *_given: object, **_named: object) -> None:
+                done()
+
+        return Turns()
+
+    def _bound(self, policy) -> None:  # noqa: ANN001
+        """Let `policy.generate` end each row at its limit."""
+        from transformers import StoppingCriteria, StoppingCriteriaList
+
+        generate, limits, eos = policy.generate, self.limits, self.eos
+        self.trainer.generation_config.eos_token_id = policy.generation_config.eos_token_id = None
+
+        def bounded(input_ids: torch.Tensor, **named: object) -> torch.Tensor:
+            width = input_ids.shape[1]
+
+            class AtLimit(StoppingCriteria):
+                def __call__(self, ids: torch.Tensor, scores: object, **_others: object) -> torch.Tensor:
+                    return ids.shape[1] >= limits + width
+
+            is_even = bool((limits == limits[0]).all())  # then max_new_tokens says it all
+            criteria = None if is_even else StoppingCriteriaList([AtLimit()])
+            ids = generate(input_ids=input_ids, stopping_criteria=criteria, **named)
+            responses = ids[:, width:]
+            responses[responses == eos] = eos + 1  # one drawn by chance does not end a response here
+            responses[torch.arange(len(ids)), limits - 1] = eos
+            return ids
+
+        policy.generate = bounded
