@@ -7,7 +7,7 @@ scalar head. Trainers never see which layout was chosen.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from hybrid_rlhf.config import check, nearest
 
@@ -137,7 +137,8 @@ class RolesConfig:
             pairs (actor with ref, critic with reward), actor-ref, critic-reward, false or none (four models), or auto:
             all with LoRA where the runs allow it, else none.
         actor: The policy that is trained; without a model, that of `model`.
-        ref: The policy it is held near to; without a model, the actor's own start.
+        ref: The policy it is held near to; without a model, the actor's own start. Where ppo.kl_coef is 0 there is
+            none, and no kl is reported, unless a model is named here.
         critic: The value model; without a model, it starts as a copy of the reward model.
         reward: The reward model; without a model, the finished reward run beside output_dir, or none where `reward`
             names other sources.
@@ -156,6 +157,11 @@ class RolesConfig:
 
     def __getitem__(self, role: str) -> RoleConfig:
         return getattr(self, role)
+
+    def given(self, role: str) -> list[str]:
+        """Names of the role's settings that are not the defaults."""
+        own = self[role]
+        return [f"roles.{role}.{f.name}" for f in fields(own) if getattr(own, f.name) != f.default]
 
     @property
     def sharing(self) -> str:

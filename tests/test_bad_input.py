@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from hybrid_rlhf.cli import main
+from hybrid_rlhf.models import load
 from hybrid_rlhf.run.runfile import RunRecord
+from hybrid_rlhf.training import step3_ppo
 from tests.bad_input import BAD, PPO, REWARD, SFT, model
 from tests.tiny import save_tiny, tiny_tokenizer
 
@@ -59,7 +61,7 @@ def _write_models(folder: Path) -> None:
     good = Path(save_tiny(folder / "good"))
     (good / "config.xyz").write_text("{}")
     for name in ("no_weights", "no_tokenizer", "pickled", "damaged", "bad_config", "bad_tokenizer", "unknown_type",
-                 "other_tokens"):
+                 "other_tokens", "twin"):
         shutil.copytree(good, folder / name)
     for name in ("no_weights", "pickled"):
         (folder / name / "model.safetensors").unlink()
@@ -130,6 +132,31 @@ def test_bad_input_is_one_line_and_exit_code_2_and_nothing_written(place, capfd,
     assert len(lines[0].replace(str(place), "")) < 500, "one line, but not one that nobody can read"
     assert out == ""
     assert _tree(place) == before
+
+
+BEFORE_WEIGHTS = ["tensor parallelism without enough processes", "quantised base with full fine-tuning",
+                  "quantised base with full fine-tuning, ppo", "LoRA target that matches nothing",
+                  "LoRA target that matches nothing, ppo", "one base without adapters", "one base for two models",
+                  "minibatch larger than the rollout"]
+
+
+@pytest.mark.parametrize(("argv", "wanted"), [row[1:] for row in BAD if row[0] in BEFORE_WEIGHTS])
+def test_what_cannot_be_laid_out_is_said_before_any_weight_is_read(place, capfd, monkeypatch, argv, wanted) -> None:
+    def read(*_given, **_named):
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(load, "_load", read)
+    assert main(_at(place, argv)) == 2
+    assert all(part in capfd.readouterr().err for part in _at(place, wanted[:1]))
+
+
+def test_a_minibatch_that_the_processes_cannot_share_evenly_is_refused(place, capfd, monkeypatch) -> None:
+    monkeypatch.setattr(step3_ppo, "world_size", lambda: 2)
+    assert main(_at(place, [*PPO, "--ppo.minibatch_size", "7"])) == 2
+    assert "ppo.minibatch_size: a minibatch of 7 of the step's 16 sequences does not divide by the 2 processes" in (
+        capfd.readouterr().err)
+    assert main(_at(place, [*PPO, "--ppo.num_minibatches", "3", "--train.per_device_train_batch_size", "7"])) == 2
+    assert "ppo.num_minibatches: a minibatch of 5 of the step's 14" in capfd.readouterr().err
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

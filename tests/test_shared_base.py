@@ -62,8 +62,7 @@ def place(tmp_path_factory):
 def _keeping(build, built: list):
     def wrapped(*given):
         roles, reward = build(*given)
-        engines = {"actor": roles.actor.engine, "ref": roles.ref.engine, "critic": roles.critic.engine,
-                   "reward": reward.engine}
+        engines = {name: role.engine for name, role in {**vars(roles), "reward": reward}.items() if role}
         before = {role: {n: p.detach().clone() for n, p in e.module.named_parameters()} for role, e in engines.items()}
         built.append(SimpleNamespace(engines=engines, before=before, layout=given[2], roles=roles, reward=reward))
         return roles, reward
@@ -185,6 +184,23 @@ def test_ppo_runs_on_one_quantised_base_whose_bytes_stay(place, kind) -> None:
     assert len(quantized_layers(actor.module)) == 14 and actor.describe()["path"] == "native"
     assert all(".actor." in n or ".critic." in n for n in _moved(built)["actor"])
     assert all(v is not None for row in rows for v in row.values())
+
+
+def test_at_a_price_of_0_no_reference_is_loaded_unless_one_is_named(place, capsys) -> None:
+    free = ["--ppo.kl_coef", "0", "--roles.share_base", "false"]
+    rows, built = place.ppo("no_ref", *free)
+    assert set(built.engines) == {"actor", "critic", "reward"} and built.roles.ref is None
+    assert not any("kl" in name.split("/") for row in rows for name in row)
+    named = ["--roles.ref.model_name_or_path", f"{place.folder}/lora/sft"]
+    measured, built = place.ppo("named_ref", *free, *named)
+    assert built.roles.ref and all(any("kl" in name.split("/") for name in row) for row in measured)
+    for row, other in zip(rows, measured, strict=True):  # the reference says what it sees and moves nothing
+        assert row == pytest.approx({k: v for k, v in other.items() if "kl" not in k.split("/")}, rel=1e-6)
+    capsys.readouterr()
+    for more in ([], named):
+        place.launch("ppo", "planned", *free, *more, "--plan", "--model.model_name_or_path", f"{place.folder}/lora/sft",
+                     "--roles.reward.model_name_or_path", f"{place.folder}/lora/reward")
+        assert ("ref" in capsys.readouterr().out.split()) == bool(more)
 
 
 def test_lora_on_a_16_bit_base_trains_fp32_masters_of_16_bit_adapters_and_fp32_heads(place) -> None:

@@ -36,11 +36,11 @@ TRAINED = ("actor", "critic")
 class Sources:
     """Where the roles' weights come from: run folders or models. reads_text: whether the reward model has another
     tokenizer or template than the actor, and reads text. reward is None where no reward model is among the sources,
-    critic where the method has none."""
+    ref and critic where the method has none."""
 
     actor: str
     reward: str | None
-    ref: str
+    ref: str | None
     critic: str | None
     reads_text: bool = False
 
@@ -61,7 +61,7 @@ def find_starts(sources: Sources, model: ModelConfig, roles: RolesConfig) -> dic
     """The start of each role there is. A reward model trained as an adapter on the actor's own base is that adapter."""
     folders = {role: wiring.model_folder(path) for role in ROLES if (path := getattr(sources, role)) is not None}
     adapter, story = _adapter_on(sources.reward, folders["actor"]) if model.lora.r and sources.reward else (None, "")
-    starts = {role: Start(folders[role]) for role in ("actor", "ref")}
+    starts = {role: Start(folders[role]) for role in ("actor", "ref") if role in folders}
     for role in (r for r in ("critic", "reward") if r in folders):
         if getattr(sources, role) == sources.reward:
             starts[role] = Start(folders["actor"] if adapter else folders["reward"], adapter, folders["reward"],
@@ -227,6 +227,7 @@ def build(parts: Parts, starts: dict[str, Start], layout: Layout, tokenizer, num
                 engine.offload_when_idle()
             engines[role] = engine
     tokens = {role: layout_of(parts, role).micro_batch_tokens for role in ROLES}
-    return (Roles(Actor(engines["actor"], tokenizer, tokens["actor"]), Reference(engines["ref"], tokens["ref"]),
+    return (Roles(Actor(engines["actor"], tokenizer, tokens["actor"]),
+                  Reference(engines["ref"], tokens["ref"]) if "ref" in engines else None,
                   Critic(engines["critic"], tokens["critic"]) if "critic" in engines else None),
             Reward(engines["reward"], tokens["reward"]) if "reward" in engines else None)

@@ -140,7 +140,8 @@ def _ppo(config: step3_ppo.Config, start: ModelConfig | None) -> list[Role]:
                     base=group[0] if name != group[0] else None, **more)
 
     return [role("actor", predicted=sampling.max_new_tokens, entropy=True, generation=generation),
-            role("ref", predicted=sampling.max_new_tokens), *(role(r) for r in ("critic", "reward") if r in starts)]
+            *(role(r, predicted=sampling.max_new_tokens) for r in ("ref",) if r in starts),
+            *(role(r) for r in ("critic", "reward") if r in starts)]
 
 
 _ROLES: dict[type, Callable[[object, ModelConfig | None], list[Role]]] = {
@@ -154,7 +155,7 @@ def ppo_starts(config: step3_ppo.Config, start: ModelConfig | None) -> dict[str,
         adapter = "to be trained" if config.model.lora.r else None
         first = Start(path, dtype=start.dtype, quantize=start.quantize or "none")
         later = replace(first, adapter=adapter, head=path)
-        return {"actor": first, "ref": first, "reward": later} | (
+        return {"actor": first, "reward": later} | ({"ref": first} if config.needs_reference else {}) | (
             {"critic": later} if config.ppo.needs_critic else {})
     return find_starts(step3_ppo.find_sources(config), config.model, config.roles)
 

@@ -38,6 +38,8 @@ class PPOTrainer:
 
     def __init__(self, roles: Roles, source: RewardSource, config: PPOConfig, *, seed: int, score_mean: float = 0.0,
                  score_std: float = 1.0, more: Callable[[], Prompts] | None = None) -> None:
+        if config.kl_coef and roles.ref is None:
+            raise ValueError(f"kl_coef is {config.kl_coef}, and there is no reference to measure the KL against")
         if config.max_refills and more is None:
             raise ValueError(f"max_refills is {config.max_refills}, and there is nowhere to take more prompts from")
         self.more = more
@@ -58,7 +60,8 @@ class PPOTrainer:
         with metrics.timer("train"):
             updated = self.update(rollout)
         metrics.add("kl_coef", self.kl_coef.value)
-        self.kl_coef.update(*_mean_over_ranks(rollout.mean_kl(), len(rollout)))
+        if self.roles.ref:
+            self.kl_coef.update(*_mean_over_ranks(rollout.mean_kl(), len(rollout)))
         self.num_steps += 1
         self.newest = rollout
         return metrics + updated + rollout.metrics()
@@ -84,7 +87,7 @@ class PPOTrainer:
     def estimate(self, rollout: Rollout, metrics: Metrics) -> None:
         """Fill in rewards, advantages and returns, once per rollout."""
         config, mask = self.config, rollout.action_mask
-        kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs, config.kl_kind)
+        kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs if self.roles.ref else rollout.logprobs, config.kl_kind)
         kl_coef = self.kl_coef.value if config.kl_in_reward else 0.0
         rollout.rewards = shape_rewards(self._paid_scores(rollout), kl, kl_coef, mask)
         rollout.advantages, rollout.returns = self.estimator(
@@ -160,7 +163,7 @@ class PPOTrainer:
         size = int(mask.sum())
         if weights is not None:
             observed["policy/importance"] = (weights.mean(), size)
-        if not config.kl_in_reward:
+        if not config.kl_in_reward and self.roles.ref:
             term = kl_loss(tokens.logprobs, rows.ref_logprobs[mask], config.kl_kind, share)
             loss = loss + self.kl_coef.value * term
         if tokens.entropy is not None:

@@ -29,7 +29,7 @@ class PPOConfig:
         num_ppo_epochs: Passes over each rollout.
         num_minibatches: Optimizer steps per pass.
         minibatch_size: Sequences per optimizer step, over all processes; overrides num_minibatches.
-        kl_coef: Price of one nat of KL to the reference (the start value, if adaptive).
+        kl_coef: Price of one nat of KL to the reference (the start value, if adaptive). At 0 no reference is loaded.
         kl_in: Where it is paid: in the reward or in the loss; null takes the estimator's own.
         kl_estimator: k1, k2 or k3; null takes k1 in the reward and k3 in the loss.
         kl_target: Nats per sequence that an adaptive kl_coef aims at; None keeps kl_coef fixed.
@@ -110,6 +110,8 @@ class PPOConfig:
             check(getattr(self, name) >= 0, f"ppo.{name} is {getattr(self, name)}; it must not be negative")
         check(self.kl_target is None or self.kl_target > 0,
               f"ppo.kl_target is {self.kl_target}; it must be positive (nats per sequence) or null")
+        check(self.kl_target is None or self.kl_coef > 0,
+              f"ppo.kl_target is {self.kl_target}, but a ppo.kl_coef of 0 stays 0; give a start value such as 0.05")
         check(self.kl_horizon > 0, f"ppo.kl_horizon is {self.kl_horizon}; it must be positive (sequences)")
         self._check_method()
 

@@ -57,6 +57,17 @@ class Config:
 
     def __post_init__(self) -> None:
         updates_per_step(self)  # refuses a minibatch that no rollout can fill
+        critic, ref = self.roles.given("critic"), self.roles.given("ref")
+        check(self.ppo.needs_critic or not critic,
+              f"{', '.join(critic)}: ppo.estimator {self.ppo.estimator} has no critic; leave it out, or take gae")
+        check(self.needs_reference or not ref,
+              f"{', '.join(ref)}: ppo.kl_coef is 0, so no reference is loaded; leave it out, or name the reference "
+              "that kl is to be measured against (roles.ref.model_name_or_path)")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the KL to the reference has a price, or is asked for by naming one."""
+        return self.ppo.kl_coef > 0 or self.roles.ref.model_name_or_path is not None
 
 
 def find_sources(config: Config) -> Sources:
@@ -71,7 +82,7 @@ def find_sources(config: Config) -> Sources:
         reward = wiring.predecessor(roles.reward.model_name_or_path, config.output_dir, "reward",
                                     "roles.reward.model_name_or_path (or reward.functions instead of a model)")
     reads_text = reward not in (actor, None) and wiring.difference(actor, reward, config.data, "ppo", own)
-    found = Sources(actor, reward, roles.ref.model_name_or_path or actor,
+    found = Sources(actor, reward, (roles.ref.model_name_or_path or actor) if config.needs_reference else None,
                     (roles.critic.model_name_or_path or (actor if reads_text or not reward else reward))
                     if config.ppo.needs_critic else None, bool(reads_text))
     for other in dict.fromkeys((found.ref, found.critic)):  # both of them read the actor's token ids
