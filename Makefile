@@ -26,7 +26,7 @@ architectures: $(STAMP)
 	$(BIN)/python benchmarks/architectures.py --json docs/results/architectures.json \
 	  --markdown docs/results/architectures.md
 
-.PHONY: demo test test-slow lint install clean
+.PHONY: demo test test-slow lint install clean stage-files
 
 demo: $(STAMP)
 	$(BIN)/python train.py --stage all --seed $(SEED)
@@ -40,6 +40,9 @@ test-slow: $(STAMP)
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
+
+stage-files: $(STAMP)
+	$(BIN)/python examples/stages/write.py
 
 install: $(STAMP)
 
