@@ -61,6 +61,10 @@ STAGES |= {name: Stage(STAGES["dpo"].module, text, "dpo", (f"--output_dir=output
 STAGES |= {"conditional_sft": Stage(
     "hybrid_rlhf.training.step1_sft", "sft on good and bad answers, the score in the prompt", None,
     ("--output_dir=outputs/conditional_sft", "--stage=conditional_sft"))}
+STAGES |= {
+    "online_dpo": Stage("hybrid_rlhf.training.online_dpo",
+                        "dpo on pairs of fresh samples, which the reward source ranks"),
+    "rejection": Stage("hybrid_rlhf.training.rejection", "rejection sampling: best of n, then sft on it, in rounds")}
 COMMANDS = {"chat": "hybrid_rlhf.inference.chat", "doctor": "hybrid_rlhf.doctor"}
 
 USAGE = """usage: {prog} --stage STAGE [--config FILE.yaml] [--dotted.key value ...]
