@@ -36,6 +36,11 @@ class Prompts:
 
         return Prompts(each(self.ids), each(self.texts), {k: each(v) for k, v in self.columns.items()})
 
+    def rows(self, index: Sequence[int]) -> Prompts:
+        """The prompts `index`, in that order."""
+        return Prompts([self.ids[i] for i in index], [self.texts[i] for i in index],
+                       {k: [v[i] for i in index] for k, v in self.columns.items()})
+
 
 @dataclass
 class Rollout:
@@ -43,8 +48,8 @@ class Rollout:
 
     response_ids (B, R), right-padded; action_mask (B, R) bool, sampled tokens up to and including EOS; has_eos (B,)
     bool, whether the response ended by itself. The rest is filled in by `collect` and the trainer; shapes as in the
-    glossary: logprobs, ref_logprobs, values, rewards, advantages, returns (B, R); scores (B,), NaN where a method that
-    allows it has none. source_scores: (B,) of each reward source, NaN where it skipped a response.
+    glossary: logprobs, ref_logprobs, values, rewards, advantages, returns (B, R); scores (B,). source_scores: (B,) of
+    each reward source, NaN where it skipped a response.
     """
 
     prompts: Prompts
@@ -86,8 +91,7 @@ class Rollout:
     def rows(self, index: Tensor) -> Rollout:
         """The sequences `index` (a long tensor), in that order."""
         chosen = index.tolist()
-        prompts = Prompts([self.prompts.ids[i] for i in chosen], [self.prompts.texts[i] for i in chosen],
-                          {k: [v[i] for i in chosen] for k, v in self.prompts.columns.items()})
+        prompts = self.prompts.rows(chosen)
         part = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prompts"}
         part["completions"] = [self.completions[i] for i in chosen] if self.completions else []
         part["source_scores"] = {k: v[index] for k, v in self.source_scores.items()}
@@ -134,13 +138,19 @@ class Rollout:
         """Mean over sequences of sum_t (logprobs - ref_logprobs), in nats: the estimate of KL(actor || ref)."""
         return float(masked_sum(self.logprobs - self.ref_logprobs, self.action_mask) / max(len(self), 1))
 
+    def distinct_pairs(self) -> tuple[float, int]:
+        """Distinct-2 (1510.03055) of the responses' tokens: different pairs of neighbours over all pairs, and their
+        number. It falls with the number of responses too, so it compares only between equal batches."""
+        ids, both = self.response_ids.long(), self.action_mask[:, 1:] & self.action_mask[:, :-1]
+        pairs = (ids[:, :-1] << 32 | ids[:, 1:])[both]
+        return len(pairs.unique()) / max(len(pairs), 1), len(pairs)
+
     def metrics(self) -> Metrics:
         """What every on-policy method reports of its samples (names follow TRL)."""
         metrics, size = Metrics(), len(self)
         lengths = self.action_mask.sum(1).float()
-        scored = self.scores[~torch.isnan(self.scores)]
-        metrics.add("reward", scored.mean(), len(scored))
-        metrics.add_spread("reward_std", scored, "std")
+        metrics.add("reward", self.scores.mean(), size)
+        metrics.add_spread("reward_std", self.scores, "std")
         for name, scores in self.source_scores.items():  # NaN: skipped
             scores = scores[~torch.isnan(scores)]
             metrics.add(f"rewards/{name}/mean", scores.mean(), len(scores))
@@ -149,7 +159,8 @@ class Rollout:
         metrics.add_spread("completions/min_length", lengths, "min")
         metrics.add_spread("completions/max_length", lengths, "max")
         metrics.add("completions/clipped_ratio", (~self.has_eos).float().mean(), size)
+        metrics.add("completions/distinct_2", *self.distinct_pairs())
         if self.ref_logprobs is not None:
             metrics.add("kl", self.mean_kl(), size)
             metrics.add("objective/kl", self.mean_kl(), size)
-        return metrics.add("objective/score", scored.mean(), len(scored))
+        return metrics.add("objective/score", self.scores.mean(), size)

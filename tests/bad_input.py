@@ -23,6 +23,10 @@ PPO = ["--stage", "ppo", *OUT, *MODEL, PROMPTS, *SMALL, "--roles.reward.model_na
 DPO = ["--stage", "dpo", *OUT, *MODEL, PAIRS, *SMALL]
 ALL = ["--stage", "all", *OUT, "--model.preset", "tiny", DEMOS, *SMALL[:6]]
 
+EVALUATE = ["--stage", "evaluate", *OUT, PROMPTS, "--data.split", "null", "--roles.reward.model_name_or_path",
+            "PLACE/good", "--evaluate.rows", "all", "--data.max_prompt_length", "32"]
+BOTH = "--evaluate.models=[PLACE/good, other=PLACE/good]"
+
 
 def data(stage: list[str], name: str) -> list[str]:
     """`stage` on PLACE/name instead of its data."""
@@ -117,12 +121,6 @@ BAD = [
     ("ppo without sft", [*PPO, "--model.model_name_or_path", "null"], ["PLACE/runs/sft", "--stage sft"]),
     ("ppo without reward", [*PPO, "--roles.reward.model_name_or_path", "null"],
      ["PLACE/runs/reward", "--stage reward", "roles.reward.model_name_or_path"]),
-    ("all with a reward function that is not there", [*ALL, "--reward_sources.functions", "PLACE/none.py:pay"],
-     ["PLACE/none.py"]),
-    ("variant that its settings make another", ["--stage", "ipo", *DPO[2:], "--dpo.loss_type", "hinge"],
-     ["--stage ipo", "dpo.loss_type hinge", "give --stage dpo"]),
-    ("estimator that is not the stage's", ["--stage", "grpo", *PPO[2:], "--ppo.estimator", "rloo"],
-     ["--stage grpo", "ppo.estimator rloo", "give --stage ppo"]),
     ("reward function that names none", [*PPO, "--reward.functions", "pay"], ["reward.functions", "path.py:name"]),
     ("reward function of no file", [*PPO, "--reward.functions", "PLACE/pay.py:f"], ["PLACE/pay.py is no Python file"]),
     ("reward service without an address", [*PPO, "--reward.url", "localhost:8000"], ["reward.url", "http://"]),
@@ -256,4 +254,21 @@ BAD = [
     ("ppo alone in all stages", [*ALL, "--run_stages=[pppo]"], ["run_stages", "pppo", "sft, reward, ppo"]),
     ("preset as the reward model's start", ["--stage", "reward", *OUT, PAIRS, *SMALL, "--model.preset", "tiny"],
      ["model.preset", "--stage sft"]),
+    ("one model to compare", [*EVALUATE, "--evaluate.models=[PLACE/good]"], ["evaluate.models has 1",
+     "two or more"]),
+    ("two models of one name", [*EVALUATE, "--evaluate.models=[PLACE/good, good=PLACE/short]"],
+     ["two are called good", "good_2="]),
+    ("a model to compare that is no policy", [*EVALUATE, "--evaluate.models=[PLACE/good, PLACE/other_stage]"],
+     ["PLACE/other_stage holds a reward run"]),
+    ("a model to compare that is none", [*EVALUATE, "--evaluate.models=[PLACE/good, PLACE/no_model]"],
+     ["PLACE/no_model"]),
+    ("nothing held out to compare on", [*EVALUATE, BOTH, "--evaluate.rows", "held_out", "--data.eval_fraction", "0"],
+     ["none of the 10 prompts is held out", "--evaluate.rows all"]),
+    ("template for an unknown model", [*EVALUATE, BOTH, "--evaluate.prompt_templates={othr: 'now {prompt}'}"],
+     ["othr", "did you mean other?"]),
+    ("template without the prompt", [*EVALUATE, BOTH, "--evaluate.prompt_templates={other: now}"],
+     ["evaluate.prompt_templates: other", "{prompt}"]),
+    ("unknown checker", [*EVALUATE, BOTH, "--evaluate.checker", "demos"], ["evaluate.checker", "did you mean demo?"]),
+    ("confidence in percent", [*EVALUATE, BOTH, "--evaluate.confidence", "95"], ["evaluate.confidence", "0.95"]),
+    ("a plan of an evaluation", [*EVALUATE, BOTH, "--plan"], ["--plan", "stages that train"]),
 ]

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from hybrid_rlhf.collect import SamplingConfig, collect
-from hybrid_rlhf.config import check, nearest
+from hybrid_rlhf.collect import SamplingConfig
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.distributed import is_main
-from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.rewards.model import ModelSource
-from hybrid_rlhf.roles import Actor, Reference, Reward, Roles
+from hybrid_rlhf.roles import Reference, Reward
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.tensors import masked_mean
 from hybrid_rlhf.training import step1_sft, wiring
-
-# name -> module:function(prompt messages or text, completion) -> bool, an independent judge of truth
-CHECKERS = {"demo": "hybrid_rlhf.data.demo:is_correct"}
+from hybrid_rlhf.training.measure import check_checker, is_right, judge, open_actor, respond, share
 
 
 @dataclass(frozen=True)
@@ -43,9 +35,7 @@ class CompareConfig:
     longer_sft: bool = False
 
     def __post_init__(self) -> None:
-        check(self.checker is None or self.checker in CHECKERS,
-              f"compare.checker is {self.checker!r}; there are {', '.join(CHECKERS)}"
-              f"{nearest(self.checker or '', CHECKERS)}")
+        check_checker(self.checker, "compare.checker")
 
 
 def run(config, configs: dict, seconds: dict[str, float], command: str) -> dict:  # noqa: ANN001
@@ -88,30 +78,27 @@ def longer_sft(config, sft, limit: float, command: str) -> str:  # noqa: ANN001
     return folder
 
 
-@torch.no_grad()
 def measure(config, configs: dict, folder: str) -> dict[str, float]:  # noqa: ANN001
     """accuracy (sampled as PPO samples, and greedy), score, KL to SFT, entropy and length on held-out prompts."""
     def open_one(path: str) -> ModelConfig:
         return ModelConfig(wiring.model_folder(path), dtype=config.model.dtype)
 
-    ppo = configs["ppo"]
+    checker, sampling = config.compare.checker, dataclasses.replace(configs["ppo"].ppo.sampling, num_samples=1)
     tokenizer = wiring.open_tokenizer(open_one(folder), config.data, "ppo", config.seed)
-    prompts = _prompts(config, tokenizer)
-    sampling = dataclasses.replace(ppo.ppo.sampling, num_samples=1)
-    policy = wiring.policy_engine(wiring.open_policy(open_one(folder), tokenizer, 0, dropout=False), tokenizer)
-    sft = wiring.open_policy(open_one(configs["sft"].output_dir), tokenizer, 0, dropout=False)
+    actor = open_actor(open_one(folder), tokenizer)
+    sft = open_actor(open_one(configs["sft"].output_dir), tokenizer)
     reward = Reward(wiring.scalar_engine(wiring.open_scalar(open_one(configs["reward"].output_dir), tokenizer),
                                          tokenizer))
-    roles = Roles(Actor(policy, tokenizer), Reference(wiring.policy_engine(sft, tokenizer)))
-    rollout = collect(prompts, roles, ModelSource(reward), sampling, config.seed, Metrics())
+    prompts = _prompts(config, tokenizer)
+    rollout = respond(actor, prompts, sampling, config.seed)
+    judge(rollout, ModelSource(reward), Reference(sft.engine))
     out = {"score": float(rollout.scores.mean()), "kl": rollout.mean_kl(),
            "entropy": -float(masked_mean(rollout.logprobs, rollout.action_mask)),
            "length": float(rollout.action_mask.sum(1).float().mean())}
-    if config.compare.checker:
-        out = {"accuracy": accuracy(config.compare.checker, rollout)} | out
+    if checker:
         greedy = SamplingConfig(max_new_tokens=sampling.max_new_tokens, temperature=0)
-        with roles.actor.inference():
-            out["accuracy_greedy"] = accuracy(config.compare.checker, roles.actor.generate(prompts, greedy, 0))
+        out = {"accuracy": share(is_right(checker, rollout))} | out
+        out["accuracy_greedy"] = share(is_right(checker, respond(actor, prompts, greedy, 0)))
     return out
 
 
@@ -119,18 +106,6 @@ def _prompts(config, tokenizer):  # noqa: ANN001, ANN202
     held_out = datasets.build(config.data, "ppo", tokenizer, config.seed).held_out
     rows = [held_out[i] for i in range(min(config.compare.num_prompts, len(held_out)))]
     return collate.collate_prompts(rows)
-
-
-def accuracy(checker: str, rollout) -> float:  # noqa: ANN001
-    """Share of completions that the checker finds right."""
-    judge = _load(CHECKERS[checker])
-    asked = rollout.prompts.columns["prompt"]
-    return sum(judge(p, c) for p, c in zip(asked, rollout.completions, strict=True)) / len(rollout)
-
-
-def _load(name: str) -> Callable:
-    module, function = name.split(":")
-    return getattr(importlib.import_module(module), function)
 
 
 def show(summary: dict, path: Path) -> None:

@@ -174,6 +174,5 @@ MAKERS: dict[str, Callable[..., Iterator[Work]]] = {
     "demonstration": demonstration, "pair": pair, "prompt": prompt, "labelled answer": labelled,
     "graded answer": graded}
 PAIRWISE = ("reward", "dpo", "ipo", "hinge", "orpo", "simpo")
-SAMPLING = ("ppo", "online_dpo", "rejection")
-TRAININGS = {"sft": "demonstration", **dict.fromkeys(SAMPLING, "prompt"), **dict.fromkeys(PAIRWISE, "pair"),
-             "kto": "labelled answer", "conditional_sft": "graded answer"}  # stage -> kind of training
+TRAININGS = {"sft": "demonstration", "ppo": "prompt", **dict.fromkeys(PAIRWISE, "pair"), "kto": "labelled answer",
+             "conditional_sft": "graded answer"}  # stage -> kind of training

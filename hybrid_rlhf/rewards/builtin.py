@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from hybrid_rlhf.config import check
+from hybrid_rlhf.data.demo import is_correct
 
 # A sign counts where no word, number or bracket ends before it: "10-5" ends in 5. Thousands need groups of three.
 _NUMBER = re.compile(r"(?P<sign>(?<![\w)\].])[-\u2212+])?(?:[$\u20ac\u00a3\u00a5](?P<inner>[-\u2212])?\s?)?"
@@ -160,5 +161,14 @@ class Format:
         return [self.correct if find(text_of(c)) else self.wrong for c in completions]
 
 
+@dataclass(frozen=True)
+class DemoCorrect:
+    """1 where the embedded task's checker finds the answer right, else 0. With weight 0 it pays nothing and tells
+    whether the reward model is being fooled."""
+
+    def __call__(self, prompts: list, completions: list, **_: list) -> list[float]:
+        return [float(is_correct(p, text_of(c))) for p, c in zip(prompts, completions, strict=True)]
+
+
 BUILTINS: dict[str, type] = {"exact_match": ExactMatch, "numeric_match": NumericMatch, "length_penalty": LengthPenalty,
-                             "repetition_penalty": RepetitionPenalty, "format": Format}
+                             "repetition_penalty": RepetitionPenalty, "format": Format, "demo_correct": DemoCorrect}

@@ -59,7 +59,9 @@ class ClassifierSource:
         return ModelConfig(self.path, dtype=self.dtype)
 
     def open(self) -> None:
-        """Read tokenizer and weights."""
+        """Read tokenizer and weights, once."""
+        if self.model is not None:
+            return
         self.tokenizer = load_tokenizer(self.path)
         self.model = load.load_classifier(self._settings, device())
         load.prepare(self.model, self._settings, len(self.tokenizer))

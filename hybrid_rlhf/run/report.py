@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hybrid_rlhf.distributed import is_main
 from hybrid_rlhf.run.runfile import RunRecord, to_json
+from hybrid_rlhf.run.summary import conclude
 from hybrid_rlhf.run.terminal import Progress
 from hybrid_rlhf.run.trackers import start_trackers
 
@@ -42,6 +43,14 @@ class Reporter:
             file.close()
         for tracker in self._trackers:
             tracker.finish()
+
+    def conclude(self) -> None:
+        """The run ended well: its alarms go to report.md and to the terminal."""
+        for file in self._files.values():
+            file.flush()
+        if is_main():
+            found = conclude(Path(self.record.output_dir), self.record.stage, METRICS)
+            self.progress.alarms([f"{alarm.name}: {alarm.text}" for alarm in found])
 
     def step(self, step: int, values: dict[str, float], samples: Callable[[], list[dict]]) -> None:
         """One trainer step is done. samples is called only for steps that are logged."""

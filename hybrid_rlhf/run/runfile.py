@@ -25,7 +25,7 @@ from hybrid_rlhf.run.trackers import check_trackers
 RUN_FILE, FORMAT = "run.json", 1
 STATUSES = ("running", "finished", "stopped", "failed")
 _UNFINISHED_WRITE = ".run.json.tmp"
-_LEFT_BY_A_RUN = ("metrics.jsonl", "samples.jsonl")
+_LEFT_BY_A_RUN = ("metrics.jsonl", "samples.jsonl", "report.md")
 _NO_MATTER = ("resume", "output_dir", "report_to")  # settings that change nothing in the result
 
 

@@ -75,6 +75,11 @@ class Progress:
         self._print(f"{self.stage} {step}/{self.total}  held out: "
                     + "  ".join(f"{short(k)} {number(named[k])}" for k in order[:6]), style="green")
 
+    def alarms(self, texts: list[str]) -> None:
+        """What went wrong, a line each."""
+        for text in texts:
+            self._print(f"{self.stage} alarm, {text}", style="bold red")
+
     def announce(self, text: str) -> None:
         """Say something at once; may be called by a signal handler, so it never waits for the console."""
         if self._live is None:

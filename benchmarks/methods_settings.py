@@ -1,0 +1,42 @@
+"""The settings of every row of methods.py: words of the command line. BESIDE stands for the folder of a seed's runs."""
+
+from __future__ import annotations
+
+COMMON = ["--model.dtype=float32", "--data.split=[4,3,3]", "--data.eval_fraction=0.08", "--data.max_length=64",
+          "--train.warmup_ratio=0.1", "--train.logging_steps=100", "--train.per_device_eval_batch_size=256",
+          "--data.max_prompt_length=40"]
+PAIRS = "--data.sources=[{path: demo/preferences}]"
+FIXTURES = {  # as in the demo
+    "sft": ["--model.preset=demo", "--model.vocab_size=512", "--data.sources=[{path: demo/demonstrations}]",
+            "--train.learning_rate=4e-3", "--train.max_steps=600", "--train.per_device_train_batch_size=64"],
+    "reward": [PAIRS, "--train.learning_rate=2e-3", "--train.max_steps=500", "--train.per_device_train_batch_size=48"],
+}
+_ONE = "--train.max_eval_batches=1"
+_ONLINE = ["--data.sources=[{path: demo/prompts}]", _ONE, "--ppo.sampling.max_new_tokens=16",
+           "--ppo.missing_eos_penalty=1.0", "--ppo.num_ppo_epochs=2", "--ppo.num_minibatches=2"]
+_ALONE = [*_ONLINE, "--train.max_steps=30", "--train.per_device_train_batch_size=128",
+          "--roles.actor.learning_rate=1e-3"]
+_GROUPS = [*_ONLINE, "--train.max_steps=30", "--train.per_device_train_batch_size=24",
+           "--roles.actor.learning_rate=1e-3"]
+_OFFLINE = [PAIRS, _ONE, "--train.max_steps=200", "--train.per_device_train_batch_size=64",
+            "--train.learning_rate=5e-4"]
+_SLOWER = "--train.learning_rate=2e-4"
+
+METHODS: dict[str, list[str]] = {
+    "ppo": [*_ALONE, "--roles.critic.learning_rate=2e-3", "--ppo.kl_coef=0.2"],
+    "grpo": [*_GROUPS, "--ppo.kl_coef=0.1"],
+    "dr_grpo": [*_GROUPS, "--ppo.kl_coef=0.1"],
+    "rloo": [*_GROUPS, "--ppo.kl_coef=0.2"],
+    "reinforce_pp": [*_ALONE, "--ppo.kl_coef=0.4"],
+    "gspo": [*_GROUPS, "--ppo.kl_coef=0.1"],
+    "cispo": [*_GROUPS, "--ppo.kl_coef=0.1"],
+    "dpo": [*_OFFLINE, _SLOWER],
+    "ipo": [*_OFFLINE, _SLOWER, "--dpo.beta=1.0"],
+    "hinge": [*_OFFLINE, _SLOWER],
+    "kto": [*_OFFLINE, _SLOWER],
+    "orpo": _OFFLINE,
+    "simpo": [*_OFFLINE, _SLOWER],
+    "conditional_sft": [PAIRS, "--model.model_name_or_path=BESIDE/sft/model", "--train.max_steps=300",
+                        "--train.per_device_train_batch_size=64", "--train.learning_rate=2e-3"],
+}
+PROMPT = {"conditional_sft": "Score 1. {prompt}"}  # how a method's model is asked, where that is not the prompt alone

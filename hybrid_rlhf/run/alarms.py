@@ -1,0 +1,225 @@
+"""What went wrong in a run, in words: pure functions over its history of metrics.
+
+A history is a list of rows {"step": int, name: number}, as metrics.jsonl holds them: one for each step, and one with
+names that begin with eval/ for each evaluation. The start and the end of a run are means over a tenth of its steps (two
+at least). Names are those of docs and TRL: reward is the score that was paid for.
+
+Where the limits come from: the score of a model that is optimised against a learned reward goes on rising while what
+was meant by it falls, from a KL on that depends on the reward model (2210.10760); the KL alarm's limits are what
+separates held from fooled on the embedded task (docs/results/reward_hacking.md). The others are round numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+History = Sequence[dict]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When an alarm goes off.
+
+    max_kl, max_kl_per_token: nats; both must be passed, as a long response moves further in all than a short one.
+    min_length, max_length: of the start's mean length. max_clipped: share of responses that did not end.
+    min_diversity: of the start's distinct bigrams. min_entropy: of the start's nats per token. max_flat_groups: share
+    of groups whose scores are all equal. min_spread: of the start's standard deviation of scores. num_errors: how many
+    standard errors make a fall. min_fall: in standard deviations of the score.
+    """
+
+    max_kl: float = 5.0
+    max_kl_per_token: float = 0.5
+    min_length: float = 0.5
+    max_length: float = 2.0
+    max_clipped: float = 0.5
+    min_diversity: float = 0.5
+    min_entropy: float = 0.2
+    max_flat_groups: float = 0.9
+    min_spread: float = 0.01
+    num_errors: float = 4.0
+    min_fall: float = 0.1
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """name: a few words; text: one sentence with the figures, and one with what helps."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric's values and their steps, and what its ends are."""
+
+    steps: list[int]
+    values: list[float]
+
+    @property
+    def size(self) -> int:
+        """Steps that an end is the mean of."""
+        return max(2, len(self.values) // 10)
+
+    @property
+    def start(self) -> float:
+        return fmean(self.values[: self.size])
+
+    @property
+    def end(self) -> float:
+        return fmean(self.values[-self.size :])
+
+    def error(self) -> float:
+        """Standard error of the difference of two ends, from what neighbouring steps differ by: a trend adds little."""
+        jumps = [(b - a) ** 2 / 2 for a, b in zip(self.values, self.values[1:], strict=False)]
+        return math.sqrt(2 * fmean(jumps) / self.size)
+
+    def around(self, place: int) -> float:
+        """Mean of the `size` values from `place` on."""
+        return fmean(self.values[place : place + self.size])
+
+
+def series(history: History, name: str) -> Series | None:
+    """The values of a metric; None where fewer than four steps have it: too few to have a start and an end."""
+    rows = [(row["step"], row[name]) for row in history if _is_number(row.get(name))]
+    return Series([s for s, _ in rows], [v for _, v in rows]) if len(rows) >= 4 else None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def find(history: History, limits: Limits | None = None) -> list[Alarm]:
+    """All alarms of a run, those that spoil it first."""
+    limits = limits or Limits()
+    return [alarm for check in CHECKS for alarm in check(history, limits)]
+
+
+def not_finite(history: History, _: Limits) -> list[Alarm]:
+    """A loss or gradient norm that is no number (metrics.jsonl says null): what was trained after it is worthless."""
+    for row in history:
+        for name, value in row.items():
+            if value is None or (isinstance(value, float) and not math.isfinite(value)):
+                return [Alarm("not a number", f"{name} was not a finite number at step {row['step']}. Lower the "
+                                              "learning rate, or look at that step's samples.")]
+    return []
+
+
+def hacking(history: History, limits: Limits) -> list[Alarm]:
+    """The score that is paid rises while a second opinion falls: another source's score, or the held-out score."""
+    paid, found = series(history, "reward"), []
+    if paid is None:
+        return []
+    seconds = {name: series(history, name) for row in history[:1] for name in row
+               if name.startswith("rewards/") and name.endswith("/mean")}
+    for name, second in seconds.items():
+        spread = series(history, name.removesuffix("mean") + "std")
+        found += _against(paid, name.split("/")[1], second, spread, limits) if second and spread else []
+    return found + _held_out(history, paid, limits)
+
+
+def _against(paid: Series, name: str, second: Series, spread: Series, limits: Limits) -> list[Alarm]:
+    """The alarm if `second` has come down from its best while what is paid went on rising."""
+    size, last = second.size, len(second.values) - second.size
+    best = max(range(last + 1), key=second.around)
+    fall, rise = second.around(best) - second.end, paid.end - paid.around(min(best, len(paid.values) - size))
+    if fall <= max(limits.num_errors * second.error(), limits.min_fall * spread.start) or rise <= 2 * paid.error():
+        return []
+    where = "at the start" if best < size else f"around step {second.steps[best + size // 2]}"
+    return [Alarm("reward hacking", f"the score rose to {paid.end:.3g} while {name} fell from "
+                                    f"{second.around(best):.3g} {where} to {second.end:.3g}: what is paid is no longer "
+                                    "what is meant. Raise ppo.kl_coef, stop earlier, or mend the reward.")]
+
+
+def _held_out(history: History, paid: Series, limits: Limits) -> list[Alarm]:
+    rows = [row for row in history if _is_number(row.get("eval/reward")) and _is_number(row.get("eval/reward_std"))]
+    if len(rows) < 2 or paid.end - paid.start <= 2 * paid.error():
+        return []
+    best = max(rows, key=lambda row: row["eval/reward"])
+    fall = best["eval/reward"] - rows[-1]["eval/reward"]
+    if fall <= max(3 * limits.min_fall * best["eval/reward_std"], 0):
+        return []
+    return [Alarm("overfitting", f"the score of training prompts rose to {paid.end:.3g} while that of held-out prompts "
+                                 f"fell from {best['eval/reward']:.3g} at step {best['step']} to "
+                                 f"{rows[-1]['eval/reward']:.3g}. Train on more prompts, or for fewer steps.")]
+
+
+def drift(history: History, limits: Limits) -> list[Alarm]:
+    """KL to the reference beyond what a learned reward can be trusted for."""
+    kl, length = series(history, "objective/kl"), series(history, "completions/mean_length")
+    if kl is None or length is None or kl.end <= limits.max_kl:
+        return []
+    per_token = kl.end / max(length.end, 1)
+    if per_token <= limits.max_kl_per_token:
+        return []
+    return [Alarm("KL", f"the policy is {kl.end:.3g} nats per response ({per_token:.2g} per token) from the reference; "
+                        f"beyond {limits.max_kl:g} nats and {limits.max_kl_per_token:g} per token a learned reward is "
+                        "likely fooled, so read the samples. Raise ppo.kl_coef, or stop earlier.")]
+
+
+def unheld(history: History, _: Limits) -> list[Alarm]:
+    """A reward model is paid by, and nothing holds the policy or says how far it moved. Functions that verify need no
+    such hold."""
+    last = next((row for row in reversed(history) if "rewards/model/mean" in row), None)
+    if last is None or last.get("kl_coef") != 0 or "objective/kl" in last:
+        return []
+    return [Alarm("no hold", "ppo.kl_coef is 0 with a learned reward: nothing holds the policy near its start, and how "
+                             "far it moved is not measured. Name roles.ref.model_name_or_path to see the KL, or set "
+                             "ppo.kl_coef.")]
+
+
+def lengths(history: History, limits: Limits) -> list[Alarm]:
+    """Responses that became much shorter or longer, or no longer end."""
+    length, clipped = series(history, "completions/mean_length"), series(history, "completions/clipped_ratio")
+    found = []
+    if length is not None and length.end < limits.min_length * length.start:
+        found += [Alarm("length collapse", f"responses shrank from {length.start:.3g} to {length.end:.3g} tokens. The "
+                                           "reward may pay for saying little; read the samples.")]
+    if length is not None and length.end > limits.max_length * length.start:
+        found += [Alarm("length explosion", f"responses grew from {length.start:.3g} to {length.end:.3g} tokens. The "
+                                            "reward may pay for saying much: try ppo.overlong_penalty or "
+                                            "builtin:length_penalty.")]
+    if clipped is not None and clipped.end > max(limits.max_clipped, clipped.start + 0.1):
+        found += [Alarm("endless responses", f"{clipped.end:.0%} of the responses no longer end by themselves "
+                                             f"({clipped.start:.0%} at the start). Set ppo.missing_eos_penalty, or "
+                                             "allow more ppo.sampling.max_new_tokens.")]
+    return found
+
+
+def diversity(history: History, limits: Limits) -> list[Alarm]:
+    """Responses to different prompts that became alike."""
+    distinct = series(history, "completions/distinct_2")
+    if distinct is None or distinct.end >= limits.min_diversity * distinct.start:
+        return []
+    return [Alarm("diversity collapse", f"of all token pairs in the responses {distinct.end:.1%} are different, "
+                                        f"{distinct.start:.1%} at the start: answers to different prompts have become "
+                                        "alike. Raise ppo.kl_coef or ppo.entropy_coef.")]
+
+
+def entropy(history: History, limits: Limits) -> list[Alarm]:
+    """A policy that is sure of nearly every token has stopped exploring."""
+    found = series(history, "entropy")
+    if found is None or found.end >= limits.min_entropy * found.start:
+        return []
+    return [Alarm("entropy collapse", f"entropy fell from {found.start:.2g} to {found.end:.2g} nats per token: the "
+                                      "policy no longer tries anything else. Raise ppo.entropy_coef or ppo.kl_coef.")]
+
+
+def variance(history: History, limits: Limits) -> list[Alarm]:
+    """Scores that do not differ teach nothing."""
+    spread, flat = series(history, "reward_std"), series(history, "frac_reward_zero_std")
+    if flat is not None and flat.end > limits.max_flat_groups:
+        return [Alarm("zero reward variance", f"in {flat.end:.0%} of the groups all responses have the same score, so "
+                                              "they teach nothing. Take prompts of another difficulty, a finer reward, "
+                                              "or ppo.max_refills.")]
+    if spread is not None and spread.end <= limits.min_spread * spread.start:
+        return [Alarm("zero reward variance", f"scores no longer differ (standard deviation {spread.end:.2g}, "
+                                              f"{spread.start:.2g} at the start), so they teach nothing. The reward is "
+                                              "at its bound, or the responses are all alike.")]
+    return []
+
+
+CHECKS: tuple[Callable[[History, Limits], list[Alarm]], ...] = (not_finite, hacking, drift, unheld, lengths, diversity,
+                                                                entropy, variance)

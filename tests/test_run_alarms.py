@@ -1,0 +1,125 @@
+"""Alarms: histories that were made to go wrong, each in one way, and runs that went well and ring nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from hybrid_rlhf.run.alarms import find, series
+from hybrid_rlhf.run.summary import conclude
+
+HELD = {"reward": (0.0, 3.0), "reward_std": (1.0, 0.8), "objective/kl": (0.0, 1.5), "entropy": (0.4, 0.25),
+        "completions/mean_length": (8.0, 7.0), "completions/clipped_ratio": (0.02, 0.0),
+        "completions/distinct_2": (0.3, 0.25), "rewards/model/mean": (0.0, 3.0), "rewards/model/std": (1.0, 0.8),
+        "rewards/truth/mean": (0.5, 0.8), "rewards/truth/std": (0.5, 0.4)}
+
+
+def history(steps: int = 40, noise: float = 0.02, seed: int = 0, **ends) -> list[dict]:
+    """Each metric goes straight from its start to its end, or through the points that are given."""
+    rng, rows = random.Random(seed), []
+    for i in range(steps):
+        row = {"step": i + 1}
+        for name, points in (HELD | ends).items():
+            place = i / (steps - 1) * (len(points) - 1)
+            k = min(int(place), len(points) - 2)
+            value = points[k] + (points[k + 1] - points[k]) * (place - k)
+            row[name] = value + rng.gauss(0, noise * (max(points) - min(points) or abs(points[0])))
+        rows.append(row)
+    return rows
+
+
+def names(rows: list[dict]) -> list[str]:
+    return [alarm.name for alarm in find(rows)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_run_that_goes_well_rings_nothing_however_noisy(seed) -> None:
+    assert names(history(seed=seed, noise=0.2, **{"completions/clipped_ratio": (0.1, 0.1)})) == []
+
+
+@pytest.mark.parametrize(("change", "name", "words"), [
+    ({"objective/kl": (0.0, 12.0)}, "KL", ["nats per response", "ppo.kl_coef"]),
+    ({"completions/mean_length": (80.0, 20.0)}, "length collapse", ["from 7", "to 2", "tokens"]),
+    ({"completions/mean_length": (80.0, 300.0)}, "length explosion", ["ppo.overlong_penalty"]),
+    ({"completions/clipped_ratio": (0.05, 0.9)}, "endless responses", ["missing_eos_penalty"]),
+    ({"completions/distinct_2": (0.4, 0.05)}, "diversity collapse", ["alike"]),
+    ({"entropy": (0.5, 0.0)}, "entropy collapse", ["nats per token"]),
+    ({"frac_reward_zero_std": (0.1, 1.0)}, "zero reward variance", ["of the groups", "teach nothing"]),
+    ({"reward_std": (1.0, 0.0, 0.0)}, "zero reward variance", ["no longer differ"]),
+    ({"rewards/truth/mean": (0.5, 0.2)}, "reward hacking", ["truth fell from 0.488 at the start", "score rose to"]),
+    ({"rewards/truth/mean": (0.5, 0.8, 0.4)}, "reward hacking", ["truth fell from 0.7", "around step 2"]),
+])
+def test_each_way_to_go_wrong_has_its_words(change, name, words) -> None:
+    found = find(history(noise=0.0, **change))
+    assert [alarm.name for alarm in found] == [name]
+    for word in words:
+        assert word in found[0].text
+    assert "\n" not in found[0].text
+
+
+def test_a_long_response_may_move_far_in_all_and_a_short_one_per_token() -> None:
+    assert names(history(**{"objective/kl": (0, 30), "completions/mean_length": (300, 290)})) == []
+    assert names(history(**{"objective/kl": (0, 3), "completions/mean_length": (4, 4)})) == []
+
+
+def test_a_learned_reward_without_any_hold_is_told_and_a_function_without_one_is_not() -> None:
+    rows = [{k: v for k, v in row.items() if k != "objective/kl"} | {"kl_coef": 0.0} for row in history()]
+    assert names(rows) == ["no hold"]
+    assert names([row | {"objective/kl": 1.0} for row in rows]) == []
+    assert names([row | {"kl_coef": 0.1} for row in rows]) == []
+    assert names([{k.replace("model", "exact_match"): v for k, v in row.items()} for row in rows]) == []
+
+
+def test_a_second_opinion_that_falls_with_the_score_is_no_hacking() -> None:
+    assert names(history(**{"reward": (3.0, 0.0), "rewards/truth/mean": (0.8, 0.4)})) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_alone_is_no_fall(seed) -> None:
+    assert names(history(seed=seed, noise=0.1, **{"rewards/truth/mean": (0.5, 0.5)})) == []
+
+
+def test_held_out_scores_that_fall_while_training_scores_rise_are_overfitting() -> None:
+    def evaluated(*scores: float) -> list[dict]:
+        return [{"step": 10 * (i + 1), "eval/reward": score, "eval/reward_std": 1.0} for i, score in enumerate(scores)]
+
+    assert names(history() + evaluated(1.0, 1.5, 0.9)) == ["overfitting"]
+    assert names(history() + evaluated(1.0, 1.5, 1.4)) == []
+    assert names(history() + evaluated(1.0)) == []
+
+
+def test_a_number_that_is_none_is_named_with_its_step() -> None:
+    rows = history()
+    rows[7]["policy/loss"] = None
+    found = find(rows)
+    assert found[0].name == "not a number" and "policy/loss" in found[0].text and "step 8" in found[0].text
+
+
+def test_few_steps_and_other_stages_ring_nothing() -> None:
+    assert find(history(3, **{"objective/kl": (0, 99)})) == []
+    assert find([{"step": i, "loss": 5.0 / i, "mean_token_accuracy": 0.5} for i in range(1, 50)]) == []
+    assert find([]) == []
+
+
+def test_ends_are_means_over_a_tenth_and_errors_come_from_neighbours() -> None:
+    found = series([{"step": i, "x": float(i)} for i in range(1, 41)], "x")
+    assert (found.start, found.end) == (2.5, 38.5)  # of 4 steps each
+    assert found.error() == pytest.approx(0.5)  # jumps of 1: variance 1/2, over 4 values, of two means
+    flips = series([{"step": i, "x": float(i % 2)} for i in range(1, 41)], "x")
+    assert flips.error() == pytest.approx(0.5)
+
+
+def test_the_report_has_alarms_in_words_and_the_last_metrics(tmp_path) -> None:
+    rows = [*history(**{"objective/kl": (0.0, 12.0)}), {"step": 40, "eval/reward": 2.5, "eval/reward_std": None}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 41, "rew')
+    found = conclude(tmp_path, "ppo")
+    text = (tmp_path / "report.md").read_text()
+    assert [a.name for a in found] == ["not a number", "KL"]
+    assert text.startswith("# Report of stage ppo\n\n## Alarms\n\n- **not a number**: eval/reward_std was not")
+    assert "- **KL**: the policy is" in text
+    assert "| held out (step 40) | |" in text and "| reward | 2.5 |" in text and "| reward_std | not a number |" in text
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in history()))
+    conclude(tmp_path, "ppo")
+    assert "None of the alarms went off." in (tmp_path / "report.md").read_text()

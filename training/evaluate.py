@@ -1,0 +1,280 @@
+"""Several models on held-out prompts, side by side: scores, who wins, KL, lengths, diversity, and their answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from hybrid_rlhf.config import check, nearest
+from hybrid_rlhf.data import collate, datasets
+from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.distributed import world_size
+from hybrid_rlhf.engine import SamplingConfig
+from hybrid_rlhf.layout import RolesConfig
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.rewards import RewardSource
+from hybrid_rlhf.rewards.model import ModelSource
+from hybrid_rlhf.roles import Reference, Reward
+from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.run import evaluate, runfile
+from hybrid_rlhf.run.evaluate import Answered, Method
+from hybrid_rlhf.run.fit import on_record
+from hybrid_rlhf.training import measure, reward_sources, wiring
+from hybrid_rlhf.training.reward_sources import RewardConfig
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Who is compared, on what, and how it is told.
+
+    Attributes:
+        models: Two or more run folders or models, PATH or NAME=PATH; the first is what the others are compared with.
+        reference: Run folder or model that KL is measured to; null takes the first of models.
+        rows: held_out (the prompts that stage ppo holds out) or all (every prompt of the sources, for a file of test
+            prompts of its own).
+        num_prompts: At most so many prompts are asked.
+        batch_size: Prompts that are answered and scored at a time.
+        sampling: How answers are drawn.
+        checker: Name of an independent checker of answers (demo), for the accuracy column; null leaves it out.
+        prompt_templates: By a model's name, what is written around the last user turn for it, {prompt} standing for
+            the turn: "Score 1. {prompt}" for a conditional_sft run. The reward source reads the prompt as it is.
+        num_examples: Prompts whose answers are shown side by side.
+        confidence: Coverage of the intervals.
+        num_resamples: Resamples of the bootstrap.
+    """
+
+    models: list[str] = field(default_factory=list)
+    reference: str | None = None
+    rows: str = "held_out"
+    num_prompts: int = 256
+    batch_size: int = 256
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    checker: str | None = None
+    prompt_templates: dict[str, str] = field(default_factory=dict)
+    num_examples: int = 8
+    confidence: float = 0.95
+    num_resamples: int = 10_000
+
+    def __post_init__(self) -> None:
+        measure.check_checker(self.checker, "evaluate.checker")
+        check(self.rows in ("held_out", "all"), f"evaluate.rows is {self.rows!r}; choose held_out or all")
+        for name in ("num_prompts", "batch_size", "num_resamples"):
+            check(getattr(self, name) >= 1, f"evaluate.{name} is {getattr(self, name)}; it must be at least 1")
+        check(self.num_examples >= 0, f"evaluate.num_examples is {self.num_examples}; it must not be negative")
+        check(0 < self.confidence < 1, f"evaluate.confidence is {self.confidence}; it must lie in (0, 1), such as 0.95")
+        for name, template in self.prompt_templates.items():
+            check(template.count("{prompt}") == 1, f"evaluate.prompt_templates: {name} is {template!r}; it must hold "
+                                                   "{prompt} once")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Comparison of models on held-out prompts.
+
+    Attributes:
+        stage: Name of the stage.
+        output_dir: Folder of evaluate.json and evaluate.md.
+        seed: Seed of the answers and of the bootstrap.
+        resume: never (evaluate again) or auto (a finished evaluation with the same settings is left as it is).
+        report_to: Trackers; an evaluation has none.
+        model: How the models are loaded (dtype, quantisation); which ones is evaluate.models.
+        data: The prompts.
+        roles: roles.reward.model_name_or_path is the stage-2 model; the other roles are not used.
+        reward: What answers are scored by.
+        evaluate: Who is compared, and how.
+    """
+
+    stage: str = "evaluate"
+    output_dir: str = "outputs/evaluate"
+    seed: int = 0
+    resume: str = "never"
+    report_to: list[str] = field(default_factory=list)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    roles: RolesConfig = field(default_factory=RolesConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+
+    def __post_init__(self) -> None:
+        check(self.model.preset is None and self.model.model_name_or_path is None,
+              "model.model_name_or_path: the models to compare are evaluate.models")
+        check(not self.model.lora.r, "model.lora: an evaluation trains nothing; leave it out")
+        check(not self.report_to, "report_to: an evaluation has no trackers; leave it out")
+
+
+def contenders(config: Config) -> dict[str, str]:
+    """Name -> run folder or model, in the order given; UserError for fewer than two, or two of one name."""
+    given, found = config.evaluate.models, {}
+    check(len(given) >= 2, f"evaluate.models has {len(given)} models; give two or more, such as "
+                           '--evaluate.models "[runs/sft, runs/ppo]"')
+    bare = [Path(entry) for entry in given if "=" not in entry]
+    for entry in given:
+        name, has_name, path = entry.partition("=")
+        path = path if has_name else name
+        name = name if has_name else _own_name(Path(path), [p for p in bare if p != Path(path)])
+        check(bool(name) and bool(path), f"evaluate.models: {entry!r} is neither PATH nor NAME=PATH")
+        check(name not in found, f"evaluate.models: two are called {name}; name them, as in {name}_2={path}")
+        found[name] = wiring.predecessor(path, config.output_dir, "sft", "evaluate.models")
+    for name in config.evaluate.prompt_templates:
+        check(name in found, f"evaluate.prompt_templates: no model is called {name}{nearest(name, found)}; there are "
+                             f"{', '.join(found)}")
+    return found
+
+
+def _own_name(path: Path, others: list[Path]) -> str:
+    """The last parts of a path that no other one ends in: sft of runs/sft, a/sft where there is b/sft too."""
+    parts = [p for p in path.parts if p != "/"]
+    for size in range(1, len(parts) + 1):
+        tail = parts[-size:]
+        if tail != [wiring.MODEL_FOLDER] and not any(list(o.parts[-size:]) == tail for o in others):
+            return "/".join(tail).removesuffix(f"/{wiring.MODEL_FOLDER}")
+    return str(path)
+
+
+def preview(config: Config) -> None:
+    """Print rendered prompts, in the first model's tokens."""
+    from hybrid_rlhf.data.preview import preview as show
+
+    wiring.require_data(config.data, "evaluate")
+    model = next(iter(contenders(config).values()))
+    show(config.data, "ppo", wiring.open_tokenizer(_settings(config, model), config.data, "ppo", config.seed))
+
+
+def _settings(config: Config, path: str) -> ModelConfig:
+    return dataclasses.replace(config.model, model_name_or_path=wiring.model_folder(path))
+
+
+def run(config: Config, command: str = "") -> dict[str, float]:
+    """Answer, score, compare; writes evaluate.json and evaluate.md in output_dir and returns each model's score."""
+    wiring.require_data(config.data, "evaluate")
+    check(world_size() == 1, "evaluate runs in one process; start it without torchrun or deepspeed")
+    done = runfile.finished(config.output_dir, config.stage, config)
+    if done:
+        return done.metrics
+    models, reference = contenders(config), config.evaluate.reference
+    reference = wiring.predecessor(reference, config.output_dir, "sft", "evaluate.reference") if reference else next(
+        iter(models.values()))
+    others = reward_sources.open_sources(config.reward, config.roles)
+    reward = _reward_path(config)
+    tokenizers = {name: _tokenizer(config, path) for name, path in models.items()}
+    asked = _in_common(config, tokenizers)
+    reward_sources.check_columns(others, next(iter(asked.values())).columns)
+    record = runfile.start(config.output_dir, config.stage, config, command)
+    with on_record(record):
+        judges = _Judges(config, others, reward, reference)
+        answered = [judges.answers(name, path, tokenizers[name], asked[name]) for name, path in models.items()]
+        metrics = _tell(config, answered, next(iter(asked.values())), reference)
+        record.finish(metrics, tokenizer=next(iter(tokenizers.values())))
+    return metrics
+
+
+def _reward_path(config: Config) -> str | None:
+    """The stage-2 run or model, where it takes part."""
+    if not config.reward.has_model(config.roles):
+        return None
+    return wiring.predecessor(config.roles.reward.model_name_or_path, config.output_dir, "reward",
+                              "roles.reward.model_name_or_path (or reward.functions instead of a model)")
+
+
+def _tokenizer(config: Config, path: str):  # noqa: ANN202
+    """A model's tokenizer, once its settings and lengths are known to fit."""
+    model = _settings(config, path)
+    wiring.check_dtype(model)
+    longest = config.data.max_prompt_length + config.evaluate.sampling.max_new_tokens
+    wiring.check_lengths(model, **{"data.max_prompt_length + evaluate.sampling.max_new_tokens": longest})
+    return wiring.open_tokenizer(model, config.data, "ppo", config.seed)
+
+
+def _in_common(config: Config, tokenizers: dict) -> dict[str, Prompts]:
+    """The prompts in each model's tokens: those that fit into data.max_prompt_length for all of them."""
+    rows = {}
+    for name, tokenizer in tokenizers.items():
+        data = datasets.build(config.data, "ppo", tokenizer, config.seed)
+        found = [*data.held_out, *(data.train if config.evaluate.rows == "all" else ())]
+        check(bool(found), f"none of the {len(data.train)} prompts is held out (data.eval_fraction "
+                           f"{config.data.eval_fraction:g}); raise it, or ask all of them by --evaluate.rows all")
+        rows[name] = {json.dumps(row["prompt"]): row for row in found}
+    common = [key for key in next(iter(rows.values())) if all(key in each for each in rows.values())]
+    check(bool(common), "evaluate.models: no prompt fits into data.max_prompt_length for all of them; raise it")
+    chosen = common[: config.evaluate.num_prompts]
+    return {name: collate.collate_prompts([each[key] for key in chosen]) for name, each in rows.items()}
+
+
+class _Judges:
+    """The reward source and the reference, loaded once, for models that may have other tokenizers than theirs."""
+
+    def __init__(self, config: Config, others: list[RewardSource], reward: str | None, reference: str) -> None:
+        self.config, self.others, self.reward, self.reference = config, others, reward, reference
+        self.role = self.reader = None
+        if reward is not None:
+            self.reader = _tokenizer(config, reward)
+            scalar = wiring.open_scalar(_settings(config, reward), self.reader)
+            self.role = Reward(wiring.scalar_engine(scalar, self.reader))
+        actor = measure.open_actor(_settings(config, reference), _tokenizer(config, reference),
+                                   config.evaluate.sampling.temperature)
+        self.engine = actor.engine
+        self.scale = wiring.score_statistics_of(reward) if reward else {}
+
+    def answers(self, name: str, path: str, tokenizer, prompts: Prompts) -> Answered:  # noqa: ANN001
+        """One model's answers to the prompts, judged. The model is gone when this returns."""
+        given, source = self.config.evaluate, self._source(path)
+        reference = None if wiring.difference(path, self.reference, self.config.data, "ppo") else Reference(self.engine)
+        actor = measure.open_actor(_settings(self.config, path), tokenizer, given.sampling.temperature)
+        template, rollouts = given.prompt_templates.get(name), []
+        for first in range(0, len(prompts), given.batch_size):
+            some = prompts.rows(range(first, min(first + given.batch_size, len(prompts))))
+            asked = measure.in_words(some, template, tokenizer) if template else None
+            rollouts.append(measure.respond(actor, some, given.sampling, self.config.seed + first, asked))
+            measure.judge(rollouts[-1], source, reference)
+        del actor
+        gc.collect()
+        return _answered(name, path, rollouts, given)
+
+    def _source(self, path: str) -> RewardSource:
+        """What answers in this model's tokens are scored by; a reward model with another tokenizer reads text."""
+        model = None
+        if self.role is not None:
+            differs = wiring.difference(path, self.reward, self.config.data, "ppo")
+            model = ModelSource(self.role, tokenizer=self.reader if differs else None)
+        mean, std = self.scale.get("mean", 0.0), self.scale.get("std", 1.0)
+        return reward_sources.combine(self.config.reward, model, self.others, mean, std)[0]
+
+
+def _answered(name: str, path: str, rollouts: list[Rollout], given: EvaluateConfig) -> Answered:
+    """The record of one model's batches."""
+    size = given.sampling.num_samples
+
+    def table(columns: list) -> np.ndarray:
+        return np.concatenate([c.numpy() for c in columns]).astype(float).reshape(-1, size)
+
+    texts = [text for r in rollouts for text in r.completions]
+    return Answered(
+        name, path, table([r.scores for r in rollouts]),
+        {part: table([r.source_scores[part] for r in rollouts]) for part in rollouts[0].source_scores},
+        [texts[i : i + size] for i in range(0, len(texts), size)],
+        [n for r in rollouts for n in r.action_mask.sum(1).tolist()], [e for r in rollouts for e in r.has_eos.tolist()],
+        None if rollouts[0].ref_logprobs is None else [n for r in rollouts for n in measure.nats_from(r)],
+        [right for r in rollouts for right in measure.is_right(given.checker, r)] if given.checker else None)
+
+
+def _tell(config: Config, answered: list[Answered], prompts: Prompts, reference: str) -> dict[str, float]:
+    """Write the comparison, print it, and return the score of each model."""
+    given = config.evaluate
+    found = evaluate.compare(answered, Method(given.confidence, given.num_resamples, config.seed))
+    facts = {"prompts": f"{len(prompts)} ({given.rows.replace('_', ' ')})", "answers_per_prompt":
+             given.sampling.num_samples, "temperature": given.sampling.temperature, "seed": config.seed,
+             "reward_sources": ", ".join(answered[0].parts), "reference_of_kl": reference}
+    shown = evaluate.examples([words_of(p) for p in prompts.columns["prompt"]], answered, given.num_examples)
+    evaluate.write(Path(config.output_dir), found, shown, facts)
+    evaluate.show(found, shown[:3], Path(config.output_dir))
+    return {f"score/{model.name}": float(model.scores.mean()) for model in answered}
+
+
+def words_of(prompt: str | list[dict]) -> str:
+    """A prompt for people: text as it is, of messages the last."""
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
