@@ -19,7 +19,8 @@ from hybrid_rlhf.config import UserError, check, nearest, parse
 class Stage(NamedTuple):
     """One row of the stage table: the module with Config, run(config, command) and preview(config).
 
-    name, preset: of a variant, the stage that it is a name for and the options that it presets; what is given wins.
+    name, preset: of a variant, the stage that it is a name for and the options that it presets. What is given wins, but
+    for those of IDENTITIES.
     """
 
     module: str
@@ -61,7 +62,12 @@ STAGES |= {name: Stage(STAGES["dpo"].module, text, "dpo", (f"--output_dir=output
 STAGES |= {"conditional_sft": Stage(
     "hybrid_rlhf.training.step1_sft", "sft on good and bad answers, the score in the prompt", None,
     ("--output_dir=outputs/conditional_sft", "--stage=conditional_sft"))}
+STAGES |= {
+    "online_dpo": Stage("hybrid_rlhf.training.online_dpo",
+                        "dpo on pairs of fresh samples, which the reward source ranks"),
+    "rejection": Stage("hybrid_rlhf.training.rejection", "rejection sampling: best of n, then sft on it, in rounds")}
 STAGES |= {"evaluate": Stage("hybrid_rlhf.training.evaluate", "two or more models on held-out prompts, side by side")}
+IDENTITIES = ("dpo.loss_type", "ppo.estimator", "ppo.policy_loss")  # what the name of a variant says
 COMMANDS = {"chat": "hybrid_rlhf.inference.chat", "doctor": "hybrid_rlhf.doctor"}
 
 USAGE = """usage: {prog} --stage STAGE [--config FILE.yaml] [--dotted.key value ...]
@@ -137,6 +143,7 @@ def _train(argv: list[str]) -> int:
                              default_config=default, extra=("preview", "plan", "memory"))
     check(config.stage in (name, base),
           f"--stage {name}, but the settings say stage: {config.stage}; they are another stage's")
+    _check_variant(name, row, config)
     config = dataclasses.replace(config, stage=base)
     if default:
         print(f"no --config, model or data given: the embedded demo ({os.path.relpath(default)})", file=sys.stderr)
@@ -149,6 +156,17 @@ def _train(argv: list[str]) -> int:
             return code
         _hold_little()
     return _run(stage, config, command=shlex.join([prog, *argv]))
+
+
+def _check_variant(name: str, row: Stage, config: object) -> None:
+    """UserError where the settings turn a variant into another method than the one that its name says."""
+    for word in row.preset:
+        option, _, value = word.removeprefix("--").partition("=")
+        if option in IDENTITIES:
+            section, key = option.split(".")
+            found = getattr(getattr(config, section), key)
+            check(found == value, f"--stage {name} is --stage {row.name} with {option} {value}, and the settings say "
+                                  f"{option} {found}; leave that out, or give --stage {row.name}")
 
 
 def _plan(config: object, switches: dict) -> tuple[object, int]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from hybrid_rlhf.algorithms.shaping import missing_eos
 from hybrid_rlhf.distributed import max_over_ranks, sum_over_ranks
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.metrics import Metrics
-from hybrid_rlhf.rewards import RewardSource, checked_scores
+from hybrid_rlhf.rewards import RewardSource, checked_scores, part_scores
 from hybrid_rlhf.roles import Actor, Roles
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.tensors import masked_mean
@@ -67,11 +68,12 @@ def _measure(rollout: Rollout, recomputed: Tensor, metrics: Metrics) -> float:
 
 @torch.no_grad()
 def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: SamplingConfig, seed: int,
-            metrics: Metrics, gate: DriftGate | None = None) -> Rollout:
+            metrics: Metrics, gate: DriftGate | None = None, *, may_skip: bool = False) -> Rollout:
     """Sample `sampling.num_samples` responses to each prompt, then score them and measure every role on them.
 
     seed makes the sampling a function of the step. gate: whose log-probabilities are the old ones (None: recomputed).
-    metrics receives the time of each phase and what the engine has to say of itself.
+    may_skip: whether a response that every source skipped has the score NaN; else it is an error. metrics receives the
+    time of each phase and what the engine has to say of itself.
     """
     start = time.perf_counter()
     with metrics.timer("generate"), roles.actor.inference():
@@ -84,7 +86,7 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
             rollout.ref_logprobs = roles.ref.logprobs(rollout)  # (B, R)
         if roles.critic:
             rollout.values = roles.critic.values(rollout)  # (B, R)
-        rollout.scores = checked_scores(source, rollout)  # (B,)
+        rollout.scores = (part_scores if may_skip else checked_scores)(source, rollout)  # (B,)
         rollout.source_scores = rollout.source_scores or {source.name: rollout.scores}  # a mixture has told its parts
     return rollout
 
@@ -110,3 +112,45 @@ def refill(first: Rollout, group_size: int, max_rounds: int, sample: Callable[[i
 def _spread_groups(rollout: Rollout, group_size: int) -> Rollout:
     """The groups that teach something."""
     return rollout.rows(rollout.has_spread(group_size).repeat_interleave(group_size).nonzero()[:, 0])
+
+
+class Ranking:
+    """Fresh responses in groups, and what the source thinks of each: what best-of-n methods learn from.
+
+    missing_eos_penalty is subtracted from the score of a response that did not end by itself. num_steps: rounds of
+    sampling so far, each with a seed of its own. newest: the last one.
+    """
+
+    def __init__(self, roles: Roles, source: RewardSource, sampling: SamplingConfig, seed: int,
+                 missing_eos_penalty: float = 0.0) -> None:
+        self.roles, self.source, self.sampling, self.seed = roles, source, sampling, seed
+        self.missing_eos_penalty = missing_eos_penalty
+        # log-probabilities are taken at temperature 1; at another one the sampler's are of another distribution
+        self.gate = DriftGate("auto" if sampling.temperature == 1 else "recompute")
+        self.num_steps = 0
+        self.newest: Rollout | None = None
+
+    def sample(self, prompts: Prompts, metrics: Metrics) -> tuple[Rollout, Tensor]:
+        """num_samples responses to each prompt, and their scores (B,) to rank by: NaN where every source skipped."""
+        rollout = collect(prompts, self.roles, self.source, self.sampling, self.seed * 1_000_003 + self.num_steps,
+                          metrics, self.gate, may_skip=True)
+        self.num_steps, self.newest = self.num_steps + 1, rollout
+        return rollout, missing_eos(rollout.scores, rollout.has_eos, self.missing_eos_penalty)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Prompts]) -> Metrics:
+        """Scores, KL and lengths of fresh responses to held-out prompts (always the same draw)."""
+        metrics = Metrics()
+        for i, prompts in enumerate(batches):
+            metrics += collect(prompts, self.roles, self.source, self.sampling, self.seed + i, Metrics(),
+                               may_skip=True).metrics()
+        return metrics.over_ranks()
+
+    def samples(self, count: int = 4) -> list[dict]:
+        """The first responses of the newest round, for people; the score of a skipped one is None."""
+        if self.newest is None:
+            return []
+        newest = self.newest
+        return [{"prompt": newest.prompts.texts[i], "completion": newest.completions[i],
+                 "score": None if newest.scores[i].isnan() else float(newest.scores[i]),
+                 "ended": bool(newest.has_eos[i])} for i in range(min(count, len(newest)))]

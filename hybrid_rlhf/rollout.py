@@ -48,8 +48,8 @@ class Rollout:
 
     response_ids (B, R), right-padded; action_mask (B, R) bool, sampled tokens up to and including EOS; has_eos (B,)
     bool, whether the response ended by itself. The rest is filled in by `collect` and the trainer; shapes as in the
-    glossary: logprobs, ref_logprobs, values, rewards, advantages, returns (B, R); scores (B,). source_scores: (B,) of
-    each reward source, NaN where it skipped a response.
+    glossary: logprobs, ref_logprobs, values, rewards, advantages, returns (B, R); scores (B,), NaN where a method that
+    allows it has none. source_scores: (B,) of each reward source, NaN where it skipped a response.
     """
 
     prompts: Prompts
@@ -149,8 +149,9 @@ class Rollout:
         """What every on-policy method reports of its samples (names follow TRL)."""
         metrics, size = Metrics(), len(self)
         lengths = self.action_mask.sum(1).float()
-        metrics.add("reward", self.scores.mean(), size)
-        metrics.add_spread("reward_std", self.scores, "std")
+        scored = self.scores[~torch.isnan(self.scores)]
+        metrics.add("reward", scored.mean(), len(scored))
+        metrics.add_spread("reward_std", scored, "std")
         for name, scores in self.source_scores.items():  # NaN: skipped
             scores = scores[~torch.isnan(scores)]
             metrics.add(f"rewards/{name}/mean", scores.mean(), len(scores))
@@ -163,4 +164,4 @@ class Rollout:
         if self.ref_logprobs is not None:
             metrics.add("kl", self.mean_kl(), size)
             metrics.add("objective/kl", self.mean_kl(), size)
-        return metrics.add("objective/score", self.scores.mean(), size)
+        return metrics.add("objective/score", scored.mean(), len(scored))

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from hybrid_rlhf.cli import ONLINE, main
-from hybrid_rlhf.training import step3_ppo
+from hybrid_rlhf.training import on_policy
 from tests.test_stages import COMMON, WORDS
 from tests.tiny import save_tiny
 
@@ -43,14 +43,14 @@ def launch(folder: Path, stage: str, *more: str, data: str = "ppo") -> Path:
 @pytest.fixture
 def built(monkeypatch) -> list:
     """The roles that a run built."""
-    found, plain = [], step3_ppo.build
+    found, plain = [], on_policy.build
 
     def keeping(*given, **options):
         roles, reward = plain(*given, **options)
         found.append(roles)
         return roles, reward
 
-    monkeypatch.setattr(step3_ppo, "build", keeping)
+    monkeypatch.setattr(on_policy, "build", keeping)
     return found
 
 

@@ -12,7 +12,7 @@ from tiny import save_tiny
 
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.models.quantize import quantized_layers
-from hybrid_rlhf.training import step3_ppo
+from hybrid_rlhf.training import on_policy
 
 WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the moon", "tree", "old book"]
 COMMON = ["--model.dtype", "float32", "--data.split", "null", "--data.eval_fraction", "0.25", "--data.max_length", "48",
@@ -53,7 +53,7 @@ def place(tmp_path_factory):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in table))
     made = Place(folder=folder, base=save_tiny(folder / "base"), built=[])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step3_ppo, "build", _keeping(step3_ppo.build, made.built))
+        patch.setattr(on_policy, "build", _keeping(on_policy.build, made.built))
         made.launch("sft", "lora/sft", *LORA)
         made.launch("reward", "lora/reward", *LORA, "--model.model_name_or_path", f"{folder}/lora/sft")
         yield made

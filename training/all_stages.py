@@ -17,7 +17,7 @@ from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run.fit import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig
-from hybrid_rlhf.training import compare, step1_sft, step2_reward, step3_ppo, wiring
+from hybrid_rlhf.training import compare, reward_sources, step1_sft, step2_reward, step3_ppo, wiring
 from hybrid_rlhf.training.step2_reward import RewardConfig
 
 ORDER = ("sft", "reward", "ppo")
@@ -56,6 +56,8 @@ class Config:
         stages: The schedule of each stage.
         reward: The reward model's own settings.
         roles: The four roles of PPO.
+        reward_sources: What PPO is paid by beside the model that stage 2 leaves (`reward` of stage ppo); that model
+            comes first in reward_sources.weights. To be paid without it, leave reward out of run_stages.
         ppo: PPO's own settings.
         compare: The table at the end.
     """
@@ -72,6 +74,7 @@ class Config:
     stages: StagesConfig = field(default_factory=StagesConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     roles: RolesConfig = field(default_factory=RolesConfig)
+    reward_sources: reward_sources.RewardConfig = field(default_factory=reward_sources.RewardConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
     compare: compare.CompareConfig = field(default_factory=compare.CompareConfig)
 
@@ -99,12 +102,21 @@ def stage_configs(config: Config) -> dict[str, object]:
     for name in (s for s in ORDER if s in config.run_stages):
         fields = {f.name for f in dataclasses.fields(recipes[name].Config)}
         shared = {k: getattr(config, k) for k in fields if hasattr(config, k)}
-        if name == "ppo":  # `reward` is stage 2's section here; stage 3 is paid by the model that stage 2 leaves
-            del shared["reward"]
+        if name == "ppo":  # `reward` is stage 2's section here
+            shared |= {"reward": config.reward_sources, "roles": _paying(config)}
         shared |= {"stage": name, "output_dir": str(Path(config.output_dir) / name),
                    "model": models.get(name, later), "train": getattr(config.stages, name)}
         out[name] = recipes[name].Config(**shared)
     return out
+
+
+def _paying(config: Config) -> RolesConfig:
+    """PPO's roles; the model of stage 2 is named where other sources would else take its place."""
+    roles = config.roles
+    if "reward" not in config.run_stages or config.reward_sources.has_model(roles):
+        return roles
+    path = str(Path(config.output_dir) / "reward")
+    return dataclasses.replace(roles, reward=dataclasses.replace(roles.reward, model_name_or_path=path))
 
 
 def preview(config: Config) -> None:
@@ -121,6 +133,7 @@ def check_all(config: Config, configs: dict[str, object]) -> None:
     if "ppo" in configs:
         lengths["data.max_prompt_length + ppo.sampling.max_new_tokens"] = (
             config.data.max_prompt_length + config.ppo.sampling.max_new_tokens)
+        reward_sources.open_sources(configs["ppo"].reward, configs["ppo"].roles)
     for name in configs:
         wiring.require_data(config.data, name)
         datasets.open_sources(config.data, name)

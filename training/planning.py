@@ -18,7 +18,16 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
 from hybrid_rlhf.run import plan_table
 from hybrid_rlhf.run.plan import DOES_NOT_FIT, Generation, Plan, Role, make_plan, size_text
-from hybrid_rlhf.training import all_stages, preferences, step1_sft, step2_reward, step3_ppo
+from hybrid_rlhf.training import (
+    all_stages,
+    on_policy,
+    online_dpo,
+    preferences,
+    rejection,
+    step1_sft,
+    step2_reward,
+    step3_ppo,
+)
 from hybrid_rlhf.training.four_roles import TRAINED, find_starts, held_as, layout_of
 
 MAX_BATCH = 64  # sequences that HybridEngine decodes at once
@@ -88,7 +97,7 @@ def _plan(config: object, available: int | None, start: ModelConfig | None, is_e
 
 
 def _sft(config: step1_sft.Config, start: ModelConfig | None) -> list[Role]:
-    length, batch = config.data.max_length, _batch(config)
+    length, batch = config.data.max_length, config.train.rows_per_step
     return [Role("policy", start or config.model, length, _rows(config, length, batch), predicted=length - 1,
                  trains=True, scores=False, dropout=True, zero_stage=config.engine.zero_stage)]
 
@@ -96,7 +105,7 @@ def _sft(config: step1_sft.Config, start: ModelConfig | None) -> list[Role]:
 def _reward(config: step2_reward.Config, start: ModelConfig | None) -> list[Role]:
     model = start or step2_reward.start_model(config)[1]
     length = config.data.max_length
-    rows = 2 * _rows(config, 2 * length, _batch(config))  # a pair costs two rows
+    rows = 2 * _rows(config, 2 * length, config.train.rows_per_step)  # a pair costs two rows
     return [Role("reward", model, length, rows, trains=True, scores=False, zero_stage=config.engine.zero_stage)]
 
 
@@ -105,7 +114,7 @@ def _preferences(config: preferences.Config, start: ModelConfig | None) -> list[
     model = start or preferences.start_model(config)[1]
     row, length = LOSSES[config.dpo.loss_type], config.data.max_length
     per_group = 2 if row.needs_pairs else 1
-    rows = per_group * _rows(config, per_group * length, _batch(config))
+    rows = per_group * _rows(config, per_group * length, config.train.rows_per_step)
     policy = Role("policy", model, length, rows, predicted=length - 1, trains=True, scores=not row.needs_pairs,
                   zero_stage=config.engine.zero_stage)
     if not row.needs_reference:
@@ -115,15 +124,15 @@ def _preferences(config: preferences.Config, start: ModelConfig | None) -> list[
                          zero_stage=config.engine.zero_stage, base=base)]
 
 
-def _ppo(config: step3_ppo.Config, start: ModelConfig | None) -> list[Role]:
-    """Actor, reference, critic and reward model, at their longest sequences, on the bases that they share."""
-    starts = ppo_starts(config, start)
+def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role]:
+    """Those that there are of actor, reference, critic and reward model, at their longest sequences, on the bases that
+    they share."""
+    starts = on_policy_starts(config, start)
     layout, _ = resolve(config.roles, starts, config.model.lora.r > 0)
-    parts = step3_ppo.parts_of(config)
-    sampling = config.ppo.sampling
+    parts, method = on_policy.parts_of(config), config.method
+    sampling, together = method.sampling, method.num_together
     length = config.data.max_prompt_length + sampling.max_new_tokens
-    sequences = _batch(config) * sampling.num_samples
-    minibatch = config.ppo.minibatch_size or -(-sequences // config.ppo.num_minibatches)
+    sequences = config.train.rows_per_step * sampling.num_samples
     generation = Generation(min(MAX_BATCH, sequences), config.data.max_prompt_length, sampling.max_new_tokens)
 
     def role(name: str, **more: object) -> Role:
@@ -137,34 +146,31 @@ def _ppo(config: step3_ppo.Config, start: ModelConfig | None) -> list[Role]:
                         freeze=model.freeze if trains else [],
                         gradient_checkpointing=model.gradient_checkpointing and trains)
         zero = layout_of(parts, name)
-        rows = max(1, min(minibatch if trains else sequences, zero.micro_batch_tokens // length))
+        at_once = zero.micro_batch_tokens // length
+        rows = max(together, min(method.num_sequences, at_once)) if trains else max(1, min(sequences, at_once))
         return Role(name, model, length, rows, trains=trains, zero_stage=zero.zero_stage,
                     base=group[0] if name != group[0] else None, **more)
 
-    return [role("actor", predicted=sampling.max_new_tokens, entropy=True, generation=generation),
-            *(role(r, predicted=sampling.max_new_tokens) for r in ("ref",) if r in starts),
-            *(role(r) for r in ("critic", "reward") if r in starts)]
+    policies = [role("actor", predicted=sampling.max_new_tokens, entropy=method.has_entropy, generation=generation)]
+    policies += [role("ref", predicted=sampling.max_new_tokens)] if "ref" in starts else []
+    return [*policies, *(role(r) for r in ("critic", "reward") if r in starts)]
 
 
 _ROLES: dict[type, Callable[[object, ModelConfig | None], list[Role]]] = {
-    step1_sft.Config: _sft, step2_reward.Config: _reward, step3_ppo.Config: _ppo, preferences.Config: _preferences}
+    step1_sft.Config: _sft, step2_reward.Config: _reward, preferences.Config: _preferences,
+    **dict.fromkeys((step3_ppo.Config, online_dpo.Config, rejection.Config), _on_policy)}
 
 
-def ppo_starts(config: step3_ppo.Config, start: ModelConfig | None) -> dict[str, Start]:
+def on_policy_starts(config: on_policy.Config, start: ModelConfig | None) -> dict[str, Start]:
     """Where each role starts. Before its predecessors have run, from the one model that they will start from."""
     if start is not None:
         path = start.model_name_or_path or start.preset
         adapter = "to be trained" if config.model.lora.r else None
         first = Start(path, dtype=start.dtype, quantize=start.quantize or "none")
         later = replace(first, adapter=adapter, head=path)
-        return {"actor": first, "reward": later} | ({"ref": first} if config.needs_reference else {}) | (
-            {"critic": later} if config.ppo.needs_critic else {})
-    return find_starts(step3_ppo.find_sources(config), config.model, config.roles)
-
-
-def _batch(config: object) -> int:
-    """Rows of an optimizer step on one process."""
-    return config.train.per_device_train_batch_size * config.train.gradient_accumulation_steps
+        return {"actor": first, "reward": later} | ({"ref": first} if config.method.needs_ref else {}) | (
+            {"critic": later} if config.method.needs_critic else {})
+    return find_starts(on_policy.find_sources(config), config.model, config.roles)
 
 
 def _rows(config: object, length: int, at_most: int, tokens: int | None = None) -> int:

@@ -31,7 +31,7 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.fit import TrainConfig
 
 MODEL_FOLDER = "model"
-POLICIES = ("sft", "conditional_sft", "dpo", "ppo")  # stages that leave a policy, from which another may start
+POLICIES = ("sft", "conditional_sft", "dpo", "ppo", "online_dpo", "rejection")  # what leaves a policy to start from
 
 
 def predecessor(given: str | None, output_dir: str, stage: str, option: str) -> str:

@@ -103,6 +103,17 @@ class _Score(torch.autograd.Function):
         return gradient, None, None, None
 
 
+def imitation_loss(logprobs: Tensor, correct: Tensor, *, denominator: Tensor | float) -> tuple[Tensor, dict]:
+    """Cross-entropy of these tokens as a share of `denominator` tokens, and what to report: {name: (mean, count)}.
+
+    logprobs (N,); correct (N,) bool, whether the token was the likeliest.
+    """
+    size = logprobs.numel()
+    observed = {} if not size else {"loss": (-logprobs.detach().mean(), size),
+                                    "mean_token_accuracy": (correct.float().mean(), size)}
+    return -logprobs.sum() / denominator, observed
+
+
 def _blocks(logits: Tensor) -> Iterator[slice]:
     """Blocks of rows, small enough for the fp32 copy of one to be no matter."""
     size = max(1, _BLOCK_NUMBERS.get(logits.device.type, _BLOCK_ELSEWHERE) // logits.shape[1])

@@ -90,6 +90,26 @@ def kto_kl(mismatched_ratios: Tensor, reduce: Callable[[Tensor], Tensor] = lambd
     return (sums[0] / sums[1].clamp(min=1)).clamp(min=0).float()
 
 
+def best_and_worst(scores: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Rows (K,) of the highest and (K,) of the lowest score in each group that has two different scores.
+
+    scores (B,), groups contiguous; NaN was not scored and is neither. Of equal scores the first row's counts. A group
+    without two different scores is left out: it says nothing of better and worse.
+    """
+    grouped = scores.view(-1, group_size)
+    unknown, first = grouped.isnan(), torch.arange(len(scores), device=scores.device)[::group_size]
+    best, worst = grouped.masked_fill(unknown, -math.inf).argmax(1), grouped.masked_fill(unknown, math.inf).argmin(1)
+    differ = grouped.gather(1, best[:, None]) > grouped.gather(1, worst[:, None])  # of a group of NaN: false
+    return (first + best)[differ[:, 0]], (first + worst)[differ[:, 0]]
+
+
+def best_at_least(scores: Tensor, group_size: int, bar: float) -> Tensor:
+    """Rows (K,) of the highest score in each group where it is not below `bar`; as `best_and_worst` otherwise."""
+    grouped = scores.view(-1, group_size).nan_to_num(nan=-math.inf)
+    best = torch.arange(len(scores), device=scores.device)[::group_size] + grouped.argmax(1)
+    return best[scores[best] >= bar]
+
+
 def _smoothed(logits: Tensor, label_smoothing: float) -> Tensor:
     """Cross-entropy of a preference with logits (P,) where a share of the labels is taken to be wrong."""
     if not label_smoothing:

@@ -100,7 +100,7 @@ def collate_labelled(rows: Sequence[dict], pad_id: int, max_length: int) -> Labe
         return SequenceBatch(pad_right(ids, pad_id), mask, mask & ~length_mask(starts, mask.shape[1]))
 
     mismatched = [[*row["input_ids"][: row["num_prompt_tokens"]], *other["input_ids"][other["num_prompt_tokens"]:]]
-                  for row, other in zip(rows, [rows[-1], *rows[:-1]], strict=True)]
+                  for row, other in zip(rows, [*rows[-1:], *rows[:-1]], strict=True)]
     return LabelledBatch(batch([list(r["input_ids"]) for r in rows]), batch([ids[:max_length] for ids in mismatched]),
                          torch.tensor([bool(r["label"]) for r in rows]))
 

@@ -174,5 +174,6 @@ MAKERS: dict[str, Callable[..., Iterator[Work]]] = {
     "demonstration": demonstration, "pair": pair, "prompt": prompt, "labelled answer": labelled,
     "graded answer": graded}
 PAIRWISE = ("reward", "dpo", "ipo", "hinge", "orpo", "simpo")
-TRAININGS = {"sft": "demonstration", "ppo": "prompt", **dict.fromkeys(PAIRWISE, "pair"), "kto": "labelled answer",
-             "conditional_sft": "graded answer"}  # stage -> kind of training
+SAMPLING = ("ppo", "online_dpo", "rejection")
+TRAININGS = {"sft": "demonstration", **dict.fromkeys(SAMPLING, "prompt"), **dict.fromkeys(PAIRWISE, "pair"),
+             "kto": "labelled answer", "conditional_sft": "graded answer"}  # stage -> kind of training

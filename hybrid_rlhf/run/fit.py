@@ -95,6 +95,11 @@ class TrainConfig:
         check(self.max_seconds is None or self.max_seconds > 0,
               f"train.max_seconds is {self.max_seconds}; it must be positive, or null")
 
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of an optimizer step (prompts of a rollout) on one process."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
 
 class Trainer(Protocol):
     """What `fit` drives. progress_keys: the metrics worth a column on the terminal."""

@@ -73,9 +73,13 @@ class OfflineTrainer:
                           simpo_gamma=config.simpo_gamma, desirable_weight=config.desirable_weight,
                           undesirable_weight=config.undesirable_weight)
 
-    def step(self, batch: PairBatch | LabelledBatch) -> Metrics:
+    def step(self, batch: PairBatch | LabelledBatch, start: Tensor | None = None) -> Metrics:
+        """One optimizer step. start: the reference's (rows,) log-probabilities of the responses where they are known.
+
+        An empty batch keeps step with the other processes.
+        """
         count = sum_over_ranks(torch.tensor(float(len(batch))))
-        groups, losses, metrics = self._groups(batch), *self._losses(batch)
+        groups, losses, metrics = self._groups(batch), *self._losses(batch, start)
 
         def share(logprobs: Tensor, index: Tensor) -> tuple[Tensor, dict]:
             found, observed = losses(logprobs, index)
@@ -98,13 +102,14 @@ class OfflineTrainer:
 
     def _groups(self, batch: PairBatch | LabelledBatch) -> Tensor:
         """(G, 2) rows of each pair (chosen ones come first in the batch), or (G, 1): responses alone."""
-        return torch.arange(len(batch.sequences)).view(-1, len(batch)).T
+        return torch.arange(len(batch.sequences)).view(2 if self.row.needs_pairs else 1, len(batch)).T
 
-    def _losses(self, batch: PairBatch | LabelledBatch) -> tuple:
+    def _losses(self, batch: PairBatch | LabelledBatch, start: Tensor | None = None) -> tuple:
         """A function (logprobs (k, g), index (g,)) -> (losses (g,), what to report), and metrics of the whole batch."""
         lengths = batch.sequences.loss_mask[:, 1:].sum(1).clamp(min=1)
-        start = torch.zeros(len(lengths))
-        if self.reference is not None:
+        if self.reference is None:
+            start = torch.zeros(len(lengths))
+        elif start is None:
             start = self.reference.sequence_logprobs(batch.sequences)
         groups, metrics = self._groups(batch), Metrics()
         kl = None

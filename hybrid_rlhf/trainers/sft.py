@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from hybrid_rlhf.algorithms.likelihood import imitation_loss
 from hybrid_rlhf.distributed import sum_over_ranks
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.roles import Actor, TokenScores
@@ -29,14 +30,14 @@ class SFTTrainer:
 
     def loss(self, tokens: TokenScores, count: Tensor) -> tuple[Tensor, dict]:
         """This piece's share of the mean negative log-likelihood over `count` tokens."""
-        return -tokens.logprobs.sum() / count, _observed(tokens)
+        return imitation_loss(tokens.logprobs, tokens.correct, denominator=count)
 
     def evaluate(self, batches: Iterable[SequenceBatch]) -> Metrics:
         """loss, mean_token_accuracy and perplexity of the marked tokens, over all batches."""
         metrics = Metrics()
         for batch in batches:
             for tokens in self.policy.score_tokens(batch):
-                for name, (mean, weight) in _observed(tokens).items():
+                for name, (mean, weight) in imitation_loss(tokens.logprobs, tokens.correct, denominator=1.0)[1].items():
                     metrics.add(name, mean, weight)
         metrics = metrics.over_ranks()
         mean = metrics.compute().get("loss")
@@ -48,11 +49,3 @@ class SFTTrainer:
     def state(self) -> dict:
         return {"policy": self.policy.engine.training.state(), "num_tokens": self.num_tokens,
                 "learnt": dict(self.policy.engine.learnt)}
-
-
-def _observed(tokens: TokenScores) -> dict[str, tuple[Tensor, int]]:
-    size = tokens.logprobs.numel()
-    if not size:
-        return {}
-    return {"loss": (-tokens.logprobs.detach().mean(), size),
-            "mean_token_accuracy": (tokens.correct.float().mean(), size)}

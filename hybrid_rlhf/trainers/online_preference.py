@@ -1,0 +1,95 @@
+"""Online DPO (2402.04792): pairs of the policy's own fresh samples, ranked by a reward source, for offline losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.algorithms.preference import best_and_worst
+from hybrid_rlhf.collect import Ranking, SamplingConfig
+from hybrid_rlhf.config import check
+from hybrid_rlhf.data.collate import LabelledBatch, PairBatch
+from hybrid_rlhf.distributed import sum_over_ranks
+from hybrid_rlhf.metrics import Metrics
+from hybrid_rlhf.rewards import RewardSource
+from hybrid_rlhf.roles import Roles
+from hybrid_rlhf.rollout import Prompts, Rollout
+
+
+@dataclass(frozen=True)
+class OnlineConfig:
+    """Where the pairs come from.
+
+    Attributes:
+        sampling: How responses are drawn; of num_samples responses to a prompt, the best and the worst are its pair.
+        missing_eos_penalty: Subtracted from the score of a response that did not end by itself.
+    """
+
+    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(num_samples=2))
+    missing_eos_penalty: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(self.sampling.num_samples >= 2, f"online.sampling.num_samples is {self.sampling.num_samples}; a pair is "
+                                              "made of two responses or more")
+        check(self.sampling.temperature > 0, "online.sampling.temperature is 0: greedy responses to one prompt are all "
+                                             "the same; take 1")
+        check(self.missing_eos_penalty >= 0,
+              f"online.missing_eos_penalty is {self.missing_eos_penalty}; it must not be negative")
+
+
+class PairLearner(Protocol):
+    """What learns from the pairs: the offline trainer. start: the reference's log-probabilities of each row."""
+
+    def step(self, batch: PairBatch | LabelledBatch, start: Tensor | None = None) -> Metrics: ...
+
+
+class OnlinePreferenceTrainer:
+    """One step: sample, let the source rank each prompt's responses, and one optimizer step on (best, worst).
+
+    Groups without two different scores make no pair. needs_pairs: whether the learner takes pairs, or labelled
+    responses (kto): the best ones desirable, the worst ones not.
+    """
+
+    progress_keys = ("reward", "kl", "rewards/accuracies", "completions/mean_length", "pairs/kept")
+
+    def __init__(self, roles: Roles, source: RewardSource, learner: PairLearner, config: OnlineConfig, *, seed: int,
+                 needs_pairs: bool = True) -> None:
+        self.roles, self.learner, self.needs_pairs = roles, learner, needs_pairs
+        self.ranking = Ranking(roles, source, config.sampling, seed, config.missing_eos_penalty)
+
+    def step(self, prompts: Prompts) -> Metrics:
+        metrics = Metrics()
+        rollout, scores = self.ranking.sample(prompts, metrics)
+        best, worst = best_and_worst(scores, self.ranking.sampling.num_samples)
+        metrics.add("pairs/kept", len(best) / max(len(prompts), 1), len(prompts))
+        metrics.add("pairs/score_margin", (scores[best] - scores[worst]).mean(), len(best))
+        if sum_over_ranks(torch.tensor(len(best))):  # else no process has learned anything of better and worse
+            with metrics.timer("train"):
+                learned = self.learner.step(*self._batch(rollout.rows(torch.cat([best, worst])), len(best)))
+            metrics += learned.renamed({"kl": "kto/kl"})  # kl is that of the samples
+        return metrics + rollout.metrics()
+
+    def _batch(self, rows: Rollout, num_pairs: int) -> tuple[PairBatch | LabelledBatch, Tensor | None]:
+        """The chosen rows, then the rejected ones, as the learner takes them, and what the reference says of each."""
+        pad_id = self.roles.actor.engine.pad_id
+        sequences = rows.sequences(pad_id)
+        start = None if rows.ref_logprobs is None else rows.ref_logprobs.masked_fill(~rows.action_mask, 0).sum(1)
+        if self.needs_pairs:
+            return PairBatch(sequences, torch.zeros(num_pairs)), start
+        others = replace(rows, response_ids=rows.response_ids.roll(1, 0), action_mask=rows.action_mask.roll(1, 0))
+        return LabelledBatch(sequences, others.sequences(pad_id), torch.arange(len(rows)) < num_pairs), start
+
+    def evaluate(self, batches: Iterable[Prompts]) -> Metrics:
+        """Scores, KL and lengths of fresh responses to held-out prompts (always the same draw)."""
+        return self.ranking.evaluate(batches)
+
+    def samples(self) -> list[dict]:
+        return self.ranking.samples()
+
+    def state(self) -> dict:
+        return {"actor": self.roles.actor.engine.training.state(), "num_steps": self.ranking.num_steps,
+                "learnt": self.roles.learnt()}

@@ -1,0 +1,193 @@
+"""What every on-policy recipe has in common: its predecessors, its data, its roles, what it is paid by, and its run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from hybrid_rlhf.collect import SamplingConfig
+from hybrid_rlhf.config import check
+from hybrid_rlhf.data import collate, datasets
+from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.data.loader import Loader
+from hybrid_rlhf.distributed import is_main, main_first
+from hybrid_rlhf.engine import ZeroConfig
+from hybrid_rlhf.layout import RolesConfig
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.rewards import RewardSource
+from hybrid_rlhf.rewards.model import ModelSource
+from hybrid_rlhf.roles import Roles
+from hybrid_rlhf.run import runfile
+from hybrid_rlhf.run.export import export
+from hybrid_rlhf.run.fit import TrainConfig, Trainer, fit, on_record
+from hybrid_rlhf.training import reward_sources, wiring
+from hybrid_rlhf.training.four_roles import Parts, Sources, build, check_roles
+from hybrid_rlhf.training.reward_sources import RewardConfig
+
+
+class Method(NamedTuple):
+    """What a method asks of its run.
+
+    sampling: how it draws; section: the name of its settings, for messages. num_updates: optimizer steps of one trainer
+    step; num_sequences: of one optimizer step on a process. num_together: rows that no micro-batch tears apart.
+    temperature: that the roles' log-probabilities are measured at. has_entropy: whether the actor's update takes it.
+    """
+
+    sampling: SamplingConfig
+    section: str
+    num_updates: int
+    num_sequences: int
+    num_together: int = 1
+    needs_ref: bool = True
+    needs_critic: bool = False
+    temperature: float = 1.0
+    normalise_scores: bool = True
+    has_entropy: bool = False
+
+
+class Config(Protocol):
+    """The settings that on-policy recipes share."""
+
+    stage: str
+    output_dir: str
+    seed: int
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    engine: ZeroConfig
+    roles: RolesConfig
+    reward: RewardConfig
+
+    @property
+    def method(self) -> Method: ...
+
+
+@dataclass
+class Opened:
+    """A run with everything loaded. mean, std: the scale of the source's scores."""
+
+    tokenizer: object
+    data: datasets.StageData
+    loader: Loader
+    held_out: Loader | None
+    num_steps: int
+    roles: Roles
+    source: RewardSource
+    mean: float
+    std: float
+    sources: Sources
+
+
+def check_given(roles: RolesConfig, method: Method, stage: str) -> None:
+    """UserError for settings of a role that the method does not have."""
+    for role, is_there in (("critic", method.needs_critic), ("ref", method.needs_ref)):
+        given = roles.given(role)
+        check(is_there or not given, f"{', '.join(given)}: stage {stage} as it is set up has no {role}; leave it out")
+
+
+def find_sources(config: Config) -> Sources:
+    """Every role's predecessor; UserError where one is missing or two do not fit together. Reads no weights."""
+    stage, method, roles = config.stage, config.method, config.roles
+    check(config.model.preset is None, f"model.preset: {stage} starts from a trained model; give "
+                                       "model.model_name_or_path or run --stage sft and --stage reward first")
+    actor = wiring.predecessor(roles.actor.model_name_or_path or config.model.model_name_or_path, config.output_dir,
+                               "sft", "model.model_name_or_path")
+    reward, own = None, config.model.tokenizer_name_or_path
+    if config.reward.has_model(roles):
+        reward = wiring.predecessor(roles.reward.model_name_or_path, config.output_dir, "reward",
+                                    "roles.reward.model_name_or_path (or reward.functions instead of a model)")
+    reads_text = reward not in (actor, None) and wiring.difference(actor, reward, config.data, stage, own)
+    found = Sources(actor, reward, (roles.ref.model_name_or_path or actor) if method.needs_ref else None,
+                    (roles.critic.model_name_or_path or (actor if reads_text or not reward else reward))
+                    if method.needs_critic else None, bool(reads_text))
+    for other in dict.fromkeys((found.ref, found.critic)):  # both of them read the actor's token ids
+        if other not in (actor, reward, None):
+            wiring.check_pair(actor, other, config.data, stage, own)
+    check(not (reads_text and reward in (found.ref, found.critic)),
+          f"{actor} and {reward} do not fit together: their {reads_text} differ, and a critic or reference reads the "
+          "actor's tokens")
+    return found
+
+
+def actor_model(config: Config, sources: Sources) -> ModelConfig:
+    return replace(config.model, model_name_or_path=wiring.model_folder(sources.actor))
+
+
+def parts_of(config: Config) -> Parts:
+    return Parts(config.model, config.roles, config.engine, config.train, config.method.temperature, config.seed)
+
+
+def preview(config: Config) -> None:
+    """Print rendered prompts."""
+    from hybrid_rlhf.data.preview import preview as show
+
+    wiring.require_data(config.data, config.stage)
+    model = actor_model(config, find_sources(config))
+    show(config.data, config.stage, wiring.open_tokenizer(model, config.data, config.stage, config.seed))
+
+
+def run(config: Config, command: str, make_trainer: Callable[[Opened], Trainer]) -> dict[str, float]:
+    """Train, export the actor, and return the final metrics."""
+    wiring.require_data(config.data, config.stage)
+    done = runfile.finished(config.output_dir, config.stage, config)
+    if done:
+        return done.metrics
+    wiring.seed_everything(config.seed)
+    opened = open_run(config)
+    trainer, roles = make_trainer(opened), opened.roles
+    record = runfile.start(config.output_dir, config.stage, config, command)
+    with on_record(record):  # a failing export is on the record too
+        metrics = fit(trainer, opened.loader, opened.held_out, config.train, record, opened.num_steps)
+        with roles.actor.engine.active():
+            export(roles.actor.engine.model, opened.tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER,
+                   roles.actor.engine.eos_ids)
+        record.finish(metrics, tokenizer=opened.tokenizer, base_model=opened.sources.actor,
+                      reward_model=opened.sources.reward, data=opened.data.report)
+    return metrics
+
+
+def open_run(config: Config) -> Opened:
+    """Check everything that can be checked without weights, then load data and roles."""
+    method, others = config.method, reward_sources.open_sources(config.reward, config.roles)
+    sources = find_sources(config)
+    model = actor_model(config, sources)
+    wiring.check_tensor_parallel(config.roles.actor.tp or 1, model)
+    longest = config.data.max_prompt_length + method.sampling.max_new_tokens
+    for path in dict.fromkeys(p for p in (sources.actor, sources.reward, sources.ref, sources.critic) if p):
+        wiring.check_lengths(replace(model, model_name_or_path=wiring.model_folder(path)),
+                             **{f"data.max_prompt_length + {method.section}.sampling.max_new_tokens": longest})
+    starts, layout = check_roles(parts_of(config), sources)
+    tokenizer = wiring.open_tokenizer(model, config.data, config.stage, config.seed)
+    reader = _open_reader(config, sources)
+    with main_first():  # the others find its tables in the cache
+        data = datasets.build(config.data, config.stage, tokenizer, config.seed)
+    reward_sources.check_columns(others, data.train[0])
+    loader = wiring.train_loader(data.train, config.train, config.seed, collate.collate_prompts)
+    held_out = wiring.eval_loader(data.held_out, config.train, config.seed, collate.collate_prompts)
+    steps = wiring.total_steps(config.train, len(loader))
+    scale = _score_scale(config, sources)
+    roles, reward = build(parts_of(config), starts, layout, tokenizer, steps * method.num_updates, scale, reader)
+    source, mean, std = reward_sources.combine(config.reward, reward and ModelSource(reward, tokenizer=reader), others,
+                                               *scale)
+    return Opened(tokenizer, data, loader, held_out, steps, roles, source, mean, std, sources)
+
+
+def _open_reader(config: Config, sources: Sources):  # noqa: ANN202 - a transformers class
+    """The reward model's tokenizer where it reads text, which is announced; None where it reads the actor's tokens."""
+    if not sources.reads_text:
+        return None
+    if is_main():
+        print(f"the reward model {sources.reward} has a tokenizer or template of its own and reads the responses as "
+              f"text{f'; the critic starts from {sources.critic}' if sources.critic else ''}", file=sys.stderr)
+    model = replace(config.model, model_name_or_path=wiring.model_folder(sources.reward), tokenizer_name_or_path=None)
+    return wiring.open_tokenizer(model, config.data, config.stage, config.seed)
+
+
+def _score_scale(config: Config, sources: Sources) -> tuple[float, float]:
+    """Mean and standard deviation that scores are normalised by; (0, 1) leaves them as they are."""
+    is_wanted = sources.reward and config.method.normalise_scores
+    found = wiring.score_statistics_of(sources.reward) if is_wanted else {}
+    return found.get("mean", 0.0), found.get("std", 1.0)

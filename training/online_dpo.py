@@ -1,0 +1,76 @@
+"""Online DPO of the stage-1 policy: pairs of its own fresh samples, ranked by what stage 3 is paid by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+from hybrid_rlhf.algorithms.preference import LOSSES
+from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.engine import ZeroConfig
+from hybrid_rlhf.layout import ActorConfig, RolesConfig
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.run.fit import TrainConfig
+from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer
+from hybrid_rlhf.trainers.online_preference import OnlineConfig, OnlinePreferenceTrainer
+from hybrid_rlhf.training import on_policy
+from hybrid_rlhf.training.reward_sources import RewardConfig
+
+
+@dataclass(frozen=True)
+class Config:
+    """Preference optimisation on fresh samples.
+
+    Attributes:
+        stage: Name of the stage.
+        output_dir: Folder of this run.
+        seed: Seed of everything random.
+        resume: auto (a finished run is left as it is) or never (start again).
+        report_to: Trackers (tensorboard, wandb, trackio, ...).
+        model: The policy, and the reference; without a name, the finished sft run beside output_dir.
+        data: The prompts.
+        train: The schedule. A step is one round of sampling for per_device_train_batch_size prompts and one update.
+        engine: How training is laid out.
+        roles: The roles' own settings; the learning rate is roles.actor's, train.learning_rate is not used.
+        reward: What ranks the responses.
+        online: How pairs are made.
+        dpo: The loss and its settings.
+    """
+
+    stage: str = "online_dpo"
+    output_dir: str = "outputs/online_dpo"
+    seed: int = 0
+    resume: str = "auto"
+    report_to: list[str] = field(default_factory=list)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    engine: ZeroConfig = field(default_factory=ZeroConfig)
+    roles: RolesConfig = field(default_factory=lambda: RolesConfig(actor=ActorConfig(learning_rate=1e-6)))
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    online: OnlineConfig = field(default_factory=OnlineConfig)
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+
+    def __post_init__(self) -> None:
+        on_policy.check_given(self.roles, self.method, self.stage)
+
+    @property
+    def method(self) -> on_policy.Method:
+        row = LOSSES[self.dpo.loss_type]
+        return on_policy.Method(self.online.sampling, "online", 1, 2 * self.train.rows_per_step,
+                                2 if row.needs_pairs else 1, needs_ref=row.needs_reference)
+
+
+preview = on_policy.preview
+
+
+def run(config: Config, command: str = "") -> dict[str, float]:
+    """Train, export the actor, and return the final metrics."""
+    return on_policy.run(config, command, partial(_trainer, config))
+
+
+def _trainer(config: Config, opened: on_policy.Opened) -> OnlinePreferenceTrainer:
+    roles = opened.roles
+    learner = OfflineTrainer(roles.actor, roles.ref, config.dpo)
+    return OnlinePreferenceTrainer(roles, opened.source, learner, config.online, seed=config.seed,
+                                   needs_pairs=LOSSES[config.dpo.loss_type].needs_pairs)

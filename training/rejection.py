@@ -1,0 +1,69 @@
+"""Rejection sampling of the stage-1 policy: the best of n responses by what stage 3 is paid by, then SFT on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.engine import ZeroConfig
+from hybrid_rlhf.layout import RolesConfig
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.run.fit import TrainConfig
+from hybrid_rlhf.trainers.rejection import RejectionConfig, RejectionTrainer
+from hybrid_rlhf.training import on_policy
+from hybrid_rlhf.training.reward_sources import RewardConfig
+
+
+@dataclass(frozen=True)
+class Config:
+    """Best of n, then SFT on it, in rounds.
+
+    Attributes:
+        stage: Name of the stage.
+        output_dir: Folder of this run.
+        seed: Seed of everything random.
+        resume: auto (a finished run is left as it is) or never (start again).
+        report_to: Trackers (tensorboard, wandb, trackio, ...).
+        model: The policy; without a name, the finished sft run beside output_dir.
+        data: The prompts.
+        train: The schedule. A step is one round on per_device_train_batch_size prompts; max_steps is their number.
+        engine: How training is laid out.
+        roles: The roles' own settings; the learning rate is roles.actor's, train.learning_rate is not used.
+        reward: What chooses among the responses.
+        rejection: How they are drawn, chosen and imitated.
+    """
+
+    stage: str = "rejection"
+    output_dir: str = "outputs/rejection"
+    seed: int = 0
+    resume: str = "auto"
+    report_to: list[str] = field(default_factory=list)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    engine: ZeroConfig = field(default_factory=ZeroConfig)
+    roles: RolesConfig = field(default_factory=RolesConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rejection: RejectionConfig = field(default_factory=RejectionConfig)
+
+    def __post_init__(self) -> None:
+        on_policy.check_given(self.roles, self.method, self.stage)
+
+    @property
+    def method(self) -> on_policy.Method:
+        own = self.rejection
+        return on_policy.Method(own.sampling, "rejection", own.num_epochs * own.num_minibatches,
+                                -(-self.train.rows_per_step // own.num_minibatches), needs_ref=own.measure_kl)
+
+
+preview = on_policy.preview
+
+
+def run(config: Config, command: str = "") -> dict[str, float]:
+    """Train, export the policy, and return the final metrics."""
+    return on_policy.run(config, command, partial(_trainer, config))
+
+
+def _trainer(config: Config, opened: on_policy.Opened) -> RejectionTrainer:
+    return RejectionTrainer(opened.roles, opened.source, config.rejection, seed=config.seed)
