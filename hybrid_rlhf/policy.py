@@ -8,7 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs
-from hybrid_rlhf.models.backbone import hidden_states, hidden_states_and_router_loss, own_head, router_coefficient
+from hybrid_rlhf.distributed import max_over_ranks
+from hybrid_rlhf.engine.zero import is_partitioned
+from hybrid_rlhf.models.backbone import hidden_states, hidden_states_and_router_logits, own_head
+from hybrid_rlhf.models.router import router_of
 from hybrid_rlhf.tensors import SequenceBatch, predicted, predicting
 
 
@@ -17,12 +20,14 @@ class TokenScores:
     """What a policy says of N marked tokens: logprobs (N,) fp32, entropy (N,) or None, correct (N,) bool (argmax).
 
     router_loss: how unevenly experts were used (a scalar), with gradients on for a mixture of experts; None elsewhere.
+    choices: (E,) how often each expert was chosen, where that was asked for.
     """
 
     logprobs: Tensor
     entropy: Tensor | None
     correct: Tensor
     router_loss: Tensor | None = None
+    choices: Tensor | None = None
 
 
 class PolicyModule(nn.Module):
@@ -34,15 +39,25 @@ class PolicyModule(nn.Module):
     def __init__(self, model: nn.Module, temperature: float = 1.0) -> None:
         super().__init__()
         self.model, self.temperature = model, temperature
-        self.router_coef = router_coefficient(model)
+        self.router = router_of(model)
 
-    def forward(self, batch: SequenceBatch, with_entropy: bool = False) -> TokenScores:
-        router_loss = None
-        if self.router_coef and torch.is_grad_enabled():
-            hidden, router_loss = hidden_states_and_router_loss(self.model, batch)
+    def forward(self, batch: SequenceBatch, with_entropy: bool = False, expert_shares: Tensor | None = None,
+                with_choices: bool = False) -> TokenScores:
+        """expert_shares: (E,) of the minibatch that these rows are a part of (Router.loss). with_choices: count the
+        experts' choices."""
+        router_loss = choices = None
+        if self.router and (with_choices or torch.is_grad_enabled()):
+            hidden, logits = hidden_states_and_router_logits(self.model, batch)
+            if with_choices:
+                choices = self.router.choices(logits, batch)
+            else:
+                router_loss = self.router.loss(self.model, batch, hidden, logits, expert_shares)
         else:
             hidden = hidden_states(self.model, batch)
-        scores = token_logprobs(predicting(hidden, batch), predicted(batch), own_head(self.model),
-                                temperature=self.temperature, with_entropy=with_entropy,
-                                chunk_size=chunk_rows(self.model.config.get_text_config().vocab_size, hidden.dtype))
-        return TokenScores(*scores, router_loss)
+        rows, size = predicting(hidden, batch), chunk_rows(self.model.config.get_text_config().vocab_size, hidden.dtype)
+        num_chunks = max(1, -(-len(rows) // size))
+        if is_partitioned(self.model):  # all processes meet in each call of the head, which gathers its weights
+            num_chunks = max_over_ranks(num_chunks)
+        scores = token_logprobs(rows, predicted(batch), own_head(self.model), temperature=self.temperature,
+                                with_entropy=with_entropy, chunk_size=size, num_chunks=num_chunks)
+        return TokenScores(*scores, router_loss, choices)

@@ -18,6 +18,7 @@ from hybrid_rlhf.engine import HybridEngine, SamplingConfig, micro_batches
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.policy import PolicyModule, TokenScores
 from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.routing import expert_shares
 from hybrid_rlhf.tensors import SequenceBatch, last_true, pad_right, predicting, scatter
 
 __all__ = ["Actor", "Critic", "PolicyModule", "Reference", "Reward", "Roles", "TokenScores"]
@@ -130,15 +131,12 @@ class Actor:
         return self._update(batch, lambda tokens, _: loss(tokens, count))
 
     def _update(self, batch: SequenceBatch, loss: Callable, **options: bool) -> Metrics:
-        """One optimizer step on `loss(TokenScores, index)` and, with experts, on the router's loss of the same rows.
-
-        The router's loss is no sum over tokens: it is taken within each micro-batch, as transformers does within a
-        batch, and counts by its real tokens. It is the one term that the split moves.
-        """
+        """One optimizer step on `loss(TokenScores, index)` and, with experts, on the router's loss of the same rows."""
         total = sum_over_ranks(batch.attention_mask.sum())
+        shares = expert_shares(self.engine, batch, self.max_tokens)
 
         def micro(rows: SequenceBatch, index: Tensor) -> tuple[Tensor, dict]:
-            tokens = self.engine(rows, **options)
+            tokens = self.engine(rows, expert_shares=shares(len(rows)), **options)
             return self._with_router(*loss(tokens, index), tokens, rows, total)
 
         return _update(self.engine, batch, self.max_tokens, micro)
@@ -149,7 +147,7 @@ class Actor:
         if tokens.router_loss is None:
             return value, observed
         size = rows.attention_mask.sum()
-        return (value + self.engine.module.router_coef * tokens.router_loss * size / total.to(size.device),
+        return (value + self.engine.module.router.coefficient * tokens.router_loss * size / total.to(size.device),
                 observed | {"aux_loss": (tokens.router_loss.detach(), size)})
 
     def fit_sequences(self, batch: SequenceBatch, groups: Tensor, loss: Callable) -> Metrics:
@@ -159,10 +157,11 @@ class Actor:
         """
         widths = batch.attention_mask.sum(1)[groups].amax(1) * groups.shape[1]  # a group costs k rows of its longest
         total = sum_over_ranks(batch.attention_mask.sum())
+        shares = expert_shares(self.engine, batch, self.max_tokens)
 
         def share(index: Tensor) -> tuple[Tensor, dict]:
             rows = batch.rows(groups[index].T.reshape(-1)).to(self.engine.device)
-            tokens = self.engine(rows)
+            tokens = self.engine(rows, expert_shares=shares(len(rows)))
             found = loss(_summed(tokens, rows).view(-1, len(index)), index)
             return self._with_router(*found, tokens, rows, total)
 

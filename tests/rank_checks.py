@@ -10,13 +10,15 @@ import copy
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from hybrid_rlhf import failure
+from hybrid_rlhf import failure, policy
 from hybrid_rlhf.algorithms.preference import bradley_terry
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.distributed import consecutive_ranks, gather_over_ranks, rank, shutdown, sum_over_ranks
@@ -35,6 +37,16 @@ LAYOUTS = {
     "zero 1, optimizer offloaded": {"zero_stage": 1, "offload": ["optimizer"]},
     "zero 2, all activations offloaded": {"zero_stage": 2, "offload": ["optimizer", "activations"]},
     "zero 3, all offloaded": {"zero_stage": 3, "offload": ["optimizer", "parameters", "activations"]}}
+
+
+@contextmanager
+def patched(where: object, name: str, value: object) -> Iterator[None]:
+    before = getattr(where, name)
+    setattr(where, name, value)
+    try:
+        yield
+    finally:
+        setattr(where, name, before)
 
 
 def rows_of(step: int) -> tuple[SequenceBatch, list[list[int]]]:
@@ -133,6 +145,8 @@ def compare(actor: Actor, found: dict, plain: dict) -> dict:
 def check_layouts() -> dict:
     plain, clipped, adam = plain_run("sgd", 1e9), plain_run("sgd", 0.5), plain_run("adamw", 0.5)
     out = {name: compare(*trained("sgd", 1e9, **layout), plain) for name, layout in LAYOUTS.items()}
+    with patched(policy, "chunk_rows", lambda *_: 5):
+        out["zero 3, logits in chunks"] = compare(*trained("sgd", 1e9, zero_stage=3), plain)
     for stage in range(4):
         out[f"zero {stage}"] = compare(*trained("sgd", 0.5, zero_stage=stage), clipped)
         out[f"zero {stage}, checkpointing"] = compare(*trained("sgd", 1e9, checkpointing=True, zero_stage=stage), plain)

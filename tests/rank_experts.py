@@ -10,7 +10,7 @@ from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engine.zero import gathered
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from hybrid_rlhf.roles import Actor, PolicyModule
-from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right, token_budget_groups
+from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right
 from tests.tiny import tiny_causal_lm
 
 KINDS = {"mixtral": dict(num_local_experts=8, num_experts_per_tok=2, router_aux_loss_coef=0.1),
@@ -47,17 +47,11 @@ def trained_weights(model: nn.Module) -> torch.Tensor:
 
 
 def plain_step(model: nn.Module, step: int) -> None:
-    """By torch alone: the mean over all marked tokens, and the router's loss within each process's micro-batches."""
+    """By torch alone: the mean over all marked tokens of both processes, and the router's loss of all their tokens."""
     batch = batch_of(step)
-    count, total = batch.loss_mask[:, 1:].sum(), batch.attention_mask.sum()
-    for of_rank in (0, 1):
-        own = batch.rows(rows_of(step, of_rank))
-        for group in token_budget_groups(own.attention_mask.sum(1), BUDGETS[of_rank]):
-            rows = own.rows(group)
-            out = model(rows.input_ids, attention_mask=rows.attention_mask, output_router_logits=True)
-            labels = rows.input_ids[:, 1:].masked_fill(~rows.loss_mask[:, 1:], -100)
-            loss = nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum")
-            (loss / count + 0.1 * out.aux_loss * rows.attention_mask.sum() / total).backward()
+    out = model(batch.input_ids, attention_mask=batch.attention_mask, output_router_logits=True)
+    labels = batch.input_ids[:, 1:].masked_fill(~batch.loss_mask[:, 1:], -100)
+    (nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels.flatten()) + 0.1 * out.aux_loss).backward()
     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE).step()
     model.zero_grad()
 

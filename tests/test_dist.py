@@ -113,7 +113,8 @@ def found(place) -> dict:
     return json.loads((place / "out.json").read_text())
 
 
-@pytest.mark.parametrize("layout", [*(f"zero {stage}" for stage in range(4)), *LAYOUTS])
+@pytest.mark.parametrize("layout", [*(f"zero {stage}" for stage in range(4)), *LAYOUTS,
+                                    "zero 3, logits in chunks"])
 def test_three_steps_of_two_processes_with_unlike_micro_batches_are_plain_torch_s_on_the_whole_batch(found, layout):
     for measured in found["layouts"]:
         assert measured[layout]["loss"] < 1e-5

@@ -5,17 +5,18 @@ import warnings
 
 import pytest
 import torch
+from shortage import little_memory
 from test_trainers import PROMPTS, SFT_ROWS, Source, ppo, scalar, settings, trained
 from tiny import tiny_causal_lm, tiny_tokenizer
 
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.data.collate import collate_pairs, collate_sft
 from hybrid_rlhf.engine import HybridEngine
-from hybrid_rlhf.models.backbone import hidden_states, hidden_states_and_router_loss, router_coefficient
+from hybrid_rlhf.models.backbone import hidden_states, hidden_states_and_router_logits, router_coefficient
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers, merged_state_dict
+from hybrid_rlhf.models.router import Router, router_of
 from hybrid_rlhf.roles import Actor, PolicyModule, Reference, Reward, Roles
 from hybrid_rlhf.run.export import export
-from hybrid_rlhf.tensors import token_budget_groups
 from hybrid_rlhf.trainers.ppo import PPOTrainer
 from hybrid_rlhf.trainers.reward import RewardTrainer
 from hybrid_rlhf.trainers.sft import SFTTrainer
@@ -54,45 +55,88 @@ def balance(model, ids, mask):
     return 4 * (share * probabilities.mean(0)).sum()
 
 
+def router_loss(model, batch):
+    hidden, logits = hidden_states_and_router_logits(model, batch)
+    return hidden, router_of(model).loss(model, batch, hidden, logits)
+
+
 def test_a_router_that_does_not_choose_has_the_loss_two():
     model = mixture()
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.mlp.gate.weight)
-    _, loss = hidden_states_and_router_loss(model, BATCH)
+    _, loss = router_loss(model, BATCH)
     assert loss.item() == pytest.approx(2.0)  # P_e = 1/4; the shares of two choices add up to 2: 4 x 2 x 1/4
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_router_s_loss_is_the_formula_over_real_tokens_and_transformers_own(kind):
     model = mixture(kind)
-    states, loss = hidden_states_and_router_loss(model, BATCH)
+    states, loss = router_loss(model, BATCH)
     assert loss.item() == pytest.approx(balance(model, BATCH.input_ids, BATCH.attention_mask).item(), rel=1e-5)
     whole = model(BATCH.input_ids, attention_mask=BATCH.attention_mask, output_router_logits=True)
     assert loss.item() == pytest.approx(whole.aux_loss.item(), rel=1e-6) and abs(loss.item() - 2) > 1e-3
     assert torch.equal(states, hidden_states(model, BATCH))
     noisy = copy.deepcopy(BATCH)
     noisy.input_ids[~noisy.attention_mask] = 77
-    assert hidden_states_and_router_loss(model, noisy)[1].item() == pytest.approx(loss.item(), rel=1e-6)
+    assert router_loss(model, noisy)[1].item() == pytest.approx(loss.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 10, 8192])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_sft_gradient_is_that_of_transformers_loss_with_the_router_s_part_by_tokens(kind, max_tokens):
+def test_the_sft_gradient_is_that_of_transformers_loss_of_the_whole_batch_however_it_is_cut(kind, max_tokens):
     policy = actor(mixture(kind), max_tokens)
     twin = copy.deepcopy(policy.engine.model)
     metrics = SFTTrainer(policy).step(BATCH).compute()
-    marked, real, seen = BATCH.loss_mask[:, 1:].sum(), BATCH.attention_mask.sum(), []
-    for group in token_budget_groups(BATCH.attention_mask.sum(1), max_tokens):
-        rows = BATCH.rows(group)
-        out = twin(rows.input_ids, attention_mask=rows.attention_mask, output_router_logits=True)
-        labels = rows.input_ids[:, 1:].masked_fill(~rows.loss_mask[:, 1:], -100)
-        loss = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum")
-        share = rows.attention_mask.sum() / real
-        (loss / marked + 0.1 * out.aux_loss * share).backward()
-        seen.append(out.aux_loss.item() * share.item())
-    assert metrics["aux_loss"] == pytest.approx(sum(seen), rel=1e-5)
-    norm = torch.cat([p.grad.flatten() for p in twin.parameters()]).norm()
-    assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    out = twin(BATCH.input_ids, attention_mask=BATCH.attention_mask, output_router_logits=True)
+    labels = BATCH.input_ids[:, 1:].masked_fill(~BATCH.loss_mask[:, 1:], -100)
+    loss = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels.flatten())
+    (loss + 0.1 * out.aux_loss).backward()
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["aux_loss"] == pytest.approx(out.aux_loss.item(), rel=1e-5)
+    found = policy.engine.training.state()["exp_avg"]  # a tenth of the clipped gradient after one step of Adam
+    scale = 10 * max(1.0, metrics["grad_norm"])
+    routers = [n for n, _ in twin.named_parameters() if n.endswith("gate.weight")]
+    assert len(routers) == 2
+    for name, parameter in twin.named_parameters():
+        torch.testing.assert_close(scale * found[f"model.{name}"], parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_pairs_cut_into_micro_batches_have_the_router_s_loss_of_all_of_them():
+    metrics = []
+    for max_tokens in (8192, 1):
+        policy = actor(mixture(), max_tokens)
+        loss = lambda logprobs, index: (-logprobs.sum(), {})  # noqa: E731
+        metrics.append(policy.fit_sequences(BATCH, torch.tensor([[0], [1], [2]]), loss).compute())
+    assert metrics[0]["micro_batch_tokens"] == 8192 and metrics[1]["micro_batch_tokens"] == 1
+    assert metrics[1]["aux_loss"] == pytest.approx(metrics[0]["aux_loss"], rel=1e-5)
+    assert metrics[1]["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=1e-5)
+
+
+def test_a_micro_batch_that_is_split_for_memory_keeps_the_router_s_loss_of_the_minibatch():
+    plain, short = actor(mixture()), actor(mixture())
+    with little_memory(short.engine.model, "backward", lambda n: n > 9):
+        expected, found = (SFTTrainer(policy).step(BATCH).compute() for policy in (plain, short))
+    assert short.engine.learnt and short.engine.module.training
+    for name in ("loss", "aux_loss", "grad_norm"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-5)
+
+
+def test_a_model_with_a_router_loss_of_another_kind_keeps_its_own_and_says_so(caplog):
+    model = mixture()
+    plain = type(model).forward
+
+    def forward(self, *given, **named):
+        out = plain(self, *given, **named)
+        out.aux_loss = out.aux_loss and 3 * out.aux_loss
+        return out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "forward", forward)
+        policy = actor(model)
+        assert policy.engine.module.router == Router(0.1, None) and "a loss of its own" in caplog.text
+        metrics = SFTTrainer(policy).step(BATCH).compute()
+    assert metrics["aux_loss"] == pytest.approx(
+        3 * balance(mixture(), BATCH.input_ids, BATCH.attention_mask).item(), rel=1e-5)
 
 
 def test_checkpointing_changes_nothing_and_a_model_without_experts_has_no_router_loss():

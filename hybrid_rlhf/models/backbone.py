@@ -33,19 +33,20 @@ def router_coefficient(model: nn.Module) -> float:
     return float(getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0) or 0.0)
 
 
-def hidden_states_and_router_loss(model: nn.Module, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
-    """`hidden_states`, and the load-balancing loss (a scalar, without its coefficient) of these real tokens.
-
-    For causal models whose router_coefficient is not 0. The loss is num_experts x sum_e f_e P_e over all layers' tokens
-    (Switch Transformer, 2101.03961, equations 4-6), f_e the share of the top-k choices that fell on expert e (summed
-    over k) and P_e its mean probability; the model's own forward computes it from the router's logits.
-    """
+def hidden_states_and_router_logits(model: nn.Module, batch: SequenceBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`hidden_states`, and what the router of each layer with experts says of each token, (B x T, experts) each."""
     extra = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
     out = model.base_model(input_ids=batch.input_ids, use_cache=False, output_router_logits=True, **extra)
-    with _backbone_replaced(model, _Given(out.last_hidden_state[:1, :1], out.router_logits)):
-        balance = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False,
-                        output_router_logits=True).aux_loss
-    return out.last_hidden_state, balance
+    return out.last_hidden_state, out.router_logits
+
+
+def own_router_loss(model: nn.Module, batch: SequenceBatch, hidden: Tensor,
+                    router_logits: tuple[Tensor, ...]) -> Tensor:
+    """The load-balancing loss (a scalar, without its coefficient) as the model's own forward computes it from these
+    states (B, T, H) and logits, over real tokens. For causal models whose router_coefficient is not 0."""
+    with _backbone_replaced(model, _Given(hidden[:1, :1], router_logits)):
+        return model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False,
+                     output_router_logits=True).aux_loss
 
 
 class _Output:

@@ -1,0 +1,104 @@
+"""The load-balancing loss of a mixture of experts, as a sum over tokens.
+
+Source: Switch Transformer, 2101.03961, equations 4-6: E sum_e f_e P_e over the tokens of all layers, f_e the share of
+the top-k choices that fell on expert e (summed over k), P_e its mean probability. No gradient passes through f. So once
+f is that of a whole minibatch, the loss is a sum over its tokens, and may be cut anyhow.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_rlhf.models.backbone import own_router_loss, router_coefficient
+from hybrid_rlhf.tensors import SequenceBatch
+
+_log = logging.getLogger(__name__)
+_KNOWN: WeakKeyDictionary[nn.Module, Router | None] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Router:
+    """How a model's routers are balanced. coefficient: the loss's weight. num_choices: experts per token (k), or None
+    where the model has a loss of its own kind, which is then taken within each forward."""
+
+    coefficient: float
+    num_choices: int | None
+
+    def choices(self, router_logits: tuple[Tensor, ...], batch: SequenceBatch) -> Tensor:
+        """(E,) fp32: how often each expert is among the first k for a real token, added up over layers."""
+        real = batch.attention_mask.flatten().float()
+        counts = torch.zeros(router_logits[0].shape[-1], device=real.device)
+        for probabilities in _probabilities(router_logits):
+            chosen = probabilities.topk(self.num_choices, -1).indices
+            counts.scatter_add_(0, chosen.flatten(), real.repeat_interleave(self.num_choices))
+        return counts
+
+    def shares(self, choices: Tensor) -> Tensor:
+        """(E,) f: choices per token, of which each makes k."""
+        return self.num_choices * choices / choices.sum()
+
+    def loss(self, model: nn.Module, batch: SequenceBatch, hidden: Tensor, router_logits: tuple[Tensor, ...],
+             shares: Tensor | None = None) -> Tensor:
+        """The loss (a scalar, without its coefficient) of these real tokens. shares: (E,) f of the whole minibatch, or
+        None where these tokens are all of it."""
+        if self.num_choices is None:
+            return own_router_loss(model, batch, hidden, router_logits)
+        if shares is None:
+            with torch.no_grad():
+                shares = self.shares(self.choices(router_logits, batch))
+        real = batch.attention_mask.flatten().float()
+        total = sum(real @ probabilities.float() for probabilities in _probabilities(router_logits))
+        return len(shares) * (shares.to(total.device) * total).sum() / (len(router_logits) * real.sum())
+
+
+def _probabilities(router_logits: tuple[Tensor, ...]) -> Iterator[Tensor]:
+    """(B x T, E) of each layer, in the logits' dtype, as transformers takes them."""
+    return (logits.flatten(0, -2).softmax(-1) for logits in router_logits)
+
+
+def router_of(model: nn.Module) -> Router | None:
+    """How the experts of `model` are balanced; None without experts, or without a loss for them. Found out once for a
+    model, before its weights are shared out."""
+    if model not in _KNOWN:
+        _KNOWN[model] = _found(model)
+    return _KNOWN[model]
+
+
+def _found(model: nn.Module) -> Router | None:
+    coefficient = router_coefficient(model)
+    if not coefficient:
+        return None
+    num_choices = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    if num_choices is None or not _is_plain(model, Router(coefficient, num_choices)):
+        _log.warning("%s balances its experts by a loss of its own, taken within each micro-batch: how a minibatch is "
+                     "cut moves it a little", type(model).__name__)
+        num_choices = None
+    return Router(coefficient, num_choices)
+
+
+@torch.no_grad()
+def _is_plain(model: nn.Module, router: Router) -> bool:
+    """Whether the model's own loss is the formula above, tried on numbers."""
+    config, weight = model.config.get_text_config(), model.get_output_embeddings().weight
+    num_experts = next((v for n in ("num_local_experts", "num_experts", "n_routed_experts")
+                        if (v := getattr(config, n, None))), None)
+    if num_experts is None or num_experts < router.num_choices:
+        return False
+    draw = torch.Generator().manual_seed(0)
+    logits = tuple(torch.randn(10, num_experts, generator=draw).to(weight.device) for _ in range(2))
+    ids, mask = torch.zeros(2, 5, dtype=torch.long, device=weight.device), torch.ones(2, 5, dtype=torch.bool)
+    mask[1, 3:] = False
+    batch = SequenceBatch(ids, mask.to(weight.device), mask.to(weight.device))
+    hidden = torch.zeros(2, 5, config.hidden_size, dtype=weight.dtype, device=weight.device)
+    try:
+        own = own_router_loss(model, batch, hidden, logits)
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        return False
+    found = router.loss(model, batch, hidden, logits)
+    return bool(torch.isclose(found.float(), torch.as_tensor(own).float(), rtol=1e-4))
