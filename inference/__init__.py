@@ -1,1 +1,1 @@
-"""Doors for a trained model: chat at the terminal. Never imports trainers, run or collect."""
+"""Doors for a trained model: chat at the terminal, a server. Never imports trainers, run or collect."""

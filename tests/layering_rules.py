@@ -49,14 +49,18 @@ DOORS = {
     "bitsandbytes": (f"{H}.models.quantize",),
     "datasets": (f"{H}.data.sources",),
     "deepspeed": (f"{H}.engine.zero",),
+    "fastapi": (f"{H}.inference",),
     "jsonargparse": (f"{H}.cli", f"{H}.config"),
     "matplotlib": (f"{H}.run",),
     "packaging": (f"{H}.doctor",),
     "peft": (f"{H}.models.lora",),
+    "pydantic": (f"{H}.inference.protocol",),  # fastapi brings it and starlette
+    "starlette": (f"{H}.inference",),
     "tokenizers": (f"{H}.models",),
     "transformers": (f"{H}.models.attention", f"{H}.models.load", f"{H}.models.backbone",
                      f"{H}.models.saving", f"{H}.models.shapes", f"{H}.models.tokenizer"),
     "triton": (f"{H}.kernels",),
+    "uvicorn": (f"{H}.inference",),
 }
 ANYWHERE = {"torch", "numpy", "safetensors", "rich", "yaml", "jinja2"}  # and the standard library
 LAZY = {"accelerate", "bitsandbytes", "datasets", "deepspeed", "matplotlib", "peft", "tokenizers", "transformers"}

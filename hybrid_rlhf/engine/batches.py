@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.engine.generate import generate_by
+from hybrid_rlhf.engine.request import Request, check_finite, stream
 from hybrid_rlhf.engine.runner import Runner
 from hybrid_rlhf.engine.sampling import SamplingConfig
-from hybrid_rlhf.engine.scheduler import Request, check_finite, stream
 
 
 class GenerateBatches:

@@ -11,6 +11,12 @@ from hybrid_rlhf.engine.sampling import SamplingConfig
 from hybrid_rlhf.kernels import Ops
 
 
+def draw_key(sampling: SamplingConfig) -> tuple:
+    """What of the settings changes a draw; two with the same key draw the same."""
+    return (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty,
+            sampling.min_new_tokens)
+
+
 class Drawing:
     """Draws by the kernels. stops: tokens that end a response. Two with the same `key` draw the same."""
 
@@ -19,7 +25,7 @@ class Drawing:
         self.sampling = sampling
         self.settings = dict(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
                              min_p=sampling.min_p, repetition_penalty=sampling.repetition_penalty)
-        self.key = (*self.settings.values(), sampling.min_new_tokens, *stops)
+        self.key = (*draw_key(sampling), *stops)
         self._sample = ops.sample
         self._stop_ids = torch.tensor(stops, dtype=torch.long, device=device)
 
@@ -43,3 +49,21 @@ class Drawing:
         forbidden = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
         is_young = (counts < self.sampling.min_new_tokens)[:, None].expand(-1, len(self._stop_ids))
         return forbidden.index_copy_(1, self._stop_ids, is_young.contiguous())
+
+
+class MixedDrawing:
+    """Rows under several settings, each drawn as it is under its own alone. parts: (rows (b,) int64, what draws)."""
+
+    def __init__(self, parts: list[tuple[Tensor, Drawing]]) -> None:
+        self._parts = parts
+
+    def __call__(self, logits: Tensor, streams: Tensor, counts: Tensor, seen: Tensor | None = None,
+                 has_young: bool = False) -> tuple[Tensor, Tensor]:
+        """As `Drawing`: all rows must be in one of the parts."""
+        tokens, logprobs = torch.empty_like(streams), logits.new_empty(len(streams), dtype=torch.float32)
+        for rows, draw in self._parts:
+            mine = None if seen is None else seen[rows]
+            tokens[rows], logprobs[rows] = draw(logits[rows], streams[rows], counts[rows], mine, has_young)
+            if seen is not None:
+                seen[rows] = mine
+        return tokens, logprobs

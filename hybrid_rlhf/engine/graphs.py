@@ -29,6 +29,7 @@ _log = logging.getLogger(__name__)
 # Records a step, without running it; returns what runs it again. The step has run once before.
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 STEPS_PER_LOOK = 8  # replays before the host looks at the tokens
+MAX_RECORDINGS = 64  # kept over one cache; a server meets more settings than that
 
 
 def called(step: Callable[[], None]) -> Callable[[], None]:
@@ -144,6 +145,8 @@ class StaticSteps:
                 self._replays[key]()
                 continue
             step = partial(self._step, self._rows, self._is_plain, draw, has_seen, has_young)
+            if len(self._replays) >= MAX_RECORDINGS:
+                self._replays.clear()
             with self._guard():
                 step()  # the first one runs as it is: kernels compile, libraries set themselves up, and it counts
             self._replays[key] = self._recorded(step)

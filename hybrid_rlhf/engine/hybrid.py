@@ -19,11 +19,14 @@ from hybrid_rlhf.engine.graphs import Capture, capture_for, probe_capture
 from hybrid_rlhf.engine.idle import idle_batch, zero_of
 from hybrid_rlhf.engine.kv_cache import SlotCache
 from hybrid_rlhf.engine.memory import explained, fewer_slots, release
+from hybrid_rlhf.engine.modes import evaluating
 from hybrid_rlhf.engine.offload import IdleOffload, Turn, module_tensors
 from hybrid_rlhf.engine.optimizers import OptimizerConfig
+from hybrid_rlhf.engine.request import Request
 from hybrid_rlhf.engine.runner import Runner
 from hybrid_rlhf.engine.sampling import Generation, SamplingConfig
-from hybrid_rlhf.engine.scheduler import Request, Scheduler
+from hybrid_rlhf.engine.scheduler import Scheduler
+from hybrid_rlhf.engine.serving import Serving, open_serving
 from hybrid_rlhf.engine.streaming import Conversation
 from hybrid_rlhf.engine.tensor_parallel import check_shardable
 from hybrid_rlhf.engine.together import agreed, as_group, draw_together
@@ -115,25 +118,14 @@ class HybridEngine:
         """
         if self.is_inference:
             raise RuntimeError("inference() inside inference(): the engine is in inference mode already")
-        modes = {m: m.training for m in self.module.modules()}
-        checkpointing = [m for m in self.module.modules() if getattr(m, "gradient_checkpointing", False)]
-        self.module.eval()
-        for module in checkpointing:
-            module.gradient_checkpointing = False  # with it on, transformers refuses to keep a cache
         self.is_inference = True
         try:
-            with self.active(), torch.no_grad(), self._whole_weights(), self._plugged_in():
+            weights = nullcontext() if self.ranks else gathered(self.module)
+            with evaluating(self.module), self.active(), torch.no_grad(), weights, self._plugged_in():
                 yield self
         finally:
             self.is_inference = False
             self._cache = self._conversation = None  # the memory goes back to training
-            for module, mode in modes.items():
-                module.training = mode
-            for module in checkpointing:
-                module.gradient_checkpointing = True
-
-    def _whole_weights(self) -> AbstractContextManager:
-        return nullcontext() if self.ranks else gathered(self.module)
 
     def _plugged_in(self) -> AbstractContextManager:
         """The model over slots; at the first time it is probed."""
@@ -246,6 +238,11 @@ class HybridEngine:
         if self._conversation is None:
             self._conversation = Conversation(self._runner, self.max_kv_bytes)
         return self._conversation.run(prompt, sampling, stops, seed)
+
+    def serve(self, num_slots: int, capacity: int) -> Serving:
+        """Requests that come and go while others run; see `Serving`. Only inside `inference()`, where it ends."""
+        self._require_inference("serve")
+        return open_serving(self._runner, num_slots, capacity, self._stops(SamplingConfig()), self.max_kv_bytes)
 
     def __call__(self, *inputs: object, **named: object):  # noqa: ANN204 - the module's own
         """The module's forward in training mode, with or without gradients as the caller has it."""

@@ -9,39 +9,23 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache as cache_calls
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.config import UserError
-from hybrid_rlhf.engine.drawing import Drawing
+from hybrid_rlhf.engine.drawing import Drawing, MixedDrawing, draw_key
 from hybrid_rlhf.engine.graphs import STEPS_PER_LOOK, steps_of
 from hybrid_rlhf.engine.kv_cache import SlotCache
+from hybrid_rlhf.engine.request import Request, check_finite, stream
 from hybrid_rlhf.engine.runner import Runner
 from hybrid_rlhf.engine.sampling import SamplingConfig
 
-_WORD = (1 << 64) - 1
 MAX_PREFILL_TOKENS = 4096  # of one forward, padding included
+_MAX_DRAWINGS = 64  # settings that are remembered
 _STEPS_PER_SYNC = {"cuda": STEPS_PER_LOOK}  # how many steps run before the host looks at the tokens; 1 elsewhere
-
-
-@dataclass
-class Request:
-    """One response to make: number (its name under the seed), the prompt, the most tokens it may have, and the seed.
-
-    is_stored: the columns of the prompt, but for its last token, are in the slot already.
-    """
-
-    number: int
-    prompt: Sequence[int]
-    limit: int
-    seed: int = 0
-    is_stored: bool = False
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -57,22 +41,30 @@ class _Batch:
     width: int  # columns that the next step looks at
     steps_left: int  # until the first of them reaches its limit
     has_young: bool  # some had not reached min_new_tokens when the batch was made
+    draw: Drawing | MixedDrawing
 
 
 class Scheduler:
-    """Runs requests through the slots of one cache. stops: tokens that end a response (they are part of it)."""
+    """Runs requests through the slots of one cache. stops: tokens that end a response (they are part of it).
+
+    Requests enter by `submit` and leave by ending or by `drop`, at any time between two calls of `step`. is_eager: a
+    waiting request enters as soon as a slot is free, for somebody reads along; else entries are gathered.
+    """
 
     def __init__(self, runner: Runner, cache: SlotCache, sampling: SamplingConfig,
-                 stops: Sequence[int]) -> None:
+                 stops: Sequence[int], is_eager: bool = False) -> None:
         self.runner, self.cache, self.sampling = runner, cache, sampling
-        self.stops, self.device = frozenset(stops), runner.device
-        self._draw = Drawing(runner.ops, sampling, self.stops, self.device)
+        self.stops, self.device, self.is_eager = frozenset(stops), runner.device, is_eager
+        self._drawings: dict[tuple, Drawing] = {}
         self._static = steps_of(runner, cache)
         self._loaded: _Batch | None = None
+        self._waiting: deque[Request] = deque()
+        self._running: dict[int, Request] = {}  # slot -> request
+        self._batch: _Batch | None = None  # None: someone has entered or left
         self._free = deque(range(cache.num_slots))
         self._stored: dict[int, Sequence[int]] = {}  # slot -> the prompt whose columns it still holds
         self._seen: Tensor | None = None
-        self._stream = cache_calls(stream)
+        self._stream = lru_cache(4 * cache.num_slots + 64)(stream)
         self._steps = STEPS_PER_LOOK if self._static else _STEPS_PER_SYNC.get(self.device.type, 1)
 
     def run(self, requests: Sequence[Request]) -> Iterator[None]:
@@ -80,38 +72,57 @@ class Scheduler:
 
         Raises UserError when the model's logits are not finite.
         """
-        waiting, running = deque(requests), {}
-        while waiting or running:
-            if self._should_admit(waiting, running):
-                running |= self._admit(waiting)
-                batch = self._batch(running)
-            has_ended = self._advance(batch)
+        self.submit(requests)
+        while self.step():
             yield
-            if not has_ended:
-                continue
-            for slot in [slot for slot, request in running.items() if self._has_ended(request)]:
-                del running[slot]
-                self._free.append(slot)
-            if self.runner.is_stateful:  # every slot below the last one in use is a row
-                self._free = deque(sorted(self._free))
-            if running:
-                batch = self._batch(running)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._waiting.extend(requests)
+
+    def drop(self, request: Request) -> None:
+        """Forget a request, waiting or running; its slot is free. Nothing where it has ended."""
+        self._waiting = deque(r for r in self._waiting if r is not request)
+        self._leave([slot for slot, running in self._running.items() if running is request])
+
+    def step(self) -> bool:
+        """One token for every running request, or some, after the waiting ones that may have entered; False when all
+        is done. Raises UserError when the model's logits are not finite."""
+        if self._should_admit():
+            self._running |= self._admit()
+            self._batch = None
+        if not self._running:
+            return False
+        if self._batch is None:
+            self._batch = self._rows()
+        if self._advance(self._batch):
+            self._leave([slot for slot, request in self._running.items() if self._has_ended(request)])
+        return True
+
+    def _leave(self, slots: list[int]) -> None:
+        for slot in slots:
+            del self._running[slot]
+            self._free.append(slot)
+        if slots:
+            self._batch = None
+        if self.runner.is_stateful:  # every slot below the last one in use is a row
+            self._free = deque(sorted(self._free))
 
     def _has_ended(self, request: Request) -> bool:
         return len(request.tokens) >= request.limit or request.tokens[-1] in self.stops
 
     # -- entering ----------------------------------------------------------------------------------------------------
 
-    def _should_admit(self, waiting: deque, running: dict) -> bool:
+    def _should_admit(self) -> bool:
         """A prefill reads all weights once, so it waits until a quarter of the slots is free."""
-        if not waiting or not self._free:
+        if not self._waiting or not self._free:
             return False
-        return not running or len(self._free) >= min(len(waiting), max(1, self.cache.num_slots // 4))
+        enough = 1 if self.is_eager else min(len(self._waiting), max(1, self.cache.num_slots // 4))
+        return not self._running or len(self._free) >= enough
 
-    def _admit(self, waiting: deque[Request]) -> dict[int, Request]:
+    def _admit(self) -> dict[int, Request]:
         """Give waiting requests the free slots, store their prompts (each distinct one once); slot -> request."""
-        count = min(len(waiting), len(self._free))
-        entering = {self._free.popleft(): waiting.popleft() for _ in range(count)}
+        count = min(len(self._waiting), len(self._free))
+        entering = {self._free.popleft(): self._waiting.popleft() for _ in range(count)}
         wanted: dict[tuple[int, ...], list[int]] = {}
         for slot, request in entering.items():
             if not request.is_stored:
@@ -124,8 +135,7 @@ class Scheduler:
             pairs = [(i, slot) for i, prompt in enumerate(prompts) for slot in wanted[prompt]]
             self.runner.prefill(self.cache, [p[:-1] for p in prompts], [i for i, _ in pairs], [s for _, s in pairs])
         self._stored.update({slot: request.prompt for slot, request in entering.items()})
-        if self.sampling.repetition_penalty != 1:
-            self._mark_seen(entering)
+        self._mark_seen({s: r for s, r in entering.items() if self._settings(r).repetition_penalty != 1})
         return entering
 
     def _copy_stored(self, wanted: dict[tuple[int, ...], list[int]]) -> None:
@@ -160,7 +170,7 @@ class Scheduler:
             yield bucket
 
     def _mark_seen(self, entering: dict[int, Request]) -> None:
-        if self._seen is None:
+        if entering and self._seen is None:
             size = self.runner.model.config.get_text_config().vocab_size
             self._seen = torch.zeros(self.cache.num_slots, size, dtype=torch.bool, device=self.device)
         for slot, request in entering.items():
@@ -169,8 +179,9 @@ class Scheduler:
 
     # -- running -----------------------------------------------------------------------------------------------------
 
-    def _batch(self, running: dict[int, Request]) -> _Batch:
+    def _rows(self) -> _Batch:
         """Rows for the running requests, in slot order; where states have no slot table, row b is slot b."""
+        running = self._running
         slots = list(range(max(running) + 1)) if self.runner.is_stateful else sorted(running)
         idle = Request(0, [0], 0)
         requests = [running.get(slot, idle) for slot in slots]
@@ -183,7 +194,27 @@ class Scheduler:
                       slot_ids=None if is_plain else torch.tensor(slots, device=self.device),
                       width=max(len(r.prompt) + len(r.tokens) for _, r in live),
                       steps_left=min(r.limit - len(r.tokens) for _, r in live),
-                      has_young=min(len(r.tokens) for _, r in live) < self.sampling.min_new_tokens)
+                      has_young=any(len(r.tokens) < self._settings(r).min_new_tokens for _, r in live),
+                      draw=self._drawing(requests))
+
+    def _settings(self, request: Request) -> SamplingConfig:
+        return request.sampling or self.sampling
+
+    def _drawing(self, requests: list[Request]) -> Drawing | MixedDrawing:
+        """What draws for these rows: one for all, or one for each of their settings."""
+        rows: dict[tuple, list[int]] = {}
+        if len(self._drawings) > _MAX_DRAWINGS:
+            self._drawings.clear()
+        for i, request in enumerate(requests):
+            settings = self._settings(request)
+            key = draw_key(settings)
+            if key not in self._drawings:
+                self._drawings[key] = Drawing(self.runner.ops, settings, self.stops, self.device)
+            rows.setdefault(key, []).append(i)
+        if len(rows) == 1:
+            return self._drawings[next(iter(rows))]
+        return MixedDrawing([(torch.tensor(index, device=self.device), self._drawings[key])
+                             for key, index in rows.items()])
 
     def _advance(self, batch: _Batch) -> bool:
         """Some steps without looking, then a look: drop what was drawn past an end. True if some request has ended.
@@ -191,7 +222,7 @@ class Scheduler:
         This runs for every token, so it walks over the requests only where it must.
         """
         steps = min(self._steps, batch.steps_left)
-        if self._static:
+        if self._static and isinstance(batch.draw, Drawing):
             drawn = self._replay(batch, steps)
         else:
             queued = [self._step(batch, batch.width + i) for i in range(steps)]
@@ -221,7 +252,7 @@ class Scheduler:
         logits = self.runner.decode(self.cache, batch.tokens, batch.positions, width, batch.slot_ids)
         seen = self._seen if self._seen is None or batch.slot_ids is None else self._seen[batch.slot_ids]
         seen = seen if seen is None else seen[: len(logits)]
-        tokens, logprobs = self._draw(logits, batch.streams, batch.counts, seen, batch.has_young)
+        tokens, logprobs = batch.draw(logits, batch.streams, batch.counts, seen, batch.has_young)
         if seen is not None and batch.slot_ids is not None:
             self._seen[batch.slot_ids] = seen
         batch.tokens, batch.positions, batch.counts = tokens, batch.positions + 1, batch.counts + 1
@@ -235,28 +266,7 @@ class Scheduler:
             self._static.load(batch.tokens, batch.positions, batch.counts, batch.streams, batch.slot_ids,
                               self._seen[rows] if has_seen else None)
             self._loaded = batch
-        drawn = self._static.run(num_steps, self._draw, self._draw.key, has_seen, batch.has_young)
+        drawn = self._static.run(num_steps, batch.draw, batch.draw.key, has_seen, batch.has_young)
         if has_seen:
             self._seen[rows] = self._static.seen
         return drawn
-
-
-def check_finite(logprob: float, request: Request) -> None:
-    """Raise UserError where the logprob of a request's next draw says that the model broke."""
-    if not math.isfinite(logprob):
-        raise UserError(f"the model's logits are not finite at position {len(request.prompt) + len(request.tokens)} of "
-                        f"request {request.number}: its weights have broken (too large a step?)")
-
-
-def stream(seed: int, number: int) -> int:
-    """The random stream (int64) of one request under a seed: splitmix64 of both."""
-    return _splitmix64(_splitmix64(seed) + number)
-
-
-def _splitmix64(x: int) -> int:
-    """kernels.reference.splitmix64 of one Python integer, as int64."""
-    x = (x + 0x9E3779B97F4A7C15) & _WORD
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD
-    x ^= x >> 31
-    return x - (1 << 64) if x >> 63 else x

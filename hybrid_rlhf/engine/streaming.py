@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from hybrid_rlhf.engine.admission import fitting_capacity
 from hybrid_rlhf.engine.kv_cache import SlotCache
+from hybrid_rlhf.engine.request import Request
 from hybrid_rlhf.engine.runner import Runner
 from hybrid_rlhf.engine.sampling import SamplingConfig
-from hybrid_rlhf.engine.scheduler import Request, Scheduler
+from hybrid_rlhf.engine.scheduler import Scheduler
 from hybrid_rlhf.models.load import max_positions
 
 MIN_COLUMNS = 1024  # of a conversation's cache, so that the turns to come find room

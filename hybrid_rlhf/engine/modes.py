@@ -1,0 +1,25 @@
+"""Evaluation mode of a module's every part, and the parts' own modes afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Within the block every part is in evaluation mode, without checkpointing; then each is as before."""
+    modes = {m: m.training for m in module.modules()}
+    checkpointing = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False)]
+    module.eval()
+    for part in checkpointing:
+        part.gradient_checkpointing = False  # with it on, transformers refuses to keep a cache
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+        for part in checkpointing:
+            part.gradient_checkpointing = True

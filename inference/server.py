@@ -1,0 +1,175 @@
+"""Serve trained models: python inference/server.py --model DIR, or hybrid-rlhf serve --model DIR.
+
+OpenAI's chat completions for one model or several, and a reward model's scores for PPO runs elsewhere. It listens on
+this machine only, unless an API key is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if not __package__:  # run as a file: Python put inference/ on the path, but the library lies beside it
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from hybrid_rlhf.config import UserError, check, nearest
+
+if TYPE_CHECKING:
+    from hybrid_rlhf.inference.app import Served
+
+KEY_VARIABLE = "HYBRID_RLHF_API_KEY"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags; a refusal is a UserError of one line."""
+    flags = argparse.ArgumentParser("hybrid-rlhf serve", description=__doc__.splitlines()[0], allow_abbrev=False)
+    flags.add_argument("--model", nargs="+", action="extend", metavar="[NAME=]DIR", default=[],
+                       help="model folders, such as sft=outputs/demo/sft/model ppo=outputs/demo/ppo/model")
+    flags.add_argument("--reward_model", metavar="DIR", help="a reward model, whose scores POST /score gives")
+    flags.add_argument("--reward_label", help="which label of a reward model with several pays")
+    flags.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    flags.add_argument("--port", type=int, default=8000, help="port, 0 for any that is free (%(default)s)")
+    flags.add_argument("--api_key", default=os.environ.get(KEY_VARIABLE),
+                       help=f"what clients must send as Authorization: Bearer KEY; better in {KEY_VARIABLE}, for "
+                            "others on this machine can read command lines")
+    flags.add_argument("--max_batch", type=int, default=16, help="answers drawn at once, by model (%(default)s)")
+    flags.add_argument("--max_queue", type=int, default=64, help="answers that may wait, by model (%(default)s)")
+    flags.add_argument("--max_context", type=int, default=4096, help="most tokens of prompt and answer (%(default)s)")
+    flags.add_argument("--max_prompt_tokens", type=int, help="most tokens of a prompt (max_context - 1)")
+    flags.add_argument("--max_new_tokens", type=int, default=1024, help="longest answer in tokens (%(default)s)")
+    flags.add_argument("--max_body_bytes", type=int, default=2**20, help="largest request (%(default)s)")
+    flags.add_argument("--request_timeout", type=float, default=300.0, help="seconds for an answer (%(default)s)")
+
+    def refuse(message: str) -> NoReturn:
+        raise UserError(f"serve: {message}")
+
+    flags.error = refuse
+    return flags
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    flags = parser()
+    options, unknown = flags.parse_known_args(argv)
+    if unknown:
+        close = nearest(unknown[0].split("=")[0], re.findall(r"--\w+", flags.format_usage()))
+        raise UserError(f"serve: unknown argument {unknown[0]}{close}")
+    check(bool(options.model or options.reward_model), "serve: no model; give --model DIR, such as --model "
+                                                       "outputs/demo/ppo/model, or --reward_model DIR")
+    for name in ("max_batch", "max_context", "max_new_tokens", "max_body_bytes", "request_timeout"):
+        check(getattr(options, name) > 0, f"serve: --{name} is {getattr(options, name)}; it must be positive")
+    check(options.max_queue >= 0, f"serve: --max_queue is {options.max_queue}; it must be 0 or more")
+    check(options.max_prompt_tokens is None or options.max_prompt_tokens > 0,
+          f"serve: --max_prompt_tokens is {options.max_prompt_tokens}; it must be positive")
+    check(0 <= options.port < 2**16, f"serve: --port {options.port} is no port; give one below 65536")
+    check(options.api_key is None or len(options.api_key) >= 8,
+          f"serve: the API key has {len(options.api_key or '')} characters; give 8 at least")
+    return options
+
+
+@dataclass(frozen=True)
+class Place:
+    """A model to serve: its name for clients, and where it is."""
+
+    name: str
+    path: str
+
+
+def places(given: list[str]) -> list[Place]:
+    """NAME=DIR, or DIR, whose name is then the folder's own, or its run's where it is called model."""
+    found = []
+    for text in given:
+        named = re.match(r"([\w.:-]+)=(.+)", text)
+        path = named.group(2) if named else text
+        parts = [p for p in Path(path).parts if p not in ("/", ".", "..")]
+        own = parts[-2] if len(parts) > 1 and parts[-1] == "model" else parts[-1] if parts else path
+        found.append(Place(named.group(1) if named else own if Path(path).is_dir() else path, path))
+    names = [p.name for p in found]
+    for name in names:
+        check(names.count(name) == 1, f"serve: two models are called {name}; name them: --model a=DIR b=DIR")
+    return found
+
+
+def listening(host: str, port: int, has_key: bool) -> socket.socket:
+    """A bound socket. UserError for an address that is not ours to take, or not without a key."""
+    from hybrid_rlhf.inference.guard import is_loopback
+
+    check(is_loopback(host) or has_key, f"serve: --host {host} lets other machines in; give --api_key (or "
+                                        f"{KEY_VARIABLE}), or stay on 127.0.0.1")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        taken = socket.socket(family, kind, protocol)
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(address)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"serve: cannot listen on {host} port {port}: {error}") from error
+    return taken
+
+
+def open_model(place: Place, options: argparse.Namespace) -> Served:
+    """Load one model. UserError for what cannot chat."""
+    from hybrid_rlhf.engine.sampling import SamplingConfig
+    from hybrid_rlhf.inference.app import Served
+    from hybrid_rlhf.inference.conversation import open_conversation
+    from hybrid_rlhf.inference.worker import Lane
+
+    opened = open_conversation(place.path, SamplingConfig())
+    capacity = min(options.max_context, opened.max_positions or options.max_context)
+    return Served(place.name, Lane(opened.engine, options.max_batch, capacity), opened.tokenizer)
+
+
+def run(argv: list[str] | None) -> int:
+    options = parse(argv)
+    found = places(options.model)
+    taken = listening(options.host, options.port, options.api_key is not None)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        import uvicorn
+
+        from hybrid_rlhf.inference.app import Limits, make_app
+    except ImportError as error:
+        raise UserError(f"serve: {error.name} is not installed; pip install 'hybrid-rlhf[serve]'") from error
+    from hybrid_rlhf.inference.guard import PatientProtocol, is_loopback
+    from hybrid_rlhf.inference.scoring import Scorer
+    from hybrid_rlhf.inference.worker import Worker
+
+    scorer = Scorer(options.reward_model, options.reward_label) if options.reward_model else None
+    models = [open_model(place, options) for place in found]
+    if scorer:
+        scorer.open()
+    worker = Worker([m.lane for m in models])
+    worker.start()
+    limits = Limits(options.max_queue, options.max_new_tokens, options.max_prompt_tokens, options.max_body_bytes,
+                    options.request_timeout)
+    app = make_app(models, worker, limits, scorer=scorer, api_key=options.api_key, is_local=is_loopback(options.host))
+    server = uvicorn.Server(uvicorn.Config(
+        app, http=PatientProtocol, ws="none", lifespan="on", log_level="error", access_log=False, server_header=False,
+        timeout_keep_alive=5, timeout_graceful_shutdown=30))
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    print(f"serving {', '.join([m.name for m in models] + ['/score'] * bool(scorer))} at "
+          f"http://{host}:{taken.getsockname()[1]}", file=sys.stderr, flush=True)
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn ends well, then sends itself the signal once more
+        signal.signal(number, lambda *_: None)
+    server.run(sockets=[taken])
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The door: returns the exit code (0 stopped by a signal, 2 the user's input is wrong, 130 interrupted early)."""
+    try:
+        return run(argv)
+    except UserError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
