@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny import own_cache
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "three_stages.py"
 
@@ -16,7 +17,7 @@ SCRIPT = Path(__file__).parent.parent / "examples" / "three_stages.py"
 @pytest.fixture
 def example(monkeypatch, tmp_path):
     """The script as a module, cut down to two steps per stage and a fresh cache."""
-    monkeypatch.setenv("HYBRID_RLHF_CACHE", str(tmp_path / "cache"))
+    own_cache(monkeypatch, tmp_path / "cache")
     monkeypatch.setattr(sys, "path", list(sys.path))
     spec = importlib.util.spec_from_file_location("three_stages", SCRIPT)
     module = importlib.util.module_from_spec(spec)

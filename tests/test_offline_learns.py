@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from tiny import own_cache
 
 from hybrid_rlhf.cli import main
 
@@ -18,7 +19,7 @@ def start(tmp_path_factory):
     """A policy that has seen some demonstrations, many of them wrong."""
     folder = tmp_path_factory.mktemp("learns")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYBRID_RLHF_CACHE", str(folder / "cache"))
+        own_cache(patch, folder / "cache")
         assert main(["--stage", "sft", "--output_dir", f"{folder}/sft", "--model.preset", "demo", "--model.vocab_size",
                      "512", "--data.sources=[{path: demo/demonstrations}]", *DATA, "--train.learning_rate", "4e-3",
                      "--train.max_steps", "120", "--train.per_device_train_batch_size", "64"]) == 0

@@ -12,7 +12,7 @@ import yaml
 from hybrid_rlhf.cli import ONLINE, main
 from hybrid_rlhf.training import on_policy
 from tests.test_stages import COMMON, WORDS
-from tests.tiny import save_tiny
+from tests.tiny import own_cache, save_tiny
 
 GROUPS = ["--ppo.sampling.max_new_tokens", "6", "--roles.actor.learning_rate", "1e-2", "--train.max_steps", "2",
           "--train.per_device_train_batch_size", "3", "--ppo.num_ppo_epochs", "2", "--ppo.num_minibatches", "2",
@@ -28,7 +28,7 @@ def place(tmp_path_factory) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in table))
     save_tiny(folder / "base")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYBRID_RLHF_CACHE", str(folder / "cache"))
+        own_cache(patch, folder / "cache")
         launch(folder, "reward", "--train.max_steps", "1", data="reward")
         yield folder
 

@@ -13,7 +13,7 @@ from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.roles import Actor, Critic, PolicyModule, Reference, Roles
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
-from tests.tiny import save_tiny, tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
+from tests.tiny import own_cache, save_tiny, tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
 
 PAIRS = {"what is the sky": "blue", "what is the sea": "green", "name a pet": "a cat", "count": "1 2 3 4",
          "who lives in a wood": "a red fox", "say nothing": "no", "last word of sun cat": "cat", "first": "once upon"}
@@ -26,7 +26,7 @@ def memorised(tmp_path_factory):
     (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": p, "completion": c}) + "\n"
                                                for p, c in PAIRS.items()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYBRID_RLHF_CACHE", str(folder / "cache"))
+        own_cache(patch, folder / "cache")
         assert main(["--stage", "sft", "--output_dir", f"{folder}/sft", "--data.split", "null", "--model.dtype",
                      "float32", f"--data.sources=[{{path: {folder}/rows.jsonl}}]", "--data.eval_fraction", "0",
                      "--model.model_name_or_path", save_tiny(folder / "base"), "--train.learning_rate", "1e-2",

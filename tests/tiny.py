@@ -51,6 +51,17 @@ def tiny_scalar_model(seed: int = 0, **changes):
     return model
 
 
+def own_cache(patch, folder) -> None:
+    """An empty data cache in `folder`, by a MonkeyPatch; compiled kernels stay where they are (40 s on a busy core)."""
+    from hybrid_rlhf.kernels.build import cache_folder
+
+    kernels = cache_folder()
+    kernels.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True)
+    (folder / "kernels").symlink_to(kernels)
+    patch.setenv("HYBRID_RLHF_CACHE", str(folder))
+
+
 def save_tiny(path, seed: int = 0, template: bool = True, **changes) -> str:
     """A complete model folder (config, safetensors, tokenizer) at `path`; returns it as a string."""
     tokenizer = tiny_tokenizer()
