@@ -49,6 +49,16 @@ def test_grpo_is_paid_by_the_functions_of_the_verifiable_example(place):
     assert 0 <= rows[0]["frac_reward_zero_std"] <= 1
 
 
+def test_rejection_imitates_no_answer_that_is_wrong(place):
+    rows = launch(place, "rejection", "rejection/rejection.yaml", "--rejection.sampling.max_new_tokens", "8",
+                  out="rejection")
+    assert rows[0]["rewards/numeric_match/mean"] == 0 == rows[0]["rejection/kept"]  # this model knows no arithmetic
+    assert rows[0]["reward"] == pytest.approx(0.5 * rows[0]["rewards/says_why/mean"])
+    some = launch(place, "rejection", "rejection/rejection.yaml", "--rejection.sampling.max_new_tokens", "8",
+                  "--rejection.min_score=0.5", out="some")
+    assert (some[0]["rejection/kept"] > 0) == (some[0]["rewards/says_why/mean"] > 0)
+
+
 def test_ppo_is_paid_by_a_helpful_and_a_harmless_reward_model_of_our_own_stage_2(place):
     names = ("helpful", "harmless")
     for name in names:

@@ -1,0 +1,39 @@
+"""A training step of one's own: python examples/custom_flow.py --config ... (the options of --stage ppo)."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hybrid_rlhf.cli import STAGES, Stage, main
+from hybrid_rlhf.rewards import checked_scores
+from hybrid_rlhf.trainers.flow import FlowTrainer
+from hybrid_rlhf.training import on_policy
+from hybrid_rlhf.training.step3_ppo import Config, preview  # noqa: F401 - a stage is Config, preview and run
+
+
+def step(roles, source, prompts, sampling, seed):  # noqa: ANN001, ANN201
+    """REINFORCE: of each prompt's samples, those paid better than their mean become likelier. The KL has a price."""
+    with roles.actor.inference():
+        rollout = roles.actor.generate(prompts.repeat(sampling.num_samples), sampling, seed)
+    rollout.logprobs, rollout.ref_logprobs = rollout.sampled_logprobs, roles.ref.logprobs(rollout)  # (B, R)
+    rollout.scores = checked_scores(source, rollout)  # (B,)
+    price = 0.02 * ((rollout.logprobs - rollout.ref_logprobs) * rollout.action_mask).sum(1)
+    paid = (rollout.scores - price).view(-1, sampling.num_samples)
+    rollout.advantages = (paid - paid.mean(1, keepdim=True)).view(-1, 1) * rollout.action_mask
+
+    def loss(tokens, rows, count):  # noqa: ANN001, ANN202
+        return -(tokens.logprobs * rows.advantages[rows.action_mask]).sum() / count, {}
+
+    return rollout, roles.actor.update(rollout, loss)
+
+
+def run(config, command=""):  # noqa: ANN001, ANN201
+    return on_policy.run(config, command, lambda run: FlowTrainer(step, run.roles, run.source, config.ppo.sampling,
+                                                                  config.seed))
+
+
+if __name__ == "__main__":
+    options = ("--ppo.estimator=grpo", "--ppo.sampling.num_samples=4")  # no critic, four samples of each prompt
+    STAGES["mine"] = Stage(__name__, "a step of my own", "ppo", options)
+    sys.exit(main(["--stage", "mine", *sys.argv[1:]]))

@@ -1,0 +1,48 @@
+"""A training step of the user's own, as a plain function over roles, in the form that `fit` drives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from hybrid_rlhf.collect import Ranking, SamplingConfig
+from hybrid_rlhf.metrics import Metrics
+from hybrid_rlhf.rewards import RewardSource
+from hybrid_rlhf.roles import Roles
+from hybrid_rlhf.rollout import Prompts, Rollout
+
+Step = Callable[[Roles, RewardSource, Prompts, SamplingConfig, int], tuple[Rollout, Metrics]]
+
+
+class FlowTrainer:
+    """One step: whatever `flow(roles, source, prompts, sampling, seed)` does, which answers (rollout, metrics).
+
+    seed is another one in every step, for the sampling; the run's own is `seed` here. The rollout, with its scores and,
+    for the metric kl, its logprobs and ref_logprobs, is reported beside what the function observed. Evaluation samples
+    and scores held-out prompts as every on-policy method does. What the function keeps for itself is in no checkpoint.
+    """
+
+    progress_keys = ("reward", "kl", "completions/mean_length")
+
+    def __init__(self, flow: Step, roles: Roles, source: RewardSource, sampling: SamplingConfig, seed: int) -> None:
+        self.flow, self.roles, self.source, self.sampling = flow, roles, source, sampling
+        self.ranking = Ranking(roles, source, sampling, seed)
+
+    def step(self, prompts: Prompts) -> Metrics:
+        ranking = self.ranking
+        seed = ranking.seed * 1_000_003 + ranking.num_steps
+        rollout, metrics = self.flow(self.roles, self.source, prompts, self.sampling, seed)
+        ranking.num_steps, ranking.newest = ranking.num_steps + 1, rollout
+        return metrics + rollout.metrics()
+
+    def evaluate(self, batches: Iterable[Prompts]) -> Metrics:
+        """Scores, KL and lengths of fresh responses to held-out prompts (always the same draw)."""
+        return self.ranking.evaluate(batches)
+
+    def samples(self) -> list[dict]:
+        return self.ranking.samples()
+
+    def state(self) -> dict:
+        state = {"actor": self.roles.actor.engine.training.state(), "num_steps": self.ranking.num_steps}
+        if self.roles.critic:
+            state["critic"] = self.roles.critic.engine.training.state()
+        return state | {"learnt": self.roles.learnt()}
