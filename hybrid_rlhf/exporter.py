@@ -1,0 +1,172 @@
+"""hybrid-rlhf export: a trained run, model or adapter as a folder for plain transformers, and for llama.cpp and Ollama."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from hybrid_rlhf.config import UserError, check
+
+if TYPE_CHECKING:
+    from hybrid_rlhf.run.runfile import RunRecord
+
+PROMPTS = ("Once upon a time", "What is the capital of France?", "1 2 3 4")
+NUM_TOKENS = 16
+# What a process that knows only transformers says of the exported folder: greedy tokens and the prompts' logits.
+_FRESH = """
+import json, sys, torch, transformers
+from safetensors.torch import save_file
+transformers.logging.set_verbosity_error(); transformers.logging.disable_progress_bar()
+folder, out, prompts, count = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
+model = getattr(transformers, sys.argv[5]).from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
+tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+found = {}
+with torch.no_grad():
+    for i, text in enumerate(prompts):
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        found[f"ids.{i}"] = ids
+        for step in range(count if "Causal" in sys.argv[5] else 0):
+            logits = model(input_ids=ids, use_cache=False).logits
+            ids = torch.cat([ids, logits[:, -1].argmax(-1)[:, None]], 1)
+        found[f"sequence.{i}"] = ids
+        found[f"logits.{i}"] = model(input_ids=ids, use_cache=False).logits.float()
+save_file({k: v.contiguous() for k, v in found.items()}, out)
+"""
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    flags = argparse.ArgumentParser("hybrid-rlhf export", description=__doc__, allow_abbrev=False)
+    flags.add_argument("--model", metavar="DIR", help="a run's folder, its model/ or its adapter/ (or any LoRA adapter)")
+    flags.add_argument("--output_dir", metavar="DIR", help="new or empty folder for the result")
+    flags.add_argument("--base", metavar="DIR", help="base model of an adapter, if it is not where its file says")
+    flags.add_argument("--gguf", metavar="TYPE", help="also one GGUF file for llama.cpp: f32, f16, bf16 or q8_0")
+    flags.add_argument("--ollama", action="store_true", help="also a Modelfile (and a GGUF file, f16, if none is asked)")
+    flags.add_argument("--push_to_hub", metavar="ID", help="upload the folder to this hub id (private; needs a login)")
+    flags.add_argument("--public", action="store_true", help="make the uploaded repository public")
+
+    def refuse(message: str) -> NoReturn:
+        raise UserError(f"export: {message}")
+
+    flags.error = refuse
+    options = flags.parse_args(argv)
+    check(options.model is not None, "export: no model; give --model DIR, such as --model outputs/demo/ppo")
+    check(options.output_dir is not None, "export: no place for the result; give --output_dir DIR")
+    return options
+
+
+def find(path: str) -> tuple[Path, RunRecord | None]:
+    """The folder with weights (or the adapter) that `path` means, and the run it comes from if there is one."""
+    from hybrid_rlhf.models.lora import is_adapter
+    from hybrid_rlhf.run.runfile import RUN_FILE, read_run
+
+    folder = Path(path).expanduser()
+    check(folder.is_dir(), f"export: {path} is no folder; give a run's folder, its model/ or its adapter/")
+    run = next((p for p in (folder, folder.parent) if (p / RUN_FILE).exists()), None)
+    record = read_run(run) if run else None
+    if run == folder:
+        check(record.is_finished, f"export: the {record.stage} run in {path} is not finished ({record.status})")
+        folder = folder / "model"
+    check((folder / "config.json").exists() or is_adapter(folder),
+          f"export: {path} holds neither a model (config.json) nor an adapter (adapter_config.json)")
+    return folder, record
+
+
+def export(options: argparse.Namespace) -> list[Path]:
+    """Do what the flags say; returns what was written. Nothing is left under output_dir if a check fails."""
+    from hybrid_rlhf.run.gguf import check_convertible
+
+    source, record = find(options.model)
+    target = Path(options.output_dir).expanduser()
+    check(not target.exists() or (target.is_dir() and not any(target.iterdir())),
+          f"export: {target} is not empty; choose a new folder")
+    check(target.resolve() != source.resolve(), "export: --output_dir is the model itself; choose a new folder")
+    base = _base_of(source, options.base)
+    wanted = options.gguf or ("f16" if options.ollama else None)
+    if wanted:
+        check_convertible(base or source, wanted)
+    beside = target.with_name(target.name + ".tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        _write(source, base, beside, record)
+        written = [target]
+        if wanted:
+            written.append(target / _gguf(beside, target.name, wanted).name)
+        if options.ollama:
+            written.append(target / _modelfile(beside, f"{target.name}-{wanted}.gguf").name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists():
+            target.rmdir()
+        beside.rename(target)
+    except OSError as error:
+        raise UserError(f"export: cannot write {target}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return written
+
+
+def _base_of(source: Path, given: str | None) -> str | None:
+    """The base model of an adapter; None where `source` is a whole model."""
+    from hybrid_rlhf.models.load import check_folder
+
+    if (source / "config.json").exists():
+        check(given is None, f"export: --base is for adapters; {source} is a whole model")
+        return None
+    base = given or json.loads((source / "adapter_config.json").read_text(encoding="utf-8")).get(
+        "base_model_name_or_path")
+    check(bool(base), f"export: the adapter {source} does not say which model it is for; give --base DIR")
+    check_folder(base)
+    return base
+
+
+def _write(source: Path, base: str | None, folder: Path, record: RunRecord | None) -> None:
+    """The merged model, tokenizer and card in `folder`, compared in a fresh process with the model as it was."""
+    import torch
+
+    from hybrid_rlhf.models.load import ModelConfig, configuration, load_causal_lm, load_scalar_model
+    from hybrid_rlhf.models.lora import load_adapter, lora_layers, merged_state_dict
+    from hybrid_rlhf.models.saving import save
+    from hybrid_rlhf.models.tokenizer import load_tokenizer
+    from hybrid_rlhf.run.card import write_card
+
+    place = ModelConfig(model_name_or_path=base or str(source), dtype="float32")
+    settings = configuration(place)
+    is_reward = any("SequenceClassification" in name for name in settings.architectures or [])
+    model = (load_scalar_model if is_reward else load_causal_lm)(place).eval()
+    dtype = getattr(settings, "dtype", None) or torch.float32
+    if base:
+        load_adapter(model, source, "default")
+    tokenizer = load_tokenizer(str(source) if _has_tokenizer(source) else str(base or source))
+    live = _numbers(model, tokenizer)
+    state = merged_state_dict(model) if lora_layers(model) else model.state_dict()
+    model.config.dtype = dtype
+    save(model, {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items()}, folder)
+    tokenizer.save_pretrained(folder)
+    compare(live, folder, type(model).__name__, exact=dtype == torch.float32)
+    if record is not None:
+        write_card(folder, replace(record, facts=record.facts))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+
+
+def _numbers(model, tokenizer) -> dict:  # noqa: ANN001
+    """What _FRESH computes, of the model in this process."""
+    import torch
+
+    found = {}
+    with torch.no_grad():
+        for i, text in enumerate(PROMPTS):
+            ids = tokenizer(text, return_tensors="pt").input_ids
+            found[f"ids.{i}"] = ids
+            for _ in range(NUM_TOKENS if hasattr(model, "lm_head") or model.get_output_embeddings() is not None else 0):
+                ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1)[:, None]], 1)
+            found[f"sequence.{i}"] = ids
+            found[f"logits.{i}"] = model(input_ids=ids, use_cache=False).logits.float()
+    return found
