@@ -69,11 +69,12 @@ STAGES |= {
 STAGES |= {"evaluate": Stage("hybrid_rlhf.training.evaluate", "two or more models on held-out prompts, side by side")}
 IDENTITIES = ("dpo.loss_type", "ppo.estimator", "ppo.policy_loss")  # what the name of a variant says
 COMMANDS = {"chat": "hybrid_rlhf.inference.chat", "doctor": "hybrid_rlhf.doctor",
-            "serve": "hybrid_rlhf.inference.server"}
+            "export": "hybrid_rlhf.exporter", "serve": "hybrid_rlhf.inference.server"}
 
 USAGE = """usage: {prog} --stage STAGE [--config FILE.yaml] [--dotted.key value ...]
        {prog} chat --model DIR
        {prog} serve --model DIR [--reward_model DIR] [--port 8000]
+       {prog} export --model DIR --output_dir DIR [--gguf f16] [--ollama]
        {prog} doctor
 
 Stages:

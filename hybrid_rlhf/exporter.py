@@ -1,13 +1,12 @@
-"""hybrid-rlhf export: a trained run, model or adapter as a folder for plain transformers, and for llama.cpp and Ollama."""
+"""hybrid-rlhf export: a run, model or adapter as a folder for plain transformers, and for llama.cpp and Ollama."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import shutil
-import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -16,37 +15,13 @@ from hybrid_rlhf.config import UserError, check
 if TYPE_CHECKING:
     from hybrid_rlhf.run.runfile import RunRecord
 
-PROMPTS = ("Once upon a time", "What is the capital of France?", "1 2 3 4")
-NUM_TOKENS = 16
-# What a process that knows only transformers says of the exported folder: greedy tokens and the prompts' logits.
-_FRESH = """
-import json, sys, torch, transformers
-from safetensors.torch import save_file
-transformers.logging.set_verbosity_error(); transformers.logging.disable_progress_bar()
-folder, out, prompts, count = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
-model = getattr(transformers, sys.argv[5]).from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
-tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-found = {}
-with torch.no_grad():
-    for i, text in enumerate(prompts):
-        ids = tokenizer(text, return_tensors="pt").input_ids
-        found[f"ids.{i}"] = ids
-        for step in range(count if "Causal" in sys.argv[5] else 0):
-            logits = model(input_ids=ids, use_cache=False).logits
-            ids = torch.cat([ids, logits[:, -1].argmax(-1)[:, None]], 1)
-        found[f"sequence.{i}"] = ids
-        found[f"logits.{i}"] = model(input_ids=ids, use_cache=False).logits.float()
-save_file({k: v.contiguous() for k, v in found.items()}, out)
-"""
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
     flags = argparse.ArgumentParser("hybrid-rlhf export", description=__doc__, allow_abbrev=False)
-    flags.add_argument("--model", metavar="DIR", help="a run's folder, its model/ or its adapter/ (or any LoRA adapter)")
+    flags.add_argument("--model", metavar="DIR", help="a run's folder, its model/ or its adapter/, any LoRA adapter")
     flags.add_argument("--output_dir", metavar="DIR", help="new or empty folder for the result")
     flags.add_argument("--base", metavar="DIR", help="base model of an adapter, if it is not where its file says")
     flags.add_argument("--gguf", metavar="TYPE", help="also one GGUF file for llama.cpp: f32, f16, bf16 or q8_0")
-    flags.add_argument("--ollama", action="store_true", help="also a Modelfile (and a GGUF file, f16, if none is asked)")
+    flags.add_argument("--ollama", action="store_true", help="also a Modelfile (and a GGUF file if none is asked)")
     flags.add_argument("--push_to_hub", metavar="ID", help="upload the folder to this hub id (private; needs a login)")
     flags.add_argument("--public", action="store_true", help="make the uploaded repository public")
 
@@ -132,41 +107,85 @@ def _write(source: Path, base: str | None, folder: Path, record: RunRecord | Non
     from hybrid_rlhf.models.lora import load_adapter, lora_layers, merged_state_dict
     from hybrid_rlhf.models.saving import save
     from hybrid_rlhf.models.tokenizer import load_tokenizer
+    from hybrid_rlhf.run import fresh
     from hybrid_rlhf.run.card import write_card
 
     place = ModelConfig(model_name_or_path=base or str(source), dtype="float32")
     settings = configuration(place)
     is_reward = any("SequenceClassification" in name for name in settings.architectures or [])
     model = (load_scalar_model if is_reward else load_causal_lm)(place).eval()
-    dtype = getattr(settings, "dtype", None) or torch.float32
     if base:
         load_adapter(model, source, "default")
-    tokenizer = load_tokenizer(str(source) if _has_tokenizer(source) else str(base or source))
-    live = _numbers(model, tokenizer)
+    tokenizer = load_tokenizer(str(source) if _has_tokenizer(source) else base)
+    live = fresh.answers(model, tokenizer)
+    dtype = getattr(settings, "dtype", None) or torch.float32
     state = merged_state_dict(model) if lora_layers(model) else model.state_dict()
     model.config.dtype = dtype
     save(model, {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items()}, folder)
     tokenizer.save_pretrained(folder)
-    compare(live, folder, type(model).__name__, exact=dtype == torch.float32)
+    difference = fresh.compare(live, folder, type(model).__name__, dtype)
+    print(f"reloaded in a fresh process: tokens equal, logits within {difference:.2g} (relative)", file=sys.stderr)
     if record is not None:
-        write_card(folder, replace(record, facts=record.facts))
+        write_card(folder, Path(record.output_dir).resolve().name, asdict(record))
 
 
 def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
 
 
-def _numbers(model, tokenizer) -> dict:  # noqa: ANN001
-    """What _FRESH computes, of the model in this process."""
-    import torch
+def _gguf(folder: Path, name: str, dtype: str) -> Path:
+    from hybrid_rlhf.run.gguf import write_gguf
 
-    found = {}
-    with torch.no_grad():
-        for i, text in enumerate(PROMPTS):
-            ids = tokenizer(text, return_tensors="pt").input_ids
-            found[f"ids.{i}"] = ids
-            for _ in range(NUM_TOKENS if hasattr(model, "lm_head") or model.get_output_embeddings() is not None else 0):
-                ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1)[:, None]], 1)
-            found[f"sequence.{i}"] = ids
-            found[f"logits.{i}"] = model(input_ids=ids, use_cache=False).logits.float()
-    return found
+    return write_gguf(folder, folder / f"{name}-{dtype}.gguf", dtype, name)
+
+
+def _modelfile(folder: Path, weights: str) -> Path:
+    """A Modelfile beside the weights, with the template where Ollama's language can say it."""
+    from hybrid_rlhf.data.chat import render
+    from hybrid_rlhf.models.tokenizer import load_tokenizer
+    from hybrid_rlhf.run import ollama
+
+    tokenizer = load_tokenizer(str(folder))
+    bos = tokenizer.bos_token or ""
+    turns = ollama.turns_of(lambda m: render(tokenizer, m, add_generation_prompt=True), bos) \
+        if tokenizer.chat_template else None
+    starts_with_bos = bool(bos) and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+    if turns and starts_with_bos and turns.opening == bos:  # llama.cpp puts it there
+        turns = ollama.Turns(turns.around, "", turns.marker)
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text = ollama.modelfile(f"./{weights}", turns, [tokenizer.eos_token],
+                            {"num_ctx": min(4096, settings["max_position_embeddings"])})
+    return ollama.write_modelfile(folder, text)
+
+
+def push(folder: Path, name: str, *, is_public: bool) -> str:
+    """Upload `folder` to the hub; returns its address. Raises UserError with the hub's own words."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi()
+    try:
+        api.create_repo(name, private=not is_public, exist_ok=True)
+        return str(api.upload_folder(repo_id=name, folder_path=folder, commit_message="hybrid_rlhf export"))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise UserError(f"export: the hub refused {name}: {' '.join(str(error).split())}; the folder {folder} is "
+                        "complete") from error
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The door; returns 0, or 2 with one line where the input is wrong."""
+    from hybrid_rlhf.run.export import ExportDiffers
+
+    try:
+        options = parse(argv)
+        for path in export(options):
+            print(path)
+        if options.push_to_hub:
+            print(push(Path(options.output_dir).expanduser(), options.push_to_hub, is_public=options.public))
+    except UserError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except ExportDiffers as error:  # ours, or a model that no folder can hold: nothing was left behind
+        print(f"error: {error}; nothing was written", file=sys.stderr)
+        return 1
+    return 0

@@ -16,7 +16,7 @@ H = "hybrid_rlhf"
 
 # room: (floor, its modules). A room imports from itself and from lower floors.
 ROOMS = {
-    "doors": (8, ("train", f"{H}.cli", f"{H}.doctor", f"{H}.init")),
+    "doors": (8, ("train", f"{H}.cli", f"{H}.doctor", f"{H}.exporter", f"{H}.init")),
     "training": (7, (f"{H}.training",)),
     "trainers": (6, (f"{H}.trainers",)),
     "collect": (5, (f"{H}.collect",)),
@@ -50,6 +50,8 @@ DOORS = {
     "datasets": (f"{H}.data.sources",),
     "deepspeed": (f"{H}.engine.zero",),
     "fastapi": (f"{H}.inference",),
+    "gguf": (f"{H}.run.gguf",),
+    "huggingface_hub": (f"{H}.exporter",),
     "jsonargparse": (f"{H}.cli", f"{H}.config"),
     "matplotlib": (f"{H}.run",),
     "packaging": (f"{H}.doctor",),
@@ -63,7 +65,8 @@ DOORS = {
     "uvicorn": (f"{H}.inference",),
 }
 ANYWHERE = {"torch", "numpy", "safetensors", "rich", "yaml", "jinja2"}  # and the standard library
-LAZY = {"accelerate", "bitsandbytes", "datasets", "deepspeed", "matplotlib", "peft", "tokenizers", "transformers"}
+LAZY = {"accelerate", "bitsandbytes", "datasets", "deepspeed", "gguf", "huggingface_hub",
+        "matplotlib", "peft", "tokenizers", "transformers"}
 MAX_FILE, MAX_FUNCTION = 300, 40
 # Words that say nothing, or that mean two things elsewhere; the glossary has the ones to use.
 NOT_A_NAME = {"args", "ans", "experience", "helper", "helpers", "manager", "seq", "strategy", "util", "utils"}

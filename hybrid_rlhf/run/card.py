@@ -7,39 +7,34 @@ from pathlib import Path
 
 import yaml
 
-from hybrid_rlhf.run.runfile import RunRecord
-
 CARD = "README.md"
 _SHOWN = ("learning_rate", "max_steps", "num_train_epochs", "per_device_train_batch_size",
           "gradient_accumulation_steps", "optim", "lr_scheduler_type")
 
 
-def write_card(folder: str | Path, record: RunRecord, parts: tuple[RunRecord, ...] = ()) -> Path:
-    """Write the card of the model in `folder`, which `record` made; parts: the runs that it stands on, oldest first."""
+def write_card(folder: str | Path, name: str, run: dict) -> Path:
+    """Write the card of the model in `folder`, made by `run` (the contents of its run.json), which is called `name`."""
     path = Path(folder) / CARD
-    path.write_text(card_text(record, parts), encoding="utf-8")
+    path.write_text(card_text(name, run), encoding="utf-8")
     return path
 
 
-def card_text(record: RunRecord, parts: tuple[RunRecord, ...] = ()) -> str:
+def card_text(name: str, run: dict) -> str:
     """The card: front matter for machines, then what it is, data, results, and how it was made."""
-    base = _base(parts[0] if parts else record)
-    head = {"library_name": "transformers", "tags": ["hybrid_rlhf", record.stage],
-            "pipeline_tag": "text-classification" if record.stage == "reward" else "text-generation"}
+    base, stage = _base(run), run["stage"]
+    head = {"library_name": "transformers", "tags": ["hybrid_rlhf", stage],
+            "pipeline_tag": "text-classification" if stage == "reward" else "text-generation"}
     licence = base_licence(base)
     head |= {"license": licence} if licence else {}
     head |= {"base_model": base} if base and not _is_path(base) else {}
-    lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", "",
-             f"# {_title(record)}", "",
-             f"A {'reward model' if record.stage == 'reward' else 'language model'} trained by hybrid_rlhf, stage "
-             f"`{record.stage}`{f', from `{_shown(base)}`' if base else ', from random weights'}."]
+    lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", "", f"# {name}", "",
+             f"A {'reward model' if stage == 'reward' else 'language model'} trained by hybrid_rlhf, stage `{stage}`"
+             f"{f', from `{_shown(base)}`' if base else ', from random weights'}."]
     lines += ["", "Licence: " + (f"`{licence}`, the base model's." if licence else
                                  "the base model's and the data's; neither was found beside them, so look before you "
                                  "share this.")]
-    for run in (*parts, record):
-        lines += ["", f"## Stage {run.stage}", "", *_data(run), *_settings(run), *_results(run)]
-    lines += ["", "## Made by", "", f"`{record.command}`", "",
-              ", ".join(f"{name} {number}" for name, number in sorted(record.versions.items())), ""]
+    lines += ["", *_data(run), *_settings(run), *_results(run), "", "## Made by", "", f"`{run.get('command', '')}`", "",
+              ", ".join(f"{package} {number}" for package, number in sorted(run.get("versions", {}).items())), ""]
     return "\n".join(lines)
 
 
@@ -57,12 +52,8 @@ def base_licence(base: str | None) -> str | None:
     return licence if isinstance(licence, str) else None
 
 
-def _title(record: RunRecord) -> str:
-    return f"{Path(record.output_dir).resolve().name} ({record.stage})"
-
-
-def _base(record: RunRecord) -> str | None:
-    return record.facts.get("base_model") or (record.config.get("model") or {}).get("model_name_or_path")
+def _base(run: dict) -> str | None:
+    return run["facts"].get("base_model") or (run["config"].get("model") or {}).get("model_name_or_path")
 
 
 def _is_path(name: str) -> bool:
@@ -74,9 +65,9 @@ def _shown(base: str) -> str:
     return Path(base).name if _is_path(base) else base
 
 
-def _data(record: RunRecord) -> list[str]:
-    sources = (record.config.get("data") or {}).get("sources") or []
-    counts = record.facts.get("data") or {}
+def _data(run: dict) -> list[str]:
+    sources = (run["config"].get("data") or {}).get("sources") or []
+    counts = run["facts"].get("data") or {}
     lines = [f"- data: `{_shown(str(source.get('path')))}`" for source in sources]
     if counts:
         lines.append("- rows: " + ", ".join(f"{name} {number}" for name, number in counts.items()
@@ -84,17 +75,17 @@ def _data(record: RunRecord) -> list[str]:
     return lines
 
 
-def _settings(record: RunRecord) -> list[str]:
-    train = record.config.get("train") or {}
+def _settings(run: dict) -> list[str]:
+    train = run["config"].get("train") or {}
     shown = [f"{name} {train[name]}" for name in _SHOWN if name in train]
-    lora = (record.config.get("model") or {}).get("lora") or {}
+    lora = (run["config"].get("model") or {}).get("lora") or {}
     shown += [f"LoRA r {lora['r']}"] if lora.get("r") else ["all weights"]
-    return ["- settings: " + ", ".join([*shown, f"seed {record.config.get('seed')}"])]
+    return ["- settings: " + ", ".join([*shown, f"seed {run["config"].get('seed')}"])]
 
 
-def _results(record: RunRecord) -> list[str]:
+def _results(run: dict) -> list[str]:
     """The metrics that say how good the model is; times and memory are the machine's."""
-    kept = {k: v for k, v in record.metrics.items()
+    kept = {k: v for k, v in run["metrics"].items()
             if isinstance(v, (int, float)) and not k.startswith(("time/", "memory/", "engine/"))}
     if not kept:
         return []

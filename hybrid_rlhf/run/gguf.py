@@ -1,7 +1,7 @@
 """A model folder as one GGUF file, which llama.cpp and Ollama read. The only door to the gguf package.
 
 A row a model type. What llama.cpp would run otherwise than transformers does (another rotary scaling, another way of
-splitting text before byte-pair merges) is refused by name, for a file that loads and answers nonsense is worse than none.
+splitting text before byte-pair merges) is refused by name: a file that loads and answers nonsense is worse than none.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def interleaved(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 def llama3_factors(rope: dict, dim: int) -> np.ndarray:
-    """What Llama 3.1 divides each of the dim / 2 frequencies by: 1 for short waves, `factor` for long ones, and smoothly
+    """What Llama 3.1 divides each of the dim / 2 frequencies by: 1 for short waves, `factor` for long ones, smoothly
     between (transformers' rope_type llama3)."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     context, factor = rope["original_max_position_embeddings"], rope["factor"]
@@ -182,7 +182,7 @@ def llama3_factors(rope: dict, dim: int) -> np.ndarray:
 
 
 def _vocabulary_kind(folder: Path) -> str:
-    """llama.cpp's name for how text is split, or "spm" for SentencePiece. Raises UserError for what it has no name for."""
+    """llama.cpp's name for how text is split, "spm" for SentencePiece. Raises UserError where there is none."""
     check((folder / "tokenizer.json").exists(), f"{folder} has no tokenizer.json; GGUF export reads that one")
     tokenizer = _json(folder / "tokenizer.json")
     model, before = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
@@ -197,7 +197,7 @@ def _vocabulary_kind(folder: Path) -> str:
     if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
         return "smollm"
     pattern = next((s["pattern"].get("Regex") for s in steps if s.get("type") == "Split"), None)
-    check(pattern in _SPLITS, f"{folder}: its tokenizer splits text by {pattern!r:.80}, which has no GGUF form here")
+    check(pattern in _SPLITS, f"{folder}: its tokenizer splits text by {pattern!r:.80}, which has no GGUF form")
     return _SPLITS[pattern]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +36,7 @@ def turns_of(render: Callable[[list[dict[str, str]]], str], bos: str = "") -> Tu
     try:
         found = _probe(render, bos)
         return found if found and all(found.render(m) == render(m) for m in _TRIALS) else None
-    except Exception:  # noqa: BLE001 - templates raise what they like on messages that they do not take
+    except Exception:  # templates raise what they like on messages that they do not take
         return None
 
 
@@ -62,7 +61,8 @@ def _probe(render: Callable[[list[dict[str, str]]], str], bos: str) -> Turns | N
     user = first[len(opening):]
     if not (after_answer.endswith(user) and after_system.endswith(user) and system_first.startswith(opening)):
         return None
-    user_end = os.path.commonprefix([after_user, last])  # what the answer and the generation marker share may be its own
+    same = [a == b for a, b in zip(after_user, last, strict=False)]  # the answer's beginning may be in it
+    user_end = after_user[: [*same, False].index(False)]
     around = {"system": (system_first[len(opening):], after_system.removesuffix(user)),
               "user": (user, user_end),
               "assistant": (after_user[len(user_end):], after_answer.removesuffix(user))}

@@ -20,6 +20,7 @@ from hybrid_rlhf import __version__
 from hybrid_rlhf.config import UserError, check
 from hybrid_rlhf.distributed import barrier, is_main
 from hybrid_rlhf.run import checkpoint
+from hybrid_rlhf.run.card import write_card
 from hybrid_rlhf.run.trackers import check_trackers
 
 RUN_FILE, FORMAT = "run.json", 1
@@ -58,9 +59,13 @@ class RunRecord:
         return self.status == "finished"
 
     def finish(self, metrics: dict[str, float], *, tokenizer, **facts: object) -> None:  # noqa: ANN001
-        """The run ended well; facts must be JSON. Every process returns after it is written: others read it next."""
+        """The run ended well; facts must be JSON. Its model gets its card. Every process returns after it is written:
+        others read it next."""
         self.metrics = metrics
         self.facts = {"tokenizer": tokenizer_hash(tokenizer), "chat_template": template_hash(tokenizer), **facts}
+        model = Path(self.output_dir) / "model"
+        if is_main() and model.is_dir():
+            write_card(model, Path(self.output_dir).resolve().name, dataclasses.asdict(self))
         self.close("finished")
         barrier()
 
