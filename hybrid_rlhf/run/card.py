@@ -80,7 +80,7 @@ def _settings(run: dict) -> list[str]:
     shown = [f"{name} {train[name]}" for name in _SHOWN if name in train]
     lora = (run["config"].get("model") or {}).get("lora") or {}
     shown += [f"LoRA r {lora['r']}"] if lora.get("r") else ["all weights"]
-    return ["- settings: " + ", ".join([*shown, f"seed {run["config"].get('seed')}"])]
+    return ["- settings: " + ", ".join([*shown, f"seed {run['config'].get('seed')}"])]
 
 
 def _results(run: dict) -> list[str]:
