@@ -16,6 +16,12 @@ def test_the_three_estimators_by_hand():
         torch.testing.assert_close(kl_estimate(logprobs, ref, name), torch.tensor([expected]), rtol=1e-5, atol=1e-6)
 
 
+def test_k1_is_the_difference_of_log_probabilities():
+    logprobs, ref = torch.tensor([[0.5, 0.2, 0.1], [0.6, 0.2, 0.1]]), torch.tensor([[0.4, 0.3, 0.0], [0.7, 0.1, 0.3]])
+    expected = torch.tensor([[0.1, -0.1, 0.1], [-0.1, 0.1, -0.2]])
+    torch.testing.assert_close(kl_estimate(logprobs, ref, "k1"), expected, rtol=0, atol=1e-6)
+
+
 def test_k1_and_k3_have_the_exact_kl_as_expectation_and_k2_and_k3_are_never_negative():
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
     exact = 0.5 * math.log(0.5 / 0.2) + 0.3 * math.log(0.3 / 0.2) + 0.2 * math.log(0.2 / 0.6)

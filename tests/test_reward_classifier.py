@@ -44,7 +44,7 @@ def test_scores_are_the_model_s_own_on_its_own_tokens(tmp_path, kind, labels, op
     source = ClassifierSource(str(tmp_path / "judge"), "judge", batch_size=2, dtype="float32", **options)
     source.open()
     answers = ("red", "a small blue cat", "sun")
-    scores = source.score(rollout(answers, prompt=PROMPTS))
+    scores = torch.tensor(source.score(rollout(answers, prompt=PROMPTS)))
     for i, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
         texts = {"pair": (prompt, answer), "completion": (answer,)}.get(options.get("reads"), (prompt + answer,))
         ids = tokenizer(*texts).input_ids + ([3] if kind == "gpt2" else [])  # a decoder reads the end marker
