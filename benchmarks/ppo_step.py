@@ -23,6 +23,8 @@ from harness import Times, alternate, bandwidth, machine, matrix_rate, write_row
 from peers.plain_ppo import PlainPPO
 from ppo_models import LORA, SHAPES, make_folders, prompts_of, roles_of, trainer_of
 
+from hybrid_rlhf.run.allocator import keep_freed_blocks
+
 ROWS, PROMPT, RESPONSE, MEAN = 8, 64, 64, 24
 CASES = {"full": (False, False), "lora": (True, False), "ragged": (False, True), "ragged_lora": (True, True)}
 ADAM_BYTES = 30  # per parameter: fp32 master, two moments read and written, gradient read twice, bf16 written
@@ -121,6 +123,7 @@ def main() -> None:
     parser.add_argument("--json", help="write the rows to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    keep_freed_blocks()  # as the launcher does; the plain step, in the same process, profits as well
     with tempfile.TemporaryDirectory() as folder:
         make_folders(options.shape, Path(folder))
         if options.profile:

@@ -158,6 +158,8 @@ def _train(argv: list[str]) -> int:
         if code or switches["plan"]:
             return code
         _hold_little()
+    else:
+        _hold_freed()
     return _run(stage, config, command=shlex.join([prog, *argv]))
 
 
@@ -187,6 +189,12 @@ def _hold_little() -> None:
     from hybrid_rlhf.run.allocator import give_back_freed_blocks
 
     give_back_freed_blocks()
+
+
+def _hold_freed() -> None:
+    from hybrid_rlhf.run.allocator import keep_freed_blocks
+
+    keep_freed_blocks()
 
 
 def _run(stage: ModuleType, config: object, command: str) -> int:

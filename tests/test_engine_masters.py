@@ -124,3 +124,60 @@ def test_fp32_parameters_beside_bfloat16_ones_are_their_own_masters():
     assert torch.equal(state["weights"]["3.weight"], module[3].weight)
     assert not torch.equal(state["weights"]["0.weight"], module[0].weight.float())
     assert "master" not in engine.training._optimizer.state[module[3].weight]
+
+
+class Tied(nn.Module):
+    """Looks tokens up, mixes, and predicts them by the same matrix (or by another); 2 is a padding token."""
+
+    def __init__(self, is_tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.mix = nn.Embedding(11, 8, padding_idx=2), nn.Linear(8, 8)
+        self.head = self.embedding if is_tied else nn.Linear(8, 11, bias=False)
+
+    def forward(self, ids):
+        return nn.functional.linear(torch.tanh(self.mix(self.embedding(ids))), self.head.weight)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("pieces", [[6], [1, 2, 3]])
+def test_an_embeddings_gradient_by_rows_is_the_dense_one(is_tied, pieces, monkeypatch):
+    """Against torch's own dense gradient of the same pieces, added up in fp32."""
+    ids = torch.randint(0, 11, (6, 9), generator=torch.Generator().manual_seed(3))
+    module = Tied(is_tied).to(torch.bfloat16)
+    plain = copy.deepcopy(module)
+
+    def predicted(model, rows):
+        logits = model(rows).float().flatten(0, 1)
+        return nn.functional.cross_entropy(logits, (rows * 3 % 11).flatten(), reduction="sum")
+
+    wanted = {}
+    for piece in ids.split(pieces):
+        plain.zero_grad()
+        predicted(plain, piece).backward()
+        for name, parameter in plain.named_parameters():
+            wanted[name] = wanted.get(name, 0) + parameter.grad.float()
+    engine = HybridEngine(module).prepare_training(OptimizerConfig(), lambda step: 1.0, ZeroConfig(0))
+    optimizer, found, calls = engine.training._masters, {}, []
+
+    def noted(max_norm):
+        found.update({n: optimizer._gradient(p).float().clone() for n, p in module.named_parameters()})
+        return type(optimizer).clip(optimizer, max_norm)
+
+    def counted(*given):
+        calls.append(given)
+        type(optimizer).add_rows(optimizer, *given)
+
+    monkeypatch.setattr(optimizer, "clip", noted)
+    monkeypatch.setattr(optimizer, "add_rows", counted)
+    for _ in range(2):  # the second minibatch finds the first one's buffers
+        engine.training._optimizer.param_groups[0]["lr"] = 0.0
+        engine.training.set_learning_rate(0.0)
+        calls.clear()
+        engine.update(ids.split(pieces), lambda rows: predicted(engine, rows))
+        assert len(calls) == len(pieces)
+        for name, gradient in wanted.items():
+            assert (found[name] - gradient).norm() <= 0.01 * gradient.norm(), name
+            assert not is_tied or name != "head.weight"
+    if not is_tied:
+        assert not found["embedding.weight"][2].any() and found["embedding.weight"].any()

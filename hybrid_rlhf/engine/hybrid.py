@@ -30,6 +30,7 @@ from hybrid_rlhf.engine.serving import Serving, open_serving
 from hybrid_rlhf.engine.streaming import Conversation
 from hybrid_rlhf.engine.tensor_parallel import check_shardable
 from hybrid_rlhf.engine.together import agreed, as_group, draw_together
+from hybrid_rlhf.engine.training_forms import training_forms
 from hybrid_rlhf.engine.zero import ZeroConfig, ZeroFrozen, ZeroTraining, gathered, is_partitioned
 
 Piece = TypeVar("Piece")
@@ -61,7 +62,7 @@ class HybridEngine:
             check_shardable(model, self.ranks.degree)
         self.eos_ids, self.pad_id, self.max_batch, self.max_kv_bytes = list(eos_ids), pad_id, max_batch, max_kv_bytes
         self.training: ZeroTraining | None = None
-        self._turn = Turn(adapter)
+        self._turn = Turn(adapter, lambda: nullcontext() if self.is_inference else training_forms(module))
         self._frozen: ZeroFrozen | None = None
         self.is_inference = False
         self.kv_bytes = 0  # of the newest generation

@@ -40,6 +40,10 @@ class MasterAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             yield from group["params"]
 
+    def has_master(self, parameter: nn.Parameter) -> bool:
+        """Whether this optimizer steps `parameter` by a master in fp32."""
+        return "master" in self.state.get(parameter, {})
+
     def expect(self, is_last: bool) -> None:
         """Before a backward pass: whether it is the minibatch's last."""
         self._is_summing = not is_last or bool(self._summed)
@@ -56,6 +60,21 @@ class MasterAdamW(torch.optim.Optimizer):
             state["sum"] = parameter.grad.float()
         self._summed.add(parameter)
         parameter.grad = None
+
+    @torch.no_grad()
+    def add_rows(self, parameter: nn.Parameter, ids: Tensor, rows: Tensor) -> None:
+        """Add fp32 rows (M, H) to rows `ids` (M,), each id once, of the gradient that is being gathered."""
+        state = self.state[parameter]
+        if parameter in self._summed:
+            state["sum"].index_add_(0, ids, rows)
+        elif parameter.grad is not None:  # the tied head's, which comes first
+            parameter.grad[ids] = (parameter.grad[ids].float() + rows).to(parameter.dtype)
+        elif self._is_summing:
+            state["sum"] = state["sum"].zero_() if "sum" in state else torch.zeros_like(state["master"])
+            state["sum"].index_add_(0, ids, rows)
+            self._summed.add(parameter)
+        else:
+            parameter.grad = torch.zeros_like(parameter).index_copy_(0, ids, rows.to(parameter.dtype))
 
     def discard(self) -> None:
         """Forget the sums of a pass that failed."""

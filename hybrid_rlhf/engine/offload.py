@@ -63,10 +63,11 @@ def module_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 class Turn:
     """What holds while an engine computes: the context `adapter` (its low-rank adapter is the active one of a shared
-    base), and its tensors on the device where `offload` is set."""
+    base), and its tensors on the device where `offload` is set, and the context `forms` (how its module computes)."""
 
-    def __init__(self, adapter: Callable[[], AbstractContextManager] = nullcontext) -> None:
-        self._adapter, self._is_taken = adapter, False
+    def __init__(self, adapter: Callable[[], AbstractContextManager] = nullcontext,
+                 forms: Callable[[], AbstractContextManager] = nullcontext) -> None:
+        self._adapter, self._forms, self._is_taken = adapter, forms, False
         self.offload: IdleOffload | None = None
 
     @contextmanager
@@ -80,7 +81,8 @@ class Turn:
                 self.offload.come_back()
             self._is_taken = True
             try:
-                yield
+                with self._forms():
+                    yield
             finally:
                 self._is_taken = False
                 if self.offload:

@@ -43,6 +43,7 @@ from hybrid_rlhf.models.attention import (
     takes_custom_attention,
     without_padding_check,
 )
+from hybrid_rlhf.models.lora_products import fused_adapters
 from hybrid_rlhf.tensors import pad_right
 
 _log = logging.getLogger(__name__)
@@ -85,6 +86,8 @@ class Runner:
                 stack.enter_context(sharded(self.model, self._group))
             stack.enter_context(own_products(self.model, self.ops.linear, self.ops.linear_dtypes))
             stack.enter_context(self.fusions.swapped())
+            if not self._group:  # shards of adapters are not the layers' own parameters
+                stack.enter_context(fused_adapters(self.model))
             stack.enter_context(without_padding_check(self.model))
             if self.path == "native":
                 name = f"hybrid_rlhf_{id(self)}"

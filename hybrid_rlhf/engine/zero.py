@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hybrid_rlhf.distributed import init_process_group, world_size
 from hybrid_rlhf.engine import zero_state
 from hybrid_rlhf.engine.activations import saved_on_cpu
+from hybrid_rlhf.engine.embedding_rows import embeddings_by_rows
 from hybrid_rlhf.engine.failed_pass import discard_gradients
 from hybrid_rlhf.engine.masters import MasterAdamW
 from hybrid_rlhf.engine.optimizers import MASTERED, OPTIMIZERS, OptimizerConfig
@@ -96,9 +97,12 @@ class ZeroTraining:
 
     def __call__(self, *inputs: object, **named: object):  # noqa: ANN204 - the module's own
         """The module's forward."""
-        if "activations" not in self.offload or not torch.is_grad_enabled():
-            return self.engine(*inputs, **named)
-        with saved_on_cpu(self.engine.module):
+        with ExitStack() as stack:
+            if torch.is_grad_enabled() and "activations" in self.offload:
+                stack.enter_context(saved_on_cpu(self.engine.module))
+            if torch.is_grad_enabled() and self._masters:
+                stack.enter_context(embeddings_by_rows(self.engine.module, self._masters.has_master,
+                                                       self._masters.add_rows))
             return self.engine(*inputs, **named)
 
     def backward(self, loss: Tensor, is_last: bool) -> None:

@@ -275,25 +275,4 @@ void decode_attention(const Attention& call) {
   }
 }
 
-void causal_attention(const Attention& call, int64_t length, int64_t query_step) {
-  constexpr int64_t kQueries = 16;
-  const int64_t blocks = (length + kQueries - 1) / kQueries, heads = call.batch * call.kv_heads;
-  const int64_t size = call.query.dtype == DType::kFloat32 ? 4 : 2;
-#pragma omp parallel num_threads(call.threads)
-  {
-    thread_local Scratch scratch;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < heads * blocks; ++task) {
-      const int64_t b = task / blocks / call.kv_heads, k = task / blocks % call.kv_heads;
-      for (int64_t q = task % blocks * kQueries; q < std::min(length, (task % blocks + 1) * kQueries); ++q) {
-        Attention at = call;
-        at.query.data = static_cast<char*>(call.query.data) + q * query_step * size;
-        at.out.data = static_cast<char*>(call.out.data) + q * call.heads * call.value_dim * size;
-        attend(at, b, k, b, 0, q + 1, scratch);
-        write_out(at, b, k, scratch);
-      }
-    }
-  }
-}
-
 }  // namespace hybrid

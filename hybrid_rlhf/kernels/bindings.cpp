@@ -1,59 +1,16 @@
 // Tensors to the kernels' plain interface. Signatures and meaning: kernels/reference.py.
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
+#include "bindings.h"
+
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <optional>
-#include <tuple>
 #include <vector>
-
-#include "kernels.h"
 
 namespace {
 
 using at::Tensor;
-using Maybe = std::optional<Tensor>;
-
-hybrid::DType dtype_of(const Tensor& x, const char* name) {
-  TORCH_CHECK_TYPE(x.device().is_cpu(), name, " is on ", x.device(), "; this kernel reads cpu tensors");
-  switch (x.scalar_type()) {
-    case at::kFloat: return hybrid::DType::kFloat32;
-    case at::kBFloat16: return hybrid::DType::kBFloat16;
-    case at::kHalf: return hybrid::DType::kHalf;
-    default:
-      TORCH_CHECK_TYPE(false, name, " is ", x.scalar_type(), "; this kernel reads float32, bfloat16 and float16");
-  }
-}
-
-hybrid::Rows rows(const Tensor& x, const char* name, int64_t dims) {
-  TORCH_CHECK_VALUE(x.dim() == dims, name, " has ", x.dim(), " dimensions, not ", dims);
-  TORCH_CHECK_VALUE(x.size(-1) <= 1 || x.stride(-1) == 1, name, ": its last dimension must be dense");
-  return {x.data_ptr(), dtype_of(x, name), x.stride(0), dims > 2 ? x.stride(1) : 0};
-}
-
-// A new token's tensor as the kernel can read it; models hand on views of any strides.
-Tensor dense(const Tensor& x) { return x.size(-1) <= 1 || x.stride(-1) == 1 ? x : x.contiguous(); }
-
-Tensor numbers(const Tensor& x, const char* name, int64_t count) {
-  TORCH_CHECK_VALUE(x.dim() == 1 && x.size(0) == count && x.scalar_type() == at::kLong && x.device().is_cpu(), name,
-                    " must be (", count, ",) int64 on the cpu");
-  return x.contiguous();
-}
-
-const bool* flags(const Maybe& x, const char* name, int64_t batch, int64_t count) {
-  if (!x) return nullptr;
-  TORCH_CHECK_VALUE(x->dim() == 2 && x->size(0) == batch && x->size(1) == count && x->scalar_type() == at::kBool &&
-                        x->device().is_cpu() && (count <= 1 || x->stride(1) == 1),
-                    name, " must be (", batch, ", ", count, ") bool on the cpu with a dense last dimension");
-  return x->const_data_ptr<bool>();
-}
-
-int64_t stride_of(const Maybe& x) { return x ? x->stride(0) : 0; }
+using hybrid::dense, hybrid::dtype_of, hybrid::flags, hybrid::Maybe, hybrid::numbers, hybrid::rows, hybrid::stride_of;
 
 void check_slots(const hybrid::Attention& call, int64_t slots, int64_t columns) {
   TORCH_CHECK_VALUE(call.width <= columns, "width is ", call.width, "; the slots have ", columns, " columns");
@@ -101,26 +58,6 @@ Tensor decode_attention(const Tensor& new_query, const Tensor& new_key, const Te
   call.threads = at::get_num_threads();
   pybind11::gil_scoped_release unlocked;
   hybrid::decode_attention(call);
-  return out;
-}
-
-Tensor causal_attention(const Tensor& new_query, const Tensor& new_key, const Tensor& new_value, double scaling) {
-  const Tensor query = dense(new_query), key = dense(new_key), value = dense(new_value);
-  hybrid::Attention call{};
-  call.query = rows(query, "query", 4), call.keys = rows(key, "key", 4), call.values = rows(value, "value", 4);
-  call.batch = query.size(0), call.heads = query.size(1), call.kv_heads = key.size(1), call.dim = query.size(3);
-  call.value_dim = value.size(3);
-  const int64_t length = query.size(2);
-  TORCH_CHECK_VALUE(key.size(0) == call.batch && value.size(0) == call.batch && value.size(1) == call.kv_heads &&
-                        key.size(2) == length && value.size(2) == length && key.size(3) == call.dim &&
-                        call.kv_heads > 0 && call.heads % call.kv_heads == 0,
-                    "shapes do not fit: query ", query.sizes(), ", key ", key.sizes(), ", value ", value.sizes());
-  call.key_step = key.stride(2), call.value_step = value.stride(2), call.scaling = static_cast<float>(scaling);
-  Tensor out = at::empty({call.batch, length, call.heads, call.value_dim}, query.options());
-  call.out = {out.data_ptr(), call.query.dtype, out.stride(0), call.value_dim};
-  call.threads = at::get_num_threads();
-  pybind11::gil_scoped_release unlocked;
-  hybrid::causal_attention(call, length, query.stride(2));
   return out;
 }
 
@@ -251,8 +188,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("decode_attention", &decode_attention, py::arg("query"), py::arg("key"), py::arg("value"), py::arg("keys"),
         py::arg("values"), py::arg("slots"), py::arg("positions"), py::arg("width"), py::kw_only(), py::arg("scaling"),
         py::arg("softcap") = py::none(), py::arg("sinks") = py::none(), py::arg("mask") = py::none());
-  m.def("causal_attention", &causal_attention, py::arg("query"), py::arg("key"), py::arg("value"), py::kw_only(),
-        py::arg("scaling"));
+  hybrid::bind_sequences(m);
   m.def("sample", &sample, py::arg("logits"), py::arg("streams"), py::arg("positions"), py::kw_only(),
         py::arg("temperature") = 1.0, py::arg("top_k") = 0, py::arg("top_p") = 1.0, py::arg("min_p") = 0.0,
         py::arg("repetition_penalty") = 1.0, py::arg("seen") = py::none(), py::arg("forbidden") = py::none());

@@ -10,12 +10,14 @@ from types import ModuleType
 import torch
 
 from hybrid_rlhf.kernels.build import load_extension
+from hybrid_rlhf.kernels.gradients import causal_attention_by
 from hybrid_rlhf.kernels.ops import Fused, Ops
 
 _HERE = Path(__file__).parent
-SOURCES = tuple(_HERE / name for name in ("attention.cpp", "sampling.cpp", "linear.cpp", "packed.cpp",
-                                             "dots.cpp", "elementwise.cpp", "bindings.cpp"))
-HEADERS = tuple(_HERE / name for name in ("simd.h", "kernels.h", "truncation.h"))
+SOURCES = tuple(_HERE / name for name in (
+    "attention.cpp", "sequences.cpp", "sampling.cpp", "linear.cpp", "packed.cpp", "dots.cpp", "elementwise.cpp",
+    "bindings.cpp", "bindings_sequences.cpp"))
+HEADERS = tuple(_HERE / name for name in ("simd.h", "kernels.h", "truncation.h", "products.h", "bindings.h"))
 
 
 def load() -> Ops:
@@ -29,7 +31,7 @@ def load() -> Ops:
     return Ops(f"cpu (C++, with products in {names})" if dtypes else "cpu (C++)", module.decode_attention,
                module.sample, module.linear if dtypes else None, dtypes,
                Fused(module.rms_norm, module.gated, module.rotary),
-               module.causal_attention if has_wide_vectors() else None)
+               causal_attention_by(module) if has_wide_vectors() else None)
 
 
 def load_linear() -> Callable:
@@ -39,7 +41,7 @@ def load_linear() -> Callable:
 
 def load_causal_attention() -> Callable:
     """The compiled causal_attention, whether or not `load` would use it on this processor."""
-    return _module().causal_attention
+    return causal_attention_by(_module())
 
 
 def _module() -> ModuleType:

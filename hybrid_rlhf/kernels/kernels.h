@@ -29,8 +29,24 @@ struct Attention {
 
 void decode_attention(const Attention& call);
 
-// Prompts of `length` tokens: query (B, H, Q, D), keys and values (B, K, Q, D) in place of slots, out (B, Q, H, Dv).
-void causal_attention(const Attention& call, int64_t length, int64_t query_step);
+struct Tokens {  // (B, H, T, D) with a dense last dimension
+  void* data;
+  int64_t batch_stride, head_stride, step;
+};
+
+struct Sequences {
+  int64_t batch, heads, kv_heads, length, dim, value_dim;
+  DType dtype;                    // of all tensors but the normalisers
+  float scaling;
+  Tokens query, key, value;       // (B, H, T, D), (B, K, T, D), (B, K, T, Dv)
+  Tokens out;                     // (B, H, T, Dv): written; in the backward pass its gradient, read
+  float* normalisers;             // (B, H, T), dense: log of the sum of e^score; null: not wanted
+  Tokens query_gradient, key_gradient, value_gradient;  // written by the backward pass
+  int threads;
+};
+
+void causal_attention(const Sequences& call);
+void causal_attention_backward(const Sequences& call);
 
 struct Sampling {
   int64_t batch, vocabulary;

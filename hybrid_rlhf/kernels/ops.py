@@ -21,7 +21,7 @@ class Ops(NamedTuple):
 
     linear(input, weight, bias): nn.Linear without gradients, for kernels/products.py, of weights in linear_dtypes,
     whose products by torch are slower; None where there are none. fused: None where nothing is fused.
-    causal_attention: of short prompts; None where torch's own is as fast.
+    causal_attention: of whole sequences, with gradients; None where torch's own is as fast.
     """
 
     name: str

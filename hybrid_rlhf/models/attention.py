@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import NamedTuple
 
@@ -115,6 +115,21 @@ def own_attention(is_float: Callable, is_bool: Callable) -> Iterator[None]:
         yield
     finally:
         mapping.update(before)
+
+
+@contextmanager
+def sdpa_replaced(attention: Callable) -> Iterator[None]:
+    """Within the block models whose attention is "sdpa" call attention(original, module, query, key, ...) in its place,
+    where original is what they would have called. Their configuration, and so their masks, stay as they are."""
+    from transformers.modeling_utils import AttentionInterface
+
+    mapping = AttentionInterface._global_mapping
+    original = mapping["sdpa"]
+    mapping["sdpa"] = partial(attention, original)
+    try:
+        yield
+    finally:
+        mapping["sdpa"] = original
 
 
 @contextmanager

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import sys
 
-_M_MMAP_THRESHOLD = -3  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
+_MOST_BLOCKS = 65536  # mapped by themselves: glibc's default
 _THRESHOLD = 2**20  # bytes
 
 
@@ -19,7 +20,23 @@ def give_back_freed_blocks() -> bool:
     of 4.9 (OPT-125m shape, two cores). So it is for runs whose memory is bounded (--memory), not for all.
     Returns whether there was such a malloc.
     """
+    return _set(_M_MMAP_MAX, _MOST_BLOCKS) and _set(_M_MMAP_THRESHOLD, _THRESHOLD)
+
+
+def keep_freed_blocks() -> bool:
+    """Let glibc's malloc keep what is freed, so that no page is cleared twice.
+
+    By default blocks above 32 MiB (a chunk of logits, a large weight's gradient) are mapped, cleared and unmapped each
+    time, and the end of the heap is given back after every backward pass. A full PPO step (OPT-125m shape) took 200,000
+    page faults, 0.3 s of 7 s of processor time; kept, next to none, and the peak was 2% higher (5.25 GB for 5.13). What
+    is held stays at the peak until the process ends, so a run whose memory is bounded (--memory) does the opposite.
+    Returns whether there was such a malloc.
+    """
+    return _set(_M_MMAP_MAX, 0) and _set(_M_TRIM_THRESHOLD, -1)
+
+
+def _set(parameter: int, value: int) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and mallopt(_M_MMAP_THRESHOLD, _THRESHOLD) == 1
+    return mallopt is not None and mallopt(parameter, value) == 1

@@ -1,0 +1,71 @@
+"""The gradient of an input embedding as the rows that were looked up, never as a matrix of the vocabulary's size.
+
+torch makes a dense matrix of mostly zeros and, where the output head is tied to the embedding, adds it to the head's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
+
+AddRows = Callable[[nn.Parameter, Tensor, Tensor], None]
+
+
+class _LookUp(torch.autograd.Function):
+    """F.embedding whose backward pass gives the rows to `add_rows`. `anchor` needs a gradient, so that there is one;
+    the weight comes in a tuple, so that autograd does not wait for its gradient from here."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, anchor: Tensor, ids: Tensor, held: tuple[nn.Parameter], padding_idx: int | None,
+                add_rows: AddRows) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.held, ctx.padding_idx, ctx.add_rows = held, padding_idx, add_rows
+        return F.embedding(ids, held[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[None, ...]:
+        ids, = ctx.saved_tensors
+        ids, rows = ids.reshape(-1), gradient.reshape(-1, gradient.shape[-1])
+        if ctx.padding_idx is not None:
+            is_real = ids != ctx.padding_idx
+            ids, rows = ids[is_real], rows[is_real]
+        ctx.add_rows(ctx.held[0], *summed(ids, rows))
+        return None, None, None, None, None
+
+
+def summed(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """ids (N,), rows (N, H) -> each id once (M,) and the sum of its rows (M, H) in fp32."""
+    found, places = ids.unique(return_inverse=True)
+    return found, rows.new_zeros(len(found), rows.shape[1], dtype=torch.float32).index_add_(0, places, rows.float())
+
+
+@contextmanager
+def embeddings_by_rows(model: nn.Module, is_trained: Callable[[nn.Parameter], bool],
+                       add_rows: AddRows) -> Iterator[int]:
+    """Within the block plain input embeddings of `model` whose weight `is_trained` give their gradient to
+    add_rows(weight, ids (M,), fp32 rows (M, H)) in the backward pass; yields how many do."""
+    modules = [m for m in model.modules() if type(m) is nn.Embedding and "forward" not in vars(m)
+               and is_trained(m.weight) and m.max_norm is None and not m.scale_grad_by_freq and not m.sparse]
+    for module in modules:
+        module.forward = _forward(module, add_rows)
+    try:
+        yield len(modules)
+    finally:
+        for module in modules:
+            del module.forward
+
+
+def _forward(module: nn.Embedding, add_rows: AddRows) -> Callable[[Tensor], Tensor]:
+    def forward(input: Tensor) -> Tensor:  # noqa: A002 - nn.Embedding's own name for it
+        if not torch.is_grad_enabled() or not module.weight.requires_grad:
+            return F.embedding(input, module.weight, module.padding_idx)
+        anchor = torch.zeros((), requires_grad=True)
+        return _LookUp.apply(anchor, input, (module.weight,), module.padding_idx, add_rows)
+
+    return forward

@@ -1,0 +1,89 @@
+"""A linear layer and its low-rank adapter in one operation: three products, and no pass over memory between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional as F
+
+
+class AdaptedLinear(torch.autograd.Function):
+    """x (N, in) -> x W^T + bias + scaling (x A^T) B^T, with gradients for x, A (r, in) and B (out, r); W is frozen.
+
+    peft's form makes scaling and sum operations of their own over (N, out), forward and backward; here both are part of
+    the products. Kept for the backward pass: x and x A^T.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor,
+                scaling: float) -> Tensor:
+        low = x @ down.T
+        ctx.save_for_backward(x, low, weight, down, up)
+        ctx.scaling = scaling
+        return F.linear(x, weight, bias).addmm_(low, up.T, alpha=scaling)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, low, weight, down, up = ctx.saved_tensors
+        by_low = (gradient @ up).mul_(ctx.scaling)
+        by_x = (gradient @ weight).addmm_(by_low, down) if ctx.needs_input_grad[0] else None
+        by_down = by_low.T @ x if ctx.needs_input_grad[3] else None
+        by_up = (gradient.T @ low).mul_(ctx.scaling) if ctx.needs_input_grad[4] else None
+        return by_x, None, None, by_down, by_up, None
+
+
+@contextmanager
+def fused_adapters(model: nn.Module) -> Iterator[int]:
+    """Within the block plain adapters of `model` (peft's, over a frozen nn.Linear) run as AdaptedLinear; yields how
+    many layers may. Any other call (merged, several adapters at once, dropout, mixed dtypes) runs as written.
+    """
+    layers = [m for m in model.modules() if _may_be_fused(m)]
+    for layer in layers:
+        layer.forward = _forward(layer)
+    try:
+        yield len(layers)
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _may_be_fused(module: nn.Module) -> bool:
+    return (hasattr(module, "lora_A") and type(getattr(module, "base_layer", None)) is nn.Linear
+            and "forward" not in vars(module) and not module.fan_in_fan_out and not module.lora_variant
+            and all(type(m) is nn.Linear and m.bias is None for part in (module.lora_A, module.lora_B)
+                    for m in part.values()))
+
+
+def _forward(layer: nn.Module) -> Callable[..., Tensor]:
+    base = layer.base_layer
+    original = layer.forward  # bound, of the class
+    parts: dict[str, tuple] = {name: (layer.lora_A[name].weight, layer.lora_B[name].weight, layer.lora_dropout[name])
+                               for name in layer.lora_A if name in layer.lora_B}
+
+    def forward(x: Tensor, *others: object, **named: object) -> Tensor:
+        names = [n for n in layer.active_adapters if n in parts]
+        if others or named or len(names) != 1 or layer.disable_adapters or layer.merged or not _is_plain(x, base):
+            return original(x, *others, **named)
+        down, up, dropout = parts[names[0]]
+        scaling = layer.scaling[names[0]]
+        if down.dtype != x.dtype or up.dtype != x.dtype or (dropout.training and getattr(dropout, "p", 0.0)):
+            return original(x)
+        rows = x.reshape(-1, x.shape[-1])
+        if torch.is_grad_enabled():
+            out = AdaptedLinear.apply(rows, base.weight, base.bias, down, up, scaling)
+        else:
+            out = base(rows).addmm_(F.linear(rows, down), up.T, alpha=scaling)
+        return out.view(*x.shape[:-1], -1)
+
+    return forward
+
+
+def _is_plain(x: Tensor, base: nn.Linear) -> bool:
+    weight = base.weight
+    return (x.dtype == weight.dtype and not weight.requires_grad and x.numel() > 0
+            and not torch.is_autocast_enabled(x.device.type))
