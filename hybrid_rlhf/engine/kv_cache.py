@@ -7,6 +7,7 @@ are one row per slot.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -197,7 +198,8 @@ class SlotCache:
         self.written_by_attention = written_by_attention
         self.all_slots = torch.arange(num_slots, device=device)
         self.layer_class_to_replicate, self.offloading = None, False
-        self.layers = [_layer(self, i, kind) for i, kind in enumerate(kinds)]
+        self._myself = weakref.proxy(self)  # for the layers: a circle would keep the memory until Python looks for circles
+        self.layers = [_layer(self._myself, i, kind) for i, kind in enumerate(kinds)]
         self.step: Step | None = None
 
     def begin(self, step: Step) -> None:
@@ -209,7 +211,7 @@ class SlotCache:
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: object, **kwargs: object):  # noqa: ANN201
         while layer_idx >= len(self.layers):  # decoders cut from encoder-decoders count their layers elsewhere
-            self.layers.append(_layer(self, len(self.layers), _PLAIN))
+            self.layers.append(_layer(self._myself, len(self.layers), _PLAIN))
         return self.layers[layer_idx].update(key, value, *args, **kwargs)
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
