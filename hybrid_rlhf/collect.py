@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from hybrid_rlhf.algorithms.shaping import missing_eos
 from hybrid_rlhf.distributed import max_over_ranks, sum_over_ranks
 from hybrid_rlhf.engine import SamplingConfig
+from hybrid_rlhf.engine.memory import peak_in
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.rewards import RewardSource, checked_scores, part_scores
 from hybrid_rlhf.roles import Actor, Roles
@@ -73,20 +75,25 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
 
     seed makes the sampling a function of the step. gate: whose log-probabilities are the old ones (None: recomputed).
     may_skip: whether a response that every source skipped has the score NaN; else it is an error. metrics receives the
-    time of each phase and what the engine has to say of itself.
+    time and the peak memory of each phase, and what the engine has to say of itself.
     """
     start = time.perf_counter()
-    with metrics.timer("generate"), roles.actor.inference():
+    peak = partial(peak_in, metrics, device=roles.actor.engine.device)
+    with peak("actor/generate"), metrics.timer("generate"), roles.actor.inference():
         rollout = roles.actor.generate(prompts.repeat(sampling.num_samples), sampling, seed)
     metrics.add("engine/tokens_per_second", rollout.action_mask.sum() / (time.perf_counter() - start))
     metrics.add("engine/kv_bytes", roles.actor.engine.kv_bytes)
     with metrics.timer("score"):
-        rollout.logprobs = (gate or DriftGate("recompute")).logprobs(rollout, roles.actor, metrics)  # (B, R)
+        with peak("actor/score"):
+            rollout.logprobs = (gate or DriftGate("recompute")).logprobs(rollout, roles.actor, metrics)  # (B, R)
         if roles.ref:
-            rollout.ref_logprobs = roles.ref.logprobs(rollout)  # (B, R)
+            with peak("ref/score"):
+                rollout.ref_logprobs = roles.ref.logprobs(rollout)  # (B, R)
         if roles.critic:
-            rollout.values = roles.critic.values(rollout)  # (B, R)
-        rollout.scores = (part_scores if may_skip else checked_scores)(source, rollout)  # (B,)
+            with peak("critic/score"):
+                rollout.values = roles.critic.values(rollout)  # (B, R)
+        with peak("reward/score"):
+            rollout.scores = (part_scores if may_skip else checked_scores)(source, rollout)  # (B,)
         rollout.source_scores = rollout.source_scores or {source.name: rollout.scores}  # a mixture has told its parts
     return rollout
 

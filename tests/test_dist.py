@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[1]
 WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the moon", "tree", "old book", "wind"]
 RUNS = {"sft": "sft", "reward": "reward", "ppo": "ppo", "lora_reward": "reward", "lora_ppo": "ppo"}  # run -> stage
 # what cannot be the same: the clock's figures, a process's own cache, and the budget that is given
-CLOCKED = ("time/", "engine/tokens_per_second", "engine/kv_bytes", "micro_batch_tokens", "value/micro_batch_tokens")
+CLOCKED = ("time/", "memory/", "engine/tokens_per_second", "engine/kv_bytes", "micro_batch_tokens",
+           "value/micro_batch_tokens")
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

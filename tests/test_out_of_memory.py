@@ -19,7 +19,7 @@ from hybrid_rlhf.trainers.sft import SFTTrainer
 # An epsilon that large makes Adam a smooth function of the gradient; else it turns the rounding of gradients near zero
 # into whole steps.
 SMOOTH = OptimizerConfig(learning_rate=1e-2, adam_epsilon=1.0)
-CLOCKED = ("time/", "engine/tokens_per_second", "micro_batch_tokens", "value/micro_batch_tokens")
+CLOCKED = ("time/", "memory/", "engine/tokens_per_second", "micro_batch_tokens", "value/micro_batch_tokens")
 
 
 def sft(stage=0, max_tokens=8192):

@@ -56,7 +56,7 @@ def place(tmp_path_factory):
                 f"--data.sources=[{{path: {folder}/rows.jsonl}}]", "--model.model_name_or_path", f"{folder}/base"]
         assert main([*argv, *(m.replace("PLACE", str(folder)) for m in more)]) == code
         lines = Path(folder / out / "metrics.jsonl").read_text().splitlines()
-        return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "engine/"))}
+        return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "engine/", "memory/"))}
                 for line in lines]
 
     return SimpleNamespace(folder=folder, launch=launch)

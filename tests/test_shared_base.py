@@ -39,7 +39,8 @@ class Place(SimpleNamespace):
         if code:
             return [], SimpleNamespace()
         lines = (folder / "metrics.jsonl").read_text().splitlines()
-        rows = [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "engine/"))} for line in lines]
+        rows = [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "engine/", "memory/"))}
+                for line in lines]
         return rows, self.built[-1]
 
 

@@ -36,12 +36,16 @@ ON_POLICY = {"reward", "reward_std", "rewards/model/mean", "rewards/model/std", 
              "completions/min_length", "completions/max_length", "completions/clipped_ratio", "objective/kl",
              "objective/score"}
 TRAINED = {
-    "sft": {"loss", "grad_norm", "learning_rate", "mean_token_accuracy", "num_tokens", "time/step"},
-    "reward": {"loss", "grad_norm", "learning_rate", "accuracy", "margin", "mean_reward", "time/step"},
+    "sft": {"loss", "grad_norm", "learning_rate", "mean_token_accuracy", "num_tokens", "time/step",
+            "memory/actor/update"},
+    "reward": {"loss", "grad_norm", "learning_rate", "accuracy", "margin", "mean_reward", "time/step",
+               "memory/reward/update"},
     "ppo": ON_POLICY | {"entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean",
                         "policy/loss", "policy/approx_kl", "policy/clip_fraction", "value/loss", "value/clip_fraction",
                         "value/explained_variance", "objective/non_score_reward", "grad_norm", "learning_rate",
-                        "time/generate", "time/score", "time/train", "time/step"}}
+                        "time/generate", "time/score", "time/train", "time/step", "memory/actor/generate",
+                        "memory/actor/score", "memory/ref/score", "memory/critic/score", "memory/reward/score",
+                        "memory/actor/update", "memory/critic/update"}}
 EVALUATED = {"sft": {"loss", "mean_token_accuracy", "perplexity"},
              "reward": {"loss", "accuracy", "margin", "mean_reward", "min_reward", "max_reward"}, "ppo": ON_POLICY}
 
@@ -98,7 +102,7 @@ def _digests(folder: Path) -> dict[str, str]:
 def _rows(out: Path, name: str = "metrics.jsonl") -> list[dict]:
     """The lines of a jsonl file without what the clock says."""
     lines = (out / name).read_text().splitlines()
-    clocked = ("time/", "engine/tokens_per_second", "micro_batch_tokens", "value/micro")  # of equal runs
+    clocked = ("time/", "memory/", "engine/tokens_per_second", "micro_batch_tokens", "value/micro")  # of equal runs
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(clocked)} for line in lines]
 
 

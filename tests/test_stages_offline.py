@@ -49,7 +49,7 @@ def lines(out: Path) -> list[dict]:
 
 def close(a: Path, b: Path, rel: float) -> None:
     for left, right in zip(lines(a), lines(b), strict=True):
-        names = [n for n in left if not n.startswith("time/")]
+        names = [n for n in left if not n.startswith(("time/", "memory/"))]
         assert {n: left[n] for n in names} == pytest.approx({n: right[n] for n in names}, rel=rel, abs=1e-5)
 
 

@@ -60,7 +60,7 @@ def settings(**changes):
     return PPOConfig(**(defaults | changes))
 
 
-CLOCKED = ("time/", "engine/tokens_per_second")  # what two equal runs need not agree on
+CLOCKED = ("time/", "memory/", "engine/tokens_per_second")  # what two equal runs need not agree on
 
 
 def weights(engine):

@@ -198,7 +198,7 @@ class SlotCache:
         self.written_by_attention = written_by_attention
         self.all_slots = torch.arange(num_slots, device=device)
         self.layer_class_to_replicate, self.offloading = None, False
-        self._myself = weakref.proxy(self)  # for the layers: a circle would keep the memory until Python looks for circles
+        self._myself = weakref.proxy(self)  # for layers: a circle would keep the memory until Python looks for one
         self.layers = [_layer(self._myself, i, kind) for i, kind in enumerate(kinds)]
         self.step: Step | None = None
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.distributed import world_size
 from hybrid_rlhf.engine.hybrid import HybridEngine
-from hybrid_rlhf.engine.memory import is_out_of_memory, release
+from hybrid_rlhf.engine.memory import is_out_of_memory, peak_in, release
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.tensors import token_budget_groups
 
@@ -72,9 +72,9 @@ def measure(engine: HybridEngine, lengths: Tensor, max_tokens: int,
 def update(engine: HybridEngine, lengths: Tensor, max_tokens: int, loss: Share) -> Metrics:
     """One optimizer step over all rows. `loss(rows)` -> (their share of the loss, {name: (mean, weight)}).
 
-    lengths (N,): tokens of each row. Returns what was observed, grad_norm, learning_rate and micro_batch_tokens (the
-    budget in force). A minibatch that ran out of memory starts again with smaller micro-batches and gives the same
-    gradient; UserError where a single row does not fit.
+    lengths (N,): tokens of each row. Returns what was observed, grad_norm, learning_rate, micro_batch_tokens (the
+    budget in force) and the peak of memory in bytes. A minibatch that ran out of memory starts again with smaller
+    micro-batches and gives the same gradient; UserError where a single row does not fit.
     """
     rate = engine.training.learning_rate
     while True:
@@ -82,7 +82,8 @@ def update(engine: HybridEngine, lengths: Tensor, max_tokens: int, loss: Share) 
         running: list[Tensor] = []  # the rows under way, last
         metrics = Metrics()
         try:
-            norm = engine.update(_groups(engine, lengths, tokens), _observed(loss, metrics, running))
+            with peak_in(metrics, f"{engine.name.split()[0]}/{UPDATE}", engine.device):
+                norm = engine.update(_groups(engine, lengths, tokens), _observed(loss, metrics, running))
         except Exception as error:
             if not running:
                 raise

@@ -7,17 +7,18 @@ import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
 _MOST_BLOCKS = 65536  # mapped by themselves: glibc's default
-_THRESHOLD = 2**20  # bytes
+_THRESHOLD = 2**17  # bytes: glibc begins with it, and raises it unless it is set
 
 
 def give_back_freed_blocks() -> bool:
-    """Let glibc's malloc map every block of 1 MiB or more by itself, so that a freed one is the system's again at once.
+    """Let glibc's malloc map every block of 128 KiB or more by itself: a freed one is the system's again at once.
 
-    By default the threshold grows with every large block that is freed, up to 32 MiB; activations of a few MiB then
-    live in the heap, which fragments and is not given back: measured on a 134M model, 16 x 192 tokens, bf16, 1.90 GB
-    for 1.25 GB of activations, of which 1.4 GB stayed after the backward (mapped: 1.25 GB, 11 MB).
-    The price is time, for a block that is mapped anew is cleared page by page: a PPO step with LoRA took 8.4 s instead
-    of 4.9 (OPT-125m shape, two cores). So it is for runs whose memory is bounded (--memory), not for all.
+    By default the threshold grows with every large block that is freed, up to 32 MiB; activations then live in the
+    heap, which fragments and is not given back. On a 134M model, bf16, LoRA, forward and backward of 2 x 192 tokens,
+    whose tensors take 164 MB: by default 252 MB, of which 252 stayed; mapped from 1 MiB 225-257 MB, for states of
+    2 x 192 x 768 are below that; mapped from 128 KiB 167 MB, of which 2 stayed.
+    The price is time, for a block that is mapped anew is cleared page by page: that forward and backward took 1.5 s
+    instead of 1.1 (one thread). So it is for runs whose memory is bounded (--memory), not for all.
     Returns whether there was such a malloc.
     """
     return _set(_M_MMAP_MAX, _MOST_BLOCKS) and _set(_M_MMAP_THRESHOLD, _THRESHOLD)

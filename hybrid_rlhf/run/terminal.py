@@ -184,10 +184,11 @@ def memory(num_bytes: float) -> str:
 
 def peak_bytes() -> int:
     """The most memory in use so far: the accelerator's where there is one, else this process's."""
-    import torch
+    from hybrid_rlhf.distributed import device
+    from hybrid_rlhf.engine.memory import meter
 
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+    if peak := meter.highest(device()):
+        return peak
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
