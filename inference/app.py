@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.data.chat import Refused, encode_prompt
@@ -28,6 +29,10 @@ from hybrid_rlhf.inference.served import Limits, Served
 from hybrid_rlhf.inference.worker import Job, Worker
 
 PAGE = Path(__file__).parent / "page"
+PAGE_HEADERS = [
+    (b"content-security-policy", b"default-src 'self'; img-src data:; object-src 'none'; base-uri 'none'; "
+                                 b"form-action 'self'; frame-ancestors 'none'"),
+    (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"), (b"cache-control", b"no-cache")]
 BODY_SECONDS = 30.0
 
 
@@ -52,8 +57,22 @@ def make_app(models: list[Served], worker: Worker, limits: Limits, *, scorer: Sc
     app.add_exception_handler(ApiError, _refused)
     app.add_exception_handler(HTTPException, _refused)
     if (PAGE / "index.html").exists():
-        app.mount("/", StaticFiles(directory=PAGE, html=True))
+        app.mount("/", _with_policy(StaticFiles(directory=PAGE, html=True)))
     return Guard(app, api_key, is_local)
+
+
+def _with_policy(app: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """The page runs its own script, talks to its own server, and stands in nobody's frame."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *PAGE_HEADERS]
+            await send(message)
+
+        await app(scope, receive, with_headers)
+
+    return answer
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -77,6 +96,7 @@ class Server:
 
     async def health(self) -> Response:
         state = {"status": "ok" if self.worker.is_alive else "stopped",
+                 "reward_model": self.scorer is not None,
                  "models": {m.name: {"open": m.num_open, "slots": m.lane.num_slots} for m in self.models.values()}}
         return JSONResponse(state, 200 if self.worker.is_alive else 503)
 
