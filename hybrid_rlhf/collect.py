@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.algorithms.shaping import missing_eos
-from hybrid_rlhf.distributed import max_over_ranks, sum_over_ranks
+from hybrid_rlhf.distributed import place_over_ranks, sum_over_ranks
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.engine.memory import peak_in
 from hybrid_rlhf.metrics import Metrics
@@ -102,18 +102,31 @@ def refill(first: Rollout, group_size: int, max_rounds: int, sample: Callable[[i
            metrics: Metrics) -> Rollout:
     """As many groups as in `first`, those whose scores are all equal replaced by groups of new prompts (2503.14476).
 
-    sample(round) gives another rollout, at most max_rounds times; every process asks as often. What was accepted stays
-    where the rounds end before it is enough; where no process has accepted any, `first` itself comes back.
+    sample(round) gives another rollout, at most max_rounds times; every process asks as often. Groups are accepted in
+    the order of all processes' prompts, as one process would, so one process may end with more of them than another.
+    What was accepted stays where the rounds end before it is enough; where none was, `first` itself comes back.
     """
-    wanted, kept = len(first) // group_size, _spread_groups(first, group_size)
+    wanted, size = place_over_ranks(len(first) // group_size)[1], group_size
+    kept, accepted = _accepted(first, size, 0, wanted)
     rounds = 0
-    while rounds < max_rounds and max_over_ranks(wanted - len(kept) // group_size) > 0:
+    while rounds < max_rounds and accepted < wanted:
         rounds += 1
-        kept = kept + _spread_groups(sample(rounds), group_size)
-    kept = kept.rows(torch.arange(min(len(kept), len(first))))
+        more, accepted = _accepted(sample(rounds), size, accepted, wanted)
+        kept = kept + more
     metrics.add("refill/rounds", rounds)
     metrics.add("refill/filled", len(kept) / max(len(first), 1), len(first))
-    return kept if max_over_ranks(len(kept)) else first
+    return kept if accepted else first
+
+
+def _accepted(rollout: Rollout, size: int, accepted: int, wanted: int) -> tuple[Rollout, int]:
+    """The groups of this process that are among the first `wanted` of all, of which `accepted` were there before, with
+    the numbers that one process would give them; and how many there are now."""
+    found = _spread_groups(rollout, size)
+    before, total = place_over_ranks(len(found) // size)
+    own = min(max(wanted - accepted - before, 0), len(found) // size)
+    found = found.rows(torch.arange(own * size))
+    found.numbers = torch.arange(own * size) + (accepted + before) * size
+    return found, min(accepted + total, wanted)
 
 
 def _spread_groups(rollout: Rollout, group_size: int) -> Rollout:

@@ -49,7 +49,8 @@ class Rollout:
     response_ids (B, R), right-padded; action_mask (B, R) bool, sampled tokens up to and including EOS; has_eos (B,)
     bool, whether the response ended by itself. The rest is filled in by `collect` and the trainer; shapes as in the
     glossary: logprobs, ref_logprobs, values, rewards, advantages, returns (B, R); scores (B,), NaN where a method that
-    allows it has none. source_scores: (B,) of each reward source, NaN where it skipped a response.
+    allows it has none. source_scores: (B,) of each reward source, NaN where it skipped a response. numbers: (B,) each
+    sequence's place among those of all processes, where that is not the order of processes.
     """
 
     prompts: Prompts
@@ -66,6 +67,7 @@ class Rollout:
     rewards: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
+    numbers: Tensor | None = None
 
     @classmethod
     def from_responses(cls, prompts: Prompts, responses: Sequence[Sequence[int]], has_eos: Sequence[bool],
@@ -127,12 +129,14 @@ class Rollout:
                  ) -> Iterator[Rollout]:
         """Pieces of at most `size` sequences in an order drawn from `generator`.
 
-        Where these are numbers first, first + 1, ... of `total` sequences over all processes, `size` counts all of them
-        and each piece holds the process's own share of it, empty at times: every process yields as many pieces.
+        Where these are numbers first, first + 1, ... (or `numbers`) of `total` over all processes, `size` counts all of
+        them and each piece holds the process's own share of it, empty at times: every process yields as many pieces.
         """
         order = torch.randperm(len(self) if total is None else total, generator=generator)
+        rows = torch.full((len(order),), -1)  # number -> row, where it is one of ours
+        rows[first + torch.arange(len(self)) if self.numbers is None else self.numbers] = torch.arange(len(self))
         for piece in order.split(size):
-            yield self.rows(piece[(piece >= first) & (piece < first + len(self))] - first)
+            yield self.rows(rows[piece][rows[piece] >= 0])
 
     def mean_kl(self) -> float:
         """Mean over sequences of sum_t (logprobs - ref_logprobs), in nats: the estimate of KL(actor || ref)."""

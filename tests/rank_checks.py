@@ -21,18 +21,20 @@ import torch
 from hybrid_rlhf import failure, policy
 from hybrid_rlhf.algorithms.preference import bradley_terry
 from hybrid_rlhf.cli import main
-from hybrid_rlhf.distributed import consecutive_ranks, gather_over_ranks, rank, shutdown, sum_over_ranks
+from hybrid_rlhf.config import UserError
+from hybrid_rlhf.distributed import consecutive_ranks, gather_over_ranks, rank, sum_over_ranks
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
 from hybrid_rlhf.engine.zero import gathered
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.roles import Actor, PolicyModule, Reward
 from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right
+from tests.rank_adapters import check_adapters
 from tests.rank_experts import check_experts
+from tests.rank_rows import STEPS, moved, own_rows, plain_loss, relative, rows_of, tokens_allowed
 from tests.shortage import failing
 from tests.tiny import tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
 
-STEPS, RATE = 3, 0.5
-SPLITS = [(4, 4), (8, 0), (3, 5)]  # rows of the two processes, step by step
+RATE = 0.5
 LAYOUTS = {
     "zero 1, optimizer offloaded": {"zero_stage": 1, "offload": ["optimizer"]},
     "zero 2, all activations offloaded": {"zero_stage": 2, "offload": ["optimizer", "activations"]},
@@ -47,37 +49,6 @@ def patched(where: object, name: str, value: object) -> Iterator[None]:
         yield
     finally:
         setattr(where, name, before)
-
-
-def rows_of(step: int) -> tuple[SequenceBatch, list[list[int]]]:
-    """Eight ragged sequences, the last half of each to be predicted, and the same as lists."""
-    generator = torch.Generator().manual_seed(100 + step)
-    lists = [torch.randint(4, 300, (int(n),), generator=generator).tolist()
-             for n in torch.randint(6, 20, (8,), generator=generator)]
-    mask = length_mask(torch.tensor([len(r) for r in lists]))
-    prompt = length_mask(torch.tensor([len(r) // 2 for r in lists]), mask.shape[1])
-    return SequenceBatch(pad_right(lists, 0), mask, mask & ~prompt), lists
-
-
-def own_rows(step: int) -> torch.Tensor:
-    first = 0 if rank() == 0 else SPLITS[step][0]
-    return torch.arange(first, first + SPLITS[step][rank()])
-
-
-def tokens_allowed() -> int:
-    """Budgets so unlike that the processes run unlike numbers of micro-batches."""
-    return 24 if rank() == 0 else 400
-
-
-def plain_loss(model: torch.nn.Module, lists: list[list[int]]) -> torch.Tensor:
-    """Mean negative log-likelihood, one unpadded sequence at a time, from whole logits."""
-    losses = []
-    for row in lists:
-        logits = model(input_ids=torch.tensor([row])).logits[0]
-        start = len(row) // 2
-        losses.append(torch.nn.functional.cross_entropy(logits[start - 1 : -1], torch.tensor(row[start:]),
-                                                        reduction="none"))
-    return torch.cat(losses).mean()
 
 
 def optimizer_of(optim: str, max_grad_norm: float) -> OptimizerConfig:
@@ -124,14 +95,6 @@ def trained(optim: str, max_grad_norm: float, checkpointing: bool = False, tp: i
     return actor, {"losses": losses, "norms": norms}
 
 
-def relative(ours: list[float], theirs: list[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
-
-
-def moved(weights: dict, before: dict) -> torch.Tensor:
-    return torch.cat([(weights[k].float() - before[k].float()).flatten() for k in before])
-
-
 def compare(actor: Actor, found: dict, plain: dict) -> dict:
     """Relative differences: of losses, of gradient norms, of the weights' whole way, and of its length."""
     with gathered(actor.engine.module):
@@ -155,6 +118,14 @@ def check_layouts() -> dict:
         out[f"zero {stage}, bfloat16"] = compare_masters(
             *trained("sgd", 1e9, dtype=torch.bfloat16, zero_stage=stage), plain)
     return out
+
+
+def end_short_of_memory() -> None:
+    """Last of all: the second process runs out of memory in the midst of a pass in which the first waits for it."""
+    try:
+        trained("sgd", 1e9, full_at=30 if rank() == 1 else None, zero_stage=3)
+    except UserError as error:
+        failure.fail(2, f"error: {error}")
 
 
 def check_memory() -> dict:
@@ -270,7 +241,7 @@ def check_stages(argv_of: dict[str, list[str]]) -> dict:
 def run(out: Path, stages: Path) -> None:
     failure.join()
     results, seconds = {}, {}
-    checks = {"layouts": check_layouts, "experts": check_experts, "memory": check_memory,
+    checks = {"layouts": check_layouts, "experts": check_experts, "memory": check_memory, "adapters": check_adapters,
               "inference": check_inference, "shards": check_shards, "state": check_state, "rewards": check_rewards,
               "stages": lambda: check_stages(json.loads(stages.read_text()))}
     for name, check in checks.items():
@@ -279,7 +250,7 @@ def run(out: Path, stages: Path) -> None:
         seconds[name] = time.perf_counter() - start
     if rank() == 0:
         out.write_text(json.dumps(results | {"seconds": seconds}, indent=1))
-    shutdown()
+    end_short_of_memory()
 
 
 if __name__ == "__main__":

@@ -85,6 +85,36 @@ def test_a_backward_reaches_its_own_adapter_only_with_the_gradients_of_a_base_th
         assert gradient.abs().sum() > 0
 
 
+EXPERTS = dict(kind="mixtral", num_local_experts=4, num_experts_per_tok=2)
+
+
+def test_several_adapters_on_fused_experts_each_give_their_own_numbers_and_get_their_own_gradients():
+    shared = base_with("actor", "critic", "reward", **EXPERTS)
+    adapters = Adapters(shared)
+    adapters.train_only(["actor", "critic"])
+    names = {n for n in lora_layers(shared) if "experts" in n}
+    assert len(names) == 4  # gate_up_proj and down_proj of two layers
+    for number, name in enumerate(("actor", "critic")):
+        alone = tiny_causal_lm(**EXPERTS)
+        torch.manual_seed(100 + number)
+        add_lora(alone, LoraConfig(r=4), name)
+        for layer in lora_layers(alone).values():
+            torch.nn.init.normal_(layer.lora_B[name].weight, std=0.2)
+        (numbers(alone) ** 2).mean().backward()
+        shared.zero_grad()
+        with adapters.use(name):
+            found = numbers(shared)
+            (found ** 2).mean().backward()
+        torch.testing.assert_close(found, numbers(alone), rtol=0, atol=0)
+        expected = gradients(alone)
+        assert gradients(shared).keys() == {n for n in expected if ".lora_" in n} and len(expected) >= 24
+        for place, gradient in gradients(shared).items():
+            torch.testing.assert_close(gradient, expected[place], rtol=1e-5, atol=1e-8)
+            assert gradient.abs().sum() > 0 or "experts" in place
+    with adapters.use(None), torch.no_grad():
+        torch.testing.assert_close(numbers(shared), numbers(tiny_causal_lm(**EXPERTS)), rtol=0, atol=0)
+
+
 def test_a_switch_between_forward_and_backward_is_refused_whoever_made_it():
     model = base_with("actor", "critic")
     adapters = Adapters(model)

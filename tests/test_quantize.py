@@ -1,5 +1,8 @@
 """4- and 8-bit bases: one product in every mode, gradients through it, and a merge that keeps what was learned."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from tiny import save_tiny, tiny_scalar_model, tiny_tokenizer
@@ -104,12 +107,35 @@ def test_an_impossible_fact_taught_by_an_adapter_survives_training_merging_and_r
     export(model.eval(), tiny_tokenizer(), tmp_path / "model", [3])  # compares the reloaded model's logits itself
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert not getattr(plain.config, "quantization_config", None)
-    said = plain.generate(ids[:, :3], do_sample=False, max_new_tokens=3, eos_token_id=3, pad_token_id=0)
-    assert said.tolist() == [FACT]
     untaught = load.load_causal_lm(ModelConfig(folder))
     assert untaught(ids).logits[0, 2:-1].argmax(-1).tolist() != FACT[3:]
-    torch.testing.assert_close(plain(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+    again = quantised(str(tmp_path / "model"), kind)  # as the base of a next stage
+    for taught in (model, plain, again.eval()):
+        said = taught.generate(ids[:, :3], do_sample=False, max_new_tokens=3, eos_token_id=3, pad_token_id=0)
+        assert said.tolist() == [FACT]
     assert set(merged_state_dict(model)) == set(plain.state_dict())
+    for name, layer in lora_layers(model).items():
+        taught = 2 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight  # alpha / r is 2
+        torch.testing.assert_close(plain.get_submodule(name).weight, untaught.get_submodule(name).weight + taught,
+                                   rtol=1e-5, atol=1e-6)
+        kept = dequantised(again.get_submodule(name)) - before[name]
+        assert (kept * taught).sum() / taught.square().sum() > 0.9  # of the adapter, in its own direction
+    merge = json.loads((tmp_path / "adapter" / "merge.json").read_text())
+    assert merge["into"] == "original" and 0 < merge["difference"] < (0.5 if kind == "4bit" else 0.05)
+
+
+def test_without_the_original_weights_an_adapter_is_merged_into_what_is_left_of_them(folder, tmp_path, caplog):
+    base = shutil.copytree(folder, tmp_path / "base")
+    model = quantised(str(base), "4bit")
+    add_lora(model, LoraConfig(r=4))
+    for layer in lora_layers(model).values():
+        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.2)
+    shutil.rmtree(base)
+    export(model.eval(), tiny_tokenizer(), tmp_path / "model", [3])
+    assert "merged into what the quantisation left" in caplog.text
+    plain = load.load_causal_lm(ModelConfig(str(tmp_path / "model")))
+    torch.testing.assert_close(plain(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+    assert json.loads((tmp_path / "adapter" / "merge.json").read_text())["into"] == "dequantised"
 
 
 def test_a_scalar_model_keeps_its_head_in_full_precision_and_it_is_not_adapted(tmp_path, folder):

@@ -38,3 +38,29 @@ def test_ppo_on_one_base_raises_the_reward_of_the_demo_task(runs, more):
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     rewards = [row["reward"] for row in rows if "reward" in row]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_sft_reward_and_ppo_over_a_4_bit_base_follow_each_other_and_each_of_them_learns(tmp_path):
+    common = [*COMMON, f"--data.cache_dir={tmp_path}/cache"]
+    four_bits = [*common, "--model.load_in_4bit", "true", "--model.lora.r", "16", "--model.model_name_or_path"]
+    demos = ["--data.sources=[{path: demo/demonstrations}]", "--train.per_device_train_batch_size", "64"]
+    assert main(["--stage", "sft", "--output_dir", f"{tmp_path}/base", *common, *demos, "--model.preset", "demo",
+                 "--train.learning_rate", "4e-3", "--train.max_steps", "250"]) == 0
+    assert main(["--stage", "sft", "--output_dir", f"{tmp_path}/sft", *four_bits, f"{tmp_path}/base", *demos,
+                 "--train.learning_rate", "5e-3", "--train.max_steps", "300"]) == 0
+    assert main(["--stage", "reward", "--output_dir", f"{tmp_path}/reward", *four_bits, f"{tmp_path}/sft",
+                 "--data.sources=[{path: demo/preferences}]", "--train.learning_rate", "5e-3", "--train.max_steps",
+                 "300", "--train.per_device_train_batch_size", "48"]) == 0
+    assert main(["--stage", "ppo", "--output_dir", f"{tmp_path}/ppo", *four_bits, f"{tmp_path}/sft", *PPO,
+                 "--data.sources=[{path: demo/prompts}]", "--roles.share_base", "true"]) == 0
+    last = {name: json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])
+            for name in ("base", "sft", "reward", "ppo")}
+    print({name: {k: v for k, v in rows.items() if k.startswith("eval/")} for name, rows in last.items()})
+    assert last["sft"]["eval/loss"] < 0.8 * last["base"]["eval/loss"]
+    assert last["reward"]["eval/accuracy"] > 0.65
+    rewards = [row["reward"] for row in map(json.loads, (tmp_path / "ppo" / "metrics.jsonl").read_text().splitlines())
+               if "reward" in row]
+    print(rewards, (tmp_path / "sft" / "adapter" / "merge.json").read_text())
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 1

@@ -216,11 +216,38 @@ def test_lora_on_a_16_bit_base_trains_fp32_masters_of_16_bit_adapters_and_fp32_h
     assert all(v is not None for row in rows for v in row.values())
 
 
-def test_what_a_run_over_a_quantised_base_learned_is_not_rounded_away_by_quantising_again(place, capfd) -> None:
-    place.launch("sft", "q/sft", *LORA, "--model.load_in_4bit", "true")
-    place.launch("reward", "q/reward", *LORA, "--model.model_name_or_path", f"{place.folder}/q/sft")
-    for stage in ("reward", "ppo"):
-        given = ["--roles.reward.model_name_or_path", f"{place.folder}/q/reward"] if stage == "ppo" else []
-        place.launch(stage, f"twice/{stage}", *LORA, "--model.load_in_4bit", "true", "--model.model_name_or_path",
-                     f"{place.folder}/q/sft", *given, code=2)
-        assert "q/sft was trained over a quantised base" in capfd.readouterr().err
+@pytest.mark.parametrize("kind", ["4bit", "8bit"])
+def test_three_stages_over_a_quantised_base_follow_each_other(place, capfd, kind) -> None:
+    quantised = [*LORA, f"--model.load_in_{kind}", "true", "--model.model_name_or_path"]
+    sft = place.launch("sft", f"{kind}/sft", *quantised, place.base)
+    assert json.loads((sft / "adapter" / "merge.json").read_text())["into"] == "original"
+    place.launch("reward", f"{kind}/reward", *quantised, str(sft))
+    named = ["--roles.reward.model_name_or_path", f"{place.folder}/{kind}/reward", "--roles.share_base", "true"]
+    out = place.launch("ppo", f"{kind}/ppo", *quantised, str(sft), *named)
+    built = place.built[-1]
+    assert len(set(_backbones(built).values())) == 1 and len(quantized_layers(built.engines["actor"].module)) == 14
+    assert all(".actor." in n or ".critic." in n for n in _moved(built)["actor"])
+    merge = json.loads((out / "adapter" / "merge.json").read_text())
+    assert merge["into"] == "original" and merge["difference"] < 0.5
+    if kind == "4bit":  # merged into what the quantisation had left, it would be rounded away by the next one
+        (sft / "adapter" / "merge.json").write_text('{"into": "dequantised"}')
+        for stage, more in (("reward", []), ("ppo", named)):
+            place.launch(stage, f"twice/{stage}", *quantised, str(sft), *more, code=2)
+            assert "4bit/sft was trained over a quantised base whose original weights were gone" in (
+                capfd.readouterr().err)
+
+
+def test_with_sgd_one_shared_base_moves_as_four_models_do_to_rounding(place) -> None:
+    """Adam would turn the rounding of near-zero gradients into whole steps."""
+    sgd = ["--train.optim", "sgd", "--roles.actor.learning_rate", "0.5", "--roles.critic.learning_rate", "0.5"]
+    shared, one = place.ppo("sgd_shared", *sgd)
+    separate, four = place.ppo("sgd_separate", *sgd, "--roles.share_base", "false")
+    for left, right in zip(shared, separate, strict=True):
+        assert left == pytest.approx(right, rel=1e-5, abs=1e-6)
+    for role in ("actor", "critic"):
+        ours, theirs = ({n: v.float() - built.before[role][n].float() for n, v in
+                         built.engines[role].module.named_parameters() if f".{role}." in n or "score" in n}
+                        for built in (one, four))
+        assert ours.keys() == theirs.keys() and len(ours) >= 28
+        ours, theirs = (torch.cat([v.detach().flatten() for v in way.values()]) for way in (ours, theirs))
+        assert theirs.norm() > 1e-3 and (ours - theirs).norm() < 1e-5 * theirs.norm()

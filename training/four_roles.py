@@ -137,6 +137,7 @@ class Base:
         self.heads = {role: self._head(role, parts.seed) for role in group if role in ("critic", "reward")}
         for role in group:
             self._adapt(role, parts.seed)
+        load.disable_dropout(self.model)
         self.adapters = Adapters(self.model) if hasattr(self.model, "_peft_wrapper") else None
         if self.is_frozen:
             self.model.requires_grad_(False)
@@ -150,7 +151,7 @@ class Base:
         model.config.pad_token_id = tokenizer.pad_token_id
         if self.is_policy:
             check_head(model)
-        return load.disable_dropout(model)
+        return model
 
     def _head(self, role: str, seed: int) -> nn.Module:
         """The scalar head of a role: the model's own where all of it is trained, else one in fp32 beside it."""

@@ -28,6 +28,7 @@ from hybrid_rlhf.models.lora import add_lora
 from hybrid_rlhf.models.tokenizer import load_tokenizer, train_tokenizer
 from hybrid_rlhf.roles import PolicyModule
 from hybrid_rlhf.run import runfile
+from hybrid_rlhf.run.export import is_on_a_grid
 from hybrid_rlhf.run.fit import TrainConfig
 
 MODEL_FOLDER = "model"
@@ -78,6 +79,12 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def seed_dropout(seed: int) -> None:
+    """From here on each process draws masks of its own; what was drawn before, new weights, is the same on all."""
+    if rank():
+        torch.manual_seed(seed + 1_000_003 * rank())
+
+
 def check_lengths(model: ModelConfig, **lengths: int) -> None:
     """UserError if a length (named as its option) exceeds what the model has positions for. Reads no weights."""
     limit = load.configured_positions(model)
@@ -98,15 +105,16 @@ def check_model(model: ModelConfig, engine: ZeroConfig, optim: str = "adamw") ->
 
 
 def check_quantized_once(model: ModelConfig) -> None:
-    """UserError for quantising what a run over a quantised base has exported: those weights lie on the quantisation's
-    own grid, and an adapter much smaller than its steps is rounded away (one of 1% of the weight keeps 2%)."""
+    """UserError for quantising what a run over a quantised base has merged into what the quantisation had left: those
+    weights lie on its grid, and an adapter much smaller than its steps is rounded away (one of 1% of the weight keeps
+    2%). Merged into the original weights, as it is where they are at hand, it keeps 99%."""
     run = Path(model.model_name_or_path or "").parent
     if not model.quantize or not (run / runfile.RUN_FILE).exists():
         return
     before = runfile.read_run(run).config.get("model", {})
-    check(not (before.get("load_in_4bit") or before.get("load_in_8bit")),
-          f"{run} was trained over a quantised base: quantising its model again would round away what it learned; "
-          f"train it without model.load_in_4bit and load_in_8bit, or do not load it in {model.quantize} now")
+    check(not ((before.get("load_in_4bit") or before.get("load_in_8bit")) and is_on_a_grid(run)),
+          f"{run} was trained over a quantised base whose original weights were gone at its end: quantising its model "
+          f"again would round away what it learned; do not load it in {model.quantize}")
 
 
 def check_dtype(model: ModelConfig) -> None:
@@ -127,11 +135,12 @@ def open_policy(model: ModelConfig, tokenizer, seed: int, *, dropout: bool) -> n
     load.prepare(causal, model, len(tokenizer))
     causal.config.pad_token_id = tokenizer.pad_token_id
     check_head(causal)
-    if not dropout:
-        load.disable_dropout(causal)
     if model.lora.r:
         add_lora(causal, model.lora)
-    return causal
+    if dropout:
+        seed_dropout(seed)
+        return causal
+    return load.disable_dropout(causal)
 
 
 def open_scalar(model: ModelConfig, tokenizer, *, new_head_std: float | None = None) -> nn.Module:  # noqa: ANN001

@@ -1,4 +1,4 @@
-"""AdamW for 16-bit weights on one process: fp32 masters and moments, stepped where they are.
+"""AdamW for 16-bit weights at ZeRO 0: fp32 masters and moments, stepped where they are.
 
 DeepSpeed's 16-bit optimizers flatten masters, gradients and weights anew in every step; here nothing is copied but the
 gradient, a piece at a time, into a buffer that stays in a processor's cache.
@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from hybrid_rlhf.distributed import sum_over_ranks, world_size
+
 _PIECE = {"cpu": 1 << 19}  # 2 MiB of each fp32 tensor of a piece
 _PIECE_ELSEWHERE = 1 << 25
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_BUCKET = 1 << 24  # numbers that are sent over at once
 
 
 class MasterAdamW(torch.optim.Optimizer):
@@ -23,7 +26,8 @@ class MasterAdamW(torch.optim.Optimizer):
     state[parameter]: master (16-bit parameters only; fp32 ones are their own), exp_avg and exp_avg_sq in fp32, step.
     The parameter is its master, rounded. Call `expect` before each backward pass: where a minibatch has several, the
     gradients are summed in fp32, in state[parameter]['sum'], so that the split moves nothing but rounding. Once there,
-    the sums stay: clearing new memory for them takes a CPU longer than the step itself.
+    the sums stay: clearing new memory for them takes a CPU longer than the step itself. Several processes each have all
+    of it, and `reduce` makes their gradients one.
     """
 
     def __init__(self, groups: list[dict], learning_rate: float, betas: tuple[float, float], epsilon: float, *,
@@ -46,7 +50,7 @@ class MasterAdamW(torch.optim.Optimizer):
 
     def expect(self, is_last: bool) -> None:
         """Before a backward pass: whether it is the minibatch's last."""
-        self._is_summing = not is_last or bool(self._summed)
+        self._is_summing = not is_last or bool(self._summed) or world_size() > 1
 
     def _collect(self, parameter: nn.Parameter) -> None:
         if not self._is_summing:  # the only pass: its gradient need not be kept twice
@@ -82,6 +86,25 @@ class MasterAdamW(torch.optim.Optimizer):
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
         return self.state[parameter]["sum"] if parameter in self._summed else parameter.grad
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Add up the gradients of all processes, in fp32. Every process calls it, before `clip`."""
+        if world_size() == 1:
+            return
+        held: list[Tensor] = []
+        for parameter in self._parameters():
+            if parameter.dtype != torch.float32 and parameter not in self._summed:  # this process has nothing to add
+                self.state[parameter]["sum"] = torch.zeros_like(parameter, dtype=torch.float32)
+                self._summed.add(parameter)
+            elif parameter.dtype == torch.float32 and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            held.append(self._gradient(parameter))
+            if sum(g.numel() for g in held) >= _BUCKET:
+                _add_up(held)
+                held = []
+        if held:
+            _add_up(held)
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
@@ -121,6 +144,13 @@ class MasterAdamW(torch.optim.Optimizer):
             if master is not parameter:
                 weight.copy_(own)
         state["step"] += 1
+
+
+def _add_up(gradients: list[Tensor]) -> None:
+    """Each becomes its sum over all processes, in one message."""
+    total = sum_over_ranks(torch.cat([g.flatten() for g in gradients]))
+    for gradient, part in zip(gradients, total.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view(gradient.shape))
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -3,7 +3,7 @@
 What was tried and holds (DeepSpeed 0.19, against plain torch): ZeRO 0 to 3 in fp32 give torch's weights to rounding
 when micro-batches announce the accumulation boundary, with one process and with two. At ZeRO 0 in bf16 DeepSpeed takes
 a zero-gradient optimizer step at start: there it is not told of bf16, and the optimizer keeps the masters (masters.py).
-fp16, and bf16 on several processes, begin at ZeRO 1.
+fp16 begins at ZeRO 1, and so does bf16 on several processes but for a small part of the weights (adapters).
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class ZeroTraining:
         self.parameters = parameters or {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.max_grad_norm, self.schedule, self.num_steps = optimizer.max_grad_norm, schedule, 0
         self._dtype = next(iter(self.parameters.values())).dtype
-        self.stage, self.offload = zero.stage(self._dtype, optimizer.optim), frozenset(zero.offload)
+        is_small = 10 * sum(map(_size, self.parameters.values())) < sum(map(_size, module.parameters()))
+        self.stage = zero.stage(self._dtype, optimizer.optim, is_small=is_small)
+        self.offload = frozenset(zero.offload)
         kinds = MASTERED if self.stage == 0 and self._dtype != torch.float32 else OPTIMIZERS
         self._optimizer = kinds[optimizer.optim](self._groups(optimizer.weight_decay), optimizer)
         self._masters = self._optimizer if isinstance(self._optimizer, MasterAdamW) else None
@@ -108,10 +110,14 @@ class ZeroTraining:
     def backward(self, loss: Tensor, is_last: bool) -> None:
         """Add the gradient of `loss` (this process's share of the minibatch's loss); reduce over processes at the last.
 
-        DeepSpeed averages over processes; losses here are shares of one sum, hence the factor.
+        DeepSpeed averages over processes; losses here are shares of one sum, hence the factor. Masters add up by
+        themselves, before the step.
         """
         if self._masters:
             self._masters.expect(is_last)
+            self.engine.set_gradient_accumulation_boundary(False)
+            self.engine.backward(loss)
+            return
         # alone at ZeRO 0 there is nothing to reduce, but DeepSpeed would flatten all gradients for it
         self.engine.set_gradient_accumulation_boundary(is_last and (self.stage > 0 or world_size() > 1))
         self.engine.backward(loss * world_size())
@@ -128,6 +134,7 @@ class ZeroTraining:
             group["lr"] = self.learning_rate
         norm = None
         if self._masters:
+            self._masters.reduce()
             norm = self._masters.clip(self.max_grad_norm)
         elif self.stage == 0:
             norm = nn.utils.clip_grad_norm_(list(self.parameters.values()), self.max_grad_norm)

@@ -20,8 +20,8 @@ class ZeroConfig:
     Attributes:
         zero_stage: What processes share out instead of each holding it whole: 0 nothing, 1 the optimizer's state, 2 the
             gradients too, 3 the weights too. null takes the lowest that does what is asked: 0 for float32, and for
-            bfloat16 with AdamW on one process; 1 for other 16-bit training or an offloaded optimizer, 3 for offloaded
-            parameters.
+            bfloat16 with AdamW on one process or on adapters; 1 for other 16-bit training or an offloaded optimizer,
+            3 for offloaded parameters.
         offload: What is kept in the CPU's memory: optimizer (state and step; ZeRO 1 or more), parameters (ZeRO 3),
             activations (what the backward pass needs, best with model.gradient_checkpointing).
         micro_batch_tokens: Most tokens (padding included) that one forward and backward may hold. Smaller needs less
@@ -42,10 +42,11 @@ class ZeroConfig:
         check(self.micro_batch_tokens >= 1,
               f"engine.micro_batch_tokens is {self.micro_batch_tokens}; it must be positive")
 
-    def stage(self, dtype: torch.dtype, optim: str = "adamw") -> int:
-        """The ZeRO stage for trained weights of `dtype`. Raises UserError for 16-bit weights at ZeRO 0, but where our
-        own masters take DeepSpeed's place: bfloat16, one process, AdamW."""
-        least = lowest_stage(dtype, world_size(), optim)
+    def stage(self, dtype: torch.dtype, optim: str = "adamw", *, is_small: bool = False) -> int:
+        """The ZeRO stage for trained weights of `dtype`, which are a small part of the model (adapters) or not. Raises
+        UserError for 16-bit weights at ZeRO 0, but where our own masters take DeepSpeed's place: bfloat16 by AdamW, on
+        one process or of a small part."""
+        least = lowest_stage(dtype, world_size(), optim, is_small=is_small)
         check(least == 0 or self.zero_stage != 0,
               f"engine.zero_stage 0 with {dtype} weights, {optim} and {world_size()} process(es): DeepSpeed would take "
               "a step without gradients at start; use engine.zero_stage 1 or model.dtype float32")
@@ -53,6 +54,7 @@ class ZeroConfig:
         return lowest if self.zero_stage is None else self.zero_stage
 
 
-def lowest_stage(dtype: torch.dtype, world: int = 1, optim: str = "adamw") -> int:
+def lowest_stage(dtype: torch.dtype, world: int = 1, optim: str = "adamw", *, is_small: bool = False) -> int:
     """The lowest ZeRO stage that trains weights of `dtype` on `world` processes."""
-    return int(dtype != torch.float32 and not (dtype == torch.bfloat16 and world == 1 and optim in MASTERED))
+    is_ours = dtype == torch.bfloat16 and (world == 1 or is_small) and optim in MASTERED
+    return int(dtype != torch.float32 and not is_ours)

@@ -183,7 +183,7 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, **extra: o
         raise UserError(f"cannot load {path} by {auto_class}: {first_line(error)}") from error
     finally:
         transformers.logging.set_verbosity(level)
-    return quantize.settle(model) if config.quantize else model.to(device)
+    return quantize.settle(model, path) if config.quantize else model.to(device)
 
 
 def random_causal_lm(config: ModelConfig, tokenizer, seed: int) -> nn.Module:  # noqa: ANN001

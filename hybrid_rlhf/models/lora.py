@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.config import UserError, check
-from hybrid_rlhf.distributed import world_size
 from hybrid_rlhf.models import quantize
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -30,7 +29,8 @@ class LoraConfig:
     Attributes:
         r: Rank of the update; 0 turns LoRA off.
         alpha: Scale: the update is multiplied by alpha / r. None means 2 r.
-        dropout: Dropout on the adapter's input; not for fused experts.
+        dropout: Dropout on the adapter's input while SFT and reward models train (the other stages compare two forwards
+            of one policy and take none); not for fused experts.
         target_modules: Names (or one regular expression) of the linear layers to adapt, fused expert weights such as
             gate_up_proj among them; "all-linear" takes every linear layer but the output head and a router.
     """
@@ -88,11 +88,11 @@ def add_lora(model: nn.Module, config: LoraConfig, adapter_name: str = "default"
 
 
 def _add(model: nn.Module, settings: object, name: str) -> None:
-    """In a bfloat16 model on one process the adapter is bfloat16 too, for its optimizer keeps fp32 masters; fp32
-    adapters would take an fp32 copy of every layer's input and give one of its output."""
+    """In a bfloat16 model the adapter is bfloat16 too, for its optimizer keeps fp32 masters; fp32 adapters would take
+    an fp32 copy of every layer's input and give one of its output."""
     import peft
 
-    in_fp32 = model.dtype != torch.bfloat16 or world_size() > 1
+    in_fp32 = model.dtype != torch.bfloat16
     with _names_as_given():
         if hasattr(model, "_peft_wrapper"):
             model._peft_wrapper.add_adapter(name, settings, autocast_adapter_dtype=in_fp32)
@@ -104,7 +104,7 @@ def _add(model: nn.Module, settings: object, name: str) -> None:
 def expert_weights(model: nn.Module) -> list[str]:
     """Names of the fused expert weights (num_experts, ., .) of a mixture of experts, adapters left out of the names."""
     holders = {n: m for n, m in model.named_modules() if isinstance(getattr(m, "num_experts", None), int)}
-    return [_plain(f"{name}.{weight}") for name, module in holders.items()
+    return [plain_name(f"{name}.{weight}") for name, module in holders.items()
             for weight, value in module.named_parameters(recurse=False)
             if value.ndim == 3 and len(value) == module.num_experts]
 
@@ -112,11 +112,11 @@ def expert_weights(model: nn.Module) -> list[str]:
 def _linear_layers(model: nn.Module) -> list[str]:
     """Names of the linear layers but the heads, adapters left out."""
     heads = {id(m) for m in (model.get_output_embeddings(), getattr(model, "score", None)) if m is not None}
-    return [_plain(n) for n, m in model.named_modules()
+    return [plain_name(n) for n, m in model.named_modules()
             if isinstance(m, nn.Linear) and ".lora_" not in n and id(m) not in heads]
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """A name as it was before peft wrapped the layer (fused experts are wrapped once for each weight)."""
     return re.sub(r"(\.base_layer)+(?=\.|$)", "", name)
 
@@ -229,13 +229,13 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     in fewer bits), and rounded to the model's dtype once, so that nothing is lost but that one rounding.
     """
     state = quantize.plain_state_dict(model, model.dtype)
-    state = {_plain(k): v for k, v in state.items() if ".lora_" not in k}
+    state = {plain_name(k): v for k, v in state.items() if ".lora_" not in k}
     for name, layer in lora_layers(model).items():
         total = layer.get_param().float() if _is_fused(layer) else quantize.dequantised(layer.get_base_layer())
         for adapter in layer.active_adapters:
             if adapter in layer.lora_A:
                 total = total + _delta(layer, adapter)
-        place = f"{_plain(name)}.{layer.parameter_name if _is_fused(layer) else 'weight'}"
+        place = f"{plain_name(name)}.{layer.parameter_name if _is_fused(layer) else 'weight'}"
         state[place] = total.to(state[place].dtype)
     return state
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import MethodType, ModuleType
 
 import torch
@@ -42,11 +43,13 @@ def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {n: m for n, m in model.named_modules() if hasattr(m, "_dequantised")}
 
 
-def settle(model: nn.Module) -> nn.Module:
-    """Make the quantised layers of a model that transformers just loaded multiply by the dequantised weight, in place.
+def settle(model: nn.Module, source: str) -> nn.Module:
+    """Make the quantised layers of a model that transformers just loaded from `source` multiply by the dequantised
+    weight, in place.
 
     Raises RuntimeError if there are none.
     """
+    model.quantised_from = source
     bnb = _bitsandbytes()
     found = 0
     for module in model.modules():
@@ -67,6 +70,22 @@ def settle(model: nn.Module) -> nn.Module:
 def dequantised(layer: nn.Module) -> Tensor:
     """The weight of a linear layer, quantised or not, in fp32 (out, in)."""
     return (layer._dequantised(torch.float32) if hasattr(layer, "_dequantised") else layer.weight.detach()).float()
+
+
+@contextmanager
+def multiplying_by(model: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
+    """Within the block the quantised layers of `model` multiply by `weights` (name -> (out, in)) instead of their own:
+    by those that were quantised, say."""
+    layers = quantized_layers(model)
+    before = {name: layer._dequantised for name, layer in layers.items()}
+    for name, layer in layers.items():
+        layer._dequantised = MethodType(lambda self, dtype, weight=weights[name]: weight.to(self.weight.device, dtype),
+                                        layer)
+    try:
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer._dequantised = before[name]
 
 
 def _dequantised_4bit(self: nn.Module, dtype: torch.dtype) -> Tensor:

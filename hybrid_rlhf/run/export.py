@@ -1,21 +1,27 @@
 """A trained model as a folder that plain transformers loads: safetensors, tokenizer with template, generation settings.
 
-Adapters are merged in fp32 into the original weights. What was written is loaded again and compared with the live
-model before it gets its name; a folder that differs is never left behind.
+Adapters are merged in fp32 into the original weights, also where the base was held in fewer bits: what was written is
+then the live model without its quantisation error, and may be quantised again. It is loaded again and compared with
+the live model, over the weights that it was merged into, before it gets its name: one that differs is not left behind.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hybrid_rlhf.distributed import barrier, is_main
 from hybrid_rlhf.engine.zero import gathered
 from hybrid_rlhf.models.lora import lora_layers, merged_state_dict, save_adapter
-from hybrid_rlhf.models.saving import reload_like, save
+from hybrid_rlhf.models.quantize import multiplying_by, quantized_layers
+from hybrid_rlhf.models.saving import original_weights, reload_like, save
+
+MERGE_FILE = "merge.json"
 
 
 class ExportDiffers(RuntimeError):
@@ -25,23 +31,38 @@ class ExportDiffers(RuntimeError):
 def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) -> Path:  # noqa: ANN001
     """Write `model` (causal or sequence classification) and `tokenizer` to `folder`, replacing what was there.
 
-    With LoRA the folder holds the merged model, and `adapter` beside it the adapter alone, as peft reads it.
-    Only the main process writes; all must call, for under ZeRO 3 each holds a part. Raises ExportDiffers
-    if the reloaded folder's outputs differ from the live model's.
+    With LoRA the folder holds the merged model, and `adapter` beside it the adapter alone, as peft reads it; of a
+    quantised base, adapter/merge.json says into which weights ("original", or "dequantised" where those are gone) and
+    how far the live model's logits are from the written one's (relative). Only the main process writes; all must call,
+    for under ZeRO 3 each holds a part. Raises ExportDiffers if the reloaded folder's outputs differ from the live
+    model's.
     """
     folder = Path(folder)
     with gathered(model):
         if is_main():
             beside = folder.with_name(folder.name + ".tmp")
             shutil.rmtree(beside, ignore_errors=True)
-            _write(model, tokenizer, beside, eos_ids)
-            _compare(model, beside)
+            held = _logits(model)
+            originals = original_weights(model) if quantized_layers(model) else None
+            with multiplying_by(model, originals) if originals else nullcontext():
+                _write(model, tokenizer, beside, eos_ids)
+                gap = _difference(held, _compare(model, beside))
             shutil.rmtree(folder, ignore_errors=True)
             beside.rename(folder)
             if lora_layers(model):
                 save_adapter(model, folder.with_name("adapter"))
+            if quantized_layers(model):
+                facts = {"into": "original" if originals else "dequantised", "difference": gap}
+                (folder.with_name("adapter") / MERGE_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
         barrier()
     return folder
+
+
+def is_on_a_grid(run: str | Path) -> bool:
+    """Whether the model of a run over a quantised base lies on the quantisation's grid, as one not merged into the
+    original weights does."""
+    path = Path(run) / "adapter" / MERGE_FILE
+    return not path.exists() or json.loads(path.read_text(encoding="utf-8"))["into"] != "original"
 
 
 def _write(model: nn.Module, tokenizer, folder: Path, eos_ids: list[int]) -> None:  # noqa: ANN001
@@ -57,18 +78,28 @@ def _write(model: nn.Module, tokenizer, folder: Path, eos_ids: list[int]) -> Non
 
 
 @torch.no_grad()
-def _compare(model: nn.Module, folder: Path) -> None:
-    """Outputs of the live model and of the folder on one fixed row, within the rounding of the weights' dtype."""
-    device = next(model.parameters()).device
+def _logits(model: nn.Module) -> Tensor:
+    """What a model says of one fixed row, in fp32."""
     vocab = model.get_input_embeddings().num_embeddings
-    ids = (torch.arange(24, device=device)[None] * 7 + 5) % vocab
+    ids = (torch.arange(24, device=next(model.parameters()).device)[None] * 7 + 5) % vocab
     was_training = model.training
     model.eval()
-    live = model(input_ids=ids, use_cache=False).logits.float()
+    logits = model(input_ids=ids, use_cache=False).logits.float()
     model.train(was_training)
-    again = reload_like(model, folder).to(device).eval()(input_ids=ids, use_cache=False).logits.float()
+    return logits
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max() / one.abs().max().clamp(min=1e-6))
+
+
+def _compare(model: nn.Module, folder: Path) -> Tensor:
+    """The folder's logits, after they were found to be the live model's within the rounding of the weights' dtype."""
+    device = next(model.parameters()).device
+    live, again = _logits(model), _logits(reload_like(model, folder).to(device))
     bound = 1e-4 if next(model.parameters()).dtype == torch.float32 else 0.05
-    difference = float((live - again).abs().max() / live.abs().max().clamp(min=1e-6))
+    difference = _difference(live, again)
     if not difference <= bound:
         raise ExportDiffers(f"{folder}: reloaded outputs differ from the live model's by {difference:.3g} (relative); "
                             f"at most {bound} is rounding")
+    return again

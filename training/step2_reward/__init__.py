@@ -100,6 +100,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     with main_first():  # the others find its tables in the cache
         data = datasets.build(config.data, "reward", tokenizer, config.seed)
     model = wiring.open_scalar(model_config, tokenizer, new_head_std=config.reward.head_std)
+    wiring.seed_dropout(config.seed)
 
     def pairs(rows: list[dict]) -> collate.PairBatch:
         return collate.collate_pairs(rows, tokenizer.pad_token_id)

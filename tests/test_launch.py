@@ -1,0 +1,45 @@
+"""What launchers need: a common end when one process finds a mistake, and a hostfile as the guide writes it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.test_dist import ROOT, ended, launch
+from tests.tiny import save_tiny
+
+pytestmark = pytest.mark.dist
+
+
+def test_when_one_process_finds_a_mistake_all_end_with_its_code_and_one_message(tmp_path):
+    """The second process alone cannot see the data; the first would wait for it for half an hour."""
+    (tmp_path / "demos.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    script = tmp_path / "one_sees.py"
+    script.write_text(f"import os, sys\nif os.environ['RANK'] == '1': os.chdir({str(tmp_path / 'none')!r})\n"
+                      "from hybrid_rlhf.cli import main\ncode = main(sys.argv[1:])\nsys.exit(code)\n")
+    (tmp_path / "none").mkdir()
+    save_tiny(tmp_path / "base")
+    done = ended(launch(str(script), "--stage", "sft", "--output_dir", f"{tmp_path}/out", "--model.model_name_or_path",
+                        f"{tmp_path}/base", "--data.sources=[{path: demos.jsonl}]", "--data.split", "null",
+                        "--data.max_length", "64", folder=tmp_path))
+    assert done.stderr.count("error: ") == 1, done.stderr
+    assert "demos.jsonl does not exist" in done.stderr
+    assert done.stderr.count("exitcode  : 2 ") == 2, done.stderr
+
+
+def test_the_guide_s_hostfile_is_one_that_deepspeed_s_launcher_reads(tmp_path):
+    """The launcher itself needs pdsh or ssh to other machines."""
+    from deepspeed.launcher.runner import encode_world_info, fetch_hostfile, parse_inclusion_exclusion
+
+    guide = (ROOT / "docs" / "guide.md").read_text()
+    lines = re.search(r"\$ cat (\w+)\n((?:\S+ slots=\d+\n)+)\$ deepspeed --hostfile (\w+)", guide)
+    assert lines and lines[1] == lines[3]
+    (tmp_path / "hostfile").write_text(lines[2])
+    pool = fetch_hostfile(str(tmp_path / "hostfile"))
+    assert dict(pool) == {"10.0.0.1": 8, "10.0.0.2": 8}
+    chosen = parse_inclusion_exclusion(pool, "", "10.0.0.2:0,1")
+    assert {host: list(slots) for host, slots in chosen.items()} == {
+        "10.0.0.1": list(range(8)), "10.0.0.2": list(range(2, 8))}
+    assert encode_world_info(chosen)
