@@ -9,9 +9,8 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -21,15 +20,16 @@ if not __package__:  # run as a file: Python put inference/ on the path, but the
 from hybrid_rlhf.config import UserError, check, nearest
 
 if TYPE_CHECKING:
-    from hybrid_rlhf.inference.conversation import Conversation
+    from hybrid_rlhf.inference.session import Session
 
-SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens", "seed")
-
+BLOCK = '"""'
 
 def parser() -> argparse.ArgumentParser:
     """The flags. argparse's own way to refuse prints a usage text; here a refusal is a UserError of one line."""
     flags = argparse.ArgumentParser("hybrid-rlhf chat", description=__doc__.splitlines()[0], allow_abbrev=False)
-    flags.add_argument("--model", metavar="DIR", help="model folder, such as outputs/demo/ppo/model (or a hub id)")
+    flags.add_argument("--model", nargs="+", action="extend", default=[], metavar="[NAME=]DIR",
+                       help="a run's or a model's folder, such as outputs/demo/ppo (or a hub id); several to compare")
+    flags.add_argument("--reward_model", metavar="DIR", help="a reward model for /score, such as outputs/demo/reward")
     flags.add_argument("--prompt", help="answer this once, print the answer and nothing else, and end")
     flags.add_argument("--system", help="system message")
     flags.add_argument("--max_new_tokens", type=int, default=256, help="longest answer in tokens (%(default)s)")
@@ -51,110 +51,111 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if unknown:
         close = nearest(unknown[0].split("=")[0], re.findall(r"--\w+", flags.format_usage()))
         raise UserError(f"chat: unknown argument {unknown[0]}{close}")
-    check(options.model is not None, "chat: no model; give --model DIR, such as --model outputs/demo/ppo/model")
+    check(bool(options.model), "chat: no model; give --model DIR, such as --model outputs/demo/ppo/model")
     return options
 
 
-def set_values(conversation: Conversation, rest: str) -> str:
-    """name=value pairs into the sampling settings; the old ones stay if one of them is wrong."""
-    values = {name: getattr(conversation if name == "seed" else conversation.sampling, name) for name in SETTINGS}
-    changed = {}
-    for pair in rest.split():
-        name, equals, text = pair.partition("=")
-        check(name in values, f"/set knows no {name}{nearest(name, values)}; there are {', '.join(values)}")
-        check(bool(equals), f"/set takes {name}=VALUE")
-        try:
-            changed[name] = type(values[name])(text)
-        except ValueError as error:
-            kind = "a whole number" if isinstance(values[name], int) else "a number"
-            raise UserError(f"/set {name}={text}: it takes {kind}") from error
-    conversation.sampling = replace(conversation.sampling, **{k: v for k, v in changed.items() if k != "seed"})
-    conversation.seed = changed.get("seed", conversation.seed)
-    return "  ".join(f"{name}={value}" for name, value in (values | changed).items())
+def neutralise(text: str) -> str:
+    from hybrid_rlhf.inference import terminal
 
-
-def reset(conversation: Conversation, _rest: str) -> str:
-    conversation.reset()
-    return "the conversation starts anew"
-
-
-def save(conversation: Conversation, rest: str) -> str:
-    check(bool(rest), "/save takes a file name")
-    conversation.save(rest)
-    return f"saved to {rest}"
-
-
-def show_help(_conversation: Conversation, _rest: str) -> str:
-    return ("/reset  forget what was said\n/set temperature=0.7 top_p=0.9  change settings; /set alone shows them\n"
-            "/save FILE  write the conversation as a jsonl row\n/exit  leave (so does Ctrl-D)\n"
-            "Ctrl-C stops an answer. A message that begins with a slash: put a space before it.")
-
-
-COMMANDS: dict[str, Callable[[Conversation, str], str]] = {
-    "/reset": reset, "/set": set_values, "/save": save, "/help": show_help, "/exit": lambda *_: ""}
+    return terminal.neutralise(text)
 
 
 def notice(text: str) -> None:
-    from hybrid_rlhf.inference.terminal import neutralise
-
     print(neutralise(text), file=sys.stderr, flush=True)
 
 
-def command(conversation: Conversation, line: str) -> str:
-    """Do what a line that begins with a slash says; returns what to tell the user."""
-    word, _, rest = line.strip().partition(" ")
-    check(word in COMMANDS, f"no command {word}{nearest(word, COMMANDS)}; /help lists them")
-    return COMMANDS[word](conversation, rest.strip())
+def say(session: Session, text: str) -> None:
+    """Stream the answer of whoever speaks to stdout; an interrupt goes through, after what was said is shown whole.
+
+    Several answer in columns where the terminal has room for them, else one after the other, each under its name.
+    """
+    names = session.speakers()
+    if len(names) == 1:
+        _stream(session, names[0], text)
+        _remark(session, names[0])
+    elif sys.stdout.isatty():
+        from hybrid_rlhf.inference.columns import side_by_side
+
+        side_by_side(session, names, text)
+    else:
+        for name in names:
+            print(f"{neutralise(name)}:", flush=True)
+            _stream(session, name, text)
+            _remark(session, name)
 
 
-def say(conversation: Conversation, text: str) -> None:
-    """Stream the answer to stdout. An interrupt goes through, after the line is ended."""
-    from hybrid_rlhf.inference.terminal import neutralise
-
+def _stream(session: Session, name: str, text: str) -> None:
     try:
-        with closing(conversation.answer(text)) as answer:
+        with closing(session.voices[name].answer(text)) as answer:
             for piece in answer:
                 sys.stdout.write(neutralise(piece))
                 sys.stdout.flush()
-    except KeyboardInterrupt:
+    finally:
         print(flush=True)
-        raise
-    print(flush=True)
+
+
+def _remark(session: Session, name: str) -> None:
+    if session.voices[name].was_cut:
+        notice("(cut: the answer reached its longest length)")
+    score = session.score(name)
+    if score is not None:
+        notice(f"(score {score:.3f})")
 
 
 def lines() -> Iterator[str]:
-    """What the user types or pipes in, without line ends, until the end of input."""
+    """What the user types or pipes in, without line ends, until the end of input. Three double quotes begin a message
+    of several lines and end it; a backslash at the end of a line joins the next one."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
         import readline  # noqa: F401 - gives input() its line editing and history
+    kept: list[str] = []
+    is_block = False
     while True:
         try:
-            line = input("you: ") if is_terminal else sys.stdin.readline()
+            line = input("...  " if kept or is_block else "you: ") if is_terminal else sys.stdin.readline()
         except EOFError:
             return notice("")
         except KeyboardInterrupt:
             if not is_terminal:
                 raise
             notice("\n/exit or Ctrl-D leaves")
+            kept, is_block = [], False
             continue
         if not is_terminal and not line:
+            if kept:
+                yield "\n".join(kept)
             return None
-        yield line.rstrip("\n")
+        line = line.rstrip("\n")
+        if is_block or line.strip().startswith(BLOCK):
+            text = line if is_block else line.strip().removeprefix(BLOCK)
+            is_end = text.rstrip().endswith(BLOCK)
+            kept.append(text.rstrip().removesuffix(BLOCK) if is_end else text)
+            is_block = not is_end
+        else:
+            kept.append(line.removesuffix("\\"))
+        if not is_block and not line.endswith("\\"):
+            yield "\n".join(kept)
+            kept = []
 
 
-def talk(conversation: Conversation) -> int:
+def talk(session: Session) -> int:
     """Turn after turn until /exit or the end of input. Piped input with a faulty line ends with code 2."""
+    from hybrid_rlhf.inference.commands import obey
+
     num_faults = 0
     for line in lines():
         try:
+            question: str | None = line.strip()
             if line.startswith("/"):
                 if line.split()[0] == "/exit":
                     break
-                notice(command(conversation, line))
-            elif line.strip():
-                say(conversation, line.strip())
-                if conversation.was_cut:
-                    notice("(cut: the answer reached its longest length)")
+                effect = obey(session, line)
+                question = effect.question
+                if effect.said:
+                    notice(effect.said)
+            if question:
+                say(session, question)
         except UserError as error:
             num_faults += 1
             notice(f"error: {error}")
@@ -163,22 +164,42 @@ def talk(conversation: Conversation) -> int:
     return 2 if num_faults and not sys.stdin.isatty() else 0
 
 
-def run(argv: list[str] | None) -> int:
-    options = parse(argv)
-    if Path(options.model).is_dir():  # bars are for downloads, and read once, when the libraries are imported
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+def open_session(options: argparse.Namespace) -> Session:
+    """Load what the flags name. Raises UserError for what cannot chat or judge."""
     from hybrid_rlhf.engine.sampling import SamplingConfig  # torch: not before the flags are right
-    from hybrid_rlhf.inference.conversation import open_conversation
+    from hybrid_rlhf.inference.server import places
+    from hybrid_rlhf.inference.session import Session
+    from hybrid_rlhf.inference.voices import model_folder, open_voices
 
+    named = {place.name: place.path for place in places(options.model)}
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, temperature=options.temperature,
                               top_p=options.top_p, top_k=options.top_k)
-    conversation = open_conversation(options.model, sampling, options.seed, options.system)
+    session = Session(open_voices(named, sampling, options.seed, options.system))
+    if options.reward_model:
+        from hybrid_rlhf.inference.scoring import Scorer
+
+        session.scorer = Scorer(str(model_folder(options.reward_model)))
+        session.scorer.open()
+        session.is_scoring = True
+    return session
+
+
+def run(argv: list[str] | None) -> int:
+    options = parse(argv)
+    if all(Path(path.rpartition("=")[2]).is_dir() for path in options.model):
+        # bars are for downloads, and read once, when the libraries are imported
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    session = open_session(options)
     if options.prompt is not None:
-        say(conversation, options.prompt)
+        session.is_comparing = len(session.voices) > 1
+        if session.is_comparing or session.scorer:
+            say(session, options.prompt)
+        else:  # the answer and nothing else
+            _stream(session, session.current, options.prompt)
         return 0
     if sys.stdin.isatty():
-        notice(f"{options.model}: /help lists the commands, /exit leaves")
-    return talk(conversation)
+        notice(f"{', '.join(session.voices)}: /help lists the commands, /exit leaves")
+    return talk(session)
 
 
 def main(argv: list[str] | None = None) -> int:

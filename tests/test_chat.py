@@ -18,6 +18,7 @@ from hybrid_rlhf.config import UserError
 from hybrid_rlhf.engine.sampling import SamplingConfig
 from hybrid_rlhf.inference import chat
 from hybrid_rlhf.inference.conversation import Conversation, check_can_chat
+from hybrid_rlhf.inference.session import Session
 from hybrid_rlhf.inference.terminal import neutralise
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,7 +84,7 @@ def conversation(*answers: str, interrupt_after: int | None = None, **changes) -
 def typed(monkeypatch, capsys, talk: Conversation, *lines: str) -> tuple[int, str, str]:
     """Pipe `lines` into the loop; returns the exit code, stdout and stderr."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
-    code = chat.talk(talk)
+    code = chat.talk(Session({"m": talk}))
     return code, *capsys.readouterr()
 
 
@@ -287,8 +288,8 @@ def test_a_hub_id_is_not_taken_for_a_missing_folder():
 
 
 @pytest.mark.parametrize(("flags", "reason"), [
-    ([], "no model"), (["--modle", "x"], "did you mean --model?"), (["--model"], "expected one argument"),
-    (["--model", "x", "--temperature", "hot"], "invalid float value"), (["--model", "x", "y"], "unknown argument y"),
+    ([], "no model"), (["--modle", "x"], "did you mean --model?"), (["--model"], "expected at least one argument"),
+    (["--model", "x", "--temperature", "hot"], "invalid float value"), (["--model", "x", "./y"], "model folder x does not exist"), (["--model", "x", "-y"], "unknown argument -y"),
     (["--model", "x", "--top_p", "2"], "top_p is 2"),
 ])
 def test_wrong_flags_are_refused_in_one_line(flags, reason, capsys):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -29,14 +29,16 @@ class Adapters:
         model.base_model.register_forward_hook(lambda _module, _inputs, output: self._watch(output))
 
     @contextmanager
-    def use(self, name: str | None) -> Iterator[None]:
-        """Within the block `name` is active (None: no adapter). Blocks do not nest."""
+    def use(self, name: str | Sequence[str] | None) -> Iterator[None]:
+        """Within the block `name` is active (None: no adapter; several: their updates add). Blocks do not nest."""
+        names = [] if name is None else [name] if isinstance(name, str) else list(name)
         if self._entry:
             raise RuntimeError(f"adapter {name!r} inside the block of {self._active}: roles take turns on one base")
-        if name is not None and name not in self.names:
-            raise RuntimeError(f"there is no adapter {name!r}; the base has {', '.join(self.names)}")
+        for each in names:
+            if each not in self.names:
+                raise RuntimeError(f"there is no adapter {each!r}; the base has {', '.join(self.names)}")
         self._entry = next(self._entries)
-        self._select([] if name is None else [name])
+        self._select(names)
         try:
             yield
         finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -238,6 +238,16 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
         place = f"{plain_name(name)}.{layer.parameter_name if _is_fused(layer) else 'weight'}"
         state[place] = total.to(state[place].dtype)
     return state
+
+
+@torch.no_grad()
+def adapted_weight(model: nn.Module, adapters: Sequence[str]) -> tuple[str, Tensor]:
+    """Name and fp32 value of the last adapted linear layer's weight, the given adapters merged into it."""
+    name, layer = [(n, m) for n, m in lora_layers(model).items() if not _is_fused(m)][-1]
+    total = quantize.dequantised(layer.get_base_layer())
+    for adapter in adapters:
+        total = total + (_delta(layer, adapter) if adapter in layer.lora_A else 0.0)
+    return f"{_plain(name)}.weight", total
 
 
 def _is_fused(layer: nn.Module) -> bool:
