@@ -289,7 +289,8 @@ def test_a_hub_id_is_not_taken_for_a_missing_folder():
 
 @pytest.mark.parametrize(("flags", "reason"), [
     ([], "no model"), (["--modle", "x"], "did you mean --model?"), (["--model"], "expected at least one argument"),
-    (["--model", "x", "--temperature", "hot"], "invalid float value"), (["--model", "x", "./y"], "model folder x does not exist"), (["--model", "x", "-y"], "unknown argument -y"),
+    (["--model", "x", "--temperature", "hot"], "invalid float value"),
+    (["--model", "x", "./y"], "model folder x does not exist"), (["--model", "x", "-y"], "unknown argument -y"),
     (["--model", "x", "--top_p", "2"], "top_p is 2"),
 ])
 def test_wrong_flags_are_refused_in_one_line(flags, reason, capsys):

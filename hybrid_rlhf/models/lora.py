@@ -247,7 +247,7 @@ def adapted_weight(model: nn.Module, adapters: Sequence[str]) -> tuple[str, Tens
     total = quantize.dequantised(layer.get_base_layer())
     for adapter in adapters:
         total = total + (_delta(layer, adapter) if adapter in layer.lora_A else 0.0)
-    return f"{_plain(name)}.weight", total
+    return f"{plain_name(name)}.weight", total
 
 
 def _is_fused(layer: nn.Module) -> bool:
