@@ -68,13 +68,14 @@ STAGES |= {
     "rejection": Stage("hybrid_rlhf.training.rejection", "rejection sampling: best of n, then sft on it, in rounds")}
 STAGES |= {"evaluate": Stage("hybrid_rlhf.training.evaluate", "two or more models on held-out prompts, side by side")}
 IDENTITIES = ("dpo.loss_type", "ppo.estimator", "ppo.policy_loss")  # what the name of a variant says
-COMMANDS = {"chat": "hybrid_rlhf.inference.chat", "doctor": "hybrid_rlhf.doctor",
+COMMANDS = {"chat": "hybrid_rlhf.inference.chat", "doctor": "hybrid_rlhf.doctor", "init": "hybrid_rlhf.init",
             "export": "hybrid_rlhf.exporter", "serve": "hybrid_rlhf.inference.server"}
 
 USAGE = """usage: {prog} --stage STAGE [--config FILE.yaml] [--dotted.key value ...]
        {prog} chat --model DIR
        {prog} serve --model DIR [--reward_model DIR] [--port 8000]
        {prog} export --model DIR --output_dir DIR [--gguf f16] [--ollama]
+       {prog} init
        {prog} doctor
 
 Stages:
@@ -83,6 +84,7 @@ Stages:
 {prog} --stage STAGE --help lists every option of a stage with its default.
 --preview prints three rendered examples of its data; --print_config its complete settings; --plan the memory that it
 needs, before any weight is loaded (exit code 3: more than there is). --memory 24GiB chooses what fits, and trains.
+--preset 8gb, 12gb, 16gb, 24gb, 48gb, 80gb or cpu: settings for a card of that size; what you give beside it wins.
 """
 
 
@@ -139,10 +141,12 @@ def _train(argv: list[str]) -> int:
     name, rest = _take_stage(argv, prog)
     if name is None:
         return 0
+    preset, rest = _take_preset(rest)
     stage = importlib.import_module(STAGES[name].module)
     default = stage.default_config(rest) if hasattr(stage, "default_config") else None
     row, base = STAGES[name], STAGES[name].name or name
-    config, switches = parse(stage.Config, [*row.preset, *rest], prog=f"{prog} --stage {name}", description=row.help,
+    config, switches = parse(stage.Config, [*row.preset, *preset, *rest], prog=f"{prog} --stage {name}",
+                             description=row.help,
                              default_config=default, extra=("preview", "plan", "memory"))
     check(config.stage in (name, base),
           f"--stage {name}, but the settings say stage: {config.stage}; they are another stage's")
@@ -212,6 +216,19 @@ def _run(stage: ModuleType, config: object, command: str) -> int:
     atexit.unregister(shutdown)
     atexit.register(shutdown)
     return code
+
+
+def _take_preset(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The options that `--preset CARD` stands for, and the other arguments."""
+    place = next((i for i, word in enumerate(argv) if word.split("=")[0] == "--preset"), None)
+    if place is None:
+        return [], argv
+    from hybrid_rlhf.training.cards import flags
+
+    _, has_value, value = argv[place].partition("=")
+    after = argv[place + 1:] if has_value else argv[place + 2:]
+    value = value if has_value else next(iter(argv[place + 1:]), "")
+    return flags(value), [*argv[:place], *after]
 
 
 def _take_stage(argv: list[str], prog: str) -> tuple[str | None, list[str]]:
