@@ -42,9 +42,9 @@ class PolicyModule(nn.Module):
         self.router = router_of(model)
 
     def forward(self, batch: SequenceBatch, with_entropy: bool = False, expert_shares: Tensor | None = None,
-                with_choices: bool = False) -> TokenScores:
+                with_choices: bool = False, temperature: float | None = None) -> TokenScores:
         """expert_shares: (E,) of the minibatch that these rows are a part of (Router.loss). with_choices: count the
-        experts' choices."""
+        experts' choices. temperature: None takes the module's own."""
         router_loss = choices = None
         if self.router and (with_choices or torch.is_grad_enabled()):
             hidden, logits = hidden_states_and_router_logits(self.model, batch)
@@ -58,6 +58,7 @@ class PolicyModule(nn.Module):
         num_chunks = max(1, -(-len(rows) // size))
         if is_partitioned(self.model):  # all processes meet in each call of the head, which gathers its weights
             num_chunks = max_over_ranks(num_chunks)
-        scores = token_logprobs(rows, predicted(batch), own_head(self.model), temperature=self.temperature,
-                                with_entropy=with_entropy, chunk_size=size, num_chunks=num_chunks)
+        scores = token_logprobs(rows, predicted(batch), own_head(self.model), with_entropy=with_entropy,
+                                temperature=self.temperature if temperature is None else temperature,
+                                chunk_size=size, num_chunks=num_chunks)
         return TokenScores(*scores, router_loss, choices)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.routing import expert_shares
 from hybrid_rlhf.tensors import SequenceBatch, last_true, pad_right, predicting, scatter
 
-__all__ = ["Actor", "Critic", "PolicyModule", "Reference", "Reward", "Roles", "TokenScores"]
+__all__ = ["Actor", "Critic", "Mixed", "PolicyModule", "Reference", "Reward", "Roles", "TokenScores"]
 
 
 def _measure(engine: HybridEngine, batch: SequenceBatch, max_tokens: int, numbers: Callable) -> Iterator[tuple]:
@@ -56,12 +57,6 @@ def _summed(tokens: TokenScores, rows: SequenceBatch) -> Tensor:
     return scatter(tokens.logprobs, rows.loss_mask[:, 1:]).sum(1)
 
 
-def _update(engine: HybridEngine, batch: SequenceBatch, max_tokens: int, loss: Callable) -> Metrics:
-    """One optimizer step on `batch`. `loss(rows, index)` -> (share of the loss, {name: (mean, weight)})."""
-    return micro_batches.update(engine, batch.attention_mask.sum(1), max_tokens,
-                                lambda index: loss(batch.rows(index).to(engine.device), index))
-
-
 @dataclass
 class Reference:
     """The policy that the actor is held near to. `logprobs(rollout)` -> (B, R)."""
@@ -78,6 +73,15 @@ class Reference:
     def sequence_logprobs(self, batch: SequenceBatch) -> Tensor:
         """(B,): the summed log-probabilities of each row's marked tokens, without gradients."""
         return _per_sequence(self.engine, batch, self.max_tokens)
+
+
+class Mixed(NamedTuple):
+    """Rows of another stream in an actor's optimizer step, at temperature 1: `weight` times the sum of
+    `loss(TokenScores, their token count over all ranks)`."""
+
+    batch: SequenceBatch
+    loss: Callable
+    weight: float
 
 
 @dataclass
@@ -116,30 +120,39 @@ class Actor:
         """(B, R) log-probabilities of the sampled tokens under the present weights."""
         return _per_action(self.engine, rollout, self.max_tokens, lambda rows: self.engine(rows).logprobs)
 
-    def update(self, minibatch: Rollout, loss: Callable) -> Metrics:
+    def update(self, minibatch: Rollout, loss: Callable, mixed: Mixed | None = None) -> Metrics:
         """One optimizer step. `loss(TokenScores, rows of the minibatch, action count over all ranks)`."""
         batch, count = minibatch.sequences(self.engine.pad_id), sum_over_ranks(minibatch.action_mask.sum())
 
         def micro(tokens: TokenScores, index: Tensor) -> tuple[Tensor, dict]:
             return loss(tokens, minibatch.rows(index).to(self.engine.device), count)
 
-        return self._update(batch, micro, with_entropy=True)
+        parts = [self._part(batch, micro, with_entropy=True)]
+        if mixed is not None:
+            size = sum_over_ranks(mixed.batch.loss_mask[:, 1:].sum())
+            parts.append(self._part(mixed.batch, lambda tokens, _: mixed.loss(tokens, size), mixed.weight,
+                                    temperature=1.0))
+        return micro_batches.update(self.engine, self.max_tokens, *parts)
 
     def fit_tokens(self, batch: SequenceBatch, loss: Callable) -> Metrics:
         """One optimizer step on the marked tokens. `loss(TokenScores, token count over all ranks)`."""
         count = sum_over_ranks(batch.loss_mask[:, 1:].sum())
-        return self._update(batch, lambda tokens, _: loss(tokens, count))
+        return micro_batches.update(self.engine, self.max_tokens,
+                                    self._part(batch, lambda tokens, _: loss(tokens, count)))
 
-    def _update(self, batch: SequenceBatch, loss: Callable, **options: bool) -> Metrics:
-        """One optimizer step on `loss(TokenScores, index)` and, with experts, on the router's loss of the same rows."""
+    def _part(self, batch: SequenceBatch, loss: Callable, weight: float = 1.0, **options: float) -> micro_batches.Part:
+        """The rows of `batch` and `weight` times `loss(TokenScores, index)` with, for experts, the router's loss of the
+        same rows."""
         total = sum_over_ranks(batch.attention_mask.sum())
         shares = expert_shares(self.engine, batch, self.max_tokens)
 
-        def micro(rows: SequenceBatch, index: Tensor) -> tuple[Tensor, dict]:
+        def share(index: Tensor) -> tuple[Tensor, dict]:
+            rows = batch.rows(index).to(self.engine.device)
             tokens = self.engine(rows, expert_shares=shares(len(rows)), **options)
-            return self._with_router(*loss(tokens, index), tokens, rows, total)
+            value, observed = self._with_router(*loss(tokens, index), tokens, rows, total)
+            return weight * value, observed
 
-        return _update(self.engine, batch, self.max_tokens, micro)
+        return batch.attention_mask.sum(1), share
 
     def _with_router(self, value: Tensor, observed: dict, tokens: TokenScores, rows: SequenceBatch,
                      total: Tensor) -> tuple[Tensor, dict]:
@@ -165,16 +178,17 @@ class Actor:
             found = loss(_summed(tokens, rows).view(-1, len(index)), index)
             return self._with_router(*found, tokens, rows, total)
 
-        return micro_batches.update(self.engine, widths, self.max_tokens, share)
+        return micro_batches.update(self.engine, self.max_tokens, (widths, share))
 
     def sequence_logprobs(self, batch: SequenceBatch) -> Tensor:
         """(B,): the summed log-probabilities of each row's marked tokens, without gradients."""
         return _per_sequence(self.engine, batch, self.max_tokens)
 
     @torch.no_grad()
-    def score_tokens(self, batch: SequenceBatch) -> Sequence[TokenScores]:
-        """TokenScores of the marked tokens, micro-batch by micro-batch, without gradients."""
-        return [found for _, found in _measure(self.engine, batch, self.max_tokens, self.engine)]
+    def score_tokens(self, batch: SequenceBatch, **options: float) -> Sequence[TokenScores]:
+        """TokenScores of the marked tokens, micro-batch by micro-batch, without gradients. options: the module's."""
+        return [found for _, found in _measure(self.engine, batch, self.max_tokens,
+                                               lambda rows: self.engine(rows, **options))]
 
 
 @dataclass
@@ -195,11 +209,11 @@ class Critic:
         """One optimizer step. `loss(new_values (N,), rows of the minibatch, action count over all ranks)`."""
         batch, count = minibatch.sequences(self.engine.pad_id), sum_over_ranks(minibatch.action_mask.sum())
 
-        def micro(rows: SequenceBatch, index: Tensor) -> tuple[Tensor, dict]:
-            values = predicting(self.engine(rows), rows)
-            return loss(values, minibatch.rows(index).to(self.engine.device), count)
+        def share(index: Tensor) -> tuple[Tensor, dict]:
+            rows = batch.rows(index).to(self.engine.device)
+            return loss(predicting(self.engine(rows), rows), minibatch.rows(index).to(self.engine.device), count)
 
-        return _update(self.engine, batch, self.max_tokens, micro)
+        return micro_batches.update(self.engine, self.max_tokens, (batch.attention_mask.sum(1), share))
 
 
 @dataclass
@@ -236,7 +250,7 @@ class Reward:
             rows = batch.rows(pairs[index].T.reshape(-1)).to(self.engine.device)
             return loss(*_last(self.engine(rows), rows).chunk(2), index)
 
-        return micro_batches.update(self.engine, widths, self.max_tokens, share)
+        return micro_batches.update(self.engine, self.max_tokens, (widths, share))
 
 
 def _last(scores: Tensor, rows: SequenceBatch) -> Tensor:

@@ -17,7 +17,7 @@ from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run.fit import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig
-from hybrid_rlhf.training import compare, reward_sources, step1_sft, step2_reward, step3_ppo, wiring
+from hybrid_rlhf.training import compare, on_policy, reward_sources, step1_sft, step2_reward, step3_ppo, wiring
 from hybrid_rlhf.training.step2_reward import RewardConfig
 
 ORDER = ("sft", "reward", "ppo")
@@ -134,6 +134,7 @@ def check_all(config: Config, configs: dict[str, object]) -> None:
         lengths["data.max_prompt_length + ppo.sampling.max_new_tokens"] = (
             config.data.max_prompt_length + config.ppo.sampling.max_new_tokens)
         reward_sources.open_sources(configs["ppo"].reward, configs["ppo"].roles)
+        on_policy.check_more_data(configs["ppo"], config.model)
     for name in configs:
         wiring.require_data(config.data, name)
         datasets.open_sources(config.data, name)

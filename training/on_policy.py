@@ -34,6 +34,7 @@ class Method(NamedTuple):
     sampling: how it draws; section: the name of its settings, for messages. num_updates: optimizer steps of one trainer
     step; num_sequences: of one optimizer step on a process. num_together: rows that no micro-batch tears apart.
     temperature: that the roles' log-probabilities are measured at. has_entropy: whether the actor's update takes it.
+    also_reads: further stages whose data it trains on.
     """
 
     sampling: SamplingConfig
@@ -46,6 +47,7 @@ class Method(NamedTuple):
     temperature: float = 1.0
     normalise_scores: bool = True
     has_entropy: bool = False
+    also_reads: tuple[str, ...] = ()
 
 
 class Config(Protocol):
@@ -67,7 +69,7 @@ class Config(Protocol):
 
 @dataclass
 class Opened:
-    """A run with everything loaded. mean, std: the scale of the source's scores."""
+    """A run with everything loaded. mean, std: the scale of the source's scores. more: data of Method.also_reads."""
 
     tokenizer: object
     data: datasets.StageData
@@ -79,6 +81,7 @@ class Opened:
     mean: float
     std: float
     sources: Sources
+    more: dict[str, datasets.StageData]
 
 
 def check_given(roles: RolesConfig, method: Method, stage: str) -> None:
@@ -126,7 +129,8 @@ def preview(config: Config) -> None:
 
     wiring.require_data(config.data, config.stage)
     model = actor_model(config, find_sources(config))
-    show(config.data, config.stage, wiring.open_tokenizer(model, config.data, config.stage, config.seed))
+    for stage in (config.stage, *config.method.also_reads):
+        show(config.data, stage, wiring.open_tokenizer(model, config.data, stage, config.seed))
 
 
 def run(config: Config, command: str, make_trainer: Callable[[Opened], Trainer]) -> dict[str, float]:
@@ -145,7 +149,8 @@ def run(config: Config, command: str, make_trainer: Callable[[Opened], Trainer])
             export(roles.actor.engine.model, opened.tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER,
                    roles.actor.engine.eos_ids)
         record.finish(metrics, tokenizer=opened.tokenizer, base_model=opened.sources.actor,
-                      reward_model=opened.sources.reward, data=opened.data.report)
+                      reward_model=opened.sources.reward, data=opened.data.report,
+                      **{f"{stage}_data": data.report for stage, data in opened.more.items()})
     return metrics
 
 
@@ -159,11 +164,15 @@ def open_run(config: Config) -> Opened:
     for path in dict.fromkeys(p for p in (sources.actor, sources.reward, sources.ref, sources.critic) if p):
         wiring.check_lengths(replace(model, model_name_or_path=wiring.model_folder(path)),
                              **{f"data.max_prompt_length + {method.section}.sampling.max_new_tokens": longest})
+    check_more_data(config, model)
     starts, layout = check_roles(parts_of(config), sources)
     tokenizer = wiring.open_tokenizer(model, config.data, config.stage, config.seed)
+    for stage in method.also_reads:
+        wiring.give_template(tokenizer, config.data, stage)
     reader = _open_reader(config, sources)
     with main_first():  # the others find its tables in the cache
         data = datasets.build(config.data, config.stage, tokenizer, config.seed)
+        more = {stage: datasets.build(config.data, stage, tokenizer, config.seed) for stage in method.also_reads}
     reward_sources.check_columns(others, data.train[0])
     loader = wiring.train_loader(data.train, config.train, config.seed, collate.collate_prompts)
     held_out = wiring.eval_loader(data.held_out, config.train, config.seed, collate.collate_prompts)
@@ -172,7 +181,14 @@ def open_run(config: Config) -> Opened:
     roles, reward = build(parts_of(config), starts, layout, tokenizer, steps * method.num_updates, scale, reader)
     source, mean, std = reward_sources.combine(config.reward, reward and ModelSource(reward, tokenizer=reader), others,
                                                *scale)
-    return Opened(tokenizer, data, loader, held_out, steps, roles, source, mean, std, sources)
+    return Opened(tokenizer, data, loader, held_out, steps, roles, source, mean, std, sources, more)
+
+
+def check_more_data(config: Config, model: ModelConfig) -> None:
+    """UserError where the data of Method.also_reads is missing, or longer than the model."""
+    for stage in config.method.also_reads:
+        datasets.open_sources(config.data, stage)
+        wiring.check_lengths(model, **{"data.max_length": config.data.max_length})
 
 
 def _open_reader(config: Config, sources: Sources):  # noqa: ANN202 - a transformers class

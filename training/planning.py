@@ -131,7 +131,9 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
     layout, _ = resolve(config.roles, starts, config.model.lora.r > 0)
     parts, method = on_policy.parts_of(config), config.method
     sampling, together = method.sampling, method.num_together
-    length = config.data.max_prompt_length + sampling.max_new_tokens
+    sampled = config.data.max_prompt_length + sampling.max_new_tokens
+    # texts that are mixed in are as long as data.max_length, and all of their tokens may be predicted
+    texts = {"actor": config.data.max_length} if method.also_reads else {}
     sequences = config.train.rows_per_step * sampling.num_samples
     generation = Generation(min(MAX_BATCH, sequences), config.data.max_prompt_length, sampling.max_new_tokens)
 
@@ -145,13 +147,14 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
         model = replace(model, lora=model.lora if has_adapter else LoraConfig(),
                         freeze=model.freeze if trains else [],
                         gradient_checkpointing=model.gradient_checkpointing and trains)
-        zero = layout_of(parts, name)
+        zero, length = layout_of(parts, name), max(sampled, texts.get(name, 0))
         at_once = zero.micro_batch_tokens // length
         rows = max(together, min(method.num_sequences, at_once)) if trains else max(1, min(sequences, at_once))
         return Role(name, model, length, rows, trains=trains, zero_stage=zero.zero_stage,
                     base=group[0] if name != group[0] else None, **more)
 
-    policies = [role("actor", predicted=sampling.max_new_tokens, entropy=method.has_entropy, generation=generation)]
+    predicted = max(sampling.max_new_tokens, texts.get("actor", 0) - 1)
+    policies = [role("actor", predicted=predicted, entropy=method.has_entropy, generation=generation)]
     policies += [role("ref", predicted=sampling.max_new_tokens)] if "ref" in starts else []
     return [*policies, *(role(r) for r in ("critic", "reward") if r in starts)]
 

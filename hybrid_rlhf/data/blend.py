@@ -12,7 +12,7 @@ from hybrid_rlhf.data.schema import Example
 
 # Position of a stage's share in data.split. Offline preference methods read the reward model's share: what they
 # learn from is pairs, and a policy trained on them needs no reward model.
-SHARES = {"sft": 0, "ppo": 2, "online_dpo": 2, "rejection": 2} | dict.fromkeys(
+SHARES = {"sft": 0, "ptx": 0, "ppo": 2, "online_dpo": 2, "rejection": 2} | dict.fromkeys(
     ("reward", "dpo", "ipo", "hinge", "kto", "orpo", "simpo", "conditional_sft"), 1)
 
 

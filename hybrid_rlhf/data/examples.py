@@ -175,5 +175,6 @@ MAKERS: dict[str, Callable[..., Iterator[Work]]] = {
     "graded answer": graded}
 PAIRWISE = ("reward", "dpo", "ipo", "hinge", "orpo", "simpo")
 SAMPLING = ("ppo", "online_dpo", "rejection")
-TRAININGS = {"sft": "demonstration", **dict.fromkeys(SAMPLING, "prompt"), **dict.fromkeys(PAIRWISE, "pair"),
-             "kto": "labelled answer", "conditional_sft": "graded answer"}  # stage -> kind of training
+TRAININGS = {"sft": "demonstration", "ptx": "demonstration", **dict.fromkeys(SAMPLING, "prompt"),
+             **dict.fromkeys(PAIRWISE, "pair"), "kto": "labelled answer",
+             "conditional_sft": "graded answer"}  # stage -> kind of training

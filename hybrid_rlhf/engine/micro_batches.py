@@ -24,6 +24,7 @@ from hybrid_rlhf.tensors import token_budget_groups
 
 Numbers = TypeVar("Numbers")
 Share = Callable[[Tensor], tuple[Tensor, dict[str, tuple[Tensor, float]]]]
+Part = tuple[Tensor, Share]  # the lengths (N,) of some rows, in tokens, and what they add to the loss
 _log = logging.getLogger(__name__)
 
 # What starting a forward and backward costs, in tokens times weights: about 20 ms of the device's products. Reading the
@@ -69,8 +70,8 @@ def measure(engine: HybridEngine, lengths: Tensor, max_tokens: int,
         engine.idle_forward()
 
 
-def update(engine: HybridEngine, lengths: Tensor, max_tokens: int, loss: Share) -> Metrics:
-    """One optimizer step over all rows. `loss(rows)` -> (their share of the loss, {name: (mean, weight)}).
+def update(engine: HybridEngine, max_tokens: int, *parts: Part) -> Metrics:
+    """One optimizer step over all rows of all parts, each in micro-batches of its own.
 
     lengths (N,): tokens of each row. Returns what was observed, grad_norm, learning_rate, micro_batch_tokens (the
     budget in force) and the peak of memory in bytes. A minibatch that ran out of memory starts again with smaller
@@ -79,26 +80,28 @@ def update(engine: HybridEngine, lengths: Tensor, max_tokens: int, loss: Share) 
     rate = engine.training.learning_rate
     while True:
         tokens = budget(engine, UPDATE, max_tokens)
-        running: list[Tensor] = []  # the rows under way, last
+        running: list[Tensor] = []  # the lengths of the rows under way, last
         metrics = Metrics()
+        pieces = [(part, rows) for part in parts for rows in _groups(engine, part[0], tokens)]
         try:
             with peak_in(metrics, f"{engine.name.split()[0]}/{UPDATE}", engine.device):
-                norm = engine.update(_groups(engine, lengths, tokens), _observed(loss, metrics, running))
+                norm = engine.update(pieces, _observed(metrics, running))
         except Exception as error:
             if not running:
                 raise
-            _fewer(engine, UPDATE, lengths[running[-1]], error)
+            _fewer(engine, UPDATE, running[-1], error)
         else:
             return (metrics.add("grad_norm", norm).add("learning_rate", rate)
                     .add("micro_batch_tokens", tokens))
         release()
 
 
-def _observed(loss: Share, metrics: Metrics, running: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    """`loss` as the engine calls it, its observations going to `metrics`."""
+def _observed(metrics: Metrics, running: list[Tensor]) -> Callable[[tuple[Part, Tensor]], Tensor]:
+    """A part's share as the engine calls it, its observations going to `metrics`."""
 
-    def share(rows: Tensor) -> Tensor:
-        running.append(rows)
+    def share(piece: tuple[Part, Tensor]) -> Tensor:
+        (lengths, loss), rows = piece
+        running.append(lengths[rows])
         value, observed = loss(rows)
         for name, (mean, weight) in observed.items():
             metrics.add(name, mean, weight)

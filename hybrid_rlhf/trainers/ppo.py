@@ -7,42 +7,54 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hybrid_rlhf.algorithms.advantages import ESTIMATORS, explained_variance, whiten
 from hybrid_rlhf.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate, kl_loss
+from hybrid_rlhf.algorithms.likelihood import imitation_loss
 from hybrid_rlhf.algorithms.policy import denominators, entropy_loss, importance_weights, policy_loss, value_loss
 from hybrid_rlhf.algorithms.shaping import missing_eos, normalise, overlong, shape_rewards
 from hybrid_rlhf.collect import DriftGate, collect, refill
 from hybrid_rlhf.distributed import place_over_ranks, sum_over_ranks
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.rewards import RewardSource
-from hybrid_rlhf.roles import Roles, TokenScores
+from hybrid_rlhf.roles import Mixed, Roles, TokenScores
 from hybrid_rlhf.rollout import Prompts, Rollout
-from hybrid_rlhf.tensors import masked_mean
+from hybrid_rlhf.tensors import SequenceBatch, masked_mean
 from hybrid_rlhf.trainers.ppo_config import PPOConfig
 
 __all__ = ["PPOConfig", "PPOTrainer"]
+
+
+class Pretraining(Protocol):
+    """The stream of texts that PTX mixes in: endless batches, and its position for checkpoints."""
+
+    def next(self) -> SequenceBatch: ...
+    def state(self) -> dict: ...
 
 
 class PPOTrainer:
     """One step: sample, estimate advantages once, update actor and critic for some epochs.
 
     score_mean, score_std: the score statistics of stage 2, used when config.normalise_scores. more: gives further
-    prompts, for config.max_refills.
+    prompts, for config.max_refills. ptx: the texts of config.ptx_coef.
     """
 
     progress_keys = ("reward", "kl", "completions/mean_length", "entropy", "policy/clip_fraction")
 
     def __init__(self, roles: Roles, source: RewardSource, config: PPOConfig, *, seed: int, score_mean: float = 0.0,
-                 score_std: float = 1.0, more: Callable[[], Prompts] | None = None) -> None:
+                 score_std: float = 1.0, more: Callable[[], Prompts] | None = None,
+                 ptx: Pretraining | None = None) -> None:
+        if bool(config.ptx_coef) != (ptx is not None):
+            raise ValueError(f"ptx_coef is {config.ptx_coef} with{'' if ptx else 'out'} a pretraining stream")
         if config.kl_coef and roles.ref is None:
             raise ValueError(f"kl_coef is {config.kl_coef}, and there is no reference to measure the KL against")
         if config.max_refills and more is None:
             raise ValueError(f"max_refills is {config.max_refills}, and there is nowhere to take more prompts from")
-        self.more = more
+        self.more, self.ptx = more, ptx
         self.roles, self.source, self.config, self.seed = roles, source, config, seed
         self.score_mean, self.score_std = score_mean, score_std
         self.estimator = ESTIMATORS[config.estimator].fn
@@ -134,11 +146,41 @@ class PPOTrainer:
         metrics = Metrics()
         if self.num_steps >= self.config.critic_warmup_steps:
             num_sequences = sum_over_ranks(torch.tensor(len(minibatch)))
-            metrics += self.roles.actor.update(minibatch, partial(self.actor_loss, num_sequences=num_sequences))
+            mixed = self._pretraining(minibatch, num_sequences)
+            metrics += self.roles.actor.update(minibatch, partial(self.actor_loss, num_sequences=num_sequences), mixed)
+            if mixed is not None:
+                metrics.add("ptx/coef", mixed.weight)
         if self.roles.critic:
             metrics += self.roles.critic.update(minibatch, self.critic_loss).renamed(
                 {n: f"value/{n}" for n in ("grad_norm", "learning_rate", "micro_batch_tokens")})
         return metrics
+
+    def _pretraining(self, minibatch: Rollout, num_sequences: Tensor) -> Mixed | None:
+        """The next rows of the pretraining stream, and the factor of their loss in the actor's step."""
+        if self.ptx is None:
+            return None
+        batch = self.ptx.next()
+        scale = 1.0 if self.config.ptx_scale == "fixed" else self._relative(minibatch, num_sequences, batch)
+        return Mixed(batch, _ptx_loss, self.config.ptx_coef * scale)
+
+    def _relative(self, minibatch: Rollout, num_sequences: Tensor, batch: SequenceBatch) -> float:
+        """The size of the policy loss over the pretraining loss, both of this optimizer step, over all processes.
+
+        The size is the policy loss with |advantage| for every action's loss, which is what they are at ratio 1: the
+        loss itself is about 0 there, its actions' shares in balance.
+        """
+        mask = minibatch.action_mask
+        shares = self._denominator(mask, sum_over_ranks(mask.sum()), num_sequences)
+        scores = self.roles.actor.score_tokens(batch, temperature=1.0)
+        own = [(minibatch.advantages[mask].abs() / shares).sum(), -sum(s.logprobs.double().sum() for s in scores),
+               sum(s.logprobs.numel() for s in scores)]
+        size, loss, count = sum_over_ranks(torch.tensor([float(x) for x in own], dtype=torch.float64)).tolist()
+        return size / max(loss / max(count, 1), 1e-8)
+
+    def _denominator(self, mask: Tensor, count: Tensor, num_sequences: Tensor | int) -> Tensor | float:
+        """What each action's loss is divided by; mask (B, R) of these rows, the counts of the whole minibatch."""
+        return denominators(self.config.averaging, mask.nonzero()[:, 0], num_actions=count,
+                            num_sequences=num_sequences, length=self.config.sampling.max_new_tokens)
 
     def _is_far(self, observed: Metrics) -> bool:
         """Whether a minibatch's approximate KL, over all processes, ends the updates on this rollout."""
@@ -153,8 +195,7 @@ class PPOTrainer:
         """The loss of these rows as a share of a minibatch of `count` actions and num_sequences, and what to report."""
         config, mask = self.config, rows.action_mask
         owner = mask.nonzero()[:, 0]  # (N,)
-        share = denominators(config.averaging, owner, num_actions=count, num_sequences=num_sequences,
-                             length=config.sampling.max_new_tokens)
+        share = self._denominator(mask, count, num_sequences)
         weights = None if config.importance == "none" else importance_weights(
             rows.logprobs[mask], rows.sampled_logprobs[mask], owner, level=config.importance, cap=config.importance_cap)
         loss, observed = policy_loss(tokens.logprobs, rows.logprobs[mask], rows.advantages[mask], owner=owner,
@@ -206,7 +247,14 @@ class PPOTrainer:
                  "num_steps": self.num_steps, "rng": self.rng.get_state()}
         if self.roles.critic:
             state["critic"] = self.roles.critic.engine.training.state()
+        if self.ptx is not None:
+            state["ptx"] = self.ptx.state()
         return state | {"learnt": self.roles.learnt()}
+
+
+def _ptx_loss(tokens: TokenScores, count: Tensor) -> tuple[Tensor, dict]:
+    loss, observed = imitation_loss(tokens.logprobs, tokens.correct, denominator=count)
+    return loss, {f"ptx/{name}": value for name, value in observed.items()}
 
 
 def _mean_over_ranks(mean: float, count: int) -> tuple[float, int]:

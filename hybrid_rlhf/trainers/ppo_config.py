@@ -57,6 +57,12 @@ class PPOConfig:
         importance: Truncated importance weights for what sampling and training kernels do not agree on: none, token
             or sequence. They are 1 where the sampler's log-probabilities are the old ones.
         importance_cap: Largest of these weights.
+        ptx_coef: Factor of the pretraining loss (PPO-ptx) in the actor's steps, on the demonstrations or plain texts
+            of sources for stage ptx. The loss is a mean over tokens, so InstructGPT's 27.8, which belongs to averages
+            of its own, is no guide: begin near 1. 0 mixes nothing in.
+        ptx_scale: fixed, or relative: ptx_coef times the size of the policy loss (|advantage|, averaged as that loss
+            is) over the pretraining loss, both of the same step, so that 1 makes them equally large.
+        ptx_batch_size: Texts per process and optimizer step; null takes as many as there are sequences.
     """
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -93,11 +99,14 @@ class PPOConfig:
     max_logprob_drift: float = 0.02
     importance: str = "none"
     importance_cap: float = 2.0
+    ptx_coef: float = 0.0
+    ptx_scale: str = "fixed"
+    ptx_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
             check(getattr(self, name) in known, _unknown(name, getattr(self, name), known))
-        for name in ("num_ppo_epochs", "num_minibatches", "minibatch_size"):
+        for name in ("num_ppo_epochs", "num_minibatches", "minibatch_size", "ptx_batch_size"):
             check(getattr(self, name) is None or getattr(self, name) >= 1,
                   f"ppo.{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("gamma", "lam"):
@@ -106,7 +115,7 @@ class PPOConfig:
                      "importance_cap"):
             check(getattr(self, name) is None or getattr(self, name) > 0,
                   f"ppo.{name} is {getattr(self, name)}; it must be positive")
-        for name in ("kl_coef", "entropy_coef", "overlong_penalty", "critic_warmup_steps", "max_refills"):
+        for name in ("kl_coef", "entropy_coef", "overlong_penalty", "critic_warmup_steps", "max_refills", "ptx_coef"):
             check(getattr(self, name) >= 0, f"ppo.{name} is {getattr(self, name)}; it must not be negative")
         check(self.kl_target is None or self.kl_target > 0,
               f"ppo.kl_target is {self.kl_target}; it must be positive (nats per sequence) or null")
@@ -136,6 +145,8 @@ class PPOConfig:
         check(not self.overlong_penalty or 1 <= self.overlong_buffer <= longest,
               f"ppo.overlong_buffer is {self.overlong_buffer}; it must lie in [1, ppo.sampling.max_new_tokens "
               f"{longest}]")
+        check(self.ptx_coef > 0 or (self.ptx_scale == "fixed" and self.ptx_batch_size is None),
+              "ppo.ptx_scale and ppo.ptx_batch_size are the pretraining loss's, and ppo.ptx_coef is 0; give it too")
         check(self.importance == "none" or self.old_logprobs != "sampler",
               f"ppo.importance {self.importance} weighs what a training forward says against the sampler; "
               "ppo.old_logprobs sampler has none; choose recompute")
@@ -173,7 +184,7 @@ class PPOConfig:
 _CHOICES: dict[str, tuple] = {
     "estimator": tuple(ESTIMATORS), "policy_loss": tuple(POLICY_LOSSES), "aggregation": (None, *AGGREGATIONS),
     "kl_in": (None, "reward", "loss"), "kl_estimator": (None, *kl.ESTIMATORS), "old_logprobs": OLD_LOGPROBS,
-    "importance": ("none", "token", "sequence")}
+    "importance": ("none", "token", "sequence"), "ptx_scale": ("fixed", "relative")}
 
 
 def _unknown(name: str, value: object, known: Iterable) -> str:

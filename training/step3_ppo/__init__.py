@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hybrid_rlhf.config import UserError, check
+from hybrid_rlhf.data import collate
 from hybrid_rlhf.data.datasets import DataConfig
-from hybrid_rlhf.distributed import world_size
+from hybrid_rlhf.data.loader import Loader
+from hybrid_rlhf.distributed import rank, world_size
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
@@ -68,7 +70,7 @@ class Config:
         return on_policy.Method(
             ppo.sampling, "ppo", updates_per_step(self), ppo.minibatch_size or -(-sequences // ppo.num_minibatches),
             needs_ref=self.needs_reference, needs_critic=ppo.needs_critic, temperature=ppo.sampling.temperature,
-            normalise_scores=ppo.normalise_scores, has_entropy=True)
+            normalise_scores=ppo.normalise_scores, has_entropy=True, also_reads=("ptx",) if ppo.ptx_coef else ())
 
 
 def preview(config: Config) -> None:
@@ -81,15 +83,30 @@ def run(config: Config, command: str = "") -> dict[str, float]:
 
     def trainer(opened: on_policy.Opened) -> PPOTrainer:
         return PPOTrainer(opened.roles, opened.source, config.ppo, seed=config.seed, score_mean=opened.mean,
-                          score_std=opened.std, more=opened.loader.next)
+                          score_std=opened.std, more=opened.loader.next, ptx=_pretraining(config, opened))
 
     return on_policy.run(config, command, trainer)
+
+
+def _pretraining(config: Config, opened: on_policy.Opened) -> Loader | None:
+    """The stream that PTX mixes in, with a position of its own."""
+    if not config.ppo.ptx_coef:
+        return None
+    size = config.ppo.ptx_batch_size or -(-_minibatch_size(config) // world_size())
+    return Loader(opened.more["ptx"].train, size, lambda rows: collate.collate_sft(rows, opened.tokenizer.pad_token_id),
+                  config.seed, rank=rank(), world=world_size())
+
+
+def _minibatch_size(config: Config) -> int:
+    """Sequences of an optimizer step over all processes."""
+    sequences = config.train.rows_per_step * config.ppo.sampling.num_samples * world_size()
+    return config.ppo.minibatch_size or -(-sequences // config.ppo.num_minibatches)
 
 
 def updates_per_step(config: Config) -> int:
     """Optimizer steps of one trainer step; the schedules count these."""
     sequences = config.train.rows_per_step * config.ppo.sampling.num_samples * world_size()
-    size = config.ppo.minibatch_size or -(-sequences // config.ppo.num_minibatches)
+    size = _minibatch_size(config)
     if size > sequences:
         raise UserError(f"ppo.minibatch_size is {size}, but a step samples {sequences} sequences; lower it")
     if size % world_size():
