@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hybrid_rlhf.distributed import place_over_ranks, sum_over_ranks
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig, micro_batches
+from hybrid_rlhf.engine.average import WeightAverage
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.policy import PolicyModule, TokenScores
 from hybrid_rlhf.rollout import Prompts, Rollout
@@ -183,6 +184,10 @@ class Actor:
     def sequence_logprobs(self, batch: SequenceBatch) -> Tensor:
         """(B,): the summed log-probabilities of each row's marked tokens, without gradients."""
         return _per_sequence(self.engine, batch, self.max_tokens)
+
+    def average(self, decay: float) -> WeightAverage:
+        """A moving average of the trained weights, from now on."""
+        return WeightAverage(self.engine, decay)
 
     @torch.no_grad()
     def score_tokens(self, batch: SequenceBatch, **options: float) -> Sequence[TokenScores]:

@@ -34,7 +34,7 @@ class Method(NamedTuple):
     sampling: how it draws; section: the name of its settings, for messages. num_updates: optimizer steps of one trainer
     step; num_sequences: of one optimizer step on a process. num_together: rows that no micro-batch tears apart.
     temperature: that the roles' log-probabilities are measured at. has_entropy: whether the actor's update takes it.
-    also_reads: further stages whose data it trains on.
+    also_reads: further stages whose data it trains on. keeps_average: whether of the actor's weights.
     """
 
     sampling: SamplingConfig
@@ -48,6 +48,7 @@ class Method(NamedTuple):
     normalise_scores: bool = True
     has_entropy: bool = False
     also_reads: tuple[str, ...] = ()
+    keeps_average: bool = False
 
 
 class Config(Protocol):
@@ -145,13 +146,21 @@ def run(config: Config, command: str, make_trainer: Callable[[Opened], Trainer])
     record = runfile.start(config.output_dir, config.stage, config, command)
     with on_record(record):  # a failing export is on the record too
         metrics = fit(trainer, opened.loader, opened.held_out, config.train, record, opened.num_steps)
-        with roles.actor.engine.active():
-            export(roles.actor.engine.model, opened.tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER,
-                   roles.actor.engine.eos_ids)
+        _leave(roles, opened, config, wiring.MODEL_FOLDER)
+        average = getattr(trainer, "average", None)  # of the weights, where the method keeps one
+        if average is not None:
+            with average.in_model():
+                _leave(roles, opened, config, f"{wiring.MODEL_FOLDER}_ema")
         record.finish(metrics, tokenizer=opened.tokenizer, base_model=opened.sources.actor,
                       reward_model=opened.sources.reward, data=opened.data.report,
                       **{f"{stage}_data": data.report for stage, data in opened.more.items()})
     return metrics
+
+
+def _leave(roles: Roles, opened: Opened, config: Config, folder: str) -> None:
+    engine = roles.actor.engine
+    with engine.active():
+        export(engine.model, opened.tokenizer, Path(config.output_dir) / folder, engine.eos_ids)
 
 
 def open_run(config: Config) -> Opened:

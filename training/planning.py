@@ -154,7 +154,8 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
                     base=group[0] if name != group[0] else None, **more)
 
     predicted = max(sampling.max_new_tokens, texts.get("actor", 0) - 1)
-    policies = [role("actor", predicted=predicted, entropy=method.has_entropy, generation=generation)]
+    policies = [role("actor", predicted=predicted, entropy=method.has_entropy, generation=generation,
+                     has_average=method.keeps_average)]
     policies += [role("ref", predicted=sampling.max_new_tokens)] if "ref" in starts else []
     return [*policies, *(role(r) for r in ("critic", "reward") if r in starts)]
 

@@ -31,13 +31,14 @@ class ExportDiffers(RuntimeError):
 def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) -> Path:  # noqa: ANN001
     """Write `model` (causal or sequence classification) and `tokenizer` to `folder`, replacing what was there.
 
-    With LoRA the folder holds the merged model, and `adapter` beside it the adapter alone, as peft reads it; of a
-    quantised base, adapter/merge.json says into which weights ("original", or "dequantised" where those are gone) and
-    how far the live model's logits are from the written one's (relative). Only the main process writes; all must call,
-    for under ZeRO 3 each holds a part. Raises ExportDiffers if the reloaded folder's outputs differ from the live
-    model's.
+    With LoRA the folder holds the merged model, and `adapter` (adapter_ema for model_ema) beside it the adapter alone,
+    as peft reads it; of a quantised base, merge.json in it says into which weights ("original", or "dequantised" where
+    those are gone) and how far the live model's logits are from the written one's (relative). Only the main process
+    writes; all must call, for under ZeRO 3 each holds a part. Raises ExportDiffers if the reloaded folder's outputs
+    differ from the live model's.
     """
     folder = Path(folder)
+    adapter = folder.with_name(folder.name.replace("model", "adapter"))
     with gathered(model):
         if is_main():
             beside = folder.with_name(folder.name + ".tmp")
@@ -50,10 +51,10 @@ def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) 
             shutil.rmtree(folder, ignore_errors=True)
             beside.rename(folder)
             if lora_layers(model):
-                save_adapter(model, folder.with_name("adapter"))
+                save_adapter(model, adapter)
             if quantized_layers(model):
                 facts = {"into": "original" if originals else "dequantised", "difference": gap}
-                (folder.with_name("adapter") / MERGE_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
+                (adapter / MERGE_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
         barrier()
     return folder
 

@@ -42,7 +42,7 @@ class Role:
 
     predicted: tokens of a row that get a log-probability (0 for a scalar model), in training with their entropy if
     `entropy`. trains: whether an optimizer moves it. scores: whether it is asked for numbers between generation and
-    update. base: the role whose weights it shares.
+    update. base: the role whose weights it shares. has_average: whether a moving average of its weights is kept.
     """
 
     name: str
@@ -57,6 +57,7 @@ class Role:
     zero_stage: int | None = None
     generation: Generation | None = None
     base: str | None = None
+    has_average: bool = False
 
     @property
     def is_scalar(self) -> bool:
@@ -204,7 +205,8 @@ def _add_training(found: dict, role: Role, act: footprint.Activations, sizes: fo
         logits = footprint.logit_bytes(role.model, device, role.rows * role.predicted, trains=True,
                                        entropy=role.entropy)
     kept = max(act.saved, act.peak - logits)
-    found["optimizer"]["always"] = state.optimizer
+    average = 4 * sizes.trained // (world if role.zero_stage else 1) if role.has_average else 0
+    found["optimizer"]["always"] = state.optimizer + average
     found["activations"][train], found["logits"][train] = kept, logits
     found["gradients"][train] = max(state.gradients, state.closing - kept - logits)
     found["gradients"][step] = state.stepping

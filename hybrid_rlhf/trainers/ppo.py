@@ -61,6 +61,7 @@ class PPOTrainer:
         self.kl_coef = FixedKL(config.kl_coef) if config.kl_target is None else AdaptiveKL(
             config.kl_coef, config.kl_target, config.kl_horizon)
         self.rng = torch.Generator().manual_seed(seed)
+        self.average = roles.actor.average(config.ema_decay) if config.ema else None
         self.gate = DriftGate(config.old_logprobs, config.max_logprob_drift)
         self.num_steps = 0
         self.newest: Rollout | None = None
@@ -150,6 +151,8 @@ class PPOTrainer:
             metrics += self.roles.actor.update(minibatch, partial(self.actor_loss, num_sequences=num_sequences), mixed)
             if mixed is not None:
                 metrics.add("ptx/coef", mixed.weight)
+            if self.average is not None:
+                self.average.update()
         if self.roles.critic:
             metrics += self.roles.critic.update(minibatch, self.critic_loss).renamed(
                 {n: f"value/{n}" for n in ("grad_norm", "learning_rate", "micro_batch_tokens")})
@@ -249,6 +252,8 @@ class PPOTrainer:
             state["critic"] = self.roles.critic.engine.training.state()
         if self.ptx is not None:
             state["ptx"] = self.ptx.state()
+        if self.average is not None:
+            state["average"] = self.average.state()
         return state | {"learnt": self.roles.learnt()}
 
 

@@ -63,6 +63,8 @@ class PPOConfig:
         ptx_scale: fixed, or relative: ptx_coef times the size of the policy loss (|advantage|, averaged as that loss
             is) over the pretraining loss, both of the same step, so that 1 makes them equally large.
         ptx_batch_size: Texts per process and optimizer step; null takes as many as there are sequences.
+        ema: Whether a moving average of the actor's weights is kept, in fp32, and exported as model_ema at the end.
+        ema_decay: What the average keeps of itself at every optimizer step.
     """
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -102,6 +104,8 @@ class PPOConfig:
     ptx_coef: float = 0.0
     ptx_scale: str = "fixed"
     ptx_batch_size: int | None = None
+    ema: bool = False
+    ema_decay: float = 0.992
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -147,6 +151,9 @@ class PPOConfig:
               f"{longest}]")
         check(self.ptx_coef > 0 or (self.ptx_scale == "fixed" and self.ptx_batch_size is None),
               "ppo.ptx_scale and ppo.ptx_batch_size are the pretraining loss's, and ppo.ptx_coef is 0; give it too")
+        check(0 <= self.ema_decay < 1, f"ppo.ema_decay is {self.ema_decay}; it must lie in [0, 1)")
+        check(self.ema or self.ema_decay == 0.992, f"ppo.ema_decay is {self.ema_decay}, and no average is kept; give "
+                                                   "ppo.ema true too")
         check(self.importance == "none" or self.old_logprobs != "sampler",
               f"ppo.importance {self.importance} weighs what a training forward says against the sampler; "
               "ppo.old_logprobs sampler has none; choose recompute")

@@ -70,7 +70,8 @@ class Config:
         return on_policy.Method(
             ppo.sampling, "ppo", updates_per_step(self), ppo.minibatch_size or -(-sequences // ppo.num_minibatches),
             needs_ref=self.needs_reference, needs_critic=ppo.needs_critic, temperature=ppo.sampling.temperature,
-            normalise_scores=ppo.normalise_scores, has_entropy=True, also_reads=("ptx",) if ppo.ptx_coef else ())
+            normalise_scores=ppo.normalise_scores, has_entropy=True, also_reads=("ptx",) if ppo.ptx_coef else (),
+            keeps_average=ppo.ema)
 
 
 def preview(config: Config) -> None:
