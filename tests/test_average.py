@@ -92,7 +92,7 @@ def test_settings_of_an_average_that_cannot_be_are_refused() -> None:
 
 def launch(folder: Path, out: str, *more: str) -> Path:
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"say {w}"}) + "\n" for w in WORDS))
-    (folder / "pay.py").write_text("def short(completions, **_):\n    return [-float(len(c)) for c in completions]\n")
+    (folder / "pay.py").write_text("def short(completions, **_):\n    return [-len(c) / 100 for c in completions]\n")
     if not (folder / "base").exists():
         save_tiny(folder / "base")
     assert main(["--stage", "reinforce_pp", "--output_dir", f"{folder}/{out}", *COMMON, *PPO[:2],

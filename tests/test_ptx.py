@@ -119,7 +119,7 @@ def test_the_launcher_reads_the_texts_of_stage_ptx(tmp_path, capsys):
     for name, rows in {"prompts": [{"prompt": f"say {w}"} for w in WORDS],
                        "texts": [{"prompt": f"tell {w}", "completion": f"{w} it is"} for w in WORDS]}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    (tmp_path / "pay.py").write_text("def short(completions, **_):\n    return [-float(len(c)) for c in completions]\n")
+    (tmp_path / "pay.py").write_text("def short(completions, **_):\n    return [-len(c) / 100 for c in completions]\n")
     prompts, texts = (f"{{path: {tmp_path}/{n}.jsonl, stages: [{s}]}}" for n, s in (("prompts", "ppo"),
                                                                                    ("texts", "ptx")))
     words = ["--stage", "reinforce_pp", "--output_dir", f"{tmp_path}/out", *COMMON, *PPO[:4],
