@@ -73,9 +73,10 @@ def measure(engine: HybridEngine, lengths: Tensor, max_tokens: int,
 def update(engine: HybridEngine, max_tokens: int, *parts: Part) -> Metrics:
     """One optimizer step over all rows of all parts, each in micro-batches of its own.
 
-    lengths (N,): tokens of each row. Returns what was observed, grad_norm, learning_rate, micro_batch_tokens (the
-    budget in force) and the peak of memory in bytes. A minibatch that ran out of memory starts again with smaller
-    micro-batches and gives the same gradient; UserError where a single row does not fit.
+    Of a part, share(rows) -> (what they add to the loss, {name: (mean, weight)}). Returns what was observed, grad_norm,
+    learning_rate, micro_batch_tokens (the budget in force) and the peak of memory in bytes. A minibatch that ran out of
+    memory starts again with smaller micro-batches and gives the same gradient; UserError where a single row does not
+    fit.
     """
     rate = engine.training.learning_rate
     while True:
