@@ -22,7 +22,7 @@ pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[1]
 WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the moon", "tree", "old book", "wind"]
 RUNS = {"sft": "sft", "reward": "reward", "ppo": "ppo", "lora_reward": "reward", "lora_ppo": "ppo", "grpo": "grpo",
-        "dpo": "dpo"}  # run -> stage
+        "dpo": "dpo", "online_dpo": "online_dpo", "rejection": "rejection"}  # run -> stage
 # what cannot be the same: the clock's figures, a process's own cache, and the budget that is given
 CLOCKED = ("time/", "memory/", "engine/tokens_per_second", "engine/kv_bytes", "micro_batch_tokens",
            "value/micro_batch_tokens")
@@ -68,14 +68,19 @@ def argv_of(folder: Path, where: str, batch: int, *more: str) -> dict[str, list[
            "--ppo.num_minibatches", "2", "--ppo.kl_target", "0.1", "--ppo.kl_horizon", "100",
            "--roles.actor.learning_rate", "0.05"]
     grpo = [*ppo, "--ppo.max_refills", "2", f"--reward.functions=['{folder}/pay.py:odd']"]
-    ppo = [*ppo, "--roles.critic.learning_rate", "0.05"]
+    ppo = [*ppo, "--roles.critic.learning_rate", "0.05", "--ppo.ema", "true", "--ppo.ptx_coef", "0.5",
+           "--ppo.ptx_scale", "relative"]
     lora = ["--model.model_name_or_path", f"{folder}/{where}/sft", "--model.lora.r", "4"]
     extra = {"sft": ["--model.model_name_or_path", f"{folder}/base"], "reward": [], "ppo": ppo,
              "lora_reward": [*lora, "--train.learning_rate", "0.5"],
              "lora_ppo": [*lora, *ppo, "--roles.reward.model_name_or_path", f"{folder}/{where}/lora_reward",
-                          "--roles.share_base", "true"], "grpo": grpo, "dpo": []}
+                          "--roles.share_base", "true"], "grpo": grpo, "dpo": [],
+             "online_dpo": ["--online.sampling.max_new_tokens", "6", "--roles.actor.learning_rate", "0.05"],
+             "rejection": ["--rejection.sampling.max_new_tokens", "6", "--rejection.sampling.num_samples", "3",
+                           "--rejection.num_minibatches", "2", "--roles.actor.learning_rate", "0.05"]}
+    texts = {"ppo": f", {{path: '{folder}/sft.jsonl', stages: [ptx]}}"}
     return {name: ["--stage", stage, "--output_dir", f"{folder}/{where}/{name}",
-                   f"--data.sources=[{{path: '{folder}/{stage}.jsonl'}}]", *shared, *extra[name]]
+                   f"--data.sources=[{{path: '{folder}/{stage}.jsonl'}}{texts.get(stage, '')}]", *shared, *extra[name]]
             for name, stage in RUNS.items()}
 
 
@@ -83,7 +88,7 @@ def prepare(folder: Path) -> None:
     rows = {"sft": [{"prompt": f"say {w} {i}", "completion": w} for i in range(3) for w in WORDS],
             "reward": [{"prompt": f"say {w} {i}", "chosen": w, "rejected": "no no"} for i in range(3) for w in WORDS],
             "ppo": [{"prompt": f"say {w} {i}"} for i in range(3) for w in WORDS]}
-    rows |= {"dpo": rows["reward"], "grpo": rows["ppo"]}
+    rows |= {"dpo": rows["reward"]} | dict.fromkeys(("grpo", "online_dpo", "rejection"), rows["ppo"])
     (folder / "pay.py").write_text("def odd(completions, **_):\n    return [float(len(c) % 2) for c in completions]\n")
     for name, table in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in table))
@@ -248,9 +253,10 @@ def test_a_stage_of_two_processes_under_zero_3_reports_what_one_process_reports(
         assert row == pytest.approx(expected, rel=1e-4, abs=2e-6)
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_stage_of_two_processes_exports_the_weights_of_one_process(place, found, name):
-    one, two = (load_file(place / where / name / "model" / "model.safetensors") for where in ("one", "two"))
+@pytest.mark.parametrize(("name", "folder"), [*((name, "model") for name in RUNS), ("ppo", "model_ema"),
+                                              ("lora_ppo", "model_ema")])
+def test_a_stage_of_two_processes_exports_the_weights_of_one_process(place, found, name, folder):
+    one, two = (load_file(place / where / name / folder / "model.safetensors") for where in ("one", "two"))
     assert one.keys() == two.keys()
     for key, weight in one.items():
         torch.testing.assert_close(two[key], weight, rtol=1e-4, atol=1e-6)

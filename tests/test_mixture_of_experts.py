@@ -143,7 +143,8 @@ def test_checkpointing_changes_nothing_and_a_model_without_experts_has_no_router
     plain, saving = actor(mixture()), actor(mixture())
     saving.engine.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     one, two = (SFTTrainer(policy).step(BATCH).compute() for policy in (plain, saving))
-    assert two == pytest.approx(one, rel=1e-5)
+    kept = [name for name in one if not name.startswith("memory/")]
+    assert {name: two[name] for name in kept} == pytest.approx({name: one[name] for name in kept}, rel=1e-5)
     dense = tiny_causal_lm()
     assert router_coefficient(dense) == 0 and router_coefficient(mixture()) == 0.1
     assert "aux_loss" not in SFTTrainer(actor(dense)).step(BATCH).compute()
