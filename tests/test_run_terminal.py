@@ -168,3 +168,12 @@ def test_the_summary_has_a_column_for_every_key_and_no_row_is_lost(capsys):
     assert lines[0].strip() == "Held out"
     assert cells == [["model", "score", "kl", "seconds", "accuracy"], ["sft", "0.500", "0.0", "61.2", ""],
                      ["[bold]ppo", "-0.250", "12.5", "", "1.000"]]
+
+
+def test_the_live_view_says_where_the_time_went_and_who_holds_the_memory():
+    values = {"time/step": 0.8, "time/train": 0.6, "time/generate": 0.1, "time/switch": 0.0,
+              "engine/tokens_per_second": 12345.6, "memory/actor/train": 3 * 2**20, "memory/actor/generate": 2**20,
+              "memory/ref/score": 2**30}
+    assert terminal.work(values) == "12346 tokens/s; of 0.8 s: train 75%, generate 12%"
+    assert terminal.held(values) == "memory: actor 3 MiB (train), ref 1.0 GiB (score)"
+    assert (terminal.work({}), terminal.held({})) == ("", "")

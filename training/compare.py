@@ -15,9 +15,12 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.roles import Reference, Reward
 from hybrid_rlhf.run import runfile
+from hybrid_rlhf.run.summary import compare_stages
 from hybrid_rlhf.tensors import masked_mean
 from hybrid_rlhf.training import step1_sft, wiring
 from hybrid_rlhf.training.measure import check_checker, is_right, judge, open_actor, respond, share
+
+NUM_SHOWN = 8  # prompts whose answers the report shows side by side
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,17 @@ def run(config, configs: dict, seconds: dict[str, float], command: str) -> dict:
         folders = {"sft": folders["sft"], "sft_longer": longer_sft(config, configs["sft"], took["ppo"], command),
                    "ppo": folders["ppo"]}
         took["sft_longer"] = runfile.read_run(folders["sft_longer"]).seconds
-    summary = {name: measure(config, configs, folder) for name, folder in folders.items()}
+    measured = {name: measure(config, configs, folder) for name, folder in folders.items()}
+    summary = {name: figures for name, (figures, _) in measured.items()}
     summary["reward"] = {"accuracy": runfile.read_run(configs["reward"].output_dir).metrics["eval/accuracy"]}
     summary["seconds"] = {k: round(v, 1) for k, v in took.items()}
     path = Path(config.output_dir) / "summary.json"
     if is_main():
         path.write_text(json.dumps(summary, indent=1) + "\n")
+        page = compare_stages(Path(config.output_dir), list(configs), table(summary),
+                              side_by_side({name: said for name, (_, said) in measured.items()}))
         show(summary, path)
+        print(f"report with curves and answers: {page}")
     return summary
 
 
@@ -78,8 +85,9 @@ def longer_sft(config, sft, limit: float, command: str) -> str:  # noqa: ANN001
     return folder
 
 
-def measure(config, configs: dict, folder: str) -> dict[str, float]:  # noqa: ANN001
-    """accuracy (sampled as PPO samples, and greedy), score, KL to SFT, entropy and length on held-out prompts."""
+def measure(config, configs: dict, folder: str) -> tuple[dict[str, float], list[dict]]:  # noqa: ANN001
+    """accuracy (sampled as PPO samples, and greedy), score, KL to SFT, entropy and length on held-out prompts; and the
+    first few prompts with what was said to them."""
     def open_one(path: str) -> ModelConfig:
         return ModelConfig(wiring.model_folder(path), dtype=config.model.dtype)
 
@@ -99,7 +107,16 @@ def measure(config, configs: dict, folder: str) -> dict[str, float]:  # noqa: AN
         greedy = SamplingConfig(max_new_tokens=sampling.max_new_tokens, temperature=0)
         out = {"accuracy": share(is_right(checker, rollout))} | out
         out["accuracy_greedy"] = share(is_right(checker, respond(actor, prompts, greedy, 0)))
-    return out
+    said = [{"prompt": text, "completion": completion, "score": float(score)} for text, completion, score, _ in
+            zip(rollout.prompts.texts, rollout.completions, rollout.scores, range(NUM_SHOWN), strict=False)]
+    return out, said
+
+
+def side_by_side(said: dict[str, list[dict]]) -> list[dict]:
+    """One row a prompt, one column a model: its answer and the score of it."""
+    first = next(iter(said.values()), [])
+    return [{"prompt": row["prompt"]} | {name: f"{rows[i]['completion']}\n(score {rows[i]['score']:.2f})"
+                                         for name, rows in said.items()} for i, row in enumerate(first)]
 
 
 def _prompts(config, tokenizer):  # noqa: ANN001, ANN202
@@ -108,11 +125,15 @@ def _prompts(config, tokenizer):  # noqa: ANN001, ANN202
     return collate.collate_prompts(rows)
 
 
+def table(summary: dict) -> list[dict]:
+    """A row a model: its figures and the seconds of its training."""
+    names = [n for n in ("sft", "sft_longer", "ppo") if n in summary]
+    return [{"model": n, **summary[n], "seconds": summary["seconds"][n]} for n in names]
+
+
 def show(summary: dict, path: Path) -> None:
     """The table, on the terminal."""
     from hybrid_rlhf.run.terminal import summary_table
 
-    names = [n for n in ("sft", "sft_longer", "ppo") if n in summary]
-    rows = [{"model": n, **summary[n], "seconds": summary["seconds"][n]} for n in names]
-    summary_table(rows, title="Held-out prompts")
+    summary_table(table(summary), title="Held-out prompts")
     print(f"reward model: held-out accuracy {summary['reward']['accuracy']:.3f}\nwritten to {path}")

@@ -1,4 +1,4 @@
-"""What a run came to: report.md with its alarms in words and its last metrics."""
+"""What a run came to: report.md and report.html, with alarms in words, curves, words before and after, and metrics."""
 
 from __future__ import annotations
 
@@ -6,18 +6,50 @@ import json
 from pathlib import Path
 
 from hybrid_rlhf.run.alarms import Alarm, find
-from hybrid_rlhf.run.terminal import number
+from hybrid_rlhf.run.page import Chapter, html
+from hybrid_rlhf.run.plots import draw
+from hybrid_rlhf.run.terminal import number, one_line
 
-REPORT = "report.md"
+REPORT, PAGE, SAMPLES, METRICS = "report.md", "report.html", "samples.jsonl", "metrics.jsonl"
+NUM_SHOWN = 4  # samples
 _SILENT = "None of the alarms went off."
 
 
-def conclude(folder: Path, stage: str, metrics: str = "metrics.jsonl") -> list[Alarm]:
-    """Read the run's history, look for alarms, and write report.md; returns the alarms."""
+def conclude(folder: Path, stage: str, metrics: str = METRICS) -> list[Alarm]:
+    """Read the run's history, look for alarms, and write plots/, report.md and report.html; returns the alarms."""
+    found = chapter(folder, stage, metrics)
+    (folder / REPORT).write_text(page(found), encoding="utf-8")
+    (folder / PAGE).write_text(html(f"{folder.resolve().name}: stage {stage}", [found]), encoding="utf-8")
+    return found.alarms
+
+
+def compare_stages(folder: Path, stages: list[str], table: list[dict], answers: list[dict]) -> Path:
+    """folder/report.html over the finished stages in folder/STAGE, with `table` (rows of what each brought) on top and
+    below it `answers`, the same prompts as each model answers them."""
+    chapters = [chapter(folder / stage, stage) for stage in stages if (folder / stage / METRICS).exists()]
+    path = folder / PAGE
+    path.write_text(html(folder.resolve().name, chapters, table, answers), encoding="utf-8")
+    return path
+
+
+def chapter(folder: Path, stage: str, metrics: str = METRICS) -> Chapter:
+    """All that is told of the run in `folder`; draws its plots."""
     history = read_history(folder / metrics)
-    found = find(history)
-    (folder / REPORT).write_text(page(stage, history, found), encoding="utf-8")
-    return found
+    try:
+        pictures, why = draw(history, folder), ""
+    except ImportError:
+        pictures, why = [], "No plots: matplotlib is not installed (pip install 'hybrid-rlhf[report]')."
+    samples = read_history(folder / SAMPLES) if (folder / SAMPLES).exists() else []
+    run = json.loads((folder / "run.json").read_text(encoding="utf-8")) if (folder / "run.json").exists() else {}
+    return Chapter(stage, find(history), history, pictures, why, *before_and_after(samples), run)
+
+
+def before_and_after(samples: list[dict]) -> tuple[list[dict], list[dict]]:
+    """The first and the last samples of a run; none where there is only one set of them."""
+    steps = sorted({row["step"] for row in samples})
+    if len(steps) < 2:
+        return [], samples[:NUM_SHOWN]
+    return tuple([row for row in samples if row["step"] == step][:NUM_SHOWN] for step in (steps[0], steps[-1]))
 
 
 def read_history(path: Path) -> list[dict]:
@@ -31,14 +63,28 @@ def read_history(path: Path) -> list[dict]:
     return rows
 
 
-def page(stage: str, history: list[dict], found: list[Alarm]) -> str:
+def page(run: Chapter) -> str:
     """The report as Markdown."""
-    steps = [row for row in history if not any(name.startswith("eval/") for name in row)]
-    held_out = [row for row in history if any(name.startswith("eval/") for name in row)]
-    lines = [f"# Report of stage {stage}", "", "## Alarms", "", *alarm_lines(found), "", "## Metrics", ""]
-    lines += _table("the last step", steps[-1]) if steps else ["No step was taken."]
-    lines += ["", *_table("held out", held_out[-1])] if held_out else []
+    lines = [f"# Report of stage {run.stage}", "", "## Alarms", "", *alarm_lines(run.alarms), "", "## Curves", ""]
+    lines += [f"![{path.stem.replace('_', ' ')}](plots/{path.name})" for path in run.pictures] or [
+        run.no_pictures or "Nothing to draw."]
+    for title, rows in (("At the start", run.before), ("At the end", run.after)):
+        if rows:
+            lines += ["", f"## {title} (step {rows[0]['step']})", "", "| prompt | response | score |", "|---|---|---|"]
+            lines += [f"| {_cell(row.get('prompt'))} | {_cell(row.get('completion'))} | "
+                      f"{number(row['score']) if isinstance(row.get('score'), (int, float)) else ''} |" for row in rows]
+    lines += ["", "## Metrics", ""]
+    lines += _table("the last step", run.last_step) if run.last_step else ["No step was taken."]
+    lines += ["", *_table("held out", run.held_out)] if run.held_out else []
+    if run.record:
+        lines += ["", "## Made by", "", f"`{run.record.get('command', '')}`", "", run.versions]
     return "\n".join(lines) + "\n"
+
+
+def _cell(text: object) -> str:
+    """Text in a cell of a table: one line, nothing in it that Markdown or a terminal would take for its own."""
+    plain = one_line(str(text or ""), 160)
+    return "".join(f"\\{c}" if c in "\\|`*_<>[]!#~" else c for c in plain)
 
 
 def alarm_lines(found: list[Alarm]) -> list[str]:

@@ -1,0 +1,118 @@
+"""Pictures of a run's history, one PNG a subject. The only door to matplotlib."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PLOTS = "plots"
+# Okabe and Ito's colours, which the colour-blind can tell apart.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#555555")
+_SIZE, _DPI = (5.6, 3.2), 120  # inches
+
+
+@dataclass(frozen=True)
+class Subject:
+    """names: regular expressions of metrics, whole; held-out values (eval/...) of them are drawn as points. what: the
+    vertical axis. is_stacked: parts of a whole. is_exact: drawn without smoothing."""
+
+    title: str
+    names: tuple[str, ...]
+    what: str = ""
+    is_stacked: bool = False
+    is_exact: bool = False
+
+
+SUBJECTS = (
+    Subject("loss", (r"loss", r"policy/loss", r"value/loss")),
+    Subject("accuracy", (r"accuracy", r"mean_token_accuracy", r"rewards/accuracies")),
+    Subject("reward", (r"reward", r"mean_reward", r"rewards/[^/]+/mean", r"rewards/(chosen|rejected)"), "score"),
+    Subject("KL to the reference", (r"objective/kl", r"kl"), "nats"),
+    Subject("entropy", (r"entropy",), "nats per token"),
+    Subject("response length", (r"completions/(mean|min|max)_length",), "tokens"),
+    Subject("value explained variance", (r"value/explained_variance",)),
+    Subject("clipped updates", (r"policy/clip_fraction", r"value/clip_fraction", r"clip_ratio/(low|high)_mean"),
+            "share"),
+    Subject("gradient norm", (r"grad_norm", r"value/grad_norm")),
+    Subject("learning rate", (r"learning_rate", r"value/learning_rate"), is_exact=True),
+    Subject("where a step's time goes", (r"time/(generate|score|train|switch)",), "seconds", is_stacked=True),
+    Subject("memory", (r"memory/[^/]+/[^/]+",), "GiB"),
+)
+
+
+def draw(history: Sequence[dict], folder: str | Path) -> list[Path]:
+    """Write folder/plots/*.png for the subjects that `history` has metrics of; returns them in order.
+
+    Raises ImportError where matplotlib is not installed.
+    """
+    import matplotlib.figure
+
+    place = Path(folder) / PLOTS
+    place.mkdir(parents=True, exist_ok=True)
+    for old in place.glob("*.png"):
+        old.unlink()
+    drawn = []
+    for subject in SUBJECTS:
+        lines = lines_of(history, subject)
+        if not lines:
+            continue
+        figure = matplotlib.figure.Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
+        _draw(figure.add_subplot(), subject, lines)
+        path = place / f"{re.sub('[^a-z]+', '_', subject.title.lower()).strip('_')}.png"
+        figure.savefig(path)
+        drawn.append(path)
+    return drawn
+
+
+def lines_of(history: Sequence[dict], subject: Subject) -> dict[str, tuple[list[int], list[float]]]:
+    """metric -> (steps, values) of the metrics of a subject; those that are 0 throughout, or another one's equal (one
+    reward source is the reward), are left out."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for row in history:
+        for name, value in row.items():
+            plain = name.removeprefix("eval/")
+            if value is not None and any(re.fullmatch(pattern, plain) for pattern in subject.names):
+                steps, values = found.setdefault(name, ([], []))
+                steps.append(row["step"])
+                values.append(value / 2**30 if subject.what == "GiB" else value)
+    kept: dict[str, tuple[list[int], list[float]]] = {}
+    for name, line in found.items():
+        if any(line[1]) and line not in kept.values():
+            kept[name] = line
+    return kept
+
+
+def smooth(values: Sequence[float], share: float = 0.05) -> list[float]:
+    """Mean over a window around each value, `share` of the whole wide (3 at least), narrower at the ends."""
+    half = max(1, round(share * len(values) / 2))
+    return [sum(part) / len(part) for i in range(len(values))
+            for part in [values[max(0, i - half): i + half + 1]]]
+
+
+def _draw(axes, subject: Subject, lines: dict[str, tuple[list[int], list[float]]]) -> None:  # noqa: ANN001
+    trained = {name: line for name, line in lines.items() if not name.startswith("eval/")}
+    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(dict.fromkeys(
+        n.removeprefix("eval/") for n in lines))}
+    if subject.is_stacked and len({len(steps) for steps, _ in trained.values()}) == 1:
+        axes.stackplot(next(iter(trained.values()))[0], *(smooth(values) for _, values in trained.values()),
+                       labels=[n.split("/")[-1] for n in trained], colors=[colours[n] for n in trained], alpha=0.85)
+    else:
+        for name, (steps, values) in trained.items():
+            is_long = len(values) >= 20 and not subject.is_exact
+            if is_long:
+                axes.plot(steps, values, color=colours[name], alpha=0.25, linewidth=0.8)
+            axes.plot(steps, smooth(values) if is_long else values, color=colours[name], linewidth=1.6, label=name)
+    held_out = {name: line for name, line in lines.items() if name.startswith("eval/")}
+    for name, (steps, values) in held_out.items():
+        axes.plot(steps, values, "o", color=colours[name.removeprefix("eval/")], markersize=4,
+                  label="held out" if name == next(iter(held_out)) else None)
+    axes.set_title(subject.title, loc="left", fontsize=10, fontweight="bold")
+    axes.set_xlabel("step", fontsize=8)
+    axes.set_ylabel(subject.what, fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.grid(visible=True, alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(lines) > 1:
+        axes.legend(fontsize=7, frameon=False, loc="best", ncols=1 + (len(lines) > 6))
