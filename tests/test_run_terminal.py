@@ -76,7 +76,7 @@ def test_below_the_table_live_the_step_the_sample_and_the_time_left(monkeypatch,
     progress._columns = KEYS
     clock[0] += 60
     progress.step(2, VALUES, is_logged=False)
-    progress._sample = EVIL
+    progress._samples = [EVIL]
     progress.announce("finishing")
     screen = Console(file=io.StringIO(), width=80, force_terminal=False)
     screen.print(progress._frame())

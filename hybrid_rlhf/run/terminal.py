@@ -18,7 +18,8 @@ class Progress:
     """Progress of one stage. keys: metric names that get a column; total: steps; max_seconds: or as long as that.
 
     Logged steps stay on the terminal as rows of one table; below them live the current step, the newest samples, where
-    the step's time went, memory by role, and a bar with the time left. Where stderr is no terminal every logged step is one plain line.
+    the step's time went, memory by role, and a bar with the time left. Where stderr is no terminal every logged step
+    is one plain line.
     """
 
     def __init__(self, stage: str, keys: tuple[str, ...], total: int, max_seconds: float | None = None) -> None:
