@@ -96,7 +96,7 @@ def model(session: Session, rest: str) -> Effect:
 
 
 def compare(session: Session, rest: str) -> Effect:
-    """on, off, a question for all this once, or nothing: switch."""
+    """on, off, a question for all (which turns it on), or nothing: switch."""
     check(len(session.voices) > 1, "/compare needs several models: start with --model base=DIR sft=DIR ppo=DIR")
     if rest in ("", "on", "off"):
         session.is_comparing = rest == "on" if rest else not session.is_comparing
