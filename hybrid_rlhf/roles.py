@@ -23,7 +23,7 @@ from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.routing import expert_shares
 from hybrid_rlhf.tensors import SequenceBatch, last_true, pad_right, predicting, scatter
 
-__all__ = ["Actor", "Critic", "Mixed", "PolicyModule", "Reference", "Reward", "Roles", "TokenScores"]
+__all__ = ["Actor", "Critic", "Mixed", "PolicyModule", "Reference", "Reward", "Roles", "TokenScores", "WeightAverage"]
 
 
 def _measure(engine: HybridEngine, batch: SequenceBatch, max_tokens: int, numbers: Callable) -> Iterator[tuple]:

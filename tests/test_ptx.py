@@ -105,6 +105,17 @@ def test_the_stream_has_a_position_of_its_own_in_the_state():
     assert trainer.state()["ptx"] == {"epoch": 1, "position": 1}  # four optimizer steps, three texts
 
 
+def test_who_goes_on_from_a_state_takes_up_the_stream_and_the_average():
+    first, second = (mixing(num_minibatches=2, ema=True) for _ in range(2))
+    if not hasattr(first, "load_state"):
+        pytest.skip("no trainer goes on from a state yet")
+    first.step(PROMPTS)
+    second.load_state(copy.deepcopy(first.state()))
+    assert second.ptx.state() == first.ptx.state() != {"epoch": 0, "position": 0}
+    for name, weight in first.average.weights().items():
+        assert torch.equal(second.average.weights()[name], weight)
+
+
 def test_a_coefficient_and_its_stream_belong_together():
     with pytest.raises(ValueError, match="without a pretraining stream"):
         PPOTrainer(mixing().roles, count_of(42), settings(ptx_coef=1.0), seed=0)

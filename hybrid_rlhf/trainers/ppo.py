@@ -21,7 +21,7 @@ from hybrid_rlhf.collect import DriftGate, collect, refill
 from hybrid_rlhf.distributed import place_over_ranks, sum_over_ranks
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.rewards import RewardSource
-from hybrid_rlhf.roles import Mixed, Roles, TokenScores
+from hybrid_rlhf.roles import Mixed, Roles, TokenScores, WeightAverage
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.tensors import SequenceBatch, masked_mean
 from hybrid_rlhf.trainers.ppo_config import PPOConfig
@@ -34,6 +34,7 @@ class Pretraining(Protocol):
 
     def next(self) -> SequenceBatch: ...
     def state(self) -> dict: ...
+    def load_state(self, state: dict) -> None: ...
 
 
 class PPOTrainer:
@@ -245,15 +246,17 @@ class PPOTrainer:
                  "score": float(newest.scores[i]), "ended": bool(newest.has_eos[i])}
                 for i in range(min(count, len(newest)))]
 
+    def _parts(self) -> dict[str, Pretraining | WeightAverage]:
+        """What has a state of its own beside the roles, by its name there. Each has state() and load_state()."""
+        parts = {"ptx": self.ptx, "average": self.average}
+        return {name: part for name, part in parts.items() if part is not None}
+
     def state(self) -> dict:
         state = {"actor": self.roles.actor.engine.training.state(), "kl_coef": self.kl_coef.state(),
                  "num_steps": self.num_steps, "rng": self.rng.get_state()}
         if self.roles.critic:
             state["critic"] = self.roles.critic.engine.training.state()
-        if self.ptx is not None:
-            state["ptx"] = self.ptx.state()
-        if self.average is not None:
-            state["average"] = self.average.state()
+        state |= {name: part.state() for name, part in self._parts().items()}
         return state | {"learnt": self.roles.learnt()}
 
 
