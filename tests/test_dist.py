@@ -265,30 +265,3 @@ def test_a_stage_of_two_processes_exports_the_weights_of_one_process(place, foun
 def test_the_samples_of_a_rollout_do_not_depend_on_how_many_processes_draw_it(place, found):
     one, two = (metrics(place / where / "ppo", "samples.jsonl") for where in ("one", "two"))
     assert [s["completion"] for s in two] == [s["completion"] for s in one] != []
-
-
-def _same_sft(place: Path, where: str) -> None:
-    one, other = (metrics(place / name / "sft") for name in ("one", where))
-    assert len(other) == 4
-    for expected, row in zip(one, other, strict=True):
-        assert row == pytest.approx(expected, rel=1e-4, abs=2e-6)
-
-
-@pytest.mark.slow
-def test_two_hosts_are_two_torchruns_that_meet_at_an_address(place):
-    """Both are this machine: two node groups over loopback, one process each."""
-    argv = argv_of(place, "hosts", 4)["sft"]
-    meet = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "127.0.0.1", "--master_port", free_port()]
-    nodes = [start([*TORCHRUN, *meet, "--node_rank", str(i), "train.py", *argv]) for i in range(2)]
-    for done in [ended(node) for node in nodes]:
-        assert done.returncode == 0, done.stderr
-    _same_sft(place, "hosts")
-
-
-@pytest.mark.slow
-def test_deepspeed_s_own_launcher_starts_the_same_run(place):
-    launcher = Path(sys.executable).with_name("deepspeed")
-    done = ended(start([str(launcher), "--num_gpus", "2", "--master_port", free_port(), "train.py",
-                        *argv_of(place, "deepspeed", 4)["sft"]], DS_ACCELERATOR="cpu"))
-    assert done.returncode == 0, done.stderr
-    _same_sft(place, "deepspeed")

@@ -1,14 +1,19 @@
-"""What launchers need: a common end when one process finds a mistake, and a hostfile as the guide writes it."""
+"""Launchers: a common end when one process finds a mistake, two hosts, and a hostfile as the guide writes it."""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
+from pathlib import Path
 
 import pytest
 
-from tests.test_dist import ROOT, ended, launch
+from tests.hosts import two_hosts
+from tests.test_dist import ROOT, TORCHRUN, argv_of, ended, free_port, launch, metrics, place, start
 from tests.tiny import save_tiny
+
+__all__ = ["place"]  # the fixture: what one process left, made once for all test files
 
 pytestmark = pytest.mark.dist
 
@@ -43,3 +48,44 @@ def test_the_guide_s_hostfile_is_one_that_deepspeed_s_launcher_reads(tmp_path):
     assert {host: list(slots) for host, slots in chosen.items()} == {
         "10.0.0.1": list(range(8)), "10.0.0.2": list(range(2, 8))}
     assert encode_world_info(chosen)
+
+
+def _same_sft(place: Path, where: str) -> None:
+    one, other = (metrics(place / name / "sft") for name in ("one", where))
+    assert len(other) == 4
+    for expected, row in zip(one, other, strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=2e-6)
+
+
+@pytest.mark.slow
+def test_two_hosts_are_two_torchruns_that_meet_at_an_address(place):
+    """Both are this machine: two node groups over loopback, one process each."""
+    argv = argv_of(place, "hosts", 4)["sft"]
+    meet = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "127.0.0.1", "--master_port", free_port()]
+    nodes = [start([*TORCHRUN, *meet, "--node_rank", str(i), "train.py", *argv]) for i in range(2)]
+    for done in [ended(node) for node in nodes]:
+        assert done.returncode == 0, done.stderr
+    _same_sft(place, "hosts")
+
+
+@pytest.mark.slow
+def test_two_hosts_are_two_network_namespaces_with_a_cable_between_them(place):
+    argv = argv_of(place, "namespaces", 4)["sft"]
+    meet = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "10.77.0.1", "--master_port", free_port()]
+    with two_hosts() as hosts:
+        if hosts is None:
+            pytest.skip("no network namespaces are permitted here")
+        nodes = [start([*before, *TORCHRUN, *meet, "--node_rank", str(i), "train.py", *argv], **env)
+                 for i, (before, env) in enumerate(hosts)]
+        for done in [ended(node) for node in nodes]:
+            assert done.returncode == 0, done.stderr
+    _same_sft(place, "namespaces")
+
+
+@pytest.mark.slow
+def test_deepspeed_s_own_launcher_starts_the_same_run(place):
+    launcher = Path(sys.executable).with_name("deepspeed")
+    done = ended(start([str(launcher), "--num_gpus", "2", "--master_port", free_port(), "train.py",
+                        *argv_of(place, "deepspeed", 4)["sft"]], DS_ACCELERATOR="cpu"))
+    assert done.returncode == 0, done.stderr
+    _same_sft(place, "deepspeed")

@@ -48,7 +48,7 @@ def test_sft_reward_and_ppo_over_a_4_bit_base_follow_each_other_and_each_of_them
     demos = ["--data.sources=[{path: demo/demonstrations}]", "--train.per_device_train_batch_size", "64"]
     assert main(["--stage", "sft", "--output_dir", f"{tmp_path}/base", *common, *demos, "--model.preset", "demo",
                  "--train.learning_rate", "4e-3", "--train.max_steps", "250"]) == 0
-    assert main(["--stage", "sft", "--output_dir", f"{tmp_path}/sft", *four_bits, f"{tmp_path}/base", *demos,
+    assert main(["--stage", "sft", "--output_dir", f"{tmp_path}/sft", *four_bits, f"{tmp_path}/base/model", *demos,
                  "--train.learning_rate", "5e-3", "--train.max_steps", "300"]) == 0
     assert main(["--stage", "reward", "--output_dir", f"{tmp_path}/reward", *four_bits, f"{tmp_path}/sft",
                  "--data.sources=[{path: demo/preferences}]", "--train.learning_rate", "5e-3", "--train.max_steps",

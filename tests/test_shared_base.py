@@ -204,6 +204,13 @@ def test_at_a_price_of_0_no_reference_is_loaded_unless_one_is_named(place, capsy
         assert ("ref" in capsys.readouterr().out.split()) == bool(more)
 
 
+def test_dropout_of_adapters_does_not_reach_ppo_which_compares_two_forwards_of_one_policy(place) -> None:
+    rows, built = place.ppo("dropout", "--model.lora.dropout", "0.5")
+    found = {m.p for m in built.engines["actor"].module.modules() if isinstance(m, torch.nn.Dropout)}
+    assert found == {0.0}  # they are there, and off
+    assert rows == place.ppo("shared")[0]
+
+
 def test_lora_on_a_16_bit_base_trains_fp32_masters_of_16_bit_adapters_and_fp32_heads(place) -> None:
     rows, built = place.ppo("bf16", "--model.dtype", "bfloat16")
     for role in ("actor", "critic"):
