@@ -58,7 +58,7 @@ def test_sft_reward_and_ppo_over_a_4_bit_base_follow_each_other_and_each_of_them
     last = {name: json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])
             for name in ("base", "sft", "reward", "ppo")}
     print({name: {k: v for k, v in rows.items() if k.startswith("eval/")} for name, rows in last.items()})
-    assert last["sft"]["eval/loss"] < 0.8 * last["base"]["eval/loss"]
+    assert last["sft"]["eval/loss"] < 0.9 * last["base"]["eval/loss"]
     assert last["reward"]["eval/accuracy"] > 0.65
     rewards = [row["reward"] for row in map(json.loads, (tmp_path / "ppo" / "metrics.jsonl").read_text().splitlines())
                if "reward" in row]

@@ -227,8 +227,9 @@ def test_lora_on_a_16_bit_base_trains_fp32_masters_of_16_bit_adapters_and_fp32_h
 def test_three_stages_over_a_quantised_base_follow_each_other(place, capfd, kind) -> None:
     quantised = [*LORA, f"--model.load_in_{kind}", "true", "--model.model_name_or_path"]
     sft = place.launch("sft", f"{kind}/sft", *quantised, place.base)
-    assert json.loads((sft / "adapter" / "merge.json").read_text())["into"] == "original"
-    place.launch("reward", f"{kind}/reward", *quantised, str(sft))
+    reward = place.launch("reward", f"{kind}/reward", *quantised, str(sft))
+    for run in (sft, reward):
+        assert json.loads((run / "adapter" / "merge.json").read_text())["into"] == "original"
     named = ["--roles.reward.model_name_or_path", f"{place.folder}/{kind}/reward", "--roles.share_base", "true"]
     out = place.launch("ppo", f"{kind}/ppo", *quantised, str(sft), *named)
     built = place.built[-1]
