@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.engine.zero import gathered
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from hybrid_rlhf.roles import Actor, PolicyModule
 from hybrid_rlhf.training import wiring
@@ -42,7 +43,7 @@ def check_adapters() -> dict:
 def check_8_bits() -> dict:
     """bitsandbytes' Adam on each process's part of the weights, beside torch's on its part."""
     out = {}
-    for stage in (1, 2):
+    for stage in (1, 2, 3):
         ends = []
         for optim in ("adamw", "adamw_8bit"):
             model = tiny_causal_lm()
@@ -53,7 +54,8 @@ def check_8_bits() -> dict:
             for step in range(STEPS):
                 Actor(engine, None, tokens_allowed()).fit_tokens(
                     rows_of(step)[0].rows(own_rows(step)), lambda tokens, count: (-tokens.logprobs.sum() / count, {}))
-            ends.append(moved(dict(model.named_parameters()), before))
+            with gathered(model):
+                ends.append(moved({n: p.detach().clone() for n, p in model.named_parameters()}, before))
         bytes_held = [v.numel() for each in engine.training._optimizer.state.values() for v in each.values()
                       if torch.is_tensor(v) and v.dtype == torch.uint8]
         out[f"zero {stage}"] = {"apart": float((ends[0] - ends[1]).norm() / ends[0].norm()),

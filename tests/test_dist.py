@@ -214,7 +214,7 @@ def test_adapters_of_a_bfloat16_base_are_bfloat16_and_move_by_fp32_masters(found
     assert len({m[stage]["weights"] for m in found["adapters"]}) == 1
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_8_bit_adam_goes_about_as_far_as_adam(found, stage):
     for measured in (m["8 bits"][f"zero {stage}"] for m in found["adapters"]):
         assert measured["apart"] < 0.15 and measured["num_bytes"] > 0
