@@ -129,3 +129,78 @@ def test_what_only_looks_like_a_candidate_is_left_alone():
 def test_without_fused_operations_nothing_is_found():
     found = find_fusions(build("llama"), None)
     assert not found.modules and not found.files
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [5, 16, 192, 2050])
+@pytest.mark.parametrize("adds_one", [False, True])
+def test_gradients_of_norms_are_those_of_the_formula(fused, dtype, dim, adds_one):
+    g = torch.Generator().manual_seed(dim)
+    leaves = [torch.randn(3, 70, dim, generator=g).to(dtype), torch.randn(dim, generator=g).to(dtype)]
+    by_out = torch.randn(3, 70, dim, generator=g).to(dtype)
+
+    def formula(x, weight):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (weight + adds_one)
+
+    assert_same_gradients(lambda x, w: fused.rms_norm(x, w, 1e-5, adds_one), formula, leaves, by_out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("is_gelu", [False, True])
+def test_gradients_of_gates_are_those_of_the_formula(fused, dtype, is_gelu):
+    g = torch.Generator().manual_seed(1)
+    leaves = [torch.linspace(-12, 12, 801).to(dtype).expand(21, -1), torch.randn(21, 801, generator=g).to(dtype)]
+
+    def formula(gate, up):
+        return (F.gelu(gate, approximate="tanh") if is_gelu else gate * gate.sigmoid()) * up
+
+    assert_same_gradients(lambda gate, up: fused.gated(gate, up, is_gelu), formula, leaves,
+                          torch.randn(21, 801, generator=g).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [2, 20, 64])
+def test_gradients_of_rotary_positions_turn_back(fused, dtype, dim):
+    g = torch.Generator().manual_seed(dim)
+    leaves = [torch.randn(3, 5, h, dim, generator=g).to(dtype).transpose(1, 2) for h in (4, 2)]
+    angles = torch.randn(1, 5, dim // 2, generator=g).repeat(1, 1, 2)
+    cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def joined(pair):
+        return torch.cat(pair, 1)
+
+    def formula(query, key):
+        def turned(x):
+            a, b = x.chunk(2, -1)
+            return x * cosines.double()[:, None] + torch.cat([-b, a], -1) * sines.double()[:, None]
+        return joined((turned(query), turned(key)))
+
+    assert_same_gradients(lambda q, k: joined(fused.rotary(q, k, cosines, sines)), formula, leaves,
+                          torch.randn(3, 6, 5, dim, generator=g).to(dtype))
+
+
+def assert_same_gradients(ours, formula, leaves, by_out):
+    def gradients(function, dtype=None):
+        own = [x.detach().to(dtype or x.dtype).clone().requires_grad_() for x in leaves]
+        return torch.autograd.grad(function(*own), own, by_out.to(dtype or by_out.dtype))
+
+    for found, wanted in zip(gradients(ours), gradients(formula, torch.float64), strict=True):
+        assert found.dtype == by_out.dtype and found.shape == wanted.shape
+        assert (found.double() - wanted).norm() <= 3 * DTYPES[by_out.dtype] * wanted.norm()
+
+
+def test_an_mlp_with_a_dropout_of_its_own_is_left_alone():
+    class Dropping(nn.Module):
+        def __init__(self, p):
+            super().__init__()
+            self.gate_proj, self.up_proj, self.down_proj = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+            self.act_fn, self.p = nn.SiLU(), p
+
+        def forward(self, x):
+            x = F.dropout(self.act_fn(self.gate_proj(x)) * self.up_proj(x), self.p, self.training)
+            return self.down_proj(x)
+
+    for p, count in ((0.0, 1), (0.3, 0)):
+        module = Dropping(p).eval()
+        assert find_fusions(module, REFERENCE).counts.get("gated", 0) == count
+        assert not module.training and not module.gate_proj.training

@@ -5,28 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.engine.zero import is_partitioned
 from hybrid_rlhf.kernels import ops_for
+from hybrid_rlhf.kernels.fusions import Fusions, find_fusions
 from hybrid_rlhf.models.attention import sdpa_replaced
 from hybrid_rlhf.models.lora_products import fused_adapters
 
 MAX_LENGTH = 1024  # tokens: up to here forward and backward take 0.15-0.4 (bf16) and 0.6 (fp32) of torch's time
 
+_found: WeakKeyDictionary[nn.Module, Fusions] = WeakKeyDictionary()
+
 
 @contextmanager
 def training_forms(module: nn.Module) -> Iterator[None]:
-    """Within the block forwards of `module`, and their backwards, take our attention and fused adapters where those
-    compute the same; everything else, and every call with a mask, a dropout or a cache, stays as it was.
+    """Within the block forwards of `module`, and their backwards, take our attention, fused operations and fused
+    adapters where those compute the same; attention with a mask, a dropout or a cache stays as it was.
     """
-    attention = ops_for(next(module.parameters()).device.type).causal_attention
+    ops = ops_for(next(module.parameters()).device.type)
     with ExitStack() as stack:
-        if attention:
-            stack.enter_context(sdpa_replaced(partial(attend, attention)))
+        if ops.causal_attention:
+            stack.enter_context(sdpa_replaced(partial(attend, ops.causal_attention)))
         if not is_partitioned(module):  # ZeRO 3 gathers a layer's weights when that layer itself is called
+            if module not in _found:
+                _found[module] = find_fusions(module, ops.fused)
+            stack.enter_context(_found[module].swapped())
             stack.enter_context(fused_adapters(module))
         yield
 

@@ -189,6 +189,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("values"), py::arg("slots"), py::arg("positions"), py::arg("width"), py::kw_only(), py::arg("scaling"),
         py::arg("softcap") = py::none(), py::arg("sinks") = py::none(), py::arg("mask") = py::none());
   hybrid::bind_sequences(m);
+  hybrid::bind_gradients(m);
   m.def("sample", &sample, py::arg("logits"), py::arg("streams"), py::arg("positions"), py::kw_only(),
         py::arg("temperature") = 1.0, py::arg("top_k") = 0, py::arg("top_p") = 1.0, py::arg("min_p") = 0.0,
         py::arg("repetition_penalty") = 1.0, py::arg("seen") = py::none(), py::arg("forbidden") = py::none());

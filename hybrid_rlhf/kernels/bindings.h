@@ -54,5 +54,6 @@ inline const bool* flags(const Maybe& x, const char* name, int64_t batch, int64_
 inline int64_t stride_of(const Maybe& x) { return x ? x->stride(0) : 0; }
 
 void bind_sequences(pybind11::module_& m);
+void bind_gradients(pybind11::module_& m);
 
 }  // namespace hybrid

@@ -10,14 +10,15 @@ from types import ModuleType
 import torch
 
 from hybrid_rlhf.kernels.build import load_extension
-from hybrid_rlhf.kernels.gradients import causal_attention_by
-from hybrid_rlhf.kernels.ops import Fused, Ops
+from hybrid_rlhf.kernels.gradients import causal_attention_by, fused_by
+from hybrid_rlhf.kernels.ops import Ops
 
 _HERE = Path(__file__).parent
 SOURCES = tuple(_HERE / name for name in (
     "attention.cpp", "sequences.cpp", "sampling.cpp", "linear.cpp", "packed.cpp", "dots.cpp", "elementwise.cpp",
-    "bindings.cpp", "bindings_sequences.cpp"))
-HEADERS = tuple(_HERE / name for name in ("simd.h", "kernels.h", "truncation.h", "products.h", "bindings.h"))
+    "elementwise_gradients.cpp", "bindings.cpp", "bindings_sequences.cpp", "bindings_gradients.cpp"))
+HEADERS = tuple(_HERE / name for name in ("simd.h", "kernels.h", "truncation.h", "products.h", "activations.h",
+                                             "bindings.h"))
 
 
 def load() -> Ops:
@@ -30,7 +31,7 @@ def load() -> Ops:
     names = ", ".join(str(d).removeprefix("torch.") for d in sorted(dtypes, key=str))
     return Ops(f"cpu (C++, with products in {names})" if dtypes else "cpu (C++)", module.decode_attention,
                module.sample, module.linear if dtypes else None, dtypes,
-               Fused(module.rms_norm, module.gated, module.rotary),
+               fused_by(module),
                causal_attention_by(module) if has_wide_vectors() else None)
 
 

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "activations.h"
 #include "kernels.h"
-#include "simd.h"
 
 namespace hybrid {
 namespace {
@@ -33,21 +33,6 @@ void norm_row(const T* x, const T* weight, T* out, int64_t dim, float eps, bool 
   const float scale = 1.0f / std::sqrt(total / static_cast<float>(dim) + eps);
   if (adds_one) each(x, weight, out, dim, [=](Floats v, Floats w) { return v * scale * (w + 1.0f); });
   else each(x, weight, out, dim, [=](Floats v, Floats w) { return rounded<T>(v * scale) * w; });
-}
-
-Floats magnitude(Floats x) { return x < 0 ? -x : x; }
-
-// x * sigmoid(x), by e^-|x| so that nothing overflows.
-Floats silu(Floats x) {
-  const Floats e = exponential(-magnitude(x));
-  return x * (x < 0 ? e : Floats{} + 1.0f) / (e + 1.0f);
-}
-
-// x / 2 * (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), tanh u = sign(u) (1 - e^-2|u|) / (1 + e^-2|u|)
-Floats gelu_tanh(Floats x) {
-  const Floats u = 0.7978845608f * (x + 0.044715f * x * x * x);
-  const Floats e = exponential(-2.0f * magnitude(u)), t = (1.0f - e) / (1.0f + e);
-  return 0.5f * x * (1.0f + (u < 0 ? -t : t));
 }
 
 // One head of one token: the two halves turn by the angles whose cosines and sines are given.

@@ -70,24 +70,42 @@ def find_fusions(model: nn.Module, ops: Fused | None) -> Fusions:
         first = next(model.parameters())
         files = {id(f): f for m in model.modules() if hasattr(f := sys.modules.get(type(m).__module__), _ROTARY)}
         for file in files.values():
-            if _agrees(getattr(file, _ROTARY), ops.rotary, _rotary_example(first.dtype, first.device)):
+            if _agrees(getattr(file, _ROTARY), ops.rotary, _rotary_example(first.dtype, first.device),
+                       num_leaves=2):
                 found.files.append((file, _rotary(getattr(file, _ROTARY), ops.rotary)))
                 found.add("rotary")
     return found
 
 
-def _agrees(original: Callable, ours: Callable, example: tuple[Tensor, ...]) -> bool:
-    """Whether both give the same on the example, but for rounding."""
+def _agrees(original: Callable, ours: Callable, example: tuple[Tensor, ...], num_leaves: int | None = None) -> bool:
+    """Whether both give the same on the example, and the same gradients by its first tensors, but for rounding."""
     try:
-        wants, gots = original(*example), ours(*example)
+        (wants, their_gradients), (gots, our_gradients) = (
+            _with_gradients(f, example, num_leaves) for f in (original, ours))
     except Exception:  # whatever a stranger's code raises, it is no place for ours
         return False
-    wants, gots = (x if isinstance(x, tuple) else (x,) for x in (wants, gots))
-    bound = 1e-5 if example[0].dtype == torch.float32 else 2.0**-6
+    is_wide = example[0].dtype == torch.float32
+    return (_are_close(wants, gots, 1e-5 if is_wide else 2.0**-6)
+            and _are_close(their_gradients, our_gradients, 5e-5 if is_wide else 2.0**-5))
+
+
+@torch.enable_grad()
+def _with_gradients(function: Callable, example: tuple[Tensor, ...],
+                    num_leaves: int | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """What `function` gives, and the gradients of a weighted sum of it by the first tensors of the example."""
+    leaves = [t.detach().clone().requires_grad_() for t in example[:num_leaves]]
+    torch.manual_seed(0)  # dropouts draw alike where there are as many
+    found = function(*leaves, *example[len(leaves):])
+    found = found if isinstance(found, tuple) else (found,)
+    weights = [torch.linspace(-1, 1, t.numel(), device=t.device).to(t.dtype).view(t.shape) for t in found]
+    return found, torch.autograd.grad(found, leaves, weights)
+
+
+def _are_close(wants: tuple[Tensor, ...], gots: tuple[Tensor, ...], bound: float) -> bool:
     return len(wants) == len(gots) and all(
-        isinstance(want, Tensor) and want.shape == got.shape and want.dtype == got.dtype
+        want.shape == got.shape and want.dtype == got.dtype
         and bool((want.float() - got.float()).abs().max() <= bound * want.float().abs().max())
-        for want, got in zip(wants, gots, strict=True))
+        for want, got in zip(wants, gots, strict=False))
 
 
 def _norm(module: nn.Module, ops: Fused) -> Callable | None:
@@ -102,7 +120,7 @@ def _norm(module: nn.Module, ops: Fused) -> Callable | None:
     for adds_one in (False, True):
         if _agrees(partial(original, module), lambda x, one=adds_one: ops.rms_norm(x, weight, eps, one), example):
             def forward(x: Tensor) -> Tensor:
-                if torch.is_grad_enabled() or x.dtype != module.weight.dtype:
+                if x.dtype != module.weight.dtype:
                     return original(module, x)
                 return ops.rms_norm(x, module.weight, eps, adds_one)  # noqa: B023 - returned at once
 
@@ -124,14 +142,14 @@ def _gated_mlp(module: nn.Module, ops: Fused) -> Callable | None:
     def fused(x: Tensor) -> Tensor:
         return module.down_proj(ops.gated(module.gate_proj(x), module.up_proj(x), is_gelu))
 
-    original = type(module).forward
-    if not _agrees(partial(original, module), fused, (torch.randn(2, 3, weight.shape[-1]).to(weight),)):
-        return None
-
-    def forward(x: Tensor) -> Tensor:
-        return original(module, x) if torch.is_grad_enabled() else fused(x)
-
-    return forward
+    modes = {m: m.training for m in module.modules()}
+    module.train()  # an MLP with a dropout of its own is none of ours
+    try:
+        example = (torch.randn(2, 3, weight.shape[-1]).to(weight),)
+        return fused if _agrees(partial(type(module).forward, module), fused, example) else None
+    finally:
+        for each, mode in modes.items():
+            each.training = mode
 
 
 def _is_gelu(act: Callable) -> bool | None:
@@ -151,7 +169,7 @@ def _rotary_example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, .
 def _rotary(original: Callable, ours: Callable) -> Callable:
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: object, **named: object):  # noqa: ANN202
         is_plain = (not others and not named and q.dim() == 4 and cos.dim() == 3 and cos.shape[-1] == q.shape[-1]
-                    and q.dtype == k.dtype == cos.dtype == sin.dtype and not torch.is_grad_enabled())
+                    and q.dtype == k.dtype == cos.dtype == sin.dtype)
         return ours(q, k, cos, sin) if is_plain else original(q, k, cos, sin, *others, **named)
 
     return apply

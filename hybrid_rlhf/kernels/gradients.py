@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from hybrid_rlhf.kernels.ops import Fused
+
 
 def causal_attention_by(kernels: ModuleType) -> Callable:
     """kernels/reference.py: causal_attention(query, key, value, *, scaling) by the compiled `kernels`, with gradients.
@@ -32,8 +34,84 @@ def causal_attention_by(kernels: ModuleType) -> Callable:
                                                       scaling=ctx.scaling), None
 
     def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
-        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        if _is_recorded(query, key, value):
             return CausalAttention.apply(query, key, value, scaling)
         return kernels.causal_attention(query, key, value, scaling=scaling)[0]
 
     return causal_attention
+
+
+def fused_by(kernels: ModuleType) -> Fused:
+    """rms_norm, gated and rotary of kernels/reference.py by the compiled `kernels`, with gradients.
+
+    Kept for the backward pass: what each of them reads, and nothing in fp32.
+    """
+    return Fused(_rms_norm(kernels), _gated(kernels), _rotary(kernels))
+
+
+def _is_recorded(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _rms_norm(kernels: ModuleType) -> Callable:
+    class RMSNorm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float, adds_one: bool) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            ctx.settings = eps, adds_one
+            return kernels.rms_norm(x, weight, eps, adds_one)
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+            by_x, by_weight = kernels.rms_norm_backward(gradient, *ctx.saved_tensors, *ctx.settings,
+                                                        ctx.needs_input_grad[1])
+            return by_x, by_weight, None, None
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float, adds_one: bool = False) -> Tensor:
+        if _is_recorded(x, weight):
+            return RMSNorm.apply(x, weight, eps, adds_one)
+        return kernels.rms_norm(x, weight, eps, adds_one)
+
+    return rms_norm
+
+
+def _gated(kernels: ModuleType) -> Callable:
+    class Gated(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: FunctionCtx, gate: Tensor, up: Tensor, is_gelu: bool) -> Tensor:
+            ctx.save_for_backward(gate, up)
+            ctx.is_gelu = is_gelu
+            return kernels.gated(gate, up, is_gelu)
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+            return *kernels.gated_backward(gradient, *ctx.saved_tensors, ctx.is_gelu), None
+
+    def gated(gate: Tensor, up: Tensor, is_gelu: bool = False) -> Tensor:
+        return Gated.apply(gate, up, is_gelu) if _is_recorded(gate, up) else kernels.gated(gate, up, is_gelu)
+
+    return gated
+
+
+def _rotary(kernels: ModuleType) -> Callable:
+    class Rotary(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor):  # noqa: ANN205
+            ctx.save_for_backward(cosines, sines)
+            return kernels.rotary(query, key, cosines, sines)
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: FunctionCtx, by_query: Tensor, by_key: Tensor) -> tuple[Tensor | None, ...]:
+            cosines, sines = ctx.saved_tensors  # a turn back: the transposed matrix of each pair
+            back = -sines.roll(sines.shape[-1] // 2, -1)
+            return *kernels.rotary(by_query, by_key, cosines, back), None, None
+
+    def rotary(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
+        if _is_recorded(query, key):
+            return Rotary.apply(query, key, cosines, sines)
+        return kernels.rotary(query, key, cosines, sines)
+
+    return rotary

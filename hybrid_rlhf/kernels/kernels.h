@@ -86,6 +86,14 @@ struct Norm {
 
 void rms_norm(const Norm& call);
 
+struct NormGradient {
+  Norm norm;                      // out: the gradient by x, written
+  Rows gradient;                  // (M, 1, D), by the norm's output
+  float* by_weight;               // (threads, D), written: each thread's share; null: not wanted
+};
+
+void rms_norm_backward(const NormGradient& call);
+
 struct Gate {
   int64_t count;
   const void *gate, *up;          // dense
@@ -96,6 +104,14 @@ struct Gate {
 };
 
 void gated(const Gate& call);
+
+struct GateGradient {
+  Gate gate;                      // out: the gradient by gate, written
+  const void* gradient;           // by the output
+  void* by_up;                    // written
+};
+
+void gated_backward(const GateGradient& call);
 
 struct Rotary {
   int64_t batch, heads, length, dim;

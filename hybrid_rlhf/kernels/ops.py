@@ -9,7 +9,7 @@ import torch
 
 
 class Fused(NamedTuple):
-    """Chains of small operations in one, for kernels/fusions.py; kernels/reference.py defines them."""
+    """Chains of small operations in one, with gradients, for kernels/fusions.py; kernels/reference.py defines them."""
 
     rms_norm: Callable
     gated: Callable
