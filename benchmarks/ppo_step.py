@@ -6,7 +6,8 @@ OPT-125m shape, bf16, batch 8, 64 prompt tokens; `full`: all weights of actor an
 `lora`: rank 16, one base for four roles; 64 response tokens each. `ragged`: as full, `ragged_lora`: as lora, response
 lengths drawn once from a geometric law with mean 24, at most 64, the same for both sides. floor_ratio is our time over
 that of the step's matrix products at the measured rate plus its unavoidable bytes (weights read once per decode step,
-optimizer state) at the measured bandwidth.
+optimizer state) at the measured bandwidth. It has nothing for attention, norms, activations, softmax over the
+vocabulary, adapters or the writing of gradients: a step that fused everything perfectly would still take longer.
 """
 
 from __future__ import annotations

@@ -182,3 +182,18 @@ def test_the_adapter_of_the_role_whose_turn_it_is_takes_part():
             want = model(ids).logits
             with fused_adapters(model):
                 torch.testing.assert_close(model(ids).logits, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [1, 8, 60])
+def test_few_rows_of_an_adapted_layer_are_the_formula_s(dtype, rows):
+    g = torch.Generator().manual_seed(rows)
+    x, weight, bias, down, up = (torch.randn(*shape, generator=g).to(dtype)
+                                 for shape in ((rows, 96), (130, 96), (130,), (5, 96), (130, 5)))
+    found = cpu._module().adapted_linear(x, weight, bias, down, up, 0.75)
+    wide = [t.double() for t in (x, weight, bias, down, up)]
+    want = wide[0] @ wide[1].T + wide[2] + 0.75 * (wide[0] @ wide[3].T) @ wide[4].T
+    assert found.dtype == dtype
+    assert (found.double() - want).norm() <= (1e-6 if dtype == torch.float32 else 6e-3) * want.norm()
+    assert (cpu._module().adapted_linear(x, weight, None, down, up, 0.0).double() - wide[0] @ wide[1].T).norm() <= (
+        6e-3 * want.norm())

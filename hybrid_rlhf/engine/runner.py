@@ -87,7 +87,7 @@ class Runner:
             stack.enter_context(own_products(self.model, self.ops.linear, self.ops.linear_dtypes))
             stack.enter_context(self.fusions.swapped())
             if not self._group:  # shards of adapters are not the layers' own parameters
-                stack.enter_context(fused_adapters(self.model))
+                stack.enter_context(fused_adapters(self.model, self.ops.adapted_linear, self.ops.linear_dtypes))
             stack.enter_context(without_padding_check(self.model))
             if self.path == "native":
                 name = f"hybrid_rlhf_{id(self)}"

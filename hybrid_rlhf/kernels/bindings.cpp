@@ -138,6 +138,13 @@ Tensor linear(const Tensor& input, const Tensor& weight, const Maybe& bias) {
   return out.view(shape);
 }
 
+// linear, and scaling * up (down x): a layer with its low-rank adapter, in one call because each costs more than its work.
+Tensor adapted_linear(const Tensor& input, const Tensor& weight, const Maybe& bias, const Tensor& down, const Tensor& up,
+                      double scaling) {
+  at::NoGradGuard no_grad;
+  return linear(input, weight, bias).add_(linear(linear(input, down, {}), up, {}), scaling);
+}
+
 Tensor rms_norm(const Tensor& input, const Tensor& weight, double eps, bool adds_one) {
   TORCH_CHECK_VALUE(weight.dim() == 1 && weight.is_contiguous() && input.dim() > 0 && input.size(-1) == weight.size(0) &&
                         weight.scalar_type() == input.scalar_type(),
@@ -198,4 +205,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("rotary", &rotary, py::arg("query"), py::arg("key"), py::arg("cosines"), py::arg("sines"));
   m.def("has_dot_linear", &hybrid::has_dot_linear);
   m.def("linear", &linear, py::arg("input"), py::arg("weight"), py::arg("bias") = py::none());
+  m.def("adapted_linear", &adapted_linear, py::arg("input"), py::arg("weight"), py::arg("bias"), py::arg("down"),
+        py::arg("up"), py::arg("scaling"));
 }

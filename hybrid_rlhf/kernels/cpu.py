@@ -32,7 +32,7 @@ def load() -> Ops:
     return Ops(f"cpu (C++, with products in {names})" if dtypes else "cpu (C++)", module.decode_attention,
                module.sample, module.linear if dtypes else None, dtypes,
                fused_by(module),
-               causal_attention_by(module) if has_wide_vectors() else None)
+               causal_attention_by(module) if has_wide_vectors() else None, module.adapted_linear if dtypes else None)
 
 
 def load_linear() -> Callable:

@@ -22,6 +22,7 @@ class Ops(NamedTuple):
     linear(input, weight, bias): nn.Linear without gradients, for kernels/products.py, of weights in linear_dtypes,
     whose products by torch are slower; None where there are none. fused: None where nothing is fused.
     causal_attention: of whole sequences, with gradients; None where torch's own is as fast.
+    adapted_linear(input, weight, bias, down, up, scaling): linear + scaling up (down input), as `linear` is.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Ops(NamedTuple):
     linear_dtypes: frozenset[torch.dtype] = frozenset()
     fused: Fused | None = None
     causal_attention: Callable | None = None
+    adapted_linear: Callable | None = None
 
 
 class KernelsUnavailableError(Exception):

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
+_FEW_ROWS = 48  # as a decode step has
+
 
 class AdaptedLinear(torch.autograd.Function):
     """x (N, in) -> x W^T + bias + scaling (x A^T) B^T, with gradients for x, A (r, in) and B (out, r); W is frozen.
@@ -38,13 +40,16 @@ class AdaptedLinear(torch.autograd.Function):
 
 
 @contextmanager
-def fused_adapters(model: nn.Module) -> Iterator[int]:
+def fused_adapters(model: nn.Module, product: Callable | None = None,
+                   dtypes: frozenset[torch.dtype] = frozenset()) -> Iterator[int]:
     """Within the block plain adapters of `model` (peft's, over a frozen nn.Linear) run as AdaptedLinear; yields how
     many layers may. Any other call (merged, several adapters at once, dropout, mixed dtypes) runs as written.
+    product(x, weight, bias, down, up, scaling): the same for few rows of `dtypes` on a CPU, without gradients.
     """
     layers = [m for m in model.modules() if _may_be_fused(m)]
     for layer in layers:
-        layer.forward = _forward(layer)
+        is_own = product and layer.base_layer.weight.dtype in dtypes and layer.base_layer.weight.device.type == "cpu"
+        layer.forward = _forward(layer, product if is_own else None)
     try:
         yield len(layers)
     finally:
@@ -59,7 +64,7 @@ def _may_be_fused(module: nn.Module) -> bool:
                     for m in part.values()))
 
 
-def _forward(layer: nn.Module) -> Callable[..., Tensor]:
+def _forward(layer: nn.Module, product: Callable | None) -> Callable[..., Tensor]:
     base = layer.base_layer
     original = layer.forward  # bound, of the class
     parts: dict[str, tuple] = {name: (layer.lora_A[name].weight, layer.lora_B[name].weight, layer.lora_dropout[name])
@@ -76,6 +81,8 @@ def _forward(layer: nn.Module) -> Callable[..., Tensor]:
         rows = x.reshape(-1, x.shape[-1])
         if torch.is_grad_enabled():
             out = AdaptedLinear.apply(rows, base.weight, base.bias, down, up, scaling)
+        elif product and len(rows) <= _FEW_ROWS:
+            out = product(rows, base.weight, base.bias, down, up, scaling)
         else:
             out = base(rows).addmm_(F.linear(rows, down), up.T, alpha=scaling)
         return out.view(*x.shape[:-1], -1)
