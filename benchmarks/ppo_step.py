@@ -15,10 +15,12 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
+import harness
 import torch
 from harness import Times, alternate, bandwidth, machine, matrix_rate, write_rows
 from peers.plain_ppo import PlainPPO
@@ -120,9 +122,13 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="opt125m")
     parser.add_argument("--repeats", type=int, default=5, help="measured steps of each side; the median counts")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cpu-time", action="store_true",
+                        help="one thread's processor time in place of the wall's, on a machine that others use too")
     parser.add_argument("--profile", action="store_true", help="print where our step spends its time instead")
     parser.add_argument("--json", help="write the rows to this file")
     options = parser.parse_args()
+    if options.cpu_time:
+        harness.clock[0], options.threads = time.process_time, 1
     torch.set_num_threads(options.threads)
     keep_freed_blocks()  # as the launcher does; the plain step, in the same process, profits as well
     with tempfile.TemporaryDirectory() as folder:
