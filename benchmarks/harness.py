@@ -85,11 +85,6 @@ def status(name: str) -> int:
     raise SystemExit(f"/proc/self/status has no {name}; this benchmark needs Linux")
 
 
-def reset_peak() -> None:
-    """Let VmHWM start again from what is resident now."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
 def write_rows(rows: list[dict], path: str | None) -> None:
     if path:
         Path(path).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

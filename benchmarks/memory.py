@@ -1,6 +1,6 @@
 """Peak resident memory over the idle interpreter, each case in a process of its own, beside what it must hold.
 
-    python benchmarks/memory.py [--cases generation ppo shared full] [--json FILE] [--malloc]
+    python benchmarks/memory.py [--cases generation ppo shared full] [--json FILE] [--allocator NAME]
 
 A Llama-shaped 134M base in bf16, 16 x (128 + 64) tokens, micro-batches of 384 tokens (two sequences), LoRA rank 16.
 "Idle" is the process with all libraries loaded, after a PPO step of a tiny model.
@@ -10,8 +10,9 @@ ppo         four roles on one base against base + KV cache + the measured peak o
 shared      four bf16 models with LoRA actor and critic (peer) over one shared base (ours)
 full        four models, actor and critic fully fine-tuned (peer), over one shared base (ours)
 
-Under each case stands what --plan predicts and by how much it is off. --malloc leaves the C library's allocator as it
-is; this script makes it give freed blocks back, as `train.py --memory` does.
+Under each case stands the peak of each role and phase (memory/{role}/{phase} of the second step), what --plan predicts,
+and by how much it is off. The C library's allocator gives freed blocks back, as `train.py --memory` makes it;
+--allocator keep is that of a run without --memory, and libc leaves it as it is.
 """
 
 from __future__ import annotations
@@ -27,15 +28,18 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 import torch
-from harness import machine, reset_peak, status, write_rows
+from harness import machine, status, write_rows
 from ppo_models import LORA, make_folders, prompts_of, roles_of, trainer_of
 
+from hybrid_rlhf.engine.memory import meter
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
-from hybrid_rlhf.run.allocator import give_back_freed_blocks
+from hybrid_rlhf.run.allocator import give_back_freed_blocks, keep_freed_blocks
 from hybrid_rlhf.run.plan import Generation, Role, make_plan
 
 SHAPE, ROWS, PROMPT, RESPONSE, TOKENS = "llama134m", 16, 128, 64, 384
+CPU = torch.device("cpu")
+ALLOCATORS = {"give_back": give_back_freed_blocks, "keep": keep_freed_blocks, "libc": lambda: True}
 LAYOUTS = {"one": (True, "all"), "four": (True, "none"), "full": (False, "none")}  # adapters, who shares
 
 
@@ -43,14 +47,16 @@ LAYOUTS = {"one": (True, "all"), "four": (True, "none"), "full": (False, "none")
 
 
 def run_ppo(place: Path, layout: str, steps: int) -> dict:
-    """`steps` PPO steps; the engine's cache bytes of the newest."""
+    """`steps` PPO steps; the engine's cache bytes and the peak of each phase, of the newest."""
     lora, share = LAYOUTS[layout]
     roles, reward = roles_of(place, lora=lora, share=share, micro_batch_tokens=TOKENS)
     trainer = trainer_of(roles, reward, RESPONSE)
     prompts = prompts_of(place, ROWS, PROMPT)
     for _ in range(steps):
-        trainer.step(prompts)
-    return {"kv": roles.actor.engine.kv_bytes, "base": base_bytes(roles.actor.engine.model)}
+        metrics = trainer.step(prompts)
+    phases = {name.removeprefix("memory/"): value for name, value in metrics.compute().items()
+              if name.startswith("memory/")}
+    return {"kv": roles.actor.engine.kv_bytes, "base": base_bytes(roles.actor.engine.model), "phases": phases}
 
 
 def base_bytes(model: torch.nn.Module) -> int:
@@ -65,7 +71,6 @@ def run_generation(place: Path) -> dict:
     engine = HybridEngine(model, model)
     prompts = prompts_of(place, ROWS, PROMPT).ids
     resident = []
-    reset_peak()  # loading has one of its own: the file's pages beside the tensors
     for _ in range(5):
         with engine.inference():
             engine.generate(prompts, SamplingConfig(max_new_tokens=RESPONSE))
@@ -82,6 +87,7 @@ def policy(place: Path) -> torch.nn.Module:
 
 def run_activations(place: Path) -> dict:
     """One micro-batch of the LoRA actor, forward and backward, beyond the model itself."""
+    from hybrid_rlhf.engine.training_forms import training_forms
     from hybrid_rlhf.models.lora import add_lora
     from hybrid_rlhf.roles import PolicyModule
     from hybrid_rlhf.tensors import SequenceBatch
@@ -97,22 +103,23 @@ def run_activations(place: Path) -> dict:
         answers[:, PROMPT:] = True
         gc.collect()
         before = status("VmRSS")
-        reset_peak()
-        module(SequenceBatch(ids, torch.ones_like(answers), answers), with_entropy=True).logprobs.sum().backward()
-        peaks.append(status("VmHWM") - before)
+        with meter.block(CPU) as found, training_forms(module):
+            module(SequenceBatch(ids, torch.ones_like(answers), answers), with_entropy=True).logprobs.sum().backward()
+        peaks.append(found[0] - before)
     return {"activations": peaks[-1]}
 
 
-def child(case: str, place: Path, tiny: Path, malloc: bool) -> None:
-    if not malloc and not give_back_freed_blocks():
-        print("this system's malloc cannot be told to give freed blocks back", file=sys.stderr)
+def child(case: str, place: Path, tiny: Path, allocator: str) -> None:
+    if not ALLOCATORS[allocator]():
+        print("this system's malloc cannot be told what to do with freed blocks", file=sys.stderr)
     run_ppo(tiny, "one", 1)  # everything that is imported and compiled on the way
     gc.collect()
     idle = status("VmRSS")
-    reset_peak()
     runs = {"generation": run_generation, "activations": run_activations}
-    found = runs[case](place) if case in runs else run_ppo(place, case, 2)
-    print(json.dumps(found | {"peak": status("VmHWM") - idle}))
+    with meter.block(CPU) as peak:
+        found = runs[case](place) if case in runs else run_ppo(place, case, 2)
+    phases = {name: value - idle for name, value in found.pop("phases", {}).items()}
+    print(json.dumps(found | {"peak": peak[0] - idle, "idle": idle, "phases": phases}))
 
 
 # -- in the parent -----------------------------------------------------------------------------------------------------
@@ -121,7 +128,7 @@ def child(case: str, place: Path, tiny: Path, malloc: bool) -> None:
 def measured(case: str, place: Path, options: argparse.Namespace) -> dict:
     """What a child process found; its failure ends the benchmark."""
     command = [sys.executable, __file__, "--child", case, "--place", str(place), "--threads", str(options.threads)]
-    done = subprocess.run([*command, *(["--malloc"] if options.malloc else [])], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([*command, "--allocator", options.allocator], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"{case}: the measuring process failed with {done.returncode}; see above")
     return json.loads(done.stdout.splitlines()[-1])
@@ -159,6 +166,8 @@ def compare(case: str, found: dict[str, dict], place: Path) -> dict:
            "floor_ratio": ours / peer if case in ("generation", "ppo") else None, "unit": "MB", "machine": machine()}
     print(f"{case:12} ours {row['ours']:7.0f} MB  against {row['peer']:7.0f} MB  ratio {row['ratio']:.2f}", flush=True)
     for layout in {"ppo": ("one",), "shared": ("four",), "full": ("full",)}.get(case, ()):
+        print(f"{'':12} idle {found[layout]['idle'] / 1e6:.0f} MB; over it, in MB:",
+              ", ".join(f"{name} {size / 1e6:.0f}" for name, size in found[layout]["phases"].items()))
         said, was = predicted(place, layout), found[layout]["peak"]
         print(f"{'':12} plan of {layout}: {said / 1e6:.0f} MB, measured {was / 1e6:.0f} MB, "
               f"off by {said / was - 1:+.1%}", flush=True)
@@ -175,14 +184,14 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=list(_NEEDS), default=list(_NEEDS))
     parser.add_argument("--shape", default=SHAPE)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--malloc", action="store_true", help="leave the C library's allocator as it is")
+    parser.add_argument("--allocator", choices=list(ALLOCATORS), default="give_back")
     parser.add_argument("--json", help="write the rows to this file")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--place", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.child:
-        child(options.child, Path(options.place) / "models", Path(options.place) / "tiny", options.malloc)
+        child(options.child, Path(options.place) / "models", Path(options.place) / "tiny", options.allocator)
         return
     with tempfile.TemporaryDirectory() as folder:
         for shape, name in ((options.shape, "models"), ("tiny", "tiny")):

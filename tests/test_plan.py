@@ -10,12 +10,11 @@ from tiny import save_tiny, tiny_causal_lm, tiny_config, tiny_tokenizer
 
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
-from hybrid_rlhf.engine.zero import ZeroTraining
 from hybrid_rlhf.models.backbone import hidden_states
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from hybrid_rlhf.run import footprint, plan_table
-from hybrid_rlhf.run.plan import Generation, Line, Plan, Role, make_plan, parse_bytes, size_text, state_bytes
+from hybrid_rlhf.run.plan import Generation, Line, Plan, Role, make_plan, parse_bytes, size_text
 from hybrid_rlhf.tensors import SequenceBatch
 
 CPU = torch.device("cpu")
@@ -50,46 +49,6 @@ def test_an_amount_that_cannot_be_meant_is_one_clear_line(text) -> None:
 def test_sizes_for_people() -> None:
     assert [size_text(n) for n in (1536, 300 * 2**20, 3 * 2**29, 250 * 2**30)] == [
         "2 KiB", "300 MiB", "1.5 GiB", "250 GiB"]
-
-
-def test_state_bytes_over_processes() -> None:
-    """ZeRO 1 divides the optimizer's state by the processes, ZeRO 2 the gradients too."""
-    one, four = (state_bytes(1000, torch.bfloat16, 1, world) for world in (1, 4))
-    assert (one.optimizer, one.gradients, one.stepping) == (12000, 2000, 8000)
-    assert (four.optimizer, four.gradients, four.stepping) == (3000, 2000, 2000)
-    assert state_bytes(1000, torch.bfloat16, 2, 4).gradients == 500
-    assert state_bytes(1000, torch.float32, None).optimizer == 8000
-
-
-@pytest.mark.parametrize(("dtype", "stage"), [(torch.float32, 0), (torch.float32, 1), (torch.float32, 2),
-                                              (torch.bfloat16, 0), (torch.bfloat16, 1), (torch.bfloat16, 2)])
-def test_state_bytes_are_those_of_deepspeed(dtype, stage) -> None:
-    """Every storage that training makes, counted while it lives; activations of one row do not matter here."""
-    module = torch.nn.Sequential(*[torch.nn.Linear(128, 128, bias=False) for _ in range(16)]).to(dtype)
-    count = 16 * 128 * 128
-    expected = state_bytes(count, dtype, stage)
-    with footprint.LiveBytes(tuple(module.parameters())) as live:
-        training = ZeroTraining(module, OptimizerConfig(), lambda _: 1.0, ZeroConfig(zero_stage=stage))
-        masters = 4 if stage or dtype != torch.float32 else 0
-        before = live.now / count - masters  # DeepSpeed's moved weights
-
-        def backward(is_last: bool) -> None:
-            training.backward(training.engine(torch.ones(1, 128, dtype=dtype)).float().sum(), is_last)
-
-        def peak_of(act, *given) -> float:
-            live.peak = live.now
-            act(*given)
-            return live.peak / count - before
-
-        for _ in range(2):  # the first step makes the moments
-            backward(False)
-            closing = peak_of(backward, True)
-            accumulated = live.now / count - before
-            stepping = peak_of(training.step)
-        resident = live.now / count - before
-    found = [resident, accumulated - resident, closing - resident, stepping - resident]
-    assert found == pytest.approx([expected.optimizer / count, expected.gradients / count, expected.closing / count,
-                                   expected.stepping / count], rel=0.08, abs=0.2)
 
 
 def test_weights_and_adapters_are_those_of_the_model(folder) -> None:

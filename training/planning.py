@@ -1,11 +1,13 @@
-"""What a recipe's settings mean for memory: its roles for the plan, and the settings that make it fit."""
+"""What a recipe's settings mean for memory: its roles for the plan, and what --plan and --memory do with them."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import PurePath
 from typing import TextIO
 
 from hybrid_rlhf.algorithms.preference import LOSSES
@@ -13,7 +15,7 @@ from hybrid_rlhf.config import check
 from hybrid_rlhf.distributed import device
 from hybrid_rlhf.engine.kv_cache import free_bytes
 from hybrid_rlhf.layout import Start, resolve
-from hybrid_rlhf.models import load
+from hybrid_rlhf.models import load, shapes
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
 from hybrid_rlhf.run import plan_table
@@ -27,24 +29,12 @@ from hybrid_rlhf.training import (
     step1_sft,
     step2_reward,
     step3_ppo,
+    wiring,
 )
-from hybrid_rlhf.training.four_roles import TRAINED, find_starts, held_as, layout_of
+from hybrid_rlhf.training.fitting import Choice, choose
+from hybrid_rlhf.training.four_roles import TRAINED, Parts, find_starts, held_as, layout_of
 
 MAX_BATCH = 64  # sequences that HybridEngine decodes at once
-MIN_TOKENS = 256  # micro-batches are not made smaller than this by --memory
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Settings that fit, or the smallest that were tried; flags: what differs from the given ones."""
-
-    config: object
-    plans: list[Plan]
-    flags: list[str]
-
-    @property
-    def fits(self) -> bool:
-        return all(p.short <= 0 for p in self.plans)
 
 
 def carry_out(config: object, *, memory: int | None, only_plan: bool,
@@ -55,10 +45,10 @@ def carry_out(config: object, *, memory: int | None, only_plan: bool,
     """
     available = memory if memory is not None else free_bytes(device())
     stream = stream or (sys.stdout if only_plan else sys.stderr)
-    plans = plans_of(config, available)
-    chosen = Choice(config, plans, [])
+    plans = plans_of(config, available=available)
+    chosen = Choice(config, plans)
     if not chosen.fits:
-        chosen = choose(config, available)
+        chosen = choose(config, partial(plans_of, available=available), has_host=device().type != "cpu")
     if memory is None:
         for plan in plans:
             plan_table.show(plan, chosen.flags if chosen.fits else (), stream)
@@ -69,10 +59,11 @@ def carry_out(config: object, *, memory: int | None, only_plan: bool,
         return config, DOES_NOT_FIT
     asked = f"for {size_text(memory)}"
     print(f"chosen {asked}: {' '.join(chosen.flags)}" if chosen.flags else f"nothing to change {asked}", file=stream)
+    plan_table.show_changes(chosen.changes, stream)
     return chosen.config, 0
 
 
-def plans_of(config: object, available: int | None, *, is_exact: bool = True) -> list[Plan]:
+def plans_of(config: object, *, available: int | None, is_exact: bool = True) -> list[Plan]:
     """One plan for each stage that `config` runs."""
     check(config.stage != "evaluate", "--plan and --memory are for stages that train; leave them out of evaluate")
     if isinstance(config, all_stages.Config):
@@ -89,24 +80,31 @@ def _plan(config: object, available: int | None, start: ModelConfig | None, is_e
     zero = roles[0].zero_stage
     dtype = str(load.resolve_dtype(roles[0].model.dtype, where)).removeprefix("torch.")
     title = (f"{config.stage}: {world} process{'es' if world > 1 else ''} on {where.type}, {dtype}, "
-             f"ZeRO {'by dtype' if zero is None else zero}, micro-batches of {config.engine.micro_batch_tokens} tokens")
+             f"ZeRO {'by dtype' if zero is None else zero}, micro-batches of {config.engine.micro_batch_tokens} tokens"
+             + (f", offloaded: {', '.join(config.engine.offload)}" if config.engine.offload else ""))
     return make_plan(title, roles, where, available, world, is_exact=is_exact)
 
 
 # -- roles of the recipes ---------------------------------------------------------------------------------------------
 
 
+def _laid_out(config: object) -> dict:
+    """How a stage's one engine is laid out, for its roles."""
+    return {"zero_stage": config.engine.zero_stage, "offload": tuple(config.engine.offload),
+            "optim": config.train.optim}
+
+
 def _sft(config: step1_sft.Config, start: ModelConfig | None) -> list[Role]:
     length, batch = config.data.max_length, config.train.rows_per_step
     return [Role("policy", start or config.model, length, _rows(config, length, batch), predicted=length - 1,
-                 trains=True, scores=False, dropout=True, zero_stage=config.engine.zero_stage)]
+                 trains=True, scores=False, dropout=True, **_laid_out(config))]
 
 
 def _reward(config: step2_reward.Config, start: ModelConfig | None) -> list[Role]:
     model = start or step2_reward.start_model(config)[1]
     length = config.data.max_length
     rows = 2 * _rows(config, 2 * length, config.train.rows_per_step)  # a pair costs two rows
-    return [Role("reward", model, length, rows, trains=True, scores=False, zero_stage=config.engine.zero_stage)]
+    return [Role("reward", model, length, rows, trains=True, scores=False, **_laid_out(config))]
 
 
 def _preferences(config: preferences.Config, start: ModelConfig | None) -> list[Role]:
@@ -116,12 +114,12 @@ def _preferences(config: preferences.Config, start: ModelConfig | None) -> list[
     per_group = 2 if row.needs_pairs else 1
     rows = per_group * _rows(config, per_group * length, config.train.rows_per_step)
     policy = Role("policy", model, length, rows, predicted=length - 1, trains=True, scores=not row.needs_pairs,
-                  zero_stage=config.engine.zero_stage)
+                  is_shared=row.needs_reference and model.lora.r > 0, **_laid_out(config))
     if not row.needs_reference:
         return [policy]
     base = "policy" if model.lora.r else None
     return [policy, Role("reference", preferences.reference_model(model), length, rows, predicted=length - 1,
-                         zero_stage=config.engine.zero_stage, base=base)]
+                         base=base, is_shared=base is not None, **_laid_out(config))]
 
 
 def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role]:
@@ -150,14 +148,32 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
         zero, length = layout_of(parts, name), max(sampled, texts.get(name, 0))
         at_once = zero.micro_batch_tokens // length
         rows = max(together, min(method.num_sequences, at_once)) if trains else max(1, min(sequences, at_once))
-        return Role(name, model, length, rows, trains=trains, zero_stage=zero.zero_stage,
-                    base=group[0] if name != group[0] else None, **more)
+        return Role(name, model, length, rows, trains=trains, base=group[0] if name != group[0] else None,
+                    is_shared=len(group) > 1, waits=parts.roles[name].offload, optim=config.train.optim,
+                    **_where(parts, group, name), **more)
 
     predicted = max(sampling.max_new_tokens, texts.get("actor", 0) - 1)
     policies = [role("actor", predicted=predicted, entropy=method.has_entropy, generation=generation,
                      has_average=method.keeps_average)]
     policies += [role("ref", predicted=sampling.max_new_tokens)] if "ref" in starts else []
-    return [*policies, *(role(r) for r in ("critic", "reward") if r in starts)]
+    return [*policies, *(role(r) for r in ("critic", "reward") if r in starts), *_classifiers(config)]
+
+
+def _where(parts: Parts, group: tuple[str, ...], name: str) -> dict:
+    """A role's ZeRO stage and offload; a frozen one's are those of whoever trains on its base, or 0, or 3 if set."""
+    owner = next((r for r in group if r in TRAINED), name)
+    zero = layout_of(parts, owner)
+    if owner in TRAINED:
+        return {"zero_stage": zero.zero_stage, "offload": tuple(zero.offload)}
+    is_cut = zero.zero_stage == 3
+    return {"zero_stage": 3 * is_cut, "offload": tuple(o for o in zero.offload if is_cut and o == "parameters")}
+
+
+def _classifiers(config: on_policy.Config) -> list[Role]:
+    """The models among the reward sources, beside the stage-2 model."""
+    models = [ModelConfig(wiring.model_folder(path)) for path in config.reward.model_list]
+    return [Role(f"reward {PurePath(path).name}", model, 1, 1, labels=shapes.read_config(model).num_labels)
+            for path, model in zip(config.reward.model_list, models, strict=True)]
 
 
 _ROLES: dict[type, Callable[[object, ModelConfig | None], list[Role]]] = {
@@ -180,58 +196,3 @@ def on_policy_starts(config: on_policy.Config, start: ModelConfig | None) -> dic
 def _rows(config: object, length: int, at_most: int, tokens: int | None = None) -> int:
     """Rows of `length` in the largest micro-batch, as token_budget_groups makes them: at least one."""
     return max(1, min(at_most, (tokens or config.engine.micro_batch_tokens) // length))
-
-
-# -- settings that fit ------------------------------------------------------------------------------------------------
-
-
-def choose(config: object, available: int) -> Choice:
-    """The first of the settings, from the cheapest change to the dearest, that fits; else the smallest one tried."""
-    best: Choice | None = None
-    for options in candidates(config):
-        smallest = Choice(options[-1][0], plans_of(options[-1][0], available, is_exact=False), options[-1][1])
-        best = smallest if best is None or _peak(smallest) < _peak(best) else best
-        for changed, flags in options if smallest.fits else []:
-            if all(p.short <= 0 for p in plans_of(changed, available, is_exact=False)):
-                tried = Choice(changed, plans_of(changed, available), flags)
-                if tried.fits:
-                    return tried
-    return best
-
-
-def _peak(choice: Choice) -> int:
-    return max(p.peak for p in choice.plans)
-
-
-def candidates(config: object) -> Iterator[list[tuple[object, list[str]]]]:
-    """Settings with the flags that make the difference, in lists that go from the given micro-batch to the smallest.
-
-    Smaller micro-batches cost little and move no gradient, so they come first; then checkpointing (a third more time);
-    then a quantised base, where it is frozen: that one changes what is computed.
-    """
-    tokens = list(_halvings(config.engine.micro_batch_tokens))
-    quicker = [({}, [])]
-    if not config.model.gradient_checkpointing:
-        quicker.append(({"gradient_checkpointing": True}, ["--model.gradient_checkpointing true"]))
-    changes = [*quicker, *(({**quicker[-1][0], name: True}, [*quicker[-1][1], f"--model.{name} true"])
-                           for name in _quantisations(config))]
-    for change, flags in changes:
-        changed = replace(config, model=replace(config.model, **change))
-        yield [(replace(changed, engine=replace(config.engine, micro_batch_tokens=count)),
-                ([f"--engine.micro_batch_tokens {count}"] if count != tokens[0] else []) + flags) for count in tokens]
-
-
-def _quantisations(config: object) -> list[str]:
-    """Quantised bases, for runs with adapters that do not ask for one already."""
-    if not config.model.lora.r or config.model.quantize or config.model.preset:
-        return []
-    return ["load_in_8bit", "load_in_4bit"]
-
-
-def _halvings(start: int) -> Iterator[int]:
-    yield start
-    while start // 2 >= MIN_TOKENS:
-        start //= 2
-        yield start
-
-

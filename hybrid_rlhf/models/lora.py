@@ -87,12 +87,16 @@ def add_lora(model: nn.Module, config: LoraConfig, adapter_name: str = "default"
         raise _no_target(model, config) from error
 
 
+def adapter_dtype(model: nn.Module) -> torch.dtype:
+    """In a bfloat16 model an adapter is bfloat16 too, for its optimizer keeps fp32 masters; fp32 adapters would take an
+    fp32 copy of every layer's input and give one of its output."""
+    return torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32
+
+
 def _add(model: nn.Module, settings: object, name: str) -> None:
-    """In a bfloat16 model the adapter is bfloat16 too, for its optimizer keeps fp32 masters; fp32 adapters would take
-    an fp32 copy of every layer's input and give one of its output."""
     import peft
 
-    in_fp32 = model.dtype != torch.bfloat16
+    in_fp32 = adapter_dtype(model) == torch.float32
     with _names_as_given():
         if hasattr(model, "_peft_wrapper"):
             model._peft_wrapper.add_adapter(name, settings, autocast_adapter_dtype=in_fp32)

@@ -17,7 +17,7 @@ from torch import nn
 
 from hybrid_rlhf.config import UserError, check
 from hybrid_rlhf.models.load import PRESETS, ModelConfig, check_folder, disable_dropout, prepare, resolve_dtype
-from hybrid_rlhf.models.lora import add_lora
+from hybrid_rlhf.models.lora import adapter_dtype, add_lora, lora_layers
 
 
 @contextmanager
@@ -116,9 +116,24 @@ def empty_model(config, model: ModelConfig, device: torch.device, *, is_scalar: 
     if model.lora.r:
         with torch.device("meta"), _quiet():
             add_lora(made, model.lora)
+        for layer in lora_layers(made).values():  # on the meta device peft leaves them as they were made
+            for part in (layer.lora_A, layer.lora_B):
+                part.to(adapter_dtype(made))
         if is_scalar:
             made.score.weight.requires_grad_(True)
     return made
+
+
+def empty_classifier(config, model: ModelConfig, device: torch.device, labels: int) -> nn.Module:  # noqa: ANN001
+    """The sequence-classification model that `model` names, on torch's meta device."""
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    settings = copy.deepcopy(config)
+    settings.num_labels = labels
+    with no_init_weights(), torch.device("meta"), _quiet():
+        return transformers.AutoModelForSequenceClassification.from_config(
+            settings, dtype=resolve_dtype(model.dtype, device), trust_remote_code=model.trust_remote_code)
 
 
 def on_device(empty: nn.Module) -> nn.Module:

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hybrid_rlhf.algorithms import likelihood
 from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs
 from hybrid_rlhf.models import shapes
 from hybrid_rlhf.models.backbone import hidden_states, own_head
@@ -77,7 +79,7 @@ class LiveBytes(TorchDispatchMode):
 class Sizes:
     """Counts of one model. weight_bytes: of all that is not an adapter; adapter_bytes: of adapters and of the scalar
     head beside them; trained, trained_dtype: elements that an optimizer moves; vocab: rows of its head; itemsize: bytes
-    of one element of its dtype."""
+    of one element of its dtype; largest: bytes of the largest weight."""
 
     weight_bytes: int
     adapter_bytes: int
@@ -85,6 +87,7 @@ class Sizes:
     trained_dtype: torch.dtype | None
     vocab: int
     itemsize: int
+    largest: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def sizes(model: ModelConfig, device: torch.device, *, is_scalar: bool = False) 
     config = shapes.read_config(model)
     plain = shapes.empty_model(config, replace(model, lora=LoraConfig()), device, is_scalar=is_scalar)
     weights = sum(map(_bytes, [*plain.parameters(), *plain.buffers()])) - _packed_away(plain, model)
-    facts = (config.get_text_config().vocab_size, plain.dtype.itemsize)
+    facts = (config.get_text_config().vocab_size, plain.dtype.itemsize, max(map(_bytes, plain.parameters())))
     if not model.lora.r:
         trained = [p for p in plain.parameters() if p.requires_grad]
         return Sizes(weights, 0, sum(p.numel() for p in trained), trained[0].dtype, *facts)
@@ -124,6 +127,13 @@ def sizes(model: ModelConfig, device: torch.device, *, is_scalar: bool = False) 
     count, size, dtype = _adapters(model, device)
     more = (head.numel(), _bytes(head)) if is_scalar else (0, 0)
     return Sizes(weights - more[1], size + more[1], count + more[0], dtype, *facts)
+
+
+@_remembered
+def classifier_bytes(model: ModelConfig, device: torch.device, labels: int) -> int:
+    """Bytes of the weights of a sequence-classification model, encoder or decoder, with so many labels."""
+    empty = shapes.empty_classifier(shapes.read_config(model), model, device, labels)
+    return sum(map(_bytes, [*empty.parameters(), *empty.buffers()]))
 
 
 @_remembered
@@ -231,7 +241,7 @@ def logit_bytes(model: ModelConfig, device: torch.device, num_tokens: int, *, tr
         targets = torch.zeros(num_tokens, dtype=torch.long)
         for parameter in empty.parameters():
             parameter.grad = torch.zeros_like(parameter) if trains and parameter.requires_grad else None
-        with _counting(empty) as live, torch.set_grad_enabled(trains):
+        with _counting(empty) as live, torch.set_grad_enabled(trains), _few_blocks():
             logprobs, spread, _ = token_logprobs(
                 hidden, targets, own_head(empty), with_entropy=entropy,
                 chunk_size=chunk_rows(config.get_text_config().vocab_size, hidden.dtype))
@@ -243,6 +253,18 @@ def logit_bytes(model: ModelConfig, device: torch.device, num_tokens: int, *, tr
 def _headed(config, model: ModelConfig, device: torch.device) -> nn.Module:  # noqa: ANN001
     """The shallowest model that is traced: its backbone is not run here."""
     return shapes.empty_model(shapes.shallow(config, _depths(config, model)[0]), model, device, is_scalar=False)
+
+
+@contextmanager
+def _few_blocks() -> Iterator[None]:
+    """Within the block log-probabilities go over two blocks of each chunk: all take the same, in the same buffers, and
+    thousands of them would be most of the time that a plan takes."""
+    original = likelihood._blocks
+    likelihood._blocks = lambda logits: islice(original(logits), 2)
+    try:
+        yield
+    finally:
+        likelihood._blocks = original
 
 
 @contextmanager

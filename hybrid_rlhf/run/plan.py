@@ -1,8 +1,8 @@
 """The memory plan: bytes by role and phase, known before any weight is loaded.
 
 A recipe says which roles there are and how large their micro-batches can become; this module counts. What is resident
-follows from formulas (`state_bytes`, `cache_bytes`), what a forward and backward keep from the model's own code run on
-tensors without memory (footprint.py).
+follows from formulas (training_state.py, `cache_bytes`), what a forward and backward keep from the model's own code run
+on tensors without memory (footprint.py).
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from dataclasses import dataclass, field
 import torch
 
 from hybrid_rlhf.config import check
-from hybrid_rlhf.engine.zero_config import lowest_stage
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run import footprint
+from hybrid_rlhf.run.training_state import stage_of, state_bytes
 
-KINDS = ("weights", "adapters", "optimizer", "gradients", "KV cache", "activations", "logits")
+KINDS = ("weights", "adapters", "optimizer", "gradients", "gathered", "KV cache", "activations", "logits")
+PASSING = ("gathered", "activations", "logits")  # given back before the next role computes
 DOES_NOT_FIT = 3  # exit code of --plan
 MAX_PREFILL_TOKENS = 4096  # of one forward, as in engine/scheduler.py
-REDUCE_BUCKET = 50_000_000  # elements that DeepSpeed flattens at once
+MAX_LIVE = 10**9  # elements that ZeRO 3 keeps gathered for their next use
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
           "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -42,7 +43,9 @@ class Role:
 
     predicted: tokens of a row that get a log-probability (0 for a scalar model), in training with their entropy if
     `entropy`. trains: whether an optimizer moves it. scores: whether it is asked for numbers between generation and
-    update. base: the role whose weights it shares. has_average: whether a moving average of its weights is kept.
+    update. base: the role whose weights it shares; is_shared: whether any other computes on its weights. offload: as
+    engine.offload. waits: whether all of it is in the CPU's memory while others compute. labels: of a classifier that
+    is no decoder of ours (0: not one). has_average: whether a moving average of its weights is kept.
     """
 
     name: str
@@ -57,6 +60,11 @@ class Role:
     zero_stage: int | None = None
     generation: Generation | None = None
     base: str | None = None
+    is_shared: bool = False
+    optim: str = "adamw"
+    offload: tuple[str, ...] = ()
+    waits: bool = False
+    labels: int = 0
     has_average: bool = False
 
     @property
@@ -66,30 +74,34 @@ class Role:
 
 @dataclass(frozen=True)
 class Line:
-    """Bytes of one kind for one role, by phase; a phase that is not named has none."""
+    """Bytes of one kind for one role, by phase; a phase that is not named has none. passes: whether they are given
+    back before the next role computes."""
 
     role: str
     kind: str
     phases: dict[str, int]
+    passes: bool = False
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs on its device. available: bytes that it may use (None: unknown)."""
+    """What a run needs on one process's device. available: bytes that it may use (None: unknown). host: bytes that
+    offloading keeps in the CPU's memory, for this process."""
 
     title: str
     phases: tuple[str, ...]
     lines: tuple[Line, ...]
     available: int | None
     notes: tuple[str, ...] = field(default=())
+    host: int = 0
 
     def total(self, phase: str) -> int:
         """Roles score one after another, so of what scoring takes and gives back the largest counts."""
         passing: dict[str, int] = {}
         for line in self.lines:
-            if line.kind in ("activations", "logits"):
+            if line.passes or line.kind in PASSING:
                 passing[line.role] = passing.get(line.role, 0) + line.phases.get(phase, 0)
-        staying = sum(x.phases.get(phase, 0) for x in self.lines if x.kind not in ("activations", "logits"))
+        staying = sum(x.phases.get(phase, 0) for x in self.lines if not (x.passes or x.kind in PASSING))
         return staying + max(passing.values(), default=0)
 
     @property
@@ -106,47 +118,6 @@ class Plan:
         return self.peak - self.available if self.available is not None else 0
 
 
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes beside the weights that training `count` parameters takes on one process.
-
-    optimizer: always there; gradients: while micro-batches run; closing: at the end of the last backward, when the
-    gradients are reduced and activations are gone; stepping: during the optimizer's step, gradients included.
-    """
-
-    optimizer: int
-    gradients: int
-    closing: int
-    stepping: int
-
-
-def state_bytes(count: int, dtype: torch.dtype, zero_stage: int | None, world: int = 1) -> StateBytes:
-    """AdamW under DeepSpeed 0.19, as measured (benchmarks/memory.py; one process, bytes per parameter):
-
-        dtype  ZeRO  optimizer             gradients  closing  step
-        fp32   0     8 (two moments)       4          4        4
-        fp32   1     12 (moments, master)  4          8        8
-        fp32   2     12                    4          12       8
-        bf16   0     16 (and fp32 sums)    0          0        0
-        16-bit 1     12                    2          4        8
-        16-bit 2     12                    2          6        8
-
-    Over `world` processes ZeRO 1 divides optimizer and step, ZeRO 2 and 3 the gradients too (ZeRO, 1910.02054, section
-    5), and ZeRO 0 flattens a bucket at closing. bf16 at ZeRO 0 is ours (engine/masters.py); where one
-    micro-batch is all, it is 12, and 2 of gradients. Buckets that DeepSpeed flattens hold at most 5e7 elements.
-    """
-    stage = zero_stage if zero_stage is not None else lowest_stage(dtype, world)
-    size = dtype.itemsize
-    bucket = min(count, REDUCE_BUCKET) * size
-    if stage == 0 and dtype != torch.float32:
-        return StateBytes(16 * count, 0, 0, 0)
-    if stage == 0:
-        return StateBytes(8 * count, size * count, size * count + (bucket if world > 1 else 0), size * count)
-    parts = world if stage >= 2 else 1
-    return StateBytes(12 * count // world, size * count // parts, size * count // parts + (1 + (stage >= 2)) * bucket,
-                      8 * count // world)
-
-
 def make_plan(title: str, roles: Iterable[Role], device: torch.device, available: int | None, world: int = 1,
               notes: Iterable[str] = (), *, is_exact: bool = True) -> Plan:
     """Count everything that `roles` need; reads configurations only. Raises UserError where one cannot be read.
@@ -155,15 +126,14 @@ def make_plan(title: str, roles: Iterable[Role], device: torch.device, available
     """
     roles = list(roles)
     phases = _phases(roles)
-    resident = ("weights", "adapters", "optimizer")
-    lines = []
+    lines, host = [], 0
     for role in roles:
-        kinds = _role_bytes(role, device, world, is_exact)
-        for kind in KINDS:
-            found = dict.fromkeys(phases, kinds[kind]["always"]) if kind in resident else kinds[kind]
+        needs = _Needs(role, device, world, is_exact)
+        for kind, found in needs.by_phase(phases).items():
             if any(found.values()):
-                lines.append(Line(role.name, kind, found))
-    return Plan(title, phases, tuple(lines), available, tuple(notes))
+                lines.append(Line(role.name, kind, found, passes=needs.waits))
+        host += needs.host
+    return Plan(title, phases, tuple(lines), available, tuple(notes), host)
 
 
 def _phases(roles: list[Role]) -> tuple[str, ...]:
@@ -173,55 +143,107 @@ def _phases(roles: list[Role]) -> tuple[str, ...]:
     return (*first, *(f"{verb} {r.name}" for r in roles if r.trains for verb in ("train", "step")))
 
 
-def _role_bytes(role: Role, device: torch.device, world: int, is_exact: bool) -> dict[str, dict[str, int]]:
-    """kind -> phase -> bytes; "always" stands for every phase."""
-    sizes = footprint.sizes(role.model, device, is_scalar=role.is_scalar)
-    found: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
-    found["weights"]["always"] = 0 if role.base else sizes.weight_bytes
-    found["adapters"]["always"] = sizes.adapter_bytes
-    found["optimizer"]["always"] = 0
-    act = footprint.activations(role.model, device, role.rows, role.length, dropout=role.dropout, trains=role.trains,
-                                is_exact=is_exact)
-    if role.trains:
-        _add_training(found, role, act, sizes, device, world)
-    if role.scores:
-        found["activations"]["score"] = act.scoring
+class _Needs:
+    """What one role needs, per process. always: kind -> bytes in every phase; now: kind -> phase -> bytes; host: bytes
+    that offloading moves to the CPU's memory, which on a CPU is the same and moves nothing."""
+
+    def __init__(self, role: Role, device: torch.device, world: int, is_exact: bool) -> None:
+        self.role, self.device, self.world = role, device, world
+        self.always = dict.fromkeys(("weights", "adapters", "optimizer"), 0)
+        self.now: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
+        self.host, self.is_host = 0, device.type == "cpu"
+        self.waits = role.waits and not self.is_host
+        if role.labels:
+            self._add_classifier()
+            return
+        self.sizes = footprint.sizes(role.model, device, is_scalar=role.is_scalar)
+        self.act = footprint.activations(role.model, device, role.rows, role.length, dropout=role.dropout,
+                                         trains=role.trains, is_exact=is_exact)
+        self.always["adapters"] = self.sizes.adapter_bytes
+        is_small = 10 * self.sizes.trained * self.sizes.itemsize < self.sizes.weight_bytes  # as in engine/zero.py
+        self.stage = stage_of(self.sizes.trained_dtype, role.zero_stage, world, role.optim, role.offload,
+                              is_small=is_small)
+        self._add_weights()
+        if role.trains:
+            self._add_training()
+        if role.scores:
+            self.now["activations"]["score"] = self.act.scoring
+            if role.predicted:
+                self.now["logits"]["score"] = footprint.logit_bytes(role.model, device, role.rows * role.predicted,
+                                                                    trains=False)
+        if role.generation:
+            self._add_generation()
+        if self.waits:
+            self.host += sum(self.always.values())
+
+    def by_phase(self, phases: tuple[str, ...]) -> dict[str, dict[str, int]]:
+        """kind -> phase -> bytes. A role that waits elsewhere is there in its own phases only."""
+        own = {phase for found in self.now.values() for phase in found}
+        there = [p for p in phases if p in own or not self.waits]
+        return {kind: dict.fromkeys(there, self.always[kind]) if kind in self.always else self.now[kind]
+                for kind in KINDS}
+
+    def _offloaded(self, count: int) -> int:
+        """Bytes on the device of `count` that are kept in the CPU's memory."""
+        if self.is_host:
+            return count
+        self.host += count
+        return 0
+
+    def _add_weights(self) -> None:
+        """Whole, or under ZeRO 3 a part; then what is gathered counts too: nearly all of what the next layers use, one
+        layer of a base that roles share, and all weights for a rollout."""
+        role, whole = self.role, self.sizes.weight_bytes
+        is_away = "parameters" in role.offload and not self.is_host
+        if self.stage < 3 or (self.world == 1 and not is_away):
+            self.always["weights"] = 0 if role.base else whole
+            return
+        part = 0 if role.base else whole // self.world
+        self.always["weights"] = self._offloaded(part) if is_away else part
+        at_once = self.sizes.largest if role.is_shared else min(whole, MAX_LIVE * self.sizes.itemsize)
+        phases = {**({"score": at_once} if role.scores else {}),
+                  **({f"train {role.name}": at_once} if role.trains else {}),
+                  **({"generate": whole} if role.generation else {})}
+        self.now["gathered"] = phases
+
+    def _add_classifier(self) -> None:
+        """A model that scores text: its weights. A batch's activations, which no configuration tells, are left out."""
+        self.always["weights"] = footprint.classifier_bytes(self.role.model, self.device, self.role.labels)
+        self.now["activations"]["score"] = 0
+
+    def _add_training(self) -> None:
+        """A micro-batch takes the most at one of three moments: in the head, when all activations are there; in the
+        backbone's backward, when the head's are gone; and at the end, when gradients are reduced and activations
+        gone."""
+        role, act = self.role, self.act
+        state = state_bytes(self.sizes.trained, self.sizes.trained_dtype, self.stage, self.world, role.optim,
+                            role.offload)
+        train, step = f"train {role.name}", f"step {role.name}"
+        logits = 0
         if role.predicted:
-            found["logits"]["score"] = footprint.logit_bytes(role.model, device, role.rows * role.predicted,
-                                                             trains=False)
-    if role.generation:
-        _add_generation(found, role, act, sizes, device)
-    return found
+            logits = footprint.logit_bytes(role.model, self.device, role.rows * role.predicted, trains=True,
+                                           entropy=role.entropy)
+        kept = max(act.saved, act.peak - logits)
+        if "activations" in role.offload and not self.is_host:
+            self.host += act.saved
+            kept = max(act.scoring, act.peak - act.saved)
+        average = 4 * self.sizes.trained // (self.world if self.stage else 1) if role.has_average else 0
+        away = average if "optimizer" in role.offload else 0
+        self.always["optimizer"] = state.optimizer + average - away + self._offloaded(state.host + away)
+        self.now["activations"][train], self.now["logits"][train] = kept, logits
+        self.now["gradients"][train] = max(state.gradients, state.closing - kept - logits)
+        self.now["gradients"][step] = state.stepping
 
-
-def _add_training(found: dict, role: Role, act: footprint.Activations, sizes: footprint.Sizes, device: torch.device,
-                  world: int) -> None:
-    """A micro-batch takes the most at one of three moments: in the head, when all activations are there; in the
-    backbone's backward, when the head's are gone; and at the end, when gradients are reduced and activations gone."""
-    state = state_bytes(sizes.trained, sizes.trained_dtype, role.zero_stage, world)
-    train, step = f"train {role.name}", f"step {role.name}"
-    logits = 0
-    if role.predicted:
-        logits = footprint.logit_bytes(role.model, device, role.rows * role.predicted, trains=True,
-                                       entropy=role.entropy)
-    kept = max(act.saved, act.peak - logits)
-    average = 4 * sizes.trained // (world if role.zero_stage else 1) if role.has_average else 0
-    found["optimizer"]["always"] = state.optimizer + average
-    found["activations"][train], found["logits"][train] = kept, logits
-    found["gradients"][train] = max(state.gradients, state.closing - kept - logits)
-    found["gradients"][step] = state.stepping
-
-
-def _add_generation(found: dict, role: Role, act: footprint.Activations, sizes: footprint.Sizes,
-                    device: torch.device) -> None:
-    """The cache of all slots at full length; a prefill, which takes per token what scoring takes; one row of logits per
-    slot, in the model's dtype and in fp32."""
-    sampling = role.generation
-    tokens = min(sampling.slots * sampling.prompt, max(MAX_PREFILL_TOKENS, sampling.prompt))
-    per_token, per_sequence = footprint.cache_bytes(role.model, device)
-    found["KV cache"]["generate"] = sampling.slots * (per_token * (sampling.prompt + sampling.response) + per_sequence)
-    found["activations"]["generate"] = round(act.scoring * tokens / (role.rows * role.length))
-    found["logits"]["generate"] = sampling.slots * sizes.vocab * (4 + sizes.itemsize)
+    def _add_generation(self) -> None:
+        """The cache of all slots at full length; a prefill, which takes per token what scoring takes; one row of logits
+        per slot, in the model's dtype and in fp32."""
+        role, sampling = self.role, self.role.generation
+        tokens = min(sampling.slots * sampling.prompt, max(MAX_PREFILL_TOKENS, sampling.prompt))
+        per_token, per_sequence = footprint.cache_bytes(role.model, self.device)
+        whole = per_token * (sampling.prompt + sampling.response) + per_sequence
+        self.now["KV cache"]["generate"] = sampling.slots * whole
+        self.now["activations"]["generate"] = round(self.act.scoring * tokens / (role.rows * role.length))
+        self.now["logits"]["generate"] = sampling.slots * self.sizes.vocab * (4 + self.sizes.itemsize)
 
 
 def parse_bytes(text: str, option: str) -> int:

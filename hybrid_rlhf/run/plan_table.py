@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from typing import TextIO
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TextIO
 
 from hybrid_rlhf.run.plan import Plan, size_text
 
@@ -20,6 +20,8 @@ def show(plan: Plan, advice: Iterable[str] = (), stream: TextIO | None = None) -
         _rich(plan, head, rows, total, stream)
     else:
         _plain(plan, head, rows, total, stream)
+    if plan.host:
+        print(f"kept in the CPU's memory for each process: {size_text(plan.host)}", file=stream)
     for note in plan.notes:
         print(note, file=stream)
     print(verdict(plan, advice), file=stream)
@@ -35,8 +37,25 @@ def verdict(plan: Plan, advice: Iterable[str] = ()) -> str:
         return f"fits: {need} {there}"
     flags = " ".join(advice)
     return f"short by {size_text(plan.short)}: {need} {there}; " + (
-        f"try {flags}" if flags else "no setting of micro-batches and checkpointing makes it fit: adapters "
-                                     "(--model.lora.r 16), shorter lengths or a smaller model would")
+        f"try {flags}" if flags else "no setting of micro-batches, checkpointing, offload and quantisation that was "
+                                     "tried makes it fit: adapters (--model.lora.r 16), shorter lengths, more "
+                                     "processes (engine.zero_stage 3) or a smaller model would")
+
+
+class Changed(Protocol):
+    option: str
+    given: str
+    chosen: str
+    why: str
+
+
+def show_changes(changes: Sequence[Changed], stream: TextIO) -> None:
+    """Print what was chosen in place of what, and why."""
+    rows = [("setting", "given", "chosen", "why"), *((c.option, c.given, c.chosen, c.why) for c in changes)]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    for row in rows if changes else ():
+        cells = [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]
+        print("  ".join(cells).rstrip(), file=stream)
 
 
 def _rich(plan: Plan, head: list[str], rows: list[list[str]], total: list[str], stream: TextIO) -> None:
