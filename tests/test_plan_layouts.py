@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,6 +14,7 @@ from hybrid_rlhf.engine.zero import ZeroTraining
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
 from hybrid_rlhf.run import footprint, plan_table
+from hybrid_rlhf.run.footprint import Activations, Sizes
 from hybrid_rlhf.run.plan import Generation, Line, Plan, Role, make_plan
 from hybrid_rlhf.run.training_state import StateBytes, state_bytes
 from hybrid_rlhf.training import step1_sft, step3_ppo
@@ -32,15 +32,13 @@ def folder(tmp_path_factory) -> str:
 
 
 @pytest.fixture
-def card(monkeypatch) -> torch.device:
-    """A device beside the CPU, on which models take what they take here."""
-
-    def here(count: Callable) -> Callable:
-        return lambda model, _device, *given, **named: count(model, CPU, *given, **named)
-
-    for name in ("sizes", "cache_bytes", "activations", "logit_bytes"):
-        monkeypatch.setattr(footprint, name, here(getattr(footprint, name)))
-    return CARD
+def counted(monkeypatch) -> ModelConfig:
+    """A model of 20,000 bf16 weights, the largest 9,600, whose activations a hand can add up."""
+    monkeypatch.setattr(footprint, "sizes", lambda *_args, **_named: Sizes(40_000, 0, 20_000, BF16, 300, 2, 19_200))
+    monkeypatch.setattr(footprint, "activations", lambda *_args, **_named: Activations(5000, 6000, 700))
+    monkeypatch.setattr(footprint, "logit_bytes", lambda *_args, **_named: 100)
+    monkeypatch.setattr(footprint, "cache_bytes", lambda *_args: (256, 0))
+    return ModelConfig("somewhere", dtype="bfloat16")
 
 
 def model_of(folder: str, **changes: object) -> ModelConfig:
@@ -104,54 +102,50 @@ def test_state_bytes_are_those_of_deepspeed(dtype, stage, optim, offload) -> Non
                                    expected.closing / count, expected.stepping / count], rel=0.08, abs=0.6)
 
 
-def test_zero_3_holds_a_part_of_every_weight_and_gathers_what_it_computes_with(folder) -> None:
-    role = Role("actor", model_of(folder), 24, 2, predicted=8, trains=True, zero_stage=3,
-                generation=Generation(4, 16, 8))
+def test_zero_3_holds_a_part_of_every_weight_and_gathers_what_it_computes_with(counted) -> None:
+    role = Role("actor", counted, 24, 2, predicted=8, trains=True, zero_stage=3, generation=Generation(4, 16, 8))
     one, four = (lines_of(make_plan("ppo", [role], CPU, None, world), "actor") for world in (1, 4))
-    whole = footprint.sizes(model_of(folder), CPU).weight_bytes
-    assert set(one["weights"].values()) == {whole}
+    assert set(one["weights"].values()) == {40_000}
     assert "gathered" not in one
-    assert set(four["weights"].values()) == {whole // 4}
-    assert four["gathered"] == {"generate": whole, "score": whole, "train actor": whole}  # less than a billion weights
-    count = footprint.sizes(model_of(folder), CPU).trained
-    assert four["optimizer"]["score"] == 12 * count // 4 + 2 * count // 4 + 2 * count
+    assert set(four["weights"].values()) == {10_000}
+    assert four["gathered"] == {"generate": 40_000, "score": 40_000, "train actor": 40_000}  # under a billion weights
+    assert four["optimizer"]["score"] == 12 * 5000 + 2 * 5000 + 2 * 20_000  # state, gradients, a bucket
+    assert four["gradients"]["step actor"] == 6 * 5000
 
 
-def test_an_offloaded_optimizer_is_in_the_cpus_memory_and_on_a_cpu_where_it_was(folder, card) -> None:
-    role = Role("policy", model_of(folder), 24, 2, predicted=8, trains=True, scores=False, offload=("optimizer",))
-    count = footprint.sizes(model_of(folder), CPU).trained
-    there, here = (make_plan("sft", [role], device, None) for device in (card, CPU))
-    assert there.host == 18 * count
+def test_an_offloaded_optimizer_is_in_the_cpus_memory_and_on_a_cpu_where_it_was(counted) -> None:
+    role = Role("policy", counted, 24, 2, predicted=8, trains=True, scores=False, offload=("optimizer",))
+    there, here = (make_plan("sft", [role], device, None) for device in (CARD, CPU))
+    assert there.host == 18 * 20_000
     assert "optimizer" not in lines_of(there, "policy")
-    assert lines_of(here, "policy")["optimizer"]["train policy"] == 18 * count
+    assert lines_of(here, "policy")["optimizer"]["train policy"] == 18 * 20_000
     assert here.host == 0
 
 
-def test_offloaded_parameters_and_activations_leave_a_layer_on_the_card(folder, card) -> None:
-    plain = Role("policy", model_of(folder), 64, 8, predicted=63, trains=True, scores=False, zero_stage=3,
-                 is_shared=True)
+def test_offloaded_parameters_and_activations_leave_a_layer_on_the_card(counted) -> None:
+    plain = Role("policy", counted, 64, 8, predicted=63, trains=True, scores=False, zero_stage=3, is_shared=True)
     away = replace(plain, offload=("optimizer", "parameters", "activations"))
-    before, after = (make_plan("sft", [role], card, None) for role in (plain, away))
-    whole = footprint.sizes(model_of(folder), CPU).weight_bytes
+    before, after = (make_plan("sft", [role], CARD, None) for role in (plain, away))
     assert "weights" not in lines_of(after, "policy")
-    assert lines_of(after, "policy")["gathered"] == {"train policy": 300 * 32 * 2}  # its largest weight: the embedding
-    saved = footprint.activations(model_of(folder), CPU, 8, 64).saved
-    assert after.host == whole + saved + 18 * footprint.sizes(model_of(folder), CPU).trained
-    assert (lines_of(before, "policy")["activations"]["train policy"]
-            - lines_of(after, "policy")["activations"]["train policy"]) > 0.25 * saved
+    assert lines_of(after, "policy")["gathered"] == {"train policy": 19_200}  # its largest weight
+    assert after.host == 40_000 + 5000 + 18 * 20_000
+    assert lines_of(before, "policy")["activations"] == {"train policy": 5900}  # 6000 with logits, which are 100
+    assert lines_of(after, "policy")["activations"] == {"train policy": 1000}
 
 
-def test_a_role_that_waits_elsewhere_counts_in_its_own_phases(folder, card) -> None:
-    actor = Role("actor", model_of(folder), 24, 2, predicted=8, trains=True, generation=Generation(4, 16, 8))
-    ref = Role("ref", model_of(folder), 24, 2, predicted=8, waits=True)
-    whole = footprint.sizes(model_of(folder), CPU).weight_bytes
-    plan = make_plan("ppo", [actor, ref], card, None)
-    assert lines_of(plan, "ref")["weights"] == {"score": whole}
-    assert plan.host == whole
-    both = make_plan("ppo", [replace(actor, waits=True), ref], card, None)
-    own, theirs = (sum(found.get("score", 0) for found in lines_of(both, role).values()) for role in ("actor", "ref"))
-    assert both.total("score") == max(own, theirs)  # in turns
-    assert set(lines_of(make_plan("ppo", [actor, ref], CPU, None), "ref")["weights"].values()) == {whole}
+def test_a_role_that_waits_elsewhere_counts_in_its_own_phases(counted) -> None:
+    actor = Role("actor", counted, 24, 2, predicted=8, trains=True, generation=Generation(4, 16, 8))
+    ref = Role("ref", counted, 24, 2, predicted=8, waits=True)
+    plan = make_plan("ppo", [actor, ref], CARD, None)
+    assert lines_of(plan, "ref")["weights"] == {"score": 40_000}
+    assert plan.host == 40_000
+    both = make_plan("ppo", [replace(actor, waits=True), ref], CARD, None)
+    assert both.total("score") == 40_000 + 16 * 20_000 + 700 + 100  # the actor's, for they score in turns
+    assert both.total("generate") == 40_000 + 16 * 20_000 + 4 * 24 * 256 + 700 * 64 // 48 + 4 * 300 * 6
+    stream = io.StringIO()
+    plan_table.show(both, (), stream)
+    assert "kept in the CPU's memory for each process: 0.4 MiB" in stream.getvalue()
+    assert set(lines_of(make_plan("ppo", [actor, ref], CPU, None), "ref")["weights"].values()) == {40_000}
 
 
 def test_adapters_are_counted_in_the_dtype_they_are_made_in(folder) -> None:
