@@ -26,6 +26,11 @@ architectures: $(STAMP)
 	$(BIN)/python benchmarks/architectures.py --json docs/results/architectures.json \
 	  --markdown docs/results/architectures.md
 
+# Every method on the embedded task, three seeds: docs/results/methods.md. About 40 minutes; it goes on where it stopped.
+.PHONY: methods
+methods: $(STAMP)
+	$(BIN)/python benchmarks/methods.py
+
 .PHONY: demo test test-slow lint install clean stage-files
 
 demo: $(STAMP)

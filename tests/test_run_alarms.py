@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from hybrid_rlhf.run.alarms import find, series
+from hybrid_rlhf.run.alarms import compared, find, series
 from hybrid_rlhf.run.summary import conclude
 
 HELD = {"reward": (0.0, 3.0), "reward_std": (1.0, 0.8), "objective/kl": (0.0, 1.5), "entropy": (0.4, 0.25),
@@ -48,7 +48,8 @@ def test_a_run_that_goes_well_rings_nothing_however_noisy(seed) -> None:
     ({"entropy": (0.5, 0.0)}, "entropy collapse", ["nats per token"]),
     ({"frac_reward_zero_std": (0.1, 1.0)}, "zero reward variance", ["of the groups", "teach nothing"]),
     ({"reward_std": (1.0, 0.0, 0.0)}, "zero reward variance", ["no longer differ"]),
-    ({"rewards/truth/mean": (0.5, 0.2)}, "reward hacking", ["truth fell from 0.488 at the start", "score rose to"]),
+    ({"rewards/truth/mean": (0.5, 0.2)}, "reward hacking",
+     ["truth fell from 0.488 at the start", "the paid score rose from 0.115 to 2.88"]),
     ({"rewards/truth/mean": (0.5, 0.8, 0.4)}, "reward hacking", ["truth fell from 0.7", "around step 2"]),
 ])
 def test_each_way_to_go_wrong_has_its_words(change, name, words) -> None:
@@ -123,3 +124,15 @@ def test_the_report_has_alarms_in_words_and_the_last_metrics(tmp_path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in history()))
     conclude(tmp_path, "ppo")
     assert "None of the alarms went off." in (tmp_path / "report.md").read_text()
+
+
+def test_a_trained_model_beside_its_start_is_judged_by_accuracy_and_kl() -> None:
+    start = {"score": 0.0, "accuracy": 0.5, "kl": 0.0, "length": 8.0}
+    good, fooled = {"score": 3.0, "accuracy": 0.8, "kl": 1.5, "length": 7.0}, {"score": 8.0, "accuracy": 0.1,
+                                                                               "kl": 14.0, "length": 7.0}
+    assert compared(start, good, 600) == []
+    assert [alarm.name for alarm in compared(start, fooled, 600)] == ["reward hacking", "KL"]
+    assert "from 0 to 8 while the accuracy fell from 0.5 to 0.1" in compared(start, fooled, 600)[0].text
+    assert compared(start, good | {"accuracy": 0.45}, 100) == []  # two standard errors of 100 prompts are 0.14
+    assert [a.name for a in compared(start, good | {"accuracy": 0.45}, 2000)] == ["reward hacking"]
+    assert compared({k: v for k, v in start.items() if k != "accuracy"}, good, 600) == []

@@ -95,7 +95,7 @@ def test_files_say_what_was_found_and_hostile_answers_stay_in_their_cells(tmp_pa
     lines = (tmp_path / "evaluate.md").read_text().splitlines()
     row = next(line for line in lines if "script" in line)
     assert row.startswith("| ppo | 2.000 | a \\| b \\| x \\| \\<script\\>") and "\x1b" not in row
-    assert next(line for line in lines if line.startswith("| ppo | 2.000 [")).count("|") == 11
+    assert next(line for line in lines if line.startswith("| ppo | 2.00 [")).count("|") == 11
 
 
 def test_the_table_has_a_row_for_each_model(capsys, tmp_path) -> None:

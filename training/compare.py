@@ -15,7 +15,8 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.roles import Reference, Reward
 from hybrid_rlhf.run import runfile
-from hybrid_rlhf.run.summary import compare_stages
+from hybrid_rlhf.run.alarms import compared
+from hybrid_rlhf.run.summary import compare_stages, conclude_comparison
 from hybrid_rlhf.tensors import masked_mean
 from hybrid_rlhf.training import step1_sft, wiring
 from hybrid_rlhf.training.measure import check_checker, is_right, judge, open_actor, respond, share
@@ -58,7 +59,7 @@ def run(config, configs: dict, seconds: dict[str, float], command: str) -> dict:
         path.write_text(json.dumps(summary, indent=1) + "\n")
         page = compare_stages(Path(config.output_dir), list(configs), table(summary),
                               side_by_side({name: said for name, (_, said) in measured.items()}))
-        show(summary, path)
+        show(summary, path, config.compare.num_prompts)
         print(f"report with curves and answers: {page}")
     return summary
 
@@ -131,9 +132,13 @@ def table(summary: dict) -> list[dict]:
     return [{"model": n, **summary[n], "seconds": summary["seconds"][n]} for n in names]
 
 
-def show(summary: dict, path: Path) -> None:
-    """The table, on the terminal."""
+def show(summary: dict, path: Path, num_prompts: int) -> None:
+    """The table, and what alarms PPO beside SFT gives, on the terminal and in report.md beside `path`."""
     from hybrid_rlhf.run.terminal import summary_table
 
     summary_table(table(summary), title="Held-out prompts")
     print(f"reward model: held-out accuracy {summary['reward']['accuracy']:.3f}\nwritten to {path}")
+    found = compared(summary["sft"], summary["ppo"], num_prompts)
+    conclude_comparison(path.parent, "SFT and PPO on held-out prompts", table(summary), found)
+    for alarm in found:
+        print(f"alarm, {alarm.name}: {alarm.text}")

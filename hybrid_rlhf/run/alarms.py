@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 History = Sequence[dict]
+_FOOLED = "what is paid is no longer what is meant. Raise ppo.kl_coef, stop earlier, or mend the reward."
 
 
 @dataclass(frozen=True)
@@ -124,13 +125,14 @@ def _against(paid: Series, name: str, second: Series, spread: Series, limits: Li
     """The alarm if `second` has come down from its best while what is paid went on rising."""
     size, last = second.size, len(second.values) - second.size
     best = max(range(last + 1), key=second.around)
-    fall, rise = second.around(best) - second.end, paid.end - paid.around(min(best, len(paid.values) - size))
-    if fall <= max(limits.num_errors * second.error(), limits.min_fall * spread.start) or rise <= 2 * paid.error():
+    before = paid.around(min(best, len(paid.values) - size))
+    fall = second.around(best) - second.end
+    if fall <= max(limits.num_errors * second.error(), limits.min_fall * spread.start) or (
+            paid.end - before <= 2 * paid.error()):
         return []
     where = "at the start" if best < size else f"around step {second.steps[best + size // 2]}"
-    return [Alarm("reward hacking", f"the score rose to {paid.end:.3g} while {name} fell from "
-                                    f"{second.around(best):.3g} {where} to {second.end:.3g}: what is paid is no longer "
-                                    "what is meant. Raise ppo.kl_coef, stop earlier, or mend the reward.")]
+    return [Alarm("reward hacking", f"the paid score rose from {before:.3g} to {paid.end:.3g} while {name} fell "
+                                    f"from {second.around(best):.3g} {where} to {second.end:.3g}: {_FOOLED}")]
 
 
 def _held_out(history: History, paid: Series, limits: Limits) -> list[Alarm]:
@@ -149,12 +151,14 @@ def _held_out(history: History, paid: Series, limits: Limits) -> list[Alarm]:
 def drift(history: History, limits: Limits) -> list[Alarm]:
     """KL to the reference beyond what a learned reward can be trusted for."""
     kl, length = series(history, "objective/kl"), series(history, "completions/mean_length")
-    if kl is None or length is None or kl.end <= limits.max_kl:
+    return _far(kl.end, length.end, limits) if kl is not None and length is not None else []
+
+
+def _far(kl: float, length: float, limits: Limits) -> list[Alarm]:
+    per_token = kl / max(length, 1)
+    if kl <= limits.max_kl or per_token <= limits.max_kl_per_token:
         return []
-    per_token = kl.end / max(length.end, 1)
-    if per_token <= limits.max_kl_per_token:
-        return []
-    return [Alarm("KL", f"the policy is {kl.end:.3g} nats per response ({per_token:.2g} per token) from the reference; "
+    return [Alarm("KL", f"the policy is {kl:.3g} nats per response ({per_token:.2g} per token) from the reference; "
                         f"beyond {limits.max_kl:g} nats and {limits.max_kl_per_token:g} per token a learned reward is "
                         "likely fooled, so read the samples. Raise ppo.kl_coef, or stop earlier.")]
 
@@ -219,6 +223,20 @@ def variance(history: History, limits: Limits) -> list[Alarm]:
                                               f"{spread.start:.2g} at the start), so they teach nothing. The reward is "
                                               "at its bound, or the responses are all alike.")]
     return []
+
+
+def compared(start: dict[str, float], end: dict[str, float], num_prompts: int, limits: Limits | None = None
+             ) -> list[Alarm]:
+    """Alarms of a trained model beside its start, both measured on num_prompts held-out prompts: score, accuracy (of an
+    independent judge, where there is one), kl to the start in nats per response, length in tokens."""
+    limits, found = limits or Limits(), []
+    if "accuracy" in start:
+        before, after = start["accuracy"], end["accuracy"]
+        error = math.sqrt((before * (1 - before) + after * (1 - after)) / num_prompts)
+        if end["score"] > start["score"] and before - after > 2 * error:
+            found += [Alarm("reward hacking", f"the score rose from {start['score']:.3g} to {end['score']:.3g} while "
+                                              f"the accuracy fell from {before:.3g} to {after:.3g}: {_FOOLED}")]
+    return found + _far(end["kl"], end["length"], limits)
 
 
 CHECKS: tuple[Callable[[History, Limits], list[Alarm]], ...] = (not_finite, hacking, drift, unheld, lengths, diversity,

@@ -151,14 +151,15 @@ COLUMNS = {"score": "score", "accuracy": "accuracy", "win_rate": "win rate", "sc
 def cells(found: Comparison) -> list[dict[str, str]]:
     """The table: a row for each model, numbers with their intervals as text."""
     names = [n for n in COLUMNS if any(row.get(n) is not None for row in found.rows)]
-    return [{"model": row["model"], **{COLUMNS[n]: _number(row.get(n), row.get(f"{n}_interval")) for n in names}}
-            for row in found.rows]
+    decimals = {n: 2 if n in ("score", "score_gain", "kl", "length") else 3 for n in names}
+    return [{"model": row["model"], **{COLUMNS[n]: _number(row.get(n), row.get(f"{n}_interval"), decimals[n])
+                                       for n in names}} for row in found.rows]
 
 
-def _number(value: float | None, interval: Interval | None) -> str:
+def _number(value: float | None, interval: Interval | None, decimals: int) -> str:
     if value is None:
         return ""
-    return f"{value:.3f}" + (f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else "")
+    return f"{value:.{decimals}f}" + (f" [{interval[0]:.{decimals}f}, {interval[1]:.{decimals}f}]" if interval else "")
 
 
 def verdicts(found: Comparison) -> list[str]:
@@ -200,6 +201,7 @@ def _escaped(text: str) -> str:
 
 def show(found: Comparison, shown: list[dict], folder: Path) -> None:
     """The table, the verdicts and a few answers, on stdout."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -208,12 +210,16 @@ def show(found: Comparison, shown: list[dict], folder: Path) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
     rows, percent = cells(found), f"{found.method.confidence:.0%}"
-    table = Table(title=f"Answers to the same prompts, {percent} intervals", title_justify="left")
-    for place, name in enumerate(rows[0]):
-        table.add_column(name, justify="right" if place else "left")
-    for row in rows:
-        table.add_row(*(Text(cell.replace(" [", "\n[")) for cell in row.values()))
-    console.print(table)
+    judged = [n for n in rows[0] if n in ("score", "accuracy", "win rate", "score gain")]
+    described = [n for n in rows[0] if n not in (*judged, "model")]
+    for title, names in ((f"Answers to the same prompts, {percent} intervals", judged), (None, described)):
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)  # two: one is too wide
+        table.add_column("model", overflow="fold")
+        for name in names:
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(*(Text(row[name].replace(" [", "\n[")) for name in ("model", *names)))
+        console.print(table)
     for line in verdicts(found):
         console.print(line, soft_wrap=True)
     for each in shown:

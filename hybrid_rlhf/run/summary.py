@@ -87,6 +87,16 @@ def _cell(text: object) -> str:
     return "".join(f"\\{c}" if c in "\\|`*_<>[]!#~" else c for c in plain)
 
 
+def conclude_comparison(folder: Path, title: str, rows: list[dict], found: list[Alarm]) -> None:
+    """folder/report.md of several models compared: alarms, and a table with a row of figures for each model."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [f"# {title}", "", "## Alarms", "", *alarm_lines(found), "", "## Held-out prompts", "",
+             "| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    lines += ["| " + " | ".join(number(v) if isinstance(v := row.get(name), (int, float)) else _cell(v)
+                                for name in names) + " |" for row in rows]
+    (folder / REPORT).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def alarm_lines(found: list[Alarm]) -> list[str]:
     """Alarms as list items, or the sentence that there are none."""
     return [f"- **{alarm.name}**: {alarm.text}" for alarm in found] or [_SILENT]

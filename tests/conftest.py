@@ -1,0 +1,25 @@
+"""Fixtures that several files share."""
+
+from __future__ import annotations
+
+import fcntl
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+
+
+@pytest.fixture(scope="session")
+def learned(tmp_path_factory) -> Path:
+    """The folder of the embedded task's SFT and reward runs (seed 0), a minute on one thread; made once for all
+    processes of a test run, and only where a slow test asks for it."""
+    import methods
+
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if base.name.startswith("popen-") else base) / "learned"
+    shared.mkdir(exist_ok=True)
+    with (shared / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return methods.fixtures(shared, 0)

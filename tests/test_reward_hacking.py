@@ -1,0 +1,34 @@
+"""Reward hacking is seen and can be prevented: without a KL price the demo's score rises while its answers become
+wrong, and the report says so; with the demo's price both rise and no alarm goes off."""
+
+from __future__ import annotations
+
+import json
+
+import methods
+import pytest
+from hacking import words
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def ends(folder) -> tuple[dict, dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "reward" in row]
+    return steps[0], next(row for row in reversed(rows) if "eval/reward" in row)
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.2])
+def test_without_a_kl_price_the_reward_model_is_fooled_and_the_report_says_so_with_it_neither(learned, kl_coef) -> None:
+    folder = learned / f"hacking{kl_coef}"
+    methods.launch(words(str(learned), 0, kl_coef), folder)
+    (first, last), report = ends(folder), (folder / "report.md").read_text()
+    score, truth = "rewards/model/mean", "rewards/demo_correct/mean"
+    assert last[f"eval/{score}"] > first[score] + 2
+    if kl_coef:
+        assert last[f"eval/{truth}"] > first[truth] + 0.1
+        assert "None of the alarms went off." in report
+        return
+    assert last[f"eval/{truth}"] < first[truth] - 0.1
+    assert "- **reward hacking**: the paid score rose from" in report and "while demo_correct fell from" in report
+    assert "- **KL**: the policy is" in report
