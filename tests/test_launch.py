@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hosts import two_hosts
 from tests.test_dist import ROOT, TORCHRUN, argv_of, ended, free_port, launch, metrics, place, start
 from tests.tiny import save_tiny
 
@@ -65,6 +66,20 @@ def test_two_hosts_are_two_torchruns_that_meet_at_an_address(place):
     for done in [ended(node) for node in nodes]:
         assert done.returncode == 0, done.stderr
     _same_sft(place, "hosts")
+
+
+@pytest.mark.slow
+def test_two_hosts_are_two_network_namespaces_with_a_cable_between_them(place):
+    argv = argv_of(place, "namespaces", 4)["sft"]
+    meet = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "10.77.0.1", "--master_port", free_port()]
+    with two_hosts() as hosts:
+        if hosts is None:
+            pytest.skip("no network namespaces are permitted here")
+        nodes = [start([*before, *TORCHRUN, *meet, "--node_rank", str(i), "train.py", *argv], **env)
+                 for i, (before, env) in enumerate(hosts)]
+        for done in [ended(node) for node in nodes]:
+            assert done.returncode == 0, done.stderr
+    _same_sft(place, "namespaces")
 
 
 @pytest.mark.slow
