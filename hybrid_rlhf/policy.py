@@ -12,6 +12,7 @@ from hybrid_rlhf.distributed import max_over_ranks
 from hybrid_rlhf.engine.zero import is_partitioned
 from hybrid_rlhf.models.backbone import hidden_states, hidden_states_and_router_logits, own_head
 from hybrid_rlhf.models.router import router_of
+from hybrid_rlhf.models.shared_prefix import packing, shared_states, sharing_is_exact
 from hybrid_rlhf.tensors import SequenceBatch, predicted, predicting
 
 
@@ -40,6 +41,16 @@ class PolicyModule(nn.Module):
         super().__init__()
         self.model, self.temperature = model, temperature
         self.router = router_of(model)
+        self._can_share: bool | None = None
+
+    def can_share(self) -> bool:
+        """Whether rows that begin alike are computed with that beginning once; the first call tries it on the model.
+
+        Until then, and where it is not, `forward` computes every row whole.
+        """
+        if self._can_share is None:
+            self._can_share = self.router is None and sharing_is_exact(self.model)
+        return self._can_share
 
     def forward(self, batch: SequenceBatch, with_entropy: bool = False, expert_shares: Tensor | None = None,
                 with_choices: bool = False, temperature: float | None = None) -> TokenScores:
@@ -52,9 +63,10 @@ class PolicyModule(nn.Module):
                 choices = self.router.choices(logits, batch)
             else:
                 router_loss = self.router.loss(self.model, batch, hidden, logits, expert_shares)
+            rows = predicting(hidden, batch)
         else:
-            hidden = hidden_states(self.model, batch)
-        rows, size = predicting(hidden, batch), chunk_rows(self.model.config.get_text_config().vocab_size, hidden.dtype)
+            rows = self._states(batch)
+        size = chunk_rows(self.model.config.get_text_config().vocab_size, rows.dtype)
         num_chunks = max(1, -(-len(rows) // size))
         if is_partitioned(self.model):  # all processes meet in each call of the head, which gathers its weights
             num_chunks = max_over_ranks(num_chunks)
@@ -62,3 +74,10 @@ class PolicyModule(nn.Module):
                                 temperature=self.temperature if temperature is None else temperature,
                                 chunk_size=size, num_chunks=num_chunks)
         return TokenScores(*scores, router_loss, choices)
+
+    def _states(self, batch: SequenceBatch) -> Tensor:
+        """(N, H): the hidden states that predict the marked tokens."""
+        packed = packing(batch) if self._can_share and batch.position_ids is None else None
+        if packed is None:
+            return predicting(hidden_states(self.model, batch), batch)
+        return shared_states(self.model, batch, packed)

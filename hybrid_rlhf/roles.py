@@ -18,6 +18,7 @@ from hybrid_rlhf.distributed import place_over_ranks, sum_over_ranks
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig, micro_batches
 from hybrid_rlhf.engine.average import WeightAverage
 from hybrid_rlhf.metrics import Metrics
+from hybrid_rlhf.models.shared_prefix import kinship
 from hybrid_rlhf.policy import PolicyModule, TokenScores
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.routing import expert_shares
@@ -31,7 +32,17 @@ def _measure(engine: HybridEngine, batch: SequenceBatch, max_tokens: int, number
     engine.module.eval()
     with engine.active():
         yield from micro_batches.measure(engine, batch.attention_mask.sum(1), max_tokens,
-                                         lambda index: numbers(batch.rows(index).to(engine.device)))
+                                         lambda index: numbers(batch.rows(index).to(engine.device)),
+                                         _kin(engine, batch))
+
+
+def _kin(engine: HybridEngine, batch: SequenceBatch) -> Tensor | None:
+    """The number of each row's kin where rows begin alike and the module computes that once; None elsewhere."""
+    module = engine.module
+    if not isinstance(module, PolicyModule) or not len(batch) or batch.position_ids is not None:
+        return None
+    with engine.active():
+        return kinship(batch) if module.can_share() else None
 
 
 @torch.no_grad()
@@ -153,7 +164,7 @@ class Actor:
             value, observed = self._with_router(*loss(tokens, index), tokens, rows, total)
             return weight * value, observed
 
-        return batch.attention_mask.sum(1), share
+        return micro_batches.Part(batch.attention_mask.sum(1), share, _kin(self.engine, batch))
 
     def _with_router(self, value: Tensor, observed: dict, tokens: TokenScores, rows: SequenceBatch,
                      total: Tensor) -> tuple[Tensor, dict]:
@@ -172,6 +183,7 @@ class Actor:
         widths = batch.attention_mask.sum(1)[groups].amax(1) * groups.shape[1]  # a group costs k rows of its longest
         total = sum_over_ranks(batch.attention_mask.sum())
         shares = expert_shares(self.engine, batch, self.max_tokens)
+        _kin(self.engine, batch)  # tried before the first forward, so that a resumed run computes as the first one did
 
         def share(index: Tensor) -> tuple[Tensor, dict]:
             rows = batch.rows(groups[index].T.reshape(-1)).to(self.engine.device)
@@ -179,7 +191,7 @@ class Actor:
             found = loss(_summed(tokens, rows).view(-1, len(index)), index)
             return self._with_router(*found, tokens, rows, total)
 
-        return micro_batches.update(self.engine, self.max_tokens, (widths, share))
+        return micro_batches.update(self.engine, self.max_tokens, micro_batches.Part(widths, share))
 
     def sequence_logprobs(self, batch: SequenceBatch) -> Tensor:
         """(B,): the summed log-probabilities of each row's marked tokens, without gradients."""
@@ -218,7 +230,8 @@ class Critic:
             rows = batch.rows(index).to(self.engine.device)
             return loss(predicting(self.engine(rows), rows), minibatch.rows(index).to(self.engine.device), count)
 
-        return micro_batches.update(self.engine, self.max_tokens, (batch.attention_mask.sum(1), share))
+        return micro_batches.update(self.engine, self.max_tokens,
+                                    micro_batches.Part(batch.attention_mask.sum(1), share))
 
 
 @dataclass
@@ -255,7 +268,7 @@ class Reward:
             rows = batch.rows(pairs[index].T.reshape(-1)).to(self.engine.device)
             return loss(*_last(self.engine(rows), rows).chunk(2), index)
 
-        return micro_batches.update(self.engine, self.max_tokens, (widths, share))
+        return micro_batches.update(self.engine, self.max_tokens, micro_batches.Part(widths, share))
 
 
 def _last(scores: Tensor, rows: SequenceBatch) -> Tensor:

@@ -115,3 +115,17 @@ def token_budget_groups(lengths: Tensor, max_tokens: int, group_tokens: float = 
         groups.append(order[starts[end] : end].cpu())
         end = int(starts[end])
     return groups[::-1]
+
+
+def kindred_groups(kin: Tensor, lengths: Tensor, max_tokens: int) -> list[Tensor]:
+    """Row indices in groups whose padded size stays within max_tokens (one row at least), rows of one number in `kin`
+    (B,) next to each other: for rows that share what they have in common."""
+    groups: list[list[int]] = [[]]
+    longest = 0
+    for i in torch.argsort(kin, stable=True).tolist():
+        longest = max(longest, int(lengths[i]))
+        if groups[-1] and (len(groups[-1]) + 1) * longest > max_tokens:
+            groups.append([])
+            longest = int(lengths[i])
+        groups[-1].append(i)
+    return [torch.tensor(group) for group in groups if group]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,11 +20,11 @@ from hybrid_rlhf.distributed import world_size
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.engine.memory import is_out_of_memory, peak_in, release
 from hybrid_rlhf.metrics import Metrics
-from hybrid_rlhf.tensors import token_budget_groups
+from hybrid_rlhf.tensors import kindred_groups, token_budget_groups
 
 Numbers = TypeVar("Numbers")
 Share = Callable[[Tensor], tuple[Tensor, dict[str, tuple[Tensor, float]]]]
-Part = tuple[Tensor, Share]  # the lengths (N,) of some rows, in tokens, and what they add to the loss
+
 _log = logging.getLogger(__name__)
 
 # What starting a forward and backward costs, in tokens times weights: about 20 ms of the device's products. Reading the
@@ -33,13 +33,25 @@ _PASS_WEIGHTS = {"cpu": 5e9}
 UPDATE, SCORE = "update", "score"  # the phases: with gradients and without
 
 
+class Part(NamedTuple):
+    """Rows of an update: their lengths (N,) in tokens, what some of them add to the loss, and kin (N,), if rows of one
+    number are to be kept together."""
+
+    lengths: Tensor
+    share: Share
+    kin: Tensor | None = None
+
+
 def budget(engine: HybridEngine, phase: str, max_tokens: int) -> int:
     """The most tokens of a micro-batch in `phase`: as set, or fewer where memory has run out before."""
     return min(max_tokens, engine.learnt.get(phase, max_tokens))
 
 
-def _groups(engine: HybridEngine, lengths: Tensor, max_tokens: int) -> list[Tensor]:
-    """Rows in micro-batches, cut where less padding is worth another forward (and backward)."""
+def _groups(engine: HybridEngine, lengths: Tensor, max_tokens: int, kin: Tensor | None) -> list[Tensor]:
+    """Rows in micro-batches, cut where less padding is worth another forward (and backward). kin (N,): rows of one
+    number share tokens, so they stay together and padding costs nothing."""
+    if kin is not None:
+        return kindred_groups(kin, lengths, max_tokens)
     if world_size() > 1:  # forwards may wait for those of other processes: as few as possible
         return token_budget_groups(lengths, max_tokens)
     size = max(1, sum(p.numel() for p in engine.module.parameters()))
@@ -47,13 +59,13 @@ def _groups(engine: HybridEngine, lengths: Tensor, max_tokens: int) -> list[Tens
 
 
 def measure(engine: HybridEngine, lengths: Tensor, max_tokens: int,
-            numbers: Callable[[Tensor], Numbers]) -> Iterator[tuple[Tensor, Numbers]]:
+            numbers: Callable[[Tensor], Numbers], kin: Tensor | None = None) -> Iterator[tuple[Tensor, Numbers]]:
     """(rows, numbers(rows)) for groups of row indices that hold every row once.
 
-    lengths (N,): tokens of each row. A group that runs out of memory is split, and so are those after it. Raises
-    UserError where a single row does not fit.
+    lengths (N,): tokens of each row; kin (N,): rows of one number are kept together. A group that runs out of memory
+    is split, and so are those after it. Raises UserError where a single row does not fit.
     """
-    waiting = _groups(engine, lengths, budget(engine, SCORE, max_tokens))
+    waiting = _groups(engine, lengths, budget(engine, SCORE, max_tokens), kin)
     num_idle = engine.num_forwards(len(waiting)) - len(waiting)  # agreed on before the first, for all meet in each
     while waiting:
         try:
@@ -65,7 +77,7 @@ def measure(engine: HybridEngine, lengths: Tensor, max_tokens: int,
             continue
         release()
         rows = torch.cat(waiting)
-        waiting = [rows[group] for group in _groups(engine, lengths[rows], tokens)]
+        waiting = [rows[group] for group in _groups(engine, lengths[rows], tokens, None if kin is None else kin[rows])]
     for _ in range(num_idle):
         engine.idle_forward()
 
@@ -83,7 +95,7 @@ def update(engine: HybridEngine, max_tokens: int, *parts: Part) -> Metrics:
         tokens = budget(engine, UPDATE, max_tokens)
         running: list[Tensor] = []  # the lengths of the rows under way, last
         metrics = Metrics()
-        pieces = [(part, rows) for part in parts for rows in _groups(engine, part[0], tokens)]
+        pieces = [(part, rows) for part in parts for rows in _groups(engine, part.lengths, tokens, part.kin)]
         try:
             with peak_in(metrics, f"{engine.name.split()[0]}/{UPDATE}", engine.device):
                 norm = engine.update(pieces, _observed(metrics, running))
@@ -101,9 +113,9 @@ def _observed(metrics: Metrics, running: list[Tensor]) -> Callable[[tuple[Part, 
     """A part's share as the engine calls it, its observations going to `metrics`."""
 
     def share(piece: tuple[Part, Tensor]) -> Tensor:
-        (lengths, loss), rows = piece
-        running.append(lengths[rows])
-        value, observed = loss(rows)
+        part, rows = piece
+        running.append(part.lengths[rows])
+        value, observed = part.share(rows)
         for name, (mean, weight) in observed.items():
             metrics.add(name, mean, weight)
         return value

@@ -1,0 +1,176 @@
+"""Rows that begin alike, such as the responses to one prompt, computed with that beginning once.
+
+What a transformer does with a token depends on the token and what stands before it. So all rows become one row of
+different tokens, each group's common beginning once and no padding; only around attention it is spread out into the
+rows that it came from (2506.05433 has the idea in another form). Exact, up to the rounding of sums; whether a model
+allows it is tried on the model itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_rlhf.models.attention import forward_parameters, sdpa_replaced
+from hybrid_rlhf.tensors import SequenceBatch, length_mask
+
+LEAST_SAVED = 0.1  # of the batch's tokens with padding: below, spreading out costs as much as it saves
+
+
+class NotShareableError(RuntimeError):
+    """The model does not attend in the one way that rows can be spread out around."""
+
+
+@dataclass
+class Packing:
+    """B rows of T tokens as N different ones. index (B, T): where each is (padding: anywhere); home (N,): a place of
+    each in the flat (B * T); positions (N,). groups: (first of the N, length, rows) of each beginning of several rows.
+    """
+
+    index: Tensor
+    home: Tensor
+    positions: Tensor
+    groups: list[tuple[int, int, list[int]]]
+
+
+def beginnings(batch: SequenceBatch) -> list[tuple[int, bytes]]:
+    """(length, bytes) of what each row holds before its first marked token."""
+    lengths = batch.loss_mask.int().argmax(1).tolist()
+    ids = batch.input_ids.cpu().numpy()
+    return [(n, row[:n].tobytes()) for n, row in zip(lengths, ids, strict=True)]
+
+
+def kinship(batch: SequenceBatch) -> Tensor | None:
+    """(B,) long: the number of the first row that begins as this one does; None where that would save too little."""
+    first: dict[tuple[int, bytes], int] = {}
+    keys = beginnings(batch)
+    kin = torch.tensor([first.setdefault(key, i) for i, key in enumerate(keys)])
+    saved = sum(n for n, _ in keys) - sum(n for n, _ in first)
+    return kin if saved >= LEAST_SAVED * int(batch.attention_mask.sum()) else None
+
+
+def packing(batch: SequenceBatch) -> Packing | None:
+    """How the rows of `batch` share their beginnings; None where that saves too little."""
+    lengths, width = batch.attention_mask.sum(1).tolist(), batch.input_ids.shape[1]
+    groups: dict[tuple[int, bytes], list[int]] = {}
+    for i, key in enumerate(beginnings(batch)):
+        groups.setdefault(key, []).append(i)
+    size = sum(lengths) - sum(n * (len(rows) - 1) for (n, _), rows in groups.items())
+    if size > (1 - LEAST_SAVED) * len(batch) * width or all(len(rows) == 1 for rows in groups.values()):
+        return None
+    index, home, positions, shared = torch.zeros(len(batch), width, dtype=torch.long), [], [], []
+    for (n, _), rows in groups.items():
+        start = len(home)
+        home += range(rows[0] * width, rows[0] * width + n)
+        positions += range(n)
+        shared += [(start, n, rows)] * (len(rows) > 1 and n > 0)
+        for i in rows:
+            index[i, :n] = torch.arange(start, start + n)
+            index[i, n : lengths[i]] = torch.arange(len(home), len(home) + lengths[i] - n)
+            home += range(i * width + n, i * width + lengths[i])
+            positions += range(n, lengths[i])
+    device = batch.input_ids.device
+    return Packing(index.to(device), torch.tensor(home, device=device), torch.tensor(positions, device=device), shared)
+
+
+class _Spread(torch.autograd.Function):
+    """(N, W) -> (B * T, W): every row whole. Gradients of a common beginning are summed over its rows, in fp32."""
+
+    @staticmethod
+    def forward(ctx, tokens: Tensor, packed: Packing) -> Tensor:  # noqa: ANN001
+        ctx.packed = packed
+        return tokens.index_select(0, packed.index.flatten())
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN001
+        packed: Packing = ctx.packed
+        out = gradient.index_select(0, packed.home)
+        rows = gradient.view(*packed.index.shape, -1)
+        for start, length, members in packed.groups:
+            out[start : start + length] = rows[members, :length].sum(0, dtype=torch.float32)
+        return out, None
+
+
+class _Gather(torch.autograd.Function):
+    """(B * T, W) -> (N, W): each token from one of the rows that hold it."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, home: Tensor) -> Tensor:  # noqa: ANN001
+        ctx.home, ctx.size = home, len(rows)
+        return rows.index_select(0, home)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN001
+        out = gradient.new_zeros(ctx.size, gradient.shape[1])
+        return out.index_copy_(0, ctx.home, gradient.contiguous()), None
+
+
+def _spread(x: Tensor, packed: Packing) -> Tensor:
+    """(1, H, N, D) -> (B, H, T, D)."""
+    heads, dim = x.shape[1], x.shape[3]
+    flat = _Spread.apply(x[0].transpose(0, 1).reshape(-1, heads * dim), packed)
+    return flat.view(*packed.index.shape, heads, dim).transpose(1, 2)
+
+
+def shared_states(model: nn.Module, batch: SequenceBatch, packed: Packing) -> Tensor:
+    """(M, H): the last hidden states that predict the marked tokens of `batch`, as tensors.predicting orders them.
+
+    Raises NotShareableError for a model whose attention is not causal and plain, or not found where it should be.
+    """
+    num_calls = 0
+
+    def attend(original, module, query, key, value, attention_mask, *given, **named):  # noqa: ANN001, ANN002, ANN003, ANN202
+        nonlocal num_calls
+        num_calls += 1
+        if attention_mask is not None or not query.shape[2] == key.shape[2] == len(packed.home):
+            raise NotShareableError(f"{type(module).__name__} attends by a mask or to other tokens")
+        spread = (_spread(x, packed) for x in (query, key, value))
+        out, weights = original(module, *spread, None, *given, **named)  # (B, T, H, D)
+        rows = out.reshape(-1, out.shape[2] * out.shape[3])
+        return _Gather.apply(rows, packed.home).view(1, -1, *out.shape[2:]), weights
+
+    ids = batch.input_ids.flatten()[packed.home][None]
+    with sdpa_replaced(attend):
+        # a mask of ones says that this is one row; without it restarting positions are read as rows packed in a row
+        states = model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False,
+                                  position_ids=packed.positions[None]).last_hidden_state[0]
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if num_calls != num_layers:  # the other layers mix tokens in a way of their own
+        raise NotShareableError(f"{type(model).__name__}: {num_calls} of {num_layers} layers attend where we look")
+    return states.index_select(0, packed.index[:, :-1][batch.loss_mask[:, 1:]])
+
+
+@torch.no_grad()
+def sharing_is_exact(model: nn.Module, tolerance: float = 1e-3) -> bool:
+    """Whether rows that share their beginning give the states they have alone, on this very model.
+
+    False, without a try, where layers are gathered from other processes or computed again in the backward pass, and
+    for models that attend otherwise than by transformers' "sdpa".
+    """
+    names = forward_parameters(model.base_model)
+    if (not {"position_ids", "attention_mask"} <= names or getattr(model.config, "_attn_implementation", "") != "sdpa"
+            or any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+            or any(hasattr(p, "ds_id") for p in model.parameters())):
+        return False
+    weight = next(model.parameters())
+    lengths = torch.tensor([14, 9, 8, 12])
+    ids = torch.arange(3, 59, device=weight.device).view(4, 14) % model.config.get_text_config().vocab_size
+    ids[1, :6], ids[3, :5] = ids[0, :6], ids[2, :5]
+    real = length_mask(lengths).to(weight.device)
+    begun = length_mask(torch.tensor([6, 6, 5, 5]), 14).to(weight.device)
+    batch = SequenceBatch(ids * real, real, real & ~begun)
+    training = model.training
+    model.eval()
+    try:
+        shared = shared_states(model, batch, packing(batch)).float()
+        rows = [model.base_model(input_ids=ids[i : i + 1, :n], use_cache=False).last_hidden_state[0]
+                for i, n in enumerate(lengths.tolist())]
+    except (NotShareableError, TypeError, ValueError, RuntimeError, IndexError):
+        return False
+    finally:
+        model.train(training)
+    alone = torch.cat([r[p - 1 : -1] for r, p in zip(rows, (6, 6, 5, 5), strict=True)]).float()
+    bound = tolerance if weight.dtype == torch.float32 else 0.05
+    return bool((shared - alone).abs().max() <= bound * alone.abs().max().clamp(min=1e-6))
