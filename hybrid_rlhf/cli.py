@@ -99,7 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _join()
         return _train(argv)
     except UserError as error:
-        return _fail(2, f"error: {error}")
+        from hybrid_rlhf.visible import neutralise
+
+        return _fail(2, neutralise(" ".join(f"error: {error}".split())))
     except KeyboardInterrupt:
         return _fail(130, "stopped")
     except Exception:

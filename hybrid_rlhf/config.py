@@ -41,6 +41,8 @@ def parse(config_class: type, argv: list[str], *, prog: str, description: str = 
         parts = dict(vars(parser.instantiate(values)))
     except UserError:
         raise
+    except RecursionError as error:
+        raise UserError(_TOO_DEEP) from error
     except (ArgumentError, OSError, ValueError, TypeError) as error:
         raise UserError(_one_line(error, _keys(parser))) from error
     parts.pop("config", None)
@@ -102,9 +104,29 @@ def _read_yaml(path: str) -> dict:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
         raise UserError(f"--config {path}{where}: not valid YAML ({getattr(error, 'problem', error)})") from error
+    except (RecursionError, ValueError) as error:  # ValueError: a date of month 13, a number of thousands of digits
+        raise UserError(f"--config {path}: not valid YAML ({str(error)[:100] or 'nested too deeply'})") from error
+    check(_is_small(value), f"--config {path}: {_TOO_DEEP}")
     check(isinstance(value, dict), f"--config {path}: a mapping of options such as seed: 1 is needed, found "
                                    f"{'nothing' if value is None else type(value).__name__}")
     return value
+
+
+_TOO_DEEP = "the settings refer to themselves, or are nested too deeply"
+
+
+def _is_small(value: object) -> bool:
+    """Whether a value is no deeper and no larger than settings are, aliases written out: ten lines of YAML can say
+    more than a machine holds."""
+    waiting, count = [(value, 1)], 0
+    while waiting:
+        outer, depth = waiting.pop()
+        count += 1
+        if isinstance(outer, (dict, list)):
+            waiting += [(inner, depth + 1) for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        if depth > 30 or count + len(waiting) > 10**5:
+            return False
+    return True
 
 
 _SWITCHES = {"preview": "Print three rendered examples of the stage's data, trained tokens marked, and stop.",

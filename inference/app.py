@@ -56,6 +56,7 @@ def make_app(models: list[Served], worker: Worker, limits: Limits, *, scorer: Sc
         app.post("/score")(server.score)
     app.add_exception_handler(ApiError, _refused)
     app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(Exception, _refused)
     if (PAGE / "index.html").exists():
         app.mount("/", _with_policy(StaticFiles(directory=PAGE, html=True)))
     return Guard(app, api_key, is_local)
@@ -79,6 +80,8 @@ async def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         what = {404: f"there is no {request.url.path[:200]}", 405: f"{request.method} does not fit here"}
         error = ApiError(error.status_code, what.get(error.status_code, str(error.detail)))
+    elif not isinstance(error, ApiError):  # the guard logs it
+        error = ApiError(500, f"an error of the server ({type(error).__name__})")
 
     async def send_it(send: Send) -> None:
         await refuse(send, error)

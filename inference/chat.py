@@ -18,6 +18,7 @@ if not __package__:  # run as a file: Python put inference/ on the path, but the
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from hybrid_rlhf.config import UserError, check, nearest
+from hybrid_rlhf.visible import neutralise
 
 if TYPE_CHECKING:
     from hybrid_rlhf.inference.session import Session
@@ -53,12 +54,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         raise UserError(f"chat: unknown argument {unknown[0]}{close}")
     check(bool(options.model), "chat: no model; give --model DIR, such as --model outputs/demo/ppo/model")
     return options
-
-
-def neutralise(text: str) -> str:
-    from hybrid_rlhf.inference import terminal
-
-    return terminal.neutralise(text)
 
 
 def notice(text: str) -> None:
@@ -210,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(argv)
     except UserError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        print("error: " + neutralise(" ".join(str(error).split())), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

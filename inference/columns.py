@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from hybrid_rlhf.inference.terminal import neutralise
+from hybrid_rlhf.visible import neutralise
 
 if TYPE_CHECKING:
     from rich.table import Table

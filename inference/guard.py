@@ -83,7 +83,7 @@ class Guard:
         except Exception as error:  # a fault of ours must not end the connection without a word
             _log.exception("a request failed")
             if has_started:
-                raise
+                return  # uvicorn ends the connection where the answer is not complete
             await refuse(send, ApiError(500, f"an error of the server ({type(error).__name__})"))
 
     def _check(self, scope: Scope) -> None:

@@ -37,7 +37,7 @@ class Scorer:
                           torch.zeros(count, 1, dtype=torch.long), torch.ones(count, 1, dtype=torch.bool),
                           torch.ones(count, dtype=torch.bool), completions)
         try:
-            scores = self.source.score(rollout)
+            scores = list(map(float, self.source.score(rollout)))
         except Refused as error:
             raise UserError(f"these messages make no prompt: {error}") from error
         if not all(map(math.isfinite, scores)):

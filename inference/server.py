@@ -20,6 +20,7 @@ if not __package__:  # run as a file: Python put inference/ on the path, but the
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from hybrid_rlhf.config import UserError, check, nearest
+from hybrid_rlhf.visible import neutralise
 
 if TYPE_CHECKING:
     from hybrid_rlhf.inference.app import Served
@@ -165,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(argv)
     except UserError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        print("error: " + neutralise(" ".join(str(error).split())), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

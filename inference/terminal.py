@@ -1,36 +1,10 @@
-"""From token ids to text that is safe to show: whole characters only, and no control over the reader's terminal."""
+"""From token ids to text: whole characters only."""
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterator
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
-# Text direction: characters after an override are shown in another order than they are stored in.
-_BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
-
-
-def neutralise(text: str) -> str:
-    """`text` with every character that could steer a terminal made visible instead; newline and tab stay.
-
-    A model can be trained or talked into writing escape sequences, which clear the screen, rename the window or retype
-    commands. C0 controls and DEL become their Unicode pictures (ESC is shown as \u241b), C1 controls, direction
-    overrides and lone surrogates become \ufffd.
-    """
-    return "".join(map(_visible, text))
-
-
-def _visible(char: str) -> str:
-    code = ord(char)
-    if char in "\n\t" or 0x20 <= code < 0x7F:
-        return char
-    if code < 0x20:
-        return chr(0x2400 + code)
-    if code == 0x7F:
-        return "\u2421"
-    if code in _BIDI or unicodedata.category(char) in ("Cc", "Cs"):
-        return REPLACEMENT
-    return char
 
 
 class TokenText:

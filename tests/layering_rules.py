@@ -35,6 +35,7 @@ ROOMS = {
     "config": (0, (f"{H}.config",)),
     "distributed": (0, (f"{H}.distributed", f"{H}.failure")),
     "tensors": (0, (f"{H}.tensors",)),
+    "visible": (0, (f"{H}.visible",)),
 }
 # room: (what it never imports, except). Where the floors alone would allow it.
 NEVERS = {

@@ -19,7 +19,7 @@ from hybrid_rlhf.engine.sampling import SamplingConfig
 from hybrid_rlhf.inference import chat
 from hybrid_rlhf.inference.conversation import Conversation, check_can_chat
 from hybrid_rlhf.inference.session import Session
-from hybrid_rlhf.inference.terminal import neutralise
+from hybrid_rlhf.visible import neutralise
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -174,7 +174,7 @@ def bare_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
 
 
-@pytest.mark.parametrize(("set_eos", "eos", "end"), [(False, "</s>", "<|im_end|></s>"),
+@pytest.mark.parametrize(("set_eos", "eos", "end"), [(False, "</s>", "<|im_end|>"),
                                                      (True, "<|im_end|>", "<|im_end|>")])
 def test_markers_become_single_special_tokens_and_eos_changes_only_when_asked(set_eos, eos, end, tmp_path):
     tokenizer = bare_tokenizer()

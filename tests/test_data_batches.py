@@ -18,9 +18,10 @@ from hybrid_rlhf.data.chat import CHATML
 from hybrid_rlhf.data.collate import collate_pairs, collate_prompts, collate_sft, pack
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
-from hybrid_rlhf.data.preview import marked, neutral, preview
+from hybrid_rlhf.data.preview import marked, preview
 from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.tensors import predicted
+from hybrid_rlhf.visible import neutralise
 
 EOS = 3
 
@@ -144,8 +145,8 @@ def test_marked_tokens_stand_in_brackets_and_escapes_of_the_data_do_not_reach_th
     mask = [i >= 2 for i in range(len(ids))]
     text = marked(tokenizer, ids, mask, brackets=True)
     head = tokenizer.decode(ids[:2])
-    assert text.plain == head + "⟦" + "What is red"[len(head):] + "<U+001B>[2J⟧"
-    assert neutral("a\x9bb\u202ec\r\nd\te☃") == "a<U+009B>b<U+202E>c<U+000D>\nd\te☃"
+    assert text.plain == head + "⟦" + "What is red"[len(head):] + "␛[2J⟧"
+    assert neutralise("a\x9bb\u202ec\r\nd\te☃") == "a<U+009B>b<U+202E>c␍\nd\te☃"
 
 
 def test_a_preview_shows_three_examples_and_the_counts(tmp_path):

@@ -83,7 +83,7 @@ def test_below_the_table_live_the_step_the_sample_and_the_time_left(monkeypatch,
     row, prompt, completion, bar, notice = screen.file.getvalue().rstrip().splitlines()
     assert row.split() == ["2", "0.1235", "2", "13.25"]
     assert prompt.strip() == "prompt: a b"
-    assert completion.strip() == "completion: �]0;owned��[2Jhi��31m [red]x[/] :smile: (1.25)"
+    assert completion.strip() == "completion: ␛]0;owned␇␛[2Jhi<U+202E><U+009B>31m [red]x[/] :smile: (1.25)"
     assert bar.startswith("ppo ") and bar.rstrip().endswith("2/8 1:00 passed, 3:00 left")
     assert notice.strip() == "finishing"
 

@@ -128,7 +128,8 @@ def test_models_and_health_are_told(served):
     found = httpx.get(f"{served.url}/v1/models").json()
     assert [m["id"] for m in found["data"]] == ["sft", "ppo"]
     assert httpx.get(f"{served.url}/v1/models/ppo").json()["id"] == "ppo"
-    assert httpx.get(f"{served.url}/health").json()["status"] == "ok"
+    health = httpx.get(f"{served.url}/health").json()
+    assert (health["status"], health["reward_model"]) == ("ok", True)
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------
@@ -195,6 +196,16 @@ def test_text_that_is_no_text_is_answered(served):
     body = b'{"messages": [{"role": "user", "content": "\\ud800 \\u0000 \\u001b[2J"}], "max_tokens": 3}'
     assert httpx.post(f"{served.url}/v1/chat/completions", content=body,
                       headers={"Content-Type": "application/json"}).status_code == 200
+
+
+def test_the_page_is_served_and_nothing_else_of_the_disk(served):
+    page = httpx.get(f"{served.url}/")
+    assert page.status_code == 200 and "<title>" in page.text
+    assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
+    for path in ("/../server.py", "/..%2fserver.py", "/%2e%2e/%2e%2e/setup.py", "/nothing", "//etc/passwd"):
+        answer = httpx.get(f"{served.url}{path}")
+        assert (answer.status_code, set(answer.json()["error"])) == (404, {"message", "type", "param", "code"}), path
+    assert httpx.post(f"{served.url}/nothing", json={}).status_code in (404, 405)
 
 
 def test_what_a_foreign_web_page_could_send_is_refused(served):

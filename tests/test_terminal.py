@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_causal_lm, tiny_tokenizer
 
-from hybrid_rlhf.inference.terminal import neutralise, pieces
+from hybrid_rlhf.inference.terminal import pieces
+from hybrid_rlhf.visible import neutralise
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -58,8 +59,9 @@ def test_the_space_that_a_decoder_drops_at_the_start_is_not_lost_between_tokens(
 
 
 @pytest.mark.parametrize(("text", "shown"), [
-    ("\x1b[2J\x1b]0;title\x07", "␛[2J␛]0;title␇"), ("a\rb\x08c\x00", "a␍b␈c␀"), ("\x7f\x9b31m", "␡\ufffd31m"),
-    ("safe\u202egnp.exe", "safe\ufffdgnp.exe"), ("\ud800", "\ufffd"), ("tab\tline\nü🎉\u200d", "tab\tline\nü🎉\u200d"),
+    ("\x1b[2J\x1b]0;title\x07", "␛[2J␛]0;title␇"), ("a\rb\x08c\x00", "a␍b␈c␀"), ("\x7f\x9b31m", "␡<U+009B>31m"),
+    ("safe\u202egnp.exe", "safe<U+202E>gnp.exe"), ("\ud800", "<U+D800>"), ("a\u200bb\U000e0041", "a<U+200B>b<U+E0041>"),
+    ("tab\tline\nü🎉\u200d", "tab\tline\nü🎉\u200d"),
 ])
 def test_nothing_the_model_writes_can_steer_the_terminal(text, shown):
     assert neutralise(text) == shown

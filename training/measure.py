@@ -62,7 +62,7 @@ def in_words(prompts: Prompts, template: str, tokenizer) -> Prompts:  # noqa: AN
     """The prompts with `template` around the last user turn ({prompt} stands for it), tokenized anew."""
     asked = [with_score(p, 0.0, template) for p in prompts.columns["prompt"]]
     return replace(prompts, ids=[chat.encode_prompt(tokenizer, p) for p in asked],
-                   texts=[chat.compose_prompt(tokenizer, p).text for p in asked])
+                   texts=[chat.compose_prompt(tokenizer, p).shown for p in asked])
 
 
 def is_right(checker: str, rollout: Rollout) -> list[bool]:

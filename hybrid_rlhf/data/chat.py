@@ -7,11 +7,13 @@ boundary); the response then begins with the token that straddles.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from hybrid_rlhf.config import UserError, check
+from hybrid_rlhf.data.literal import BREAK, broken_messages, whole
+from hybrid_rlhf.models.tokenizer import turn_end
 
 CHATML = (
     "{%- for message in messages -%}"
@@ -20,6 +22,7 @@ CHATML = (
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
 _MARKERS = ("<|im_start|>", "<|im_end|>")
+MAX_TURNS = 1024
 
 Text = str | list  # a plain string, or messages: a list of {"role", "content"}
 
@@ -31,12 +34,17 @@ class Refused(Exception):  # noqa: N818 - not a fault: the row is dropped and co
 class Rendered(NamedTuple):
     """One sequence as text. spans: the (start, end) characters to be trained; is_plain: the tokenizer adds bos.
 
-    A text without spans is a prompt.
+    A text without spans is a prompt. Of messages it holds a BREAK wherever content only looks like a special token.
     """
 
     text: str
     spans: list[tuple[int, int]]
     is_plain: bool
+
+    @property
+    def shown(self) -> str:
+        """The text as people write it."""
+        return self.text if self.is_plain else whole(self.text)
 
 
 class Encoded(NamedTuple):
@@ -92,13 +100,16 @@ def _checked(text: str) -> str:
 
 
 def render(tokenizer, messages: Sequence[dict], add_generation_prompt: bool = False) -> str:  # noqa: ANN001
-    """Messages as the text that the tokenizer's template makes of them. Raises Refused if the template does."""
+    """Messages as the text that the tokenizer's template makes of them. Raises Refused if the template does.
+
+    Content never makes a special token: where it reads like one it is broken (data/literal.py).
+    """
     from jinja2 import TemplateError
 
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False,
+        return tokenizer.apply_chat_template(broken_messages(tokenizer, messages), tokenize=False,
                                              add_generation_prompt=add_generation_prompt)
-    except (TemplateError, TypeError, KeyError, IndexError) as error:
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise Refused(f"the chat template refuses it ({' '.join(str(error).split())})") from error
 
 
@@ -128,6 +139,8 @@ def compose_messages(tokenizer, messages: Sequence[dict], first: int = 0) -> Ren
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
         raise Refused("no assistant turn")
+    if len(turns) > MAX_TURNS:  # each is found by rendering all before it
+        raise Refused(f"more than {MAX_TURNS} answers in one conversation")
     text = render(tokenizer, messages[: turns[-1] + 1])
     spans = [_span(tokenizer, text, messages, i) for i in turns]
     if any(b[0] < a[1] for a, b in pairwise(spans)):
@@ -160,7 +173,7 @@ def _common(text: str, other: str) -> int:
 def encode_all(tokenizer, rendered: Sequence[Rendered], append_eos: bool = True) -> list[Encoded]:  # noqa: ANN001
     """Tokenize many texts; each ends with EOS, which belongs to its last span. A prompt gets none.
 
-    append_eos: whether plain texts get one; messages always do.
+    append_eos: whether plain texts get one; messages always do, unless their template has an end of turn of its own.
     """
     out: list[Encoded | None] = [None] * len(rendered)
     for is_plain in (False, True):
@@ -195,7 +208,7 @@ def _mark(tokenizer, row: Rendered, ids: list[int], positions: dict[int, int],  
         for i in range(positions[start], positions[end]):
             mask[i] = True
     if append_eos or not row.is_plain:
-        if not ids or ids[-1] != eos:
+        if not ids or ids[-1] not in (eos, None if row.is_plain else turn_end(tokenizer)):
             ids, mask = [*ids, eos], [*mask, True]
         mask[-1] = True
     return Encoded(ids, mask, positions[row.spans[0][0]])
@@ -203,10 +216,31 @@ def _mark(tokenizer, row: Rendered, ids: list[int], positions: dict[int, int],  
 
 def _tokenize(tokenizer, rows: list[Rendered], special: bool) -> list[tuple[list[int], dict[int, int]]]:  # noqa: ANN001
     """For each text its ids and, for every end of a span, the number of tokens wholly before it."""
-    if not rows:
-        return []
-    texts = [r.text for r in rows]
+    parts = [[r.text] if special else r.text.split(BREAK) for r in rows]
     edges = [sorted({c for span in r.spans for c in span}) for r in rows]
+    inner = [[sorted(min(max(c - start, 0), len(part)) for c in chars) for start, part in _starts(texts)]
+             for texts, chars in zip(parts, edges, strict=True)]
+    flat = _tokenize_texts(tokenizer, [t for texts in parts for t in texts], [c for row in inner for c in row], special)
+    out, done = [], 0
+    for texts, chars in zip(parts, edges, strict=True):
+        mine, done = flat[done : done + len(texts)], done + len(texts)
+        counts = {c: sum(found[min(max(c - start, 0), len(part))] for (start, part), (_, found)
+                         in zip(_starts(texts), mine, strict=True)) for c in chars}
+        out.append(([i for ids, _ in mine for i in ids], counts))
+    return out
+
+
+def _starts(parts: list[str]) -> list[tuple[int, str]]:
+    """The parts of a text and where they begin in it, each behind the BREAK that ends the one before."""
+    ends = [0, *accumulate(len(part) + 1 for part in parts)]
+    return list(zip(ends[:-1], parts, strict=True))
+
+
+def _tokenize_texts(tokenizer, texts: list[str], edges: list[list[int]],  # noqa: ANN001
+                    special: bool) -> list[tuple[list[int], dict[int, int]]]:
+    """The same for texts without breaks and the characters that are asked for."""
+    if not texts:
+        return []
     if not getattr(tokenizer, "is_fast", False):
         return [_by_prefixes(tokenizer, text, chars, special) for text, chars in zip(texts, edges, strict=True)]
     found = tokenizer(texts, add_special_tokens=special, return_offsets_mapping=True)

@@ -49,7 +49,8 @@ def demonstration(example: Example, tokenizer, lengths: Lengths) -> Iterator[Wor
         yield Work([Rendered(example.text, [(0, len(example.text))], True)], finish)
     elif example.messages is not None:
         _need_words(next((m["content"] for m in reversed(example.messages) if m["role"] == "assistant"), "-"))
-        yield Work([chat.compose_messages(tokenizer, example.messages)], finish)
+        messages = example.messages[: lengths.max_length]  # what lies behind is cut anyway: a turn is a token at least
+        yield Work([chat.compose_messages(tokenizer, messages)], finish)
     else:
         completion, score = max(example.answers, key=lambda a: a[1])
         if len(example.answers) == 1 and score <= 0:
@@ -145,7 +146,7 @@ def prompt(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # 
             counts.dropped[PROMPT_TOO_LONG] += 1
             return None
         rest = json.dumps({**example.columns, "prompt": example.prompt}, default=str)
-        return {"prompt_ids": ids, "text": rendered.text, "rest": rest}
+        return {"prompt_ids": ids, "text": rendered.shown, "rest": rest}
 
     if not example.prompt:
         raise Refused("empty prompt")

@@ -13,6 +13,7 @@ from pathlib import Path
 from hybrid_rlhf.config import UserError, check
 
 Rows = list[dict]
+MAX_DEPTH = 100  # levels of lists and objects in a row
 
 
 def read_file(path: str | Path) -> Rows:
@@ -69,8 +70,8 @@ def _parse_jsonl(text: str, path: str | Path) -> Rows:
 
 def _object(text: str, where: str) -> dict:
     try:
-        value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        value = loads(text)
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON ({_reason(error)})") from error
     check(isinstance(value, dict), f"{where}: a JSON object is needed, found {_kind(value)}")
     return value
@@ -80,12 +81,12 @@ def _parse_json(text: str, path: str | Path) -> Rows:
     if not text.strip():
         return []
     try:
-        value = json.loads(text)
+        value = loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and _is_object(text.lstrip().split("\n", 1)[0]):
             return _parse_jsonl(text, path)  # many people call their jsonl .json
         raise UserError(f"{path} line {error.lineno}: not valid JSON ({_reason(error)})") from error
-    except RecursionError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({_reason(error)})") from error
     if isinstance(value, dict):
         value = _from_object(value)
@@ -108,13 +109,33 @@ def _from_object(value: dict) -> object:
 
 def _is_object(line: str) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
-    except (json.JSONDecodeError, RecursionError):
+        return isinstance(loads(line), dict)
+    except (ValueError, RecursionError):
         return False
 
 
+def loads(text: str) -> object:
+    """JSON of at most MAX_DEPTH levels, so that whoever walks through it later gets through.
+
+    Raises JSONDecodeError, RecursionError for more levels, and ValueError for an integer of thousands of digits.
+    """
+    value = json.loads(text)
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return value
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise RecursionError
+        level = [inner for outer in level if isinstance(outer, (dict, list))
+                 for inner in (outer.values() if isinstance(outer, dict) else outer)]
+    return value
+
+
 def _reason(error: Exception) -> str:
-    return f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg}, column {error.colno}"
+    return "nested too deeply" if isinstance(error, RecursionError) else "a number too long"
 
 
 def _kind(value: object) -> str:

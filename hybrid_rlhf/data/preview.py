@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from itertools import groupby
 
 from rich.console import Console
@@ -11,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybrid_rlhf.data.datasets import DataConfig, StageData, build
+from hybrid_rlhf.visible import neutralise
 
 _TRAINED = "bold green"
 
@@ -51,22 +51,16 @@ def marked(tokenizer, ids: list[int], mask: list[bool], brackets: bool) -> Text:
     for is_trained, run in groupby(mask):
         end += len(list(run))
         whole = tokenizer.decode(ids[:end], skip_special_tokens=False)  # from the start: decoders trim a first space
-        piece = neutral(whole[len(before):])
+        piece = neutralise(whole[len(before):])
         out.append(f"⟦{piece}⟧" if brackets and is_trained else piece, style=_TRAINED if is_trained else "")
         before = whole
     return out
-
-
-def neutral(text: str) -> str:
-    """The text with control and direction characters, which could drive a terminal, written as codes."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co") else f"<U+{ord(c):04X}>"
-                   for c in text)
 
 
 def _counts(stage: str, report: dict) -> Table:
     table = Table(title=f"rows of stage {stage}", title_justify="left", show_header=False)
     rows = [("read", report["read"]), ("dealt to other stages", report["other_stages"]),
             ("to train on", report["train"]), ("held out", report["held_out"]), ("truncated", report["truncated"])]
-    for name, number in [*rows, *((f"dropped: {neutral(k)}", n) for k, n in sorted(report["dropped"].items()))]:
+    for name, number in [*rows, *((f"dropped: {neutralise(k)}", n) for k, n in sorted(report["dropped"].items()))]:
         table.add_row(name, str(number))
     return table

@@ -7,7 +7,7 @@ together, become messages.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from typing import NamedTuple
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.data import transcripts
 from hybrid_rlhf.data.chat import Refused, Text
+from hybrid_rlhf.data.files import loads
 from hybrid_rlhf.data.transcripts import assistant, clean, messages_of, user
 
 
@@ -67,8 +68,9 @@ def detect(columns: Iterable[str], where: str) -> Format:
         if all(c in found for c in row.required):
             return row
     known = " | ".join("+".join(f.required) for f in FORMATS)
-    raise UserError(f"{where}: columns {', '.join(found) or '(none)'} fit no known format; what would fit: "
-                    f"{known}; name yours by columns, such as {{prompt: {found[0] if found else 'question'}}}")
+    named = [name[:60] for name in found[:20]] + [f"and {len(found) - 20} more"] * (len(found) > 20)
+    raise UserError(f"{where}: columns {', '.join(named) or '(none)'} fit no known format; what would fit: "
+                    f"{known}; name yours by columns, such as {{prompt: {named[0] if named else 'question'}}}")
 
 
 def read_row(row: dict, form: Format, where: str) -> Example:
@@ -121,17 +123,20 @@ def _string(value: object, column: str) -> str:
 
 def _number(value: object, column: str) -> float:
     try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{column} must be a number, not {value!r:.40}") from None
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{column} must be a number, not {value!r:.40}")
+    return number
 
 
 def _sequence(value: object, column: str) -> list:
     """A list; from a csv, the JSON text of one."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError:
+            value = loads(value)
+        except (ValueError, RecursionError):
             raise ValueError(f"{column} must be a list, not {value!r:.40}") from None
     if not isinstance(value, list):
         raise TypeError(f"{column} must be a list, not {type(value).__name__}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
 import shutil
@@ -136,6 +137,7 @@ def _of_split(files: list[Path], folder: Path, split: str) -> list[Path]:
 def _saved(folder: Path, split: str) -> Sequence[dict]:
     import datasets
 
+    _check_inside(folder)
     try:
         saved = datasets.load_from_disk(str(folder))
     except Exception as error:
@@ -144,6 +146,18 @@ def _saved(folder: Path, split: str) -> Sequence[dict]:
         check(split in saved, f"{folder} has no split {split}; it has {', '.join(saved)}")
         return saved[split]
     return saved
+
+
+def _check_inside(folder: Path) -> None:
+    """UserError for a saved data set whose state names files elsewhere."""
+    for state in [folder / "state.json", *folder.glob("*/state.json")]:
+        try:
+            found = json.loads(state.read_text(encoding="utf-8"))["_data_files"] if state.exists() else []
+            names = [str(entry["filename"]) for entry in found]
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise UserError(f"{folder}: not a readable saved data set ({state.name} is damaged)") from error
+        for name in names:
+            check(Path(name).name == name, f"{folder}: {state.name} names a file outside of its folder ({name[:80]})")
 
 
 def _hub(source: Source) -> Sequence[dict]:

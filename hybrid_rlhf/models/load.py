@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import PickleError
 
 import torch
 from torch import nn
@@ -45,6 +46,7 @@ class ModelConfig:
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
         freeze: Regular expressions; parameters whose name matches one (re.search) are not trained.
         trust_remote_code: Run code that the model's repository brings. Off unless you know its author.
+        trust_pickled_weights: Take weights saved as *.bin too, which are pickles, read with torch's weights_only.
         load_in_4bit: Hold the linear layers' frozen weights in 4 bits (NF4, bitsandbytes); needs lora.r > 0 to train.
         load_in_8bit: The same in 8 bits.
         lora: Low-rank adapters (r = 0: train all weights).
@@ -59,6 +61,7 @@ class ModelConfig:
     gradient_checkpointing: bool = False
     freeze: list[str] = field(default_factory=list)
     trust_remote_code: bool = False
+    trust_pickled_weights: bool = False
     load_in_4bit: bool = False
     load_in_8bit: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -99,7 +102,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def check_folder(path: str, needs: Iterable[str] = ("weights", "tokenizer")) -> None:
+def check_folder(path: str, needs: Iterable[str] = ("weights", "tokenizer"), takes_pickles: bool = False) -> None:
     """Raise UserError if `path` is a local folder that cannot hold a model; hub ids pass."""
     folder = Path(path).expanduser()
     if not folder.exists():
@@ -109,10 +112,10 @@ def check_folder(path: str, needs: Iterable[str] = ("weights", "tokenizer")) -> 
     check(folder.is_dir(), f"{path} is a file; a model is a folder with config.json, weights and a tokenizer")
     check((folder / "config.json").exists(), f"{path} is no model folder: it has no config.json")
     if "weights" in needs and not list(folder.glob("*.safetensors")):
-        pickled = list(folder.glob("*.bin"))
-        check(not pickled, f"{path} holds its weights as {pickled[0].name if pickled else ''}, a pickle that could run "
-                           "code on load; convert it to model.safetensors")
-        raise UserError(f"{path} has no weights: no *.safetensors beside its config.json")
+        pickled = sorted(folder.glob("*.bin"))
+        check(bool(pickled), f"{path} has no weights: no *.safetensors beside its config.json")
+        check(takes_pickles, f"{path} holds its weights as {pickled[0].name}, a pickle that could run "
+                             "code on load; convert it to model.safetensors, or set model.trust_pickled_weights")
     if "tokenizer" in needs:
         known = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
         check(any((folder / n).exists() for n in known),
@@ -152,7 +155,7 @@ def has_score(path: str | None) -> bool:
     """Whether a model's configuration says that it already is a sequence-classification model."""
     from transformers import AutoConfig
 
-    names = AutoConfig.from_pretrained(path).architectures or []
+    names = AutoConfig.from_pretrained(path, trust_remote_code=False).architectures or []  # None would ask
     return any("SequenceClassification" in n for n in names)
 
 
@@ -162,7 +165,7 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, **extra: o
 
     path = config.model_name_or_path
     check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
-    check_folder(path, needs=("weights",))
+    check_folder(path, ("weights",), config.trust_pickled_weights)
     if config.attn_implementation != "auto":
         extra["attn_implementation"] = config.attn_implementation
     dtype = resolve_dtype(config.dtype, device)
@@ -178,8 +181,8 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, **extra: o
     try:
         model = getattr(transformers, auto_class).from_pretrained(
             path, dtype=dtype, trust_remote_code=config.trust_remote_code,
-            use_safetensors=True, **extra)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+            use_safetensors=None if config.trust_pickled_weights else True, **extra)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, PickleError) as error:
         raise UserError(f"cannot load {path} by {auto_class}: {first_line(error)}") from error
     finally:
         transformers.logging.set_verbosity(level)
@@ -265,7 +268,7 @@ def configuration(config: ModelConfig):  # noqa: ANN201 - a transformers class
     from transformers import AutoConfig
     check((path := config.model_name_or_path) is not None,
           "no model: give model.model_name_or_path (hub id or folder) or model.preset")
-    check_folder(path, needs=("weights",))
+    check_folder(path, ("weights",), config.trust_pickled_weights)
     try:
         found = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:

@@ -11,6 +11,7 @@ from torch import Tensor
 from hybrid_rlhf.config import UserError, check
 
 _PIECE = 4096  # bytes
+_MAX_HEADER = 100_000_000  # bytes; safetensors itself takes no larger one
 
 
 def fingerprint(folder: str | Path) -> str | None:
@@ -18,7 +19,7 @@ def fingerprint(folder: str | Path) -> str | None:
 
     Equal for equal weights in one file or several; fine-tuning in whatever way changes every matrix it touches, so a
     few bytes of each tell two trainings apart, at the price of a few hundred small reads. None where there are no
-    safetensors (a hub id).
+    safetensors (a hub id). Raises UserError for a damaged file.
     """
     files = sorted(Path(folder).expanduser().glob("*.safetensors"))
     if not files:
@@ -27,10 +28,13 @@ def fingerprint(folder: str | Path) -> str | None:
     for path in files:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    found[name] = _digest(file, 8 + size, entry)
+            try:
+                header = json.loads(file.read(min(size, _MAX_HEADER)))
+                for name, entry in header.items():
+                    if name != "__metadata__":
+                        found[name] = _digest(file, 8 + size, entry)
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError) as error:
+                raise UserError(f"{path} is no safetensors file, or is damaged") from error
     return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
 
 

@@ -90,7 +90,7 @@ class ClassifierSource:
         asked = prompt if isinstance(prompt, str) else "\n\n".join(m["content"] for m in prompt)
         texts = {"text": (asked + answer if isinstance(prompt, str) else f"{asked}\n\n{answer}",),
                  "pair": (asked, answer), "completion": (answer,)}[self.reads]
-        found = self.tokenizer(*texts)
+        found = self.tokenizer(*texts, split_special_tokens=True)  # an answer that says [SEP] says no more than that
         return found["input_ids"], found.get("token_type_ids") or [0] * len(found["input_ids"])
 
     def _scored(self, rows: list[tuple[list[int], list[int]]]) -> Tensor:

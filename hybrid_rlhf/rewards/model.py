@@ -10,6 +10,7 @@ from torch import Tensor
 from hybrid_rlhf.config import check
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.chat import Rendered, Text
+from hybrid_rlhf.data.literal import broken
 from hybrid_rlhf.models.load import max_positions
 from hybrid_rlhf.roles import Reward
 from hybrid_rlhf.rollout import Rollout
@@ -49,6 +50,7 @@ def read_by(tokenizer, prompt: Text, answer: str, is_ended: bool) -> list[int]: 
     if is_ended:
         return chat.encode_all(tokenizer, [whole])[0].ids
     start = whole.spans[-1][0]
+    answer = answer if whole.is_plain else broken(tokenizer, answer)
     cut = whole.text[: start + len(answer)] if whole.text[start:].startswith(answer) else whole.text
     ids = chat.encode_all(tokenizer, [Rendered(cut, [(start, len(cut))], whole.is_plain)], append_eos=False)[0].ids
     return ids if whole.is_plain or ids[-1] != tokenizer.eos_token_id else ids[:-1]

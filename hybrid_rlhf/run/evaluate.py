@@ -19,6 +19,7 @@ from statistics import NormalDist, fmean
 import numpy as np
 
 from hybrid_rlhf.run.runfile import to_json
+from hybrid_rlhf.visible import neutralise
 
 Interval = tuple[float, float]
 
@@ -195,7 +196,7 @@ def _plain(value: object) -> str:
 
 def _escaped(text: str) -> str:
     """Text that stays within one cell of a Markdown table, whatever a model wrote."""
-    text = "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
+    text = neutralise(" ".join(text.split()))
     return re.sub(r"([|\\`*_<>\[\]#])", r"\\\1", text)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-import unicodedata
 
 from hybrid_rlhf.distributed import is_main
+from hybrid_rlhf.visible import neutralise
 
 _STEP, _COLUMN = 8, 11  # least widths of the table's first and other columns
 NUM_SAMPLES = 2  # in the live view
@@ -174,13 +174,12 @@ def sample_lines(sample: dict, width: int) -> list[str]:
 
 
 def one_line(text: str, width: int) -> str:
-    """`text` on one line of at most `width` columns, white space as single spaces. Control, direction and unassigned
-    characters, with which a model could drive the terminal, become U+FFFD."""
+    """`text` on one line of at most `width` columns, white space as single spaces. What could drive
+    the terminal is made visible."""
     from rich.cells import cell_len, set_cell_size
 
     indent = text[: len(text) - len(text.lstrip(" "))]
-    text = indent + " ".join(text.split())
-    text = "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn") else c for c in text)
+    text = neutralise(indent + " ".join(text.split()))
     return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)).rstrip() + "…"
 
 
