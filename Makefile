@@ -49,6 +49,12 @@ lint: $(STAMP)
 stage-files: $(STAMP)
 	$(BIN)/python examples/stages/write.py
 
+# Coverage-guided fuzzing of loaders, schema detection, configuration and the server's body: SECONDS for each target.
+.PHONY: fuzz
+fuzz: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	$(BIN)/python tests/fuzz/run.py --seconds $(or $(SECONDS),240)
+
 install: $(STAMP)
 
 $(STAMP): setup.py pyproject.toml constraints.txt

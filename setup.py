@@ -37,6 +37,7 @@ EXTRAS = {
     "report": ["matplotlib>=3.11", "tensorboard>=2.21"],
     "serve": ["fastapi>=0.165", "uvicorn>=0.54"],
     "gguf": ["gguf>=0.19"],
+    "fuzz": ["atheris>=3.0"],  # make fuzz; has no wheels for every Python
 }
 EXTRAS["test"] = [
     "pytest>=9.0", "pytest-timeout>=2.4", "pytest-xdist>=3.8", "hypothesis>=6.170", "ruff>=0.17",
