@@ -95,8 +95,9 @@ def _keeping(export, live: dict):
 
 
 def _digests(folder: Path) -> dict[str, str]:
+    """Of every file but the card, which names the run and its command."""
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
-            for p in sorted(folder.rglob("*")) if p.is_file()}
+            for p in sorted(folder.rglob("*")) if p.is_file() and p.name != "README.md"}
 
 
 def _rows(out: Path, name: str = "metrics.jsonl") -> list[dict]:
