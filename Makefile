@@ -31,6 +31,11 @@ architectures: $(STAMP)
 methods: $(STAMP)
 	$(BIN)/python benchmarks/methods.py
 
+# Thirty kills of runs that are started again and compared bit for bit: docs/results/crash.md. A few minutes.
+.PHONY: crash
+crash: $(STAMP)
+	$(BIN)/python -m tests.crash.thirty --markdown docs/results/crash.md
+
 .PHONY: demo test test-slow lint install clean stage-files
 
 demo: $(STAMP)

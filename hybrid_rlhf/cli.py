@@ -206,10 +206,12 @@ def _hold_freed() -> None:
 def _run(stage: ModuleType, config: object, command: str) -> int:
     from hybrid_rlhf.distributed import shutdown
     from hybrid_rlhf.run.fit import Stopped
+    from hybrid_rlhf.run.interrupts import stops_as_by_hand
 
     code = 0
     try:
-        stage.run(config, command=command)
+        with stops_as_by_hand():
+            stage.run(config, command=command)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         code = 130

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.algorithms.shaping import missing_eos
+from hybrid_rlhf.config import UserError
 from hybrid_rlhf.distributed import place_over_ranks, sum_over_ranks
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.engine.memory import peak_in
@@ -58,6 +59,12 @@ class DriftGate:
         self._was_closed = is_closed
         return actor.logprobs(rollout) if is_closed else rollout.sampled_logprobs
 
+    def state(self) -> dict[str, bool]:
+        return {"was_closed": self._was_closed}
+
+    def load_state(self, state: Mapping[str, bool]) -> None:
+        self._was_closed = bool(state["was_closed"])
+
 
 def _measure(rollout: Rollout, recomputed: Tensor, metrics: Metrics) -> float:
     """Mean |sampled - recomputed| over the actions of all ranks, so that every rank decides alike."""
@@ -93,9 +100,18 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
             with peak("critic/score"):
                 rollout.values = roles.critic.values(rollout)  # (B, R)
         with peak("reward/score"):
-            rollout.scores = (part_scores if may_skip else checked_scores)(source, rollout)  # (B,)
+            rollout.scores = _scores(source, rollout, may_skip)  # (B,)
         rollout.source_scores = rollout.source_scores or {source.name: rollout.scores}  # a mixture has told its parts
     return rollout
+
+
+def _scores(source: RewardSource, rollout: Rollout, may_skip: bool) -> Tensor:
+    """(B,). Where the source fails, nothing of the step has been learnt yet: a run can be taken up before it."""
+    try:
+        return (part_scores if may_skip else checked_scores)(source, rollout)
+    except UserError as error:
+        error.is_before_update = True
+        raise
 
 
 def refill(first: Rollout, group_size: int, max_rounds: int, sample: Callable[[int], Rollout],
@@ -174,3 +190,16 @@ class Ranking:
         return [{"prompt": newest.prompts.texts[i], "completion": newest.completions[i],
                  "score": None if newest.scores[i].isnan() else float(newest.scores[i]),
                  "ended": bool(newest.has_eos[i])} for i in range(min(count, len(newest)))]
+
+    def state(self) -> dict:
+        """For a checkpoint, with the roles' own."""
+        state = self.roles.state() | {"num_steps": self.num_steps, "gate": self.gate.state()}
+        return state | ({"source": self.source.state()} if hasattr(self.source, "state") else {})
+
+    def load_state(self, state: Mapping) -> None:
+        """Go on where `state` was taken; other keys are left alone."""
+        self.roles.load_state(state)
+        self.num_steps = int(state["num_steps"])
+        self.gate.load_state(state["gate"])
+        if "source" in state:
+            self.source.load_state(state["source"])

@@ -11,7 +11,16 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """The user's input is wrong. The message is one line: what, where, what would fit. The doors exit with code 2."""
+    """The user's input is wrong. The message is one line: what, where, what would fit. The doors exit with code 2.
+
+    is_before_update: raised in a training step before it has changed any weight.
+    """
+
+    is_before_update = False
+
+
+class NotFinite(UserError):
+    """Losses or gradients have not been finite for so long that the run ends."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ models nor engines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hybrid_rlhf import role_state
 from hybrid_rlhf.distributed import place_over_ranks, sum_over_ranks
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig, micro_batches
 from hybrid_rlhf.engine.average import WeightAverage
@@ -288,7 +289,10 @@ class Roles:
         """What running out of memory taught each role's engine: part of a checkpoint, for it moves the rounding."""
         return {name: dict(role.engine.learnt) for name, role in vars(self).items() if role}
 
-    def load_learnt(self, learnt: dict[str, dict[str, int]]) -> None:
-        """Take up what `learnt` gave, so that a resumed run splits its batches as the first one did."""
-        for name, limits in learnt.items():
-            getattr(self, name).engine.learnt.update(limits)
+    def state(self) -> dict:
+        """For a checkpoint: what is trained of each role, under its name, and `learnt`. Tensors are no copies."""
+        return role_state.states(vars(self)) | {"learnt": self.learnt()}
+
+    def load_state(self, state: Mapping) -> None:
+        """Go on where `state` was taken (other keys are left alone); ValueError where it is of other weights."""
+        role_state.load_states(vars(self), state)

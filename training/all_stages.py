@@ -47,7 +47,7 @@ class Config:
         stage: Name of the stage.
         output_dir: Folder of the runs; each stage gets a folder of its own in it.
         seed: Seed of everything random.
-        resume: auto (finished stages are left as they are) or never (start again).
+        resume: auto (finished stages are left as they are, an unfinished one goes on) or never (start again).
         report_to: Trackers (tensorboard, wandb, trackio, ...).
         run_stages: The stages to run. Without sft, reward and ppo start from `model` as it is.
         model: The model to start from.

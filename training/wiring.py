@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -75,7 +77,10 @@ def give_template(tokenizer, data: DataConfig, stage: str) -> None:  # noqa: ANN
 
 
 def seed_everything(seed: int) -> None:
-    """New heads, new adapters and dropout draw from torch's global generator; this makes them the run's own."""
+    """New heads, new adapters and dropout draw from torch's global generator, and functions of the user's perhaps from
+    others; this makes them the run's own."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from math import isfinite
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.config import NotFinite, UserError
 from hybrid_rlhf.distributed import world_size
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.engine.memory import is_out_of_memory, peak_in, release
@@ -104,9 +105,24 @@ def update(engine: HybridEngine, max_tokens: int, *parts: Part) -> Metrics:
                 raise
             _fewer(engine, UPDATE, running[-1], error)
         else:
-            return (metrics.add("grad_norm", norm).add("learning_rate", rate)
-                    .add("micro_batch_tokens", tokens))
+            return _stepped(engine, norm, metrics).add("learning_rate", rate).add("micro_batch_tokens", tokens)
         release()
+
+
+def _stepped(engine: HybridEngine, norm: float, metrics: Metrics) -> Metrics:
+    """`metrics` with grad_norm, where it is a number, and how many updates were skipped because it was none.
+
+    Raises NotFinite after too many in a row. Every process counts the same.
+    """
+    training = engine.training
+    if training.num_skipped_in_a_row:
+        _log.warning("the %s's gradient is not finite (norm %s): update %d is skipped, %d in a row", engine.name, norm,
+                     training.num_steps, training.num_skipped_in_a_row)
+    if training.num_skipped_in_a_row >= training.max_skipped_in_a_row:
+        raise NotFinite(f"the {engine.name}'s gradient was not finite in {training.num_skipped_in_a_row} updates in a "
+                        "row; lower train.learning_rate, or look at the data")
+    metrics.add("grad_norm", norm, weight=1.0) if isfinite(norm) else metrics.add("grad_norm", 0.0, weight=0.0)
+    return metrics.add_spread("train/skipped_updates", torch.tensor([float(training.num_skipped)]), "max")
 
 
 def _observed(metrics: Metrics, running: list[Tensor]) -> Callable[[tuple[Part, Tensor]], Tensor]:

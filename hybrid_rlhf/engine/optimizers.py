@@ -43,7 +43,8 @@ MASTERED: dict[str, Callable[[list[dict], OptimizerConfig], torch.optim.Optimize
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer and its bounds. Norms and biases are never decayed."""
+    """The optimizer and its bounds. Norms and biases are never decayed. max_skipped_updates: so many in a row whose
+    gradient is not finite end the run."""
 
     learning_rate: float = 5e-5
     weight_decay: float = 0.0
@@ -52,6 +53,7 @@ class OptimizerConfig:
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     optim: str = "adamw"
+    max_skipped_updates: int = 20
 
     def __post_init__(self) -> None:
         if self.optim == "adamw_8bit":

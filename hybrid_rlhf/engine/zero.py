@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from hybrid_rlhf.config import NotFinite
 from hybrid_rlhf.distributed import init_process_group, world_size
 from hybrid_rlhf.engine import zero_state
 from hybrid_rlhf.engine.activations import saved_on_cpu
@@ -54,6 +55,8 @@ class ZeroTraining:
         init_process_group()
         self.parameters = parameters or {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.max_grad_norm, self.schedule, self.num_steps = optimizer.max_grad_norm, schedule, 0
+        self.num_skipped = self.num_skipped_in_a_row = 0  # updates not made: gradients that are not finite
+        self.max_skipped_in_a_row = optimizer.max_skipped_updates
         self._dtype = next(iter(self.parameters.values())).dtype
         is_small = 10 * sum(map(_size, self.parameters.values())) < sum(map(_size, module.parameters()))
         self.stage = zero.stage(self._dtype, optimizer.optim, is_small=is_small)
@@ -129,7 +132,10 @@ class ZeroTraining:
             self._masters.discard()
 
     def step(self) -> float:
-        """Clip, step and clear the gradients; returns the gradient norm before clipping."""
+        """Clip, step and clear the gradients; returns the gradient norm before clipping.
+
+        A norm that is not finite changes no weight and no moment, on any process; num_skipped counts those updates.
+        """
         for group in self.engine.optimizer.param_groups:
             group["lr"] = self.learning_rate
         norm = None
@@ -138,10 +144,26 @@ class ZeroTraining:
             norm = self._masters.clip(self.max_grad_norm)
         elif self.stage == 0:
             norm = nn.utils.clip_grad_norm_(list(self.parameters.values()), self.max_grad_norm)
-        self.engine.set_gradient_accumulation_boundary(True)
-        self.engine.step()
+        if norm is not None and not norm.isfinite():
+            self.discard_gradients()
+            is_skipped = True
+        else:
+            self.engine.set_gradient_accumulation_boundary(True)
+            self._engine_step()
+            is_skipped = self.stage > 0 and bool(self.engine.optimizer.overflow)  # all processes have agreed on it
         self.num_steps += 1
+        self.num_skipped += is_skipped
+        self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if is_skipped else 0
         return float(self.engine.get_global_grad_norm() if norm is None else norm)
+
+    def _engine_step(self) -> None:
+        try:
+            self.engine.step()
+        except Exception as error:  # DeepSpeed raises nothing more special
+            if "loss scale already at minimum" not in str(error):
+                raise
+            raise NotFinite("gradients in float16 are not finite even at the smallest loss scale, 1; lower "
+                            "train.learning_rate, or take model.dtype bfloat16") from error
 
     def tensors(self) -> Iterator[Tensor]:
         """What training holds on the device beside the module's own tensors: optimizer state, fp32 masters, buffers."""
@@ -160,6 +182,19 @@ class ZeroTraining:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         return zero_state.whole(self, safe_get_full_fp32_param, safe_get_full_optimizer_state)
+
+    def shard(self) -> dict:
+        """What this process's optimizer holds, bit for bit, for a checkpoint: the trained weights (or their masters, or
+        under ZeRO 1 to 3 its part of them), the optimizer's state, the step count. No copies: the next step changes
+        them."""
+        return zero_state.shard(self)
+
+    def load_shard(self, state: Mapping) -> None:
+        """Go on where `shard` was taken, on as many processes; each calls it. Tensors are looked up one by one.
+
+        Raises ValueError where other weights are trained than in `state`.
+        """
+        zero_state.load_shard(self, state)
 
 
 def _gather_experts_at_once(module: nn.Module) -> None:

@@ -1,6 +1,8 @@
 """Checkpoints: tensors as safetensors, the rest as JSON, a manifest with checksums, and a rename at the end.
 
-Nothing is pickled. A folder without a fitting manifest does not exist for `latest`.
+Nothing is pickled, and no path is taken from a file. A folder whose files are not those of its manifest, byte for byte,
+does not exist for `latest`. Each process writes what it holds: state.safetensors and state.json, and with several
+processes state-1.*, state-2.*, ..., without the tensors that are the first one's.
 """
 
 from __future__ import annotations
@@ -9,132 +11,257 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
 
 from hybrid_rlhf.config import UserError
-from hybrid_rlhf.distributed import barrier, is_main
+from hybrid_rlhf.distributed import gather_over_ranks, is_main, rank, world_size
+from hybrid_rlhf.run import tensor_file
+from hybrid_rlhf.run.state_tree import Stored, split, whole
+from hybrid_rlhf.run.tensor_file import TensorFile
 
-TENSORS, REST, MANIFEST = "state.safetensors", "state.json", "manifest.json"
+TENSORS, REST, MANIFEST, BEST = "state.safetensors", "state.json", "manifest.json", "best"
+FORMAT = 2
+
+
+class SaveError(UserError):
+    """A checkpoint could not be written; those that were there are untouched."""
 
 
 def save(folder: str | Path, step: int, state: dict, keep: int = 2) -> Path:
     """Write `state` as folder/step-{step} and keep the `keep` newest steps; returns the new checkpoint's path.
 
-    state: dicts with string keys, lists, tensors, numbers, strings, booleans and None, nested; tuples come back as
-    lists. Complete or absent: all is written and synced beside its place, then renamed, and only then are older ones
-    removed. Only the main process writes. Raises TypeError for anything else in `state`, UserError if the disk refuses.
+    state: what this process holds; dicts with string keys, lists, tensors, numbers, strings, booleans and None, nested;
+    tuples come back as lists. Tensors are written one at a time. Every process calls it. Complete or absent: all is
+    written and synced beside its place, then renamed, and only then are older ones removed. Raises TypeError for
+    anything else in `state`, and SaveError in every process if the disk refuses any of them.
     """
-    from safetensors import SafetensorError
-
     folder = Path(folder)
-    target = folder / f"step-{step:08d}"
-    if is_main():
-        beside = folder / f".{target.name}.tmp"
-        try:
-            clear(folder, only_torn=True)
-            beside.mkdir(parents=True)
-            _write(beside, state)
-            shutil.rmtree(target, ignore_errors=True)
-            beside.rename(target)
-            _sync(folder)
-        except (OSError, SafetensorError) as error:
+    target, beside = folder / f"step-{step:08d}", folder / f".step-{step:08d}.tmp"
+    tensors: dict[str, Tensor] = {}
+    rest = split(state, "", tensors)
+    own = _not_the_first_s(tensors)
+    try:
+        _together(folder, lambda: is_main() and _make_room(folder, beside))
+        sums = _together(folder, lambda: _write_own(beside, own, rest))
+        _together(folder, lambda: is_main() and _finish(folder, beside, target, sums, keep))
+    except SaveError:
+        if is_main():
             shutil.rmtree(beside, ignore_errors=True)
-            raise UserError(f"cannot save a checkpoint in {folder}: {error}") from error
-        for old in _steps(folder)[:-keep]:
-            shutil.rmtree(old)
-    barrier()
+        raise
     return target
 
 
 def load(path: str | Path) -> dict:
     """The state in a checkpoint folder, tensors on the CPU. Raises ValueError if it is torn or damaged."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     path = Path(path)
-    if not is_complete(path):
-        raise ValueError(f"{path} is not a complete checkpoint")
+    wrong = damage(path)
+    if wrong:
+        raise ValueError(f"{path} is not a complete checkpoint: {wrong}")
+    return whole(read(path))
+
+
+def read(path: str | Path, of: int | None = None) -> Stored:
+    """What this process (or process number `of`) saved in a checkpoint folder that is known to be complete. A tensor is
+    read when it is looked up, and is the caller's own. Raises ValueError for a folder of something else."""
+    path, own = Path(path), rank() if of is None else of
+    files = [TensorFile(path / of_rank(TENSORS, r)) for r in dict.fromkeys((own, 0))]
+
+    def tensor(name: str) -> Tensor:
+        return next(f for f in files if name in f.names).read(name)
+
     try:
-        return _join(json.loads((path / REST).read_text(encoding="utf-8")), load_file(path / TENSORS))
-    except (SafetensorError, KeyError, TypeError, AttributeError) as error:
+        rest = json.loads((path / of_rank(REST, own)).read_text(encoding="utf-8"))
+        if set(rest) != {"dict"} or not isinstance(rest["dict"], dict):
+            raise ValueError("no state")
+        return Stored(rest["dict"], tensor)
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not a checkpoint of ours: {error}") from error
+
+
+def damage(path: str | Path, *, is_thorough: bool = True) -> str | None:
+    """What keeps a folder from being a complete checkpoint, in words; None for a complete one.
+
+    Reads every byte, or where it need not be thorough looks at sizes only.
+    """
+    path = Path(path)
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        files = manifest["files"]
+        if manifest["sha256"] != _sum_of(manifest) or manifest["format"] != FORMAT:
+            return f"{MANIFEST} is damaged, or of another release"
+        expected = {of_rank(n, r) for r in range(manifest["world_size"]) for n in (TENSORS, REST)}
+        if set(files) != expected:
+            return f"{MANIFEST} names other files"
+        for name, entry in files.items():
+            size = (path / name).stat().st_size
+            if size != entry["bytes"]:
+                return f"{name} has {size} bytes, not {entry['bytes']}"
+            if is_thorough and _sha256(path / name) != entry["sha256"]:
+                return f"{name} has changed since it was written"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return f"{MANIFEST} cannot be read"
+    return None
 
 
 def is_complete(path: str | Path) -> bool:
     """Whether every file is there with the size and checksum that the manifest says."""
-    path = Path(path)
-    try:
-        sums = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        return all((path / n).stat().st_size == sums[n]["bytes"] and _sha256(path / n) == sums[n]["sha256"]
-                   for n in (TENSORS, REST))
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    return damage(path) is None
 
 
-def latest(folder: str | Path) -> Path | None:
-    """The newest complete checkpoint in `folder`, or None. A damaged one is passed over."""
-    return next((p for p in reversed(_steps(Path(folder))) if is_complete(p)), None)
+def latest(folder: str | Path, say: Callable[[str], None] = lambda _text: None, *,
+           is_thorough: bool = True) -> Path | None:
+    """The newest complete checkpoint in `folder`, or None. A damaged one is passed over; `say` is told what is wrong
+    with it."""
+    for path in reversed(steps(folder)):
+        wrong = damage(path, is_thorough=is_thorough)
+        if wrong is None:
+            return path
+        say(f"checkpoint {path} is damaged and is passed over: {wrong}")
+    return None
 
 
-def clear(folder: str | Path, *, only_torn: bool = False) -> None:
-    """Remove the checkpoints in `folder` (or only what a crash left half written); other files stay."""
-    folder = Path(folder)
-    for path in [*folder.glob(".step-*.tmp"), *([] if only_torn else _steps(folder))]:
+def keep_best(checkpoint: Path) -> Path:
+    """The checkpoint under best/ beside it as well (where the disk can, the same bytes), in place of the one there."""
+    target = checkpoint.parent / BEST / checkpoint.name
+    _together(target.parent, lambda: is_main() and _link(checkpoint, target))
+    return target
+
+
+def _link(checkpoint: Path, target: Path) -> None:
+    beside = target.parent / f".{target.name}.tmp"
+    _make_room(target.parent, beside)
+    for path in checkpoint.iterdir():
+        try:
+            os.link(path, beside / path.name)
+        except OSError:  # a file system without links
+            shutil.copyfile(path, beside / path.name)
+            _sync(beside / path.name)
+    _sync(beside)
+    _replace(beside, target)
+    for old in steps(target.parent):
+        if old != target:
+            _remove(old)
+
+
+def clear(folder: str | Path, *, after: int = -1) -> None:
+    """Remove the checkpoints in `folder` of the steps after `after`; other files stay."""
+    for path in steps(folder):
+        if number(path) > after:
+            _remove(path)
+    _clear_torn(Path(folder))
+
+
+def _clear_torn(folder: Path) -> None:
+    """What a crash left half written or half removed."""
+    for path in folder.glob(".step-*.tmp"):
         shutil.rmtree(path)
 
 
-def _steps(folder: Path) -> list[Path]:
-    """Checkpoint folders, oldest first."""
-    numbered = [p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdigit()]
-    return sorted(numbered, key=lambda p: int(p.name.removeprefix("step-")))
+def steps(folder: str | Path) -> list[Path]:
+    """Checkpoint folders, oldest first, complete or not."""
+    return sorted((p for p in Path(folder).glob("step-*") if is_name(p.name)), key=number)
 
 
-def _write(folder: Path, state: dict) -> None:
-    from safetensors.torch import save_file
-
-    tensors: dict[str, Tensor] = {}
-    rest = json.dumps(_split(state, "", tensors))
-    save_file(tensors, folder / TENSORS)
-    (folder / REST).write_text(rest, encoding="utf-8")
-    sums = {n: {"bytes": (folder / n).stat().st_size, "sha256": _sha256(folder / n)} for n in (TENSORS, REST)}
-    (folder / MANIFEST).write_text(json.dumps(sums, indent=1), encoding="utf-8")
-    for name in (TENSORS, REST, MANIFEST):
-        _sync(folder / name)
-    _sync(folder)
+def is_name(name: str) -> bool:
+    """Whether a checkpoint is called like this."""
+    return name.startswith("step-") and name.removeprefix("step-").isdecimal()
 
 
-def _split(value: object, path: str, tensors: dict[str, Tensor]) -> dict:
-    """`value` as JSON, each tensor replaced by {"tensor": its name in `tensors`}; numbers and strings are wrapped too,
-    so that no content can be taken for a reference."""
-    if isinstance(value, Tensor):
-        # clone: safetensors refuses tensors that share memory, as tied weights and views do
-        tensors[path] = value.detach().to("cpu", copy=True).contiguous()
-        return {"tensor": path}
-    if isinstance(value, dict):
-        wrong = [k for k in value if not isinstance(k, str)]
-        if wrong:
-            raise TypeError(f"state{path} has the key {wrong[0]!r}; keys of a checkpoint are strings")
-        # "/" inside a key is escaped as in JSON pointers: a/b must not meet b in a
-        return {"dict": {k: _split(v, f"{path}/{k.replace('~', '~0').replace('/', '~1')}", tensors)
-                         for k, v in value.items()}}
-    if isinstance(value, (list, tuple)):
-        return {"list": [_split(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return {"value": value}
-    raise TypeError(f"state{path} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings and lists")
+def number(path: Path) -> int:
+    """The step of a checkpoint folder."""
+    return int(path.name.removeprefix("step-"))
 
 
-def _join(value: dict, tensors: dict[str, Tensor]) -> object:
-    (kind, content), = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "dict":
-        return {k: _join(v, tensors) for k, v in content.items()}
-    if kind == "list":
-        return [_join(v, tensors) for v in content]
-    return content
+def of_rank(name: str, number_of_rank: int) -> str:
+    """state.json, state-1.json, ..."""
+    stem, suffix = name.split(".")
+    return name if number_of_rank == 0 else f"{stem}-{number_of_rank}.{suffix}"
+
+
+def _together(folder: Path, act: Callable[[], object]) -> list:
+    """Every process acts; their results. SaveError in all of them if any has failed."""
+    found, error = None, None
+    try:
+        found = act()
+    except OSError as caught:
+        error = f"{caught.strerror or caught}"
+    outcomes = gather_over_ranks([found, error])
+    wrong = next((e for _, e in outcomes if e), None)
+    if wrong:
+        raise SaveError(f"cannot save a checkpoint in {folder}: {wrong}")
+    return [f for f, _ in outcomes]
+
+
+def _make_room(folder: Path, beside: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    _clear_torn(folder)
+    beside.mkdir()
+
+
+def _write_own(beside: Path, tensors: dict[str, Tensor], rest: dict) -> dict:
+    """This process's two files; returns their entries in the manifest."""
+    names = of_rank(TENSORS, rank()), of_rank(REST, rank())
+    raw = json.dumps(rest).encode()
+    with (beside / names[1]).open("xb") as file:
+        file.write(raw)
+    sums = {names[0]: tensor_file.write(beside / names[0], tensors),
+            names[1]: hashlib.sha256(raw).hexdigest()}
+    for name in names:
+        _sync(beside / name)
+    return {name: {"bytes": (beside / name).stat().st_size, "sha256": sums[name]} for name in names}
+
+
+def _not_the_first_s(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that the first process does not hold too, under the same name and with the same bits."""
+    if world_size() == 1:
+        return tensors
+    digests = {name: _digest(tensor) for name, tensor in tensors.items()}
+    first = gather_over_ranks(digests if is_main() else None)[0]
+    return tensors if is_main() else {n: t for n, t in tensors.items() if first.get(n) != digests[n]}
+
+
+def _digest(tensor: Tensor) -> str:
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    for piece in tensor_file.pieces(tensor):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _finish(folder: Path, beside: Path, target: Path, sums: list[dict], keep: int) -> None:
+    manifest = {"format": FORMAT, "world_size": len(sums), "files": {k: v for each in sums for k, v in each.items()}}
+    (beside / MANIFEST).write_text(json.dumps(manifest | {"sha256": _sum_of(manifest)}, indent=1), encoding="utf-8")
+    _sync(beside / MANIFEST)
+    _sync(beside)
+    _replace(beside, target)
+    for old in steps(folder)[:-keep]:
+        _remove(old)
+
+
+def _replace(beside: Path, target: Path) -> None:
+    """`beside` becomes `target`; one that is there already is not missing for a moment longer than two renames take."""
+    if target.exists():
+        _remove(target)
+    beside.rename(target)
+    _sync(target.parent)
+    _sync(target.parent.parent)
+
+
+def _remove(path: Path) -> None:
+    """Out of sight first: a crash in the midst leaves no half of it that looks like one."""
+    doomed = path.parent / f".{path.name}.old.tmp"
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _sum_of(manifest: dict) -> str:
+    content = {k: v for k, v in manifest.items() if k != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

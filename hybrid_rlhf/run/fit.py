@@ -1,104 +1,26 @@
-"""The one loop: step, report, evaluate, checkpoint, for any object with step()."""
+"""The one loop: restore, step, report, evaluate, checkpoint, for any object with step()."""
 
 from __future__ import annotations
 
-import signal
-import threading
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from hybrid_rlhf.algorithms.schedule import KINDS
-from hybrid_rlhf.config import check, nearest
-from hybrid_rlhf.distributed import max_over_ranks
-from hybrid_rlhf.engine.optimizers import OPTIMIZERS
+from hybrid_rlhf.config import NotFinite, UserError, check
+from hybrid_rlhf.distributed import is_main, max_over_ranks
 from hybrid_rlhf.failure import on_failure
 from hybrid_rlhf.metrics import Metrics
-from hybrid_rlhf.run import checkpoint
+from hybrid_rlhf.run import checkpoint, inspection
+from hybrid_rlhf.run.interrupts import interruptible
 from hybrid_rlhf.run.report import Reporter
 from hybrid_rlhf.run.runfile import RunRecord
+from hybrid_rlhf.run.saving import Saver
+from hybrid_rlhf.run.train_config import TrainConfig
 
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """The schedule of a stage.
-
-    Attributes:
-        learning_rate: Peak learning rate.
-        weight_decay: AdamW's decay of matrices; norms and biases are never decayed.
-        adam_beta1: Decay of the gradient's mean.
-        adam_beta2: Decay of the gradient's square.
-        adam_epsilon: Added to the root of the square.
-        optim: adamw (fused), adamw_unfused, adamw_8bit (moments in 8 bits, bitsandbytes) or sgd.
-        max_grad_norm: Gradients are scaled down to this norm.
-        lr_scheduler_type: cosine, linear, constant or constant_with_warmup.
-        warmup_ratio: Share of the optimizer steps during which the rate rises linearly.
-        num_train_epochs: Passes over the data.
-        max_steps: Number of steps; if positive it wins over num_train_epochs.
-        max_seconds: Stop after the step that reaches this time; null has no limit.
-        per_device_train_batch_size: Rows (prompts for PPO) per process and accumulation step.
-        gradient_accumulation_steps: Multiplies the rows of an optimizer step.
-        per_device_eval_batch_size: Rows per process in evaluation.
-        logging_steps: Steps between two lines on the terminal, in samples.jsonl and in trackers; metrics.jsonl has
-            every step.
-        eval_steps: Steps between two evaluations; 0 evaluates at the end only.
-        max_eval_batches: At most so many batches per evaluation; null takes all.
-        save_steps: Steps between two checkpoints; 0 saves at the end only.
-        save_total_limit: Checkpoints that are kept.
-    """
-
-    learning_rate: float = 5e-5
-    weight_decay: float = 0.0
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-    optim: str = "adamw"
-    max_grad_norm: float = 1.0
-    lr_scheduler_type: str = "cosine"
-    warmup_ratio: float = 0.03
-    num_train_epochs: float = 1.0
-    max_steps: int = -1
-    max_seconds: float | None = None
-    per_device_train_batch_size: int = 8
-    gradient_accumulation_steps: int = 1
-    per_device_eval_batch_size: int = 8
-    logging_steps: int = 10
-    eval_steps: int = 0
-    max_eval_batches: int | None = None
-    save_steps: int = 0
-    save_total_limit: int = 2
-
-    def __post_init__(self) -> None:
-        check(self.lr_scheduler_type in KINDS,
-              f"train.lr_scheduler_type is {self.lr_scheduler_type!r}; choose one of {', '.join(KINDS)}"
-              f"{nearest(self.lr_scheduler_type, KINDS)}")
-        check(self.optim in OPTIMIZERS, f"train.optim is {self.optim!r}; choose {', '.join(OPTIMIZERS)}"
-                                        f"{nearest(self.optim, OPTIMIZERS)}")
-        for name in ("learning_rate", "weight_decay", "eval_steps", "save_steps"):
-            check(getattr(self, name) >= 0, f"train.{name} is {getattr(self, name)}; it must not be negative")
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size",
-                     "logging_steps", "save_total_limit"):
-            check(getattr(self, name) >= 1, f"train.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("max_grad_norm", "num_train_epochs"):
-            check(getattr(self, name) > 0, f"train.{name} is {getattr(self, name)}; it must be positive")
-        for name in ("adam_beta1", "adam_beta2"):
-            check(0 <= getattr(self, name) < 1, f"train.{name} is {getattr(self, name)}; it must lie in [0, 1)")
-        check(self.adam_epsilon > 0, f"train.adam_epsilon is {self.adam_epsilon}; it must be positive")
-        check(self.max_steps == -1 or self.max_steps >= 1,
-              f"train.max_steps is {self.max_steps}; it must be at least 1, or -1 to go by train.num_train_epochs")
-        check(self.max_eval_batches is None or self.max_eval_batches >= 1,
-              f"train.max_eval_batches is {self.max_eval_batches}; it must be at least 1, or null for all")
-        check(0 <= self.warmup_ratio <= 1, f"train.warmup_ratio is {self.warmup_ratio}; it must lie in [0, 1]")
-        check(self.max_seconds is None or self.max_seconds > 0,
-              f"train.max_seconds is {self.max_seconds}; it must be positive, or null")
-
-    @property
-    def rows_per_step(self) -> int:
-        """Rows of an optimizer step (prompts of a rollout) on one process."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+__all__ = ["Batches", "Stopped", "TrainConfig", "Trainer", "fit", "on_record"]
 
 
 class Trainer(Protocol):
@@ -110,6 +32,7 @@ class Trainer(Protocol):
     def evaluate(self, batches: Iterable) -> Metrics: ...
     def samples(self) -> list[dict]: ...
     def state(self) -> dict: ...
+    def load_state(self, state: Mapping) -> None: ...
 
 
 class Batches(Protocol):
@@ -119,6 +42,7 @@ class Batches(Protocol):
     def next(self) -> object: ...
     def once(self) -> Iterator: ...
     def state(self) -> dict: ...
+    def load_state(self, state: Mapping) -> None: ...
 
 
 class Stopped(Exception):  # noqa: N818 - not a fault: the user asked for it
@@ -127,40 +51,70 @@ class Stopped(Exception):  # noqa: N818 - not a fault: the user asked for it
 
 def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: TrainConfig, record: RunRecord,
         total_steps: int) -> dict[str, float]:
-    """Run `total_steps` steps (or config.max_seconds); returns the last step's metrics, the final evaluation's, and
-    time/per_step, seconds per step with evaluations and checkpoints.
+    """Run up to step `total_steps` (or for config.max_seconds); returns the last step's metrics, the final evaluation's
+    and time/per_step, seconds per step with evaluations and checkpoints.
 
-    Writes metrics.jsonl, samples.jsonl and checkpoints/ under record.output_dir. The first Ctrl-C finishes the step,
-    saves a checkpoint and raises Stopped; the second stops at once. However the loop ends but well, the record says so.
+    Goes on from record.resumes_from where there is one. Writes metrics.jsonl, samples.jsonl and checkpoints/ under
+    record.output_dir. The first Ctrl-C or SIGTERM finishes the step, saves a checkpoint and raises Stopped; the second
+    stops at once. However the loop ends but well, the record says so.
     """
     check(total_steps >= 1, f"the run has {total_steps} steps; it needs at least one")
-    started, values = time.perf_counter(), {}
-    with (on_record(record), Reporter(record, trainer.progress_keys, total_steps, config) as reporter,
-          _interruptible(reporter.progress.announce) as interrupts):
-        for step in range(1, total_steps + 1):
-            values = _step(trainer, loader) | {"epoch": step / len(loader)}
-            reporter.step(step, values, trainer.samples)
-            is_stopped = _any(bool(interrupts))
-            is_last = is_stopped or step == total_steps or _any(_over(started, config.max_seconds))
-            if held_out is not None and not is_stopped and (is_last or _is_due(step, config.eval_steps)):
-                evaluated = _evaluate(trainer, held_out, config)
-                reporter.evaluated(step, evaluated)
-                values |= evaluated
-            if is_last or _is_due(step, config.save_steps):
-                saved = _save(trainer, loader, record, step, config)
-            if is_stopped or (is_last and _any(bool(interrupts))):  # the second: Ctrl-C during evaluation or saving
-                raise Stopped(f"stopped after step {step} of {total_steps}; the checkpoint is {saved}")
-            if is_last:
-                break
-        reporter.conclude()
-    return values | {"time/per_step": (time.perf_counter() - started) / step}
+    started, saver = time.perf_counter(), Saver(trainer, loader, record, config, total_steps)
+    with on_record(record):
+        saved = checkpoint.read(record.resumes_from) if record.resumes_from else None
+        first = step = saver.restore(saved)
+        positions = saved and saved["reporter"]
+        with (Reporter(record, trainer.progress_keys, total_steps, config, first, positions) as reporter,
+              interruptible(reporter.say) as interrupts):
+            if saver.owes_evaluation:
+                saver.evaluate(held_out, step, reporter)
+            for step in range(first + 1, total_steps + 1):
+                saver.values = _step(saver, step, reporter) | {"epoch": step / len(loader)}
+                reporter.step(step, saver.values, trainer.samples)
+                is_stopped = _any(bool(interrupts))
+                is_last = step == total_steps or _any(_over(started, config.max_seconds))
+                is_evaluated = held_out is not None and (is_last or _is_due(step, config.eval_steps))
+                is_best = is_evaluated and not is_stopped and saver.evaluate(held_out, step, reporter)
+                if is_stopped or is_last or is_best or _is_due(step, config.save_steps):
+                    path = saver.save(step, reporter, owes_evaluation=is_evaluated and is_stopped)
+                    if is_best and path:
+                        checkpoint.keep_best(path)
+                if is_stopped or (is_last and _any(bool(interrupts))):  # the second: during evaluation or saving
+                    raise Stopped(f"stopped after step {step} of {total_steps}; {_where(path)}")
+                if is_last:
+                    break
+            reporter.conclude()
+    return saver.values | {"time/per_step": (time.perf_counter() - started) / max(1, step - first)}
 
 
-def _step(trainer: Trainer, loader: Batches) -> dict[str, float]:
-    """One trainer step on the next batch: its metrics over all processes, and its seconds."""
+def _where(path: Path | None) -> str:
+    return f"the checkpoint is {path}" if path else "no checkpoint of it could be saved"
+
+
+def _step(saver: Saver, step: int, reporter: Reporter) -> dict[str, float]:
+    """Step number `step` on the next batch: its metrics over all processes, and its seconds."""
     began = time.perf_counter()
-    metrics = trainer.step(loader.next())
+    saver.mark()
+    batch = saver.loader.next()
+    try:
+        metrics = saver.trainer.step(batch)
+    except NotFinite as error:
+        raise (_kept(error, saver, batch) if is_main() else error) from error
+    except UserError as error:
+        if error.is_before_update:
+            saver.save_undone(step - 1, reporter)
+        raise
     return metrics.add("time/step", time.perf_counter() - began).over_ranks().compute()
+
+
+def _kept(error: NotFinite, saver: Saver, batch: object) -> NotFinite:
+    """The error, with where to find the batch that led to it."""
+    try:
+        rollout = getattr(saver.trainer, "newest", None)
+        folder = inspection.keep(saver.record.output_dir, batch=batch, rollout=rollout)
+    except OSError as refusal:
+        return NotFinite(f"{error}; the batch could not be saved: {refusal.strerror}")
+    return NotFinite(f"{error}; the last batch is in {folder}")
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -176,48 +130,23 @@ def _any(mine: bool) -> bool:
     return bool(max_over_ranks(int(mine)))
 
 
-def _evaluate(trainer: Trainer, held_out: Batches, config: TrainConfig) -> dict[str, float]:
-    batches = held_out.once()
-    if config.max_eval_batches is not None:
-        batches = (b for _, b in zip(range(config.max_eval_batches), batches, strict=False))
-    return {f"eval/{name}": value for name, value in trainer.evaluate(batches).compute().items()}
-
-
-def _save(trainer: Trainer, loader: Batches, record: RunRecord, step: int, config: TrainConfig) -> Path:
-    state = {"trainer": trainer.state(), "loader": loader.state(), "step": step}
-    return checkpoint.save(Path(record.output_dir) / "checkpoints", step, state, keep=config.save_total_limit)
-
-
 @contextmanager
 def on_record(record: RunRecord) -> Iterator[None]:
     """Whatever ends the block other than its end, another process's failure too, is written to run.json."""
     try:
-        with on_failure(lambda message: record.close("failed", message)):
+        with on_failure(lambda message: _close(record, "failed", message)):
             yield
     except (Stopped, KeyboardInterrupt):
-        record.close("stopped")
+        _close(record, "stopped")
         raise
     except Exception as error:
-        record.close("failed", f"{type(error).__name__}: {error}")
+        _close(record, "failed", f"{type(error).__name__}: {error}")
         raise
 
 
-@contextmanager
-def _interruptible(announce: Callable[[str], None]) -> Iterator[list[int]]:
-    """A list that is empty until the first SIGINT; the second raises KeyboardInterrupt as ever."""
-    seen: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
-        yield seen
-        return
-
-    def handle(number: int, _frame: object) -> None:
-        if seen:
-            raise KeyboardInterrupt
-        seen.append(number)
-        announce("finishing this step, then saving a checkpoint; Ctrl-C once more stops at once")
-
-    before: Callable | int | None = signal.signal(signal.SIGINT, handle)
+def _close(record: RunRecord, status: str, error: str | None = None) -> None:
+    """On the record, if the disk takes it: what ended the run is what people are to be told."""
     try:
-        yield seen
-    finally:
-        signal.signal(signal.SIGINT, before)
+        record.close(status, error)
+    except OSError as refusal:
+        print(f"warning: run.json still says that the run goes on: {refusal.strerror}", file=sys.stderr)

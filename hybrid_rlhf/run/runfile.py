@@ -8,26 +8,27 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import platform
 import sys
+import time
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import ClassVar
 
 from hybrid_rlhf import __version__
 from hybrid_rlhf.config import UserError, check
-from hybrid_rlhf.distributed import barrier, is_main
-from hybrid_rlhf.run import checkpoint
+from hybrid_rlhf.distributed import barrier, gather_over_ranks, is_main
+from hybrid_rlhf.run import checkpoint, lock, resume
 from hybrid_rlhf.run.card import write_card
+from hybrid_rlhf.run.strict_json import plain, to_json
 from hybrid_rlhf.run.trackers import check_trackers
 
-RUN_FILE, FORMAT = "run.json", 1
+RUN_FILE, SETTINGS_FILE, FORMAT = "run.json", "config.yaml", 1
 STATUSES = ("running", "finished", "stopped", "failed")
 _UNFINISHED_WRITE = ".run.json.tmp"
 _LEFT_BY_A_RUN = ("metrics.jsonl", "samples.jsonl", "report.md")
-_NO_MATTER = ("resume", "output_dir", "report_to")  # settings that change nothing in the result
 
 
 @dataclasses.dataclass
@@ -37,8 +38,12 @@ class RunRecord:
     status: one of STATUSES. config: the run's settings. metrics: the last step's and the final evaluation's; a number
     that was not finite is None. facts: what later stages need: tokenizer and chat_template (sha256 each), base_model,
     data (counts of rows), score_statistics (mean, std; of a reward run). started, finished: UTC, ISO 8601. seconds:
-    from start to end. error: why it failed.
+    from start to end, over all processes that it took. error: why it failed. resumes_from: not in the file: the
+    checkpoint from which this process goes on.
     """
+
+    resumes_from: ClassVar[Path | None] = None
+    _clock: ClassVar[float] = 0.0  # monotonic: the wall clock may be set while a run goes on
 
     output_dir: str
     stage: str
@@ -71,11 +76,14 @@ class RunRecord:
 
     def close(self, status: str, error: str | None = None) -> None:
         """The run ended with `status`; written at once."""
-        now = datetime.now(timezone.utc)
-        self.status, self.error, self.finished = status, error, now.isoformat(timespec="milliseconds")
-        if self.started:
-            self.seconds = round((now - datetime.fromisoformat(self.started)).total_seconds(), 3)
-        self.write()
+        self.status, self.error, self.finished = status, error, _now()
+        if self._clock:
+            now = time.monotonic()
+            self.seconds, self._clock = round(self.seconds + now - self._clock, 3), now
+        try:
+            self.write()
+        finally:
+            lock.release(Path(self.output_dir))
 
     def write(self) -> None:
         """Atomically, by the main process."""
@@ -96,16 +104,24 @@ def finished(output_dir: str | Path, stage: str, config: object) -> RunRecord | 
     None where there is something to run. Writes nothing, so that a recipe can ask before it loads anything and claim
     the folder (`start`) when nothing about its input can be wrong any more. Raises UserError as `start` does.
     """
-    resume, settings = getattr(config, "resume", "auto"), _plain(config)
-    check(resume in ("auto", "never"), f"resume is {resume!r}; choose auto or never")
+    folder, wanted, settings = Path(output_dir), getattr(config, "resume", "auto"), plain(config)
     check_trackers(settings.get("report_to") or [])
-    old = _found(Path(output_dir))
+    old = _found(folder)
+    check(old is not None or wanted in ("auto", "never"), f"resume is {wanted!r}, but output_dir {output_dir} holds no "
+                                                          "run; choose auto or never")
     if old is None:
         return None
     check(old.stage == stage, f"output_dir {output_dir} holds a {old.stage} run; choose another folder for {stage}")
-    if not old.is_finished or resume == "never":
+    if wanted == "never":
         return None
-    changed = sorted(_changes(old.config, settings))
+    if not old.is_finished or wanted != "auto":
+        path = resume.find(folder, wanted, lambda _text: None, is_thorough=False)
+        if path is not None:
+            resume.check_fits(path, settings)
+        return None
+    changed = resume.changes(old.config, settings)
+    if changed and resume.can_go_on(folder, changed, old.config, settings):
+        return None
     check(not changed, f"output_dir {output_dir} holds a finished run with other settings ({', '.join(changed[:5])}); "
                        "choose another output_dir, or give --resume never to run it again")
     _say(f"{output_dir}: this {stage} run is finished; nothing to do (--resume never runs it again)")
@@ -116,18 +132,49 @@ def start(output_dir: str | Path, stage: str, config: object, command: str) -> R
     """Claim `output_dir` for a run of `stage`: write run.json and config.yaml; or return the record of a finished run.
 
     A run that finished with the same settings is returned as it is (is_finished, and said on stderr) unless
-    config.resume is "never". One that did not finish is started again from the beginning, which is said too. Raises
-    UserError for a folder that holds something else, another stage's run, or a finished run with other settings, for
-    one that cannot be written, and for trackers (config.report_to) that are not there.
+    config.resume is "never". One that did not finish goes on from its newest complete checkpoint (resumes_from), or
+    from the one that config.resume names, or begins again where there is none; all of it is said. Every process calls
+    it. Raises UserError for a folder that holds something else, another stage's run, or a run with other settings, for
+    one that cannot be written, for a checkpoint of more or fewer processes, and for trackers (config.report_to) that
+    are not there.
     """
+    folder, settings = Path(output_dir), plain(config)
     done = finished(output_dir, stage, config)
     if done is not None:
         return done
-    old = _found(Path(output_dir))
+    old = _found(folder)
+    path = None
+    if old is not None and is_main():
+        path = resume.find(folder, getattr(config, "resume", "auto"), _say, is_thorough=True)
+    found = gather_over_ranks(str(path) if path else None)[0]
+    if found is not None:
+        return _go_on(old, Path(found), settings, command)
     if old is not None:
         how = "finished" if old.is_finished else f"unfinished ({old.status})"
         _say(f"{output_dir}: the {how} {stage} run found here is started again from the beginning")
-    return _begin(Path(output_dir), stage, _plain(config), command)
+    return _begin(folder, stage, settings, command)
+
+
+def _go_on(record: RunRecord, path: Path, settings: dict, command: str) -> RunRecord:
+    """The run's record, open again, to go on from the checkpoint `path`."""
+    made = resume.check_fits(path, settings)
+    _say(f"{record.output_dir}: the {record.stage} run found here goes on after step {made['step']}, from {path.name}")
+    other = [f"{k} {v}, not {made['versions'][k]}" for k, v in _versions().items() if made["versions"].get(k, v) != v]
+    if other:
+        _say(f"warning: the checkpoint was made with another release ({'; '.join(other)}): the run may differ from an "
+             "uninterrupted one")
+    record.status, record.error, record.finished, record.command = "running", None, None, command
+    record.config, record.versions, record.resumes_from, record._clock = settings, _versions(), path, time.monotonic()
+    if is_main():
+        try:
+            lock.claim(Path(record.output_dir), SETTINGS_FILE)
+            record.write()
+            if path.parent.name != checkpoint.BEST:
+                checkpoint.clear(path.parent, after=made["step"])
+            _write_settings(Path(record.output_dir), settings)
+        except OSError as error:
+            raise UserError(f"cannot write to output_dir {record.output_dir}: {error.strerror}") from error
+    return record
 
 
 def _found(folder: Path) -> RunRecord | None:
@@ -152,21 +199,33 @@ def _found(folder: Path) -> RunRecord | None:
 
 def _begin(folder: Path, stage: str, settings: dict, command: str) -> RunRecord:
     """A new record in `folder`. run.json comes first: from then on everything beside it is known to be ours."""
-    import yaml
-
-    now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-    record = RunRecord(str(folder), stage, command=command, config=settings, started=now, versions=_versions())
+    record = RunRecord(str(folder), stage, command=command, config=settings, started=_now(), versions=_versions())
+    record._clock = time.monotonic()
     if is_main():
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if (folder / SETTINGS_FILE).exists():  # else run.json comes first
+                lock.claim(folder, SETTINGS_FILE)
             record.write()
+            lock.claim(folder, SETTINGS_FILE)
             for name in _LEFT_BY_A_RUN:
                 (folder / name).unlink(missing_ok=True)
-            checkpoint.clear(folder / "checkpoints")
-            (folder / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+            for where in (resume.FOLDER, f"{resume.FOLDER}/{checkpoint.BEST}"):
+                checkpoint.clear(folder / where)
+            _write_settings(folder, settings)
         except OSError as error:
             raise UserError(f"cannot write to output_dir {folder}: {error.strerror}") from error
     return record
+
+
+def _write_settings(folder: Path, settings: dict) -> None:
+    import yaml
+
+    (folder / SETTINGS_FILE).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
 def read_run(folder: str | Path) -> RunRecord:
@@ -221,36 +280,6 @@ def template_hash(tokenizer) -> str:  # noqa: ANN001
     template = tokenizer.chat_template or ""
     text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def to_json(value: object, **options: object) -> str:
-    """Strict JSON; a number that is not finite, which JSON has no word for, becomes null."""
-    return json.dumps(_finite(value), allow_nan=False, ensure_ascii=False, **options)
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _plain(config: object) -> dict:
-    """Settings as JSON reads them back, so that those of a record and those of a command line compare."""
-    return json.loads(to_json(dataclasses.asdict(config), default=str))
-
-
-def _changes(old: dict, new: dict, prefix: str = "") -> set[str]:
-    """Dotted names of settings that both have, with other values. A setting that only one release knows is none."""
-    names: set[str] = set()
-    for key in old.keys() & new.keys():
-        a, b = old[key], new[key]
-        if isinstance(a, dict) and isinstance(b, dict):
-            names |= _changes(a, b, f"{prefix}{key}.")
-        elif a != b and f"{prefix}{key}" not in _NO_MATTER:
-            names.add(f"{prefix}{key}")
-    return names
 
 
 def _versions() -> dict[str, str]:

@@ -29,6 +29,7 @@ class Progress:
         self.console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self.is_live = is_main() and self.console.is_terminal and not self.console.is_dumb_terminal
         self._live, self._step, self._values, self._samples = None, 0, {}, []
+        self.first = 0  # steps that were done before this process began
         self._columns: tuple[str, ...] = ()
         self._notice = ""
         self._started = time.perf_counter()
@@ -47,9 +48,10 @@ class Progress:
     def __exit__(self, *_exc: object) -> None:
         if self._live is not None:
             self._live.stop()
-        if self._step:
-            passed = duration(time.perf_counter() - self._started)
-            self._print(f"{self.stage}: {self._step} steps in {passed}, {memory(peak_bytes())} of memory at most")
+        if self._step > self.first:
+            passed, before = duration(time.perf_counter() - self._started), f" after {self.first}" if self.first else ""
+            self._print(f"{self.stage}: {self._step - self.first} steps{before} in {passed}, {memory(peak_bytes())} of "
+                        "memory at most")
 
     def step(self, step: int, values: dict[str, float], *, is_logged: bool, samples: list[dict] = ()) -> None:
         """`step` is done; a logged one stays on the terminal."""
@@ -92,7 +94,8 @@ class Progress:
     def seconds_left(self) -> float:
         """Estimate from the mean time of a step so far; never more than max_seconds leaves."""
         passed = time.perf_counter() - self._started
-        left = passed / self._step * (self.total - self._step) if self._step else float("inf")
+        done = self._step - self.first
+        left = passed / done * (self.total - self._step) if done > 0 else float("inf")
         return left if self.max_seconds is None else max(0.0, min(left, self.max_seconds - passed))
 
     def _print(self, text: str, style: str = "") -> None:

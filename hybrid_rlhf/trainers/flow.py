@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from hybrid_rlhf.collect import Ranking, SamplingConfig
 from hybrid_rlhf.metrics import Metrics
@@ -42,7 +42,9 @@ class FlowTrainer:
         return self.ranking.samples()
 
     def state(self) -> dict:
-        state = {"actor": self.roles.actor.engine.training.state(), "num_steps": self.ranking.num_steps}
-        if self.roles.critic:
-            state["critic"] = self.roles.critic.engine.training.state()
-        return state | {"learnt": self.roles.learnt()}
+        """Everything that the next step depends on; the tensors are no copies."""
+        return self.ranking.state()
+
+    def load_state(self, state: Mapping) -> None:
+        """Go on where `state` was taken."""
+        self.ranking.load_state(state)

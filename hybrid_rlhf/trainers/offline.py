@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +14,7 @@ from hybrid_rlhf.config import check, nearest
 from hybrid_rlhf.data.collate import LabelledBatch, PairBatch
 from hybrid_rlhf.distributed import sum_over_ranks
 from hybrid_rlhf.metrics import Metrics
+from hybrid_rlhf.role_state import load_training_state, training_state
 from hybrid_rlhf.roles import Actor, Reference
 from hybrid_rlhf.tensors import SequenceBatch
 
@@ -147,10 +148,18 @@ class OfflineTrainer:
         return []
 
     def state(self) -> dict:
-        learnt = {"policy": dict(self.policy.engine.learnt)}
-        if self.reference is not None:
-            learnt["reference"] = dict(self.reference.engine.learnt)
-        return {"policy": self.policy.engine.training.state(), "learnt": learnt}
+        """Everything that the next step depends on; the tensors are no copies."""
+        return {"policy": training_state(self.policy),
+                "learnt": {name: dict(role.engine.learnt) for name, role in self._roles().items()}}
+
+    def load_state(self, state: Mapping) -> None:
+        """Go on where `state` was taken."""
+        load_training_state(self.policy, state["policy"])
+        for name, role in self._roles().items():
+            role.engine.learnt = dict(state["learnt"][name])
+
+    def _roles(self) -> dict[str, Actor | Reference]:
+        return {"policy": self.policy} | ({"reference": self.reference} if self.reference is not None else {})
 
 
 def _of_pairs(losses: Tensor, logprobs: Tensor, ratios: Tensor, beta: float) -> dict[str, tuple[Tensor, int]]:

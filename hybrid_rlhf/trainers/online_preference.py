@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -91,5 +91,9 @@ class OnlinePreferenceTrainer:
         return self.ranking.samples()
 
     def state(self) -> dict:
-        return {"actor": self.roles.actor.engine.training.state(), "num_steps": self.ranking.num_steps,
-                "learnt": self.roles.learnt()}
+        """Everything that the next step depends on; the tensors are no copies."""
+        return self.ranking.state()
+
+    def load_state(self, state: Mapping) -> None:
+        """Go on where `state` was taken."""
+        self.ranking.load_state(state)

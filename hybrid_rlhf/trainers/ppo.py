@@ -5,7 +5,7 @@ Its relatives without a critic are the same loop with another row of ESTIMATORS 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -27,6 +27,9 @@ from hybrid_rlhf.tensors import SequenceBatch, masked_mean
 from hybrid_rlhf.trainers.ppo_config import PPOConfig
 
 __all__ = ["PPOConfig", "PPOTrainer"]
+
+
+_UPDATED = ("grad_norm", "learning_rate", "micro_batch_tokens", "train/skipped_updates")  # of both roles
 
 
 class Pretraining(Protocol):
@@ -71,13 +74,13 @@ class PPOTrainer:
         metrics = Metrics()
         rollout = self._sample(prompts, metrics)
         self.estimate(rollout, metrics)
+        self.newest = rollout
         with metrics.timer("train"):
             updated = self.update(rollout)
         metrics.add("kl_coef", self.kl_coef.value)
         if self.roles.ref:
             self.kl_coef.update(*_mean_over_ranks(rollout.mean_kl(), len(rollout)))
         self.num_steps += 1
-        self.newest = rollout
         return metrics + updated + rollout.metrics()
 
     def _sample(self, prompts: Prompts, metrics: Metrics) -> Rollout:
@@ -156,7 +159,7 @@ class PPOTrainer:
                 self.average.update()
         if self.roles.critic:
             metrics += self.roles.critic.update(minibatch, self.critic_loss).renamed(
-                {n: f"value/{n}" for n in ("grad_norm", "learning_rate", "micro_batch_tokens")})
+                {n: f"value/{n.removeprefix('train/')}" for n in _UPDATED})
         return metrics
 
     def _pretraining(self, minibatch: Rollout, num_sequences: Tensor) -> Mixed | None:
@@ -252,12 +255,25 @@ class PPOTrainer:
         return {name: part for name, part in parts.items() if part is not None}
 
     def state(self) -> dict:
-        state = {"actor": self.roles.actor.engine.training.state(), "kl_coef": self.kl_coef.state(),
-                 "num_steps": self.num_steps, "rng": self.rng.get_state()}
-        if self.roles.critic:
-            state["critic"] = self.roles.critic.engine.training.state()
+        """Everything that the next step depends on; the tensors are no copies."""
+        state = {"kl_coef": self.kl_coef.state(), "num_steps": self.num_steps, "rng": self.rng.get_state(),
+                 "gate": self.gate.state()}
+        if hasattr(self.source, "state"):  # a reward source of the user's that changes while it runs
+            state["source"] = self.source.state()
         state |= {name: part.state() for name, part in self._parts().items()}
-        return state | {"learnt": self.roles.learnt()}
+        return self.roles.state() | state
+
+    def load_state(self, state: Mapping) -> None:
+        """Go on where `state` was taken."""
+        self.roles.load_state(state)
+        self.kl_coef.load_state(state["kl_coef"])
+        self.num_steps = int(state["num_steps"])
+        self.rng.set_state(state["rng"])
+        self.gate.load_state(state["gate"])
+        if "source" in state:
+            self.source.load_state(state["source"])
+        for name, part in self._parts().items():
+            part.load_state(state[name])
 
 
 def _ptx_loss(tokens: TokenScores, count: Tensor) -> tuple[Tensor, dict]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -98,8 +98,13 @@ class RejectionTrainer:
         return self.ranking.samples()
 
     def state(self) -> dict:
-        return {"actor": self.roles.actor.engine.training.state(), "num_steps": self.ranking.num_steps,
-                "rng": self.rng.get_state(), "learnt": self.roles.learnt()}
+        """Everything that the next step depends on; the tensors are no copies."""
+        return self.ranking.state() | {"rng": self.rng.get_state()}
+
+    def load_state(self, state: Mapping) -> None:
+        """Go on where `state` was taken."""
+        self.ranking.load_state(state)
+        self.rng.set_state(state["rng"])
 
 
 def _loss(tokens: TokenScores, count: Tensor) -> tuple[Tensor, dict]:

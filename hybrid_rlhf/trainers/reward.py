@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from hybrid_rlhf.algorithms.preference import bradley_terry
 from hybrid_rlhf.data.collate import PairBatch
 from hybrid_rlhf.distributed import sum_over_ranks
 from hybrid_rlhf.metrics import Metrics
+from hybrid_rlhf.role_state import load_training_state, training_state
 from hybrid_rlhf.roles import Reward
 
 
@@ -49,7 +50,13 @@ class RewardTrainer:
         return []
 
     def state(self) -> dict:
-        return {"reward": self.reward.engine.training.state(), "learnt": dict(self.reward.engine.learnt)}
+        """Everything that the next step depends on; the tensors are no copies."""
+        return {"reward": training_state(self.reward), "learnt": dict(self.reward.engine.learnt)}
+
+    def load_state(self, state: Mapping) -> None:
+        """Go on where `state` was taken."""
+        load_training_state(self.reward, state["reward"])
+        self.reward.engine.learnt = dict(state["learnt"])
 
 
 def _pair_rows(batch: PairBatch) -> Tensor:

@@ -27,7 +27,8 @@ class Config:
         stage: Name of the stage: sft, or conditional_sft.
         output_dir: Folder of this run.
         seed: Seed of everything random.
-        resume: auto (a finished run is left as it is) or never (start again).
+        resume: auto (a finished run is left as it is, an unfinished one goes on from its newest checkpoint),
+            never (start again) or the path of one of its checkpoints.
         report_to: Trackers (tensorboard, wandb, trackio, ...).
         model: The model to fine-tune.
         data: The demonstrations; for conditional_sft answers with scores or labels, or pairs.

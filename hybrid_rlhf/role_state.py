@@ -1,0 +1,39 @@
+"""What a checkpoint keeps of a role that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from hybrid_rlhf.engine import HybridEngine
+
+
+class Trained(Protocol):
+    """An actor, a critic or a reward model whose engine has an optimizer."""
+
+    engine: HybridEngine
+
+
+def training_state(role: Trained) -> dict:
+    """What this process's optimizer holds of a trained role, for a checkpoint. No copies: the next step changes it."""
+    return role.engine.training.shard()
+
+
+def load_training_state(role: Trained, state: Mapping) -> None:
+    """Go on where `training_state` was taken; ValueError where `state` is of other weights."""
+    with role.engine.active():
+        role.engine.training.load_shard(state)
+
+
+def states(roles: Mapping[str, Trained | None]) -> dict:
+    """`training_state` of those of the roles that are there and have an optimizer, by their names."""
+    return {name: training_state(role) for name, role in roles.items() if role and role.engine.training}
+
+
+def load_states(roles: Mapping[str, Trained | None], state: Mapping) -> None:
+    """Go on where `states` was taken, with the limits that memory taught, state["learnt"]."""
+    for name, role in roles.items():
+        if role and role.engine.training:
+            load_training_state(role, state[name])
+    for name, limits in state["learnt"].items():
+        roles[name].engine.learnt = dict(limits)

@@ -1,0 +1,40 @@
+"""A batch that training could not digest, written down for people to look at."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+from torch import Tensor
+
+from hybrid_rlhf.run import tensor_file
+from hybrid_rlhf.run.state_tree import split
+
+FOLDER = "not_finite"
+
+
+def keep(output_dir: str | Path, **records: object) -> Path:
+    """Write `records` (dataclasses of tensors and lists, such as a batch or a rollout) as tensors.safetensors and
+    rest.json in a folder under output_dir; returns the folder. What was there is replaced. Raises OSError."""
+    folder = Path(output_dir) / FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    tensors: dict[str, Tensor] = {}
+    rest = split({name: _plain(record) for name, record in records.items() if record is not None}, "", tensors)
+    tensor_file.write(folder / "tensors.safetensors", tensors)
+    (folder / "rest.json").write_text(json.dumps(rest, indent=1), encoding="utf-8")
+    return folder
+
+
+def _plain(value: object) -> object:
+    """Dataclasses as dicts, and what a checkpoint does not hold as its repr."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    is_kept = value is None or isinstance(value, (bool, int, float, str))
+    return value if is_kept or (isinstance(value, Tensor) and tensor_file.is_storable(value)) else repr(value)

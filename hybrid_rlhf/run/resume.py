@@ -1,0 +1,99 @@
+"""Which checkpoint a run goes on from, and whether its settings are still those that it was made with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from hybrid_rlhf.config import check
+from hybrid_rlhf.distributed import world_size
+from hybrid_rlhf.run import checkpoint
+from hybrid_rlhf.run.state_tree import whole
+
+FOLDER = "checkpoints"
+NO_MATTER = ("resume", "output_dir", "report_to")  # settings that change nothing in the result
+# settings that may change within a run: what is written and when it stops, not what is learnt
+HARMLESS = (*NO_MATTER, "data.cache_dir", "train.logging_steps", "train.save_steps", "train.save_total_limit",
+            "train.save_best", "train.max_failed_saves", "train.eval_steps", "train.max_eval_batches",
+            "train.max_seconds")
+_LENGTHS = ("train.max_steps", "train.num_train_epochs")
+
+
+def changes(old: Mapping, new: Mapping, harmless: tuple[str, ...] = NO_MATTER, prefix: str = "") -> list[str]:
+    """Dotted names, sorted, of settings that both have, with other values, less the harmless ones. A setting that only
+    one release knows is none."""
+    names: set[str] = set()
+    for key in old.keys() & new.keys():
+        a, b, name = old[key], new[key], f"{prefix}{key}"
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            names |= set(changes(a, b, harmless, f"{name}."))
+        elif a != b and name not in harmless:
+            names.add(name)
+    return sorted(names)
+
+
+def later_end(old: Mapping, new: Mapping) -> tuple[str, ...]:
+    """The settings of a run's length, where the learning rate does not depend on it: a run may be made longer."""
+    def is_flat(train: Mapping) -> bool:
+        kind, warmup = train.get("lr_scheduler_type"), train.get("warmup_ratio")
+        return kind == "constant" or (kind == "constant_with_warmup" and warmup == 0)
+
+    return _LENGTHS if is_flat(old.get("train", {})) and is_flat(new.get("train", {})) else ()
+
+
+def find(output_dir: Path, wanted: str, say: Callable[[str], None], *, is_thorough: bool) -> Path | None:
+    """The checkpoint that `resume` means: "auto" the newest complete one or None, else the one of that path.
+
+    is_thorough: every byte is checked, else sizes only. Raises UserError for a path that is no complete checkpoint of
+    this very run.
+    """
+    if wanted == "never":
+        return None
+    if wanted == "auto":
+        path = checkpoint.latest(output_dir / FOLDER, say, is_thorough=is_thorough)
+        return path if path is not None and made_by(path) is not None else None
+    path, home = Path(wanted).expanduser().absolute(), (output_dir / FOLDER).resolve()
+    check(path.exists(), f"resume is {wanted!r}; choose auto, never or the path of a checkpoint")
+    check(path.resolve().parent in (home, home / checkpoint.BEST) and checkpoint.is_name(path.name),
+          f"resume {wanted}: not a checkpoint of this run, which keeps them in {output_dir / FOLDER}; to go on "
+          "elsewhere, copy the run's folder")
+    wrong = checkpoint.damage(path, is_thorough=is_thorough)
+    check(wrong is None, f"resume {wanted}: the checkpoint is damaged ({wrong}); take another, or auto")
+    return path
+
+
+def made_by(path: Path) -> dict | None:
+    """What a complete checkpoint says of the run that made it, or None where it says nothing."""
+    try:
+        made = whole(checkpoint.read(path, of=0)["run"])
+        is_ours = isinstance(made["settings"], dict) and isinstance(made["world_size"], int)
+    except (LookupError, ValueError, TypeError):
+        return None
+    return made if is_ours else None
+
+
+def check_fits(path: Path, settings: Mapping) -> dict:
+    """What the checkpoint says of its run: settings, world_size, step, total_steps.
+
+    Raises UserError where the settings are others than those it was made with, but for HARMLESS ones and a later end,
+    or where there are more or fewer processes.
+    """
+    made = made_by(path)
+    check(made is not None, f"{path} is not a checkpoint of a run; take another, or auto")
+    old, count = made["settings"], made["world_size"]
+    changed = changes(old, settings, (*HARMLESS, *later_end(old, settings)))
+    check(not changed, f"output_dir {path.parents[1]} holds an unfinished run with other settings "
+                       f"({', '.join(changed[:5])}); give them as they were, choose another output_dir, or give "
+                       "--resume never to start again")
+    check(count == world_size(), f"the checkpoint {path} was made by {count} process{'es' * (count > 1)} and this run "
+                                 f"has {world_size()}; start {count}, or give --resume never to start again")
+    return made
+
+
+def can_go_on(output_dir: Path, changed: list[str], old: Mapping, new: Mapping) -> bool:
+    """Whether a finished run is to be made longer: nothing but its end has changed, and there is a checkpoint."""
+    path = find(output_dir, "auto", lambda _text: None, is_thorough=False)
+    if path is None or not set(changed) <= {*later_end(old, new), "train.max_seconds"}:
+        return False
+    made = check_fits(path, new)
+    return made["step"] < made["total_steps"] or bool(set(changed) & set(_LENGTHS))

@@ -1,0 +1,90 @@
+"""safetensors files written and read one tensor at a time.
+
+The package's own save_file holds every tensor as bytes at once, and its safe_open keeps the whole file mapped, so that
+both take the memory of a second model. The format is theirs: 8 bytes with the header's length, a JSON header, raw
+little-endian numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+           "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+           "BOOL": torch.bool}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_PIECE = 1 << 24  # bytes
+
+
+def is_storable(tensor: Tensor) -> bool:
+    return tensor.dtype in _NAMES
+
+
+def write(path: Path, tensors: dict[str, Tensor]) -> str:
+    """Write `tensors` to a new file, each brought to the CPU on its own; returns the file's sha256. Not yet synced."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # the widest first: all are aligned
+    header, end = {}, 0
+    for name in order:
+        begin, end = end, end + tensors[name].numel() * tensors[name].element_size()
+        header[name] = {"dtype": _NAMES[tensors[name].dtype], "shape": list(tensors[name].shape),
+                        "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with path.open("xb") as file:
+        for piece in (len(text).to_bytes(8, "little"), text):
+            file.write(piece)
+            digest.update(piece)
+        for name in order:
+            for piece in pieces(tensors[name]):
+                file.write(piece)
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def pieces(tensor: Tensor):  # noqa: ANN201 - buffers
+    """The bytes of a tensor, a piece at a time."""
+    raw = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return (raw[i : i + _PIECE] for i in range(0, len(raw), _PIECE))
+
+
+class TensorFile:
+    """A safetensors file whose tensors are read by name, each into memory of its own. Raises ValueError for a damaged
+    one. names: of the tensors."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            length = path.stat().st_size
+            if size > length - 8:
+                raise ValueError(f"{path} ends within its header")
+            try:
+                self._entries = {name: _entry(entry, length - 8 - size) for name, entry in json.loads(
+                    file.read(size)).items() if name != "__metadata__"}
+            except (KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise ValueError(f"{path} is not a safetensors file: {error}") from error
+        self._start = 8 + size
+        self.names = self._entries.keys()
+
+    def read(self, name: str) -> Tensor:
+        dtype, shape, begin, end = self._entries[name]
+        raw = torch.empty(end - begin, dtype=torch.uint8)
+        with self.path.open("rb") as file:
+            file.seek(self._start + begin)
+            if raw.numel() and file.readinto(memoryview(raw.numpy())) != end - begin:
+                raise ValueError(f"{self.path} ends within {name}")
+        return raw.view(dtype).view(shape)
+
+
+def _entry(entry: dict, room: int) -> tuple[torch.dtype, list[int], int, int]:
+    dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    if min(shape, default=1) < 0 or not 0 <= begin <= end <= room or end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"a tensor of shape {shape} at {begin} to {end} of {room} bytes")
+    return dtype, shape, begin, end

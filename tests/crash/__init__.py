@@ -1,0 +1,1 @@
+"""Runs that are killed at any moment and started again."""

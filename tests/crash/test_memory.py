@@ -1,0 +1,34 @@
+"""A run that is taken up again needs no more memory than it did before: its state comes tensor by tensor."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.crash.place import argv_of, prepare, run
+from tests.tiny import save_tiny
+
+pytestmark = pytest.mark.slow
+
+
+def peak(log: str) -> int:
+    """MiB, as the run itself says at its end."""
+    return int(re.findall(r"(\d+) MiB of memory at most", log)[-1])
+
+
+@pytest.mark.parametrize("more", [[], ["--model.dtype", "bfloat16"]], ids=["float32", "bfloat16_masters"])
+def test_the_peak_of_memory_after_resuming_is_no_higher_than_before(tmp_path, more):
+    """34 million weights: weights, moments and gradients take 540 MB in float32, and a second copy of the state 400."""
+    prepare(tmp_path)
+    save_tiny(tmp_path / "base", hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
+    argv = argv_of(tmp_path, "sft", "run", 4, "--train.save_steps", "2", "--train.eval_steps", "0", *more)
+    code = ("import sys; from hybrid_rlhf.run import fit; import os; step, n = fit._step, [0]\n"
+            "def counted(*given):\n    n[0] += 1\n    if n[0] == 4: os._exit(9)\n    return step(*given)\n"
+            "fit._step = counted; from hybrid_rlhf.cli import main; sys.exit(main())")
+    straight = run([w.replace("/run", "/straight") for w in argv])
+    assert straight.returncode == 0, straight.stderr[-2000:]
+    assert run(argv, code).returncode == 9
+    resumed = run(argv)
+    assert resumed.returncode == 0 and "goes on after step 2" in resumed.stderr
+    assert peak(resumed.stderr) <= 1.03 * peak(straight.stderr), (peak(resumed.stderr), peak(straight.stderr))

@@ -1,0 +1,216 @@
+"""The same command again: a run goes on from its newest complete checkpoint, exactly, or says why it does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+
+from hybrid_rlhf.config import NotFinite, UserError
+from hybrid_rlhf.run import checkpoint, lock, runfile, tensor_file
+from hybrid_rlhf.run.fit import Stopped
+from tests.counting import Killed, killed, left, runner
+
+
+@pytest.fixture
+def go(tmp_path):
+    return runner(tmp_path)
+
+
+@pytest.mark.parametrize("dies_at", range(1, 10))
+def test_a_run_that_dies_in_any_step_ends_as_one_that_did_not(go, tmp_path, dies_at, capsys):
+    go("straight")
+    with pytest.raises(Killed):
+        go("broken", {dies_at: killed})
+    random.random(), torch.rand(5)  # another process begins elsewhere
+    go("broken")
+    assert left(tmp_path / "broken") == left(tmp_path / "straight")
+    step = (dies_at - 1) // 2 * 2
+    said = capsys.readouterr().err
+    assert (f"goes on after step {step}, from step-{step:08d}" if step else "started again from the beginning") in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("step", [2, 3, 5, 9])
+def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(go, tmp_path, step, number):
+    """At step 3 an evaluation was due, which who wants to leave does not wait for: it is made up for."""
+    go("straight")
+    with pytest.raises(Stopped, match=f"stopped after step {step} of 9; the checkpoint is .*step-0000000{step}$"):
+        go("broken", {step: lambda: os.kill(os.getpid(), number)})
+    assert runfile.read_run(tmp_path / "broken").status == "stopped"
+    go("broken")
+    assert left(tmp_path / "broken") == left(tmp_path / "straight")
+
+
+def test_sigterm_while_a_checkpoint_is_saved_leaves_it_whole_and_stops(go, tmp_path, monkeypatch):
+    before, write = signal.getsignal(signal.SIGTERM), tensor_file.write
+
+    def interrupted(path, tensors):
+        if "00000004" in str(path):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return write(path, tensors)
+
+    monkeypatch.setattr(tensor_file, "write", interrupted)
+    with pytest.raises(Stopped, match="stopped after step 5"):
+        go("run")
+    kept = checkpoint.steps(tmp_path / "run" / "checkpoints")
+    assert [checkpoint.number(p) for p in kept] == [2, 4, 5] and all(checkpoint.damage(p) is None for p in kept)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_torn_checkpoint_is_passed_over_with_a_word_and_replaced(go, tmp_path, capsys):
+    go("straight")
+    with pytest.raises(Killed):
+        go("broken", {7: killed})
+    torn = tmp_path / "broken" / "checkpoints" / "step-00000006" / "state.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-1])
+    go("broken")
+    said = capsys.readouterr().err
+    assert "step-00000006 is damaged and is passed over: state.safetensors has" in said and "after step 4" in said
+    assert left(tmp_path / "broken") == left(tmp_path / "straight")
+
+
+def test_a_changed_setting_is_refused_by_name_and_a_harmless_one_is_not(go, tmp_path):
+    with pytest.raises(Killed):
+        go("run", {5: killed})
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    with pytest.raises(UserError, match=r"unfinished run with other settings \(seed, train\.learning_rate\)"):
+        go("run", seed=1, learning_rate=1e-2)
+    with pytest.raises(UserError, match=r"\(train\.max_steps\)"):
+        go("run", max_steps=12)  # a cosine ends elsewhere
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
+    go("run", save_steps=4, logging_steps=3, eval_steps=0, max_seconds=1e6, save_total_limit=1)
+    assert runfile.read_run(tmp_path / "run").is_finished
+
+
+def test_a_finished_run_at_a_constant_rate_can_be_made_longer(go, tmp_path):
+    flat = dict(lr_scheduler_type="constant", eval_steps=0)
+    go("straight", steps=8, max_steps=8, **flat)
+    go("longer", steps=4, max_steps=4, **flat)
+    assert go("longer", steps=4, max_steps=4, **flat).is_finished
+    go("longer", steps=8, max_steps=8, **flat)
+    ours, theirs = left(tmp_path / "longer"), left(tmp_path / "straight")
+    assert ours["total"] == theirs["total"] and ours["step"] == 8
+    with pytest.raises(UserError, match=r"train\.max_steps"):
+        go("cosine", steps=4, max_steps=4), go("cosine", steps=8, max_steps=8)
+
+
+def test_a_run_that_time_ended_goes_on_when_it_is_given_more(go, tmp_path):
+    go("straight", eval_steps=0)
+    go("short", max_seconds=1e-9, eval_steps=0)
+    assert len((tmp_path / "short" / "metrics.jsonl").read_text().splitlines()) == 2  # a step, and the final evaluation
+    go("short", eval_steps=0)
+    assert left(tmp_path / "short")["total"] == left(tmp_path / "straight")["total"]
+
+
+def test_a_checkpoint_can_be_named_and_only_one_of_this_run(go, tmp_path):
+    go("run")
+    full, folder = left(tmp_path / "run"), tmp_path / "run" / "checkpoints"
+    go("run", resume=str(folder / "step-00000006"))
+    assert left(tmp_path / "run") == full
+    go("other")
+    for wrong, said in ((tmp_path / "other" / "checkpoints" / "step-00000006", "not a checkpoint of this run"),
+                        (folder / "step-00000008" / ".." / ".." / ".." / "other" / "checkpoints" / "step-00000006",
+                         "not a checkpoint of this run"), (folder / "step-00000099", "choose auto, never or the path")):
+        with pytest.raises(UserError, match=said):
+            go("run", resume=str(wrong))
+    (folder / "step-00000006" / "state.json").write_text("")
+    with pytest.raises(UserError, match="is damaged"):
+        go("run", resume=str(folder / "step-00000006"))
+
+
+def test_a_run_of_more_processes_is_refused(go, monkeypatch):
+    with pytest.raises(Killed):
+        go("run", {5: killed})
+    monkeypatch.setattr("hybrid_rlhf.run.resume.world_size", lambda: 2)
+    with pytest.raises(UserError, match=r"was made by 1 process and this run has 2; start 1"):
+        go("run")
+
+
+def test_the_best_checkpoint_is_kept_and_can_be_gone_back_to(go, tmp_path):
+    go("run", save_best="eval/loss", save_total_limit=1)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    best = min((r for r in rows if "eval/loss" in r), key=lambda r: r["eval/loss"])["step"]
+    kept = checkpoint.steps(tmp_path / "run" / "checkpoints" / "best")
+    assert [checkpoint.number(p) for p in kept] == [best] and checkpoint.damage(kept[0]) is None
+    assert [p.name for p in checkpoint.steps(tmp_path / "run" / "checkpoints")] == ["step-00000009"]
+    go("run", save_best="eval/loss", save_total_limit=1, resume=str(kept[0]))
+    with pytest.raises(UserError, match=r"save_best is 'eval/los', and the evaluation has eval/loss"):
+        go("typo", save_best="eval/los")
+
+
+def test_a_clock_that_jumps_moves_no_time_of_the_run(go, tmp_path, monkeypatch):
+    jumps = iter([0.0, 1e9, -1e9] * 100)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + next(jumps))
+    go("run", max_seconds=60.0)
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == "step-00000009"
+    assert 0 <= runfile.read_run(tmp_path / "run").seconds < 60
+
+
+def test_a_batch_that_could_not_be_digested_is_written_down(go, tmp_path):
+    def fail() -> None:
+        raise NotFinite("the actor's gradient was not finite in 20 updates in a row")
+
+    with pytest.raises(NotFinite, match=r"in a row; the last batch is in .*not_finite"):
+        go("run", {4: fail})
+    assert json.loads((tmp_path / "run" / "not_finite" / "rest.json").read_text()) == {"dict": {"batch": {"value": 4}}}
+
+
+def test_run_json_names_no_checkpoint(go, tmp_path):
+    with pytest.raises(Killed):
+        go("run", {5: killed})
+    path = tmp_path / "run" / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"resumes_from": "/etc"}))
+    with pytest.raises(UserError, match="damaged"):
+        go("run")
+
+
+def test_a_reward_source_that_fails_leaves_a_checkpoint_of_the_step_before(go, tmp_path, capfd):
+    """Nothing was learnt in that step, and what it drew is drawn again."""
+    def fail() -> None:
+        error = UserError("reward source pay: answered 'oh'")
+        error.is_before_update = True
+        raise error
+
+    go("straight", save_steps=0)
+    with pytest.raises(UserError, match="answered 'oh'"):
+        go("run", {6: fail}, save_steps=0)
+    assert "a checkpoint after step 5 is saved" in capfd.readouterr().err
+    assert runfile.read_run(tmp_path / "run").status == "failed"
+    with pytest.raises(UserError, match="answered 'oh'"):
+        go("run", {6: fail}, save_steps=0)
+    go("run", save_steps=0)
+    assert left(tmp_path / "run") == left(tmp_path / "straight")
+
+
+def test_other_rows_are_refused(go):
+    from tests.counting import Loader
+
+    with pytest.raises(Killed):
+        go("run", {5: killed})
+    try:
+        Loader.fingerprint = lambda _self: "other"
+        with pytest.raises(UserError, match="the rows of the data are not those"):
+            go("run")
+    finally:
+        del Loader.fingerprint
+
+
+def test_a_second_process_is_told_that_the_first_is_still_at_it(go, tmp_path):
+    import fcntl
+
+    with pytest.raises(Killed):
+        go("run", {5: killed})
+    lock.release(tmp_path / "run")  # a process that is killed lets go of it
+    with open(tmp_path / "run" / "config.yaml") as file:  # as another process would
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for resume in ("auto", "never"):
+            with pytest.raises(UserError, match=r"run: another process is at this run; wait for its end"):
+                go("run", resume=resume)
+    go("run")
