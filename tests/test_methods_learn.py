@@ -28,7 +28,7 @@ def trained(learned: Path, name: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("name", "accuracy", "score"), [
-    ("grpo", 0.10, 2.0),  # on-policy without a critic
+    ("rloo", 0.10, 2.0),  # on-policy without a critic
     ("kto", 0.10, 2.0),  # unpaired
     ("conditional_sft", 0.10, 2.0),
     ("online_dpo", 0.10, 2.0),

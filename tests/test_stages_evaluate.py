@@ -85,15 +85,42 @@ def test_several_sources_and_answers_are_weighted_and_told_apart(place) -> None:
     assert found["answers_per_prompt"] == 3
 
 
-def test_the_stage_2_model_judges_and_a_template_is_for_the_policy_alone(place, monkeypatch) -> None:
-    kept, respond = [], measure.respond
-    monkeypatch.setattr(measure, "respond", lambda actor, prompts, *rest: kept.append(rest[-1]) or respond(
-        actor, prompts, *rest))
+@pytest.fixture(scope="module")
+def reward(place) -> str:
+    """A finished reward run beside the evaluations' folders."""
     (place / "pairs.jsonl").write_text("".join(json.dumps({"prompt": w, "chosen": "yes", "rejected": "no"}) + "\n"
                                                for w in WORDS))
     assert main(["--stage", "reward", "--output_dir", f"{place}/reward", "--model.model_name_or_path", f"{place}/one",
                  f"--data.sources=[{{path: {place}/pairs.jsonl}}]", "--data.split", "null", "--data.max_length", "64",
-                 f"--data.cache_dir={place}/cache", "--train.max_steps", "2"]) == 0
+                 f"--data.cache_dir={place}/cache", "--train.max_steps", "2", "--model.dtype", "float32"]) == 0
+    return f"{place}/reward"
+
+
+def test_a_model_with_other_tokens_is_judged_by_its_words_and_has_no_kl(place, reward) -> None:
+    """Plain transformers on the words gives the scores; the reward model's tokens are not the policy's."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from tests.tiny import tiny_tokenizer
+
+    shutil.copytree(place / "two", place / "foreign", dirs_exist_ok=True)
+    tokenizer = tiny_tokenizer(290)
+    tokenizer.chat_template = AutoTokenizer.from_pretrained(place / "one").chat_template
+    tokenizer.save_pretrained(place / "foreign")
+    found = evaluated(place, "tokens", "PLACE/one, PLACE/foreign")
+    assert abs(found["models"][0]["kl"]) < 1e-6 and found["models"][1]["kl"] is None
+    judge = AutoModelForSequenceClassification.from_pretrained(place / "reward" / "model").eval()
+    reader = AutoTokenizer.from_pretrained(place / "reward" / "model")
+    for each in found["examples"]:
+        answer = each["answers"]["foreign"]
+        ids = torch.tensor([reader(each["prompt"] + answer["completion"]).input_ids])  # cut at 8 tokens: no EOS
+        with torch.no_grad():
+            assert answer["score"] == pytest.approx(float(judge(input_ids=ids).logits[0, 0]), abs=1e-4)
+
+
+def test_the_stage_2_model_judges_and_a_template_is_for_the_policy_alone(place, reward, monkeypatch) -> None:
+    kept, respond = [], measure.respond
+    monkeypatch.setattr(measure, "respond", lambda actor, prompts, *rest: kept.append(rest[-1]) or respond(
+        actor, prompts, *rest))
     found = evaluated(place, "judged", "plain=PLACE/one, asked=PLACE/copy",
                       "--evaluate.prompt_templates={asked: 'Score 1. {prompt}'}")
     assert found["reward_sources"] == "model"  # the reward run beside output_dir
