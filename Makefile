@@ -36,7 +36,7 @@ methods: $(STAMP)
 crash: $(STAMP)
 	$(BIN)/python -m tests.crash.thirty --markdown docs/results/crash.md
 
-.PHONY: demo test test-slow lint install clean stage-files
+.PHONY: demo test test-slow lint install clean stage-files errors docs
 
 demo: $(STAMP)
 	$(BIN)/python train.py --stage all --seed $(SEED)
@@ -59,6 +59,14 @@ stage-files: $(STAMP)
 fuzz: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
 	$(BIN)/python tests/fuzz/run.py --seconds $(or $(SECONDS),240)
+
+errors: $(STAMP)
+	$(BIN)/python docs/write_errors.py
+
+# The API reference as HTML, from the docstrings, in outputs/api.
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python docs/write_api.py
 
 install: $(STAMP)
 

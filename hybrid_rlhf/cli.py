@@ -151,7 +151,7 @@ def _train(argv: list[str]) -> int:
                              description=row.help,
                              default_config=default, extra=("preview", "plan", "memory"))
     check(config.stage in (name, base),
-          f"--stage {name}, but the settings say stage: {config.stage}; they are another stage's")
+          f"--stage {name}, but the settings say stage: {config.stage}; give --stage {config.stage}, or another file")
     _check_variant(name, row, config)
     config = dataclasses.replace(config, stage=base)
     if default:

@@ -106,22 +106,24 @@ def _read_yaml(path: str) -> dict:
     try:
         value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"cannot read --config {path}: {error.strerror}") from error
+        raise UserError(f"cannot read --config {path}: {error.strerror}; give a YAML file") from error
     except UnicodeDecodeError as error:
         raise UserError(f"--config {path} is no text in UTF-8; give a YAML file") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
-        raise UserError(f"--config {path}{where}: not valid YAML ({getattr(error, 'problem', error)})") from error
+        raise UserError(f"--config {path}{where}: not valid YAML ({getattr(error, 'problem', error)}); "
+                        "mend that line") from error
     except (RecursionError, ValueError) as error:  # ValueError: a date of month 13, a number of thousands of digits
-        raise UserError(f"--config {path}: not valid YAML ({str(error)[:100] or 'nested too deeply'})") from error
+        raise UserError(f"--config {path}: not valid YAML ({str(error)[:100] or 'nested too deeply'}); "
+                        "mend it") from error
     check(_is_small(value), f"--config {path}: {_TOO_DEEP}")
     check(isinstance(value, dict), f"--config {path}: a mapping of options such as seed: 1 is needed, found "
                                    f"{'nothing' if value is None else type(value).__name__}")
     return value
 
 
-_TOO_DEEP = "the settings refer to themselves, or are nested too deeply"
+_TOO_DEEP = "the settings refer to themselves, or are nested too deeply; write them flatter"
 
 
 def _is_small(value: object) -> bool:

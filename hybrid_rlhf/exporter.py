@@ -45,10 +45,12 @@ def find(path: str) -> tuple[Path, RunRecord | None]:
     run = next((p for p in (folder, folder.parent) if (p / RUN_FILE).exists()), None)
     record = read_run(run) if run else None
     if run == folder:
-        check(record.is_finished, f"export: the {record.stage} run in {path} is not finished ({record.status})")
+        check(record.is_finished, f"export: the {record.stage} run in {path} is not finished ({record.status}); "
+                                  "run it again, it goes on where it stopped")
         folder = folder / "model"
     check((folder / "config.json").exists() or is_adapter(folder),
-          f"export: {path} holds neither a model (config.json) nor an adapter (adapter_config.json)")
+          f"export: {path} holds neither a model (config.json) nor an adapter (adapter_config.json); "
+          "give a run's folder, its model/ or its adapter/")
     return folder, record
 
 
@@ -79,7 +81,8 @@ def export(options: argparse.Namespace) -> list[Path]:
             target.rmdir()
         beside.rename(target)
     except OSError as error:
-        raise UserError(f"export: cannot write {target}: {error.strerror or error}") from error
+        raise UserError(f"export: cannot write {target}: {error.strerror or error}; "
+                        "give another --output_dir") from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return written
@@ -90,7 +93,7 @@ def _base_of(source: Path, given: str | None) -> str | None:
     from hybrid_rlhf.models.load import check_folder
 
     if (source / "config.json").exists():
-        check(given is None, f"export: --base is for adapters; {source} is a whole model")
+        check(given is None, f"export: {source} is a whole model, and --base is for adapters; leave it out")
         return None
     base = given or json.loads((source / "adapter_config.json").read_text(encoding="utf-8")).get(
         "base_model_name_or_path")

@@ -185,7 +185,7 @@ def write(answers: dict[str, str], file: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(settings_text(answers), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"init: cannot write {path}: {error.strerror}") from error
+        raise UserError(f"init: cannot write {path}: {error.strerror}; give another --file") from error
     return path
 
 

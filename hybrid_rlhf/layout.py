@@ -224,7 +224,7 @@ def resolve(roles: RolesConfig, starts: Mapping[str, Start], has_lora: bool) -> 
         line = f"roles.share_base auto: not one base for all, for {obstacles[0]}; sharing: {shared}"
         obstacles = []
     check(not obstacles, f"roles that cannot share a base (roles.share_base {roles.share_base}): "
-                         f"{obstacles[0] if obstacles else ''}")
+                         f"{obstacles[0] if obstacles else ''}; mend that, or give roles.share_base auto")
     groups = [g for g in groups if len(g) > 1]
     alone = [(r,) for r in ROLES if r in starts and not any(r in g for g in groups)]
     is_sharing = any("critic" in g for g in groups)

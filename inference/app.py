@@ -81,7 +81,7 @@ async def _refused(request: Request, error: Exception) -> Response:
         what = {404: f"there is no {request.url.path[:200]}", 405: f"{request.method} does not fit here"}
         error = ApiError(error.status_code, what.get(error.status_code, str(error.detail)))
     elif not isinstance(error, ApiError):  # the guard logs it
-        error = ApiError(500, f"an error of the server ({type(error).__name__})")
+        error = ApiError(500, f"an error of the server ({type(error).__name__}); its log says more")
 
     async def send_it(send: Send) -> None:
         await refuse(send, error)
@@ -173,7 +173,7 @@ class Server:
 
     def _take_place(self, model: Served, count: int) -> None:
         if not self.worker.is_alive:
-            raise ApiError(503, "the server stops or its engine has failed", retry_after=30)
+            raise ApiError(503, "the server stops or its engine has failed; try again later", retry_after=30)
         if model.num_open + count > model.lane.num_slots + self.limits.max_queue:
             raise ApiError(429, f"{model.name} is busy with {model.num_open} requests; try again later",
                            code="queue_full", retry_after=model.wait())
@@ -184,19 +184,20 @@ class Server:
         try:
             prompt = await loop.run_in_executor(self.encoding, encode_prompt, model.encoder, asked.messages)
         except Refused as error:
-            raise ApiError(400, f"these messages make no prompt: {error}", param="messages") from None
+            raise ApiError(400, f"these messages make no prompt: {error}; "
+                                "send messages that the model's template takes", param="messages") from None
         room = model.lane.capacity - len(prompt)
         most = self.limits.max_prompt_tokens
         if room < 1 or (most is not None and len(prompt) > most):
-            raise ApiError(400, f"the messages are {len(prompt)} tokens long; with room for an answer there may be "
-                                f"{min(model.lane.capacity - 1, most or model.lane.capacity)}", param="messages",
-                           code="context_length_exceeded")
+            raise ApiError(400, f"the messages are {len(prompt)} tokens long; send less: with room for an "
+                                f"answer there may be {min(model.lane.capacity - 1, most or model.lane.capacity)}",
+                           param="messages", code="context_length_exceeded")
         limit = min(asked.limit or self.limits.max_new_tokens, self.limits.max_new_tokens, room)
         sampling = replace(asked.sampling, max_new_tokens=limit, min_new_tokens=min(asked.least, limit))
         requests = [engine_request.Request(i, prompt, limit, asked.seed, sampling=sampling)
                     for i in range(asked.num_choices)]
         if serving is None:
-            raise ApiError(503, "the engine starts again", retry_after=1)
+            raise ApiError(503, "the engine starts again; try again", retry_after=1)
         try:
             serving.check(requests[0])
         except UserError as error:

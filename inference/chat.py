@@ -51,7 +51,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options, unknown = flags.parse_known_args(argv)
     if unknown:
         close = nearest(unknown[0].split("=")[0], re.findall(r"--\w+", flags.format_usage()))
-        raise UserError(f"chat: unknown argument {unknown[0]}{close}")
+        raise UserError(f"chat: unknown argument {unknown[0]}{close}; --help lists them")
     check(bool(options.model), "chat: no model; give --model DIR, such as --model outputs/demo/ppo/model")
     return options
 

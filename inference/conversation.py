@@ -98,7 +98,8 @@ class Conversation:
         try:
             return encode_prompt(self.tokenizer, self.messages)
         except Refused as error:
-            raise UserError(f"this conversation cannot go on: {error}") from error
+            raise UserError(f"this conversation cannot go on: {error}; "
+                            "take a turn back (/undo) or start anew (/reset)") from error
 
     def _sampling_within(self, num_prompt_tokens: int) -> SamplingConfig:
         if self.max_positions is None:
@@ -111,12 +112,12 @@ class Conversation:
 
     def save(self, path: str) -> None:
         """Write the messages as one line of jsonl with a `messages` column, which SFT can read."""
-        check(bool(self.messages), "nothing to save: the conversation has no messages")
+        check(bool(self.messages), "nothing to save: the conversation has no messages; ask something first")
         check(not Path(path).exists(), f"{path} exists; choose another name")
         try:
             Path(path).write_text(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n", encoding="utf-8")
         except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}") from error
+            raise UserError(f"cannot write {path}: {error.strerror}; give another name") from error
 
 
 def open_conversation(path: str, sampling: SamplingConfig, seed: int = 0, system: str | None = None) -> Conversation:
@@ -127,7 +128,7 @@ def open_conversation(path: str, sampling: SamplingConfig, seed: int = 0, system
     try:
         model = load_causal_lm(ModelConfig(model_name_or_path=path), device())
     except SafetensorError as error:
-        raise UserError(f"cannot load {path}: its weights are damaged ({error})") from error
+        raise UserError(f"cannot load {path}: its weights are damaged ({error}); download or export it anew") from error
     return Conversation(HybridEngine.for_inference(model, tokenizer), tokenizer, sampling, seed=seed, system=system,
                         max_positions=max_positions(model))
 
@@ -136,7 +137,9 @@ def check_can_chat(path: str) -> None:
     """Raise UserError if a local `path` is no folder of a causal language model."""
     folder = Path(path).expanduser()
     if not folder.exists():
-        check(not folder.parent.is_dir(), f"model folder {path} does not exist")  # else it would be taken for a hub id
+        # With its parent here it was meant as a folder; it would be taken for a hub id else.
+        check(not folder.parent.is_dir(), f"model folder {path} does not exist; "
+                                          "give a run's folder, a model folder or a hub id")
     if folder.is_dir() and not (folder / "config.json").exists():
         check(not (folder / "adapter_config.json").exists(),
               f"{path} holds a LoRA adapter alone; chat with the model folder that its run left beside it")
@@ -151,9 +154,9 @@ def check_can_chat(path: str) -> None:
 def _check_kind(path: str, file: Path) -> None:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        check(isinstance(config, dict), f"{file} is no model configuration: it holds no table")
+        check(isinstance(config, dict), f"{file} is no model configuration: it holds no table; give another folder")
     except (OSError, ValueError) as error:
-        raise UserError(f"{file} is no model configuration: {error}") from error
+        raise UserError(f"{file} is no model configuration: {error}; give another folder") from error
     kinds = [str(k) for k in config.get("architectures") or []]
     check(not any("Classification" in k for k in kinds),
           f"{path} is a reward model ({', '.join(kinds)}): it scores text and cannot chat; give an sft or ppo model")

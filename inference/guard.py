@@ -84,7 +84,7 @@ class Guard:
             _log.exception("a request failed")
             if has_started:
                 return  # uvicorn ends the connection where the answer is not complete
-            await refuse(send, ApiError(500, f"an error of the server ({type(error).__name__})"))
+            await refuse(send, ApiError(500, f"an error of the server ({type(error).__name__}); its log says more"))
 
     def _check(self, scope: Scope) -> None:
         headers = dict(reversed(scope["headers"]))
@@ -98,7 +98,8 @@ class Guard:
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
         is_right = hmac.compare_digest(_digest(key.strip()), self._digest)
         if kind.lower() != b"bearer" or not is_right:
-            raise ApiError(401, "the API key is missing or wrong (Authorization: Bearer KEY)", code="invalid_api_key")
+            raise ApiError(401, "the API key is missing or wrong (Authorization: Bearer KEY); "
+                                "send the key that the server was started with", code="invalid_api_key")
 
 
 def _digest(key: bytes) -> bytes:
@@ -120,11 +121,12 @@ async def read_body(receive: Receive, headers: MutableMapping[str, str], max_byt
     try:
         body = await asyncio.wait_for(_read(receive, headers, max_bytes), seconds)
     except (asyncio.TimeoutError, TimeoutError):  # two classes before Python 3.11
-        raise ApiError(408, f"the body did not arrive within {seconds:g} s") from None
+        raise ApiError(408, f"the body did not arrive within {seconds:g} s; send it faster") from None
     if body is None:
         with suppress(asyncio.TimeoutError, TimeoutError):
             await asyncio.wait_for(_drain(receive), _DRAIN_SECONDS)
-        raise ApiError(413, f"the body is larger than {max_bytes} bytes", code="request_too_large")
+        raise ApiError(413, f"the body is larger than {max_bytes} bytes; "
+                            "send less, or start the server with a larger --max_body_bytes", code="request_too_large")
     return body
 
 

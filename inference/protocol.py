@@ -117,11 +117,12 @@ def read_json(body: bytes) -> dict:
     try:
         found = json.loads(body.decode("utf-8"), parse_constant=refuse)
     except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not UTF-8 (byte {error.start})", code="invalid_json") from None
+        raise ApiError(400, f"the body is not UTF-8 (byte {error.start}); "
+                            "send JSON in UTF-8", code="invalid_json") from None
     except RecursionError:
-        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
+        raise ApiError(400, "the body is nested too deeply; send a flatter one", code="invalid_json") from None
     except ValueError as error:  # JSONDecodeError, and integers of thousands of digits
-        raise ApiError(400, f"the body is not valid JSON: {' '.join(str(error).split())[:200]}",
+        raise ApiError(400, f"the body is not valid JSON: {' '.join(str(error).split())[:200]}; send a JSON object",
                        code="invalid_json") from None
     if not isinstance(found, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
@@ -156,12 +157,13 @@ def read_score(found: dict) -> tuple[list[str | list[dict]], list[str]]:
     """Prompts (text, or messages) and their completions as text. Raises ApiError 400."""
     body = _validated(_ScoreBody, found)
     if len(body.prompts) != len(body.completions):
-        raise ApiError(400, f"{len(body.prompts)} prompts but {len(body.completions)} completions", param="completions")
+        raise ApiError(400, f"{len(body.prompts)} prompts but {len(body.completions)} completions; "
+                            "give one completion for each prompt", param="completions")
     prompts = [clean(p) if isinstance(p, str) else [_message(m, f"prompts.{i}") for m in p]
                for i, p in enumerate(body.prompts)]
     for i, prompt in enumerate(prompts):
         if prompt == []:
-            raise ApiError(400, f"prompts.{i} has no messages", param="prompts")
+            raise ApiError(400, f"prompts.{i} has no messages; give one at least", param="prompts")
     completions = ["".join(m["content"] for m in (_message(m, f"completions.{i}") for m in c))
                    if isinstance(c, list) else clean(c) for i, c in enumerate(body.completions)]
     return prompts, completions
@@ -173,14 +175,16 @@ def _validated(shape: type[BaseModel], found: dict) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])[:200]
-        raise ApiError(400, f"{where}: {first['msg']}", param=str(first["loc"][0]) if first["loc"] else None) from None
+        raise ApiError(400, f"{where}: {first['msg']}; mend it or leave it out",
+                       param=str(first["loc"][0]) if first["loc"] else None) from None
     except RecursionError:
-        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
+        raise ApiError(400, "the body is nested too deeply; send a flatter one", code="invalid_json") from None
 
 
 def _message(message: _Message, where: str) -> dict[str, str]:
     if message.role not in _ROLES:
-        raise ApiError(400, f"{where}.role: {message.role[:40]!r} is none of {', '.join(_ROLES)}", param="messages")
+        raise ApiError(400, f"{where}.role: {message.role[:40]!r} is no role; choose {', '.join(_ROLES)}",
+                       param="messages")
     parts = message.content if isinstance(message.content, list) else [_Part(text=message.content or "")]
     if any(part.type != "text" for part in parts):
         raise ApiError(400, f"{where}.content: only text can be read here", param="messages")

@@ -32,7 +32,9 @@ class Answer(Response):
             if working.done():
                 working.result()
             elif not leaving.done():
-                raise ApiError(504, f"no whole answer within {self._seconds:g} s", code="timeout")
+                raise ApiError(504, f"no whole answer within {self._seconds:g} s; "
+                                    "ask for fewer tokens, or start the server with a larger --request_timeout",
+                               code="timeout")
         finally:
             for task in (working, leaving):
                 task.cancel()
@@ -54,7 +56,7 @@ async def _pieces(model: Served, asked: ChatRequest, job: Job, drop: Callable[[i
     while num_left:
         news = await job.events.get()
         if isinstance(news, Exception):
-            raise ApiError(503 if "stops" in str(news) else 500, f"the answer failed: {news}") from None
+            raise ApiError(503 if "stops" in str(news) else 500, f"the answer failed: {news}; try again") from None
         index, tokens, is_last = news
         text = texts[index]
         if text.has_stopped:

@@ -39,7 +39,8 @@ class Scorer:
         try:
             scores = list(map(float, self.source.score(rollout)))
         except Refused as error:
-            raise UserError(f"these messages make no prompt: {error}") from error
+            raise UserError(f"these messages make no prompt: {error}; "
+                            "send messages that the reward model's template takes") from error
         if not all(map(math.isfinite, scores)):
             raise RuntimeError("the reward model's scores are not finite")
         return scores

@@ -60,7 +60,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options, unknown = flags.parse_known_args(argv)
     if unknown:
         close = nearest(unknown[0].split("=")[0], re.findall(r"--\w+", flags.format_usage()))
-        raise UserError(f"serve: unknown argument {unknown[0]}{close}")
+        raise UserError(f"serve: unknown argument {unknown[0]}{close}; --help lists them")
     check(bool(options.model or options.reward_model), "serve: no model; give --model DIR, such as --model "
                                                        "outputs/demo/ppo/model, or --reward_model DIR")
     for name in ("max_batch", "max_context", "max_new_tokens", "max_body_bytes", "request_timeout"):
@@ -109,7 +109,8 @@ def listening(host: str, port: int, has_key: bool) -> socket.socket:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(address)
     except (OSError, UnicodeError) as error:
-        raise UserError(f"serve: cannot listen on {host} port {port}: {error}") from error
+        raise UserError(f"serve: cannot listen on {host} port {port}: {error}; "
+                        "give another --port or --host") from error
     return taken
 
 

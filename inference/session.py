@@ -90,11 +90,13 @@ def read_conversation(path: str) -> list[dict[str, str]]:
         with Path(path).expanduser().open(encoding="utf-8") as file:
             row = json.loads(file.readline(2**24))
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+        raise UserError(f"cannot read {path}: {error.strerror}; give a file that /save wrote") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} holds no conversation: its first line is no JSON") from error
+        raise UserError(f"{path} holds no conversation: its first line is no JSON; "
+                        "give a file that /save wrote") from error
     messages = row.get("messages") if isinstance(row, dict) else None
     is_fine = isinstance(messages, list) and messages and all(
         isinstance(m, dict) and m.get("role") in ROLES and isinstance(m.get("content"), str) for m in messages)
-    check(bool(is_fine), f"{path} holds no conversation: its first row has no messages of role and content")
+    check(bool(is_fine), f"{path} holds no conversation: its first row has no messages of role and content; "
+                         "give a file that /save wrote")
     return [{"role": m["role"], "content": m["content"]} for m in messages]

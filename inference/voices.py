@@ -105,7 +105,8 @@ def _on_one_base(root: str, members: dict[str, Chain], places: dict[str, str], s
         if not _is_merge(model, active, places[name]):
             continue
         tokenizers[name].chat_template = tokenizers[name].chat_template or template  # an untrained base has none
-        check(bool(tokenizers[name].chat_template), f"{places[name]} has no chat template")
+        check(bool(tokenizers[name].chat_template), f"{places[name]} has no chat template; "
+                                                    "a model trained here (--stage sft) saves one")
         engine = HybridEngine(model, model, eos_ids=stop_ids(model, tokenizers[name]), name=name,
                               pad_id=tokenizers[name].pad_token_id,
                               **({"adapter": partial(adapters.use, active)} if adapters else {}))

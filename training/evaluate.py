@@ -102,7 +102,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check(self.model.preset is None and self.model.model_name_or_path is None,
-              "model.model_name_or_path: the models to compare are evaluate.models")
+              "model.model_name_or_path: the models to compare are evaluate.models; name them there")
         check(not self.model.lora.r, "model.lora: an evaluation trains nothing; leave it out")
         check(not self.report_to, "report_to: an evaluation has no trackers; leave it out")
 
@@ -117,7 +117,8 @@ def contenders(config: Config) -> dict[str, str]:
         name, has_name, path = entry.partition("=")
         path = path if has_name else name
         name = name if has_name else _own_name(Path(path), [p for p in bare if p != Path(path)])
-        check(bool(name) and bool(path), f"evaluate.models: {entry!r} is neither PATH nor NAME=PATH")
+        check(bool(name) and bool(path), f"evaluate.models: {entry!r} is neither PATH nor NAME=PATH; "
+                                         "write it as one of them")
         check(name not in found, f"evaluate.models: two are called {name}; name them, as in {name}_2={path}")
         found[name] = wiring.predecessor(path, config.output_dir, "sft", "evaluate.models")
     for name in config.evaluate.prompt_templates:

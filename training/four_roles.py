@@ -100,7 +100,7 @@ def check_roles(parts: Parts, sources: Sources) -> tuple[dict[str, Start], Layou
               f"roles.{role}: zero_stage 0 with {dtype} weights, where DeepSpeed takes a wrong first step; choose 1")
     stages = {r: layout_of(parts, r).zero_stage == 3 for r in TRAINED if r in starts}
     check(len(set(stages.values())) == 1 or layout.group("actor") != layout.group("critic"),
-          "roles.actor.zero_stage and roles.critic.zero_stage: on one base both are 3 or neither is")
+          "roles.actor.zero_stage and roles.critic.zero_stage: on one base both are 3 or neither is; set both alike")
     if line and is_main():
         print(line, file=sys.stderr)
     return starts, layout

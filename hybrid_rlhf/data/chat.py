@@ -84,7 +84,7 @@ def _template_text(template: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data.chat_template {template} cannot be read: {error}") from error
+        raise UserError(f"data.chat_template {template} cannot be read: {error}; give another file") from error
 
 
 def _checked(text: str) -> str:
@@ -95,7 +95,7 @@ def _checked(text: str) -> str:
         ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
     except TemplateSyntaxError as error:
         if "generation" not in str(error):  # transformers' own block tag
-            raise UserError(f"data.chat_template line {error.lineno}: {error.message}") from error
+            raise UserError(f"data.chat_template line {error.lineno}: {error.message}; mend the template") from error
     return text
 
 

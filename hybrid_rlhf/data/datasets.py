@@ -125,8 +125,8 @@ def build(config: DataConfig, stage: str, tokenizer, seed: int) -> StageData:  #
     train = blend([t[0] for t in tables], [each.source.weight for each in opened], seed, config.max_samples)
     held_out = blend([t[1] for t in tables], [None] * len(tables), seed)
     report = _report([t[2] for t in tables], len(train), len(held_out))
-    check(len(train) > 0, f"no usable row for stage {stage}: {describe(report)}"
-                          + ("; data.split null gives every stage every row" if report["other_stages"] else ""))
+    check(len(train) > 0, f"no usable row for stage {stage}: {describe(report)}; give more or other data"
+                          + (", and data.split null gives every stage every row" if report["other_stages"] else ""))
     return StageData(_Unfolded(train), _Unfolded(held_out), report)
 
 
@@ -139,14 +139,15 @@ def open_sources(config: DataConfig, stage: str) -> list[Opened]:
     check(stage in TRAININGS, f"no data is known for stage {stage!r}{nearest(stage, TRAININGS)}")
     meant = [s for s in config.sources if not s.stages or stage in s.stages]
     check(bool(meant), f"no data source for stage {stage}: data.sources "
-                       + ("is empty" if not config.sources else "names other stages only"))
+                       + ("is empty; give a list of {path: ...}" if not config.sources else
+                          f"names other stages only; add {stage} to `stages` of one"))
     opened = [Opened(s, rows, detect(rows[0], s.path)) for s in meant for rows in [sources.read(s)]]
     serving = [o for o in opened if TRAININGS[stage] in KINDS[o.form.kind]]
     for each in opened:
         needed = each.source.stages or not serving
         check(each in serving or not needed,
               f"{each.source.path} is {each.form.name} data ({', '.join(each.form.required)}), which holds no "
-              f"{TRAININGS[stage]}s for stage {stage}")
+              f"{TRAININGS[stage]}s for stage {stage}; give other data, or name its stages by `stages`")
     return serving
 
 

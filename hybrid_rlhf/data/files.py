@@ -25,9 +25,9 @@ def read_file(path: str | Path) -> Rows:
     """
     text = _text(path)
     nul = text.find("\0")
-    check(nul < 0, f"{path} line {_line_of(text, nul)}: a NUL byte; the file is damaged, or it is no text")
+    check(nul < 0, f"{path} line {_line_of(text, nul)}: a NUL byte; save the file as text in UTF-8")
     rows = PARSERS[kind_of(path)](text, path)
-    check(bool(rows), f"{path} is empty: no row in it")
+    check(bool(rows), f"{path} is empty: no row in it; give a file with rows")
     return rows
 
 
@@ -45,7 +45,7 @@ def _text(path: str | Path) -> str:
         data = Path(path).read_bytes()
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
+        raise UserError(f"cannot read {path}: {error}; give a file that can be read") from error
     encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     try:
         return data.decode(encoding)
@@ -72,7 +72,7 @@ def _object(text: str, where: str) -> dict:
     try:
         value = loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON ({_reason(error)})") from error
+        raise UserError(f"{where}: not valid JSON ({_reason(error)}); mend that line") from error
     check(isinstance(value, dict), f"{where}: a JSON object is needed, found {_kind(value)}")
     return value
 
@@ -85,9 +85,9 @@ def _parse_json(text: str, path: str | Path) -> Rows:
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and _is_object(text.lstrip().split("\n", 1)[0]):
             return _parse_jsonl(text, path)  # many people call their jsonl .json
-        raise UserError(f"{path} line {error.lineno}: not valid JSON ({_reason(error)})") from error
+        raise UserError(f"{path} line {error.lineno}: not valid JSON ({_reason(error)}); mend it there") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({_reason(error)})") from error
+        raise UserError(f"{path}: not valid JSON ({_reason(error)}); mend it, or give jsonl") from error
     if isinstance(value, dict):
         value = _from_object(value)
     check(isinstance(value, list), f"{path}: a list of JSON objects is needed, found {_kind(value)}")
@@ -152,11 +152,12 @@ def _delimited(delimiter: str) -> Callable[[str, str | Path], Rows]:
         try:
             for row in reader:
                 where = f"{path} line {reader.line_num}"
-                check(None not in row, f"{where}: more values than the header has columns")
-                check(None not in row.values(), f"{where}: fewer values than the header has columns")
+                check(None not in row, f"{where}: more values than the header has columns; "
+                                       "quote values that hold the separator")
+                check(None not in row.values(), f"{where}: fewer values than the header has columns; fill the line up")
                 rows.append(row)
         except csv.Error as error:
-            raise UserError(f"{path} line {reader.line_num + 1}: not valid CSV ({error})") from error
+            raise UserError(f"{path} line {reader.line_num + 1}: not valid CSV ({error}); mend that line") from error
         return rows
 
     return parse

@@ -83,7 +83,7 @@ def read_row(row: dict, form: Format, where: str) -> Example:
     try:
         example = form.read(row)
     except (ValueError, TypeError) as error:
-        raise UserError(f"{where}: {error}") from error
+        raise UserError(f"{where}: {error}; mend the row") from error
     example.columns = {k: v for k, v in row.items() if k not in form.asks}
     return example
 

@@ -48,7 +48,7 @@ class Source:
     stages: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        check(bool(self.path), "data.sources: a source has no path (a file, a folder, a hub id or demo/<name>)")
+        check(bool(self.path), "data.sources: a source has no path; give a file, a folder, a hub id or demo/<name>")
         check(self.weight is None or 0 < self.weight < float("inf"),
               f"data.sources: weight of {self.path} is {self.weight}; it must be positive")
 
@@ -66,9 +66,10 @@ def read(source: Source) -> Sequence[dict]:
     elif path.is_file():
         rows = _file(path)
     else:
-        check(not _looks_local(source.path), f"data source {source.path} does not exist")
+        check(not _looks_local(source.path), f"data source {source.path} does not exist; "
+                                             "give a file, a folder or a hub id")
         rows = _hub(source)
-    check(len(rows) > 0, f"{source.path} is empty: no row in split {source.split}")
+    check(len(rows) > 0, f"{source.path} is empty: no row in split {source.split}; give another file or split")
     return _renamed(rows, source)
 
 
@@ -97,13 +98,14 @@ def _parquet(paths: list[Path]) -> Sequence[dict]:
         with _quiet():
             return datasets.Dataset.from_parquet([str(p) for p in paths])
     except Exception as error:  # whatever the reader makes of a damaged file, it is the file that is wrong
-        raise UserError(f"{paths[0]}: not a readable parquet file ({_first_line(error)})") from error
+        raise UserError(f"{paths[0]}: not a readable parquet file ({_first_line(error)}); "
+                        "write it anew, or as jsonl") from error
 
 
 def _folder(folder: Path, source: Source) -> Sequence[dict]:
     """The rows of a folder: a data set saved by `datasets`, or data files. Code in the folder is never run."""
     folder = folder / source.name if source.name else folder
-    check(folder.is_dir(), f"{source.path} has no subfolder {source.name}")
+    check(folder.is_dir(), f"{source.path} has no subfolder {source.name}; leave `name` out, or give one that exists")
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         return _saved(folder, source.split)
     files = sorted(p for p in folder.rglob("*") if p.is_file() and kind_of(p) and p.name not in _NOT_DATA
@@ -119,7 +121,8 @@ def _folder(folder: Path, source: Source) -> Sequence[dict]:
 
 def _of_split(files: list[Path], folder: Path, split: str) -> list[Path]:
     """The files whose path names the split; files that name none are the train split."""
-    check(bool(files), f"{folder} holds no data: no {', '.join((*PARSERS, '.parquet'))} file in it")
+    check(bool(files), f"{folder} holds no data: no {', '.join((*PARSERS, '.parquet'))} file in it; give "
+                      "another folder")
 
     def words(path: Path) -> set[str]:
         text = str(path.relative_to(folder)).lower()
@@ -141,7 +144,8 @@ def _saved(folder: Path, split: str) -> Sequence[dict]:
     try:
         saved = datasets.load_from_disk(str(folder))
     except Exception as error:
-        raise UserError(f"{folder}: not a readable saved data set ({_first_line(error)})") from error
+        raise UserError(f"{folder}: not a readable saved data set ({_first_line(error)}); "
+                        "save it anew, or as jsonl") from error
     if isinstance(saved, datasets.DatasetDict):
         check(split in saved, f"{folder} has no split {split}; it has {', '.join(saved)}")
         return saved[split]
@@ -155,9 +159,11 @@ def _check_inside(folder: Path) -> None:
             found = json.loads(state.read_text(encoding="utf-8"))["_data_files"] if state.exists() else []
             names = [str(entry["filename"]) for entry in found]
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-            raise UserError(f"{folder}: not a readable saved data set ({state.name} is damaged)") from error
+            raise UserError(f"{folder}: not a readable saved data set ({state.name} is damaged); save it "
+                            "anew, or as jsonl") from error
         for name in names:
-            check(Path(name).name == name, f"{folder}: {state.name} names a file outside of its folder ({name[:80]})")
+            check(Path(name).name == name, f"{folder}: {state.name} names a file outside of its folder "
+                                             f"({name[:80]}); save it anew, or as jsonl")
 
 
 def _hub(source: Source) -> Sequence[dict]:
@@ -168,7 +174,7 @@ def _hub(source: Source) -> Sequence[dict]:
             found = datasets.load_dataset(source.path, source.name, split=source.split)
     except Exception as error:  # offline, missing, gated, a script: the library has a class for each
         raise UserError(f"data source {source.path} is no file or folder here, and loading it from the hub failed: "
-                        f"{type(error).__name__}: {_first_line(error)}") from error
+                        f"{type(error).__name__}: {_first_line(error)}; give another path") from error
     return found
 
 

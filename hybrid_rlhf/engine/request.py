@@ -34,7 +34,8 @@ def check_finite(logprob: float, request: Request) -> None:
     """Raise UserError where the logprob of a request's next draw says that the model broke."""
     if not math.isfinite(logprob):
         raise UserError(f"the model's logits are not finite at position {len(request.prompt) + len(request.tokens)} of "
-                        f"request {request.number}: its weights have broken (too large a step?)")
+                        f"request {request.number}: its weights have broken (too large a step?); "
+                        "go back to an earlier model and lower the learning rate")
 
 
 def stream(seed: int, number: int) -> int:

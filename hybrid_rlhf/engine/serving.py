@@ -50,7 +50,7 @@ class SlotServing:
         check_lengths(self._runner, [list(request.prompt)], [request.limit])
         if len(request.prompt) + request.limit > self.capacity:
             raise UserError(f"a prompt of {len(request.prompt)} tokens and an answer of {request.limit} do not fit in "
-                            f"{self.capacity}")
+                            f"{self.capacity}; ask for less, or start with a larger --max_context")
 
     def submit(self, request: Request) -> None:
         self._scheduler.submit([request])

@@ -72,7 +72,8 @@ def check_configured(config: object, degree: int, option: str) -> None:
     for field in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(text, field, None)
         check(not isinstance(heads, int) or heads % degree == 0,
-              f"{option} is {degree}, but {text.model_type} has {field} {heads}, which {degree} does not divide")
+              f"{option} is {degree}, but {text.model_type} has {field} {heads}, which {degree} does not divide; "
+              "choose a divisor")
 
 
 def _check_linear(module: nn.Module, where: str) -> None:
@@ -89,7 +90,8 @@ def _check_heads(module: nn.Module, parent: nn.Module, path: str, degree: int) -
     if size == 1:
         return
     heads = _base(module).weight.shape[0] // size
-    check(heads % degree == 0, f"{path} has {heads} heads of {size}, which tp {degree} does not divide")
+    check(heads % degree == 0, f"{path} has {heads} heads of {size}, which tp {degree} does not divide; "
+                               "choose a divisor")
 
 
 def _check_experts(module: nn.Module, where: str, degree: int) -> None:
@@ -97,8 +99,8 @@ def _check_experts(module: nn.Module, where: str, degree: int) -> None:
     count, own = getattr(stacked, "num_experts", None), dict(stacked.named_parameters())
     check(isinstance(count, int) and own and all("." not in n and p.shape[0] == count and p.is_floating_point()
                                                  for n, p in own.items()),
-          f"{where}: experts whose weights are not one floating-point tensor of all run with tp 1 only")
-    check(count >= degree, f"{where} has {count} experts, fewer than tp {degree}")
+          f"{where}: experts whose weights are not one floating-point tensor of all run with tp 1 only; use tp 1")
+    check(count >= degree, f"{where} has {count} experts, fewer than tp {degree}; lower it")
 
 
 # -- the mode --------------------------------------------------------------------------------------------------------

@@ -62,7 +62,8 @@ def draw_together(ranks: RankGroup, asked: Sequence[tuple], sampling: SamplingCo
     with leaving_nobody_waiting(ranks):
         said = agreed(ranks, own)
         if len({settings for settings, _ in said}) > 1:
-            raise UserError("the ranks of a tensor-parallel group were given different sampling settings")
+            raise UserError("the ranks of a tensor-parallel group were given different sampling settings; "
+                            "give all the same")
         everyones = {_name(request): tuple(request) for _, requests in said for request in requests}
         drawn = dict(zip(everyones, draw(list(everyones.values())), strict=True))
         if len(set(agreed(ranks, lambda: hash(tuple(t for request in drawn.values() for t in request.tokens))))) > 1:

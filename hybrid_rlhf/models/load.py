@@ -73,13 +73,15 @@ class ModelConfig:
         check(self.preset is None or self.preset in PRESETS,
               f"model.preset is {self.preset!r}; there are {', '.join(PRESETS)}{nearest(self.preset or '', PRESETS)}")
         for pattern in self.freeze:
-            check(_compiles(pattern), f"model.freeze: {pattern!r} is no regular expression")
+            check(_compiles(pattern), f"model.freeze: {pattern!r} is no regular expression; "
+                                      "mend it, for names such as layers\\.0")
         check(not (self.preset and self.model_name_or_path),
               "model.preset and model.model_name_or_path are both given; a run starts from one model")
         check(not (self.load_in_4bit and self.load_in_8bit),
               "model.load_in_4bit and model.load_in_8bit are both on; choose one")
         check(not (self.preset and self.quantize),
-              f"model.load_in_{self.quantize} with model.preset: a random model has nothing worth freezing")
+              f"model.load_in_{self.quantize} with model.preset: a random model has nothing worth freezing; "
+              "leave it out")
 
     @property
     def quantize(self) -> str | None:
@@ -107,13 +109,14 @@ def check_folder(path: str, needs: Iterable[str] = ("weights", "tokenizer"), tak
     folder = Path(path).expanduser()
     if not folder.exists():
         looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-        check(not looks_local, f"model folder {path} does not exist")
+        check(not looks_local, f"model folder {path} does not exist; give a folder that does, or a hub id")
         return
     check(folder.is_dir(), f"{path} is a file; a model is a folder with config.json, weights and a tokenizer")
     check((folder / "config.json").exists(), f"{path} is no model folder: it has no config.json")
     if "weights" in needs and not list(folder.glob("*.safetensors")):
         pickled = sorted(folder.glob("*.bin"))
-        check(bool(pickled), f"{path} has no weights: no *.safetensors beside its config.json")
+        check(bool(pickled), f"{path} has no weights: no *.safetensors beside its config.json; "
+                             "save it by transformers 4.35 or newer, or give another folder")
         check(takes_pickles, f"{path} holds its weights as {pickled[0].name}, a pickle that could run "
                              "code on load; convert it to model.safetensors, or set model.trust_pickled_weights")
     if "tokenizer" in needs:
@@ -183,7 +186,8 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, **extra: o
             path, dtype=dtype, trust_remote_code=config.trust_remote_code,
             use_safetensors=None if config.trust_pickled_weights else True, **extra)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, PickleError) as error:
-        raise UserError(f"cannot load {path} by {auto_class}: {first_line(error)}") from error
+        raise UserError(f"cannot load {path} by {auto_class}: {first_line(error)}; "
+                        "give a model that this release of transformers loads") from error
     finally:
         transformers.logging.set_verbosity(level)
     return quantize.settle(model, path) if config.quantize else model.to(device)
@@ -208,7 +212,8 @@ def prepare(model: nn.Module, config: ModelConfig, vocab_size: int) -> nn.Module
     for pattern in config.freeze:
         matches = [p for n, p in model.named_parameters() if re.search(pattern, n)]
         check(bool(matches), f"model.freeze pattern {pattern!r} matches no parameter of {type(model).__name__}, "
-                             f"whose first is {next(iter(model.named_parameters()))[0]}")
+                             f"whose first is {next(iter(model.named_parameters()))[0]}; "
+                             "give a pattern that matches some")
         for parameter in matches:
             parameter.requires_grad_(False)
     check(any(p.requires_grad for p in model.parameters()), "model.freeze freezes every parameter; nothing is trained")
@@ -272,7 +277,8 @@ def configuration(config: ModelConfig):  # noqa: ANN201 - a transformers class
     try:
         found = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"cannot read the configuration of {path}: {first_line(error)}") from error
+        raise UserError(f"cannot read the configuration of {path}: {first_line(error)}; "
+                        "give a folder with config.json, or a hub id") from error
     check(not getattr(found, "is_encoder_decoder", False),
           f"{path} is an encoder-decoder ({found.model_type}); a causal language model is needed")
     return found

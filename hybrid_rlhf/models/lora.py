@@ -199,11 +199,13 @@ def load_adapter(model: nn.Module, folder: str | Path, adapter_name: str) -> Non
     try:
         _add(model, settings, adapter_name)
     except ValueError as error:
-        raise UserError(f"the adapter {folder} does not fit {type(model).__name__}: {error}") from error
+        raise UserError(f"the adapter {folder} does not fit {type(model).__name__}: {error}; "
+                        "give the base that it was made for") from error
     own = peft.get_peft_model_state_dict(model._peft_wrapper, adapter_name=adapter_name, save_embedding_layers=False)
     saved = load_file(Path(folder) / _WEIGHTS)
     check(own.keys() == saved.keys() and all(own[k].shape == saved[k].shape for k in own),
-          f"the adapter {folder} does not fit {type(model).__name__}: its layers or their shapes are not the model's")
+          f"the adapter {folder} does not fit {type(model).__name__}: its layers or their shapes are not the model's; "
+          "give the base that it was made for")
     with torch.no_grad():
         for name, value in own.items():
             value.copy_(saved[name])

@@ -64,7 +64,8 @@ def read_config(model: ModelConfig):  # noqa: ANN201 - a transformers class
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot read the configuration of {path}: {first}") from error
+        raise UserError(f"cannot read the configuration of {path}: {first}; "
+                        "give a folder with config.json, or a hub id") from error
     check(not getattr(config, "is_encoder_decoder", False),
           f"{path} is an encoder-decoder ({config.model_type}); a causal language model is needed")
     _configs[path] = config
@@ -106,7 +107,8 @@ def empty_model(config, model: ModelConfig, device: torch.device, *, is_scalar: 
             made = getattr(transformers, kind).from_config(
                 settings, dtype=resolve_dtype(model.dtype, device), trust_remote_code=model.trust_remote_code, **named)
     except (ValueError, ImportError) as error:
-        raise UserError(f"{config.model_type}: {str(error).strip().splitlines()[0]}") from error
+        raise UserError(f"{config.model_type}: {str(error).strip().splitlines()[0]}; "
+                        "--plan needs a model that transformers can build") from error
     check(not is_scalar or hasattr(made, "score"), f"{type(made).__name__} has no linear score head; use a "
                                                    "decoder-only model")
     with _quiet():

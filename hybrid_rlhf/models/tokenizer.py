@@ -24,7 +24,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False):  # noqa: ANN201 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"cannot load a tokenizer from {path}: {first_line(error)}") from error
+        raise UserError(f"cannot load a tokenizer from {path}: {first_line(error)}; "
+                        "give model.tokenizer_name_or_path") from error
     set_pad_token(tokenizer)
     return tokenizer
 

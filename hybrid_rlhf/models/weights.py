@@ -34,7 +34,8 @@ def fingerprint(folder: str | Path) -> str | None:
                     if name != "__metadata__":
                         found[name] = _digest(file, 8 + size, entry)
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError) as error:
-                raise UserError(f"{path} is no safetensors file, or is damaged") from error
+                raise UserError(f"{path} is no safetensors file, or is damaged; download or "
+                                "export it anew") from error
     return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
 
 
@@ -60,5 +61,5 @@ def read_tensor(folder: str | Path, name: str) -> Tensor:
         with safe_open(path, framework="pt") as file:
             if name in file.keys():  # noqa: SIM118 - not a dict
                 return file.get_tensor(name)
-    check(Path(folder).exists(), f"model folder {folder} does not exist")
+    check(Path(folder).exists(), f"model folder {folder} does not exist; give the folder of a reward run's model")
     raise UserError(f"{folder} holds no {name}; a reward model with a scalar head is needed")

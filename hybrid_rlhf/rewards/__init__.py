@@ -38,8 +38,8 @@ def checked_scores(source: RewardSource, rollout: Rollout) -> Tensor:
     skipped = torch.isnan(scores).nonzero()
     if len(skipped):
         first = int(skipped[0])
-        raise BadAnswer(f"reward source {source.name}: response {first} was skipped by every source and has no score: "
-                        f"{shown(rollout, first)}")
+        raise BadAnswer(f"reward source {source.name}: response {first} was skipped by every source and has no score; "
+                        f"one source must have a number for it: {shown(rollout, first)}")
     return scores
 
 
@@ -56,8 +56,8 @@ def part_scores(source: RewardSource, rollout: Rollout) -> Tensor:
         raise BadAnswer(f"reward source {source.name}: answered {answers!r:.60} ({type(answers).__name__}) for "
                         f"responses 0 to {len(rollout) - 1}; a list of numbers or None is needed, one for each")
     if len(answers) != len(rollout):
-        raise BadAnswer(f"reward source {source.name}: {len(answers)} scores for {len(rollout)} responses "
-                        f"(response {min(len(answers), len(rollout))} is the first without its match)")
+        raise BadAnswer(f"reward source {source.name}: {len(answers)} scores for {len(rollout)} responses; give "
+                        f"one for each (response {min(len(answers), len(rollout))} is the first without its match)")
     return torch.tensor([_number(source.name, answers[i], i, rollout) for i in range(len(rollout))])
 
 
@@ -74,11 +74,12 @@ def _number(name: str, answer: object, i: int, rollout: Rollout) -> float:
 
 def _checked(name: str, scores: Tensor, rollout: Rollout) -> Tensor:
     if scores.shape != (len(rollout),):
-        raise BadScore(f"reward source {name}: {len(rollout)} responses, scores of shape {tuple(scores.shape)}")
+        raise BadScore(f"reward source {name}: {len(rollout)} responses, scores of shape {tuple(scores.shape)}, where "
+                       "one for each is needed")
     if not torch.isfinite(scores).all():
         first = int((~torch.isfinite(scores)).nonzero()[0])
-        raise BadScore(f"reward source {name}: score {float(scores[first])} for response {first}: "
-                       f"{shown(rollout, first)}")
+        raise BadScore(f"reward source {name}: score {float(scores[first])} for response {first}, where a finite "
+                       f"number is needed: {shown(rollout, first)}")
     return scores
 
 

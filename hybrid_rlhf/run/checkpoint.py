@@ -193,7 +193,7 @@ def _together(folder: Path, act: Callable[[], object]) -> list:
     outcomes = gather_over_ranks([found, error])
     wrong = next((e for _, e in outcomes if e), None)
     if wrong:
-        raise SaveError(f"cannot save a checkpoint in {folder}: {wrong}")
+        raise SaveError(f"cannot save a checkpoint in {folder}: {wrong}; make room there")
     return [f for f, _ in outcomes]
 
 

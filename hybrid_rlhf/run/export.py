@@ -102,5 +102,5 @@ def _compare(model: nn.Module, folder: Path) -> Tensor:
     difference = _difference(live, again)
     if not difference <= bound:
         raise ExportDiffers(f"{folder}: reloaded outputs differ from the live model's by {difference:.3g} (relative); "
-                            f"at most {bound} is rounding")
+                            f"at most {bound} is rounding: please report it")
     return again

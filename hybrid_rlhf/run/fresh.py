@@ -60,19 +60,20 @@ def compare(live: dict[str, Tensor], folder: str | Path, class_name: str, dtype:
     bound, largest = BOUNDS[dtype], 0.0
     for i, text in enumerate(PROMPTS):
         if not torch.equal(live[f"prompt.{i}"], fresh[f"prompt.{i}"]):
-            raise ExportDiffers(f"{folder}: {text!r} becomes other tokens when the tokenizer is loaded again")
+            raise ExportDiffers(f"{folder}: {text!r} becomes other tokens when the tokenizer is loaded again; "
+                                "give another tokenizer")
         mine, theirs = live[f"logits.{i}"], fresh[f"logits.{i}"]
         scale = float(mine.abs().max().clamp(min=1e-6))
         difference = float((mine - theirs).abs().max()) / scale
         if not difference <= bound:
             raise ExportDiffers(f"{folder}: reloaded in a fresh process its outputs differ by {difference:.3g} "
-                                f"(relative); at most {bound} is rounding")
+                                f"(relative); at most {bound} is rounding: please report it")
         largest = max(largest, difference)
         if mine.ndim == 3:
             top = mine.topk(2, -1).values
             is_sure = top[..., 0] - top[..., 1] > 2 * bound * scale
             if bool(((mine.argmax(-1) != theirs.argmax(-1)) & is_sure).any()):
-                raise ExportDiffers(f"{folder}: reloaded in a fresh process it chooses other tokens")
+                raise ExportDiffers(f"{folder}: reloaded in a fresh process it chooses other tokens; please report it")
     return largest
 
 
@@ -85,5 +86,5 @@ def _fresh(live: dict[str, Tensor], folder: str | Path, class_name: str) -> dict
                                json.dumps(PROMPTS)], capture_output=True, text=True, check=False)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            raise ExportDiffers(f"{folder} cannot be loaded in a fresh process: {reason}")
+            raise ExportDiffers(f"{folder} cannot be loaded in a fresh process: {reason}; please report it")
         return load_file(out)

@@ -45,7 +45,7 @@ def check_convertible(folder: str | Path, dtype: str) -> None:
     check(kind in ROWS, f"{folder} is a {kind} model; GGUF export knows {', '.join(ROWS)}. For others use llama.cpp's "
                         "convert_hf_to_gguf.py on the exported folder")
     check(not any("Classification" in name for name in config.get("architectures") or []),
-          f"{folder} is a reward model; llama.cpp runs language models")
+          f"{folder} is a reward model; llama.cpp runs language models: leave --gguf out")
     kind = _rope(config).get("rope_type", "default")
     check(kind in ("default", "linear", "yarn", "llama3"), f"{folder}: rotary scaling {kind!r} has no GGUF form here; "
                                                            "default, linear, yarn and llama3 have")
@@ -92,7 +92,7 @@ def _json(path: Path) -> dict:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
+        raise UserError(f"cannot read {path}: {error}; export the model anew") from error
 
 
 def _rope(config: dict) -> dict:
@@ -148,7 +148,8 @@ def _tensors(folder: Path, config: dict, row: Row) -> Iterator[tuple[str, np.nda
                     continue
                 new = names.get_name(name, try_suffixes=(".weight", ".bias"))
                 if new is None:
-                    raise UserError(f"{path.name} holds {name}, which llama.cpp's {row.arch} has no place for")
+                    raise UserError(f"{path.name} holds {name}, which llama.cpp's {row.arch} has no place for; "
+                                    "leave --gguf out")
                 value = file.get_tensor(name).to(torch.float32)
                 if row.is_interleaved and ".q_proj." in name:
                     value = interleaved(value, heads)
@@ -191,13 +192,15 @@ def _vocabulary_kind(folder: Path) -> str:
         return "spm"
     steps = before.get("pretokenizers", [before])
     kinds = [step.get("type") for step in steps]
-    check("ByteLevel" in kinds, f"{folder}: its tokenizer is not byte-level, and has no GGUF form here")
+    check("ByteLevel" in kinds, f"{folder}: its tokenizer is not byte-level, and has no GGUF form here; "
+                                "leave --gguf out")
     if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
         return "gpt-2"
     if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
         return "smollm"
     pattern = next((s["pattern"].get("Regex") for s in steps if s.get("type") == "Split"), None)
-    check(pattern in _SPLITS, f"{folder}: its tokenizer splits text by {pattern!r:.80}, which has no GGUF form")
+    check(pattern in _SPLITS, f"{folder}: its tokenizer splits text by {pattern!r:.80}, which has no GGUF form; "
+                                 "leave --gguf out")
     return _SPLITS[pattern]
 
 

@@ -173,7 +173,7 @@ def _go_on(record: RunRecord, path: Path, settings: dict, command: str) -> RunRe
                 checkpoint.clear(path.parent, after=made["step"])
             _write_settings(Path(record.output_dir), settings)
         except OSError as error:
-            raise UserError(f"cannot write to output_dir {record.output_dir}: {error.strerror}") from error
+            raise UserError(f"cannot write to output_dir {record.output_dir}: {error.strerror}; make room") from error
     return record
 
 
@@ -191,7 +191,7 @@ def _found(folder: Path) -> RunRecord | None:
     try:
         strangers = sorted(p.name for p in folder.iterdir() if p.name != _UNFINISHED_WRITE)
     except OSError as error:
-        raise UserError(f"output_dir {folder} cannot be read: {error.strerror}") from error
+        raise UserError(f"output_dir {folder} cannot be read: {error.strerror}; give another folder") from error
     check(not strangers, f"output_dir {folder} holds something else ({', '.join(strangers[:3])}) and no run; choose a "
                          "new or empty folder")
     return None
@@ -214,7 +214,7 @@ def _begin(folder: Path, stage: str, settings: dict, command: str) -> RunRecord:
                 checkpoint.clear(folder / where)
             _write_settings(folder, settings)
         except OSError as error:
-            raise UserError(f"cannot write to output_dir {folder}: {error.strerror}") from error
+            raise UserError(f"cannot write to output_dir {folder}: {error.strerror}; give another folder") from error
     return record
 
 
@@ -239,8 +239,10 @@ def read_run(folder: str | Path) -> RunRecord:
         is_ours = newer or (record.status in STATUSES and isinstance(record.stage, str) and
                             all(isinstance(getattr(record, n), dict) for n in ("config", "metrics", "facts")))
     except (ValueError, LookupError, TypeError, OSError, RecursionError) as error:
-        raise UserError(f"{path} is not a run record of hybrid_rlhf, or is damaged") from error
-    check(is_ours, f"{path} is not a run record of hybrid_rlhf, or is damaged")
+        raise UserError(f"{path} is not a run record of hybrid_rlhf, or is damaged; "
+                        "give another folder, or run the stage again") from error
+    check(is_ours, f"{path} is not a run record of hybrid_rlhf, or is damaged; "
+                   "give another folder, or run the stage again")
     check(not newer, f"{path} was written by a newer release (format {found['format']}); update hybrid_rlhf")
     return record
 

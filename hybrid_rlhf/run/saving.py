@@ -79,7 +79,8 @@ class Saver:
             try:
                 positions = reporter.state()
             except OSError as error:
-                raise SaveError(f"cannot save a checkpoint in {self.folder}: {error.strerror}") from error
+                raise SaveError(f"cannot save a checkpoint in {self.folder}: {error.strerror}; make room "
+                                "there") from error
             place, drawn = position or (self.loader.state(), random_state.state())
             state = {"step": step, "trainer": self.trainer.state(), "loader": place, "random": drawn,
                      "reporter": positions, "values": self.values, "best": self._best,
