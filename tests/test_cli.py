@@ -143,8 +143,8 @@ def test_settings_cannot_be_changed_once_they_are_read() -> None:
 def test_settings_of_another_stage_are_refused(tmp_path, capsys) -> None:
     path = write(tmp_path / "sft.yaml", {"stage": "sft", "seed": 1})
     assert main(["--stage", "reward", "--config", path]) == 2
-    assert capsys.readouterr().err == ("error: --stage reward, but the settings say stage: sft; they are another "
-                                       "stage's\n")
+    assert capsys.readouterr().err == ("error: --stage reward, but the settings say stage: sft; give --stage sft, "
+                                       "or another file\n")
 
 
 def test_python_refuses_a_bad_value_as_the_command_line_does() -> None:

@@ -99,7 +99,7 @@ def test_a_hub_data_set_that_cannot_be_had_is_named(monkeypatch):
         raise ConnectionError("no\nnetwork")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(UserError, match=r"nobody/nothing is no file or folder here.*ConnectionError: no$"):
+    with pytest.raises(UserError, match=r"nobody/nothing is no file .*ConnectionError: no; give another path$"):
         read(Source("nobody/nothing"))
 
 

@@ -38,7 +38,7 @@ def test_the_guide_s_hostfile_is_one_that_deepspeed_s_launcher_reads(tmp_path):
     """The launcher itself needs pdsh or ssh to other machines."""
     from deepspeed.launcher.runner import encode_world_info, fetch_hostfile, parse_inclusion_exclusion
 
-    guide = (ROOT / "docs" / "guide.md").read_text()
+    guide = (ROOT / "docs" / "guide" / "several-gpus.md").read_text()
     lines = re.search(r"\$ cat (\w+)\n((?:\S+ slots=\d+\n)+)\$ deepspeed --hostfile (\w+)", guide)
     assert lines and lines[1] == lines[3]
     (tmp_path / "hostfile").write_text(lines[2])

@@ -38,8 +38,8 @@ def checked_scores(source: RewardSource, rollout: Rollout) -> Tensor:
     skipped = torch.isnan(scores).nonzero()
     if len(skipped):
         first = int(skipped[0])
-        raise BadAnswer(f"reward source {source.name}: response {first} was skipped by every source and has no score; "
-                        f"one source must have a number for it: {shown(rollout, first)}")
+        raise BadAnswer(f"reward source {source.name}: response {first} was skipped by every source and has no score: "
+                        f"{shown(rollout, first)}; one source must have a number for it")
     return scores
 
 
@@ -56,8 +56,9 @@ def part_scores(source: RewardSource, rollout: Rollout) -> Tensor:
         raise BadAnswer(f"reward source {source.name}: answered {answers!r:.60} ({type(answers).__name__}) for "
                         f"responses 0 to {len(rollout) - 1}; a list of numbers or None is needed, one for each")
     if len(answers) != len(rollout):
-        raise BadAnswer(f"reward source {source.name}: {len(answers)} scores for {len(rollout)} responses; give "
-                        f"one for each (response {min(len(answers), len(rollout))} is the first without its match)")
+        raise BadAnswer(f"reward source {source.name}: {len(answers)} scores for {len(rollout)} responses "
+                        f"(response {min(len(answers), len(rollout))} is the first without its match); give "
+                        "one for each")
     return torch.tensor([_number(source.name, answers[i], i, rollout) for i in range(len(rollout))])
 
 

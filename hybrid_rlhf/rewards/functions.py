@@ -49,8 +49,8 @@ class FunctionSource:
             which = f"response {i} of {len(rollout)}" if i is not None else f"the {len(rollout)} responses together"
             ending = f": {shown(rollout, i)}" if i is not None else ""
             what = described(own, self.timeout, self.function)
-            raise BadAnswer(f"reward source {self.name}: {what} for {which}; mend the function, or give another"
-                            f"{ending}") from error
+            raise BadAnswer(f"reward source {self.name}: {what} for {which}{ending}; mend the function, or give "
+                            "another") from error
 
     def _call(self, given: dict[str, list]) -> object:
         answer = self.function(**given, **self.options)
