@@ -2,19 +2,16 @@
 
 Set up as who knows TRL would on a CPU: weights in bf16 (which is faster here than autocast over fp32 ones), no gradient
 checkpointing, one forward for the whole batch, no old log-probabilities (one update per rollout needs none), nothing
-saved or logged. Its loop runs in a thread that waits between steps, so that steps can be taken in turns with ours.
+saved or logged.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-
-os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+from peers.turns import Turns
 
 
 class TrlGRPO:
@@ -41,40 +38,8 @@ class TrlGRPO:
         policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)  # the reference has its dtype
         self.trainer = GRPOTrainer(model=policy, reward_funcs=reward, args=config, processing_class=tokenizer,
                                    train_dataset=Dataset.from_list([{"prompt": p} for p in prompts]))
-        if self.trainer.accelerator.num_processes != 1 or torch.distributed.is_initialized():
-            raise SystemExit("TRL must be set up before a process group exists: it would wrap the model for it")
         self._bound(policy)
-        self.trainer.add_callback(self._turns())
-        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
-        self._error: BaseException | None = None
-        threading.Thread(target=self._train, daemon=True).start()
-
-    def step(self) -> None:
-        self._go.release()
-        self._done.acquire()
-        if self._error:
-            raise self._error
-
-    def _train(self) -> None:
-        try:
-            self.trainer.train()
-        except BaseException as error:
-            self._error = error
-        self._done.release()
-
-    def _turns(self):  # noqa: ANN202
-        from transformers import TrainerCallback
-
-        go, done = lambda: self._go.acquire(), lambda: self._done.release()
-
-        class Turns(TrainerCallback):
-            def on_step_begin(self, *_given: object, **_named: object) -> None:
-                go()
-
-            def on_step_end(self, *_given: object, **_named: object) -> None:
-                done()
-
-        return Turns()
+        self.step = Turns(self.trainer).step
 
     def _bound(self, policy) -> None:  # noqa: ANN001
         """Let `policy.generate` end each row at its limit."""

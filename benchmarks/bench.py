@@ -1,0 +1,186 @@
+"""The CPU set of benchmarks, one after the other, and the page of what they found: `make bench`, under 30 minutes.
+
+    python benchmarks/bench.py [--only sft_step reward_step ...] [--take ppo_step=FILE ...] [--page]
+
+Each script runs in a process of its own, alone, within its share of the time. What it wrote by --json goes with its
+command and date to docs/results/benchmarks.json, and all of that becomes docs/results/benchmarks.md. A run replaces
+the rows of its own script and leaves the others; a script that never ran has no figures on the page. --take reads the
+rows that a script wrote in a run of its own, with the default arguments; --page only writes the page again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD, PAGE = ROOT / "docs/results/benchmarks.json", ROOT / "docs/results/benchmarks.md"
+BUDGET = 30 * 60
+
+
+class Script(NamedTuple):
+    """A benchmark of the set: its arguments, and the seconds after which it is stopped."""
+
+    arguments: str
+    limit: int
+
+
+SCRIPTS = {
+    "rollout": Script("--cases fixed ragged fixed_batch --repeats 3", 300),
+    "ppo_step": Script("--cases full lora --repeats 3", 240),
+    "grpo_step": Script("--repeats 3", 330),
+    "sft_step": Script("--repeats 3", 300),
+    "reward_step": Script("--repeats 3", 180),
+    "memory": Script("", 270),
+    "startup": Script("--repeats 3", 180),
+}
+
+
+class Target(NamedTuple):
+    """What is measured, against whom, and what is asked: at least `ratio`, and at most `floor` times the floor."""
+
+    work: str
+    peer: str
+    ratio: float | None
+    floor: float | None = None
+
+
+TARGETS = {
+    ("rollout", "fixed"): Target("rollout, 134M bf16, equal lengths", "transformers generate", 2.4, 1.4),
+    ("rollout", "ragged"): Target("rollout, 134M bf16, ragged", "transformers generate", 6, 1.4),
+    ("rollout", "fixed_batch"): Target("rollout, 134M bf16, equal lengths", "transformers generate_batch", 3, 1.4),
+    ("ppo_step", "full"): Target("PPO step, OPT-125m, all weights", "the plain four-model step", None, 1.3),
+    ("ppo_step", "lora"): Target("PPO step, OPT-125m, LoRA", "the plain four-model step", None, 1.3),
+    ("grpo_step", "fixed"): Target("GRPO step, 134M, equal lengths", "TRL GRPOTrainer", 2.5, 1.4),
+    ("grpo_step", "ragged"): Target("GRPO step, 134M, ragged", "TRL GRPOTrainer", 4, 1.4),
+    ("sft_step", "packed"): Target("SFT, 134M bf16, rows of 32-400", "TRL SFTTrainer, packed to 512", 2, 1.4),
+    ("sft_step", "memory"): Target("SFT, peak of the process", "TRL SFTTrainer, packed to 512", 1 / 0.7),
+    ("reward_step", "pairs"): Target("reward step, 134M bf16, unequal pairs", "TRL RewardTrainer", 2, 1.4),
+    ("memory", "generation"): Target("peak while generating", "weights and KV cache", None, None),
+    ("memory", "ppo"): Target("PPO's peak, one base", "base, KV cache, a micro-batch", None, None),
+    ("memory", "shared"): Target("PPO's peak, one base", "four LoRA bases", 2),
+    ("memory", "full"): Target("PPO's peak, one base", "four full models", 4),
+    ("startup", "warm"): Target("command to first optimizer step", "TRL script, same model", 1 / 0.7),
+    ("startup", "cold"): Target("the same, kernels to be compiled", "", None),
+    ("startup", "help"): Target("--stage sft --help", "", None),
+}
+
+HEAD = """# Beside every peer
+
+`make bench` runs what is listed here and writes this page from docs/results/benchmarks.json;
+`python benchmarks/bench.py --only NAME` runs one script again. Medians, both sides in turns in one run. `ratio` is how
+many times faster, or smaller in memory, ours is than its peer; `floor_ratio` is our time over what the work's products
+and bytes alone take at the rates measured in the same run. A line stands here only for a run that happened.
+
+| work | peer | ours | peer's | ratio | asked | floor_ratio | asked | script |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def line_of(script: str, row: dict) -> str:
+    """One row of the table. What misses its target is bold."""
+    target = TARGETS.get((script, row["case"]), Target(f"{script} {row['case']}", "", None))
+    ratio, floor = row.get("ratio"), row.get("floor_ratio")
+    cells = [target.work, target.peer, number(row["ours"], row["unit"]), number(row.get("peer"), row["unit"]),
+             marked(ratio, ratio is not None and target.ratio is not None and ratio < target.ratio),
+             f">= {target.ratio:.2g}" if target.ratio else "",
+             marked(floor, floor is not None and target.floor is not None and floor > target.floor),
+             f"<= {target.floor:.2g}" if target.floor else "", f"{script} {row['case']}"]
+    return "| " + " | ".join(cells) + " |"
+
+
+def number(value: float | None, unit: str) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.2f} {unit}"
+
+
+def marked(value: float | None, is_missed: bool) -> str:
+    if value is None:
+        return ""
+    return f"**{value:.2f}**" if is_missed else f"{value:.2f}"
+
+
+def page_of(record: dict[str, dict]) -> str:
+    lines = [line_of(name, row) for name in SCRIPTS if name in record for row in record[name]["rows"]]
+    runs = [f"- `{record[name]['command']}`: {record[name]['date']}" + seconds_of(record[name])
+            + f"; {record[name]['rows'][0]['machine']}" for name in SCRIPTS if name in record]
+    missing = [name for name in SCRIPTS if name not in record]
+    notes = [f"- {name}: {note}" for name in SCRIPTS if name in record for note in record[name].get("notes", [])]
+    text = HEAD + "\n".join(lines) + "\n\nBold: the target is missed.\n\n## Runs\n\n" + "\n".join(runs) + "\n"
+    if missing:
+        text += f"\nNot yet run for this page: {', '.join(missing)}; earlier figures stand in pages of theirs.\n"
+    return text + ("\n## Where the time goes, and what was missed\n\n" + "\n".join(notes) + "\n" if notes else "")
+
+
+def seconds_of(entry: dict) -> str:
+    return f", {entry['seconds']:.0f} s" if entry.get("seconds") else ""
+
+
+def entry_of(name: str, rows: list[dict], arguments: str, before: dict, seconds: float | None) -> dict:
+    """What the record keeps of a run. Notes are people's and stay."""
+    if not rows:
+        raise SystemExit(f"{name} wrote no rows")
+    command = f"python benchmarks/{name}.py {arguments}".strip()
+    entry = {"command": command, "date": datetime.date.today().isoformat(), "seconds": seconds, "rows": rows}
+    return entry | ({"notes": before["notes"]} if before.get("notes") else {})
+
+
+def run(name: str, before: dict) -> dict | None:
+    """Run a script of the set; None where it failed or took too long, which is said."""
+    script = SCRIPTS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        command = [sys.executable, f"benchmarks/{name}.py", *script.arguments.split(), "--json", str(out)]
+        print(f"\n{' '.join(command[1:])} (at most {script.limit} s)", flush=True)
+        began = time.perf_counter()
+        try:
+            done = subprocess.run(command, cwd=ROOT, timeout=script.limit)
+        except subprocess.TimeoutExpired:
+            print(f"{name}: stopped after {script.limit} s", file=sys.stderr)
+            return None
+        if done.returncode or not out.exists():
+            print(f"{name}: ended with {done.returncode}", file=sys.stderr)
+            return None
+        rows = json.loads(out.read_text(encoding="utf-8"))
+    return entry_of(name, rows, script.arguments, before, time.perf_counter() - began)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(SCRIPTS), help="these scripts")
+    parser.add_argument("--take", nargs="+", default=[], metavar="NAME=FILE", help="rows of runs that happened")
+    parser.add_argument("--page", action="store_true", help="run nothing, write the page again")
+    options = parser.parse_args()
+    record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+    for name, _, path in (given.partition("=") for given in options.take):
+        if name not in SCRIPTS:
+            parser.error(f"--take {name}: choose {', '.join(SCRIPTS)}")
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+        record[name] = entry_of(name, rows, "", record.get(name, {}), None)
+    names = [] if options.page or options.take else options.only or list(SCRIPTS)
+    failed = []
+    for name in names:
+        entry = run(name, record.get(name, {}))
+        if entry is None:
+            failed.append(name)
+            continue
+        record[name] = entry
+        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page_of(record), encoding="utf-8")
+    print(f"\nwrote {PAGE.relative_to(ROOT)}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    return int(bool(failed))
+
+
+assert sum(script.limit for script in SCRIPTS.values()) <= BUDGET
+
+if __name__ == "__main__":
+    sys.exit(main())

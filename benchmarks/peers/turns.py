@@ -1,0 +1,54 @@
+"""A Hugging Face Trainer whose optimizer steps are taken one at a time, in turns with ours."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+
+
+class Turns:
+    """step() lets `trainer` do its next optimizer step and waits for its end.
+
+    Its own loop runs, unchanged, in a thread that waits between steps. Raises SystemExit where a process group exists:
+    the trainer would wrap its model for several processes.
+    """
+
+    def __init__(self, trainer) -> None:  # noqa: ANN001
+        if trainer.accelerator.num_processes != 1 or torch.distributed.is_initialized():
+            raise SystemExit("TRL must be set up before a process group exists: it would wrap the model for it")
+        self.trainer = trainer
+        trainer.add_callback(self._waiting())
+        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._error: BaseException | None = None
+        threading.Thread(target=self._train, daemon=True).start()
+
+    def step(self) -> None:
+        self._go.release()
+        self._done.acquire()
+        if self._error:
+            raise self._error
+
+    def _train(self) -> None:
+        try:
+            self.trainer.train()
+        except BaseException as error:
+            self._error = error
+        self._done.release()
+
+    def _waiting(self):  # noqa: ANN202
+        from transformers import TrainerCallback
+
+        go, done = lambda: self._go.acquire(), lambda: self._done.release()
+
+        class Waiting(TrainerCallback):
+            def on_step_begin(self, *_given: object, **_named: object) -> None:
+                go()
+
+            def on_step_end(self, *_given: object, **_named: object) -> None:
+                done()
+
+        return Waiting()
