@@ -126,9 +126,9 @@ def main() -> int:
             found, wrong[number] = one_run(place, number, kills, straight, nurseries if number else [alone], draw)
             rows += found
             print(f"run {number}: {len(found)} kills, {wrong[number] or 'the same bits'}", file=sys.stderr, flush=True)
+            Path(given.markdown).write_text(page(rows, wrong, time.monotonic() - began), encoding="utf-8")
         for each in nurseries:
             each.close()
-    Path(given.markdown).write_text(page(rows, wrong, time.monotonic() - began), encoding="utf-8")
     return int(any(wrong.values()))
 
 
