@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import importlib
 import re
 from argparse import ArgumentError
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 
 class UserError(Exception):
@@ -33,6 +35,26 @@ def check(condition: bool, message: str) -> None:
     """Raise UserError(message) unless `condition` holds; for value checks beside the value."""
     if not condition:
         raise UserError(message)
+
+
+def door_flags(name: str, description: str) -> argparse.ArgumentParser:
+    """The flags of the command `hybrid-rlhf NAME`. What argparse refuses is a UserError that begins with the name."""
+    flags = argparse.ArgumentParser(f"hybrid-rlhf {name}", description=description.splitlines()[0], allow_abbrev=False)
+
+    def refuse(message: str) -> NoReturn:
+        raise UserError(f"{name}: {message}")
+
+    flags.error = refuse
+    return flags
+
+
+def parse_door(flags: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """The options of such a command; UserError, with the nearest flag, for one that there is not."""
+    options, unknown = flags.parse_known_args(argv)
+    if unknown:
+        close = nearest(unknown[0].split("=")[0], re.findall(r"--\w+", flags.format_usage()))
+        raise UserError(f"{flags.prog.split()[-1]}: unknown argument {unknown[0]}{close}; --help lists them")
+    return options
 
 
 def parse(config_class: type, argv: list[str], *, prog: str, description: str = "",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -12,9 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import NoReturn
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.config import UserError, door_flags, parse_door
 
 MISSING = 3  # exit code: something that every run needs is not there
 OLDEST_PYTHON = (3, 10)
@@ -189,16 +187,11 @@ def show(findings: list[Finding]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The door; returns 0, or 3 where something that every run needs is missing."""
-    flags = argparse.ArgumentParser("hybrid-rlhf doctor", description=__doc__, allow_abbrev=False)
+    flags = door_flags("doctor", __doc__)
     flags.add_argument("--json", action="store_true", help="print the findings as JSON")
     flags.add_argument("--no_compile", action="store_true", help="do not compile the C++ kernels")
-
-    def refuse(message: str) -> NoReturn:
-        raise UserError(f"doctor: {message}")
-
-    flags.error = refuse
     try:
-        options = flags.parse_args(argv)
+        options = parse_door(flags, argv)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -8,15 +8,15 @@ import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from hybrid_rlhf.config import UserError, check
+from hybrid_rlhf.config import UserError, check, door_flags, parse_door
 
 if TYPE_CHECKING:
     from hybrid_rlhf.run.runfile import RunRecord
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    flags = argparse.ArgumentParser("hybrid-rlhf export", description=__doc__, allow_abbrev=False)
+    flags = door_flags("export", __doc__)
     flags.add_argument("--model", metavar="DIR", help="a run's folder, its model/ or its adapter/, any LoRA adapter")
     flags.add_argument("--output_dir", metavar="DIR", help="new or empty folder for the result")
     flags.add_argument("--base", metavar="DIR", help="base model of an adapter, if it is not where its file says")
@@ -24,12 +24,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flags.add_argument("--ollama", action="store_true", help="also a Modelfile (and a GGUF file if none is asked)")
     flags.add_argument("--push_to_hub", metavar="ID", help="upload the folder to this hub id (private; needs a login)")
     flags.add_argument("--public", action="store_true", help="make the uploaded repository public")
-
-    def refuse(message: str) -> NoReturn:
-        raise UserError(f"export: {message}")
-
-    flags.error = refuse
-    options = flags.parse_args(argv)
+    options = parse_door(flags, argv)
     check(options.model is not None, "export: no model; give --model DIR, such as --model outputs/demo/ppo")
     check(options.output_dir is not None, "export: no place for the result; give --output_dir DIR")
     return options

@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-from hybrid_rlhf.config import UserError, check, nearest
+from hybrid_rlhf.config import UserError, check, door_flags, nearest, parse_door
 
 
 class Goal(NamedTuple):
@@ -54,19 +54,14 @@ def found_card() -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    flags = argparse.ArgumentParser("hybrid-rlhf init", description=__doc__, allow_abbrev=False)
+    flags = door_flags("init", __doc__)
     flags.add_argument("--goal", help=", ".join(f"{name}: {goal.help}" for name, goal in GOALS.items()))
     flags.add_argument("--data", metavar="PATH", help="a file, a folder or a hub id")
     flags.add_argument("--model", metavar="DIR", help="the model to start from: a folder or a hub id")
     flags.add_argument("--card", help="8gb, 12gb, 16gb, 24gb, 48gb, 80gb or cpu")
     flags.add_argument("--output_dir", metavar="DIR", help="folder for the results")
     flags.add_argument("--file", default="mine.yaml", help="where to write the settings (%(default)s)")
-
-    def refuse(message: str) -> NoReturn:
-        raise UserError(f"init: {message}")
-
-    flags.error = refuse
-    return flags.parse_args(argv)
+    return parse_door(flags, argv)
 
 
 def ask(given: dict[str, str | None], read: Callable[[str], str] = input) -> dict[str, str]:

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 if not __package__:  # run as a file: Python put inference/ on the path, but the library lies beside it
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from hybrid_rlhf.config import UserError, check, nearest
+from hybrid_rlhf.config import UserError, check, door_flags, parse_door
 from hybrid_rlhf.visible import neutralise
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ BLOCK = '"""'
 
 def parser() -> argparse.ArgumentParser:
     """The flags. argparse's own way to refuse prints a usage text; here a refusal is a UserError of one line."""
-    flags = argparse.ArgumentParser("hybrid-rlhf chat", description=__doc__.splitlines()[0], allow_abbrev=False)
+    flags = door_flags("chat", __doc__)
     flags.add_argument("--model", nargs="+", action="extend", default=[], metavar="[NAME=]DIR",
                        help="a run's or a model's folder, such as outputs/demo/ppo (or a hub id); several to compare")
     flags.add_argument("--reward_model", metavar="DIR", help="a reward model for /score, such as outputs/demo/reward")
@@ -38,20 +37,12 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--top_p", type=float, default=1.0, help="nucleus of tokens to draw from (%(default)s)")
     flags.add_argument("--top_k", type=int, default=0, help="draw from the k likeliest, 0 from all (%(default)s)")
     flags.add_argument("--seed", type=int, default=0, help="the same seed and questions give the same answers")
-
-    def refuse(message: str) -> NoReturn:
-        raise UserError(f"chat: {message}")
-
-    flags.error = refuse
     return flags
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     flags = parser()
-    options, unknown = flags.parse_known_args(argv)
-    if unknown:
-        close = nearest(unknown[0].split("=")[0], re.findall(r"--\w+", flags.format_usage()))
-        raise UserError(f"chat: unknown argument {unknown[0]}{close}; --help lists them")
+    options = parse_door(flags, argv)
     check(bool(options.model), "chat: no model; give --model DIR, such as --model outputs/demo/ppo/model")
     return options
 

@@ -14,12 +14,12 @@ import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 if not __package__:  # run as a file: Python put inference/ on the path, but the library lies beside it
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from hybrid_rlhf.config import UserError, check, nearest
+from hybrid_rlhf.config import UserError, check, door_flags, parse_door
 from hybrid_rlhf.visible import neutralise
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ KEY_VARIABLE = "HYBRID_RLHF_API_KEY"
 
 def parser() -> argparse.ArgumentParser:
     """The flags; a refusal is a UserError of one line."""
-    flags = argparse.ArgumentParser("hybrid-rlhf serve", description=__doc__.splitlines()[0], allow_abbrev=False)
+    flags = door_flags("serve", __doc__)
     flags.add_argument("--model", nargs="+", action="extend", metavar="[NAME=]DIR", default=[],
                        help="model folders, such as sft=outputs/demo/sft/model ppo=outputs/demo/ppo/model")
     flags.add_argument("--reward_model", metavar="DIR", help="a reward model, whose scores POST /score gives")
@@ -47,20 +47,12 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--max_new_tokens", type=int, default=1024, help="longest answer in tokens (%(default)s)")
     flags.add_argument("--max_body_bytes", type=int, default=2**20, help="largest request (%(default)s)")
     flags.add_argument("--request_timeout", type=float, default=300.0, help="seconds for an answer (%(default)s)")
-
-    def refuse(message: str) -> NoReturn:
-        raise UserError(f"serve: {message}")
-
-    flags.error = refuse
     return flags
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     flags = parser()
-    options, unknown = flags.parse_known_args(argv)
-    if unknown:
-        close = nearest(unknown[0].split("=")[0], re.findall(r"--\w+", flags.format_usage()))
-        raise UserError(f"serve: unknown argument {unknown[0]}{close}; --help lists them")
+    options = parse_door(flags, argv)
     check(bool(options.model or options.reward_model), "serve: no model; give --model DIR, such as --model "
                                                        "outputs/demo/ppo/model, or --reward_model DIR")
     for name in ("max_batch", "max_context", "max_new_tokens", "max_body_bytes", "request_timeout"):

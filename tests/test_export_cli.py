@@ -112,7 +112,7 @@ def test_half_precision_stays_and_is_within_its_rounding(tmp_path):
     (["--model", "{base}", "--output_dir", "{base}"], "is not empty"),
     (["--model", "{base}", "--output_dir", "{tmp}/x", "--gguf", "f17"], "--gguf f17: choose"),
     (["--model", "{base}", "--output_dir", "{tmp}/x", "--base", "{base}"], "--base is for adapters"),
-    (["--model", "{base}", "--outptu_dir", "{tmp}/x"], "unrecognized arguments: --outptu_dir"),
+    (["--model", "{base}", "--outptu_dir", "{tmp}/x"], "unknown argument --outptu_dir (did you mean --output_dir?)"),
 ])
 def test_wrong_input_is_one_line_and_leaves_nothing(tmp_path, capsys, flags, said):
     base = save_tiny(tmp_path / "base")
