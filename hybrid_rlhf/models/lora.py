@@ -7,6 +7,7 @@ Source: LoRA, arXiv 2106.09685: W x + (alpha / r) B A x, with W frozen.
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from hybrid_rlhf.config import UserError, check
 from hybrid_rlhf.models import quantize
 
+if not torch.cuda.is_available():  # peft looks for deepspeed, which says on stdout that it found no accelerator
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
