@@ -36,7 +36,7 @@ def straight(place, nurseries):
     return done
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_three_stages_killed_at_random_moments_end_as_the_ones_that_were_not(place, nurseries, straight, seed):
     """Twice by the clock and twice in the midst of a save, then to the end; --stage all goes on where it was."""
     draw, out, argv = random.Random(seed), f"killed{seed}", three_stages(place, f"killed{seed}", 6, 2)
