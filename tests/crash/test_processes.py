@@ -9,9 +9,9 @@ import pytest
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.run import checkpoint
 from tests.crash.place import argv_of, difference, prepare, unlike
-from tests.test_dist import ended, launch
+from tests.test_dist import launch
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
 HALF = ["--model.dtype", "bfloat16"]
 LAYOUTS = {"zero0": ["--engine.zero_stage", "0"], "zero1_bf16": ["--engine.zero_stage", "1", *HALF],
            "zero2": ["--engine.zero_stage", "2"],
@@ -31,8 +31,9 @@ def place(tmp_path_factory):
     others += ["--engine.zero_stage", "3"]
     runs["ppo"] = [argv_of(folder, "ppo", f"ppo_{which}", 6, *save, *others) for which in "ab"]
     (folder / "runs.json").write_text(json.dumps(runs))
-    done = ended(launch("tests/crash/rank_resume.py", f"{folder}/runs.json"))
-    assert done.returncode == 0, done.stderr[-3000:]
+    started = launch("tests/crash/rank_resume.py", f"{folder}/runs.json")
+    _, log = started.communicate(timeout=500)
+    assert started.returncode == 0, log[-3000:]
     assert set(json.loads((folder / "runs.json.out").read_text()).values()) == {0}
     return folder
 
