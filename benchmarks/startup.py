@@ -50,7 +50,7 @@ def ours(place: Path, out: Path) -> list[str]:
     return [sys.executable, "train.py", "--stage", "sft", "--model.model_name_or_path", str(place / "model"),
             "--model.dtype", "float32", "--data.sources", json.dumps([{"path": str(place / "rows.jsonl")}]),
             "--data.max_length", "64", "--train.max_steps", "1", "--train.per_device_train_batch_size", "8",
-            "--data.cache_dir", str(out / "cache"), "--output_dir", str(out)]
+            "--data.cache_dir", str(out / "cache"), "--output_dir", str(out / "run")]
 
 
 def theirs(place: Path, out: Path) -> list[str]:
@@ -75,7 +75,7 @@ def until(command: list[str], is_done: Callable[[], bool], environment: dict[str
 
 def start_ours(place: Path, **environment: str) -> float:
     out = Path(tempfile.mkdtemp(dir=place))
-    return until(ours(place, out), lambda: is_written(out / "metrics.jsonl"), environment)
+    return until(ours(place, out), lambda: is_written(out / "run" / "metrics.jsonl"), environment)
 
 
 def start_theirs(place: Path) -> float:

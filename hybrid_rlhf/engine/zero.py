@@ -8,6 +8,7 @@ fp16 begins at ZeRO 1, and so does bf16 on several processes but for a small par
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,10 +36,10 @@ def _import_deepspeed():  # noqa: ANN202 - a module
         os.environ["PATH"] = scripts + os.pathsep + os.environ.get("PATH", "")
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import logging
-
     import deepspeed
 
+    # C++ for tensor-parallel inference, not done by DeepSpeed here: compiled, or looked up by compiler, at every start
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return deepspeed
 
