@@ -61,6 +61,7 @@ TARGETS = {
     ("grpo_step", "fixed"): Target("GRPO step, 134M, equal lengths", "TRL GRPOTrainer", 2.5, 1.4),
     ("grpo_step", "ragged"): Target("GRPO step, 134M, ragged", "TRL GRPOTrainer", 4, 1.4),
     ("sft_step", "packed"): Target("SFT, 134M bf16, rows of 32-400", "TRL SFTTrainer, packed to 512", 2, 1.4),
+    ("sft_step", "wrapped"): Target("the same, rows cut anywhere", "TRL SFTTrainer, wrapped to 512", 2, 1.4),
     ("sft_step", "memory"): Target("SFT, peak of the process", "TRL SFTTrainer, packed to 512", 1 / 0.7),
     ("reward_step", "pairs"): Target("reward step, 134M bf16, unequal pairs", "TRL RewardTrainer", 2, 1.4),
     ("memory", "generation"): Target("peak while generating", "weights and KV cache", None, None),

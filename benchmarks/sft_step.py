@@ -7,7 +7,7 @@ Llama-shaped 134M, bf16, random weights; rows of 32 to 400 tokens, packed by TRL
 the rows that went into TRL's step, unpacked: its micro-batches are cut by a budget of tokens and hold no padding in the
 products. All tokens but a row's first are predicted. `packed` compares tokens per second; floor_ratio is our time over
 that of the step's matrix products at the measured rate plus the optimizer's bytes at the measured bandwidth. `memory`
-compares the most that each process held (VmHWM) in three steps, libraries and model included. Ours keeps fp32 masters
+compares the most that each process held (VmHWM) in two steps, libraries and model included. Ours keeps fp32 masters
 and moments, as its launcher does; TRL trains the bf16 weights themselves, with moments in bf16.
 """
 
@@ -44,7 +44,7 @@ from hybrid_rlhf.training import wiring
 
 SHORTEST, LONGEST, LENGTH, BATCH, ROWS = 32, 400, 512, 4, 240
 SIDES = ("ours", "ours_frugal", "trl", "trl_checkpointing")
-STEPS = 3  # of a process whose memory is measured
+STEPS = 2  # of a process whose memory is measured
 ENVIRONMENT = dict(os.environ)  # before our engine names a process group in it, which a child would try to join
 
 
@@ -71,9 +71,10 @@ class Ours:
         self.trainer.step(collate_sft(rows, self.pad)).compute()
 
 
-def peer_of(shape: str, place: Path, is_checkpointing: bool = False) -> TrlSFT:
+def peer_of(shape: str, place: Path, is_checkpointing: bool = False, packing: str = "bfd") -> TrlSFT:
     vocab = SHAPES[shape][1]["vocab_size"]
-    return TrlSFT(place / "base", tokenizer_of(vocab), rows_of(vocab), LENGTH, BATCH, place / "trl", is_checkpointing)
+    return TrlSFT(place / "base", tokenizer_of(vocab), rows_of(vocab), LENGTH, BATCH, place / "trl", is_checkpointing,
+                  packing)
 
 
 def floor_seconds(shape: str, tokens: int) -> tuple[float, str]:
@@ -102,10 +103,11 @@ def measure_speed(options: argparse.Namespace, place: Path, trl: TrlSFT) -> dict
     mine, theirs = alternate(options.repeats, ours.step, trl.step)
     tokens = sum(sizes) / len(sizes)  # of a step; they differ by little, and both sides had the same
     floor, line = floor_seconds(options.shape, round(tokens))
-    row = {"case": "packed", "ours": tokens / mine.median, "peer": tokens / theirs.median,
+    case = "wrapped" if options.packing == "wrapped" else "packed"
+    row = {"case": case, "ours": tokens / mine.median, "peer": tokens / theirs.median,
            "ratio": theirs.median / mine.median, "floor_ratio": mine.median / floor, "unit": "tokens/s",
            "machine": machine(), "ours_range": rates(mine, tokens), "peer_range": rates(theirs, tokens)}
-    print(f"packed   ours {row['ours']:.0f}  TRL {row['peer']:.0f} tokens/s  ratio {row['ratio']:.2f}  floor_ratio "
+    print(f"{case:8} ours {row['ours']:.0f}  TRL {row['peer']:.0f} tokens/s  ratio {row['ratio']:.2f}  floor_ratio "
           f"{row['floor_ratio']:.2f}; {tokens:.0f} tokens a step ({min(sizes)}-{max(sizes)}), ours {mine} s, "
           f"TRL {theirs} s\n{'':8} {line}", flush=True)
     return row
@@ -146,8 +148,9 @@ def held(side: str, options: argparse.Namespace, place: Path) -> dict:
 
 def measure_memory(options: argparse.Namespace, place: Path, trl: TrlSFT) -> dict:
     (place / "batches.json").write_text(json.dumps([trl.rows(i) for i in range(STEPS)]), encoding="utf-8")
-    found = {side: held(side, options, place) for side in SIDES}
-    for side, sizes in found.items():
+    found = {}
+    for side in options.sides:
+        sizes = found[side] = held(side, options, place)
         print(f"memory   {side:18} peak {sizes['peak'] / 1e6:.0f} MB, of it {sizes['idle'] / 1e6:.0f} before the model",
               flush=True)
     ours, peer = found["ours"]["peak"], found["trl"]["peak"]
@@ -179,6 +182,10 @@ def main() -> None:
                         help="one thread's processor time in place of the wall's, on a machine that others use too")
     parser.add_argument("--profile", action="store_true", help="print where our step spends its time instead")
     parser.add_argument("--json", help="write the rows to this file")
+    parser.add_argument("--packing", choices=["bfd", "wrapped"], default="bfd",
+                        help="TRL's; wrapped is a case of its own: its rows see each other")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=["ours", "trl"],
+                        help="whose memory: ours_frugal gives freed blocks back, as with train.py --memory")
     parser.add_argument("--child", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--place", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -192,7 +199,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         make_folders(options.shape, place)
-        trl = peer_of(options.shape, place)  # before ours, which makes a process group: TRL would adapt to it
+        # before ours, which makes a process group: TRL would adapt to it
+        trl = peer_of(options.shape, place, packing=options.packing)
         if options.profile:
             profile(options, place, trl)
             return

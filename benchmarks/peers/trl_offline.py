@@ -25,33 +25,51 @@ def quiet(out: Path, batch: int, is_checkpointing: bool) -> dict:
 class TrlSFT:
     """step() does an optimizer step on the next `batch` packed rows; .rows(step) says which rows went into it.
 
-    rows: token ids, packed to `length` by TRL's own packing (best fit, decreasing; rows do not see each other).
+    rows: token ids, packed to `length` by TRL's own packing: "bfd", its default (best fit, decreasing; a step is one
+    row of all its tokens, under a mask by which rows do not see each other), or "wrapped" (cut anywhere; what is packed
+    together is seen as one text, so that no mask is needed).
     """
 
     def __init__(self, model: Path, tokenizer, rows: list[list[int]], length: int, batch: int, out: Path,  # noqa: ANN001
-                 is_checkpointing: bool = False) -> None:
+                 is_checkpointing: bool = False, packing: str = "bfd") -> None:
         from datasets import Dataset
         from transformers import AutoModelForCausalLM
         from trl import SFTConfig, SFTTrainer
 
-        config = SFTConfig(**quiet(out, batch, is_checkpointing), max_length=length, packing=True)
+        config = SFTConfig(**quiet(out, batch, is_checkpointing), max_length=length, packing=True,
+                           packing_strategy=packing)
         policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
         trainer = SFTTrainer(model=policy, args=config, processing_class=tokenizer,
                              train_dataset=Dataset.from_list([{"input_ids": row} for row in rows]))
         self._packed, self._batch = trainer.train_dataset, batch
-        self.steps = len(self._packed) // batch
+        self._pieces = pieces(rows, length) if packing == "wrapped" else None
         self.step = Turns(trainer).step
 
     def rows(self, step: int) -> list[list[int]]:
-        """The rows of optimizer step `step` of the first epoch."""
-        found = []
-        for i in range(step * self._batch, (step + 1) * self._batch):
+        """The rows of optimizer step `step` of the first epoch, those that were cut as their parts."""
+        found, numbers = [], range(step * self._batch, (step + 1) * self._batch)
+        if self._pieces is not None:
+            return [piece for i in numbers for piece in self._pieces[i]]
+        for i in numbers:
             ids, lengths = self._packed[i]["input_ids"], self._packed[i]["seq_lengths"]
             ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
             for n in lengths:
                 found.append(ids[:n])
                 ids = ids[n:]
         return found
+
+
+def pieces(rows: list[list[int]], length: int) -> list[list[list[int]]]:
+    """Of each `length` tokens of all rows in a line, the parts of rows that it consists of."""
+    found, room = [[]], length
+    for row in rows:
+        while row:
+            if not room:
+                found.append([])
+                room = length
+            found[-1].append(row[:room])
+            row, room = row[room:], room - len(found[-1][-1])
+    return found
 
 
 class TrlReward:

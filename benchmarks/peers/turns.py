@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 
@@ -24,13 +25,22 @@ class Turns:
         trainer.add_callback(self._waiting())
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
         self._error: BaseException | None = None
-        threading.Thread(target=self._train, daemon=True).start()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._train, daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)  # a thread that is inside torch when the interpreter ends aborts the process
 
     def step(self) -> None:
         self._go.release()
         self._done.acquire()
         if self._error:
             raise self._error
+
+    def stop(self) -> None:
+        """End the trainer's loop before its next step."""
+        self._is_over = True
+        self._go.release()
+        self._thread.join()
 
     def _train(self) -> None:
         try:
@@ -42,13 +52,15 @@ class Turns:
     def _waiting(self):  # noqa: ANN202
         from transformers import TrainerCallback
 
-        go, done = lambda: self._go.acquire(), lambda: self._done.release()
+        turns = self
 
         class Waiting(TrainerCallback):
             def on_step_begin(self, *_given: object, **_named: object) -> None:
-                go()
+                turns._go.acquire()
+                if turns._is_over:
+                    raise SystemExit
 
             def on_step_end(self, *_given: object, **_named: object) -> None:
-                done()
+                turns._done.release()
 
         return Waiting()
