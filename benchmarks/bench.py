@@ -1,11 +1,12 @@
 """The CPU set of benchmarks, one after the other, and the page of what they found: `make bench`, under 30 minutes.
 
-    python benchmarks/bench.py [--only sft_step reward_step ...] [--take ppo_step=FILE ...] [--page]
+    python benchmarks/bench.py [--only sft_step reward_step ...] [--take NAME=FILE:ARGUMENTS ...] [--page]
 
 Each script runs in a process of its own, alone, within its share of the time. What it wrote by --json goes with its
 command and date to docs/results/benchmarks.json, and all of that becomes docs/results/benchmarks.md. A run replaces
 the rows of its own script and leaves the others; a script that never ran has no figures on the page. --take reads the
-rows that a script wrote in a run of its own, with the default arguments; --page only writes the page again.
+rows that a script wrote in a run of its own, as in --take "sft_step=rows.json:--cases packed", the arguments of that
+run behind the colon, and replaces the cases that are in it; --page only writes the page again.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def line_of(script: str, row: dict) -> str:
     ratio, floor = row.get("ratio"), row.get("floor_ratio")
     cells = [target.work, target.peer, number(row["ours"], row["unit"]), number(row.get("peer"), row["unit"]),
              marked(ratio, ratio is not None and target.ratio is not None and ratio < target.ratio),
-             f">= {target.ratio:.2g}" if target.ratio else "",
+             f">= {target.ratio:.3g}" if target.ratio else "",
              marked(floor, floor is not None and target.floor is not None and floor > target.floor),
              f"<= {target.floor:.2g}" if target.floor else "", f"{script} {row['case']}"]
     return "| " + " | ".join(cells) + " |"
@@ -111,7 +112,7 @@ def marked(value: float | None, is_missed: bool) -> str:
 
 def page_of(record: dict[str, dict]) -> str:
     lines = [line_of(name, row) for name in SCRIPTS if name in record for row in record[name]["rows"]]
-    runs = [f"- `{record[name]['command']}`: {record[name]['date']}" + seconds_of(record[name])
+    runs = [f"- {record[name]['date']}: `{record[name]['command']}`" + seconds_of(record[name])
             + f"; {record[name]['rows'][0]['machine']}" for name in SCRIPTS if name in record]
     missing = [name for name in SCRIPTS if name not in record]
     notes = [f"- {name}: {note}" for name in SCRIPTS if name in record for note in record[name].get("notes", [])]
@@ -132,6 +133,18 @@ def entry_of(name: str, rows: list[dict], arguments: str, before: dict, seconds:
     command = f"python benchmarks/{name}.py {arguments}".strip()
     entry = {"command": command, "date": datetime.date.today().isoformat(), "seconds": seconds, "rows": rows}
     return entry | ({"notes": before["notes"]} if before.get("notes") else {})
+
+
+def taken(name: str, given: str, before: dict | None) -> dict:
+    """The record with the rows of `given`, FILE or FILE:ARGUMENTS, in place of those of the same cases."""
+    path, _, arguments = given.partition(":")
+    entry = entry_of(name, json.loads(Path(path).read_text(encoding="utf-8")), arguments, before or {}, None)
+    cases = {row["case"] for row in entry["rows"]}
+    kept = [row for row in (before or {}).get("rows", []) if row["case"] not in cases]
+    if kept:
+        entry |= {"command": f"{before['command']}; {entry['command']}", "rows": kept + entry["rows"],
+                  "seconds": before["seconds"]}
+    return entry
 
 
 def run(name: str, before: dict) -> dict | None:
@@ -157,15 +170,16 @@ def run(name: str, before: dict) -> dict | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(SCRIPTS), help="these scripts")
-    parser.add_argument("--take", nargs="+", default=[], metavar="NAME=FILE", help="rows of runs that happened")
+    parser.add_argument("--take", nargs="+", default=[], metavar="NAME=FILE:ARGUMENTS",
+                        help="rows of runs that happened")
     parser.add_argument("--page", action="store_true", help="run nothing, write the page again")
     options = parser.parse_args()
     record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
-    for name, _, path in (given.partition("=") for given in options.take):
+    for given in options.take:
+        name, _, found = given.partition("=")
         if name not in SCRIPTS:
             parser.error(f"--take {name}: choose {', '.join(SCRIPTS)}")
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))
-        record[name] = entry_of(name, rows, "", record.get(name, {}), None)
+        record[name] = taken(name, found, record.get(name))
     names = [] if options.page or options.take else options.only or list(SCRIPTS)
     failed = []
     for name in names:

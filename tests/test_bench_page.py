@@ -60,3 +60,14 @@ def test_a_run_replaces_its_own_rows_and_names_its_command(places, monkeypatch):
     assert "2.34" in page
     assert "1.60" not in page
     assert "`python benchmarks/sft_step.py --repeats 3`" in page
+
+
+def test_rows_that_are_taken_stand_beside_the_other_cases_with_their_commands(places, monkeypatch):
+    (places / "rows.json").write_text(json.dumps([row("packed")]))
+    (places / "more.json").write_text(json.dumps([row("memory", unit="MB")]))
+    bench_with(monkeypatch, "--take", f"sft_step={places / 'rows.json'}:--cases packed",
+               f"sft_step={places / 'more.json'}:--cases memory")
+    page = (places / "benchmarks.md").read_text()
+    assert "sft_step packed |" in page
+    assert "sft_step memory |" in page
+    assert "`python benchmarks/sft_step.py --cases packed; python benchmarks/sft_step.py --cases memory`" in page
