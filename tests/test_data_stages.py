@@ -161,7 +161,7 @@ def test_a_stage_passes_over_sources_without_what_it_needs_but_not_over_one_that
 
 def test_no_usable_row_is_a_user_error_with_the_counts(written, tokenizer):
     with pytest.raises(UserError, match=r"^no usable row for stage sft: 3 rows read, 0 to train on, 0 held out, "
-                                        r"3 dropped: answer cut away$"):
+                                        r"3 dropped: answer cut away; give other data, or larger lengths$"):
         build(whole(written(pairs(3)), max_length=3), "sft", tokenizer, 0)
     with pytest.raises(UserError, match=r"3 dealt to other stages; data.split null gives every stage every row"):
         build(DataConfig([written(pairs(3))], split=[0, 1, 1]), "sft", tokenizer, 0)

@@ -125,8 +125,9 @@ def build(config: DataConfig, stage: str, tokenizer, seed: int) -> StageData:  #
     train = blend([t[0] for t in tables], [each.source.weight for each in opened], seed, config.max_samples)
     held_out = blend([t[1] for t in tables], [None] * len(tables), seed)
     report = _report([t[2] for t in tables], len(train), len(held_out))
-    check(len(train) > 0, f"no usable row for stage {stage}: {describe(report)}; give more or other data"
-                          + (", and data.split null gives every stage every row" if report["other_stages"] else ""))
+    check(len(train) > 0, f"no usable row for stage {stage}: {describe(report)}; "
+                          + ("data.split null gives every stage every row" if report["other_stages"] else
+                             "give other data, or larger lengths"))
     return StageData(_Unfolded(train), _Unfolded(held_out), report)
 
 
