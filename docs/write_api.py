@@ -1,0 +1,39 @@
+"""The API reference as HTML, from the docstrings: python docs/write_api.py [FOLDER] (outputs/api). Needs pdoc.
+
+Modules of the library, of training/ and inference/; warnings (a docstring or a link that cannot be read, a module that cannot
+be imported) make the exit code 1.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# Triton's kernels are Python that no interpreter reads, and compile where there is a card only; their callers are shown.
+LEFT_OUT = ("!hybrid_rlhf.kernels.triton_attention", "!hybrid_rlhf.kernels.triton_sampling", "!hybrid_rlhf.kernels.cuda")
+
+
+def write(folder: Path) -> list[str]:
+    """The pages below `folder`; returns what pdoc had to say."""
+    import pdoc
+    import pdoc.render
+
+    sys.path.insert(0, str(ROOT))
+    pdoc.render.configure(docformat="google", footer_text="hybrid_rlhf")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        pdoc.pdoc("hybrid_rlhf", *LEFT_OUT, output_directory=folder)
+    return [str(w.message) for w in said if w.category in (UserWarning, RuntimeWarning) and "pdoc" in w.filename]
+
+
+def main() -> int:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "outputs" / "api"
+    faults = write(folder)
+    print(*faults, f"{folder}/index.html", sep="\n")
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
