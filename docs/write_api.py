@@ -15,6 +15,14 @@ ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = ("!hybrid_rlhf.kernels.triton_attention", "!hybrid_rlhf.kernels.triton_sampling", "!hybrid_rlhf.kernels.cuda")
 
 
+def modules() -> list[str]:
+    """Modules and packages of the library, under the names that they are imported by. Not its root, which a checkout makes
+    hold itself (hybrid_rlhf/__init__.py), so that walking it does not end."""
+    library = [p for p in sorted((ROOT / "hybrid_rlhf").iterdir()) if p.name != "__init__.py"]
+    places = [*library, ROOT / "training", ROOT / "inference"]
+    return [f"hybrid_rlhf.{p.stem}" for p in places if p.suffix == ".py" or (p / "__init__.py").exists()]
+
+
 def write(folder: Path) -> list[str]:
     """The pages below `folder`; returns what pdoc had to say."""
     import pdoc
@@ -24,7 +32,7 @@ def write(folder: Path) -> list[str]:
     pdoc.render.configure(docformat="google", footer_text="hybrid_rlhf")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        pdoc.pdoc("hybrid_rlhf", *LEFT_OUT, output_directory=folder)
+        pdoc.pdoc(*modules(), *LEFT_OUT, output_directory=folder)
     return [str(w.message) for w in said if w.category in (UserWarning, RuntimeWarning) and "pdoc" in w.filename]
 
 

@@ -87,7 +87,7 @@ def rows_of(folder: Path) -> list[dict]:
 READER = """
 import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
-assert not any("hybrid" in name for name in sys.modules)
+assert "hybrid_rlhf" not in sys.modules
 tokenizer, model = AutoTokenizer.from_pretrained("my-assistant"), AutoModelForCausalLM.from_pretrained("my-assistant")
 ids = tokenizer.apply_chat_template([{"role": "user", "content": "Name a blue fruit."}], add_generation_prompt=True,
                                     return_tensors="pt", return_dict=True)
