@@ -1,7 +1,7 @@
 """The API reference as HTML, from the docstrings: python docs/write_api.py [FOLDER] (outputs/api). Needs pdoc.
 
-Modules of the library, of training/ and inference/; warnings (a docstring or a link that cannot be read, a module that cannot
-be imported) make the exit code 1.
+Modules of the library, of training/ and inference/; warnings (a docstring that cannot be read, a module that cannot be
+imported) make the exit code 1.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Triton's kernels are Python that no interpreter reads, and compile where there is a card only; their callers are shown.
-LEFT_OUT = ("!hybrid_rlhf.kernels.triton_attention", "!hybrid_rlhf.kernels.triton_sampling", "!hybrid_rlhf.kernels.cuda")
+# Triton's kernels need a card, or its interpreter, to be imported; their definitions are in kernels.reference.
+LEFT_OUT = tuple(f"!hybrid_rlhf.kernels.{name}" for name in ("triton_attention", "triton_sampling", "cuda"))
 
 
 def modules() -> list[str]:
-    """Modules and packages of the library, under the names that they are imported by. Not its root, which a checkout makes
-    hold itself (hybrid_rlhf/__init__.py), so that walking it does not end."""
+    """Modules and packages of the library, under the names that they are imported by. Not its root, which in a checkout
+    holds itself (hybrid_rlhf/__init__.py), so that walking it does not end."""
     library = [p for p in sorted((ROOT / "hybrid_rlhf").iterdir()) if p.name != "__init__.py"]
     places = [*library, ROOT / "training", ROOT / "inference"]
     return [f"hybrid_rlhf.{p.stem}" for p in places if p.suffix == ".py" or (p / "__init__.py").exists()]
