@@ -111,9 +111,10 @@ def open_model(place: Place, options: argparse.Namespace) -> Served:
     from hybrid_rlhf.engine.sampling import SamplingConfig
     from hybrid_rlhf.inference.app import Served
     from hybrid_rlhf.inference.conversation import open_conversation
+    from hybrid_rlhf.inference.voices import model_folder
     from hybrid_rlhf.inference.worker import Lane
 
-    opened = open_conversation(place.path, SamplingConfig())
+    opened = open_conversation(str(model_folder(place.path)), SamplingConfig())
     capacity = min(options.max_context, opened.max_positions or options.max_context)
     return Served(place.name, Lane(opened.engine, options.max_batch, capacity), opened.tokenizer)
 
@@ -131,9 +132,11 @@ def run(argv: list[str] | None) -> int:
         raise UserError(f"serve: {error.name} is not installed; pip install 'hybrid-rlhf[serve]'") from error
     from hybrid_rlhf.inference.guard import PatientProtocol, is_loopback
     from hybrid_rlhf.inference.scoring import Scorer
+    from hybrid_rlhf.inference.voices import model_folder
     from hybrid_rlhf.inference.worker import Worker
 
-    scorer = Scorer(options.reward_model, options.reward_label) if options.reward_model else None
+    judge = options.reward_model
+    scorer = Scorer(str(model_folder(judge)), options.reward_label) if judge else None
     models = [open_model(place, options) for place in found]
     if scorer:
         scorer.open()

@@ -190,3 +190,23 @@ def test_every_option_of_ours_in_coming_from_exists() -> None:
                 continue
             seen += 1
     assert seen > 60
+
+
+def test_serve_takes_a_run_s_folder_as_chat_does(tmp_path, monkeypatch) -> None:
+    from types import SimpleNamespace
+
+    from hybrid_rlhf.inference import conversation, server
+
+    (tmp_path / "sft" / "model").mkdir(parents=True)
+    (tmp_path / "sft" / "run.json").write_text("{}")
+    opened = []
+
+    def note(path, *_):
+        opened.append(path)
+        return SimpleNamespace(engine=None, max_positions=None, tokenizer=None)
+
+    monkeypatch.setattr(conversation, "open_conversation", note)
+    monkeypatch.setattr("hybrid_rlhf.inference.worker.Lane", lambda *_: None)
+    server.open_model(server.Place("sft", str(tmp_path / "sft")), SimpleNamespace(max_context=8, max_batch=1))
+    server.open_model(server.Place("model", str(tmp_path / "sft" / "model")), SimpleNamespace(max_context=8, max_batch=1))
+    assert opened == [str(tmp_path / "sft" / "model")] * 2
