@@ -207,6 +207,6 @@ def test_serve_takes_a_run_s_folder_as_chat_does(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(conversation, "open_conversation", note)
     monkeypatch.setattr("hybrid_rlhf.inference.worker.Lane", lambda *_: None)
-    server.open_model(server.Place("sft", str(tmp_path / "sft")), SimpleNamespace(max_context=8, max_batch=1))
-    server.open_model(server.Place("model", str(tmp_path / "sft" / "model")), SimpleNamespace(max_context=8, max_batch=1))
+    for path in (tmp_path / "sft", tmp_path / "sft" / "model"):
+        server.open_model(server.Place("sft", str(path)), SimpleNamespace(max_context=8, max_batch=1))
     assert opened == [str(tmp_path / "sft" / "model")] * 2
