@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import weakref
 from pathlib import Path
 
@@ -15,11 +16,15 @@ from hybrid_rlhf.engine.memory import PeakMeter, peak_in
 from hybrid_rlhf.metrics import Metrics
 
 CPU = torch.device("cpu")
+PIECE = b"\1" * 2**20
 needs_proc = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc")
 
 
 def touch(mib: int) -> None:
-    torch.ones(mib << 18)
+    """Take pages of the system's own: malloc may have some to spare from tests before."""
+    with mmap.mmap(-1, mib << 20) as block:
+        for _ in range(mib):
+            block.write(PIECE)
 
 
 @needs_proc

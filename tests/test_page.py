@@ -16,6 +16,7 @@ from tiny import save_tiny, tiny_scalar_model, tiny_tokenizer
 
 from hybrid_rlhf.data.chat import CHATML
 from hybrid_rlhf.inference.scoring import Scorer
+from hybrid_rlhf.inference.served import Limits
 
 DRIVER, BROWSER = shutil.which("chromedriver"), shutil.which("chromium") or shutil.which("google-chrome")
 AXE = Path(os.environ.get("AXE") or Path.home() / ".cache/hybrid_rlhf/npm/node_modules/axe-core/axe.min.js")
@@ -26,7 +27,7 @@ FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "-
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    folders = {name: save_tiny(tmp_path_factory.mktemp(name), seed, max_position_embeddings=2048)
+    folders = {name: save_tiny(tmp_path_factory.mktemp(name), seed, max_position_embeddings=8192)
                for seed, name in enumerate(("base", "ppo"))}
     reward = tmp_path_factory.mktemp("reward")
     tiny_scalar_model().save_pretrained(reward)
@@ -35,7 +36,7 @@ def served(tmp_path_factory):
     tokenizer.save_pretrained(reward)
     scorer = Scorer(str(reward))
     scorer.open()
-    with running(folders, scorer=scorer, capacity=2048) as found:
+    with running(folders, scorer=scorer, capacity=8192, limits=Limits(max_new_tokens=8000)) as found:
         yield found
 
 
@@ -134,7 +135,7 @@ def test_stop_keeps_what_was_written_and_escape_stops_too(page, served):
     from selenium.webdriver.common.keys import Keys
 
     for stop in (lambda: find(page, "#stop").click(), lambda: find(page, "#message").send_keys(Keys.ESCAPE)):
-        fill(page, "#max_tokens", "1900")
+        fill(page, "#max_tokens", "8000")
         fill(page, "#temperature", "0")  # a random model that is greedy never comes to an end
         say(page, "Tell me everything.")
         until(page, lambda: texts(page, ".turn:last-child .said")[-1] != "")

@@ -91,7 +91,7 @@ def test_a_service_that_hangs_once_is_asked_again(service):
 def test_what_cannot_be_trained_on_names_the_service_and_the_response(service, status, answer, message, requests):
     service.answers = [(status, answer)]
     with pytest.raises(BadAnswer, match=r"reward source service.*" + message) as caught:
-        checked_scores(service.source(retries=2, timeout=0.2), rollout())
+        checked_scores(service.source(retries=2, timeout=0.2 if callable(answer) else 10.0), rollout())
     assert isinstance(caught.value, UserError) and len(service.asked) == requests
 
 

@@ -15,7 +15,8 @@ WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the mo
 COMMON = ["--stage", "ppo", "--model.dtype", "float32", "--data.split", "null", "--data.eval_fraction", "0",
           "--data.max_prompt_length", "32", "--train.max_steps", "3", "--train.per_device_train_batch_size", "4",
           "--train.logging_steps", "1", "--ppo.sampling.max_new_tokens", "6", "--ppo.num_ppo_epochs", "1",
-          "--roles.actor.learning_rate", "1e-3", "--roles.critic.learning_rate", "1e-3", "--train.save_steps", "1"]
+          "--roles.actor.learning_rate", "1e-3", "--train.save_steps", "1"]
+CRITIC = ["--roles.critic.learning_rate", "1e-3"]
 FILE = """
 import pathlib
 
@@ -52,7 +53,8 @@ def place(tmp_path_factory):
     tokenizer.save_pretrained(folder / "judge")
 
     def launch(out: str, *more: str, code: int = 0) -> list[dict]:
-        argv = [*COMMON, "--output_dir", f"{folder}/{out}", f"--data.cache_dir={folder}/cache",
+        argv = [*COMMON, *(CRITIC if "grpo" not in more else []), "--output_dir", f"{folder}/{out}",
+                f"--data.cache_dir={folder}/cache",
                 f"--data.sources=[{{path: {folder}/rows.jsonl}}]", "--model.model_name_or_path", f"{folder}/base"]
         assert main([*argv, *(m.replace("PLACE", str(folder)) for m in more)]) == code
         lines = Path(folder / out / "metrics.jsonl").read_text().splitlines()
