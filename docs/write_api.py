@@ -6,6 +6,7 @@ imported) make the exit code 1.
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -13,14 +14,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # Triton's kernels need a card, or its interpreter, to be imported; their definitions are in kernels.reference.
 LEFT_OUT = tuple(f"!hybrid_rlhf.kernels.{name}" for name in ("triton_attention", "triton_sampling", "cuda"))
+# A NamedTuple's constructor carries its fields' annotations as text, which pdoc looks up in another module than their
+# own; the page shows the text.
+_OF_A_NAMED_TUPLE = re.compile(r"annotation ForwardRef\(.*\) for [\w.]+\.__init__")
 
 
 def modules() -> list[str]:
-    """Modules and packages of the library, under the names that they are imported by. Not its root, which in a checkout
-    holds itself (hybrid_rlhf/__init__.py), so that walking it does not end."""
-    library = [p for p in sorted((ROOT / "hybrid_rlhf").iterdir()) if p.name != "__init__.py"]
-    places = [*library, ROOT / "training", ROOT / "inference"]
-    return [f"hybrid_rlhf.{p.stem}" for p in places if p.suffix == ".py" or (p / "__init__.py").exists()]
+    """What pdoc is to walk: not the root, which in a checkout holds itself (hybrid_rlhf/__init__.py) and has no end; and
+    the modules of a package whose __all__ would hide them, one by one."""
+    found = []
+    for path in [*sorted((ROOT / "hybrid_rlhf").iterdir()), ROOT / "training", ROOT / "inference"]:
+        start = path / "__init__.py"
+        if start.exists() and "__all__" in start.read_text(encoding="utf-8"):
+            found += [f"hybrid_rlhf.{path.name}.{p.stem}" for p in sorted(path.glob("*.py")) if p != start]
+        elif start.exists() or (path.suffix == ".py" and path.stem != "__init__"):
+            found.append(f"hybrid_rlhf.{path.stem}")
+    return [*found, *LEFT_OUT]
 
 
 def write(folder: Path) -> list[str]:
@@ -32,8 +41,9 @@ def write(folder: Path) -> list[str]:
     pdoc.render.configure(docformat="google", footer_text="hybrid_rlhf")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        pdoc.pdoc(*modules(), *LEFT_OUT, output_directory=folder)
-    return [str(w.message) for w in said if w.category in (UserWarning, RuntimeWarning) and "pdoc" in w.filename]
+        pdoc.pdoc(*modules(), output_directory=folder)
+    texts = [str(w.message) for w in said if w.category in (UserWarning, RuntimeWarning) and "pdoc" in w.filename]
+    return [text for text in texts if not _OF_A_NAMED_TUPLE.search(text)]
 
 
 def main() -> int:
