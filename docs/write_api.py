@@ -20,8 +20,8 @@ _OF_A_NAMED_TUPLE = re.compile(r"annotation ForwardRef\(.*\) for [\w.]+\.__init_
 
 
 def modules() -> list[str]:
-    """What pdoc is to walk: not the root, which in a checkout holds itself (hybrid_rlhf/__init__.py) and has no end; and
-    the modules of a package whose __all__ would hide them, one by one."""
+    """What pdoc is to walk: not the root, which in a checkout holds itself (hybrid_rlhf/__init__.py) and has no end;
+    and the modules of a package whose __all__ would hide them, one by one."""
     found = []
     for path in [*sorted((ROOT / "hybrid_rlhf").iterdir()), ROOT / "training", ROOT / "inference"]:
         start = path / "__init__.py"
