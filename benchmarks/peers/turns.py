@@ -24,10 +24,12 @@ class Turns:
         self.trainer = trainer
         trainer.add_callback(self._waiting())
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._is_ready = threading.Event()
         self._error: BaseException | None = None
         self._is_over = False
         self._thread = threading.Thread(target=self._train, daemon=True)
         self._thread.start()
+        self._is_ready.wait()  # its setting up reads accelerate's state, which ours changes
         atexit.register(self.stop)  # a thread that is inside torch when the interpreter ends aborts the process
 
     def step(self) -> None:
@@ -47,6 +49,7 @@ class Turns:
             self.trainer.train()
         except BaseException as error:
             self._error = error
+        self._is_ready.set()
         self._done.release()
 
     def _waiting(self):  # noqa: ANN202
@@ -56,6 +59,7 @@ class Turns:
 
         class Waiting(TrainerCallback):
             def on_step_begin(self, *_given: object, **_named: object) -> None:
+                turns._is_ready.set()
                 turns._go.acquire()
                 if turns._is_over:
                     raise SystemExit
