@@ -12,8 +12,9 @@ from tests.tiny import save_tiny
 pytestmark = pytest.mark.slow
 
 
-COUNTED = ("import atexit, resource as r, sys; atexit.register(lambda: print('peak', r.getrusage(r.RUSAGE_SELF).ru_maxrss, "
-           "file=sys.stderr)); from hybrid_rlhf.cli import main; sys.exit(main())")
+COUNTED = ("import atexit, resource as r, sys\n"
+           "atexit.register(lambda: print('peak', r.getrusage(r.RUSAGE_SELF).ru_maxrss, file=sys.stderr))\n"
+           "from hybrid_rlhf.cli import main; sys.exit(main())")
 
 
 def peak(log: str) -> int:
