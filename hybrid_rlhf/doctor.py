@@ -151,7 +151,7 @@ def _disk() -> Iterator[Finding]:
         there = next(p for p in (place, *place.parents) if p.exists())
         free = shutil.disk_usage(there).free
         is_little, is_locked = free < FEW_GIB["disk"] * 2**30, not os.access(there, os.W_OK)
-        cure = "free some space; a checkpoint of a 1B model takes about 16 GiB in full fine-tuning" if is_little else ""
+        cure = "free some space; a checkpoint of full fine-tuning holds 12 bytes or more a weight" if is_little else ""
         cure = f"{there} cannot be written: choose another (HF_HOME, HYBRID_RLHF_CACHE, --output_dir)" if is_locked \
             else cure
         yield Finding(name, "warning" if is_little or is_locked else "ok", f"{_gib(free)} free at {place}", cure)

@@ -7,6 +7,7 @@ another run's, with an adapter of its own. Base, SFT and PPO are then the base w
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,7 @@ from hybrid_rlhf.models.lora import adapted_weight, is_adapter, load_adapter
 from hybrid_rlhf.models.tokenizer import load_tokenizer
 from hybrid_rlhf.models.weights import read_tensor
 
+_log = logging.getLogger(__name__)
 MAX_DEPTH = 8  # adapters on adapters
 ROUNDING = 0.02  # of a merged weight's largest number, in 16 bits
 
@@ -77,7 +79,10 @@ def open_voices(places: dict[str, str], sampling: SamplingConfig, seed: int = 0,
     for root in dict.fromkeys(chain.root for chain in chains.values()):
         members = {name: chain for name, chain in chains.items() if chain.root == root}
         if len(members) > 1 and any(chain.adapters for chain in members.values()):
-            opened |= _on_one_base(root, members, places, sampling, seed, system)
+            shared = _on_one_base(root, members, places, sampling, seed, system)
+            opened |= shared
+            for name in members.keys() - shared.keys():
+                _log.warning("%s is not %s with its adapters as they are now: it is loaded by itself", name, root)
     for name, path in places.items():
         if name not in opened:
             opened[name] = open_conversation(path, sampling, seed, system)

@@ -86,7 +86,7 @@ def test_a_chain_of_adapters_is_read_from_the_files(runs):
                                                                     Path(runs["ppo"], "adapter")))
 
 
-def test_a_run_whose_base_was_trained_again_is_loaded_by_itself(tmp_path):
+def test_a_run_whose_base_was_trained_again_is_loaded_by_itself_which_is_said(tmp_path, caplog):
     from test_chat import greedy_by_transformers
 
     base = save_tiny(tmp_path / "base")
@@ -96,6 +96,7 @@ def test_a_run_whose_base_was_trained_again_is_loaded_by_itself(tmp_path):
     lora_run(tmp_path / "sft", base, 7)
     voices = open_voices({"base": base, "sft": sft, "ppo": ppo}, SamplingConfig(max_new_tokens=12, temperature=0.0))
     assert voices["ppo"].engine.model is not voices["base"].engine.model
+    assert [r.args[0] for r in caplog.records if "loaded by itself" in r.getMessage()] == ["ppo"]
     assert "".join(voices["ppo"].answer("Hello?")) == before
 
 

@@ -9,9 +9,10 @@ from hybrid_rlhf.config import check, nearest
 
 @dataclass(frozen=True)
 class Card:
-    """gib: memory of the device; None: the computer's own. fits: the largest model shape of the Qwen2.5 family whose
-    PPO step (four roles on one base, 8 x (512 + 512) tokens) --plan finds room for in nine tenths of it. settings:
-    options that every stage has, with their values. why: for the comments of a file that init writes."""
+    """gib: memory of the device; None: the computer's own, of which nothing is said. fits: the largest shape of the
+    Qwen2.5 family whose PPO step (four roles on one base, 8 x (512 + 512) tokens) --plan finds room for in nine tenths
+    of it. settings: options that every stage has, with their values. why: for the comments of a file that init writes.
+    """
 
     gib: int | None
     fits: str
@@ -25,11 +26,11 @@ _QUANTISED = _RECOMPUTED | {"model.load_in_4bit": True}
 _WHY = {
     "model.lora.r": "adapters of this rank are trained and the base is frozen; 0 trains all weights and takes far more",
     "model.load_in_4bit": "the frozen base in 4 bits (NF4)",
-    "model.gradient_checkpointing": "activations are computed again instead of kept: less memory, a third more time",
+    "model.gradient_checkpointing": "activations are computed again instead of kept: less memory, one more forward",
     "engine.micro_batch_tokens": "tokens of one forward and backward; changes no gradient, only memory and speed",
 }
 CARDS = {
-    "cpu": Card(None, "0.5B", _ADAPTERS | {"engine.micro_batch_tokens": 1024}, _WHY),
+    "cpu": Card(None, "", _ADAPTERS | {"engine.micro_batch_tokens": 1024}, _WHY),
     "8gb": Card(8, "3B", _QUANTISED | {"engine.micro_batch_tokens": 1024}, _WHY),
     "12gb": Card(12, "7B", _QUANTISED | {"engine.micro_batch_tokens": 2048}, _WHY),
     "16gb": Card(16, "14B", _QUANTISED | {"engine.micro_batch_tokens": 2048}, _WHY),

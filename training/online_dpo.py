@@ -25,7 +25,8 @@ class Config:
         stage: Name of the stage.
         output_dir: Folder of this run.
         seed: Seed of everything random.
-        resume: auto (a finished run is left as it is) or never (start again).
+        resume: auto (a finished run is left as it is, an unfinished one goes on from its newest checkpoint),
+            never (start again) or the path of one of its checkpoints.
         report_to: Trackers (tensorboard, wandb, trackio, ...).
         model: The policy, and the reference; without a name, the finished sft run beside output_dir.
         data: The prompts.
