@@ -18,10 +18,10 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 import torch
-from harness import Times, alternate, bandwidth, machine, matrix_rate, write_rows
+from floors import Shape, decode_bytes, floor_of
+from harness import Times, alternate, machine, write_rows
 from peers.trl_grpo import TrlGRPO
 from ppo_models import SHAPES, make_folders
-from ppo_step import ADAM_BYTES
 
 from hybrid_rlhf.engine import SamplingConfig, ZeroConfig
 from hybrid_rlhf.layout import Layout, RolesConfig, Start
@@ -92,24 +92,11 @@ def floor_seconds(shape: str, limits: list[int]) -> tuple[float, str]:
 
     A backward costs two forwards; the head is needed where tokens are predicted only; each prompt is prefilled once.
     """
-    settings = SHAPES[shape][1]
-    hidden, vocab, layers = settings["hidden_size"], settings["vocab_size"], settings["num_hidden_layers"]
-    inner = settings["intermediate_size"]
-    body = layers * (4 * hidden * hidden + 3 * hidden * inner)
+    model = Shape.of(SHAPES[shape][1])
     answered, read = sum(limits), PROMPTS * SAMPLES * PROMPT + sum(limits)
-    shapes = [(read, hidden, hidden)] * 4 + [(read, hidden, inner)] * 2 + [(read, inner, hidden)]
-    rate_body, rate_head = matrix_rate(shapes, torch.bfloat16), matrix_rate([(answered, hidden, vocab)], torch.bfloat16)
-    ops_body = 2 * body * (4 * read + PROMPTS * PROMPT)  # the reference, the actor, its backward; prefilling
-    ops_head = 2 * hidden * vocab * answered * 4
-    speed = bandwidth()
-    attended = sum(2 * 2 * layers * hidden * (PROMPT + n / 2) * n for n in limits)  # bytes of keys and values
-    decode = max(limits) * 2 * (body + hidden * vocab) + attended
-    optimizer = ADAM_BYTES * (body + 2 * hidden * vocab)
-    parts = (ops_body / rate_body, ops_head / rate_head, decode / speed, optimizer / speed)
-    line = (f"floor {sum(parts):.2f} s: layers {parts[0]:.2f} at {rate_body / 1e9:.0f} G/s, head {parts[1]:.2f} at "
-            f"{rate_head / 1e9:.0f} G/s, decoding {parts[2]:.2f} and optimizer {parts[3]:.2f} at "
-            f"{speed / 1e9:.1f} GB/s")
-    return sum(parts), line
+    passes = 4 + PROMPTS * PROMPT / read  # the reference, the actor, its backward; prefilling
+    return floor_of(model, read, passes, (answered, 4), decode_bytes(model, [PROMPT] * len(limits), limits),
+                    model.body + 2 * model.head)
 
 
 def peer_of(name: str, shape: str, place: Path, is_autocast: bool) -> TrlGRPO:
@@ -168,8 +155,8 @@ def main() -> None:
             return
         # before ours, which makes a process group: with one, TRL would wrap its model for several processes
         peers = {name: peer_of(name, options.shape, Path(folder), options.autocast) for name in options.cases}
-        rows = [measure(name, options.shape, Path(folder), options.repeats, trl) for name, trl in peers.items()]
-    write_rows(rows, options.json)
+        write_rows((measure(name, options.shape, Path(folder), options.repeats, trl) for name, trl in peers.items()),
+                   options.json)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,6 +85,10 @@ def status(name: str) -> int:
     raise SystemExit(f"/proc/self/status has no {name}; this benchmark needs Linux")
 
 
-def write_rows(rows: list[dict], path: str | None) -> None:
-    if path:
-        Path(path).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+def write_rows(rows: Iterable[dict], path: str | None) -> None:
+    """Write the rows as they come, so that those of a run that is stopped stay."""
+    done = []
+    for row in rows:
+        done.append(row)
+        if path:
+            Path(path).write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")

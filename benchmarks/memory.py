@@ -198,8 +198,7 @@ def main() -> None:
             make_folders(shape, Path(folder) / name)
         found = {case: measured(case, Path(folder), options)
                  for case in dict.fromkeys(n for c in options.cases for n in _NEEDS[c])}
-        rows = [compare(case, found, Path(folder) / "models") for case in options.cases]
-    write_rows(rows, options.json)
+        write_rows((compare(case, found, Path(folder) / "models") for case in options.cases), options.json)
 
 
 if __name__ == "__main__":

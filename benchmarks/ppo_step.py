@@ -22,7 +22,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 
 import harness
 import torch
-from harness import Times, alternate, bandwidth, machine, matrix_rate, write_rows
+from floors import Shape, decode_bytes, floor_of
+from harness import Times, alternate, machine, write_rows
 from peers.plain_ppo import PlainPPO
 from ppo_models import LORA, SHAPES, make_folders, prompts_of, roles_of, trainer_of
 
@@ -30,7 +31,6 @@ from hybrid_rlhf.run.allocator import keep_freed_blocks
 
 ROWS, PROMPT, RESPONSE, MEAN = 8, 64, 64, 24
 CASES = {"full": (False, False), "lora": (True, False), "ragged": (False, True), "ragged_lora": (True, True)}
-ADAM_BYTES = 30  # per parameter: fp32 master, two moments read and written, gradient read twice, bf16 written
 
 
 def limits_of(is_ragged: bool) -> list[int]:
@@ -62,27 +62,13 @@ def floor_seconds(shape: str, lora: bool, limits: list[int]) -> tuple[float, str
 
     A backward costs two forwards, one where the weights are frozen. The head is needed where tokens are predicted only.
     """
-    settings = SHAPES[shape][1]
-    hidden, vocab, layers = settings["hidden_size"], settings["vocab_size"], settings["num_hidden_layers"]
-    inner = settings.get("ffn_dim", settings.get("intermediate_size"))
-    ups = 1 if "ffn_dim" in settings else 2
-    body = layers * (4 * hidden * hidden + (ups + 1) * hidden * inner)
+    model = Shape.of(SHAPES[shape][1])
     answered, read = sum(limits), ROWS * PROMPT + sum(limits)
-    shapes = [(read, hidden, hidden)] * 4 + [(read, hidden, inner)] * ups + [(read, inner, hidden)]
-    rate_body, rate_head = matrix_rate(shapes, torch.bfloat16), matrix_rate([(answered, hidden, vocab)], torch.bfloat16)
     backward = 1 if lora else 2
     passes = {"ref": 1, "values": 1, "score": 1, "actor": 1 + backward, "critic": 1 + backward}
-    ops_body = 2 * body * (read * sum(passes.values()) + ROWS * (PROMPT - 1))
-    ops_head = 2 * hidden * vocab * answered * (passes["ref"] + passes["actor"])
-    speed = bandwidth()
-    attended = sum(2 * 2 * layers * hidden * (PROMPT + n / 2) * n for n in limits)  # bytes of keys and values
-    decode = max(limits) * 2 * (body + hidden * vocab) + attended
-    optimizer = 0 if lora else ADAM_BYTES * 2 * (body + hidden * vocab * 1)
-    parts = (ops_body / rate_body, ops_head / rate_head, decode / speed, optimizer / speed)
-    line = (f"floor {sum(parts):.2f} s: layers {parts[0]:.2f} at {rate_body / 1e9:.0f} G/s, head {parts[1]:.2f} at "
-            f"{rate_head / 1e9:.0f} G/s, decoding {parts[2]:.2f} and optimizer {parts[3]:.2f} at "
-            f"{speed / 1e9:.1f} GB/s")
-    return sum(parts), line
+    prefill = ROWS * (PROMPT - 1) / read
+    return floor_of(model, read, sum(passes.values()) + prefill, (answered, passes["ref"] + passes["actor"]),
+                    decode_bytes(model, [PROMPT] * ROWS, limits), 0 if lora else 2 * (model.body + model.head))
 
 
 def measure(name: str, shape: str, place: Path, repeats: int) -> dict:
@@ -137,8 +123,8 @@ def main() -> None:
             for name in options.cases:
                 profile(name, Path(folder))
             return
-        rows = [measure(name, options.shape, Path(folder), options.repeats) for name in options.cases]
-    write_rows(rows, options.json)
+        write_rows((measure(name, options.shape, Path(folder), options.repeats) for name in options.cases),
+                   options.json)
 
 
 if __name__ == "__main__":

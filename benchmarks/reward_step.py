@@ -22,11 +22,11 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 
 import harness
 import torch
+from floors import Shape, floor_of
 from grpo_step import tokenizer_of
-from harness import alternate, bandwidth, machine, matrix_rate, write_rows
+from harness import alternate, machine, write_rows
 from peers.trl_offline import TrlReward
 from ppo_models import SHAPES, make_folders
-from ppo_step import ADAM_BYTES
 
 from hybrid_rlhf.data.collate import collate_pairs
 from hybrid_rlhf.engine import ZeroConfig
@@ -76,16 +76,8 @@ def floor_seconds(shape: str, tokens: int) -> tuple[float, str]:
 
     A backward costs two forwards; the embedding is trained, there is no head over the vocabulary.
     """
-    settings = SHAPES[shape][1]
-    hidden, vocab, layers = settings["hidden_size"], settings["vocab_size"], settings["num_hidden_layers"]
-    inner = settings["intermediate_size"]
-    body = layers * (4 * hidden * hidden + 3 * hidden * inner)
-    rate = matrix_rate([(tokens, hidden, hidden)] * 4 + [(tokens, hidden, inner)] * 2 + [(tokens, inner, hidden)],
-                       torch.bfloat16)
-    speed = bandwidth()
-    parts = (6 * body * tokens / rate, ADAM_BYTES * (body + hidden * vocab) / speed)
-    return sum(parts), (f"floor {sum(parts):.2f} s: layers {parts[0]:.2f} at {rate / 1e9:.0f} G/s, optimizer "
-                        f"{parts[1]:.2f} at {speed / 1e9:.1f} GB/s")
+    model = Shape.of(SHAPES[shape][1])
+    return floor_of(model, tokens, 3, trained=model.body + model.head)
 
 
 def sides(options: argparse.Namespace, place: Path) -> tuple[Ours, TrlReward, list[Pair]]:

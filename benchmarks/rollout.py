@@ -228,7 +228,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    write_rows([measure(CASES[name](options), options.repeats) for name in options.cases], options.json)
+    write_rows((measure(CASES[name](options), options.repeats) for name in options.cases), options.json)
 
 
 if __name__ == "__main__":

@@ -27,11 +27,11 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 
 import harness
 import torch
+from floors import Shape, floor_of
 from grpo_step import tokenizer_of
-from harness import Times, alternate, bandwidth, machine, matrix_rate, status, write_rows
+from harness import Times, alternate, machine, status, write_rows
 from peers.trl_offline import TrlSFT
 from ppo_models import SHAPES, make_folders
-from ppo_step import ADAM_BYTES
 
 from hybrid_rlhf.data.collate import collate_sft
 from hybrid_rlhf.engine import ZeroConfig
@@ -82,17 +82,8 @@ def floor_seconds(shape: str, tokens: int) -> tuple[float, str]:
 
     A backward costs two forwards.
     """
-    settings = SHAPES[shape][1]
-    hidden, vocab, layers = settings["hidden_size"], settings["vocab_size"], settings["num_hidden_layers"]
-    inner = settings["intermediate_size"]
-    body, head = layers * (4 * hidden * hidden + 3 * hidden * inner), hidden * vocab
-    shapes = [(tokens, hidden, hidden)] * 4 + [(tokens, hidden, inner)] * 2 + [(tokens, inner, hidden)]
-    rate_body, rate_head = matrix_rate(shapes, torch.bfloat16), matrix_rate([(tokens, hidden, vocab)], torch.bfloat16)
-    speed = bandwidth()
-    parts = (6 * body * tokens / rate_body, 6 * head * tokens / rate_head, ADAM_BYTES * (body + 2 * head) / speed)
-    return sum(parts), (f"floor {sum(parts):.2f} s: layers {parts[0]:.2f} at {rate_body / 1e9:.0f} G/s, head "
-                        f"{parts[1]:.2f} at {rate_head / 1e9:.0f} G/s, optimizer {parts[2]:.2f} at "
-                        f"{speed / 1e9:.1f} GB/s")
+    model = Shape.of(SHAPES[shape][1])
+    return floor_of(model, tokens, 3, (tokens, 3), trained=model.body + 2 * model.head)
 
 
 def measure_speed(options: argparse.Namespace, place: Path, trl: TrlSFT) -> dict:
@@ -204,8 +195,7 @@ def main() -> None:
         if options.profile:
             profile(options, place, trl)
             return
-        rows = [CASES[name](options, place, trl) for name in options.cases]
-    write_rows(rows, options.json)
+        write_rows((CASES[name](options, place, trl) for name in options.cases), options.json)
 
 
 if __name__ == "__main__":

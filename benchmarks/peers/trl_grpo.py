@@ -46,7 +46,8 @@ class TrlGRPO:
         from transformers import StoppingCriteria, StoppingCriteriaList
 
         generate, limits, eos = policy.generate, self.limits, self.eos
-        self.trainer.generation_config.eos_token_id = policy.generation_config.eos_token_id = None
+        for settings in (self.trainer.generation_config, policy.generation_config):
+            settings.eos_token_id = -1  # None would be filled in from the model's configuration
 
         def bounded(input_ids: torch.Tensor, **named: object) -> torch.Tensor:
             width = input_ids.shape[1]

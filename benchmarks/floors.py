@@ -1,0 +1,83 @@
+"""The physical floor of a step: the time that its matrix products take at the rate that torch reaches here at the sizes
+used, plus that of the bytes that must move (weights and cache of each decode step, optimizer state) at the bandwidth
+measured here. All rates come from the same run as the step's own time.
+
+It has nothing for attention's arithmetic, norms, activations, softmax over the vocabulary, adapters or the writing of
+gradients: a step that fused everything perfectly would still take longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from harness import bandwidth, matrix_rate
+
+ADAM_BYTES = 30  # per parameter: fp32 master, two moments read and written, gradient read twice, bf16 written
+BYTES = 2  # of a bf16 value
+
+
+class Shape(NamedTuple):
+    """What a decoder multiplies: `ups` products lead into its inner size (two where it is gated), one out of it."""
+
+    hidden: int
+    inner: int
+    ups: int
+    kv: int  # width of all keys of a token
+    layers: int
+    vocab: int
+
+    @classmethod
+    def of(cls, settings: Mapping[str, int]) -> Shape:
+        """From the settings of an OPT or Llama configuration."""
+        hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
+        kv = hidden * settings.get("num_key_value_heads", heads) // heads
+        inner, ups = (settings["ffn_dim"], 1) if "ffn_dim" in settings else (settings["intermediate_size"], 2)
+        return cls(hidden, inner, ups, kv, settings["num_hidden_layers"], settings["vocab_size"])
+
+    @property
+    def body(self) -> int:
+        """Weights of all layers."""
+        return self.layers * (2 * self.hidden * (self.hidden + self.kv) + (self.ups + 1) * self.hidden * self.inner)
+
+    @property
+    def head(self) -> int:
+        return self.hidden * self.vocab
+
+    def products(self, rows: int) -> list[tuple[int, int, int]]:
+        """(rows, in, out) of one layer's products."""
+        attention = [(rows, self.hidden, self.hidden)] * 2 + [(rows, self.hidden, self.kv)] * 2
+        return attention + [(rows, self.hidden, self.inner)] * self.ups + [(rows, self.inner, self.hidden)]
+
+
+def decode_bytes(shape: Shape, prompts: Sequence[int], limits: Sequence[int], slots: int | None = None) -> int:
+    """Bytes that decoding reads: the weights once a step, and keys and values of what each token attends to.
+
+    prompts, limits: prompt and response length of each request; slots: how many run at once, all if not given. As many
+    steps as the longest response has, or as all responses fill if every slot is always busy.
+    """
+    steps = max(max(limits), -(-sum(limits) // (slots or len(limits))))
+    attended = sum((p + n / 2) * n for p, n in zip(prompts, limits, strict=True))
+    return round(steps * BYTES * (shape.body + shape.head) + attended * 2 * BYTES * shape.layers * shape.kv)
+
+
+def floor_of(shape: Shape, rows: int, body: float, head: tuple[int, float] = (0, 0), decoded: float = 0,
+             trained: int = 0, dtype: torch.dtype = torch.bfloat16) -> tuple[float, str]:
+    """Seconds, and a line about them.
+
+    rows: tokens that a pass reads; body: how many forward passes over them (a backward counts two, one where weights
+    are frozen). head: tokens predicted, and forward passes of the head over them. decoded: bytes of decoding. trained:
+    parameters of a full optimizer.
+    """
+    rate, speed = matrix_rate(shape.products(rows), dtype), bandwidth()
+    parts = {f"layers at {rate / 1e9:.0f} G/s": 2 * shape.body * rows * body / rate}
+    if head[0]:
+        rate = matrix_rate([(head[0], shape.hidden, shape.vocab)], dtype)
+        parts[f"head at {rate / 1e9:.0f} G/s"] = 2 * shape.head * head[0] * head[1] / rate
+    if decoded:
+        parts[f"decoding at {speed / 1e9:.1f} GB/s"] = decoded / speed
+    if trained:
+        parts[f"optimizer at {speed / 1e9:.1f} GB/s"] = ADAM_BYTES * trained / speed
+    total = sum(parts.values())
+    return total, f"floor {total:.2f} s: " + ", ".join(f"{name} {value:.2f}" for name, value in parts.items())

@@ -1,0 +1,50 @@
+"""The floor of a benchmark, by hand: what is multiplied, which bytes move, and how they become seconds."""
+
+import floors
+import pytest
+from floors import Shape, decode_bytes, floor_of
+
+LLAMA = dict(hidden_size=8, intermediate_size=20, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+             vocab_size=50)
+OPT = dict(hidden_size=8, ffn_dim=32, num_hidden_layers=3, num_attention_heads=4, vocab_size=50)
+
+
+def test_weights_of_a_gated_model_with_fewer_key_heads_and_of_opt():
+    # a layer: q and o 8 x 8, k and v 8 x 4, gate, up and down 8 x 20
+    assert Shape.of(LLAMA).body == 3 * (2 * 64 + 2 * 32 + 3 * 160)
+    assert Shape.of(OPT).body == 3 * (4 * 64 + 2 * 256)
+    assert Shape.of(OPT).head == 400
+
+
+def test_the_products_are_the_weights():
+    for settings in (LLAMA, OPT):
+        shape = Shape.of(settings)
+        assert sum(i * o for _, i, o in shape.products(7)) * shape.layers == shape.body
+
+
+def test_bytes_of_decoding():
+    shape = Shape.of(LLAMA)
+    # 4 steps of all weights in bf16; the first request's tokens attend to 10 + 2 on average, the second's to 6 + 1
+    attended = (10 + 2) * 4 + (6 + 1) * 2
+    assert decode_bytes(shape, [10, 6], [4, 2]) == 4 * 2 * (shape.body + 400) + attended * 2 * 2 * 3 * 4
+    # one at a time: 6 steps
+    assert decode_bytes(shape, [10, 6], [4, 2], slots=1) == 6 * 2 * (shape.body + 400) + attended * 2 * 2 * 3 * 4
+
+
+def test_seconds_from_the_rates_that_were_measured(monkeypatch):
+    asked = []
+
+    def rate(shapes, dtype):
+        asked.append(shapes)
+        return 1e6 if len(asked) == 1 else 2e6
+
+    monkeypatch.setattr(floors, "matrix_rate", rate)
+    monkeypatch.setattr(floors, "bandwidth", lambda: 5e5)
+    shape = Shape.of(LLAMA)
+    total, line = floor_of(shape, 100, 3, (40, 2), decoded=1000, trained=10)
+    assert total == pytest.approx(2 * 2016 * 100 * 3 / 1e6 + 2 * 400 * 40 * 2 / 2e6 + 1000 / 5e5 + 30 * 10 / 5e5)
+    assert asked == [shape.products(100), [(40, 8, 50)]]
+    assert "head at 0 G/s 0.03" in line
+    total, line = floor_of(shape, 100, 3)
+    assert "head" not in line
+    assert "optimizer" not in line
