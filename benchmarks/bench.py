@@ -34,7 +34,7 @@ class Script(NamedTuple):
 
 
 SCRIPTS = {
-    "rollout": Script("--cases fixed ragged fixed_batch --repeats 3", 300),
+    "rollout": Script("--cases fixed ragged fixed_batch stories3M llama_cpp --repeats 3", 300),
     "ppo_step": Script("--cases full lora --repeats 3", 240),
     "grpo_step": Script("--repeats 3", 330),
     "sft_step": Script("--repeats 3", 300),
@@ -57,6 +57,9 @@ TARGETS = {
     ("rollout", "fixed"): Target("rollout, 134M bf16, equal lengths", "transformers generate", 2.4, 1.4),
     ("rollout", "ragged"): Target("rollout, 134M bf16, ragged", "transformers generate", 6, 1.4),
     ("rollout", "fixed_batch"): Target("rollout, 134M bf16, equal lengths", "transformers generate_batch", 3, 1.4),
+    ("rollout", "stories3M"): Target("rollout, 3.1M fp32, 64 at once", "transformers generate", 3, 1.4),
+    ("rollout", "llama_cpp"): Target("decode, 134M bf16, 16 streams", "llama.cpp, bf16", 1, 1.4),
+    ("rollout", "llama_cpp_prompt"): Target("the same, reading the prompts", "llama.cpp, bf16", None, 1.4),
     ("ppo_step", "full"): Target("PPO step, OPT-125m, all weights", "the plain four-model step", None, 1.3),
     ("ppo_step", "lora"): Target("PPO step, OPT-125m, LoRA", "the plain four-model step", None, 1.3),
     ("grpo_step", "fixed"): Target("GRPO step, 134M, equal lengths", "TRL GRPOTrainer", 2.5, 1.4),

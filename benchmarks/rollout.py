@@ -2,12 +2,13 @@
 
     python benchmarks/rollout.py [--cases fixed fixed_fp32 stories3M ragged ...] [--json FILE] [--stories FOLDER]
 
-The peer is `generate`, and in the cases named *_batch transformers' own continuous batching (`generate_batch`). Both
-sides sample at temperature 1 from the same module, alternating, after one unmeasured run each; figures are medians,
-with the least and the most. Prompts are distinct. Useful tokens per second count responses only, and of each no more
-than was asked for. floor_ratio is the time of one of our decode steps over that of the matrix products of its weights
-alone, as torch multiplies them: 1 is the floor of a model whose products are torch's. own_floor_ratio is the same over
-our own products, which are faster on some processors.
+The peer is `generate`, in the cases named *_batch transformers' own continuous batching (`generate_batch`), and in
+llama_cpp llama.cpp (rollout_llama.py). Both sides sample at temperature 1 from the same module (beside llama.cpp both
+are greedy), alternating, after one unmeasured run each; figures are medians, with the least and the most. Prompts are
+distinct. Useful tokens per second count responses only, and of each no more than was asked for. floor_ratio is the time
+of the case over its floor (rollout_floor.py). step_ratio is the time of one of our decode steps over that of the
+matrix products of its weights alone, as torch multiplies them; own_step_ratio is the same over our own products, which
+are faster on some processors.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
+import rollout_llama
 import torch
 from harness import Times, alternate, machine, seconds, write_rows
 from peers.continuous_batching import continuous_batching
+from rollout_floor import floor_of
 from torch import nn
 
 from hybrid_rlhf.engine.hybrid import HybridEngine
@@ -148,25 +150,6 @@ def stops(limits: list[int], width: int):  # noqa: ANN201
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def products(engine: HybridEngine, rows: int, is_own: bool) -> Callable[[], float]:
-    """The matrix products of one decode step and nothing else, by torch or as the engine computes them; returns
-    seconds."""
-    layers = [m for m in engine.model.modules() if isinstance(m, nn.Linear)]
-    inputs = {m.in_features: torch.randn(rows, m.in_features).to(m.weight.dtype) for m in layers}
-
-    @torch.no_grad()
-    def run() -> None:
-        for layer in layers:
-            layer(inputs[layer.in_features])
-
-    def timed() -> float:
-        with engine.inference() if is_own else nullcontext():
-            run()
-            return seconds(run)
-
-    return timed
-
-
 def step_seconds(engine: HybridEngine, case: Case, repeats: int) -> float:
     """Seconds of a decode step: the difference between long and short responses.
 
@@ -199,36 +182,63 @@ def sides(engine: HybridEngine, case: Case, repeats: int) -> list[Times]:
     return [Times(statistics.median(t[1:]), min(t[1:]), max(t[1:])) for t in (ours, theirs)]
 
 
-def measure(case: Case, repeats: int) -> dict:
+def measure(case: Case, repeats: int) -> list[dict]:
     engine = engine_for(case)
     check_equal(engine, case)
     ours, peer = sides(engine, case, repeats)
     step = step_seconds(engine, case, repeats)
-    torch_floor, own_floor = (statistics.median(act() for _ in range(2 * repeats + 1))
-                              for act in (products(engine, case.rows, False), products(engine, case.rows, True)))
+    by_engine(engine, case)  # the cache that the floor asks about is the case's
+    floor = floor_of(engine, case, repeats)
     row = {"case": case.name, "ours": case.useful / ours.median, "peer": case.useful / peer.median,
-           "ratio": peer.median / ours.median, "floor_ratio": step / torch_floor, "own_floor_ratio": step / own_floor,
+           "ratio": peer.median / ours.median, "floor_ratio": ours.median / floor.whole,
+           "step_ratio": step / floor.step_torch, "own_step_ratio": step / floor.step_own,
            "unit": "tokens/s", "machine": machine(), "ours_range": [case.useful / t for t in ours[1:][::-1]],
-           "peer_range": [case.useful / t for t in peer[1:][::-1]]}
+           "peer_range": [case.useful / t for t in peer[1:][::-1]], "seconds": ours.median, "step_seconds": step,
+           "floor_seconds": floor._asdict()}
     engine_is, theirs = engine.describe(), "generate_batch" if case.is_batch else "generate"
     ranges = [f"{row[k]:.1f} ({row[k + '_range'][0]:.0f}-{row[k + '_range'][1]:.0f})" for k in ("ours", "peer")]
-    print(f"{case.name:12} ours {ranges[0]}  {theirs} {ranges[1]} tokens/s  ratio {row['ratio']:.2f}  step / products: "
-          f"torch's {row['floor_ratio']:.2f}, ours {row['own_floor_ratio']:.2f}  "
-          f"({engine_is['path']}, {engine_is['kernels']}, {engine_is['fused']})", flush=True)
-    return row
+    print(f"{case.name:12} ours {ranges[0]}  {theirs} {ranges[1]} tokens/s  ratio {row['ratio']:.2f}  "
+          f"floor_ratio {row['floor_ratio']:.2f}  step / products: torch's {row['step_ratio']:.2f}, ours "
+          f"{row['own_step_ratio']:.2f}  ({engine_is['path']}, {engine_is['kernels']}, {engine_is['fused']})",
+          flush=True)
+    return [row]
+
+
+def measure_llama(options: argparse.Namespace) -> list[dict]:
+    """Decoding and prompts beside llama.cpp, bf16; no rows where it is not installed."""
+    if not rollout_llama.is_installed(options.peer_python):
+        rollout_llama.skipped(options.peer_python)
+        return []
+    def work_of(model: nn.Module, response: int) -> tuple[HybridEngine, Case, rollout_llama.Work]:
+        case = even("llama_cpp", model, 16, 128, response)
+        engine = engine_for(case)
+        return engine, case, rollout_llama.Work(
+            model, case.prompts, response, lambda n: by_engine(engine, replace(case, limits=[n] * case.rows), 0.0))
+
+    rollout_llama.check_same(work_of(llama(SHAPE_134M, torch.float32), 8)[2], options.peer_python)
+    engine, case, work = work_of(llama(SHAPE_134M, torch.bfloat16), 64)
+    sides = rollout_llama.beside_llama(work, options.repeats, options.peer_python, options.peer_cache)
+    return rollout_llama.rows_of(sides, work, floor_of(engine, case, options.repeats))
+
+
+def rows_of(name: str, options: argparse.Namespace) -> list[dict]:
+    return measure_llama(options) if name == "llama_cpp" else measure(CASES[name](options), options.repeats)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    names = [*CASES, "llama_cpp"]
+    parser.add_argument("--cases", nargs="+", choices=names, default=names)
     parser.add_argument("--repeats", type=int, default=5, help="measured runs of each side; the median counts")
     parser.add_argument("--threads", type=int, default=None, help="torch threads; torch's own choice if not given")
     parser.add_argument("--stories", help="folder of stories3M; random weights of its shape if not given")
+    parser.add_argument("--peer_python", default=sys.executable, help="a Python that has llama-cpp-python")
+    parser.add_argument("--peer_cache", default="bf16", choices=["f16", "bf16"], help="dtype of llama.cpp's cache")
     parser.add_argument("--json", help="write the rows to this file")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    write_rows((measure(CASES[name](options), options.repeats) for name in options.cases), options.json)
+    write_rows((row for name in options.cases for row in rows_of(name, options)), options.json)
 
 
 if __name__ == "__main__":

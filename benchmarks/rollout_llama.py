@@ -1,0 +1,140 @@
+"""Decoding beside llama.cpp: the same weights as a GGUF file of the same precision, both sides greedy, in turns.
+
+A part of rollout.py (`--cases llama_cpp`); llama-cpp-python is looked for in this Python or in `--peer_python`, and
+runs in a process of its own that waits while ours works. It has flash attention, a cache for each sequence in our
+dtype, and reads all prompts in one forward, as we do. What is compared is counted alike on both sides: `prompt` ends
+when every sequence has its first token, `decode` is all the others. That both compute the same model is shown in fp32
+first, where greedy tokens must be equal: in 16 bits random weights have ties.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from harness import machine, seconds
+from rollout_floor import Floor
+from torch import nn
+
+PEER = Path(__file__).resolve().parent / "peers/llama_cpp_streams.py"
+
+
+class Sides(NamedTuple):
+    """Seconds of each turn, the peer's own description, and the part of the tokens that are the same up to where a
+    sequence first departs from the other side's."""
+
+    ours: dict[str, list[float]]
+    peer: dict[str, list[float]]
+    equal: float
+    peer_is: str
+
+
+class Work(NamedTuple):
+    """What both sides do. generate(n): our side, greedy, n tokens for each prompt."""
+
+    model: nn.Module
+    prompts: list[list[int]]
+    response: int
+    generate: Callable[[int], list[list[int]]]
+
+
+def is_installed(python: str) -> bool:
+    done = subprocess.run([python, "-c", "import llama_cpp, numpy"], capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def write_model(model: nn.Module, folder: Path) -> Path:
+    """The model as GGUF. Its tokenizer, which llama.cpp wants and nobody asks here, is one of few tokens."""
+    from hybrid_rlhf.models.tokenizer import train_tokenizer
+    from hybrid_rlhf.run.gguf import write_gguf
+
+    dtype = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}[next(model.parameters()).dtype]
+    model.save_pretrained(folder)
+    train_tokenizer(["a few words"], 300).save_pretrained(folder)
+    return write_gguf(folder, folder / "model.gguf", dtype)
+
+
+@contextmanager
+def peer_process(python: str, path: Path, settings: dict) -> Iterator[tuple[Callable[[], dict], str]]:
+    """(turn, what it is): turn() lets llama.cpp do its work once."""
+    with subprocess.Popen([python, str(PEER), str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True) as process:
+
+        def ask(line: str) -> str:
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+            if not answer:
+                raise SystemExit(f"llama.cpp's process ended with {process.wait()}")
+            return answer
+
+        peer_is = ask(json.dumps(settings)).strip()
+        try:
+            yield lambda: json.loads(ask("")), peer_is
+        finally:
+            process.stdin.close()
+
+
+def beside_llama(work: Work, repeats: int, python: str, cache: str) -> Sides:
+    """Turns of both sides after one unmeasured turn each."""
+    settings = {"prompts": work.prompts, "response": work.response, "threads": torch.get_num_threads(), "cache": cache,
+                "ubatch": sum(map(len, work.prompts))}
+    turns: list[tuple[float, float, float, float]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_model(work.model, Path(folder))
+        with peer_process(python, path, settings) as (turn, peer_is):
+            for _ in range(repeats + 1):
+                first, drawn = seconds(lambda: work.generate(1)), []
+                whole = seconds(lambda: drawn.extend(work.generate(work.response)))  # noqa: B023 - called at once
+                found = turn()
+                turns.append((first, whole - first, found["prompt"], found["decode"]))
+    columns = [list(c) for c in zip(*turns[1:], strict=True)]
+    return Sides({"prompt": columns[0], "decode": columns[1]}, {"prompt": columns[2], "decode": columns[3]},
+                 _equal(drawn, found["tokens"]), peer_is)
+
+
+def check_same(work: Work, python: str) -> None:
+    """Greedy tokens in fp32 are llama.cpp's, or there is nothing to compare."""
+    sides = beside_llama(work, 1, python, "f32")
+    if sides.equal < 1:
+        raise SystemExit(f"llama_cpp: {sides.equal:.1%} of the greedy tokens in fp32 are equal; not measured")
+
+
+def _equal(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    same = 0
+    for a, b in zip(ours, theirs, strict=True):
+        same += next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+    return same / sum(map(len, ours))
+
+
+def rows_of(sides: Sides, work: Work, floor: Floor) -> list[dict]:
+    """One row for decoding, one for reading prompts."""
+    streams, rows = len(work.prompts), []
+    steps = streams * (work.response - 1)
+    parts = {"decode": ("llama_cpp", steps, floor.products * steps / (streams * work.response) + floor.cache),
+             "prompt": ("llama_cpp_prompt", sum(map(len, work.prompts)), floor.prompts + floor.step_own)}
+    for phase, (case, tokens, least) in parts.items():
+        ours, peer = ([tokens / t for t in side[phase]] for side in (sides.ours, sides.peer))
+        row = {"case": case, "ours": statistics.median(ours), "peer": statistics.median(peer),
+               "ratio": statistics.median(ours) / statistics.median(peer),
+               "floor_ratio": statistics.median(sides.ours[phase]) / least, "unit": "tokens/s", "machine": machine(),
+               "ours_range": [min(ours), max(ours)], "peer_range": [min(peer), max(peer)],
+               "equal_tokens": sides.equal, "peer_is": sides.peer_is}
+        print(f"{case:16} ours {row['ours']:.1f} ({min(ours):.0f}-{max(ours):.0f})  llama.cpp {row['peer']:.1f} "
+              f"({min(peer):.0f}-{max(peer):.0f}) tokens/s  ratio {row['ratio']:.2f}  floor_ratio "
+              f"{row['floor_ratio']:.2f}", flush=True)
+        rows.append(row)
+    return rows
+
+
+def skipped(python: str) -> None:
+    print(f"llama_cpp: not measured; {python} has no llama-cpp-python (pip install llama-cpp-python, or give "
+          "--peer_python PATH of a Python that has it)", file=sys.stderr)
