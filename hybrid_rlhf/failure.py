@@ -6,6 +6,7 @@ watches a key of the launcher's store from a thread, and the one that fails writ
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -24,6 +25,7 @@ _KEY, _ENDED = "failure", "ended"
 _callbacks: list[Callable[[str], None]] = []
 _ending = threading.Lock()  # taken once, by whichever thread ends the process
 _store: dist.Store | None = None
+_left = threading.Event()  # set when the interpreter ends, which waits for the watching thread
 
 
 def join() -> None:
@@ -34,7 +36,16 @@ def join() -> None:
     init_process_group()
     opened = dist.distributed_c10d._get_default_store()
     _store = dist.PrefixStore("hybrid_rlhf", opened.clone())
-    threading.Thread(target=_watch, args=(dist.PrefixStore("hybrid_rlhf", opened.clone()),), daemon=True).start()
+    watching = threading.Thread(target=_watch, args=(dist.PrefixStore("hybrid_rlhf", opened.clone()),), daemon=True)
+    watching.start()
+    atexit.register(_leave, watching)
+
+
+def _leave(watching: threading.Thread) -> None:
+    """Let the thread end before the interpreter does: one that comes back from C++ into an interpreter that has gone is
+    unwound through code that must not throw, and the process aborts at the end of a run that succeeded."""
+    _left.set()
+    watching.join(_WAIT_SECONDS)
 
 
 @contextmanager
@@ -64,8 +75,7 @@ def fail(code: int, message: str) -> int:
 
 def _watch(store: dist.Store) -> None:
     """End this process when another has failed."""
-    while True:
-        time.sleep(_POLL_SECONDS)
+    while not _left.wait(_POLL_SECONDS):
         try:
             if not store.check([_KEY]):
                 continue
