@@ -39,12 +39,13 @@ def straight(place, nurseries):
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_three_stages_killed_at_random_moments_end_as_the_ones_that_were_not(place, nurseries, straight, seed):
     """Twice in the midst of a save and twice by the clock, then to the end; --stage all goes on where it was. By the
-    clock a machine that has become idle meanwhile may be done already, so those come last."""
+    clock a machine that has become idle meanwhile may be done already, so those come last. The first is in the second
+    or third save of the first stage, whatever the machine: so there is a checkpoint to go on from."""
     draw, out, argv = random.Random(seed), f"killed{seed}", three_stages(place, f"killed{seed}", 6, 2)
-    codes, logs = [], ""
-    for number in range(4):
-        moment = ({"at": draw.randrange(3, 40)} if number < 2 else  # of the first saves after its start
-                  {"after": draw.uniform(0.1, 0.5) * straight["seconds"]})
+    codes, logs, a_save = [], "", straight["operations"] // 9
+    moments = [{"at": draw.randrange(a_save + 2, 3 * a_save - 2)}, {"at": draw.randrange(3, 40)},
+               *({"after": draw.uniform(0.1, 0.5) * straight["seconds"]} for _ in range(2))]
+    for number, moment in enumerate(moments):
         found = nurseries[number % 2].run(argv, **moment)
         assert found["code"] in (-9, 0), found["log"][-2000:]
         codes, logs = [*codes, found["code"]], logs + found["log"]
