@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
+from hybrid_rlhf.collector import collect_as_usual, collect_seldom
 from hybrid_rlhf.config import UserError, check, nearest, parse
 
 
@@ -97,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
     try:
         _join()
+        collect_seldom()
         return _train(argv)
     except UserError as error:
         from hybrid_rlhf.visible import neutralise
@@ -108,6 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _is_one_of_several():
             raise
         return _fail(1, traceback.format_exc())
+    finally:
+        collect_as_usual()
 
 
 def _is_one_of_several() -> bool:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 if not __package__:  # run as a file: Python put inference/ on the path, but the library lies beside it
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from hybrid_rlhf.collector import collect_as_usual, collect_seldom
 from hybrid_rlhf.config import UserError, check, door_flags, parse_door
 from hybrid_rlhf.visible import neutralise
 
@@ -175,7 +176,9 @@ def run(argv: list[str] | None) -> int:
     if all(Path(path.rpartition("=")[2]).is_dir() for path in options.model):
         # bars are for downloads, and read once, when the libraries are imported
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    collect_seldom()
     session = open_session(options)
+    collect_as_usual()
     if options.prompt is not None:
         session.is_comparing = len(session.voices) > 1
         if session.is_comparing or session.scorer:

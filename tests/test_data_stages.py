@@ -201,7 +201,7 @@ def test_cached_rows_are_the_rows_and_a_damaged_cache_is_made_again(written, tok
         assert (list(first.train), list(first.held_out), first.report) == (
             list(second.train), list(second.held_out), second.report)
     assert not [p for p in (tmp_path / "c").rglob("*") if "pkl" in p.name or "pickle" in p.name]
-    for path in (tmp_path / "c").rglob("*.arrow"):
+    for path in (tmp_path / "c").rglob("*.npy"):
         path.write_bytes(b"damaged")
     assert list(build(config, "ppo", tokenizer, 0).train) == list(first.train)
     with monkeypatch.context() as patch:

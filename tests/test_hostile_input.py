@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 
+import datasets
 import pytest
 import torch
 from tiny import save_tiny, tiny_tokenizer
@@ -94,7 +95,7 @@ def test_a_loading_script_beside_data_is_passed_over(tmp_path):
 
 @pytest.mark.parametrize("name", ["../other/data.arrow", "/etc/passwd", "..", ""])
 def test_a_saved_data_set_reads_no_file_outside_its_folder(name, tmp_path):
-    sources.save_table([{"prompt": "a", "completion": "b"}], tmp_path / "rows")
+    datasets.Dataset.from_list([{"prompt": "a", "completion": "b"}]).save_to_disk(str(tmp_path / "rows"))
     assert len(sources.read(Source(str(tmp_path / "rows")))) == 1
     shutil.copytree(tmp_path / "rows", tmp_path / "other")
     state = json.loads((tmp_path / "rows" / "state.json").read_text())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hybrid_rlhf.collector import collect_as_usual
 from hybrid_rlhf.config import check, nearest
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.datasets import DataConfig
@@ -166,6 +167,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     asked = _in_common(config, tokenizers)
     reward_sources.check_columns(others, next(iter(asked.values())).columns)
     record = runfile.start(config.output_dir, config.stage, config, command)
+    collect_as_usual()
     with on_record(record):
         judges = _Judges(config, others, reward, reference)
         answered = [judges.answers(name, path, tokenizers[name], asked[name]) for name, path in models.items()]

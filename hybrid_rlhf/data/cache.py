@@ -1,4 +1,4 @@
-"""Tokenized rows on disk, under a key of everything that made them. Arrow tables and JSON, never a pickle."""
+"""Tokenized rows on disk, under a key of everything that made them. JSON, never a pickle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
-from hybrid_rlhf.data import sources
+from hybrid_rlhf.data import table
 
 Tables = tuple[Sequence[dict], Sequence[dict], dict]  # train, held-out, counts
 
@@ -57,7 +57,7 @@ def load(path: Path) -> Tables | None:
         return None
     tables = []
     for name in ("train", "held_out"):
-        rows = sources.open_table(path / name) if counts[name] else []
+        rows = table.read(path / name) if counts[name] else []
         if rows is None or len(rows) != counts[name]:
             shutil.rmtree(path, ignore_errors=True)
             return None
@@ -71,7 +71,7 @@ def store(path: Path, tables: Tables) -> None:
     try:
         for name, rows in (("train", train), ("held_out", held_out)):
             if rows:
-                sources.save_table(list(rows), path / name)
+                table.save(rows, path / name)
         path.mkdir(parents=True, exist_ok=True)
         scratch = path / f"counts.{os.getpid()}"
         scratch.write_text(json.dumps(counts), encoding="utf-8")

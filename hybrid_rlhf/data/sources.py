@@ -5,9 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -210,30 +207,3 @@ def _quiet() -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-
-
-def save_table(rows: list[dict], folder: Path) -> None:
-    """Write rows as an Arrow data set (no pickle) at `folder`, whole or not at all."""
-    import datasets
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".writing-"))
-    try:
-        with _quiet():
-            datasets.Dataset.from_list(rows).save_to_disk(str(scratch / "table"))
-        if not folder.exists():
-            os.replace(scratch / "table", folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def open_table(folder: Path) -> Sequence[dict] | None:
-    """The rows that save_table wrote, memory-mapped, or None where there are none or they cannot be read."""
-    if not (folder / "state.json").exists():
-        return None
-    import datasets
-
-    try:
-        return datasets.load_from_disk(str(folder))
-    except Exception:  # a damaged cache is no cache
-        return None

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from hybrid_rlhf.collector import collect_as_usual
 from hybrid_rlhf.config import NotFinite, UserError, check
 from hybrid_rlhf.distributed import is_main, max_over_ranks
 from hybrid_rlhf.failure import on_failure
@@ -59,6 +60,7 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
     stops at once. However the loop ends but well, the record says so.
     """
     check(total_steps >= 1, f"the run has {total_steps} steps; it needs at least one")
+    collect_as_usual()
     started, saver = time.perf_counter(), Saver(trainer, loader, record, config, total_steps)
     with on_record(record):
         saved = checkpoint.read(record.resumes_from) if record.resumes_from else None

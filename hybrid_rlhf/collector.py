@@ -1,0 +1,20 @@
+"""When Python looks for circles of objects to free: seldom while a run starts, as ever from its first step on.
+
+What a start makes are modules, functions and classes, which stay. Python's collector goes over all of them again and
+again while they become more: a fifth to a third of the time to the first step.
+"""
+
+from __future__ import annotations
+
+import gc
+
+_USUAL = gc.get_threshold()
+
+
+def collect_seldom() -> None:
+    """Until `collect_as_usual`: young objects a hundred thousand at a time, the old ones not at all."""
+    gc.set_threshold(100_000, 1_000, 1_000)
+
+
+def collect_as_usual() -> None:
+    gc.set_threshold(*_USUAL)
