@@ -192,7 +192,8 @@ def test_a_failure_is_recorded_and_goes_on_to_the_caller(begin):
     ("max_grad_norm", 0.0), ("lr_scheduler_type", "cosin"), ("warmup_ratio", 1.5), ("num_train_epochs", 0.0),
     ("max_steps", 0), ("max_steps", -2), ("max_seconds", 0.0), ("per_device_train_batch_size", 0),
     ("gradient_accumulation_steps", 0), ("per_device_eval_batch_size", 0), ("logging_steps", 0), ("eval_steps", -1),
-    ("save_steps", -1), ("max_eval_batches", 0), ("save_total_limit", 0), ("learning_rate", float("nan")),
+    ("save_steps", -1), ("save_minutes", -1.0), ("max_eval_batches", 0), ("save_total_limit", 0),
+    ("learning_rate", float("nan")), ("save_minutes", float("nan")),
 ])
 def test_a_setting_that_cannot_be_meant_is_refused_by_name(name, value):
     with pytest.raises(UserError, match=rf"^train\.{name} is ") as error:

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,6 +152,57 @@ def test_a_clock_that_jumps_moves_no_time_of_the_run(go, tmp_path, monkeypatch):
     go("run", max_seconds=60.0)
     assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == "step-00000009"
     assert 0 <= runfile.read_run(tmp_path / "run").seconds < 60
+
+
+def hour_glass(monkeypatch, minutes_per_save: float = 0.0):
+    """A clock for the saver that stands still but for what is asked of it."""
+    now = [0.0]
+    keep = checkpoint.save
+
+    def save(*given, **named):
+        now[0] += 60 * minutes_per_save
+        return keep(*given, **named)
+
+    def pass_minutes(count: float) -> None:
+        now[0] += 60 * count
+
+    monkeypatch.setattr("hybrid_rlhf.run.saving.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(checkpoint, "save", save)
+    return pass_minutes
+
+
+@pytest.mark.parametrize(("minutes", "minutes_per_save", "expected"), [
+    (15.0, 0.0, [3, 6, 9]), (15.0, 1.0, [3, 7, 9]), (5.0, 0.0, [1, 2, 3, 4, 5, 6, 7, 8, 9]), (0.0, 0.0, [9])])
+def test_the_clock_asks_for_checkpoints_and_they_take_no_more_than_a_twentieth_of_the_time(
+        minutes, minutes_per_save, expected, go, tmp_path, monkeypatch):
+    pass_minutes = hour_glass(monkeypatch, minutes_per_save)
+    go("run", {step: lambda: pass_minutes(6) for step in range(1, 10)}, save_steps=0, save_minutes=minutes,
+       save_total_limit=9)
+    assert [checkpoint.number(p) for p in checkpoint.steps(tmp_path / "run" / "checkpoints")] == expected
+
+
+def test_a_run_saves_by_the_clock_unless_told_otherwise(go, tmp_path, monkeypatch):
+    pass_minutes = hour_glass(monkeypatch)
+    with pytest.raises(Killed):
+        go("run", {3: lambda: pass_minutes(15), 6: killed}, save_steps=0)
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == "step-00000003"
+
+
+def test_only_the_main_process_looks_at_the_clock(go, tmp_path, monkeypatch):
+    pass_minutes = hour_glass(monkeypatch)
+    monkeypatch.setattr("hybrid_rlhf.run.fit.is_main", lambda: False)
+    go("run", {2: lambda: pass_minutes(60)}, save_steps=0)
+    assert [p.name for p in checkpoint.steps(tmp_path / "run" / "checkpoints")] == ["step-00000009"]
+
+
+def test_checkpoints_by_the_clock_change_no_bit_and_a_kill_costs_what_came_after_the_last(go, tmp_path, monkeypatch):
+    go("straight", save_steps=0, save_minutes=0.0)
+    pass_minutes = hour_glass(monkeypatch)
+    with pytest.raises(Killed):
+        go("run", {step: lambda: pass_minutes(1) for step in range(6)} | {6: killed}, save_steps=0, save_minutes=1.0)
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints").name == "step-00000005"
+    go("run", save_steps=0, save_minutes=2.0)
+    assert left(tmp_path / "run") == left(tmp_path / "straight")
 
 
 def test_a_batch_that_could_not_be_digested_is_written_down(go, tmp_path):

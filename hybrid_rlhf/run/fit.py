@@ -73,11 +73,11 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
             for step in range(first + 1, total_steps + 1):
                 saver.values = _step(saver, step, reporter) | {"epoch": step / len(loader)}
                 reporter.step(step, saver.values, trainer.samples)
-                is_stopped = _any(bool(interrupts))
+                is_stopped, is_overdue = _news(bool(interrupts), saver)
                 is_last = step == total_steps or _any(_over(started, config.max_seconds))
                 is_evaluated = held_out is not None and (is_last or _is_due(step, config.eval_steps))
                 is_best = is_evaluated and not is_stopped and saver.evaluate(held_out, step, reporter)
-                if is_stopped or is_last or is_best or _is_due(step, config.save_steps):
+                if is_stopped or is_last or is_best or is_overdue or _is_due(step, config.save_steps):
                     path = saver.save(step, reporter, owes_evaluation=is_evaluated and is_stopped)
                     if is_best and path:
                         checkpoint.keep_best(path)
@@ -125,6 +125,13 @@ def _is_due(step: int, every: int) -> bool:
 
 def _over(started: float, limit: float | None) -> bool:
     return limit is not None and time.perf_counter() - started >= limit
+
+
+def _news(is_interrupted: bool, saver: Saver) -> tuple[bool, bool]:
+    """Whether any process was asked to stop, and whether the main process's clock asks for a checkpoint, at least where
+    nobody stops. One question for both: it is asked at every step."""
+    news = max_over_ranks(2 * is_interrupted + (is_main() and saver.is_overdue()))
+    return news >= 2, news >= 1
 
 
 def _any(mine: bool) -> bool:

@@ -13,9 +13,9 @@ from hybrid_rlhf.run.state_tree import whole
 FOLDER = "checkpoints"
 NO_MATTER = ("resume", "output_dir", "report_to")  # settings that change nothing in the result
 # settings that may change within a run: what is written and when it stops, not what is learnt
-HARMLESS = (*NO_MATTER, "data.cache_dir", "train.logging_steps", "train.save_steps", "train.save_total_limit",
-            "train.save_best", "train.max_failed_saves", "train.eval_steps", "train.max_eval_batches",
-            "train.max_seconds")
+HARMLESS = (*NO_MATTER, "data.cache_dir", "train.logging_steps", "train.save_steps", "train.save_minutes",
+            "train.save_total_limit", "train.save_best", "train.max_failed_saves", "train.eval_steps",
+            "train.max_eval_batches", "train.max_seconds")
 _LENGTHS = ("train.max_steps", "train.num_train_epochs")
 
 

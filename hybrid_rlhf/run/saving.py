@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hybrid_rlhf.run.runfile import RunRecord
 from hybrid_rlhf.run.state_tree import whole
 from hybrid_rlhf.run.train_config import TrainConfig
 
+_SAVES_AT_MOST = 0.05  # of the time, where the clock decides
 _SMALL_IS_GOOD = ("loss", "perplexity", "kl")
 
 
@@ -30,6 +32,7 @@ class Saver:
         self._best: float | None = None
         self._failed, self._newest = 0, 0  # _newest: the step of the newest checkpoint
         self._before: tuple = ()
+        self._saved_at, self._took = time.monotonic(), 0.0  # when the last save ended, and its seconds
 
     def restore(self, saved: Mapping | None) -> int:
         """Take everything up from a checkpoint, or nothing from None; returns the number of steps that are done."""
@@ -68,6 +71,11 @@ class Saver:
                 if path:
                     reporter.say(f"a checkpoint after step {done} is saved; the same command goes on there")
 
+    def is_overdue(self) -> bool:
+        """Whether train.save_minutes have gone by since the last checkpoint, or since the run began."""
+        wait = max(60 * self.config.save_minutes, self._took / _SAVES_AT_MOST)
+        return self.config.save_minutes > 0 and time.monotonic() - self._saved_at >= wait
+
     def save(self, step: int, reporter: Reporter, *, owes_evaluation: bool = False,
              position: tuple[dict, dict] | None = None) -> Path | None:
         """A checkpoint after `step`; None where the disk has no room for it, which is said.
@@ -75,6 +83,7 @@ class Saver:
         position: the states of loader and generators, where they are not those of now.
         Raises SaveError when that has happened config.max_failed_saves times in a row.
         """
+        began = time.monotonic()
         try:
             try:
                 positions = reporter.state()
@@ -92,6 +101,9 @@ class Saver:
                 raise SaveError(f"{error}; that was the {self._failed}. time in a row") from error
             reporter.say(f"warning: {error}; training goes on, and the checkpoints there were are still there")
             return None
+        finally:
+            self._saved_at = time.monotonic()  # of a save that failed too: the next one waits as long
+            self._took = self._saved_at - began
         self._failed, self._newest = 0, step
         return path
 

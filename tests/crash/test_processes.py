@@ -25,7 +25,8 @@ def place(tmp_path_factory):
     save = ["--train.save_steps", "2", "--train.per_device_train_batch_size", "3"]
     for stage in ("sft", "reward"):
         assert main(argv_of(folder, stage, stage, 2)) == 0
-    runs = {name: [argv_of(folder, "sft", f"{name}_{which}", 6, *save, *more) for which in "ab"]
+    clock = {"a": ["--train.save_minutes", "0"], "b": ["--train.save_minutes", "1e-9"]}  # b saves oftener than a
+    runs = {name: [argv_of(folder, "sft", f"{name}_{which}", 6, *save, *clock[which], *more) for which in "ab"]
             for name, more in LAYOUTS.items()}
     others = ["--roles.reward.model_name_or_path", f"{folder}/reward", "--model.model_name_or_path", f"{folder}/sft"]
     others += ["--engine.zero_stage", "3"]
