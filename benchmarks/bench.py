@@ -1,46 +1,62 @@
 """The CPU set of benchmarks, one after the other, and the page of what they found: `make bench`, under 30 minutes.
 
-    python benchmarks/bench.py [--only sft_step reward_step ...] [--take NAME=FILE:ARGUMENTS ...] [--page]
+    python benchmarks/bench.py [--only sft_step reward_step ...] [--quick] [--take NAME=FILE:ARGUMENTS ...] [--page]
 
-Each script runs in a process of its own, alone, within its share of the time. What it wrote by --json goes with its
-command and date to docs/results/benchmarks.json, and all of that becomes docs/results/benchmarks.md. A run replaces
-the rows of its own script and leaves the others; a script that never ran has no figures on the page. --take reads the
-rows that a script wrote in a run of its own, as in --take "sft_step=rows.json:--cases packed", the arguments of that
-run behind the colon, and replaces the cases that are in it; --page only writes the page again.
+Each script runs in a process of its own, alone, for at most its own limit and what is left of the thirty minutes. What
+it wrote by --json goes with its command and date to docs/results/benchmarks.json, and all of that becomes
+docs/results/benchmarks.md. A run replaces the rows of its own script and leaves the others; of a script that fails or
+is stopped the cases that it had finished count, the others keep their earlier rows, and the next script goes on. A
+script whose peer is not installed is left out with a line. A script that never ran has no figures on the page.
+--quick tries all of it at tiny sizes in a few minutes and writes to outputs/bench-quick, for its figures say nothing.
+--take reads the rows that a script wrote in a run of its own, as in --take "sft_step=rows.json:--cases packed", the
+arguments of that run behind the colon, and replaces the cases that are in it; --page only writes the page again.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from peers.process import python_for
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD, PAGE = ROOT / "docs/results/benchmarks.json", ROOT / "docs/results/benchmarks.md"
 BUDGET = 30 * 60
+LEAST = 20  # seconds that are left for a script that is begun
 
 
 class Script(NamedTuple):
-    """A benchmark of the set: its arguments, and the seconds after which it is stopped."""
+    """A benchmark of the set: its arguments, the seconds after which it is stopped, its arguments for a quick try, and
+    the package without which it has no peer."""
 
     arguments: str
     limit: int
+    quick: str
+    peer: str | None = None
 
 
+TINY = "--shape tiny --repeats 1"
 SCRIPTS = {
-    "rollout": Script("--cases fixed ragged fixed_batch stories3M llama_cpp --repeats 3", 300),
-    "ppo_step": Script("--cases full lora --repeats 3", 240),
-    "grpo_step": Script("--repeats 3", 330),
-    "sft_step": Script("--repeats 3", 300),
-    "reward_step": Script("--repeats 3", 180),
-    "memory": Script("", 270),
-    "startup": Script("--repeats 3", 180),
+    "rollout": Script("--cases fixed ragged fixed_batch stories3M llama_cpp --repeats 3", 400, "--cases stories3M --repeats 1"),
+    "ppo_step": Script("--cases full lora --repeats 3", 240, f"--cases full lora {TINY}"),
+    "grpo_step": Script("--repeats 3", 300, TINY, "trl"),
+    "sft_step": Script("--repeats 3", 300, TINY, "trl"),
+    "reward_step": Script("--repeats 3", 150, TINY, "trl"),
+    "memory": Script("", 270, "--shape tiny"),
+    "startup": Script("--repeats 3", 180, "--cases warm help --repeats 1", "trl"),
 }
 
 
@@ -93,9 +109,11 @@ def line_of(script: str, row: dict) -> str:
     """One row of the table. What misses its target is bold."""
     target = TARGETS.get((script, row["case"]), Target(f"{script} {row['case']}", "", None))
     ratio, floor = row.get("ratio"), row.get("floor_ratio")
-    cells = [target.work, target.peer, number(row["ours"], row["unit"]), number(row.get("peer"), row["unit"]),
+    ours = number(row["ours"], row["unit"])
+    cells = [row.get("work", target.work), target.peer, f"**{ours}**" if row.get("is_missed") else ours,
+             number(row.get("peer"), row["unit"]),
              marked(ratio, ratio is not None and target.ratio is not None and ratio < target.ratio),
-             f">= {target.ratio:.3g}" if target.ratio else "",
+             f">= {target.ratio:.3g}" if target.ratio else row.get("asked", ""),
              marked(floor, floor is not None and target.floor is not None and floor > target.floor),
              f"<= {target.floor:.2g}" if target.floor else "", f"{script} {row['case']}"]
     return "| " + " | ".join(cells) + " |"
@@ -118,15 +136,20 @@ def page_of(record: dict[str, dict]) -> str:
     runs = [f"- {record[name]['date']}: `{record[name]['command']}`" + seconds_of(record[name])
             + f"; {record[name]['rows'][0]['machine']}" for name in SCRIPTS if name in record]
     missing = [name for name in SCRIPTS if name not in record]
+    cases = {name: {row["case"] for row in record[name]["rows"]} for name in record}
+    absent = [f"{name} {case}" for name, case in TARGETS if name in record and case not in cases[name]]
     notes = [f"- {name}: {note}" for name in SCRIPTS if name in record for note in record[name].get("notes", [])]
     text = HEAD + "\n".join(lines) + "\n\nBold: the target is missed.\n\n## Runs\n\n" + "\n".join(runs) + "\n"
     if missing:
         text += f"\nNot yet run for this page: {', '.join(missing)}; earlier figures stand in pages of theirs.\n"
+    if absent:
+        text += f"\nCases without a figure: {', '.join(absent)}.\n"
     return text + ("\n## Where the time goes, and what was missed\n\n" + "\n".join(notes) + "\n" if notes else "")
 
 
 def seconds_of(entry: dict) -> str:
-    return f", {entry['seconds']:.0f} s" if entry.get("seconds") else ""
+    said = f", {entry['seconds']:.0f} s" if entry.get("seconds") else ""
+    return said + (f", {entry['failed']}" if entry.get("failed") else "")
 
 
 def entry_of(name: str, rows: list[dict], arguments: str, before: dict, seconds: float | None) -> dict:
@@ -142,32 +165,68 @@ def taken(name: str, given: str, before: dict | None) -> dict:
     """The record with the rows of `given`, FILE or FILE:ARGUMENTS, in place of those of the same cases."""
     path, _, arguments = given.partition(":")
     entry = entry_of(name, json.loads(Path(path).read_text(encoding="utf-8")), arguments, before or {}, None)
+    return beside(entry, before or {})
+
+
+def beside(entry: dict, before: dict) -> dict:
+    """`entry` and the rows of cases that only `before` has."""
     cases = {row["case"] for row in entry["rows"]}
-    kept = [row for row in (before or {}).get("rows", []) if row["case"] not in cases]
-    if kept:
-        entry |= {"command": f"{before['command']}; {entry['command']}", "rows": kept + entry["rows"],
-                  "seconds": before["seconds"]}
-    return entry
+    kept = [row for row in before.get("rows", []) if row["case"] not in cases]
+    if not kept:
+        return entry
+    return entry | {"command": f"{before['command']}; {entry['command']}", "rows": kept + entry["rows"],
+                    "seconds": before.get("seconds")}
 
 
-def run(name: str, before: dict) -> dict | None:
-    """Run a script of the set; None where it failed or took too long, which is said."""
-    script = SCRIPTS[name]
+def run(name: str, arguments: str, limit: float, before: dict) -> tuple[dict | None, str]:
+    """Run a script of the set; its entry, None if it has no rows, and what went wrong, if anything."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
-        command = [sys.executable, f"benchmarks/{name}.py", *script.arguments.split(), "--json", str(out)]
-        print(f"\n{' '.join(command[1:])} (at most {script.limit} s)", flush=True)
+        command = [sys.executable, f"benchmarks/{name}.py", *arguments.split(), "--json", str(out)]
+        print(f"\n{' '.join(command[1:])} (at most {limit:.0f} s)", flush=True)
         began = time.perf_counter()
-        try:
-            done = subprocess.run(command, cwd=ROOT, timeout=script.limit)
-        except subprocess.TimeoutExpired:
-            print(f"{name}: stopped after {script.limit} s", file=sys.stderr)
-            return None
-        if done.returncode or not out.exists():
-            print(f"{name}: ended with {done.returncode}", file=sys.stderr)
-            return None
-        rows = json.loads(out.read_text(encoding="utf-8"))
-    return entry_of(name, rows, script.arguments, before, time.perf_counter() - began)
+        fault = within(command, limit)
+        rows = json.loads(out.read_text(encoding="utf-8")) if out.exists() else []
+    if not rows:
+        return None, fault or "wrote no rows"
+    entry = entry_of(name, rows, arguments, before, time.perf_counter() - began)
+    return (beside(entry | {"failed": fault}, before) if fault else entry), fault
+
+
+def within(command: list[str], limit: float) -> str:
+    """Run a command and end it, with every process that it started, at the limit; what went wrong, if anything."""
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    try:
+        code = process.wait(limit)
+        return f"ended with {code}" if code else ""
+    except subprocess.TimeoutExpired:
+        return f"stopped after {limit:.0f} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def run_all(names: list[str], record: dict[str, dict], is_quick: bool, keep: Callable[[], None]) -> list[str]:
+    """Run the scripts one after the other, whatever becomes of each; what went wrong. keep: writes the record down."""
+    faults, end = [], time.monotonic() + BUDGET
+    for name in names:
+        script, left = SCRIPTS[name], end - time.monotonic()
+        if script.peer and python_for(script.peer) is None:
+            print(f"\n{name}: left out, its peer {script.peer} is not installed (make bench-peers)", flush=True)
+            continue
+        if left < LEAST:
+            entry, fault = None, "no time left"
+        else:
+            entry, fault = run(name, script.quick if is_quick else script.arguments, min(script.limit, left),
+                               record.get(name, {}))
+        if fault:
+            faults.append(f"{name} {fault}")
+            print(f"{name}: {fault}", file=sys.stderr, flush=True)
+        if entry:
+            record[name] = entry
+            keep()
+    return faults
 
 
 def main() -> int:
@@ -176,29 +235,29 @@ def main() -> int:
     parser.add_argument("--take", nargs="+", default=[], metavar="NAME=FILE:ARGUMENTS",
                         help="rows of runs that happened")
     parser.add_argument("--page", action="store_true", help="run nothing, write the page again")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, into outputs/bench-quick")
     options = parser.parse_args()
-    record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+    path, page = RECORD, PAGE
+    if options.quick:
+        (ROOT / "outputs/bench-quick").mkdir(parents=True, exist_ok=True)
+        path, page = (ROOT / "outputs/bench-quick" / found.name for found in (RECORD, PAGE))
+    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() and not options.quick else {}
     for given in options.take:
         name, _, found = given.partition("=")
         if name not in SCRIPTS:
             parser.error(f"--take {name}: choose {', '.join(SCRIPTS)}")
         record[name] = taken(name, found, record.get(name))
     names = [] if options.page or options.take else options.only or list(SCRIPTS)
-    failed = []
-    for name in names:
-        entry = run(name, record.get(name, {}))
-        if entry is None:
-            failed.append(name)
-            continue
-        record[name] = entry
-        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(page_of(record), encoding="utf-8")
-    print(f"\nwrote {PAGE.relative_to(ROOT)}" + (f"; failed: {', '.join(failed)}" if failed else ""))
-    return int(bool(failed))
 
+    def keep() -> None:
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        page.write_text(page_of(record), encoding="utf-8")
 
-assert sum(script.limit for script in SCRIPTS.values()) <= BUDGET
+    faults = run_all(names, record, options.quick, keep)
+    keep()
+    print(f"\nwrote {page.relative_to(ROOT)}" + (f"; failed: {', '.join(faults)}" if faults else ""))
+    return int(bool(faults))
+
 
 if __name__ == "__main__":
     sys.exit(main())
