@@ -50,7 +50,8 @@ class Script(NamedTuple):
 
 TINY = "--shape tiny --repeats 1"
 SCRIPTS = {
-    "rollout": Script("--cases fixed ragged fixed_batch stories3M llama_cpp --repeats 3", 400, "--cases stories3M --repeats 1"),
+    "rollout": Script("--cases fixed ragged fixed_batch stories3M llama_cpp --repeats 3", 400,
+                      "--cases stories3M --repeats 1"),
     "ppo_step": Script("--cases full lora --repeats 3", 240, f"--cases full lora {TINY}"),
     "grpo_step": Script("--repeats 3", 300, TINY, "trl"),
     "sft_step": Script("--repeats 3", 300, TINY, "trl"),
