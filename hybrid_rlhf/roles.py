@@ -40,7 +40,7 @@ def _measure(engine: HybridEngine, batch: SequenceBatch, max_tokens: int, number
 def _kin(engine: HybridEngine, batch: SequenceBatch) -> Tensor | None:
     """The number of each row's kin where rows begin alike and the module computes that once; None elsewhere."""
     module = engine.module
-    if not isinstance(module, PolicyModule) or not len(batch) or batch.position_ids is not None:
+    if not hasattr(module, "can_share") or not len(batch) or batch.position_ids is not None:
         return None
     with engine.active():
         return kinship(batch) if module.can_share() else None
@@ -231,8 +231,8 @@ class Critic:
             rows = batch.rows(index).to(self.engine.device)
             return loss(predicting(self.engine(rows), rows), minibatch.rows(index).to(self.engine.device), count)
 
-        return micro_batches.update(self.engine, self.max_tokens,
-                                    micro_batches.Part(batch.attention_mask.sum(1), share))
+        return micro_batches.update(self.engine, self.max_tokens, micro_batches.Part(
+            batch.attention_mask.sum(1), share, _kin(self.engine, batch)))
 
 
 @dataclass
@@ -262,14 +262,15 @@ class Reward:
 
         A pair is never torn apart: micro-batches are made of pairs. `loss(chosen (p,), rejected (p,), index of pairs)`.
         """
-        lengths = batch.attention_mask.sum(1)
+        lengths, kin = batch.attention_mask.sum(1), _kin(self.engine, batch)
         widths = lengths[pairs].amax(1) * 2  # a pair costs two rows of its longer side
 
         def share(index: Tensor) -> tuple[Tensor, dict]:
             rows = batch.rows(pairs[index].T.reshape(-1)).to(self.engine.device)
             return loss(*_last(self.engine(rows), rows).chunk(2), index)
 
-        return micro_batches.update(self.engine, self.max_tokens, micro_batches.Part(widths, share))
+        return micro_batches.update(self.engine, self.max_tokens, micro_batches.Part(
+            widths, share, None if kin is None else kin[pairs[:, 0]]))
 
 
 def _last(scores: Tensor, rows: SequenceBatch) -> Tensor:

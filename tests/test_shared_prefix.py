@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import tiny_causal_lm
+from tiny import tiny_causal_lm, tiny_scalar_model
 
+from hybrid_rlhf.data.collate import collate_pairs
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.models.shared_prefix import kinship, packing, sharing_is_exact
 from hybrid_rlhf.policy import PolicyModule
-from hybrid_rlhf.roles import Actor
+from hybrid_rlhf.roles import Actor, Critic, Reward
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.tensors import SequenceBatch, kindred_groups, length_mask, pad_right
+from hybrid_rlhf.trainers.reward import RewardTrainer
 
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12], [5, 6, 7, 8, 9], [11, 12], [5, 6, 7, 8, 9], [21, 22, 23]]
 RESPONSES = [[31, 32, 33], [34], [35, 36, 37, 38, 39, 40, 41], [42, 43], [44], [45, 46]]
@@ -108,3 +111,68 @@ def test_an_actor_s_update_does_not_move_with_sharing_or_the_token_budget(max_to
     assert norms[0] == pytest.approx(norms[1], rel=1e-4) and norms[0] > 0.1
     for mine, theirs in zip(first.engine.model.parameters(), second.engine.model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+PAIRS = [([5, 6, 7, 8, 9], [31, 32, 33], [34]), ([11, 12], [35, 36, 37, 38, 39, 40, 41], [42, 43]),
+         ([21, 22, 23, 24, 25, 26, 27, 28, 29, 30], [44, 45, 46, 47], [44, 45, 50, 51, 52, 53, 54, 55, 56])]
+
+
+def pair_batch():
+    return collate_pairs([{"chosen_ids": p + c, "rejected_ids": p + r, "num_prompt_tokens": len(p)}
+                          for p, c, r in PAIRS], 0)
+
+
+@pytest.mark.parametrize("kind, options", [("llama", {}), ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4,
+                                                                     "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+                                                                     "attn_pdrop": 0.0}), ("qwen3", {"head_dim": 16})])
+def test_scores_of_pairs_and_their_gradients_are_those_of_every_row_alone(kind, options):
+    """The oracle is transformers' own classifier on one row at a time, the loss written out."""
+    model, twin = (tiny_scalar_model(3, kind=kind, initializer_range=0.2, **options) for _ in range(2))
+    reward = Reward(HybridEngine(ScalarModel(model), pad_id=0))
+    seen = []
+    model.get_input_embeddings().register_forward_hook(lambda _m, given, _out: seen.append(given[0].numel()))
+    scores = reward.score(pair_batch().sequences)
+    assert seen[-1] == sum(map(len, sum(PAIRS, ())))  # the prompts once
+    module, batch = reward.engine.module, pair_batch().sequences
+    mine = module(batch).gather(1, batch.attention_mask.sum(1)[:, None] - 1)[:, 0]
+    rows = [p + c for p, c, _ in PAIRS] + [p + r for p, _, r in PAIRS]
+    alone = torch.cat([twin(torch.tensor([row])).logits[0] for row in rows])
+    for found in (mine, alone):
+        torch.nn.functional.softplus(found[3:] - found[:3]).mean().backward()
+    torch.testing.assert_close(scores, alone.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mine, alone, rtol=1e-5, atol=1e-5)
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5), name
+
+
+def scalar_engine(shares: bool) -> HybridEngine:
+    module = ScalarModel(tiny_scalar_model(3, initializer_range=0.2))
+    module._can_share = None if shares else False
+    return HybridEngine(module, pad_id=0).prepare_training(
+        OptimizerConfig(learning_rate=1e-2, optim="sgd", max_grad_norm=1e9), lambda step: 1.0, ZeroConfig())
+
+
+@pytest.mark.parametrize("max_tokens", [8192, 40])
+def test_a_reward_model_s_step_does_not_move_with_sharing_or_the_token_budget(max_tokens):
+    first, second = (RewardTrainer(Reward(scalar_engine(shares), tokens), center_coef=0.01)
+                     for shares, tokens in ((True, max_tokens), (False, 8192)))
+    found = [trainer.step(pair_batch()).compute() for trainer in (first, second)]
+    for name in ("loss", "margin", "grad_norm"):
+        assert found[0][name] == pytest.approx(found[1][name], rel=1e-5), name
+    for mine, theirs in zip(first.reward.engine.module.parameters(), second.reward.engine.module.parameters(),
+                            strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_critic_s_step_does_not_move_with_sharing():
+    rollout = Rollout.from_responses(Prompts(PROMPTS, [""] * 6), RESPONSES, [False] * 6, 0, [""] * 6)
+    first, second = (Critic(scalar_engine(shares), 64) for shares in (True, False))
+
+    def loss(values, rows, count):
+        return (values - rows.response_ids[rows.action_mask] % 3).square().sum() / count, {}
+
+    torch.testing.assert_close(first.values(rollout), second.values(rollout), rtol=1e-5, atol=1e-5)
+    for critic in (first, second):
+        critic.update(rollout, loss)
+    for mine, theirs in zip(first.engine.module.parameters(), second.engine.module.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.models.backbone import hidden_states
+from hybrid_rlhf.models.shared_prefix import distinct_states, packing, sharing_is_exact
 from hybrid_rlhf.tensors import SequenceBatch
 
 
@@ -13,16 +14,31 @@ class ScalarModel(nn.Module):
     """A backbone with a scalar head (num_labels 1): one fp32 number per position, (B, T).
 
     The number at t is a function of the tokens up to t: a critic reads it where a token is predicted, a reward model
-    at the last real token. mean and std put the number on another scale, (number - mean) / std: a critic that starts
-    as a copy of the reward model predicts what the actor is paid, which is the normalised score.
+    at the last real token; at padding stands anything. mean and std put the number on another scale,
+    (number - mean) / std: a critic that starts as a copy of the reward model predicts what the actor is paid, which is
+    the normalised score.
     """
 
     def __init__(self, model: nn.Module, mean: float = 0.0, std: float = 1.0) -> None:
         super().__init__()
         self.model, self.mean, self.std = model, mean, std
+        self._can_share: bool | None = None
+
+    def can_share(self) -> bool:
+        """Whether rows that begin alike, such as chosen and rejected, are computed with that beginning once; the first
+        call tries it on the model. Until then, and where it is not, `forward` computes every row whole."""
+        if self._can_share is None:
+            self._can_share = sharing_is_exact(self.model)
+        return self._can_share
 
     def forward(self, batch: SequenceBatch) -> Tensor:
-        hidden = hidden_states(self.model, batch)
+        packed = packing(batch) if self._can_share and batch.position_ids is None else None
+        if packed is None:
+            return self._numbers(hidden_states(self.model, batch))
+        return self._numbers(distinct_states(self.model, batch, packed))[packed.index]
+
+    def _numbers(self, hidden: Tensor) -> Tensor:
+        """(.., H) -> (..)."""
         score = self.model.score
         numbers = nn.functional.linear(hidden.float(), score.weight.float()).squeeze(-1)
         return (numbers - self.mean) / self.std

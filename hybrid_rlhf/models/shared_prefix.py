@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.models.attention import forward_parameters, sdpa_replaced
-from hybrid_rlhf.tensors import SequenceBatch, length_mask
+from hybrid_rlhf.tensors import SequenceBatch, length_mask, token_budget_groups
 
+_BLOCK_TOKENS = 32  # what another block costs in attention, in tokens of padding
 LEAST_SAVED = 0.1  # of the batch's tokens with padding: below, spreading out costs as much as it saves
 
 
@@ -25,14 +26,21 @@ class NotShareableError(RuntimeError):
 
 @dataclass
 class Packing:
-    """B rows of T tokens as N different ones. index (B, T): where each is (padding: anywhere); home (N,): a place of
-    each in the flat (B * T); positions (N,). groups: (first of the N, length, rows) of each beginning of several rows.
+    """B rows of T tokens as N different ones, and as S in blocks of rows of about one length, for attention.
+
+    index (B, T): which of the N each is (padding: any); source (N,): a place of each in the flat (B * T); positions
+    (N,). blocks: (rows, width) of each block; spread (S,): which of the N stand in the blocks, row by row; home (N,): a
+    place of each of the N there. groups: (first of the N, places (rows, length) in the S) of each beginning that
+    several rows have.
     """
 
     index: Tensor
-    home: Tensor
+    source: Tensor
     positions: Tensor
-    groups: list[tuple[int, int, list[int]]]
+    blocks: list[tuple[int, int]]
+    spread: Tensor
+    home: Tensor
+    groups: list[tuple[int, Tensor]]
 
 
 def beginnings(batch: SequenceBatch) -> list[tuple[int, bytes]]:
@@ -60,41 +68,57 @@ def packing(batch: SequenceBatch) -> Packing | None:
     size = sum(lengths) - sum(n * (len(rows) - 1) for (n, _), rows in groups.items())
     if size > (1 - LEAST_SAVED) * len(batch) * width or all(len(rows) == 1 for rows in groups.values()):
         return None
-    index, home, positions, shared = torch.zeros(len(batch), width, dtype=torch.long), [], [], []
+    index, source, positions, shared = torch.zeros(len(batch), width, dtype=torch.long), [], [], []
     for (n, _), rows in groups.items():
-        start = len(home)
-        home += range(rows[0] * width, rows[0] * width + n)
+        start = len(source)
+        source += range(rows[0] * width, rows[0] * width + n)
         positions += range(n)
         shared += [(start, n, rows)] * (len(rows) > 1 and n > 0)
         for i in rows:
             index[i, :n] = torch.arange(start, start + n)
-            index[i, n : lengths[i]] = torch.arange(len(home), len(home) + lengths[i] - n)
-            home += range(i * width + n, i * width + lengths[i])
+            index[i, n : lengths[i]] = torch.arange(len(source), len(source) + lengths[i] - n)
+            source += range(i * width + n, i * width + lengths[i])
             positions += range(n, lengths[i])
-    device = batch.input_ids.device
-    return Packing(index.to(device), torch.tensor(home, device=device), torch.tensor(positions, device=device), shared)
+    return _in_blocks(index, torch.tensor(source), torch.tensor(positions), torch.tensor(lengths), shared,
+                      batch.input_ids.device)
+
+
+def _in_blocks(index: Tensor, source: Tensor, positions: Tensor, lengths: Tensor,
+               shared: list[tuple[int, int, list[int]]], device: torch.device) -> Packing:
+    """shared: (first of the N, length, rows) of each beginning of several rows."""
+    members = token_budget_groups(lengths, index.numel(), _BLOCK_TOKENS)
+    blocks = [(len(rows), int(lengths[rows].max())) for rows in members]
+    spread = torch.cat([index[rows, :size].flatten() for rows, (_, size) in zip(members, blocks, strict=True)])
+    first, places = 0, torch.zeros_like(index)  # of each token of the batch, in the blocks
+    for rows, (count, size) in zip(members, blocks, strict=True):
+        places[rows, :size] = first + torch.arange(count * size).view(count, size)
+        first += count * size
+    groups = [(start, places[rows, :n].to(device)) for start, n, rows in shared]
+    home = places.flatten()[source]
+    return Packing(index.to(device), source.to(device), positions.to(device), blocks, spread.to(device),
+                   home.to(device), groups)
 
 
 class _Spread(torch.autograd.Function):
-    """(N, W) -> (B * T, W): every row whole. Gradients of a common beginning are summed over its rows, in fp32."""
+    """(N, W) -> (S, W): every row whole. Gradients of a common beginning are summed over its rows, in fp32."""
 
     @staticmethod
     def forward(ctx, tokens: Tensor, packed: Packing) -> Tensor:  # noqa: ANN001
         ctx.packed = packed
-        return tokens.index_select(0, packed.index.flatten())
+        return tokens.index_select(0, packed.spread)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN001
         packed: Packing = ctx.packed
         out = gradient.index_select(0, packed.home)
-        rows = gradient.view(*packed.index.shape, -1)
-        for start, length, members in packed.groups:
-            out[start : start + length] = rows[members, :length].sum(0, dtype=torch.float32)
+        for start, places in packed.groups:
+            rows = gradient.index_select(0, places.flatten()).view(*places.shape, -1)
+            out[start : start + places.shape[1]] = rows.sum(0, dtype=torch.float32)
         return out, None
 
 
 class _Gather(torch.autograd.Function):
-    """(B * T, W) -> (N, W): each token from one of the rows that hold it."""
+    """(S, W) -> (N, W): each token from one of the rows that hold it."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, home: Tensor) -> Tensor:  # noqa: ANN001
@@ -107,15 +131,16 @@ class _Gather(torch.autograd.Function):
         return out.index_copy_(0, ctx.home, gradient.contiguous()), None
 
 
-def _spread(x: Tensor, packed: Packing) -> Tensor:
-    """(1, H, N, D) -> (B, H, T, D)."""
+def _spread(x: Tensor, packed: Packing) -> list[Tensor]:
+    """(1, H, N, D) -> (rows, H, width, D) for each block."""
     heads, dim = x.shape[1], x.shape[3]
     flat = _Spread.apply(x[0].transpose(0, 1).reshape(-1, heads * dim), packed)
-    return flat.view(*packed.index.shape, heads, dim).transpose(1, 2)
+    parts = flat.split([rows * width for rows, width in packed.blocks])
+    return [part.view(*block, heads, dim).transpose(1, 2) for part, block in zip(parts, packed.blocks, strict=True)]
 
 
-def shared_states(model: nn.Module, batch: SequenceBatch, packed: Packing) -> Tensor:
-    """(M, H): the last hidden states that predict the marked tokens of `batch`, as tensors.predicting orders them.
+def distinct_states(model: nn.Module, batch: SequenceBatch, packed: Packing) -> Tensor:
+    """(N, H): the last hidden states of the different tokens of `batch`, which packed.index spreads out into rows.
 
     Raises NotShareableError for a model whose attention is not causal and plain, or not found where it should be.
     """
@@ -126,20 +151,34 @@ def shared_states(model: nn.Module, batch: SequenceBatch, packed: Packing) -> Te
         num_calls += 1
         if attention_mask is not None or not query.shape[2] == key.shape[2] == len(packed.home):
             raise NotShareableError(f"{type(module).__name__} attends by a mask or to other tokens")
-        spread = (_spread(x, packed) for x in (query, key, value))
-        out, weights = original(module, *spread, None, *given, **named)  # (B, T, H, D)
-        rows = out.reshape(-1, out.shape[2] * out.shape[3])
-        return _Gather.apply(rows, packed.home).view(1, -1, *out.shape[2:]), weights
+        found = [original(module, *block, None, *given, **named)[0]  # (rows, width, H, D)
+                 for block in zip(*(_spread(x, packed) for x in (query, key, value)), strict=True)]
+        rows = [out.flatten(0, 1).flatten(1) for out in found]
+        rows = rows[0] if len(rows) == 1 else torch.cat(rows)
+        return _Gather.apply(rows, packed.home).view(1, -1, *found[0].shape[2:]), None
 
-    ids = batch.input_ids.flatten()[packed.home][None]
+    ids = batch.input_ids.flatten()[packed.source][None]
     with sdpa_replaced(attend):
         # a mask of ones says that this is one row; without it restarting positions are read as rows packed in a row
         states = model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False,
                                   position_ids=packed.positions[None]).last_hidden_state[0]
-    num_layers = model.config.get_text_config().num_hidden_layers
+    num_layers = _config(model).get_text_config().num_hidden_layers
     if num_calls != num_layers:  # the other layers mix tokens in a way of their own
         raise NotShareableError(f"{type(model).__name__}: {num_calls} of {num_layers} layers attend where we look")
-    return states.index_select(0, packed.index[:, :-1][batch.loss_mask[:, 1:]])
+    return states
+
+
+def shared_states(model: nn.Module, batch: SequenceBatch, packed: Packing) -> Tensor:
+    """(M, H): the last hidden states that predict the marked tokens of `batch`, as tensors.predicting orders them.
+
+    Raises what `distinct_states` raises.
+    """
+    return distinct_states(model, batch, packed).index_select(0, packed.index[:, :-1][batch.loss_mask[:, 1:]])
+
+
+def _config(model: nn.Module):  # noqa: ANN202 - transformers' own
+    """The configuration of a model, or of the backbone that a head of ours sits on."""
+    return (model if hasattr(model, "config") else model.base_model).config
 
 
 @torch.no_grad()
@@ -150,13 +189,13 @@ def sharing_is_exact(model: nn.Module, tolerance: float = 1e-3) -> bool:
     for models that attend otherwise than by transformers' "sdpa".
     """
     names = forward_parameters(model.base_model)
-    if (not {"position_ids", "attention_mask"} <= names or getattr(model.config, "_attn_implementation", "") != "sdpa"
+    if (not {"position_ids", "attention_mask"} <= names or getattr(_config(model), "_attn_implementation", "") != "sdpa"
             or any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
             or any(hasattr(p, "ds_id") for p in model.parameters())):
         return False
     weight = next(model.parameters())
     lengths = torch.tensor([14, 9, 8, 12])
-    ids = torch.arange(3, 59, device=weight.device).view(4, 14) % model.config.get_text_config().vocab_size
+    ids = torch.arange(3, 59, device=weight.device).view(4, 14) % _config(model).get_text_config().vocab_size
     ids[1, :6], ids[3, :5] = ids[0, :6], ids[2, :5]
     real = length_mask(lengths).to(weight.device)
     begun = length_mask(torch.tensor([6, 6, 5, 5]), 14).to(weight.device)
