@@ -37,17 +37,16 @@ class SlotAttention:
             raise TypeError(f"attention with {', '.join(unknown)}")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         step = self.cache.step
-        layer, own_key, own_value = step.fresh.get(id(key), (None, None, None))
-        is_own = layer is not None and own_key is key and own_value is value
+        layer = step.owner_of(key, value)
         if step.is_prefill:
-            if is_own:  # from the next token on, this function may write the columns of the layer
+            if layer is not None:  # from the next token on, this function may write the columns of the layer
                 self.cache.written_by_attention.add(layer.index)
             mask = self._dense_mask(attention_mask, step)
             if (mask is None and softcap is None and s_aux is None and self.ops.causal_attention
                     and query.shape[2] <= MAX_OWN_PROMPT):
                 return self.ops.causal_attention(query, key, value, scaling=scaling), None
             return dense_attention(query, key, value, mask, scaling, softcap, s_aux), None
-        if is_own:
+        if layer is not None:
             if _is_row_mask(attention_mask):
                 row_mask = None if attention_mask is None else attention_mask[:, 0, 0]
                 return self.ops.decode_attention(

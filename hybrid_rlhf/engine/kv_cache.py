@@ -22,8 +22,8 @@ class Step:
 
     positions (B, Q) int64, the columns of the tokens (-1: an idle row, if has_idle); width: columns that attention may
     look at. In a prefill of N prompts row source[i] is stored in slot targets[i], and offset columns are there already.
-    `fresh` maps the keys that a layer handed out in this forward to that layer, for attention functions that write the
-    cache themselves.
+    `fresh` knows the keys that a layer handed out in this forward, for attention functions that write the cache
+    themselves; it does not keep them, which over all layers of a prefill would be a cache for itself.
     """
 
     positions: Tensor
@@ -34,7 +34,15 @@ class Step:
     targets: Tensor | None = None
     offset: int = 0
     has_idle: bool = False
-    fresh: dict[int, tuple[KeyValueRows, Tensor, Tensor]] = field(default_factory=dict)
+    fresh: dict[int, tuple[KeyValueRows, weakref.ref, weakref.ref]] = field(default_factory=dict)
+
+    def hand_out(self, layer: KeyValueRows, key: Tensor, value: Tensor) -> None:
+        self.fresh[id(key)] = (layer, weakref.ref(key), weakref.ref(value))
+
+    def owner_of(self, key: Tensor, value: Tensor) -> KeyValueRows | None:
+        """The layer that handed out just these tensors in this forward, or None."""
+        layer, own_key, own_value = self.fresh.get(id(key), (None, None, None))
+        return layer if layer is not None and own_key() is key and own_value() is value else None
 
     @property
     def places(self) -> Tensor:
@@ -73,10 +81,10 @@ class KeyValueRows:
                 rows.narrow(2, step.offset, key.shape[2]).index_copy_(0, step.targets, new)
             if step.offset:
                 return self.keys[step.targets, :, : step.width], self.values[step.targets, :, : step.width]
-            step.fresh[id(key)] = (self, key, value)
+            step.hand_out(self, key, value)
             return key, value
         if self.index in self.owner.written_by_attention:
-            step.fresh[id(key)] = (self, key, value)
+            step.hand_out(self, key, value)
             return key, value
         self.write(key, value)
         return self.columns()
