@@ -22,8 +22,7 @@ class Step:
 
     positions (B, Q) int64, the columns of the tokens (-1: an idle row, if has_idle); width: columns that attention may
     look at. In a prefill of N prompts row source[i] is stored in slot targets[i], and offset columns are there already.
-    `fresh` knows the keys that a layer handed out in this forward, for attention functions that write the cache
-    themselves; it does not keep them, which over all layers of a prefill would be a cache for itself.
+    `fresh` knows which keys a layer handed out, and does not keep them: over all layers they are a second cache.
     """
 
     positions: Tensor
@@ -41,8 +40,8 @@ class Step:
 
     def owner_of(self, key: Tensor, value: Tensor) -> KeyValueRows | None:
         """The layer that handed out just these tensors in this forward, or None."""
-        layer, own_key, own_value = self.fresh.get(id(key), (None, None, None))
-        return layer if layer is not None and own_key() is key and own_value() is value else None
+        layer, *own = self.fresh.get(id(key), (None,))
+        return layer if layer and own[0]() is key and own[1]() is value else None
 
     @property
     def places(self) -> Tensor:
@@ -81,9 +80,7 @@ class KeyValueRows:
                 rows.narrow(2, step.offset, key.shape[2]).index_copy_(0, step.targets, new)
             if step.offset:
                 return self.keys[step.targets, :, : step.width], self.values[step.targets, :, : step.width]
-            step.hand_out(self, key, value)
-            return key, value
-        if self.index in self.owner.written_by_attention:
+        if step.is_prefill or self.index in self.owner.written_by_attention:
             step.hand_out(self, key, value)
             return key, value
         self.write(key, value)
