@@ -49,7 +49,8 @@ async def _until_gone(receive: Receive) -> None:
 
 async def _pieces(model: Served, asked: ChatRequest, job: Job, drop: Callable[[int], None],
                   counts: list[int]) -> AsyncIterator[tuple[int, str, str | None]]:
-    """(choice, new text, why it has ended or None) as they come; counts: tokens of each choice, kept up to date."""
+    """(choice, new text or "", why it has ended or None) as they come; counts: tokens of each choice, kept up to
+    date."""
     ends = model.lane.serving.stops if model.lane.serving else frozenset()
     texts = [AnswerText(model.tokenizer, asked.stops, ends) for _ in job.requests]
     num_left = len(texts)
@@ -60,6 +61,7 @@ async def _pieces(model: Served, asked: ChatRequest, job: Job, drop: Callable[[i
         index, tokens, is_last = news
         text = texts[index]
         if text.has_stopped:
+            yield index, "", None
             continue
         piece = text.push(tokens, is_last)
         counts[index] = text.num_tokens
@@ -70,15 +72,14 @@ async def _pieces(model: Served, asked: ChatRequest, job: Job, drop: Callable[[i
         elif is_last:
             reason = "stop" if tokens[-1] in ends else "length"
         num_left -= reason is not None
-        if piece or reason:
-            yield index, piece, reason
+        yield index, piece, reason
 
 
 async def whole(send: Send, model: Served, asked: ChatRequest, job: Job, drop: Callable[[int], None]) -> None:
     texts, reasons, counts = ([empty] * len(job.requests) for empty in ("", None, 0))
     async for index, piece, reason in _pieces(model, asked, job, drop, counts):
         texts[index] += piece
-        reasons[index] = reason
+        reasons[index] = reasons[index] or reason
     found = Shapes(model.name).whole(texts, reasons, (len(job.requests[0].prompt), sum(counts)))
     await JSONResponse(found)({"type": "http"}, None, send)
 
@@ -86,23 +87,29 @@ async def whole(send: Send, model: Served, asked: ChatRequest, job: Job, drop: C
 async def stream(send: Send, model: Served, asked: ChatRequest, job: Job, drop: Callable[[int], None]) -> None:
     shapes, counts = Shapes(model.name), [0] * len(job.requests)
 
-    async def put(found: dict) -> None:
-        await send({"type": "http.response.body", "body": event(found), "more_body": True})
+    written = bytearray()
+
+    async def put() -> None:
+        await send({"type": "http.response.body", "body": bytes(written), "more_body": True})
+        written.clear()
 
     await send({"type": "http.response.start", "status": 200, "headers": [
         (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
         (b"x-accel-buffering", b"no")]})
     for index in range(len(job.requests)):
-        await put(shapes.chunk(index, {"role": "assistant", "content": ""}))
+        written += event(shapes.chunk(index, {"role": "assistant", "content": ""}))
+    await put()
     try:
         async for index, piece, reason in _pieces(model, asked, job, drop, counts):
             if piece:
-                await put(shapes.chunk(index, {"content": piece}))
+                written += event(shapes.chunk(index, {"content": piece}))
             if reason:
-                await put(shapes.chunk(index, {}, reason))
+                written += event(shapes.chunk(index, {}, reason))
+            if written and job.events.empty():  # else more is on its way: writing is most of what an event costs
+                await put()
         if asked.wants_usage:
-            await put(shapes.usage_chunk((len(job.requests[0].prompt), sum(counts))))
-        last = b"data: [DONE]\n\n"
+            written += event(shapes.usage_chunk((len(job.requests[0].prompt), sum(counts))))
+        written += b"data: [DONE]\n\n"
     except ApiError as error:
-        last = event(error.body())
-    await send({"type": "http.response.body", "body": last})
+        written += event(error.body())
+    await send({"type": "http.response.body", "body": bytes(written)})

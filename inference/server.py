@@ -148,6 +148,7 @@ def run(argv: list[str] | None) -> int:
     server = uvicorn.Server(uvicorn.Config(
         app, http=PatientProtocol, ws="none", lifespan="on", log_level="error", access_log=False, server_header=False,
         timeout_keep_alive=5, timeout_graceful_shutdown=30))
+    taken.listen(1024)  # who reads the next line and comes at once is not turned away
     host = f"[{options.host}]" if ":" in options.host else options.host
     print(f"serving {', '.join([m.name for m in models] + ['/score'] * bool(scorer))} at "
           f"http://{host}:{taken.getsockname()[1]}", file=sys.stderr, flush=True)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import socket
 import threading
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from serving import asked, chat, running, until
-from tiny import save_tiny
+from tiny import save_tiny, tiny_tokenizer
 
-from hybrid_rlhf.inference import guard
+from hybrid_rlhf.engine.request import Request
+from hybrid_rlhf.inference import guard, replies
 from hybrid_rlhf.inference.served import Limits
+from hybrid_rlhf.inference.worker import Job
 
 
 def _open_stream(port: int, **settings) -> socket.socket:
@@ -103,3 +108,31 @@ def test_stopping_ends_open_answers(endless):
         assert answers[0].status_code == 503
         assert httpx.get(f"{found.url}/health").status_code == 503
         assert chat(found.url).status_code == 503
+
+
+def test_tokens_that_wait_go_out_in_one_write_and_none_of_their_events_is_lost():
+    """A reader that was slow for a while finds the same events, in fewer writes; the last token's may not wait."""
+    async def write(bunches: list[int]) -> list[bytes]:
+        sent: list[bytes] = []
+        job = Job([Request(0, [1], sum(bunches), 0)], asyncio.get_running_loop())
+        served = SimpleNamespace(name="m", tokenizer=tiny_tokenizer(), lane=SimpleNamespace(serving=None))
+        asked = SimpleNamespace(stops=(), wants_usage=False)
+
+        async def send(message: dict) -> None:
+            sent.append(message.get("body", b""))
+
+        streaming = asyncio.ensure_future(replies.stream(send, served, asked, job, lambda _i: None))
+        number = 0
+        for bunch in bunches:
+            for _ in range(bunch):
+                number += 1
+                job.events.put_nowait((0, [60 + number], number == sum(bunches)))
+            while not job.events.empty():
+                await asyncio.sleep(0)
+        await streaming
+        return sent
+
+    apart, together = asyncio.run(write([1] * 6)), asyncio.run(write([1, 4, 1]))
+    bare = [re.sub(rb'"chatcmpl-\w+", "created": \d+', b"", b"".join(sent)) for sent in (apart, together)]
+    assert bare[0] == bare[1]
+    assert (len(apart), len(together)) == (9, 6)
