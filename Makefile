@@ -31,12 +31,14 @@ architectures: $(STAMP)
 bench: $(STAMP)
 	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/bench.py $(BENCH_ARGS)
 
-# The peers in an environment of their own, with their own choice of dependencies beside the same torch; used where it is.
+# The peers in an environment of their own: their own choice of dependencies beside the same torch. Used where it is there;
+# llama-cpp-python is compiled, and without it that case is left out.
 PEERS := $(or $(HYBRID_RLHF_CACHE),$(HOME)/.cache/hybrid_rlhf)/peers
 .PHONY: bench-peers
 bench-peers:
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --disable-pip-version-check $$(grep -i '^torch==' constraints.txt) 'trl==1.16.*' peft
+	-$(PEERS)/bin/python -m pip install --disable-pip-version-check llama-cpp-python
 
 # Every method on the embedded task, three seeds: docs/results/methods.md. About 40 minutes; it goes on where it stopped.
 .PHONY: methods

@@ -67,7 +67,8 @@ def prompts_of(vocab: int) -> Prompts:
 class Ours:
     """Our step, with lengths given from outside."""
 
-    def __init__(self, base: Path, tokenizer, prompts: Prompts, limits: list[int]) -> None:  # noqa: ANN001
+    def __init__(self, base: Path, tokenizer, prompts: Prompts, limits: list[int],  # noqa: ANN001
+                 samples: int = SAMPLES) -> None:
         self.prompts = prompts
         start = Start(str(base), dtype="bfloat16")
         parts = Parts(ModelConfig(model_name_or_path=str(base), dtype="bfloat16"), RolesConfig(), ZeroConfig(),
@@ -77,7 +78,7 @@ class Ours:
         engine, generate = roles.actor.engine, roles.actor.engine.generate
         engine.eos_ids = []  # lengths are the benchmark's
         engine.generate = lambda *given, **named: generate(*given, **named | {"limits": limits})
-        config = PPOConfig(sampling=SamplingConfig(max_new_tokens=max(limits), num_samples=SAMPLES), estimator="grpo",
+        config = PPOConfig(sampling=SamplingConfig(max_new_tokens=max(limits), num_samples=samples), estimator="grpo",
                            num_ppo_epochs=1, kl_coef=BETA)
         self.trainer = PPOTrainer(roles, FunctionSource("evenness", evenness), config, seed=0)
         self.seconds: dict[str, float] = {}

@@ -27,6 +27,7 @@ import rollout_llama
 import torch
 from harness import Times, alternate, machine, seconds, write_rows
 from peers.continuous_batching import continuous_batching
+from peers.process import python_for
 from rollout_floor import floor_of
 from torch import nn
 
@@ -232,7 +233,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="measured runs of each side; the median counts")
     parser.add_argument("--threads", type=int, default=None, help="torch threads; torch's own choice if not given")
     parser.add_argument("--stories", help="folder of stories3M; random weights of its shape if not given")
-    parser.add_argument("--peer_python", default=sys.executable, help="a Python that has llama-cpp-python")
+    parser.add_argument("--peer_python", default=python_for("llama_cpp") or sys.executable,
+                        help="a Python that has llama-cpp-python; the peers' own if `make bench-peers` made it")
     parser.add_argument("--peer_cache", default="bf16", choices=["f16", "bf16"], help="dtype of llama.cpp's cache")
     parser.add_argument("--json", help="write the rows to this file")
     options = parser.parse_args()
