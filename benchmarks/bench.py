@@ -58,6 +58,9 @@ SCRIPTS = {
     "reward_step": Script("--repeats 3", 150, TINY, "trl"),
     "memory": Script("", 270, "--shape tiny"),
     "startup": Script("--repeats 3", 180, "--cases warm help --repeats 1", "trl"),
+    "offline_step": Script("--repeats 3", 180, TINY, "trl"),
+    "server": Script("--load_seconds 0 --seconds 10", 150, "--load_seconds 0 --seconds 2", "httpx"),
+    "scaling": Script("--repeats 2 --page docs/results", 300, "--quick --repeats 1 --works rollout"),
 }
 
 
@@ -89,6 +92,11 @@ TARGETS = {
     ("memory", "ppo"): Target("PPO's peak, one base", "base, KV cache, a micro-batch", None, None),
     ("memory", "shared"): Target("PPO's peak, one base", "four LoRA bases", 2),
     ("memory", "full"): Target("PPO's peak, one base", "four full models", 4),
+    ("offline_step", "dpo"): Target("DPO step, 134M bf16, unequal pairs", "TRL DPOTrainer", None, 1.4),
+    ("offline_step", "sft_lora"): Target("SFT step, LoRA, 134M bf16, rows of 32-400", "HF Trainer + peft", None, 1.4),
+    ("server", "clients_1"): Target("server, 1 client", "the engine alone", None),
+    ("server", "clients_8"): Target("server, 8 clients", "the engine alone", None),
+    ("server", "clients_64"): Target("server, 64 clients", "the engine alone", None),
     ("startup", "warm"): Target("command to first optimizer step", "TRL script, same model", 1 / 0.7),
     ("startup", "cold"): Target("the same, kernels to be compiled", "", None),
     ("startup", "help"): Target("--stage sft --help", "", None),

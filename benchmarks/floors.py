@@ -51,15 +51,16 @@ class Shape(NamedTuple):
         return attention + [(rows, self.hidden, self.inner)] * self.ups + [(rows, self.inner, self.hidden)]
 
 
-def decode_bytes(shape: Shape, prompts: Sequence[int], limits: Sequence[int], slots: int | None = None) -> int:
+def decode_bytes(shape: Shape, prompts: Sequence[int], limits: Sequence[int], slots: int | None = None,
+                 width: int = BYTES) -> int:
     """Bytes that decoding reads: the weights once a step, and keys and values of what each token attends to.
 
-    prompts, limits: prompt and response length of each request; slots: how many run at once, all if not given. As many
-    steps as the longest response has, or as all responses fill if every slot is always busy.
+    prompts, limits: prompt and response length of each request; slots: how many run at once, all if not given; width:
+    bytes of a value. As many steps as the longest response has, or as all responses fill if every slot is always busy.
     """
     steps = max(max(limits), -(-sum(limits) // (slots or len(limits))))
     attended = sum((p + n / 2) * n for p, n in zip(prompts, limits, strict=True))
-    return round(steps * BYTES * (shape.body + shape.head) + attended * 2 * BYTES * shape.layers * shape.kv)
+    return round(width * (steps * (shape.body + shape.head) + attended * 2 * shape.layers * shape.kv))
 
 
 def floor_of(shape: Shape, rows: int, body: float, head: tuple[int, float] = (0, 0), decoded: float = 0,

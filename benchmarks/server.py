@@ -1,10 +1,12 @@
 """The server: tokens per second at 1, 8 and 64 clients, and what a crowd of good and bad ones does to it.
 
-    python benchmarks/server.py --out docs/results/server.json [--load_seconds 60] [--preset small]
+    python benchmarks/server.py --out docs/results/server.json [--load_seconds 60] [--preset small] [--json FILE]
 
 A random model, a server process (hybrid-rlhf serve) and a client process, on loopback. For the speed every client asks
 for 128 new tokens again and again; the same prompts through the engine alone, all at once, are beside it. For the crowd
-(benchmarks/server_load.py) the right answers are those that one client alone was given before.
+(benchmarks/server_load.py) the right answers are those that one client alone was given before. --json writes the rows
+of the speed alone: the engine is the peer, floor_ratio what all the clients' answers at once take in products and bytes
+(floors.py), and no crowd comes with --load_seconds 0.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
 import httpx
+import torch
+from floors import Shape, decode_bytes, floor_of
+from harness import machine, write_rows
 
-from benchmarks.harness import machine
 from benchmarks.server_load import PATH
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -135,8 +139,8 @@ async def contents(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     await reader.readline()
 
 
-def engine_rate(folder: str, clients: int) -> float:
-    """Tokens per second of the engine alone on the same prompts, all at once."""
+def engine_rate(folder: str, clients: int) -> tuple[float, float]:
+    """Tokens per second of the engine alone on the same prompts, all at once, and the most that is possible."""
     from hybrid_rlhf.engine.sampling import SamplingConfig
     from hybrid_rlhf.inference.conversation import open_conversation
 
@@ -150,7 +154,18 @@ def engine_rate(folder: str, clients: int) -> float:
         opened.engine.generate(prompts, sampling)
         start = time.monotonic()
         opened.engine.generate(prompts, sampling)
-        return round(clients * TOKENS / (time.monotonic() - start), 1)
+        alone = clients * TOKENS / (time.monotonic() - start)
+    shape, lengths = Shape.of(opened.engine.model.config.to_dict()), [len(p) for p in prompts]
+    decoded = decode_bytes(shape, lengths, [TOKENS] * clients, width=4)
+    floor, _ = floor_of(shape, sum(lengths), 1, decoded=decoded, dtype=torch.float32)
+    return round(alone, 1), round(clients * TOKENS / floor, 1)
+
+
+def row_of(found: dict, machine_is: str) -> dict:
+    """A line of the page of all benchmarks."""
+    ours, engine = found["tokens_per_second"], found["engine"]
+    return {"case": f"clients_{found['clients']}", "ours": ours, "peer": engine, "ratio": ours / engine,
+            "floor_ratio": found["most"] / ours, "unit": "tokens/s", "machine": machine_is}
 
 
 def crowd(url: str, pid: int, seconds: float, clients: int, folder: str, patience: float = 15.0) -> dict:
@@ -188,7 +203,7 @@ def crowd(url: str, pid: int, seconds: float, clients: int, folder: str, patienc
 
 
 def table(found: dict) -> str:
-    """The figures as Markdown."""
+    """The figures as Markdown, where there was a crowd."""
     rows = "\n".join(f"| {r['clients']} | {r['tokens_per_second']:g} | {r['engine']:g} | {r['first_piece_ms']:g} | "
                      f"{r['gap_ms']:g} | {r['gap_p99_ms']:g} |" for r in found["rates"])
     crowd_rows = "\n".join(f"| {name} | {count} |" for name, count in found["crowd"]["counts"].items())
@@ -222,6 +237,7 @@ def main() -> int:
     flags.add_argument("--load_seconds", type=float, default=60)
     flags.add_argument("--clients", type=int, default=64)
     flags.add_argument("--out", help="a .json file; the table goes beside it as .md")
+    flags.add_argument("--json", help="write the rows of the speed to this file")
     options = flags.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         make_model(options.preset, folder)
@@ -231,7 +247,11 @@ def main() -> int:
                 asyncio.run(rate(url, 4, 2))
                 found["rates"] = [asyncio.run(rate(url, n, options.seconds)) for n in (1, 8, 64)]
             for row in found["rates"]:
-                row["engine"] = engine_rate(folder, row["clients"])
+                row["engine"], row["most"] = engine_rate(folder, row["clients"])
+            print("\n".join(map(str, found["rates"])))
+            write_rows((row_of(row, found["machine"]) for row in found["rates"]), options.json)
+        if not options.load_seconds:
+            return 0
         with served(folder, "--max_context", "512", "--max_queue", "40") as (url, pid):
             found["crowd"] = crowd(url, pid, options.load_seconds, options.clients, folder)
     print(table(found))

@@ -27,6 +27,7 @@ def test_bytes_of_decoding():
     # 4 steps of all weights in bf16; the first request's tokens attend to 10 + 2 on average, the second's to 6 + 1
     attended = (10 + 2) * 4 + (6 + 1) * 2
     assert decode_bytes(shape, [10, 6], [4, 2]) == 4 * 2 * (shape.body + 400) + attended * 2 * 2 * 3 * 4
+    assert decode_bytes(shape, [10, 6], [4, 2], width=4) == 2 * decode_bytes(shape, [10, 6], [4, 2])
     # one at a time: 6 steps
     assert decode_bytes(shape, [10, 6], [4, 2], slots=1) == 6 * 2 * (shape.body + 400) + attended * 2 * 2 * 3 * 4
 

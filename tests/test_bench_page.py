@@ -37,7 +37,8 @@ def test_only_what_ran_is_in_the_table_and_the_rest_is_named(places, monkeypatch
     page = (places / "benchmarks.md").read_text()
     assert [line.split("| ")[-1] for line in page.splitlines() if line.startswith("| SFT")] == ["sft_step packed |"]
     assert "GRPO step" not in page
-    assert "Not yet run for this page: rollout, ppo_step, grpo_step, reward_step, memory, startup;" in page
+    assert "Not yet run for this page: rollout, ppo_step, grpo_step, reward_step, memory, startup, " \
+           "offline_step, server, scaling;" in page
 
 
 def test_a_script_that_fails_keeps_the_earlier_figures_and_fails_the_run(places, monkeypatch):
