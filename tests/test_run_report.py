@@ -39,7 +39,7 @@ def test_the_report_has_curves_words_before_and_after_and_the_command(folder):
     assert drawn == ["entropy.png", "kl_to_the_reference.png", "loss.png", "response_length.png", "reward.png",
                      "value_explained_variance.png", "where_a_step_s_time_goes.png"]
     assert sorted(re.findall(r"^!\[.*\]\(plots/(.*)\)$", text, re.MULTILINE)) == drawn
-    assert text.index("## At the start (step 1)") < text.index("answer 1 ") < text.index("## At the end (step 30)")
+    assert text.index("said at the start (step 1)") < text.index("answer 1 ") < text.index("said at the end (step 30)")
     assert "answer 15" not in text
     assert "`train.py --stage ppo`" in text
     assert "torch 2.13" in text
@@ -108,3 +108,25 @@ def test_old_pictures_do_not_stay(folder):
     summary.conclude(folder, "ppo")
     assert [p.stem for p in plots.draw([{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}], folder)] == ["loss"]
     assert [p.stem for p in (folder / "plots").iterdir()] == ["loss"]
+
+
+def _answer(folder, rows: list[dict]) -> str:
+    (folder / "answers.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    summary.conclude(folder, "ppo")
+    assert "step 30" in (folder / "report.html").read_text()
+    return (folder / "report.md").read_text()
+
+
+def test_the_same_prompts_before_and_after_stand_side_by_side(folder):
+    text = _answer(folder, [{"step": s, "prompt": p, "completion": f"{p}{s}", "score": s + 0.5}
+                            for s in (0, 30) for p in ("ask ", "beg ")])
+    assert "## The same prompts before and after\n\n| prompt | step 0 | step 30 |" in text
+    assert "| ask | ask 0 (score 0.50) | ask 30 (score 30.50) |" in text
+    assert "at the start" not in text
+
+
+def test_a_reward_model_s_scores_of_the_same_responses_stand_side_by_side(folder):
+    text = _answer(folder, [{"step": s, "prompt": "ask", "completion": side, "score": s + i, "side": side}
+                            for s in (0, 30) for i, side in enumerate(("chosen", "rejected"))])
+    assert "| prompt | response | was | score, step 0 | score, step 30 |" in text
+    assert re.search(r"\| ask \| rejected \| rejected \| 1\S* \| 31\S* \|", text)

@@ -23,7 +23,7 @@ from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, Trainer, fit, on_record
-from hybrid_rlhf.training import reward_sources, wiring
+from hybrid_rlhf.training import answers, reward_sources, wiring
 from hybrid_rlhf.training.four_roles import Parts, Sources, build, check_roles
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
@@ -145,7 +145,9 @@ def run(config: Config, command: str, make_trainer: Callable[[Opened], Trainer])
     trainer, roles = make_trainer(opened), opened.roles
     record = runfile.start(config.output_dir, config.stage, config, command)
     with on_record(record):  # a failing export is on the record too
-        metrics = fit(trainer, opened.loader, opened.held_out, config.train, record, opened.num_steps)
+        prompts = answers.first_prompts(opened.data, config.train.num_fixed_prompts)
+        said = answers.of_policy(roles.actor, prompts, config.method.sampling, opened.source) if prompts else None
+        metrics = fit(trainer, opened.loader, opened.held_out, config.train, record, opened.num_steps, said)
         _leave(roles, opened, config, wiring.MODEL_FOLDER)
         average = getattr(trainer, "average", None)  # of the weights, where the method keeps one
         if average is not None:

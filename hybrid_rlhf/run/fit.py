@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -51,13 +51,14 @@ class Stopped(Exception):  # noqa: N818 - not a fault: the user asked for it
 
 
 def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: TrainConfig, record: RunRecord,
-        total_steps: int) -> dict[str, float]:
+        total_steps: int, answers: Callable[[], list[dict]] | None = None) -> dict[str, float]:
     """Run up to step `total_steps` (or for config.max_seconds); returns the last step's metrics, the final evaluation's
     and time/per_step, seconds per step with evaluations and checkpoints.
 
-    Goes on from record.resumes_from where there is one. Writes metrics.jsonl, samples.jsonl and checkpoints/ under
-    record.output_dir. The first Ctrl-C or SIGTERM finishes the step, saves a checkpoint and raises Stopped; the second
-    stops at once. However the loop ends but well, the record says so.
+    Goes on from record.resumes_from where there is one. Writes metrics.jsonl, samples.jsonl, answers.jsonl (what
+    `answers` gives before the first step and after the last) and checkpoints/ under record.output_dir. The first Ctrl-C
+    or SIGTERM finishes the step, saves a checkpoint and raises Stopped; the second stops at once. However the loop ends
+    but well, the record says so.
     """
     check(total_steps >= 1, f"the run has {total_steps} steps; it needs at least one")
     collect_as_usual()
@@ -68,6 +69,8 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
         positions = saved and saved["reporter"]
         with (Reporter(record, trainer.progress_keys, total_steps, config, first, positions) as reporter,
               interruptible(reporter.say) as interrupts):
+            if step == 0:
+                reporter.answered(0, answers)
             if saver.owes_evaluation:
                 saver.evaluate(held_out, step, reporter)
             for step in range(first + 1, total_steps + 1):
@@ -85,6 +88,7 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
                     raise Stopped(f"stopped after step {step} of {total_steps}; {_where(path)}")
                 if is_last:
                     break
+            reporter.answered(step, answers)
             reporter.conclude()
     return saver.values | {"time/per_step": (time.perf_counter() - started) / max(1, step - first)}
 

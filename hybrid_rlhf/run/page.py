@@ -35,7 +35,7 @@ td.said { white-space: pre-wrap; overflow-wrap: anywhere; max-width: 34rem; }
 @dataclass(frozen=True)
 class Chapter:
     """All that is told of one run. history: rows of metrics.jsonl. pictures: PNG files; no_pictures: why there are
-    none. before, after: samples. record: the contents of run.json."""
+    none. before, after: samples, of the same prompts where the run asked. record: the contents of run.json."""
 
     stage: str
     alarms: list[Alarm]
@@ -55,8 +55,34 @@ class Chapter:
         return next((row for row in reversed(self.history) if _is_evaluation(row)), None)
 
     @property
+    def said(self) -> list[tuple[str, list[dict]]]:
+        """Tables with their titles: the same prompts before and after side by side, or else what there was of each."""
+        return said(self.before, self.after)
+
+    @property
     def versions(self) -> str:
         return ", ".join(f"{name} {text}" for name, text in sorted((self.record.get("versions") or {}).items()))
+
+
+def said(before: list[dict], after: list[dict]) -> list[tuple[str, list[dict]]]:
+    """Tables with their titles of two lists of samples: one table where both answer the same prompts."""
+    if before and [row["prompt"] for row in before] == [row["prompt"] for row in after]:
+        both = [(f"step {rows[0]['step']}", rows) for rows in (before, after)]
+        if "side" in before[0]:  # a reward model: the words stay, what it thinks of them changes
+            return [("The same responses, scored before and after", [
+                {"prompt": row["prompt"], "response": row["completion"], "was": row.get("side", "")}
+                | {f"score, {step}": rows[i].get("score") for step, rows in both} for i, row in enumerate(before)])]
+        return [("The same prompts before and after", [
+            {"prompt": row["prompt"]} | {step: _scored(rows[i]) for step, rows in both}
+            for i, row in enumerate(before)])]
+    return [(f"{title} (step {rows[0]['step']})", [{"prompt": row.get("prompt"), "response": row.get("completion"),
+                                                    "score": row.get("score")} for row in rows])
+            for title, rows in (("What it said at the start", before), ("What it said at the end", after)) if rows]
+
+
+def _scored(row: dict) -> str:
+    score = row.get("score")
+    return f"{row['completion']}" + (f"\n(score {score:.2f})" if isinstance(score, (int, float)) else "")
 
 
 def _is_evaluation(row: dict) -> bool:
@@ -89,10 +115,8 @@ def _chapter(run: Chapter) -> str:
         '<p class="quiet">None of the alarms went off.</p>']
     parts.append(f'<p>{escape(run.no_pictures)}</p>' if run.no_pictures else
                  f'<div class="plots">{"".join(map(_image, run.pictures))}</div>')
-    for title, rows in (("What it said at the start", run.before), ("What it said at the end", run.after)):
-        if rows:
-            parts.append(f"<h3>{title} (step {rows[0]['step']})</h3>" + _table(
-                [{name: row.get(name) for name in ("prompt", "completion", "score")} for row in rows]))
+    for title, rows in run.said:
+        parts.append(f"<h3>{escape(title)}</h3>" + _table(rows))
     for title, row in (("Last step", run.last_step), ("Held out", run.held_out)):
         if row:
             values = [{"metric": name.removeprefix("eval/"), "value": value} for name, value in sorted(row.items())]

@@ -1,4 +1,4 @@
-"""What a run writes while it runs: metrics.jsonl, samples.jsonl, trackers, and lines for the terminal."""
+"""What a run writes while it runs: metrics.jsonl, samples.jsonl, answers.jsonl, trackers, lines for the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybrid_rlhf.run.summary import conclude
 from hybrid_rlhf.run.terminal import Progress
 from hybrid_rlhf.run.trackers import start_trackers
 
-METRICS, SAMPLES, TRACKERS = "metrics.jsonl", "samples.jsonl", "trackers"
+METRICS, SAMPLES, ANSWERS, TRACKERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl", "trackers"
 
 
 class Reporter:
@@ -41,7 +41,7 @@ class Reporter:
         folder = Path(self.record.output_dir)
         names = self.record.config.get("report_to") or []
         self._trackers = start_trackers(names, self.record.stage, folder / TRACKERS, self.record.config)
-        for name in (METRICS, SAMPLES):
+        for name in (METRICS, SAMPLES, ANSWERS):
             path, position = (folder / name, self._positions.get(name)) if is_main() else (os.devnull, None)
             self._files[name] = Lines(path, self.say, position)
         self.progress.__enter__()
@@ -71,6 +71,12 @@ class Reporter:
         if is_logged:
             self._track(step, values)
         self.progress.step(step, values, is_logged=is_logged, samples=newest)
+
+    @undisturbed()
+    def answered(self, step: int, answers: Callable[[], list[dict]] | None) -> None:
+        """What the model says after `step` to the prompts that are always the same."""
+        for row in answers() if answers else []:
+            self._write(ANSWERS, {"step": step, **row})
 
     @undisturbed()
     def evaluated(self, step: int, values: dict[str, float]) -> None:

@@ -28,7 +28,7 @@ from hybrid_rlhf.run.trackers import check_trackers
 RUN_FILE, SETTINGS_FILE, FORMAT = "run.json", "config.yaml", 1
 STATUSES = ("running", "finished", "stopped", "failed")
 _UNFINISHED_WRITE = ".run.json.tmp"
-_LEFT_BY_A_RUN = ("metrics.jsonl", "samples.jsonl", "report.md")
+_LEFT_BY_A_RUN = ("metrics.jsonl", "samples.jsonl", "answers.jsonl", "report.md")
 
 
 @dataclasses.dataclass

@@ -10,7 +10,8 @@ from hybrid_rlhf.run.page import Chapter, html
 from hybrid_rlhf.run.plots import draw
 from hybrid_rlhf.run.terminal import number, one_line
 
-REPORT, PAGE, SAMPLES, METRICS = "report.md", "report.html", "samples.jsonl", "metrics.jsonl"
+REPORT, PAGE, METRICS = "report.md", "report.html", "metrics.jsonl"
+SAMPLES, ANSWERS = "samples.jsonl", "answers.jsonl"
 NUM_SHOWN = 4  # samples
 _SILENT = "None of the alarms went off."
 
@@ -39,17 +40,21 @@ def chapter(folder: Path, stage: str, metrics: str = METRICS) -> Chapter:
         pictures, why = draw(history, folder), ""
     except ImportError:
         pictures, why = [], "No plots: matplotlib is not installed (pip install 'hybrid-rlhf[report]')."
-    samples = read_history(folder / SAMPLES) if (folder / SAMPLES).exists() else []
+    samples, answers = (read_history(path) if (path := folder / name).exists() else [] for name in (SAMPLES, ANSWERS))
     run = json.loads((folder / "run.json").read_text(encoding="utf-8")) if (folder / "run.json").exists() else {}
-    return Chapter(stage, find(history), history, pictures, why, *before_and_after(samples), run)
+    return Chapter(stage, find(history), history, pictures, why, *before_and_after(samples, answers), run)
 
 
-def before_and_after(samples: list[dict]) -> tuple[list[dict], list[dict]]:
-    """The first and the last samples of a run; none where there is only one set of them."""
-    steps = sorted({row["step"] for row in samples})
-    if len(steps) < 2:
-        return [], samples[:NUM_SHOWN]
-    return tuple([row for row in samples if row["step"] == step][:NUM_SHOWN] for step in (steps[0], steps[-1]))
+def before_and_after(samples: list[dict], answers: list[dict]) -> tuple[list[dict], list[dict]]:
+    """What was said to the same prompts before training and after it; where nobody asked, the first and the last
+    samples of a run. No first ones where there is only one set."""
+    rows = answers or [row for step in sorted({row["step"] for row in samples})
+                       for row in [each for each in samples if each["step"] == step][:NUM_SHOWN]]
+    steps = sorted({row["step"] for row in rows})
+    if not steps:
+        return [], []
+    first, last = ([row for row in rows if row["step"] == step] for step in (steps[0], steps[-1]))
+    return (first if len(steps) > 1 else []), last
 
 
 def read_history(path: Path) -> list[dict]:
@@ -68,11 +73,10 @@ def page(run: Chapter) -> str:
     lines = [f"# Report of stage {run.stage}", "", "## Alarms", "", *alarm_lines(run.alarms), "", "## Curves", ""]
     lines += [f"![{path.stem.replace('_', ' ')}](plots/{path.name})" for path in run.pictures] or [
         run.no_pictures or "Nothing to draw."]
-    for title, rows in (("At the start", run.before), ("At the end", run.after)):
-        if rows:
-            lines += ["", f"## {title} (step {rows[0]['step']})", "", "| prompt | response | score |", "|---|---|---|"]
-            lines += [f"| {_cell(row.get('prompt'))} | {_cell(row.get('completion'))} | "
-                      f"{number(row['score']) if isinstance(row.get('score'), (int, float)) else ''} |" for row in rows]
+    for title, rows in run.said:
+        lines += ["", f"## {title}", "", "| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
+        lines += ["| " + " | ".join(number(v) if isinstance(v, (int, float)) else _cell(v) for v in row.values()) + " |"
+                  for row in rows]
     lines += ["", "## Metrics", ""]
     lines += _table("the last step", run.last_step) if run.last_step else ["No step was taken."]
     lines += ["", *_table("held out", run.held_out)] if run.held_out else []

@@ -35,6 +35,8 @@ class TrainConfig:
             every step.
         eval_steps: Steps between two evaluations; 0 evaluates at the end only.
         max_eval_batches: At most so many batches per evaluation; null takes all.
+        num_fixed_prompts: So many held-out prompts (pairs for the reward stage) are answered before the first step and
+            after the last, for the report and answers.jsonl; 0 asks nothing.
         save_steps: Steps between two checkpoints; 0 goes by save_minutes alone.
         save_minutes: Minutes after which the next step ends with a checkpoint, and never sooner than twenty times what
             the last one took to save; 0 saves at the end, when stopped and by save_steps only.
@@ -63,6 +65,7 @@ class TrainConfig:
     logging_steps: int = 10
     eval_steps: int = 0
     max_eval_batches: int | None = None
+    num_fixed_prompts: int = 4
     save_steps: int = 0
     save_minutes: float = 15.0
     save_total_limit: int = 2
@@ -75,7 +78,7 @@ class TrainConfig:
               f"{nearest(self.lr_scheduler_type, KINDS)}")
         check(self.optim in OPTIMIZERS, f"train.optim is {self.optim!r}; choose {', '.join(OPTIMIZERS)}"
                                         f"{nearest(self.optim, OPTIMIZERS)}")
-        for name in ("learning_rate", "weight_decay", "eval_steps", "save_steps", "save_minutes"):
+        for name in ("learning_rate", "weight_decay", "eval_steps", "save_steps", "save_minutes", "num_fixed_prompts"):
             check(getattr(self, name) >= 0, f"train.{name} is {getattr(self, name)}; it must not be negative")
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size",
                      "logging_steps", "save_total_limit", "max_failed_saves", "max_skipped_updates"):

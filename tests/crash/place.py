@@ -113,8 +113,8 @@ def rows_of(out: Path, name: str) -> list[dict]:
 
 def difference(out: Path, other: Path) -> str | None:
     """What two runs have not in common, bit for bit: exported weights, the last checkpoint's tensors and numbers,
-    metrics.jsonl but the clock's figures, samples.jsonl. None where they are the same."""
-    for name in ("metrics.jsonl", "samples.jsonl"):
+    metrics.jsonl but the clock's figures, samples.jsonl, answers.jsonl. None where they are the same."""
+    for name in ("metrics.jsonl", "samples.jsonl", "answers.jsonl"):
         ours, theirs = rows_of(out, name), rows_of(other, name)
         for a, b in zip(ours, theirs, strict=False):
             if a != b:

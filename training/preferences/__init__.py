@@ -20,7 +20,7 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer
-from hybrid_rlhf.training import wiring
+from hybrid_rlhf.training import answers, wiring
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     trainer = OfflineTrainer(policy, reference, config.dpo)
     record = runfile.start(config.output_dir, config.stage, config, command)
     with on_record(record):  # a failing export is on the record too
-        metrics = fit(trainer, loader, held_out, config.train, record, steps)
+        said = answers.of_demonstrations(policy, data, config.train.num_fixed_prompts, config.data.max_length)
+        metrics = fit(trainer, loader, held_out, config.train, record, steps, said)
         with policy.engine.active():
             export(policy.engine.model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER, policy.engine.eos_ids)
         record.finish(metrics, tokenizer=tokenizer, base_model=base, data=data.report)

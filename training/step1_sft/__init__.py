@@ -16,7 +16,7 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.sft import SFTTrainer
-from hybrid_rlhf.training import wiring
+from hybrid_rlhf.training import answers, wiring
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     trainer = SFTTrainer(Actor(engine, tokenizer, config.engine.micro_batch_tokens))
     record = runfile.start(config.output_dir, config.stage, config, command)
     with on_record(record):  # a failing export is on the record too
-        metrics = fit(trainer, loader, held_out, config.train, record, steps)
+        said = answers.of_demonstrations(trainer.policy, data, config.train.num_fixed_prompts, config.data.max_length)
+        metrics = fit(trainer, loader, held_out, config.train, record, steps, said)
         export(model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER, engine.eos_ids)
         record.finish(metrics, tokenizer=tokenizer, base_model=config.model.model_name_or_path or config.model.preset,
                       data=data.report)

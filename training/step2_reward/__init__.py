@@ -19,7 +19,7 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.reward import RewardTrainer
-from hybrid_rlhf.training import wiring
+from hybrid_rlhf.training import answers, wiring
 
 NUM_STATISTICS = 512  # sequences whose scores give the mean and spread that stage 3 normalises by
 
@@ -115,7 +115,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     trainer = RewardTrainer(role, config.reward.center_coef)
     record = runfile.start(config.output_dir, "reward", config, command)
     with on_record(record):  # a failing export is on the record too
-        metrics = fit(trainer, loader, held_out, config.train, record, steps)
+        scored = answers.of_reward(role, tokenizer, data, config.train.num_fixed_prompts)
+        metrics = fit(trainer, loader, held_out, config.train, record, steps, scored)
         statistics = score_statistics(role, config, tokenizer, data)
         export(model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER, [tokenizer.eos_token_id])
         record.finish(metrics, tokenizer=tokenizer, base_model=base, data=data.report, score_statistics=statistics,
