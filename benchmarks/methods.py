@@ -152,7 +152,7 @@ HEAD = """# Every method on the embedded task
 
 `make methods` (benchmarks/methods.py): each method by its own `--stage` from the same SFT and reward runs of a seed
 (600 and 500 steps, as in the demo), settings in benchmarks/methods_settings.py, chosen on seed 0 (cispo's and dpo's
-once more after seed 2; grpo's, dr_grpo's and gspo's kl_coef raised from 0.1 to 0.3 and run on models trained anew, as one
+once more after seed 2; kl_coef of grpo, dr_grpo and gspo raised from 0.1 to 0.3 and run on models trained anew, as one
 such model had let grpo down to 0.58). {machine}.
 {prompts} held-out prompts, one answer each at temperature 1. *accuracy* is the checker's, *score* the reward model's
 (the offline methods and conditional_sft never see it). Gains: mean over the seeds with the 95% interval of Student's t
