@@ -69,8 +69,7 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
         positions = saved and saved["reporter"]
         with (Reporter(record, trainer.progress_keys, total_steps, config, first, positions) as reporter,
               interruptible(reporter.say) as interrupts):
-            if step == 0:
-                reporter.answered(0, answers)
+            reporter.answered(0, answers if step == 0 else None)
             if saver.owes_evaluation:
                 saver.evaluate(held_out, step, reporter)
             for step in range(first + 1, total_steps + 1):
