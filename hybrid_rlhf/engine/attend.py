@@ -12,7 +12,7 @@ from hybrid_rlhf.engine.kv_cache import SlotCache, Step
 from hybrid_rlhf.kernels import Ops
 
 # What a model may hand on that says nothing new: positions are in the step, windows and chunks in the mask.
-_SAID_ALREADY = frozenset(("position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
+SAID_ALREADY = frozenset(("position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
                            "sliding_window", "past_key_values", "cache_position", "position_embeddings",
                            "output_router_logits", "layer_idx", "shared_kv_states", "is_causal"))
 MAX_OWN_PROMPT = 1024  # tokens: up to here bf16 takes 0.2-0.4 and fp32 0.55-0.75 of torch's time
@@ -32,7 +32,7 @@ class SlotAttention:
 
         Raises TypeError for an argument that it does not know, rather than attend as if it were not there.
         """
-        unknown = [n for n, v in others.items() if v is not None and n not in _SAID_ALREADY]
+        unknown = [n for n, v in others.items() if v is not None and n not in SAID_ALREADY]
         if unknown:
             raise TypeError(f"attention with {', '.join(unknown)}")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling

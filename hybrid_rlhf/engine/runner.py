@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hybrid_rlhf.config import UserError, check
 from hybrid_rlhf.distributed import RankGroup
 from hybrid_rlhf.engine.attend import SlotAttention
+from hybrid_rlhf.engine.decode_layers import Form, decode_layers, find_decode_layers
 from hybrid_rlhf.engine.exotic import adapted, counters, has_own_attention_adapted
 from hybrid_rlhf.engine.generate import cache_growth, forced_logits
 from hybrid_rlhf.engine.kv_cache import SlotCache, Step, make_cache
@@ -74,6 +75,7 @@ class Runner:
         self._direct: set[int] = set()
         self._attention = SlotAttention(self.ops, causal_mask_function())
         self.fusions = Fusions()
+        self.layers: list[Form] = []  # that decode steps pass through in one call
         self._inside = False
 
     # -- the mode ----------------------------------------------------------------------------------------------------
@@ -84,6 +86,8 @@ class Runner:
         with ExitStack() as stack:
             if self._group:
                 stack.enter_context(sharded(self.model, self._group))
+            else:
+                stack.enter_context(decode_layers(self.layers, self.ops.decode_layer))
             stack.enter_context(own_products(self.model, self.ops.linear, self.ops.linear_dtypes))
             stack.enter_context(self.fusions.swapped())
             if not self._group:  # shards of adapters are not the layers' own parameters
@@ -150,6 +154,14 @@ class Runner:
                 return module(input_ids=ids, **named)
         return module(input_ids=ids, **named)
 
+    def through_layer(self, layer: nn.Module, cache: SlotCache, step: Step, hidden: Tensor,
+                      angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Hidden states (B, 1, H) behind one decoder layer, by its own code, in a step over `cache`."""
+        cache.begin(step)
+        self._attention.cache = cache
+        return layer(hidden, attention_mask=None, position_ids=step.places, past_key_values=cache, use_cache=True,
+                     position_embeddings=angles)
+
     def check_inside(self) -> None:
         """Raise RuntimeError outside of `plugged_in`."""
         if not self._inside:
@@ -210,6 +222,7 @@ class Runner:
                 if reason is None:
                     self.path = path
                     self.reasons.pop(path, None)
+                    self._find_layers()
                     self.ending_ids = [pad_id] if self.first_position else []  # there a pad has no position at all
                     if self.reasons:
                         _log.warning("%s keeps its own attention in inference mode: %s", type(self.model).__name__,
@@ -222,6 +235,17 @@ class Runner:
         _log.warning("%s does not run on the decode engine (%s); it is sampled by transformers' generate%s",
                      type(self.model).__name__, "; ".join(f"{p}: {r}" for p, r in self.reasons.items()),
                      "" if self.keeps_cache else " without a cache")
+
+    def _find_layers(self) -> None:
+        """Take whole layers by the kernels where they are right one by one and, over the probe, together."""
+        if self.path != "native":
+            return
+        with self.plugged_in(), torch.no_grad():
+            self.layers = find_decode_layers(self)
+        if self.layers and (reason := self._try("native")):
+            self.layers, self.reasons["decode layers"] = [], reason
+        if self.layers:
+            self.fusions.counts["decode_layer"] = len(self.layers)
 
     def _probe_generate(self) -> None:
         """Take the path of generate, without a cache where only that gives the plain forward's logits.

@@ -262,17 +262,18 @@ void work(const Attention& call, int64_t b, int64_t k, Scratch& scratch) {
 
 }  // namespace
 
+void attend_one(const Attention& call, int64_t task) {
+  thread_local Scratch scratch;
+  work(call, task / call.kv_heads, task % call.kv_heads, scratch);
+}
+
 void decode_attention(const Attention& call) {
   int64_t columns = 0;
   for (int64_t b = 0; b < call.batch; ++b) columns += call.positions[b] + 1;
   const bool is_small = columns * call.heads * (call.dim + call.value_dim) < kWorthThreads;
   const int64_t tasks = call.batch * call.kv_heads;
-#pragma omp parallel num_threads(is_small ? 1 : call.threads)
-  {
-    thread_local Scratch scratch;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < tasks; ++task) work(call, task / call.kv_heads, task % call.kv_heads, scratch);
-  }
+#pragma omp parallel for schedule(dynamic, 1) num_threads(is_small ? 1 : call.threads)
+  for (int64_t task = 0; task < tasks; ++task) attend_one(call, task);
 }
 
 }  // namespace hybrid

@@ -12,16 +12,6 @@ namespace {
 using at::Tensor;
 using hybrid::dense, hybrid::dtype_of, hybrid::flags, hybrid::Maybe, hybrid::numbers, hybrid::rows, hybrid::stride_of;
 
-void check_slots(const hybrid::Attention& call, int64_t slots, int64_t columns) {
-  TORCH_CHECK_VALUE(call.width <= columns, "width is ", call.width, "; the slots have ", columns, " columns");
-  for (int64_t b = 0; b < call.batch; ++b) {
-    TORCH_CHECK_INDEX(call.positions[b] >= -1 && call.positions[b] < call.width, "row ", b, " is at position ",
-                      call.positions[b], "; width is ", call.width);
-    TORCH_CHECK_INDEX(call.slots[b] >= 0 && call.slots[b] < slots, "row ", b, " is in slot ", call.slots[b], " of ",
-                      slots);
-  }
-}
-
 Tensor decode_attention(const Tensor& new_query, const Tensor& new_key, const Tensor& new_value, const Tensor& keys,
                         const Tensor& values, const Tensor& slots, const Tensor& positions, int64_t width,
                         double scaling, std::optional<double> softcap, const Maybe& sinks, const Maybe& mask) {
@@ -42,7 +32,7 @@ Tensor decode_attention(const Tensor& new_query, const Tensor& new_key, const Te
   const Tensor slot_numbers = numbers(slots, "slots", call.batch);
   const Tensor columns = numbers(positions, "positions", call.batch);
   call.slots = slot_numbers.const_data_ptr<int64_t>(), call.positions = columns.const_data_ptr<int64_t>();
-  check_slots(call, keys.size(0), keys.size(2));
+  hybrid::check_slots(call, keys.size(0), keys.size(2));
   call.key_step = keys.stride(2), call.value_step = values.stride(2);
   call.scaling = static_cast<float>(scaling), call.softcap = static_cast<float>(softcap.value_or(0));
   Tensor sink_scores;
@@ -197,6 +187,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("softcap") = py::none(), py::arg("sinks") = py::none(), py::arg("mask") = py::none());
   hybrid::bind_sequences(m);
   hybrid::bind_gradients(m);
+  hybrid::bind_layers(m);
   m.def("sample", &sample, py::arg("logits"), py::arg("streams"), py::arg("positions"), py::kw_only(),
         py::arg("temperature") = 1.0, py::arg("top_k") = 0, py::arg("top_p") = 1.0, py::arg("min_p") = 0.0,
         py::arg("repetition_penalty") = 1.0, py::arg("seen") = py::none(), py::arg("forbidden") = py::none());

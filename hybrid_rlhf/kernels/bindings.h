@@ -55,5 +55,9 @@ inline int64_t stride_of(const Maybe& x) { return x ? x->stride(0) : 0; }
 
 void bind_sequences(pybind11::module_& m);
 void bind_gradients(pybind11::module_& m);
+void bind_layers(pybind11::module_& m);
+
+// Slots and positions of a decode step lie in the cache, or an error.
+void check_slots(const Attention& call, int64_t slots, int64_t columns);
 
 }  // namespace hybrid

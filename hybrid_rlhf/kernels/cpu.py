@@ -16,7 +16,8 @@ from hybrid_rlhf.kernels.ops import Ops
 _HERE = Path(__file__).parent
 SOURCES = tuple(_HERE / name for name in (
     "attention.cpp", "sequences.cpp", "sampling.cpp", "linear.cpp", "packed.cpp", "dots.cpp", "elementwise.cpp",
-    "elementwise_gradients.cpp", "bindings.cpp", "bindings_sequences.cpp", "bindings_gradients.cpp"))
+    "elementwise_gradients.cpp", "decode_layer.cpp", "bindings.cpp", "bindings_sequences.cpp", "bindings_gradients.cpp",
+    "bindings_layers.cpp"))
 HEADERS = tuple(_HERE / name for name in ("simd.h", "kernels.h", "truncation.h", "products.h", "activations.h",
                                              "bindings.h"))
 
@@ -32,7 +33,8 @@ def load() -> Ops:
     return Ops(f"cpu (C++, with products in {names})" if dtypes else "cpu (C++)", module.decode_attention,
                module.sample, module.linear if dtypes else None, dtypes,
                fused_by(module),
-               causal_attention_by(module) if has_wide_vectors() else None, module.adapted_linear if dtypes else None)
+               causal_attention_by(module) if has_wide_vectors() else None, module.adapted_linear if dtypes else None,
+               module.DecodeLayer if dtypes else None)
 
 
 def load_linear() -> Callable:
@@ -43,6 +45,11 @@ def load_linear() -> Callable:
 def load_causal_attention() -> Callable:
     """The compiled causal_attention, whether or not `load` would use it on this processor."""
     return causal_attention_by(_module())
+
+
+def load_decode_layer() -> Callable:
+    """The compiled DecodeLayer, whether or not `load` would use it on this processor."""
+    return _module().DecodeLayer
 
 
 def _module() -> ModuleType:

@@ -16,7 +16,7 @@ namespace {
 using Word = uint16_t;
 constexpr int kSide = 4;          // a block is kSide rows by kSide outputs
 constexpr int64_t kVector = 32;   // bf16 numbers of one register
-constexpr int64_t kTask = 64;     // outputs of one piece of work
+constexpr int64_t kTask = 16;     // outputs of one piece of work
 
 __m512bh whole(const Word* from) { return (__m512bh)_mm512_loadu_si512(from); }
 
@@ -80,17 +80,21 @@ void work(const Linear& call, int64_t first, int64_t count, float* sums) {
 
 bool has_dot_linear() { return true; }
 
+int64_t dot_pieces(const Linear& call) { return (call.out_features + kTask - 1) / kTask; }
+
+Piece dot_piece(const Linear& call, int64_t piece) {
+  thread_local std::vector<float> sums;
+  sums.resize((call.rows + kSide) * kTask);
+  const int64_t first = piece * kTask, count = std::min(kTask, call.out_features - first);
+  work(call, first, count, sums.data());
+  return {0, call.rows, first, count};
+}
+
+// Guided: long runs of neighbours first, for each asks for the next one's memory, and single pieces in the end.
 void dot_linear(const Linear& call) {
-  const int64_t tasks = (call.out_features + kTask - 1) / kTask;
-  const int64_t chunk = std::max<int64_t>(1, tasks / (8 * call.threads));  // neighbours: each asks for the next's memory
-#pragma omp parallel num_threads(call.threads)
-  {
-    thread_local std::vector<float> sums;
-    sums.resize((call.rows + kSide) * kTask);
-#pragma omp for schedule(dynamic, chunk)
-    for (int64_t task = 0; task < tasks; ++task)
-      work(call, task * kTask, std::min(kTask, call.out_features - task * kTask), sums.data());
-  }
+  const int64_t pieces = dot_pieces(call);
+#pragma omp parallel for schedule(guided, 1) num_threads(call.threads)
+  for (int64_t piece = 0; piece < pieces; ++piece) dot_piece(call, piece);
 }
 
 #else
@@ -98,6 +102,10 @@ void dot_linear(const Linear& call) {
 bool has_dot_linear() { return false; }
 
 void dot_linear(const Linear&) {}
+
+int64_t dot_pieces(const Linear&) { return 0; }
+
+Piece dot_piece(const Linear&, int64_t) { return {}; }
 
 #endif
 

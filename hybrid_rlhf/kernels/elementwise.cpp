@@ -55,33 +55,51 @@ void rotate(const T* x, const T* cosines, const T* sines, T* out, int64_t half) 
 
 }  // namespace
 
-void rms_norm(const Norm& call) {
+void norm_one(const Norm& call, int64_t row) {
   with_type(call.x.dtype, [&](auto type) {
     using T = decltype(type);
-    const int threads = call.rows * call.dim < kWorthThreads ? 1 : call.threads;
+    norm_row(static_cast<const T*>(call.x.data) + row * call.x.stride0, static_cast<const T*>(call.weight),
+             static_cast<T*>(call.out.data) + row * call.out.stride0, call.dim, call.eps, call.adds_one);
+  });
+}
+
+void rms_norm(const Norm& call) {
+  const int threads = call.rows * call.dim < kWorthThreads ? 1 : call.threads;
 #pragma omp parallel for num_threads(threads)
-    for (int64_t row = 0; row < call.rows; ++row)
-      norm_row(static_cast<const T*>(call.x.data) + row * call.x.stride0, static_cast<const T*>(call.weight),
-               static_cast<T*>(call.out.data) + row * call.out.stride0, call.dim, call.eps, call.adds_one);
+  for (int64_t row = 0; row < call.rows; ++row) norm_one(call, row);
+}
+
+void gate_all(const Gate& call) {
+  with_type(call.dtype, [&](auto type) {
+    using T = decltype(type);
+    const auto act = [&](auto function) {
+      each(static_cast<const T*>(call.gate), static_cast<const T*>(call.up), static_cast<T*>(call.out), call.count,
+           [=](Floats g, Floats u) { return rounded<T>(function(g)) * u; });
+    };
+    if (call.is_gelu) act([](Floats g) { return gelu_tanh(g); });
+    else act([](Floats g) { return silu(g); });
   });
 }
 
 void gated(const Gate& call) {
+  const int threads = call.count < kWorthThreads ? 1 : call.threads;
+  const int64_t piece = 4096, pieces = (call.count + piece - 1) / piece;
   with_type(call.dtype, [&](auto type) {
     using T = decltype(type);
-    const auto *gate = static_cast<const T*>(call.gate), *up = static_cast<const T*>(call.up);
-    auto* out = static_cast<T*>(call.out);
-    const int threads = call.count < kWorthThreads ? 1 : call.threads;
-    const int64_t piece = 4096, pieces = (call.count + piece - 1) / piece;
 #pragma omp parallel for num_threads(threads)
     for (int64_t p = 0; p < pieces; ++p) {
-      const int64_t at = p * piece, count = std::min(piece, call.count - at);
-      const auto act = [&](auto function) {
-        each(gate + at, up + at, out + at, count, [=](Floats g, Floats u) { return rounded<T>(function(g)) * u; });
-      };
-      if (call.is_gelu) act([](Floats g) { return gelu_tanh(g); });
-      else act([](Floats g) { return silu(g); });
+      const int64_t at = p * piece;
+      gate_all({std::min(piece, call.count - at), static_cast<const T*>(call.gate) + at,
+                static_cast<const T*>(call.up) + at, static_cast<T*>(call.out) + at, call.dtype, call.is_gelu, 1});
     }
+  });
+}
+
+void rotate_one(DType dtype, const void* x, const void* cosines, const void* sines, void* out, int64_t dim) {
+  with_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    rotate(static_cast<const T*>(x), static_cast<const T*>(cosines), static_cast<const T*>(sines),
+           static_cast<T*>(out), dim / 2);
   });
 }
 

@@ -85,8 +85,8 @@ def _agrees(original: Callable, ours: Callable, example: tuple[Tensor, ...], num
     except Exception:  # whatever a stranger's code raises, it is no place for ours
         return False
     is_wide = example[0].dtype == torch.float32
-    return (_are_close(wants, gots, 1e-5 if is_wide else 2.0**-6)
-            and _are_close(their_gradients, our_gradients, 5e-5 if is_wide else 2.0**-5))
+    return (are_close(wants, gots, 1e-5 if is_wide else 2.0**-6)
+            and are_close(their_gradients, our_gradients, 5e-5 if is_wide else 2.0**-5))
 
 
 @torch.enable_grad()
@@ -101,7 +101,8 @@ def _with_gradients(function: Callable, example: tuple[Tensor, ...],
     return found, torch.autograd.grad(found, leaves, weights)
 
 
-def _are_close(wants: tuple[Tensor, ...], gots: tuple[Tensor, ...], bound: float) -> bool:
+def are_close(wants: tuple[Tensor, ...], gots: tuple[Tensor, ...], bound: float) -> bool:
+    """Whether shapes and dtypes are equal, and no number differs by more than `bound` of its tensor's largest."""
     return len(wants) == len(gots) and all(
         want.shape == got.shape and want.dtype == got.dtype
         and bool((want.float() - got.float()).abs().max() <= bound * want.float().abs().max())
@@ -134,13 +135,13 @@ def _gated_mlp(module: nn.Module, ops: Fused) -> Callable | None:
     parts = [getattr(module, n, None) for n in names]
     if not all(isinstance(p, nn.Module) for p in parts) or not hasattr(module, "act_fn"):
         return None
-    is_gelu = _is_gelu(module.act_fn)
+    gelu = is_gelu(module.act_fn)
     weight = getattr(parts[0], "weight", None)
-    if is_gelu is None or not isinstance(weight, Tensor) or not weight.is_floating_point():
+    if gelu is None or not isinstance(weight, Tensor) or not weight.is_floating_point():
         return None
 
     def fused(x: Tensor) -> Tensor:
-        return module.down_proj(ops.gated(module.gate_proj(x), module.up_proj(x), is_gelu))
+        return module.down_proj(ops.gated(module.gate_proj(x), module.up_proj(x), gelu))
 
     modes = {m: m.training for m in module.modules()}
     module.train()  # an MLP with a dropout of its own is none of ours
@@ -152,7 +153,7 @@ def _gated_mlp(module: nn.Module, ops: Fused) -> Callable | None:
             each.training = mode
 
 
-def _is_gelu(act: Callable) -> bool | None:
+def is_gelu(act: Callable) -> bool | None:
     """True for tanh's GELU, False for SiLU, None for any other activation."""
     example = (torch.linspace(-6, 6, 49),)
     for is_gelu, known in ((False, F.silu), (True, partial(F.gelu, approximate="tanh"))):

@@ -28,6 +28,7 @@ struct Attention {
 };
 
 void decode_attention(const Attention& call);
+void attend_one(const Attention& call, int64_t task);  // of batch * kv_heads; by one thread
 
 struct Tokens {  // (B, H, T, D) with a dense last dimension
   void* data;
@@ -75,6 +76,16 @@ void packed_linear(const Linear& call);  // fp32, any number of rows
 void dot_linear(const Linear& call);     // bf16, few rows; only where has_dot_linear()
 bool has_dot_linear();
 
+struct Piece {  // of a product: the part that one thread computes at a time
+  int64_t row, rows, first, count;
+};
+
+// The pieces of a product, for who has threads of his own; they compute what packed_linear and dot_linear do.
+int64_t packed_pieces(const Linear& call);
+Piece packed_piece(const Linear& call, int64_t piece);
+int64_t dot_pieces(const Linear& call);
+Piece dot_piece(const Linear& call, int64_t piece);
+
 struct Norm {
   int64_t rows, dim;
   Rows x, out;                    // (M, 1, D)
@@ -85,6 +96,7 @@ struct Norm {
 };
 
 void rms_norm(const Norm& call);
+void norm_one(const Norm& call, int64_t row);  // by one thread
 
 struct NormGradient {
   Norm norm;                      // out: the gradient by x, written
@@ -104,6 +116,7 @@ struct Gate {
 };
 
 void gated(const Gate& call);
+void gate_all(const Gate& call);  // by one thread
 
 struct GateGradient {
   Gate gate;                      // out: the gradient by gate, written
@@ -123,5 +136,20 @@ struct Rotary {
 };
 
 void rotary(const Rotary& call);
+void rotate_one(DType dtype, const void* x, const void* cosines, const void* sines, void* out, int64_t dim);
+
+struct DecodeLayer {  // one token of each row through a decoder layer; each operation reads what the one before wrote
+  int64_t rows;
+  DType dtype;                    // of everything but the cache
+  Norm before_attention, before_mlp;
+  Norm query_norm, key_norm;      // of each head, in place; weight null: none
+  Linear query, key, value, output, gate, up, down;
+  Rows cosines, sines;            // (B, 1, D)
+  Attention attention;
+  bool is_gelu;
+  int threads;
+};
+
+void decode_layer(const DecodeLayer& call);
 
 }  // namespace hybrid

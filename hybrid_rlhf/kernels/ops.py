@@ -23,6 +23,7 @@ class Ops(NamedTuple):
     whose products by torch are slower; None where there are none. fused: None where nothing is fused.
     causal_attention: of whole sequences, with gradients; None where torch's own is as fast.
     adapted_linear(input, weight, bias, down, up, scaling): linear + scaling up (down input), as `linear` is.
+    decode_layer: the class DecodeLayer of kernels/reference.py for weights in linear_dtypes; None where there is none.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Ops(NamedTuple):
     fused: Fused | None = None
     causal_attention: Callable | None = None
     adapted_linear: Callable | None = None
+    decode_layer: Callable | None = None
 
 
 class KernelsUnavailableError(Exception):

@@ -135,18 +135,25 @@ int64_t width(const Linear& call, int64_t chunks) {
 
 }  // namespace
 
-void packed_linear(const Linear& call) {
+int64_t packed_pieces(const Linear& call) {
   const int64_t chunks = (call.rows + kChunk - 1) / kChunk, outputs = width(call, chunks);
+  return (call.out_features + outputs - 1) / outputs * chunks;
+}
+
+Piece packed_piece(const Linear& call, int64_t piece) {
+  thread_local Panel panel;
+  const int64_t outputs = width(call, (call.rows + kChunk - 1) / kChunk);
   const int64_t panels = (call.out_features + outputs - 1) / outputs;
-#pragma omp parallel num_threads(call.threads)
-  {
-    thread_local Panel panel;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < panels * chunks; ++task) {
-      const int64_t first = task % panels * outputs, row = task / panels * kChunk;
-      work(call, row, std::min(kChunk, call.rows - row), first, std::min(outputs, call.out_features - first), panel);
-    }
-  }
+  const int64_t first = piece % panels * outputs, row = piece / panels * kChunk;
+  const Piece done{row, std::min(kChunk, call.rows - row), first, std::min(outputs, call.out_features - first)};
+  work(call, done.row, done.rows, done.first, done.count, panel);
+  return done;
+}
+
+void packed_linear(const Linear& call) {
+  const int64_t pieces = packed_pieces(call);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(call.threads)
+  for (int64_t piece = 0; piece < pieces; ++piece) packed_piece(call, piece);
 }
 
 }  // namespace hybrid

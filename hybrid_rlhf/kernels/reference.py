@@ -4,6 +4,8 @@ its results differ by rounding only, which its tests bound.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -78,6 +80,38 @@ def rotary(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[
         return x * cosines[:, None] + torch.cat([-b, a], -1) * sines[:, None]
 
     return turned(query), turned(key)
+
+
+class DecodeLayer:
+    """A decoder layer of Llama's form, for one new token of each row.
+
+    weights: of the products query (H D, E), key and value (K D, E), output (E, H D), gate and up (I, E), down (E, I);
+    biases: theirs, or None. norms: before attention (E), before the MLP (E), of each query head and of each key head
+    (D) or None; all with `eps` and `adds_one` as in `rms_norm`. max_rows: the most rows of a call.
+    """
+
+    max_rows = 1 << 20
+
+    def __init__(self, weights: list[Tensor], biases: list[Tensor | None], norms: list[Tensor | None], *, eps: float,
+                 adds_one: bool, scaling: float, is_gelu: bool) -> None:
+        self._products = [partial(F.linear, weight=w, bias=b) for w, b in zip(weights, biases, strict=True)]
+        self._norms = [(lambda x: x) if w is None else partial(rms_norm, weight=w, eps=eps, adds_one=adds_one)
+                       for w in norms]
+        self._scaling, self._is_gelu = scaling, is_gelu
+
+    def __call__(self, hidden: Tensor, cosines: Tensor, sines: Tensor, keys: Tensor, values: Tensor, slots: Tensor,
+                 positions: Tensor, width: int) -> Tensor:
+        """hidden (B, 1, E), angles (B or 1, 1, D) -> (B, 1, E); cache, slots, positions and width as in
+        `decode_attention`, which writes the new columns."""
+        to_query, to_key, to_value, to_output, to_gate, to_up, to_down = self._products
+        x = self._norms[0](hidden)
+        query, key, value = (product(x).unflatten(-1, (-1, keys.shape[-1])) for product in (to_query, to_key, to_value))
+        query, key = rotary(self._norms[2](query).transpose(1, 2), self._norms[3](key).transpose(1, 2), cosines, sines)
+        attended = decode_attention(query, key, value.transpose(1, 2), keys, values, slots, positions, width,
+                                    scaling=self._scaling)
+        hidden = hidden + to_output(attended.flatten(2))
+        x = self._norms[1](hidden)
+        return hidden + to_down(gated(to_gate(x), to_up(x), self._is_gelu))
 
 
 def splitmix64(x: Tensor) -> Tensor:

@@ -1,0 +1,145 @@
+// A decoder layer as an object that knows its weights; kernels/reference.py: DecodeLayer says what it does.
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+
+namespace hybrid {
+namespace {
+
+constexpr int64_t kFewDots = 48;  // rows up to which our bf16 product is the faster one
+
+class Layer {
+ public:
+  Layer(std::vector<Tensor> weights, const std::vector<Maybe>& biases, std::vector<Maybe> norms, double eps,
+        bool adds_one, double scaling, bool is_gelu)
+      : weights_(std::move(weights)), norms_(std::move(norms)), eps_(static_cast<float>(eps)), adds_one_(adds_one),
+        scaling_(static_cast<float>(scaling)), is_gelu_(is_gelu) {
+    TORCH_CHECK_VALUE(weights_.size() == 7 && biases.size() == 7 && norms_.size() == 4 && norms_[0] && norms_[1],
+                      "a layer has seven matrices, seven biases or none, and four norms, of which two must be there");
+    const auto type = weights_[0].scalar_type();
+    for (const Tensor& weight : weights_)
+      TORCH_CHECK_VALUE(weight.dim() == 2 && weight.scalar_type() == type && weight.stride(1) == 1,
+                        "weights must be dense rows of one dtype");
+    for (size_t i = 0; i < 7; ++i) {
+      TORCH_CHECK_VALUE(!biases[i] || biases[i]->numel() == weights_[i].size(0), "a bias does not fit its weight");
+      biases_.push_back(biases[i] ? Maybe(biases[i]->to(at::kFloat).contiguous()) : Maybe());
+    }
+    for (const Maybe& norm : norms_)
+      TORCH_CHECK_VALUE(!norm || (norm->dim() == 1 && norm->is_contiguous() && norm->scalar_type() == type),
+                        "norms must be dense and of the weights' dtype");
+    const int64_t hidden = weights_[0].size(1);
+    TORCH_CHECK_VALUE(weights_[1].size(1) == hidden && weights_[2].size(1) == hidden && weights_[4].size(1) == hidden &&
+                          weights_[5].sizes() == weights_[4].sizes() && weights_[3].size(0) == hidden &&
+                          weights_[6].size(0) == hidden && weights_[6].size(1) == weights_[4].size(0) &&
+                          norms_[0]->numel() == hidden && norms_[1]->numel() == hidden,
+                      "the weights of the layer do not fit each other");
+  }
+
+  int64_t max_rows() const {
+    if (weights_[0].scalar_type() == at::kFloat) return int64_t{1} << 20;
+    return weights_[0].scalar_type() == at::kBFloat16 && has_dot_linear() ? kFewDots : 0;
+  }
+
+  Tensor run(const Tensor& hidden, const Tensor& cosines, const Tensor& sines, const Tensor& keys, const Tensor& values,
+             const Tensor& slots, const Tensor& positions, int64_t width) const {
+    const Tensor x = dense(hidden.reshape({-1, weights_[0].size(1)}));
+    const int64_t count = x.size(0), dim = keys.size(3), kv_heads = keys.size(1);
+    const int64_t heads = weights_[0].size(0) / dim, inner = weights_[4].size(0), size = weights_[0].size(1);
+    check(x, cosines, sines, keys, values, count, dim, kv_heads);
+    const Tensor slot_numbers = numbers(slots, "slots", count), columns = numbers(positions, "positions", count);
+    // what one operation writes and a later one reads, side by side
+    const int64_t room = 3 * size + 2 * heads * dim + 2 * kv_heads * dim + 2 * inner;
+    Tensor out = at::empty({count, size}, x.options()), scratch = at::empty({room, count}, x.options());
+    int64_t used = 0;
+    const auto part = [&](int64_t wide, int64_t stride1) {
+      char* at = static_cast<char*>(scratch.data_ptr()) + used * count * x.element_size();
+      used += wide;
+      return Rows{at, dtype_of(x, "hidden"), wide, stride1};
+    };
+    DecodeLayer call{};
+    call.rows = count, call.dtype = dtype_of(x, "hidden"), call.is_gelu = is_gelu_, call.threads = at::get_num_threads();
+    const Rows normed = part(size, 0), middle = part(size, 0), normed2 = part(size, 0);
+    const Rows query = part(heads * dim, dim), attended = part(heads * dim, dim);
+    const Rows key = part(kv_heads * dim, dim), value = part(kv_heads * dim, dim);
+    const Rows gate = part(inner, 0), up = part(inner, 0);
+    call.before_attention = norm(0, count, size, rows(x, "hidden", 2), normed);
+    call.before_mlp = norm(1, count, size, middle, normed2);
+    call.query_norm = norm(2, 1, dim, {}, {}), call.key_norm = norm(3, 1, dim, {}, {});
+    call.query_norm.x.dtype = call.key_norm.x.dtype = call.dtype;
+    call.query = product(0, count, normed, query), call.key = product(1, count, normed, key);
+    call.value = product(2, count, normed, value), call.output = product(3, count, attended, middle);
+    call.gate = product(4, count, normed2, gate), call.up = product(5, count, normed2, up);
+    call.down = product(6, count, gate, rows(out, "out", 2));
+    call.cosines = rows(cosines, "cosines", 3), call.sines = rows(sines, "sines", 3);
+    if (cosines.size(0) == 1) call.cosines.stride0 = 0;
+    if (sines.size(0) == 1) call.sines.stride0 = 0;
+    call.attention = {count, heads, kv_heads, dim, dim, width, query, key, value, rows(keys, "keys", 4),
+                      rows(values, "values", 4), keys.stride(2), values.stride(2),
+                      slot_numbers.const_data_ptr<int64_t>(), columns.const_data_ptr<int64_t>(), scaling_, 0.0f,
+                      nullptr, nullptr, 0, attended, call.threads};
+    check_slots(call.attention, keys.size(0), keys.size(2));
+    pybind11::gil_scoped_release unlocked;
+    decode_layer(call);
+    return out.view(hidden.sizes());
+  }
+
+ private:
+  void check(const Tensor& x, const Tensor& cosines, const Tensor& sines, const Tensor& keys, const Tensor& values,
+             int64_t count, int64_t dim, int64_t kv_heads) const {
+    TORCH_CHECK_VALUE(x.scalar_type() == weights_[0].scalar_type() && count <= max_rows(), "hidden states are ",
+                      x.scalar_type(), ", ", count, " rows; this layer takes ", weights_[0].scalar_type(), ", at most ",
+                      max_rows(), " rows");
+    TORCH_CHECK_VALUE(keys.dim() == 4 && values.sizes() == keys.sizes() && weights_[1].size(0) == kv_heads * dim &&
+                          weights_[2].size(0) == kv_heads * dim && weights_[0].size(0) % (kv_heads * dim) == 0 &&
+                          weights_[3].size(1) == weights_[0].size(0) && dim % 2 == 0,
+                      "the cache's columns ", keys.sizes(), " do not fit the layer");
+    for (const Tensor& angles : {cosines, sines})
+      TORCH_CHECK_VALUE(angles.dim() == 3 && (angles.size(0) == count || angles.size(0) == 1) && angles.size(1) == 1 &&
+                            angles.size(2) == dim && angles.scalar_type() == x.scalar_type(),
+                        "angles ", angles.sizes(), " do not fit ", count, " rows of heads of ", dim);
+    for (int i : {2, 3})
+      TORCH_CHECK_VALUE(!norms_[i] || norms_[i]->numel() == dim, "a norm of heads does not have ", dim, " weights");
+  }
+
+  Norm norm(int i, int64_t count, int64_t size, Rows from, Rows to) const {
+    return {count, size, from, to, norms_[i] ? norms_[i]->data_ptr() : nullptr, eps_, adds_one_, 1};
+  }
+
+  Linear product(int i, int64_t count, Rows from, Rows to) const {
+    return {count, weights_[i].size(1), weights_[i].size(0), from, rows(weights_[i], "weight", 2), to,
+            biases_[i] ? biases_[i]->const_data_ptr<float>() : nullptr, at::get_num_threads()};
+  }
+
+  std::vector<Tensor> weights_;
+  std::vector<Maybe> biases_, norms_;
+  float eps_;
+  bool adds_one_;
+  float scaling_;
+  bool is_gelu_;
+};
+
+}  // namespace
+
+void check_slots(const Attention& call, int64_t slots, int64_t columns) {
+  TORCH_CHECK_VALUE(call.width <= columns, "width is ", call.width, "; the slots have ", columns, " columns");
+  for (int64_t b = 0; b < call.batch; ++b) {
+    TORCH_CHECK_INDEX(call.positions[b] >= -1 && call.positions[b] < call.width, "row ", b, " is at position ",
+                      call.positions[b], "; width is ", call.width);
+    TORCH_CHECK_INDEX(call.slots[b] >= 0 && call.slots[b] < slots, "row ", b, " is in slot ", call.slots[b], " of ",
+                      slots);
+  }
+}
+
+void bind_layers(pybind11::module_& m) {
+  namespace py = pybind11;
+  py::class_<Layer>(m, "DecodeLayer")
+      .def(py::init<std::vector<Tensor>, const std::vector<Maybe>&, std::vector<Maybe>, double, bool, double, bool>(),
+           py::arg("weights"), py::arg("biases"), py::arg("norms"), py::arg("eps"), py::arg("adds_one"),
+           py::arg("scaling"), py::arg("is_gelu"))
+      .def_property_readonly("max_rows", &Layer::max_rows)
+      .def("__call__", &Layer::run, py::arg("hidden"), py::arg("cosines"), py::arg("sines"), py::arg("keys"),
+           py::arg("values"), py::arg("slots"), py::arg("positions"), py::arg("width"));
+}
+
+}  // namespace hybrid
