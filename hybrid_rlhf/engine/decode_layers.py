@@ -96,7 +96,7 @@ def _forward(form: Form, kernel: Callable) -> Callable:
                             position_embeddings=position_embeddings, **others)
         rows = past_key_values.layers[index]
         return kernel(hidden_states, *position_embeddings, rows.keys, rows.values, past_key_values.row_slots(),
-                      step.columns, step.width)
+                      step.positions[:, 0], step.width)
 
     return forward
 
@@ -148,7 +148,7 @@ def _is_right(runner, form: Form) -> bool:  # noqa: ANN001 - a Runner
         want = runner.through_layer(form.layer, cache, step, x.to(like), angles)
         if not isinstance(want, Tensor):
             return False
-        got = form.kernel(runner.ops.decode_layer)(x.to(like), *angles, *ours, cache.row_slots(), step.columns,
+        got = form.kernel(runner.ops.decode_layer)(x.to(like), *angles, *ours, cache.row_slots(), step.positions[:, 0],
                                                    step.width)
         bound = 1e-5 if like.dtype == torch.float32 else 2.0**-6
         return are_close((want - x.to(like), rows.keys, rows.values), (got - x.to(like), *ours), bound)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -43,11 +42,6 @@ class Step:
         """The layer that handed out just these tensors in this forward, or None."""
         layer, *own = self.fresh.get(id(key), (None,))
         return layer if layer and own[0]() is key and own[1]() is value else None
-
-    @cached_property
-    def columns(self) -> Tensor:
-        """(B,) int64: the column of each row's first token."""
-        return self.positions[:, 0]
 
     @property
     def places(self) -> Tensor:
