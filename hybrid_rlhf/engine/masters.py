@@ -35,9 +35,11 @@ class MasterAdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": learning_rate, "betas": betas, "eps": epsilon, "weight_decay": 0.0})
         self._fused, self._factor, self._is_summing = fused, 1.0, False
         self._summed: set[nn.Parameter] = set()  # those whose sum holds something
+        self._spare: dict[torch.device, Tensor] = {}
         for parameter in self._parameters():
             if parameter.dtype != torch.float32:
-                self.state[parameter]["master"] = parameter.detach().float()
+                # moments as well, before the first activations: what stays between those tears holes into a heap
+                self.state[parameter] |= {"master": parameter.detach().float(), **_fresh(parameter)}
                 parameter.register_post_accumulate_grad_hook(self._collect)
 
     def _parameters(self) -> Iterator[nn.Parameter]:
@@ -51,17 +53,19 @@ class MasterAdamW(torch.optim.Optimizer):
     def expect(self, is_last: bool) -> None:
         """Before a backward pass: whether it is the minibatch's last."""
         self._is_summing = not is_last or bool(self._summed) or world_size() > 1
+        for parameter in self._parameters() if self._is_summing else ():
+            if self.has_master(parameter) and "sum" not in self.state[parameter]:  # all at once, for the heap's sake
+                self.state[parameter]["sum"] = torch.empty_like(parameter, dtype=torch.float32)
 
     def _collect(self, parameter: nn.Parameter) -> None:
         if not self._is_summing:  # the only pass: its gradient need not be kept twice
             return
         state = self.state[parameter]
-        if parameter in self._summed:
-            state["sum"].add_(parameter.grad)
-        elif "sum" in state:
-            state["sum"].copy_(parameter.grad)
+        if parameter in self._summed:  # in pieces: torch would make an fp32 copy of the whole gradient
+            for total, gradient in _pieces(state["sum"], parameter.grad):
+                total.add_(_fp32(gradient, self._spare))
         else:
-            state["sum"] = parameter.grad.float()
+            state["sum"].copy_(parameter.grad)
         self._summed.add(parameter)
         parameter.grad = None
 
@@ -74,8 +78,7 @@ class MasterAdamW(torch.optim.Optimizer):
         elif parameter.grad is not None:  # the tied head's, which comes first
             parameter.grad[ids] = (parameter.grad[ids].float() + rows).to(parameter.dtype)
         elif self._is_summing:
-            state["sum"] = state["sum"].zero_() if "sum" in state else torch.zeros_like(state["master"])
-            state["sum"].index_add_(0, ids, rows)
+            state["sum"].zero_().index_add_(0, ids, rows)
             self._summed.add(parameter)
         else:
             parameter.grad = torch.zeros_like(parameter).index_copy_(0, ids, rows.to(parameter.dtype))
@@ -92,10 +95,11 @@ class MasterAdamW(torch.optim.Optimizer):
         """Add up the gradients of all processes, in fp32. Every process calls it, before `clip`."""
         if world_size() == 1:
             return
+        self.expect(is_last=True)  # the sums are there, whether or not this process had a pass
         held: list[Tensor] = []
         for parameter in self._parameters():
             if parameter.dtype != torch.float32 and parameter not in self._summed:  # this process has nothing to add
-                self.state[parameter]["sum"] = torch.zeros_like(parameter, dtype=torch.float32)
+                self.state[parameter]["sum"].zero_()
                 self._summed.add(parameter)
             elif parameter.dtype == torch.float32 and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -131,7 +135,7 @@ class MasterAdamW(torch.optim.Optimizer):
     def _step(self, parameter: nn.Parameter, gradient: Tensor, group: dict, spare: dict) -> None:
         state = self.state[parameter]
         if "step" not in state:
-            state |= {"step": 0, **{k: torch.zeros_like(parameter, dtype=torch.float32) for k in MOMENTS}}
+            state |= _fresh(parameter)
         master = state.get("master", parameter)
         (beta1, beta2), count = group["betas"], float(state["step"])
         for weight, own, grad, avg, square in _pieces(parameter, master, gradient, *(state[k] for k in MOMENTS)):
@@ -144,6 +148,11 @@ class MasterAdamW(torch.optim.Optimizer):
             if master is not parameter:
                 weight.copy_(own)
         state["step"] += 1
+
+
+def _fresh(parameter: nn.Parameter) -> dict:
+    """Adam's state before the first step."""
+    return {"step": 0, **{k: torch.zeros_like(parameter, dtype=torch.float32) for k in MOMENTS}}
 
 
 def _add_up(gradients: list[Tensor]) -> None:
