@@ -216,10 +216,10 @@ def measure_llama(options: argparse.Namespace) -> list[dict]:
         return engine, case, rollout_llama.Work(
             model, case.prompts, response, lambda n: by_engine(engine, replace(case, limits=[n] * case.rows), 0.0))
 
-    rollout_llama.check_same(work_of(llama(SHAPE_134M, torch.float32), 8)[2], options.peer_python)
+    equal = rollout_llama.check_same(work_of(llama(SHAPE_134M, torch.float32), 8)[2], options.peer_python)
     engine, case, work = work_of(llama(SHAPE_134M, torch.bfloat16), 64)
     sides = rollout_llama.beside_llama(work, options.repeats, options.peer_python, options.peer_cache)
-    return rollout_llama.rows_of(sides, work, floor_of(engine, case, options.repeats))
+    return rollout_llama.rows_of(sides, work, floor_of(engine, case, options.repeats), equal)
 
 
 def rows_of(name: str, options: argparse.Namespace) -> list[dict]:
@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--stories", help="folder of stories3M; random weights of its shape if not given")
     parser.add_argument("--peer_python", default=python_for("llama_cpp") or sys.executable,
                         help="a Python that has llama-cpp-python; the peers' own if `make bench-peers` made it")
-    parser.add_argument("--peer_cache", default="bf16", choices=["f16", "bf16"], help="dtype of llama.cpp's cache")
+    parser.add_argument("--peer_cache", default="f16", choices=["f16", "bf16"], help="dtype of llama.cpp's cache")
     parser.add_argument("--json", help="write the rows to this file")
     options = parser.parse_args()
     if options.threads:

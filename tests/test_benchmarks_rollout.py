@@ -82,4 +82,4 @@ def test_greedy_tokens_are_llama_cpps():
     engine = rollout.engine_for(case)
     work = rollout_llama.Work(model, case.prompts, 8, lambda n: rollout.by_engine(
         engine, rollout.replace(case, limits=[n] * 2), 0.0))
-    rollout_llama.check_same(work, sys.executable)
+    assert rollout_llama.check_same(work, sys.executable) == 1
