@@ -4,9 +4,11 @@ run.
     python benchmarks/reward_step.py [--json FILE] [--profile]
 
 Llama-shaped 134M with a scalar head, bf16, random weights; 4 pairs a step that share a prompt of 16 to 200 tokens, with
-answers of 16 to 200 tokens each, the same pairs on both sides and in every step. floor_ratio is our time over that of
-the step's matrix products at the measured rate plus the optimizer's bytes at the measured bandwidth. Ours keeps fp32
-masters and moments; TRL trains the bf16 weights themselves, with moments in bf16.
+answers of 16 to 200 tokens each, the same pairs on both sides and in every step. Ours computes a pair's prompt once;
+the answers begin at random, so nothing else is shared. floor_ratio is our time over that of the step's matrix products
+at the measured rate plus the optimizer's bytes at the measured bandwidth, every row counted whole; floor_ratio_shared
+counts a pair's prompt once, as ours does. Ours keeps fp32 masters and moments; TRL trains the bf16 weights themselves,
+with moments in bf16.
 """
 
 from __future__ import annotations
@@ -90,15 +92,19 @@ def sides(options: argparse.Namespace, place: Path) -> tuple[Ours, TrlReward, li
 
 def measure(options: argparse.Namespace, place: Path) -> dict:
     ours, trl, pairs = sides(options, place)
+    prompts = sum(row["num_prompt_tokens"] for row in ours.rows[:PAIRS])
     mine, theirs = alternate(options.repeats, ours.step, trl.step)
     sizes = [len(ids) for pair in pairs[:PAIRS] for ids in pair]
     tokens = sum(sizes)
     floor, line = floor_seconds(options.shape, tokens)
+    shared, _ = floor_seconds(options.shape, tokens - prompts)
     row = {"case": "pairs", "ours": mine.median, "peer": theirs.median, "ratio": theirs.median / mine.median,
            "floor_ratio": mine.median / floor, "unit": "s/step", "machine": machine(), "ours_range": mine[1:],
-           "peer_range": theirs[1:], "tokens": tokens}
+           "peer_range": theirs[1:], "tokens": tokens,
+           "different_tokens": tokens - prompts, "floor_ratio_shared": mine.median / shared}
     print(f"pairs    ours {mine}  TRL {theirs} s/step  ratio {row['ratio']:.2f}  floor_ratio {row['floor_ratio']:.2f}\n"
-          f"{'':8} {tokens} tokens a step, with TRL's padding {len(sizes) * max(sizes)}; {line}", flush=True)
+          f"{'':8} {tokens} tokens a step, {tokens - prompts} with each prompt once (floor_ratio "
+          f"{row['floor_ratio_shared']:.2f}), with TRL's padding {len(sizes) * max(sizes)}; {line}", flush=True)
     return row
 
 
