@@ -8,7 +8,8 @@ the rows that went into TRL's step, unpacked: its micro-batches are cut by a bud
 products. All tokens but a row's first are predicted. `packed` compares tokens per second; floor_ratio is our time over
 that of the step's matrix products at the measured rate plus the optimizer's bytes at the measured bandwidth. `memory`
 compares the most that each process held (VmHWM) in two steps, libraries and model included. Ours keeps fp32 masters
-and moments, as its launcher does; TRL trains the bf16 weights themselves, with moments in bf16.
+and moments, as its launcher does; TRL trains the bf16 weights themselves, with moments in bf16. Both cases take
+--micro_batch_tokens, the setting engine.micro_batch_tokens of a run.
 """
 
 from __future__ import annotations
@@ -58,10 +59,11 @@ def rows_of(vocab: int) -> list[list[int]]:
 class Ours:
     """Our SFT step, as `train.py --stage sft` wires it; step() takes the next batch of `batches`, endlessly."""
 
-    def __init__(self, base: Path, tokenizer, batches: list[list[list[int]]]) -> None:  # noqa: ANN001
+    def __init__(self, base: Path, tokenizer, batches: list[list[list[int]]], micro: int) -> None:  # noqa: ANN001
         model = ModelConfig(model_name_or_path=str(base), dtype="bfloat16")
         engine = wiring.policy_engine(wiring.open_policy(model, tokenizer, 0, dropout=True), tokenizer)
-        train, zero = TrainConfig(learning_rate=1e-6, lr_scheduler_type="constant"), ZeroConfig()
+        train = TrainConfig(learning_rate=1e-6, lr_scheduler_type="constant")
+        zero = ZeroConfig(micro_batch_tokens=micro)
         engine.prepare_training(wiring.optimizer_of(train), wiring.schedule_of(train, 1000), zero)
         self.trainer = SFTTrainer(Actor(engine, tokenizer, zero.micro_batch_tokens))
         self.batches, self.number, self.pad = batches, count(), tokenizer.pad_token_id
@@ -89,7 +91,8 @@ def floor_seconds(shape: str, tokens: int) -> tuple[float, str]:
 def measure_speed(options: argparse.Namespace, place: Path, trl: TrlSFT) -> dict:
     rounds = options.repeats + 1
     batches = [trl.rows(i) for i in range(rounds)]
-    ours = Ours(place / "base", tokenizer_of(SHAPES[options.shape][1]["vocab_size"]), batches)
+    ours = Ours(place / "base", tokenizer_of(SHAPES[options.shape][1]["vocab_size"]), batches,
+                options.micro_batch_tokens)
     sizes = [sum(map(len, rows)) for rows in batches[1:]]
     mine, theirs = alternate(options.repeats, ours.step, trl.step)
     tokens = sum(sizes) / len(sizes)  # of a step; they differ by little, and both sides had the same
@@ -111,13 +114,14 @@ def rates(times: Times, tokens: float) -> list[float]:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def child(side: str, shape: str, place: Path) -> None:
+def child(side: str, shape: str, place: Path, micro: int) -> None:
     """Do STEPS steps; print what was resident before the model came, and the most ever."""
     vocab = SHAPES[shape][1]["vocab_size"]
     if side.startswith("ours"):
         (give_back_freed_blocks if side == "ours_frugal" else keep_freed_blocks)()
         idle = status("VmRSS")
-        step = Ours(place / "base", tokenizer_of(vocab), json.loads((place / "batches.json").read_text())).step
+        step = Ours(place / "base", tokenizer_of(vocab), json.loads((place / "batches.json").read_text()),
+                    micro).step
     else:
         import trl  # noqa: F401 - part of what is idle
 
@@ -130,7 +134,7 @@ def child(side: str, shape: str, place: Path) -> None:
 
 def held(side: str, options: argparse.Namespace, place: Path) -> dict:
     command = [sys.executable, __file__, "--child", side, "--place", str(place), "--shape", options.shape,
-               "--threads", str(options.threads)]
+               "--threads", str(options.threads), "--micro_batch_tokens", str(options.micro_batch_tokens)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     if done.returncode:
         raise SystemExit(f"{side}: the measuring process failed with {done.returncode}; see above")
@@ -153,7 +157,8 @@ def profile(options: argparse.Namespace, place: Path, trl: TrlSFT) -> None:
     """Where one of our steps spends its time, by operation."""
     from torch.profiler import ProfilerActivity, profile
 
-    ours = Ours(place / "base", tokenizer_of(SHAPES[options.shape][1]["vocab_size"]), [trl.rows(0)] * 2)
+    ours = Ours(place / "base", tokenizer_of(SHAPES[options.shape][1]["vocab_size"]), [trl.rows(0)] * 2,
+                options.micro_batch_tokens)
     ours.step()
     with profile(activities=[ProfilerActivity.CPU]) as found:
         ours.step()
@@ -177,6 +182,8 @@ def main() -> None:
                         help="TRL's; wrapped is a case of its own: its rows see each other")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=["ours", "trl"],
                         help="whose memory: ours_frugal gives freed blocks back, as with train.py --memory")
+    parser.add_argument("--micro_batch_tokens", type=int, default=ZeroConfig().micro_batch_tokens,
+                        help="most tokens of a forward and backward of ours")
     parser.add_argument("--child", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--place", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -184,7 +191,7 @@ def main() -> None:
         harness.clock[0], options.threads = time.process_time, 1
     torch.set_num_threads(options.threads)
     if options.child:
-        child(options.child, options.shape, Path(options.place))
+        child(options.child, options.shape, Path(options.place), options.micro_batch_tokens)
         return
     keep_freed_blocks()  # as the launcher does; TRL, in the same process, profits as well
     with tempfile.TemporaryDirectory() as folder:
