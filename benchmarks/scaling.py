@@ -173,9 +173,10 @@ def times(work: str, axis: Axis, place: Path, repeats: int) -> list[harness.Time
 
 def held(work: str, point: Point, place: Path) -> int:
     """Bytes that a step holds at most, models included, in this process."""
-    step = WORKS[work](AXES["batch"].points[0], place)  # what is imported and kept on the way
+    step = WORKS[work](Point(hidden=32, vocab=1024, batch=4), place)  # what is imported and kept on the way
     step()
     del step
+    folder_of(point, place)
     gc.collect()
     before = status("VmRSS")
     step = WORKS[work](point, place)

@@ -116,9 +116,9 @@ def _legend(place, works: Sequence[str]) -> None:  # noqa: ANN001
 
 
 def _short(size: int) -> str:
-    if size < 1000:
+    if size < 10**5:
         return str(size)
-    return f"{size / 1e6:.2g}M" if size >= 10**6 else f"{size / 1000:.3g}k"
+    return f"{size / 1e6:.2g}M"
 
 
 def main() -> None:
