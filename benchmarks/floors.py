@@ -8,7 +8,7 @@ gradients: a step that fused everything perfectly would still take longer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,18 +63,26 @@ def decode_bytes(shape: Shape, prompts: Sequence[int], limits: Sequence[int], sl
     return round(width * (steps * (shape.body + shape.head) + attended * 2 * shape.layers * shape.kv))
 
 
+class Rates(NamedTuple):
+    """How this machine is measured: operations per second of products (shapes, dtype), and bytes per second."""
+
+    matrix: Callable[[list[tuple[int, int, int]], torch.dtype], float]
+    memory: Callable[[], float]
+
+
 def floor_of(shape: Shape, rows: int, body: float, head: tuple[int, float] = (0, 0), decoded: float = 0,
-             trained: int = 0, dtype: torch.dtype = torch.bfloat16) -> tuple[float, str]:
-    """Seconds, and a line about them.
+             trained: int = 0, dtype: torch.dtype = torch.bfloat16, rates: Rates | None = None) -> tuple[float, str]:
+    """Seconds, and a line about them. rates: of the processor, if not given.
 
     rows: tokens that a pass reads; body: how many forward passes over them (a backward counts two, one where weights
     are frozen). head: tokens predicted, and forward passes of the head over them. decoded: bytes of decoding. trained:
     parameters of a full optimizer.
     """
-    rate, speed = matrix_rate(shape.products(rows), dtype), bandwidth()
+    rates = rates or Rates(matrix_rate, bandwidth)
+    rate, speed = rates.matrix(shape.products(rows), dtype), rates.memory()
     parts = {f"layers at {rate / 1e9:.0f} G/s": 2 * shape.body * rows * body / rate}
     if head[0]:
-        rate = matrix_rate([(head[0], shape.hidden, shape.vocab)], dtype)
+        rate = rates.matrix([(head[0], shape.hidden, shape.vocab)], dtype)
         parts[f"head at {rate / 1e9:.0f} G/s"] = 2 * shape.head * head[0] * head[1] / rate
     if decoded:
         parts[f"decoding at {speed / 1e9:.1f} GB/s"] = decoded / speed
@@ -82,3 +90,15 @@ def floor_of(shape: Shape, rows: int, body: float, head: tuple[int, float] = (0,
         parts[f"optimizer at {speed / 1e9:.1f} GB/s"] = ADAM_BYTES * trained / speed
     total = sum(parts.values())
     return total, f"floor {total:.2f} s: " + ", ".join(f"{name} {value:.2f}" for name, value in parts.items())
+
+
+def ppo_floor(shape: Shape, prompts: Sequence[int], limits: Sequence[int], lora: bool,
+              rates: Rates | None = None) -> tuple[float, str]:
+    """Of a PPO step: prefilling, decoding, one pass of each of reference, critic and reward, one update of actor and
+    critic. A backward costs two forwards, one where the weights are frozen. The head is needed where tokens are
+    predicted only."""
+    answered, read, backward = sum(limits), sum(prompts) + sum(limits), 1 if lora else 2
+    passes = {"ref": 1, "values": 1, "score": 1, "actor": 1 + backward, "critic": 1 + backward}
+    prefill = (sum(prompts) - len(prompts)) / read
+    return floor_of(shape, read, sum(passes.values()) + prefill, (answered, passes["ref"] + passes["actor"]),
+                    decode_bytes(shape, prompts, limits), 0 if lora else 2 * (shape.body + shape.head), rates=rates)

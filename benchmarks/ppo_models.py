@@ -42,31 +42,56 @@ class Tokenizer:
         return [""] * len(rows)
 
 
-def make_folders(shape: str, place: Path) -> None:
-    """place/base (a causal model, bf16), place/reward (the same shape with a scalar head), place/adapter (LoRA)."""
+def make_folders(shape: str, place: Path, device: str = "cpu", has_reward: bool = True) -> None:
+    """place/base (a causal model, bf16), place/reward (the same shape with a scalar head), place/adapter (LoRA).
+
+    device: where the weights are drawn. Without a reward its folder has the head and no other weights, which is all
+    that is read where the reward is an adapter on the base.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     kind, settings = SHAPES[shape]
     config = AutoConfig.for_model(kind, **settings, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     torch.manual_seed(0)
-    base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.device(device):
+        base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     base.save_pretrained(place / "base")
     config.num_labels = 1
-    AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16).save_pretrained(place / "reward")
+    if has_reward:
+        with torch.device(device):
+            scalar = AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16)
+        scalar.save_pretrained(place / "reward")
+        del scalar
+    else:
+        _save_head(config, type(base).__name__, place / "reward")
     add_lora(base, LORA, "reward")
     save_adapter(base, place / "adapter", "reward")
 
 
-def roles_of(place: Path, *, lora: bool, share: str, micro_batch_tokens: int, offload: bool = False):  # noqa: ANN201
-    """(Roles, Reward) of bf16 models; share as in roles.share_base. One base means the reward is an adapter on it."""
+def _save_head(config, causal: str, place: Path) -> None:  # noqa: ANN001
+    from safetensors.torch import save_file
+
+    config.architectures = [causal.replace("ForCausalLM", "ForSequenceClassification")]
+    config.save_pretrained(place)
+    head = 0.02 * torch.randn(1, config.hidden_size)
+    save_file({"score.weight": head.bfloat16()}, place / "model.safetensors", metadata={"format": "pt"})
+
+
+def roles_of(place: Path, *, lora: bool, share: str, micro_batch_tokens: int, is_4bit: bool = False):  # noqa: ANN201
+    """(Roles, Reward) of bf16 models; share as in roles.share_base. One base means the reward is an adapter on it.
+
+    is_4bit: the bases are held in NF4.
+    """
+    held = dict(dtype="bfloat16", quantize="4bit" if is_4bit else "none")
     base, reward, adapter = (str(place / n) for n in ("base", "reward", "adapter"))
     is_one = share == "all"
-    policy = Start(base, dtype="bfloat16")
-    scalar = Start(base if is_one else reward, adapter if is_one else None, reward, dtype="bfloat16")
+    policy = Start(base, **held)
+    scalar = Start(base if is_one else reward, adapter if is_one else None, reward, **held)
     starts = {"actor": policy, "ref": policy, "critic": scalar, "reward": scalar}
     roles = RolesConfig(share_base=share)
     layout, _ = resolve(roles, starts, lora)
-    model = ModelConfig(model_name_or_path=base, dtype="bfloat16", lora=LORA if lora else LoraConfig())
+    model = ModelConfig(model_name_or_path=base, dtype="bfloat16", load_in_4bit=is_4bit,
+                        lora=LORA if lora else LoraConfig())
     parts = Parts(model, roles, ZeroConfig(micro_batch_tokens=micro_batch_tokens), TrainConfig(), 1.0, seed=0)
     vocab = _vocab(base)
     built = build(parts, starts, layout, Tokenizer(vocab), 1000, (0.0, 1.0))

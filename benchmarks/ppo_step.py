@@ -22,7 +22,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 
 import harness
 import torch
-from floors import Shape, decode_bytes, floor_of
+from floors import Shape, ppo_floor
 from harness import Times, alternate, machine, write_rows
 from peers.plain_ppo import PlainPPO
 from ppo_models import LORA, SHAPES, make_folders, prompts_of, roles_of, trainer_of
@@ -58,17 +58,8 @@ class Ours:
 
 
 def floor_seconds(shape: str, lora: bool, limits: list[int]) -> tuple[float, str]:
-    """Seconds that the step's products and bytes take at this machine's own rates, and a line about them.
-
-    A backward costs two forwards, one where the weights are frozen. The head is needed where tokens are predicted only.
-    """
-    model = Shape.of(SHAPES[shape][1])
-    answered, read = sum(limits), ROWS * PROMPT + sum(limits)
-    backward = 1 if lora else 2
-    passes = {"ref": 1, "values": 1, "score": 1, "actor": 1 + backward, "critic": 1 + backward}
-    prefill = ROWS * (PROMPT - 1) / read
-    return floor_of(model, read, sum(passes.values()) + prefill, (answered, passes["ref"] + passes["actor"]),
-                    decode_bytes(model, [PROMPT] * ROWS, limits), 0 if lora else 2 * (model.body + model.head))
+    """Seconds that the step's products and bytes take at this machine's own rates, and a line about them."""
+    return ppo_floor(Shape.of(SHAPES[shape][1]), [PROMPT] * ROWS, limits, lora)
 
 
 def measure(name: str, shape: str, place: Path, repeats: int) -> dict:

@@ -33,7 +33,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 import growth
 import harness
 import torch
-from floors import Shape, decode_bytes, floor_of
+from floors import Shape, decode_bytes, floor_of, ppo_floor
 from grpo_step import Ours as GrpoStep
 from grpo_step import tokenizer_of
 from harness import alternate, machine, status, write_rows
@@ -160,7 +160,7 @@ def floor(work: str, point: Point) -> float:
     if work == "rollout":
         return floor_of(shape, point.batch // point.group * point.prompt, 1, decoded=decoded)[0]
     if work == "ppo":
-        return floor_of(shape, read, 9 + point.batch * point.prompt / read, (answered, 4), decoded, 2 * every)[0]
+        return ppo_floor(shape, prompts, limits, False)[0]
     return floor_of(shape, read, 4 + point.batch // point.group * point.prompt / read, (answered, 4), decoded, every)[0]
 
 

@@ -1,0 +1,265 @@
+"""Whole PPO steps on a card: sequences per second at the largest batch that fits, where the time goes, floor and peak.
+
+    benchmarks/gpu.sh ppo                       all cases, each in a process of its own
+    python benchmarks/gpu_ppo.py --out FOLDER   gpu_ppo.json, gpu_ppo.md [--cases opt-1.3b-lora ...] [--seconds 240]
+    python benchmarks/gpu_ppo.py --dry-run      the same at tiny sizes on the processor
+
+Random weights in bf16. A step is: generate (no stop tokens), score by reference, critic and reward, one update of actor
+and critic. The batch is doubled until a step does not fit, gains less than 5%, or the case's share of the time is used
+up; each is measured once after an unmeasured step. `known` is DeepSpeed-Chat's published figure on one A100-80G, whose
+step this is. floor_ratio is the step's time over its products at the rate of a bf16 product of its sizes plus its bytes
+at the rate of a copy, both measured in the same process (floors.py). QLoRA holds the base in NF4; its floor is in bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+import torch
+from floors import Rates, Shape, ppo_floor
+from gpu import machine
+from harness import write_rows
+from ppo_models import SHAPES, make_folders, prompts_of, roles_of, trainer_of
+
+GAIN = 1.05  # by which twice the batch must be faster to be tried twice more
+
+
+class Case(NamedTuple):
+    """share: of the time; need: packages beyond the library's; known: sequences per second elsewhere; asked: at least
+    so many times that; room: GiB that the peak may take."""
+
+    shape: str
+    lora: bool
+    prompt: int
+    response: int
+    batches: tuple[int, ...]
+    share: float
+    need: tuple[str, ...] = ("deepspeed", "peft")
+    known: float | None = None
+    room: float | None = None
+    micro_batch_tokens: int = 8192
+
+    @property
+    def is_4bit(self) -> bool:
+        return "bitsandbytes" in self.need
+
+
+ASKED = 5
+LARGE = {
+    "opt1.3b": ("opt", dict(hidden_size=2048, ffn_dim=8192, num_hidden_layers=24, num_attention_heads=32,
+                            vocab_size=50272, word_embed_proj_dim=2048, max_position_embeddings=2048, dropout=0.0)),
+    "opt13b": ("opt", dict(hidden_size=5120, ffn_dim=20480, num_hidden_layers=40, num_attention_heads=40,
+                           vocab_size=50272, word_embed_proj_dim=5120, max_position_embeddings=2048, dropout=0.0)),
+    "llama8b": ("llama", dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+                              num_key_value_heads=8, vocab_size=128256, max_position_embeddings=4096)),
+}
+DRY = {
+    "opt": ("opt", dict(hidden_size=64, ffn_dim=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=131,
+                        word_embed_proj_dim=64, max_position_embeddings=128, dropout=0.0)),
+    "llama": ("llama", dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                            num_key_value_heads=2, vocab_size=131, max_position_embeddings=128)),
+}
+CASES = {
+    "opt-1.3b-lora": Case("opt1.3b", True, 256, 256, (64, 128, 256, 512), 0.2, known=6.27),
+    "opt-1.3b-full": Case("opt1.3b", False, 256, 256, (64, 128, 256, 512), 0.25, known=6.27),
+    "opt-13b-lora": Case("opt13b", True, 256, 256, (32, 64, 128, 256), 0.35, known=0.62),
+    "llama-8b-qlora": Case("llama8b", True, 512, 512, (8, 16, 32), 0.2, ("deepspeed", "peft", "bitsandbytes"), room=24,
+                           micro_batch_tokens=2048),
+}
+SHAPES |= LARGE | DRY
+
+
+def lacking(case: Case) -> list[str]:
+    return [name for name in case.need if sys.modules.get(name, 0) is None or not importlib.util.find_spec(name)]
+
+
+# -- one case, in a process of its own ---------------------------------------------------------------------------------
+
+
+def synchronized(device: torch.device, act: Callable[[], object]) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    act()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def rates_of(device: torch.device, size: int) -> Rates:
+    """Measured on the device. size: bytes of the copy."""
+
+    @torch.no_grad()
+    def matrix(shapes: list[tuple[int, int, int]], dtype: torch.dtype) -> float:
+        rate = []
+        for rows, width, out in dict.fromkeys(shapes):
+            rows = min(rows, 16384)
+            left, right = torch.randn(rows, width, device=device, dtype=dtype), torch.randn(out, width, device=device,
+                                                                                             dtype=dtype)
+
+            def multiply(left: torch.Tensor = left, right: torch.Tensor = right) -> None:
+                torch.nn.functional.linear(left, right)
+
+            multiply()
+            count = shapes.count((rows, width, out)) or 1
+            rate.append((count * 2 * rows * width * out, count * min(synchronized(device, multiply) for _ in range(3))))
+        return sum(ops for ops, _ in rate) / sum(seconds for _, seconds in rate)
+
+    def memory() -> float:
+        source = torch.empty(size, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        target.copy_(source)
+        return 2 * size / min(synchronized(device, lambda: target.copy_(source)) for _ in range(5))
+
+    return Rates(matrix, memory)
+
+
+def steps(case: Case, place: Path, batches: tuple[int, ...], seconds: float, device: torch.device):  # noqa: ANN201
+    """A row for each batch that fits; the last says why there is no larger one."""
+    rates = rates_of(device, 2**31 if device.type == "cuda" else 2**20)
+    shape, end = Shape.of(SHAPES[case.shape][1]), time.monotonic() + seconds
+    roles, reward = roles_of(place, lora=case.lora, share="all" if case.lora else "none", is_4bit=case.is_4bit,
+                             micro_batch_tokens=case.micro_batch_tokens)
+    trainer = trainer_of(roles, reward, case.response)
+    best = 0.0
+    for batch in batches:
+        prompts, roles.actor.engine.max_batch = prompts_of(place, batch, case.prompt), batch
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            first = synchronized(device, lambda prompts=prompts: trainer.step(prompts).compute())
+            found: dict = {}
+            took = synchronized(device, lambda prompts=prompts, found=found: found.update(
+                trainer.step(prompts).compute()))
+        except Exception as error:
+            if not is_full(error):
+                raise
+            print(f"{'':16} {batch} sequences do not fit: {str(error).splitlines()[0][:120]}", flush=True)
+            return
+        floor, line = ppo_floor(shape, [case.prompt] * batch, [case.response] * batch, case.lora, rates)
+        yield row_of(case, batch, took, floor, line, found, device)
+        if batch / took < GAIN * best or time.monotonic() + 2 * (first + took) > end:
+            return
+        best = batch / took
+
+
+def is_full(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "memory" in str(error).lower()
+
+
+def row_of(case: Case, batch: int, took: float, floor: float, line: str, found: dict, device: torch.device) -> dict:
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    parts = {k.removeprefix("time/"): v for k, v in found.items() if k.startswith("time/")}
+    rate, drift = batch / took, found.get("engine/logprob_drift")
+    row = {"ours": rate, "peer": case.known, "ratio": rate / case.known if case.known else None,
+           "floor_ratio": took / floor, "unit": "sequences/s", "machine": machine(), "batch": batch, "seconds": took,
+           "parts": parts, "peak": peak, "drift": drift, "tokens": [case.prompt, case.response]}
+    held = f"{peak / 2**30:.1f} GiB" if peak else "not counted"
+    print(f"{'':16} batch {batch}: {rate:.2f} sequences/s, {took:.2f} s; {line}; peak {held}; drift {drift}; "
+          + ", ".join(f"{k} {v:.2f}" for k, v in sorted(parts.items())), flush=True)
+    return row
+
+
+def child(name: str, options: argparse.Namespace) -> None:
+    case = dry(CASES[name]) if options.dry_run else CASES[name]
+    device = torch.device("cpu" if options.dry_run else "cuda")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        make_folders(case.shape, Path(folder), str(device), has_reward=not case.lora)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        made = time.monotonic() - began
+        print(f"{name:16} its models were drawn and written in {made:.0f} s", flush=True)
+        rows = ({"case": name} | row for row in steps(case, Path(folder), case.batches, options.seconds - made, device))
+        write_rows(rows, options.json)
+
+
+def dry(case: Case) -> Case:
+    return case._replace(shape="llama" if "llama" in case.shape else "opt", prompt=8, response=6, batches=(2, 4))
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+def run(name: str, options: argparse.Namespace, out: Path) -> tuple[list[dict], str]:
+    """The rows of a case and what went wrong, if anything."""
+    case, limit = CASES[name], options.seconds * CASES[name].share / sum(CASES[n].share for n in options.cases)
+    if lacking(case):
+        return [], f"{name} was left out: {', '.join(lacking(case))} is not installed (its wheel may lie in wheels/)"
+    path = out / f"gpu_ppo_{name}.json"
+    path.unlink(missing_ok=True)
+    command = [sys.executable, __file__, "--child", name, "--json", str(path), "--seconds", str(0.9 * limit)]
+    fault = ""
+    try:
+        code = subprocess.run([*command, "--dry-run"] if options.dry_run else command, timeout=limit).returncode
+        fault = f"{name} ended with {code}" if code else ""
+    except subprocess.TimeoutExpired:
+        fault = f"{name} was stopped after {limit:.0f} s"
+    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    path.unlink(missing_ok=True)
+    return rows, fault
+
+
+def table(rows: list[dict], faults: list[str]) -> str:
+    lines = ["# PPO steps on a card", "", f"{rows[0]['machine'] if rows else machine()}; `benchmarks/gpu.sh ppo`, one "
+             "measured step after an unmeasured one.", "",
+             f"| case | tokens | batch | sequences/s | DeepSpeed-Chat, A100 | ratio (asked >= {ASKED}) | "
+             "generate, score, train (s) | time / floor | peak, GiB | asked |", "|" + " - |" * 10]
+    for r in rows:
+        best = max((x for x in rows if x["case"] == r["case"]), key=lambda x: x["ours"])
+        room, mark = CASES[r["case"]].room, "**" if r is best else ""
+        cells = [r["case"], " + ".join(map(str, r["tokens"])), r["batch"], f"{mark}{r['ours']:.2f}{mark}",
+                 r["peer"] or "", shown(r["ratio"], ".1f"),
+                 ", ".join(shown(r["parts"].get(k), ".2f") or "?" for k in ("generate", "score", "train")),
+                 shown(r["floor_ratio"], ".2f"), shown(r["peak"] and r["peak"] / 2**30, ".1f"),
+                 f"< {room:g}" if room else ""]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join([*lines, "", *faults]).rstrip() + "\n"
+
+
+def shown(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the processor")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--seconds", type=float, default=240, help="of all cases together")
+    parser.add_argument("--out", default=os.environ.get("OUT") or "docs/results")
+    parser.add_argument("--child", choices=list(CASES), help=argparse.SUPPRESS)
+    parser.add_argument("--json", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not options.dry_run and not torch.cuda.is_available():
+        raise SystemExit("no NVIDIA card that torch can use; --dry-run tries the script on the processor")
+    if options.child:
+        child(options.child, options)
+        return 0
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict] = []
+    faults: list[str] = []
+    for name in options.cases:
+        found, fault = run(name, options, out)
+        rows += found
+        faults += [fault] if fault else []
+        (out / "gpu_ppo.md").write_text(table(rows, faults), encoding="utf-8")  # a machine may be taken away
+        write_rows(rows, str(out / "gpu_ppo.json"))
+    print((out / "gpu_ppo.md").read_text(encoding="utf-8"))
+    return int(any("left out" not in fault for fault in faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
