@@ -84,6 +84,7 @@ TARGETS = {
     ("ppo_step", "lora"): Target("PPO step, OPT-125m, LoRA", "the plain four-model step", None, 1.3),
     ("grpo_step", "fixed"): Target("GRPO step, 134M, equal lengths", "TRL GRPOTrainer", 2.5, 1.4),
     ("grpo_step", "ragged"): Target("GRPO step, 134M, ragged", "TRL GRPOTrainer", 4, 1.4),
+    ("grpo_step", "rloo"): Target("RLOO step, 134M, equal lengths", "TRL RLOOTrainer", None, 1.4),
     ("sft_step", "packed"): Target("SFT, 134M bf16, rows of 32-400", "TRL SFTTrainer, packed to 512", 2, 1.4),
     ("sft_step", "wrapped"): Target("the same, rows cut anywhere", "TRL SFTTrainer, wrapped to 512", 2, 1.4),
     ("sft_step", "memory"): Target("SFT, peak of the process", "TRL SFTTrainer, packed to 512", 1 / 0.7),

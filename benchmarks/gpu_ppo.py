@@ -14,6 +14,7 @@ at the rate of a copy, both measured in the same process (floors.py). QLoRA hold
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import os
@@ -32,6 +33,8 @@ from floors import Rates, Shape, ppo_floor
 from gpu import machine
 from harness import write_rows
 from ppo_models import SHAPES, make_folders, prompts_of, roles_of, trainer_of
+
+from hybrid_rlhf.engine.memory import meter
 
 GAIN = 1.05  # by which twice the batch must be faster to be tried twice more
 
@@ -136,20 +139,18 @@ def steps(case: Case, place: Path, batches: tuple[int, ...], seconds: float, dev
     best = 0.0
     for batch in batches:
         prompts, roles.actor.engine.max_batch = prompts_of(place, batch, case.prompt), batch
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        found: dict = {}
         try:
-            first = synchronized(device, lambda prompts=prompts: trainer.step(prompts).compute())
-            found: dict = {}
-            took = synchronized(device, lambda prompts=prompts, found=found: found.update(
-                trainer.step(prompts).compute()))
+            with meter.block(device) as peak:  # the engine sets torch's own mark back in every phase
+                first, took = (synchronized(device, lambda prompts=prompts, found=found: found.update(
+                    trainer.step(prompts).compute())) for _ in range(2))
         except Exception as error:
             if not is_full(error):
                 raise
             print(f"{'':16} {batch} sequences do not fit: {str(error).splitlines()[0][:120]}", flush=True)
             return
         floor, line = ppo_floor(shape, [case.prompt] * batch, [case.response] * batch, case.lora, rates)
-        yield row_of(case, batch, took, floor, line, found, device)
+        yield row_of(case, batch, took, floor, line, found, peak[0])
         if batch / took < GAIN * best or time.monotonic() + 2 * (first + took) > end:
             return
         best = batch / took
@@ -159,16 +160,14 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "memory" in str(error).lower()
 
 
-def row_of(case: Case, batch: int, took: float, floor: float, line: str, found: dict, device: torch.device) -> dict:
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+def row_of(case: Case, batch: int, took: float, floor: float, line: str, found: dict, peak: int) -> dict:
     parts = {k.removeprefix("time/"): v for k, v in found.items() if k.startswith("time/")}
     rate, drift = batch / took, found.get("engine/logprob_drift")
     row = {"ours": rate, "peer": case.known, "ratio": rate / case.known if case.known else None,
            "floor_ratio": took / floor, "unit": "sequences/s", "machine": machine(), "batch": batch, "seconds": took,
            "parts": parts, "peak": peak, "drift": drift, "tokens": [case.prompt, case.response]}
-    held = f"{peak / 2**30:.1f} GiB" if peak else "not counted"
-    print(f"{'':16} batch {batch}: {rate:.2f} sequences/s, {took:.2f} s; {line}; peak {held}; drift {drift}; "
-          + ", ".join(f"{k} {v:.2f}" for k, v in sorted(parts.items())), flush=True)
+    print(f"{'':16} batch {batch}: {rate:.2f} sequences/s, {took:.2f} s; {line}; peak {peak / 2**30:.1f} GiB; "
+          f"drift {drift}; " + ", ".join(f"{k} {v:.2f}" for k, v in sorted(parts.items())), flush=True)
     return row
 
 
@@ -178,6 +177,7 @@ def child(name: str, options: argparse.Namespace) -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         make_folders(case.shape, Path(folder), str(device), has_reward=not case.lora)
+        gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
         made = time.monotonic() - began
@@ -209,7 +209,7 @@ def run(name: str, options: argparse.Namespace, out: Path) -> tuple[list[dict], 
         fault = f"{name} was stopped after {limit:.0f} s"
     rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     path.unlink(missing_ok=True)
-    return rows, fault
+    return rows, fault or ("" if rows else f"{name}: not even the smallest batch fits")
 
 
 def table(rows: list[dict], faults: list[str]) -> str:
@@ -223,7 +223,7 @@ def table(rows: list[dict], faults: list[str]) -> str:
         cells = [r["case"], " + ".join(map(str, r["tokens"])), r["batch"], f"{mark}{r['ours']:.2f}{mark}",
                  r["peer"] or "", shown(r["ratio"], ".1f"),
                  ", ".join(shown(r["parts"].get(k), ".2f") or "?" for k in ("generate", "score", "train")),
-                 shown(r["floor_ratio"], ".2f"), shown(r["peak"] and r["peak"] / 2**30, ".1f"),
+                 shown(r["floor_ratio"], ".2f"), shown(r["peak"] / 2**30, ".1f"),
                  f"< {room:g}" if room else ""]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join([*lines, "", *faults]).rstrip() + "\n"

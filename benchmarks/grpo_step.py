@@ -1,12 +1,18 @@
 """Seconds of one whole GRPO step beside TRL's GRPOTrainer (peers/trl_grpo.py), alternating in one run.
 
-    python benchmarks/grpo_step.py [--cases fixed ragged] [--json FILE] [--profile]
+    python benchmarks/grpo_step.py [--cases fixed ragged rloo] [--json FILE] [--profile]
 
 Llama-shaped 134M, bf16, random weights; 2 prompts of 36 tokens, 8 samples each, a reward function, KL to the reference
 in the loss (beta 0.04). `fixed`: 64 response tokens each; `ragged`: lengths drawn once from a geometric law with mean
+<<<<<<< HEAD
 24, at most 64, the same for both sides. floor_ratio is our time over that of the step's matrix products at the measured
 rate plus its unavoidable bytes (weights read once per decode step, optimizer state) at the measured bandwidth, the
 prompt counted in every row; floor_ratio_shared counts it once per group, as ours computes it.
+=======
+24, at most 64, the same for both sides; `rloo`: fixed ones, by RLOO (TRL's RLOOTrainer), whose KL is in the reward.
+floor_ratio is our time over that of the step's matrix products at the measured rate plus its unavoidable bytes (weights
+read once per decode step, optimizer state) at the measured bandwidth.
+>>>>>>> 7bf4750 (RLOO beside TRL; what the record says of the benchmarks)
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
 from hybrid_rlhf.training.four_roles import Parts, build
 
 PROMPTS, SAMPLES, PROMPT, RESPONSE, MEAN, BETA = 2, 8, 36, 64, 24, 0.04
-CASES = {"fixed": False, "ragged": True}
+CASES = {"fixed": False, "ragged": True, "rloo": False}  # whether responses are ragged
 
 
 def limits_of(is_ragged: bool) -> list[int]:
@@ -70,7 +76,7 @@ class Ours:
     """Our step, with lengths given from outside."""
 
     def __init__(self, base: Path, tokenizer, prompts: Prompts, limits: list[int],  # noqa: ANN001
-                 samples: int = SAMPLES) -> None:
+                 samples: int = SAMPLES, estimator: str = "grpo") -> None:
         self.prompts = prompts
         start = Start(str(base), dtype="bfloat16")
         parts = Parts(ModelConfig(model_name_or_path=str(base), dtype="bfloat16"), RolesConfig(), ZeroConfig(),
@@ -80,8 +86,8 @@ class Ours:
         engine, generate = roles.actor.engine, roles.actor.engine.generate
         engine.eos_ids = []  # lengths are the benchmark's
         engine.generate = lambda *given, **named: generate(*given, **named | {"limits": limits})
-        config = PPOConfig(sampling=SamplingConfig(max_new_tokens=max(limits), num_samples=samples), estimator="grpo",
-                           num_ppo_epochs=1, kl_coef=BETA)
+        sampling = SamplingConfig(max_new_tokens=max(limits), num_samples=samples)
+        config = PPOConfig(sampling=sampling, estimator=estimator, num_ppo_epochs=1, kl_coef=BETA)
         self.trainer = PPOTrainer(roles, FunctionSource("evenness", evenness), config, seed=0)
         self.seconds: dict[str, float] = {}
 
@@ -106,12 +112,16 @@ def floor_seconds(shape: str, limits: list[int], prompts: int = PROMPTS * SAMPLE
 def peer_of(name: str, shape: str, place: Path, is_autocast: bool) -> TrlGRPO:
     vocab = SHAPES[shape][1]["vocab_size"]
     return TrlGRPO(place / "base", tokenizer_of(vocab), prompts_of(vocab).texts, SAMPLES, limits_of(CASES[name]),
-                   evenness, BETA, place / "trl", is_autocast)
+                   evenness, BETA, place / "trl", is_autocast, estimator_of(name))
+
+
+def estimator_of(case: str) -> str:
+    return "rloo" if case == "rloo" else "grpo"
 
 
 def measure(name: str, shape: str, place: Path, repeats: int, trl: TrlGRPO) -> dict:
     limits, vocab = limits_of(CASES[name]), SHAPES[shape][1]["vocab_size"]
-    ours = Ours(place / "base", tokenizer_of(vocab), prompts_of(vocab), limits)
+    ours = Ours(place / "base", tokenizer_of(vocab), prompts_of(vocab), limits, estimator=estimator_of(name))
     mine, theirs = alternate(repeats, ours.step, trl.step)
     floor, line = floor_seconds(shape, limits)
     shared, _ = floor_seconds(shape, limits, PROMPTS)

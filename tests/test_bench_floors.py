@@ -2,7 +2,7 @@
 
 import floors
 import pytest
-from floors import Shape, decode_bytes, floor_of
+from floors import Rates, Shape, decode_bytes, floor_of, ppo_floor
 
 LLAMA = dict(hidden_size=8, intermediate_size=20, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
              vocab_size=50)
@@ -49,3 +49,15 @@ def test_seconds_from_the_rates_that_were_measured(monkeypatch):
     total, line = floor_of(shape, 100, 3)
     assert "head" not in line
     assert "optimizer" not in line
+
+
+def test_a_ppo_step_reads_everything_nine_times_or_seven_with_adapters():
+    shape, rates = Shape.of(OPT), Rates(lambda shapes, dtype: 1e6, lambda: 1e9)
+    decoded = decode_bytes(shape, [10, 10], [4, 4]) / 1e9
+    # 28 tokens: reference, critic and reward once, actor and critic three times; 18 tokens are prefilled
+    products = 2 * shape.body * (28 * 9 + 18) + 2 * shape.head * 8 * 4
+    optimizer = 30 * 2 * (shape.body + shape.head) / 1e9
+    assert ppo_floor(shape, [10, 10], [4, 4], False, rates)[0] == pytest.approx(products / 1e6 + decoded + optimizer)
+    # frozen weights have no gradient: a backward costs one forward, and there is next to nothing to update
+    products = 2 * shape.body * (28 * 7 + 18) + 2 * shape.head * 8 * 3
+    assert ppo_floor(shape, [10, 10], [4, 4], True, rates)[0] == pytest.approx(products / 1e6 + decoded)
