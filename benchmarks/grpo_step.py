@@ -4,15 +4,10 @@
 
 Llama-shaped 134M, bf16, random weights; 2 prompts of 36 tokens, 8 samples each, a reward function, KL to the reference
 in the loss (beta 0.04). `fixed`: 64 response tokens each; `ragged`: lengths drawn once from a geometric law with mean
-<<<<<<< HEAD
-24, at most 64, the same for both sides. floor_ratio is our time over that of the step's matrix products at the measured
-rate plus its unavoidable bytes (weights read once per decode step, optimizer state) at the measured bandwidth, the
-prompt counted in every row; floor_ratio_shared counts it once per group, as ours computes it.
-=======
 24, at most 64, the same for both sides; `rloo`: fixed ones, by RLOO (TRL's RLOOTrainer), whose KL is in the reward.
 floor_ratio is our time over that of the step's matrix products at the measured rate plus its unavoidable bytes (weights
-read once per decode step, optimizer state) at the measured bandwidth.
->>>>>>> 7bf4750 (RLOO beside TRL; what the record says of the benchmarks)
+read once per decode step, optimizer state) at the measured bandwidth, the prompt counted in every row;
+floor_ratio_shared counts it once per group, as ours computes it.
 """
 
 from __future__ import annotations
