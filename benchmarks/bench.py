@@ -54,7 +54,7 @@ SCRIPTS = {
                       "--cases stories3M --repeats 1"),
     "ppo_step": Script("--cases full lora --repeats 3", 240, f"--cases full lora {TINY}"),
     "grpo_step": Script("--repeats 3", 300, TINY, "trl"),
-    "sft_step": Script("--repeats 3", 300, TINY, "trl"),
+    "sft_step": Script("--repeats 3 --micro_batch_tokens 768", 300, TINY, "trl"),
     "reward_step": Script("--repeats 3", 150, TINY, "trl"),
     "memory": Script("", 270, "--shape tiny"),
     "startup": Script("--repeats 3", 180, "--cases warm help --repeats 1", "trl"),
