@@ -15,6 +15,7 @@ namespace {
 
 using Word = uint16_t;
 constexpr int kSide = 4;          // a block is kSide rows by kSide outputs
+constexpr int64_t kAhead = 8;     // outputs from a block to that whose weights it asks for
 constexpr int64_t kVector = 32;   // bf16 numbers of one register
 constexpr int64_t kTask = 16;     // outputs of one piece of work
 
@@ -24,17 +25,16 @@ __m512bh part(const Word* from, int64_t count) {
   return (__m512bh)_mm512_maskz_loadu_epi16(static_cast<__mmask32>((uint64_t{1} << count) - 1), from);
 }
 
-// out[m][n] = x[m] . w[n]. Rows and outputs past the last repeat it: x and w are lists of pointers.
-template <bool IsFirst>
-void block(const Word* const* x, const Word* const* w, int64_t ahead, int64_t depth, float* out) {
+// out[m][n] = x[m] . w[n]. Rows and outputs past the last repeat it: x and w are lists of pointers. On the way `Ahead`
+// rows of weights of a later block are asked for.
+template <int Ahead>
+void block(const Word* const* x, const Word* const* w, const Word* const* ahead, int64_t depth, float* out) {
   __m512 sums[kSide * kSide] = {};
   int64_t k = 0;
   for (; k + kVector <= depth; k += kVector) {
     __m512bh weights[kSide];
-    for (int n = 0; n < kSide; ++n) {
-      weights[n] = whole(w[n] + k);
-      if constexpr (IsFirst) prefetch(w[n] + k + ahead);  // the next block's
-    }
+    for (int n = 0; n < kSide; ++n) weights[n] = whole(w[n] + k);
+    for (int n = 0; n < Ahead; ++n) prefetch(ahead[n] + k);
     for (int m = 0; m < kSide; ++m) {
       const __m512bh value = whole(x[m] + k);
       for (int n = 0; n < kSide; ++n)
@@ -54,13 +54,21 @@ void work(const Linear& call, int64_t first, int64_t count, float* sums) {
   const auto* x = static_cast<const Word*>(call.x.data);
   const auto* weight = static_cast<const Word*>(call.weight.data) + first * call.weight.stride0;
   for (int64_t n = 0; n < count; n += kSide) {
-    const Word *inputs[kSide], *weights[kSide];
-    for (int64_t i = 0; i < kSide; ++i) weights[i] = weight + std::min(n + i, count - 1) * call.weight.stride0;
+    const Word *inputs[kSide], *weights[kSide], *next[kSide];
+    for (int64_t i = 0; i < kSide; ++i) {
+      weights[i] = weight + std::min(n + i, count - 1) * call.weight.stride0;
+      next[i] = weights[i] + kAhead * call.weight.stride0;
+    }
     for (int64_t m = 0; m < call.rows; m += kSide) {
       for (int64_t i = 0; i < kSide; ++i) inputs[i] = x + std::min(m + i, call.rows - 1) * call.x.stride0;
       float out[kSide * kSide];
-      if (m == 0) block<true>(inputs, weights, kSide * call.weight.stride0, call.in_features, out);
-      else block<false>(inputs, weights, 0, call.in_features, out);
+      // each block of rows asks for its share: all at once would fill the queue of reads and stall it
+      const int64_t at = m / kSide, blocks = (call.rows + kSide - 1) / kSide;
+      if (blocks == 1) block<4>(inputs, weights, next, call.in_features, out);
+      else if (blocks == 2) block<2>(inputs, weights, next + 2 * at, call.in_features, out);
+      else if (blocks == 3 && at == 2) block<2>(inputs, weights, next + 2, call.in_features, out);
+      else if (at < kSide) block<1>(inputs, weights, next + at, call.in_features, out);
+      else block<0>(inputs, weights, next, call.in_features, out);
       for (int64_t i = 0; i < std::min<int64_t>(kSide, call.rows - m); ++i)
         std::memcpy(sums + (m + i) * kTask + n, out + i * kSide, kSide * sizeof(float));
     }
