@@ -60,7 +60,7 @@ def test_a_run_replaces_its_own_rows_and_names_its_command(places, monkeypatch):
     page = (places / "benchmarks.md").read_text()
     assert "2.34" in page
     assert "1.60" not in page
-    assert "`python benchmarks/sft_step.py --repeats 3`" in page
+    assert "`python benchmarks/sft_step.py --repeats 3 --micro_batch_tokens 768`" in page
 
 
 def test_rows_that_are_taken_stand_beside_the_other_cases_with_their_commands(places, monkeypatch):
