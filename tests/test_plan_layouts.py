@@ -15,7 +15,7 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
 from hybrid_rlhf.run import footprint, plan_table
 from hybrid_rlhf.run.footprint import Activations, Sizes
-from hybrid_rlhf.run.plan import Generation, Line, Plan, Role, make_plan
+from hybrid_rlhf.run.plan import LIBRARIES, Generation, Line, Plan, Role, make_plan
 from hybrid_rlhf.run.training_state import StateBytes, state_bytes
 from hybrid_rlhf.training import step1_sft, step3_ppo
 from hybrid_rlhf.training.fitting import choose
@@ -140,8 +140,9 @@ def test_a_role_that_waits_elsewhere_counts_in_its_own_phases(counted) -> None:
     assert lines_of(plan, "ref")["weights"] == {"score": 40_000}
     assert plan.host == 40_000
     both = make_plan("ppo", [replace(actor, waits=True), ref], CARD, None)
-    assert both.total("score") == 40_000 + 16 * 20_000 + 700 + 100  # the actor's, for they score in turns
-    assert both.total("generate") == 40_000 + 16 * 20_000 + 4 * 24 * 256 + 700 * 64 // 48 + 4 * 300 * 6
+    assert both.total("score") == 40_000 + 16 * 20_000 + 700 + 100 + LIBRARIES["cuda"]  # in turns
+    cache, prefill, logits = 4 * 24 * 256, 700 * 64 // 48, 4 * 300 * 6
+    assert both.total("generate") == 40_000 + 16 * 20_000 + cache + prefill + logits + LIBRARIES["cuda"]
     stream = io.StringIO()
     plan_table.show(both, (), stream)
     assert "kept in the CPU's memory for each process: 0.4 MiB" in stream.getvalue()

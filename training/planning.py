@@ -18,6 +18,7 @@ from hybrid_rlhf.layout import Start, resolve
 from hybrid_rlhf.models import load, shapes
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
+from hybrid_rlhf.rewards.classifier import BATCH_SIZE
 from hybrid_rlhf.run import plan_table
 from hybrid_rlhf.run.plan import DOES_NOT_FIT, Generation, Plan, Role, make_plan, size_text
 from hybrid_rlhf.training import (
@@ -130,8 +131,6 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
     parts, method = on_policy.parts_of(config), config.method
     sampling, together = method.sampling, method.num_together
     sampled = config.data.max_prompt_length + sampling.max_new_tokens
-    # texts that are mixed in are as long as data.max_length, and all of their tokens may be predicted
-    texts = {"actor": config.data.max_length} if method.also_reads else {}
     sequences = config.train.rows_per_step * sampling.num_samples
     generation = Generation(min(MAX_BATCH, sequences), config.data.max_prompt_length, sampling.max_new_tokens)
 
@@ -145,16 +144,19 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
         model = replace(model, lora=model.lora if has_adapter else LoraConfig(),
                         freeze=model.freeze if trains else [],
                         gradient_checkpointing=model.gradient_checkpointing and trains)
-        zero, length = layout_of(parts, name), max(sampled, texts.get(name, 0))
-        at_once = zero.micro_batch_tokens // length
+        zero = layout_of(parts, name)
+        at_once = zero.micro_batch_tokens // sampled
         rows = max(together, min(method.num_sequences, at_once)) if trains else max(1, min(sequences, at_once))
-        return Role(name, model, length, rows, trains=trains, base=group[0] if name != group[0] else None,
+        return Role(name, model, sampled, rows, trains=trains, base=group[0] if name != group[0] else None,
                     is_shared=len(group) > 1, waits=parts.roles[name].offload, optim=config.train.optim,
                     **_where(parts, group, name), **more)
 
-    predicted = max(sampling.max_new_tokens, texts.get("actor", 0) - 1)
-    policies = [role("actor", predicted=predicted, entropy=method.has_entropy, generation=generation,
-                     has_average=method.keeps_average)]
+    texts = None
+    if method.also_reads:
+        most = config.data.max_length
+        texts = (max(1, min(method.num_sequences, layout_of(parts, "actor").micro_batch_tokens // most)), most)
+    policies = [role("actor", predicted=sampling.max_new_tokens, entropy=method.has_entropy, generation=generation,
+                     has_average=method.keeps_average, texts=texts)]
     policies += [role("ref", predicted=sampling.max_new_tokens)] if "ref" in starts else []
     return [*policies, *(role(r) for r in ("critic", "reward") if r in starts), *_classifiers(config)]
 
@@ -170,9 +172,12 @@ def _where(parts: Parts, group: tuple[str, ...], name: str) -> dict:
 
 
 def _classifiers(config: on_policy.Config) -> list[Role]:
-    """The models among the reward sources, beside the stage-2 model."""
+    """The models among the reward sources, beside the stage-2 model; they read texts as long as rollouts."""
+    sampling = config.method.sampling
+    length = config.data.max_prompt_length + sampling.max_new_tokens
+    rows = min(BATCH_SIZE, config.train.rows_per_step * sampling.num_samples)
     models = [ModelConfig(wiring.model_folder(path)) for path in config.reward.model_list]
-    return [Role(f"reward {PurePath(path).name}", model, 1, 1, labels=shapes.read_config(model).num_labels)
+    return [Role(f"reward {PurePath(path).name}", model, length, rows, labels=shapes.read_config(model).num_labels)
             for path, model in zip(config.reward.model_list, models, strict=True)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.engine.zero import is_partitioned
-from hybrid_rlhf.kernels import ops_for
+from hybrid_rlhf.kernels import Ops, ops_for
 from hybrid_rlhf.kernels.fusions import Fusions, find_fusions
 from hybrid_rlhf.models.attention import sdpa_replaced
 from hybrid_rlhf.models.lora_products import fused_adapters
@@ -28,14 +28,18 @@ def training_forms(module: nn.Module) -> Iterator[None]:
     """
     ops = ops_for(next(module.parameters()).device.type)
     with ExitStack() as stack:
-        if ops.causal_attention:
-            stack.enter_context(sdpa_replaced(partial(attend, ops.causal_attention)))
+        stack.enter_context(attention_by(ops))
         if not is_partitioned(module):  # ZeRO 3 gathers a layer's weights when that layer itself is called
             if module not in _found:
                 _found[module] = find_fusions(module, ops.fused)
             stack.enter_context(_found[module].swapped())
             stack.enter_context(fused_adapters(module))
         yield
+
+
+def attention_by(ops: Ops) -> AbstractContextManager:
+    """The block in which models whose attention is "sdpa" take that of `ops`, where there is one and it fits."""
+    return sdpa_replaced(partial(attend, ops.causal_attention)) if ops.causal_attention else nullcontext()
 
 
 def attend(attention: Callable, original: Callable, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,

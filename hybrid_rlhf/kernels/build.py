@@ -65,6 +65,12 @@ def load_extension(name: str, sources: Sequence[Path], headers: Sequence[Path] =
         raise KernelsUnavailableError(f"{library} cannot be loaded: {error}") from error
 
 
+def can_load(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> bool:
+    """Whether the module is there, or a compiler to make it; nothing is compiled."""
+    compiler = shutil.which(os.environ.get("CXX", "c++").split()[0])
+    return compiler is not None or (cache_folder() / f"{name}-{_fingerprint([*sources, *headers])}").exists()
+
+
 @contextmanager
 def _mended(folder: Path) -> Iterator[None]:
     """A library that does not load is removed, so that the next start builds it again."""

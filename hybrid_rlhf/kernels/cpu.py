@@ -9,11 +9,11 @@ from types import ModuleType
 
 import torch
 
-from hybrid_rlhf.kernels.build import load_extension
+from hybrid_rlhf.kernels import build
 from hybrid_rlhf.kernels.gradients import causal_attention_by, fused_by
 from hybrid_rlhf.kernels.ops import Ops
 
-_HERE = Path(__file__).parent
+_HERE, _NAME = Path(__file__).parent, "hybrid_rlhf_cpu"
 SOURCES = tuple(_HERE / name for name in (
     "attention.cpp", "sequences.cpp", "sampling.cpp", "linear.cpp", "packed.cpp", "dots.cpp", "elementwise.cpp",
     "elementwise_gradients.cpp", "decode_layer.cpp", "bindings.cpp", "bindings_sequences.cpp", "bindings_gradients.cpp",
@@ -53,7 +53,12 @@ def load_decode_layer() -> Callable:
 
 
 def _module() -> ModuleType:
-    return load_extension("hybrid_rlhf_cpu", SOURCES, HEADERS)
+    return build.load_extension(_NAME, SOURCES, HEADERS)
+
+
+def can_load() -> bool:
+    """Whether `load` would find or compile the operations, as far as can be told without doing so."""
+    return build.can_load(_NAME, SOURCES, HEADERS)
 
 
 def has_wide_vectors() -> bool:

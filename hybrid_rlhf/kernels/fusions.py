@@ -6,6 +6,7 @@ only where both agree to rounding. Everything else stays as its authors wrote it
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,8 +53,11 @@ class Fusions:
 
 
 @torch.no_grad()
-def find_fusions(model: nn.Module, ops: Fused | None) -> Fusions:
-    """The places of `model` where `ops` give what its own code gives. Draws nothing from the global generator."""
+def find_fusions(model: nn.Module, ops: Fused | None, trial: Fused | None = None) -> Fusions:
+    """The places of `model` where `ops` give what its own code gives. Draws nothing from the global generator.
+
+    trial: what is tried in place of `ops` on narrow copies of the modules, where neither they nor `ops` have numbers.
+    """
     found = Fusions()
     if ops is None:
         return found
@@ -63,15 +67,15 @@ def find_fusions(model: nn.Module, ops: Fused | None) -> Fusions:
             if "forward" in vars(module):
                 continue
             for name, fusion in (("rms_norm", _norm), ("gated", _gated_mlp)):
-                forward = fusion(module, ops)
+                forward = fusion(module, ops, trial)
                 if forward is not None:
                     found.modules.append((module, forward))
                     found.add(name)
         first = next(model.parameters())
         files = {id(f): f for m in model.modules() if hasattr(f := sys.modules.get(type(m).__module__), _ROTARY)}
         for file in files.values():
-            if _agrees(getattr(file, _ROTARY), ops.rotary, _rotary_example(first.dtype, first.device),
-                       num_leaves=2):
+            if _agrees(getattr(file, _ROTARY), (trial or ops).rotary,
+                       _rotary_example(first.dtype, torch.device("cpu") if trial else first.device), num_leaves=2):
                 found.files.append((file, _rotary(getattr(file, _ROTARY), ops.rotary)))
                 found.add("rotary")
     return found
@@ -109,7 +113,7 @@ def are_close(wants: tuple[Tensor, ...], gots: tuple[Tensor, ...], bound: float)
         for want, got in zip(wants, gots, strict=False))
 
 
-def _norm(module: nn.Module, ops: Fused) -> Callable | None:
+def _norm(module: nn.Module, ops: Fused, trial: Fused | None = None) -> Callable | None:
     """The fused forward of an RMSNorm, or None."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
@@ -117,9 +121,11 @@ def _norm(module: nn.Module, ops: Fused) -> Callable | None:
     if not isinstance(eps, float) or not weight.numel() or len(list(module.parameters())) != 1:
         return None
     original = type(module).forward
+    tried = module if trial is None else _narrow(module, {"weight": nn.Parameter(torch.randn(8).to(weight.dtype))})
+    by, weight = trial or ops, tried.weight
     example = (3 * torch.randn(3, 5, len(weight), dtype=torch.float32).to(weight),)
     for adds_one in (False, True):
-        if _agrees(partial(original, module), lambda x, one=adds_one: ops.rms_norm(x, weight, eps, one), example):
+        if _agrees(partial(original, tried), lambda x, one=adds_one: by.rms_norm(x, weight, eps, one), example):
             def forward(x: Tensor) -> Tensor:
                 if x.dtype != module.weight.dtype:
                     return original(module, x)
@@ -129,7 +135,7 @@ def _norm(module: nn.Module, ops: Fused) -> Callable | None:
     return None
 
 
-def _gated_mlp(module: nn.Module, ops: Fused) -> Callable | None:
+def _gated_mlp(module: nn.Module, ops: Fused, trial: Fused | None = None) -> Callable | None:
     """The fused forward of an MLP that computes down_proj(act_fn(gate_proj(x)) * up_proj(x)), or None."""
     names = ("gate_proj", "up_proj", "down_proj")
     parts = [getattr(module, n, None) for n in names]
@@ -140,17 +146,31 @@ def _gated_mlp(module: nn.Module, ops: Fused) -> Callable | None:
     if gelu is None or not isinstance(weight, Tensor) or not weight.is_floating_point():
         return None
 
-    def fused(x: Tensor) -> Tensor:
-        return module.down_proj(ops.gated(module.gate_proj(x), module.up_proj(x), gelu))
+    def fused(x: Tensor, of: nn.Module = module, by: Fused = ops) -> Tensor:
+        return of.down_proj(by.gated(of.gate_proj(x), of.up_proj(x), gelu))
 
+    tried = module
+    if trial:
+        tried = _narrow(module, {n: nn.Linear(*shape, dtype=weight.dtype)
+                                 for n, shape in zip(names, ((8, 16), (8, 16), (16, 8)), strict=True)})
+        weight = tried.gate_proj.weight
     modes = {m: m.training for m in module.modules()}
     module.train()  # an MLP with a dropout of its own is none of ours
     try:
         example = (torch.randn(2, 3, weight.shape[-1]).to(weight),)
-        return fused if _agrees(partial(type(module).forward, module), fused, example) else None
+        agrees = _agrees(partial(type(module).forward, tried), lambda x: fused(x, tried, trial or ops), example)
+        return fused if agrees else None
     finally:
         for each, mode in modes.items():
             each.training = mode
+
+
+def _narrow(module: nn.Module, parts: dict[str, nn.Module | nn.Parameter]) -> nn.Module:
+    """A copy of `module` with other `parts`, which has numbers and costs nothing; the rest is the module's own."""
+    copied = copy.copy(module)
+    kept = [vars(module)[kind] for kind in ("_parameters", "_modules")]
+    copied._parameters, copied._modules = ({n: parts.get(n, part) for n, part in of.items()} for of in kept)
+    return copied
 
 
 def is_gelu(act: Callable) -> bool | None:

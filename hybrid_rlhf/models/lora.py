@@ -74,7 +74,7 @@ def check_targets(model: nn.Module, config: LoraConfig) -> None:
 
 
 def _no_target(model: nn.Module, config: LoraConfig) -> UserError:
-    linear = sorted({n.rsplit(".", 1)[-1] for n in [*_linear_layers(model), *expert_weights(model)]})
+    linear = sorted({n.rsplit(".", 1)[-1] for n in [*plain_linear_layers(model), *expert_weights(model)]})
     return UserError(f"lora.target_modules {config.target_modules!r} matches no layer of {type(model).__name__}; its "
                      f"linear layers are {', '.join(linear)}")
 
@@ -116,7 +116,7 @@ def expert_weights(model: nn.Module) -> list[str]:
             if value.ndim == 3 and len(value) == module.num_experts]
 
 
-def _linear_layers(model: nn.Module) -> list[str]:
+def plain_linear_layers(model: nn.Module) -> list[str]:
     """Names of the linear layers but the heads, adapters left out."""
     heads = {id(m) for m in (model.get_output_embeddings(), getattr(model, "score", None)) if m is not None}
     return [plain_name(n) for n, m in model.named_modules()
@@ -143,7 +143,7 @@ def _targets(model: nn.Module, wanted: list[str] | str) -> tuple[list[str] | str
             return wanted == "all-linear" or re.fullmatch(wanted, name) is not None
         return any(name == w or name.endswith(f".{w}") for w in wanted)
 
-    modules, weights = ([n for n in names if is_wanted(n)] for names in (_linear_layers(model), experts))
+    modules, weights = ([n for n in names if is_wanted(n)] for names in (plain_linear_layers(model), experts))
     if not modules and not weights:  # peft's error says what there is
         return list(wanted) if not isinstance(wanted, str) else wanted, []
     return modules, weights

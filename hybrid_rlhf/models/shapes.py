@@ -11,13 +11,15 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from hybrid_rlhf.config import UserError, check
 from hybrid_rlhf.models.load import PRESETS, ModelConfig, check_folder, disable_dropout, prepare, resolve_dtype
-from hybrid_rlhf.models.lora import adapter_dtype, add_lora, lora_layers
+from hybrid_rlhf.models.lora import LoraConfig, adapter_dtype, add_lora, lora_layers
+from hybrid_rlhf.models.lora_shapes import add_empty_adapters
 
 
 @contextmanager
@@ -116,14 +118,34 @@ def empty_model(config, model: ModelConfig, device: torch.device, *, is_scalar: 
     if not dropout:
         disable_dropout(made)
     if model.lora.r:
-        with torch.device("meta"), _quiet():
-            add_lora(made, model.lora)
-        for layer in lora_layers(made).values():  # on the meta device peft leaves them as they were made
-            for part in (layer.lora_A, layer.lora_B):
-                part.to(adapter_dtype(made))
+        _adapt(made, model.lora if dropout else replace(model.lora, dropout=0.0))
         if is_scalar:
             made.score.weight.requires_grad_(True)
     return made
+
+
+def _adapt(made: nn.Module, lora: LoraConfig) -> None:
+    with torch.device("meta"), _quiet():
+        if add_empty_adapters(made, lora):
+            return
+        add_lora(made, lora)
+    for layer in lora_layers(made).values():  # on the meta device peft leaves them as they were made
+        for part in (layer.lora_A, layer.lora_B):
+            part.to(adapter_dtype(made))
+
+
+def has_equal_layers(model: nn.Module) -> bool:
+    """Whether the layers of `model` are all alike: modules, shapes and settings."""
+    count = model.config.get_text_config().num_hidden_layers
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    return len(stacks) == 1 and len({_description(layer) for layer in stacks[0]}) == 1
+
+
+def _description(layer: nn.Module) -> tuple:
+    return tuple((name, type(module), tuple((n, p.shape, p.dtype) for n, p in module.named_parameters(recurse=False)),
+                  tuple((k, v) for k, v in vars(module).items()
+                        if isinstance(v, (int, float, str, type(None))) and k not in ("layer_idx", "layer_index")))
+                 for name, module in layer.named_modules())
 
 
 def empty_classifier(config, model: ModelConfig, device: torch.device, labels: int) -> nn.Module:  # noqa: ANN001

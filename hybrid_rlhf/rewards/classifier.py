@@ -17,6 +17,7 @@ from hybrid_rlhf.rewards.model import read_by
 from hybrid_rlhf.rollout import Rollout
 from hybrid_rlhf.tensors import length_mask, pad_right
 
+BATCH_SIZE = 32
 READS = ("text", "pair", "completion")
 
 
@@ -35,7 +36,7 @@ class ClassifierSource:
     reads: str = "text"
     label: str | int | None = None
     dtype: str = "auto"
-    batch_size: int = 32
+    batch_size: int = BATCH_SIZE
     model: nn.Module | None = field(default=None, init=False, repr=False)
     tokenizer: object = field(default=None, init=False, repr=False)
 

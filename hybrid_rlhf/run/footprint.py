@@ -1,35 +1,42 @@
 """Bytes that a model's training and scoring keep, counted by running its own code on tensors without memory.
 
-Nothing is guessed from sizes: the forward and backward of the model itself, with its adapters, its checkpointing and
-our chunked log-probabilities, run on fake tensors, and every storage that they make is counted while it lives. On a CPU
-the peak measured in the process was within 2% of it where the allocator gives freed memory back (benchmarks/memory.py).
+Nothing is guessed from sizes: the forward and backward of the model itself, with its adapters, its checkpointing, the
+fused forms that training takes and our chunked log-probabilities, run on fake tensors, and every storage that they make
+is counted while it lives. How far measured peaks are from it: docs/results/memory.md.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import islice
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hybrid_rlhf.algorithms import likelihood
 from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs
+from hybrid_rlhf.engine.training_forms import attention_by
+from hybrid_rlhf.kernels.fusions import Fusions, find_fusions
+from hybrid_rlhf.kernels.shape_ops import TRIAL, shape_ops
 from hybrid_rlhf.models import shapes
 from hybrid_rlhf.models.backbone import hidden_states, own_head
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
+from hybrid_rlhf.models.lora_products import fused_adapters
+from hybrid_rlhf.models.lora_shapes import pack
+from hybrid_rlhf.run.live_bytes import LiveBytes, counting
 from hybrid_rlhf.tensors import SequenceBatch
 
-# Beyond MAX_TRACED layers two shallow models stand for the deep one. The difference of their depths is a multiple of
-# the periods in use (1, 2, 3, 6), and the smaller has more layers than models keep dense before their experts.
-MAX_TRACED, SHALLOW = 16, (4, 10)
+__all__ = ["Activations", "LiveBytes", "Sizes", "activations", "cache_bytes", "classifier_bytes", "logit_bytes",
+           "sizes"]
+
+# Two shallow models stand for a deep one: where all layers are alike, one of them and two; else, beyond MAX_TRACED
+# layers, such that the difference of their depths is a multiple of the periods in use (1, 2, 3, 6), and the smaller has
+# more layers than models keep dense before their experts.
+EQUAL, MAX_TRACED, SHALLOW = (1, 2), 16, (4, 10)
 
 
 def _remembered(function: Callable) -> Callable:
@@ -44,35 +51,6 @@ def _remembered(function: Callable) -> Callable:
         return kept[key]
 
     return call
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations make within the block, while they live. now, peak: bytes."""
-
-    def __init__(self, known: tuple[Tensor, ...] = ()) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._sizes: dict[int, int] = {}
-        for tensor in known:
-            self._add(tensor.untyped_storage(), 0)
-
-    def __torch_dispatch__(self, func: Callable, types, given=(), named=None):  # noqa: ANN001, ANN204
-        out = func(*given, **(named or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._add(leaf.untyped_storage(), leaf.untyped_storage().nbytes())
-        return out
-
-    def _add(self, storage: torch.UntypedStorage, size: int) -> None:
-        key = storage._cdata
-        if key not in self._sizes:
-            self._sizes[key] = size
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._drop, key)
-
-    def _drop(self, key: int) -> None:
-        self.now -= self._sizes.pop(key, 0)
 
 
 @dataclass(frozen=True)
@@ -100,10 +78,24 @@ class Activations:
     scoring: int
 
 
-def _depths(config, model: ModelConfig) -> tuple[int, ...]:  # noqa: ANN001
+def _plain(model: ModelConfig) -> ModelConfig:
+    return replace(model, lora=LoraConfig())
+
+
+def _depths(model: ModelConfig) -> tuple[int, ...]:
     """Depths to trace: the model's own, or two shallow ones. A frozen pattern may name layers that those have not."""
-    layers = config.get_text_config().num_hidden_layers
-    return (layers,) if layers <= MAX_TRACED or model.freeze else SHALLOW
+    layers = shapes.read_config(model).get_text_config().num_hidden_layers
+    if model.freeze or layers <= EQUAL[1]:
+        return (layers,)
+    if _has_equal_layers(replace(_plain(model), load_in_4bit=False, load_in_8bit=False)):
+        return EQUAL
+    return (layers,) if layers <= MAX_TRACED else SHALLOW
+
+
+@_remembered
+def _has_equal_layers(model: ModelConfig) -> bool:
+    return shapes.has_equal_layers(shapes.empty_model(shapes.read_config(model), model, torch.device("cpu"),
+                                                      is_scalar=False))
 
 
 def _deeper(values: list[float], depths: tuple[int, ...], layers: int) -> int:
@@ -117,7 +109,7 @@ def _deeper(values: list[float], depths: tuple[int, ...], layers: int) -> int:
 def sizes(model: ModelConfig, device: torch.device, *, is_scalar: bool = False) -> Sizes:
     """Sizes of the model that `model` describes; reads its configuration only."""
     config = shapes.read_config(model)
-    plain = shapes.empty_model(config, replace(model, lora=LoraConfig()), device, is_scalar=is_scalar)
+    plain = shapes.empty_model(config, _plain(model), device, is_scalar=is_scalar)
     weights = sum(map(_bytes, [*plain.parameters(), *plain.buffers()])) - _packed_away(plain, model)
     facts = (config.get_text_config().vocab_size, plain.dtype.itemsize, max(map(_bytes, plain.parameters())))
     if not model.lora.r:
@@ -130,17 +122,24 @@ def sizes(model: ModelConfig, device: torch.device, *, is_scalar: bool = False) 
 
 
 @_remembered
-def classifier_bytes(model: ModelConfig, device: torch.device, labels: int) -> int:
-    """Bytes of the weights of a sequence-classification model, encoder or decoder, with so many labels."""
-    empty = shapes.empty_classifier(shapes.read_config(model), model, device, labels)
-    return sum(map(_bytes, [*empty.parameters(), *empty.buffers()]))
+def classifier_bytes(model: ModelConfig, device: torch.device, labels: int, rows: int, length: int) -> tuple[int, int]:
+    """(weights, activations) of a sequence-classification model, encoder or decoder, with so many labels, that reads
+    `rows` padded texts of `length` tokens at once, or of as many as it has positions for."""
+    config = shapes.read_config(model)
+    empty = shapes.empty_classifier(config, model, device, labels)
+    weights = sum(map(_bytes, [*empty.parameters(), *empty.buffers()]))
+    length = min(length, getattr(config.get_text_config(), "max_position_embeddings", None) or length)
+    with shapes.without_memory(device), counting(shapes.on_device(empty).eval()) as live, torch.no_grad():
+        ids = torch.zeros(rows, length, dtype=torch.long)
+        empty(input_ids=ids, attention_mask=torch.ones_like(ids, dtype=torch.bool))
+    return weights, live.peak
 
 
 @_remembered
 def _adapters(model: ModelConfig, device: torch.device) -> tuple[int, int, torch.dtype]:
     """(elements, bytes, dtype) of the adapters of `model`."""
     config = shapes.read_config(model)
-    depths, found = _depths(config, model), []
+    depths, found = _depths(model), []
     for depth in depths:
         empty = shapes.empty_model(shapes.shallow(config, depth), model, device, is_scalar=False)
         found.append([p for p in empty.parameters() if p.requires_grad])
@@ -153,28 +152,39 @@ def _adapters(model: ModelConfig, device: torch.device) -> tuple[int, int, torch
 @_remembered
 def cache_bytes(model: ModelConfig, device: torch.device) -> tuple[int, int]:
     """(bytes per token, bytes per sequence) of the cache that one sequence of `model` fills."""
-    empty = shapes.empty_model(shapes.read_config(model), replace(model, lora=LoraConfig()), device, is_scalar=False)
-    with shapes.without_memory(device):
-        return shapes.cache_bytes(shapes.on_device(empty).eval())
+    config, plain, found = shapes.read_config(model), _plain(model), []
+    layers = config.get_text_config().num_hidden_layers
+    depths = EQUAL if _depths(plain) == EQUAL else (layers,)
+    for depth in depths:
+        empty = shapes.empty_model(shapes.shallow(config, depth), plain, device, is_scalar=False)
+        with shapes.without_memory(device):
+            found.append(shapes.cache_bytes(shapes.on_device(empty).eval()))
+    per_token, per_sequence = (_deeper(list(values), depths, layers) for values in zip(*found, strict=True))
+    return per_token, per_sequence
 
 
 _traced: dict[str, dict[int, Activations]] = {}
 
 
 def activations(model: ModelConfig, device: torch.device, rows: int, length: int, *, dropout: bool = False,
-                trains: bool = True, is_exact: bool = True) -> Activations:
-    """Activations of the backbone on `rows` rows of `length` tokens. trains: whether training is counted too.
+                trains: bool = True, is_exact: bool = True, is_partitioned: bool = False) -> Activations:
+    """Activations of the backbone on `rows` rows of `length` tokens. trains: whether training is counted too;
+    is_partitioned: whether by ZeRO 3, whose layers compute in their own forms.
 
     A scalar model has the same backbone; its head adds one fp32 copy of the hidden states, which no peak contains.
     is_exact False: counts between two that were traced are taken from the line through them, for a quick search.
     """
-    plain = replace(model, load_in_4bit=False, load_in_8bit=False)  # holds its frozen weights in another way, no more
-    known = _traced.setdefault(repr((plain, device, length, dropout, trains)), {})
+    held = replace(model, load_in_4bit=False, load_in_8bit=bool(model.quantize))  # in fewer bits, whether 4 or 8
+    key = (held, device, length, dropout, is_partitioned)
+    both = _traced.setdefault(repr((*key, True)), {})
+    if not trains and rows in both:
+        return both[rows]
+    known = both if trains else _traced.setdefault(repr((*key, False)), {})
     if rows not in known:
         below, above = ([n for n in known if n < rows], [n for n in known if n > rows])
         if below and above and not is_exact:
             return _between(rows, known, max(below), min(above))
-        known[rows] = _traced_model(plain, device, rows, length, dropout, trains)
+        known[rows] = _traced_model(model, device, rows, length, dropout, trains, is_partitioned)
     return known[rows]
 
 
@@ -185,18 +195,23 @@ def _between(rows: int, known: dict[int, Activations], low: int, high: int) -> A
 
 
 def _traced_model(model: ModelConfig, device: torch.device, rows: int, length: int, dropout: bool,
-                  trains: bool) -> Activations:
+                  trains: bool, is_partitioned: bool = False) -> Activations:
     config = shapes.read_config(model)
-    depths, found = _depths(config, model), []
-    for i, depth in enumerate(depths if trains else depths[:1]):  # what scoring takes does not grow with the depth
+    depths, found, ops = _depths(model), [], shape_ops(device.type)
+    for i, depth in enumerate(depths if trains else depths[-1:]):  # what scoring takes does not grow with the depth
         cut = shapes.shallow(config, depth)
         empty = shapes.empty_model(cut, model, device, is_scalar=False, dropout=dropout)
-        with shapes.without_memory(device):
-            found.append(_trace(shapes.on_device(empty), rows, length, scores=i == 0, trains=trains))
+        if model.quantize:
+            pack(empty)
+        fusions = Fusions() if is_partitioned else find_fusions(empty, ops.fused, TRIAL)
+        with shapes.without_memory(device), attention_by(ops), fusions.swapped():
+            shapes.on_device(empty)
+            with nullcontext() if is_partitioned else fused_adapters(empty):
+                found.append(_trace(empty, rows, length, scores=i + 1 == len(depths) or not trains, trains=trains))
     layers = config.get_text_config().num_hidden_layers
     saved = _deeper([f.saved for f in found], depths[: len(found)], layers)
     on_top = found[-1].peak - found[-1].saved  # one layer's, or the embeddings' business
-    return Activations(saved, saved + on_top, found[0].scoring)
+    return Activations(saved, saved + on_top, found[-1].scoring)
 
 
 def _packed_away(empty: nn.Module, model: ModelConfig) -> int:
@@ -215,14 +230,14 @@ def _packed_away(empty: nn.Module, model: ModelConfig) -> int:
 def _trace(model: nn.Module, rows: int, length: int, *, scores: bool, trains: bool) -> Activations:
     ids = torch.zeros(rows, length, dtype=torch.long)
     batch = SequenceBatch(ids, ids.bool(), ids.bool())
-    with _counting(model.eval()) as scoring, torch.no_grad():
+    with counting(model.eval()) as scoring, torch.no_grad():
         if scores:
             hidden_states(model, batch)
     if not trains:
         return Activations(0, 0, scoring.peak)
     for parameter in model.parameters():  # as after a first micro-batch, so that only activations are counted
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    with _counting(model.train()) as training:
+    with counting(model.train()) as training:
         hidden = hidden_states(model, batch)
         saved = training.now
         hidden.backward(torch.zeros_like(hidden))
@@ -234,25 +249,24 @@ def logit_bytes(model: ModelConfig, device: torch.device, num_tokens: int, *, tr
                 entropy: bool = False) -> int:
     """Most bytes that log-probabilities of `num_tokens` tokens take beside their hidden states."""
     config = shapes.read_config(model)
-    empty = _headed(config, model, device)
+    is_frozen = model.lora.r > 0 and model.lora.target_modules == "all-linear"  # which adapts no head
+    model = _plain(model) if is_frozen else model
+    empty = shapes.empty_model(shapes.shallow(config, _depths(model)[0]), model, device, is_scalar=False)
+    if is_frozen:
+        empty.requires_grad_(False)
     with shapes.without_memory(device):
         shapes.on_device(empty)
         hidden = torch.zeros(num_tokens, config.get_text_config().hidden_size, dtype=empty.dtype, requires_grad=trains)
         targets = torch.zeros(num_tokens, dtype=torch.long)
         for parameter in empty.parameters():
             parameter.grad = torch.zeros_like(parameter) if trains and parameter.requires_grad else None
-        with _counting(empty) as live, torch.set_grad_enabled(trains), _few_blocks():
+        with counting(empty) as live, torch.set_grad_enabled(trains), _few_blocks():
             logprobs, spread, _ = token_logprobs(
                 hidden, targets, own_head(empty), with_entropy=entropy,
                 chunk_size=chunk_rows(config.get_text_config().vocab_size, hidden.dtype))
             if trains:
                 (logprobs + 0 * spread if entropy else logprobs).sum().backward()
     return live.peak
-
-
-def _headed(config, model: ModelConfig, device: torch.device) -> nn.Module:  # noqa: ANN001
-    """The shallowest model that is traced: its backbone is not run here."""
-    return shapes.empty_model(shapes.shallow(config, _depths(config, model)[0]), model, device, is_scalar=False)
 
 
 @contextmanager
@@ -265,13 +279,6 @@ def _few_blocks() -> Iterator[None]:
         yield
     finally:
         likelihood._blocks = original
-
-
-@contextmanager
-def _counting(model: nn.Module) -> Iterator[LiveBytes]:
-    known = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    with LiveBytes(tuple(known)) as live:
-        yield live
 
 
 def _bytes(tensor: Tensor) -> int:

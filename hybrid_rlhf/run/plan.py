@@ -7,25 +7,26 @@ on tensors without memory (footprint.py).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
-from hybrid_rlhf.config import check
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run import footprint
+from hybrid_rlhf.run.amounts import parse_bytes, size_text
 from hybrid_rlhf.run.training_state import stage_of, state_bytes
+
+__all__ = ["DOES_NOT_FIT", "Generation", "Line", "Plan", "Role", "make_plan", "parse_bytes", "size_text"]
 
 KINDS = ("weights", "adapters", "optimizer", "gradients", "gathered", "KV cache", "activations", "logits")
 PASSING = ("gathered", "activations", "logits")  # given back before the next role computes
 DOES_NOT_FIT = 3  # exit code of --plan
 MAX_PREFILL_TOKENS = 4096  # of one forward, as in engine/scheduler.py
 MAX_LIVE = 10**9  # elements that ZeRO 3 keeps gathered for their next use
-
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
-          "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+# What libraries hold for themselves. CPU: 33 MB of products that oneDNN compiles for the shapes it meets, 13 of
+# modules, the rest in the heap between small tensors (docs/results/memory.md). A card: cuBLAS's workspaces.
+LIBRARIES = {"cpu": 64 << 20, "cuda": 64 << 20}
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Role:
     `entropy`. trains: whether an optimizer moves it. scores: whether it is asked for numbers between generation and
     update. base: the role whose weights it shares; is_shared: whether any other computes on its weights. offload: as
     engine.offload. waits: whether all of it is in the CPU's memory while others compute. labels: of a classifier that
-    is no decoder of ours (0: not one). has_average: whether a moving average of its weights is kept.
+    is no decoder of ours (0: not one). has_average: whether a moving average of its weights is kept. texts: (rows,
+    length) of other rows that it trains on as well, each token of which gets a log-probability and no entropy.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Role:
     waits: bool = False
     labels: int = 0
     has_average: bool = False
+    texts: tuple[int, int] | None = None
 
     @property
     def is_scalar(self) -> bool:
@@ -133,6 +136,8 @@ def make_plan(title: str, roles: Iterable[Role], device: torch.device, available
             if any(found.values()):
                 lines.append(Line(role.name, kind, found, passes=needs.waits))
         host += needs.host
+    own = LIBRARIES.get(device.type, 0)
+    lines.append(Line("process", "libraries", dict.fromkeys(phases, own)))
     return Plan(title, phases, tuple(lines), available, tuple(notes), host)
 
 
@@ -157,12 +162,12 @@ class _Needs:
             self._add_classifier()
             return
         self.sizes = footprint.sizes(role.model, device, is_scalar=role.is_scalar)
-        self.act = footprint.activations(role.model, device, role.rows, role.length, dropout=role.dropout,
-                                         trains=role.trains, is_exact=is_exact)
+        self.is_exact = is_exact
         self.always["adapters"] = self.sizes.adapter_bytes
         is_small = 10 * self.sizes.trained * self.sizes.itemsize < self.sizes.weight_bytes  # as in engine/zero.py
         self.stage = stage_of(self.sizes.trained_dtype, role.zero_stage, world, role.optim, role.offload,
                               is_small=is_small)
+        self.act = self._activations(role.rows, role.length)
         self._add_weights()
         if role.trains:
             self._add_training()
@@ -182,6 +187,11 @@ class _Needs:
         there = [p for p in phases if p in own or not self.waits]
         return {kind: dict.fromkeys(there, self.always[kind]) if kind in self.always else self.now[kind]
                 for kind in KINDS}
+
+    def _activations(self, rows: int, length: int) -> footprint.Activations:
+        role = self.role
+        return footprint.activations(role.model, self.device, rows, length, dropout=role.dropout, trains=role.trains,
+                                     is_exact=self.is_exact, is_partitioned=self.stage == 3)
 
     def _offloaded(self, count: int) -> int:
         """Bytes on the device of `count` that are kept in the CPU's memory."""
@@ -207,32 +217,39 @@ class _Needs:
         self.now["gathered"] = phases
 
     def _add_classifier(self) -> None:
-        """A model that scores text: its weights. A batch's activations, which no configuration tells, are left out."""
-        self.always["weights"] = footprint.classifier_bytes(self.role.model, self.device, self.role.labels)
-        self.now["activations"]["score"] = 0
+        """A model that scores text: its weights, and a batch's activations as long as our tokens say it is."""
+        role = self.role
+        self.always["weights"], self.now["activations"]["score"] = footprint.classifier_bytes(
+            role.model, self.device, role.labels, role.rows, role.length)
 
     def _add_training(self) -> None:
         """A micro-batch takes the most at one of three moments: in the head, when all activations are there; in the
         backbone's backward, when the head's are gone; and at the end, when gradients are reduced and activations
         gone."""
-        role, act = self.role, self.act
+        role = self.role
         state = state_bytes(self.sizes.trained, self.sizes.trained_dtype, self.stage, self.world, role.optim,
                             role.offload)
         train, step = f"train {role.name}", f"step {role.name}"
-        logits = 0
-        if role.predicted:
-            logits = footprint.logit_bytes(role.model, self.device, role.rows * role.predicted, trains=True,
-                                           entropy=role.entropy)
-        kept = max(act.saved, act.peak - logits)
-        if "activations" in role.offload and not self.is_host:
-            self.host += act.saved
-            kept = max(act.scoring, act.peak - act.saved)
+        forms = [(role.rows, role.length, role.predicted, role.entropy)]
+        forms += [(*role.texts, role.texts[1] - 1, False)] if role.texts else []
+        found = [self._micro_batch(*form) for form in forms]
+        kept, logits, _ = max(found, key=lambda each: each[0] + each[1])
+        self.host += max(each[2] for each in found)
         average = 4 * self.sizes.trained // (self.world if self.stage else 1) if role.has_average else 0
         away = average if "optimizer" in role.offload else 0
         self.always["optimizer"] = state.optimizer + average - away + self._offloaded(state.host + away)
         self.now["activations"][train], self.now["logits"][train] = kept, logits
         self.now["gradients"][train] = max(state.gradients, state.closing - kept - logits)
         self.now["gradients"][step] = state.stepping
+
+    def _micro_batch(self, rows: int, length: int, predicted: int, entropy: bool) -> tuple[int, int, int]:
+        """Bytes of one: activations, logits, and what of it waits in the CPU's memory."""
+        role, act, logits = self.role, self._activations(rows, length), 0
+        if predicted:
+            logits = footprint.logit_bytes(role.model, self.device, rows * predicted, trains=True, entropy=entropy)
+        if "activations" in role.offload and not self.is_host:
+            return max(act.scoring, act.peak - act.saved), logits, act.saved
+        return max(act.saved, act.peak - logits), logits, 0
 
     def _add_generation(self) -> None:
         """The cache of all slots at full length; a prefill, which takes per token what scoring takes; one row of logits
@@ -244,27 +261,3 @@ class _Needs:
         self.now["KV cache"]["generate"] = sampling.slots * whole
         self.now["activations"]["generate"] = round(self.act.scoring * tokens / (role.rows * role.length))
         self.now["logits"]["generate"] = sampling.slots * self.sizes.vocab * (4 + self.sizes.itemsize)
-
-
-def parse_bytes(text: str, option: str) -> int:
-    """'24GiB', '24 GB', '512M' or a plain number of bytes -> bytes. Raises UserError that names `option`.
-
-    K, M, G, T and KiB... count by 1024; kB, MB, GB, TB by 1000.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
-    unit = found and found.group(2).lower()
-    check(found is not None and unit in _UNITS,
-          f"{option} {text!r} is no amount of memory; write a number and a unit, such as 24GiB, 24GB or 800MiB")
-    size = int(float(found.group(1)) * _UNITS[unit])
-    check(size > 0, f"{option} {text!r} is no memory at all; write a positive amount such as 24GiB")
-    check(unit != "" or size >= 2**20, f"{option} {text!r} is {size} bytes; a unit is missing, as in {text.strip()}GiB")
-    return size
-
-
-def size_text(size: float) -> str:
-    """Bytes for people: '1.5 GiB', '300 MiB', '12 KiB'."""
-    for unit, power in (("GiB", 30), ("MiB", 20)):
-        if size >= 2**power * (1 if power > 20 else 0.1):
-            value = size / 2**power
-            return f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
-    return f"{size / 2**10:.0f} KiB"

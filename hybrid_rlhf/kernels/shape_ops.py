@@ -1,0 +1,51 @@
+"""The shapes of our operations without their arithmetic: what a memory plan runs in their place, on fake tensors."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.kernels import cpu, reference
+from hybrid_rlhf.kernels.gradients import causal_attention_by, fused_by
+from hybrid_rlhf.kernels.ops import Fused, Ops
+
+TRIAL = Fused(reference.rms_norm, reference.gated, reference.rotary)  # by which fusions are found; no plan computes
+
+
+def shape_ops(device_type: str) -> Ops:
+    """What training has on a device ("cpu", "cuda"), as operations that make their outputs and leave them empty.
+
+    decode_attention and sample are missing: nothing that is counted calls them. Nothing is compiled or loaded.
+    """
+    if device_type != "cpu" or not cpu.can_load():
+        return Ops("shapes", _missing, _missing)
+    return Ops("shapes (cpu)", _missing, _missing, fused=fused_by(_KERNELS),
+               causal_attention=causal_attention_by(_KERNELS) if cpu.has_wide_vectors() else None)
+
+
+def _missing(*_given: object, **_named: object) -> None:
+    raise NotImplementedError("shapes alone do not decode")
+
+
+def _like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(t) for t in tensors)
+
+
+def _attention(query: Tensor, _key: Tensor, value: Tensor, *, scaling: float,
+               with_normalisers: bool = False) -> tuple[Tensor, Tensor | None]:
+    batch, heads, length, _ = query.shape
+    return (query.new_empty(batch, length, heads, value.shape[-1]),
+            query.new_empty(batch, heads, length, dtype=torch.float32) if with_normalisers else None)
+
+
+_KERNELS = SimpleNamespace(
+    rms_norm=lambda x, *_settings: torch.empty_like(x),
+    rms_norm_backward=lambda _gradient, x, weight, _eps, _one, by_weight: (
+        torch.empty_like(x), torch.empty_like(weight) if by_weight else None),
+    gated=lambda gate, *_others: torch.empty_like(gate),
+    gated_backward=lambda _gradient, gate, up, _is_gelu: _like(gate, up),
+    rotary=lambda query, key, *_angles: _like(query, key),
+    causal_attention=_attention,
+    causal_attention_backward=lambda _gradient, query, key, value, _normalisers, **_named: _like(query, key, value))

@@ -1,0 +1,34 @@
+"""Amounts of memory, read and written."""
+
+from __future__ import annotations
+
+import re
+
+from hybrid_rlhf.config import check
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
+          "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """'24GiB', '24 GB', '512M' or a plain number of bytes -> bytes. Raises UserError that names `option`.
+
+    K, M, G, T and KiB... count by 1024; kB, MB, GB, TB by 1000.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
+    unit = found and found.group(2).lower()
+    check(found is not None and unit in _UNITS,
+          f"{option} {text!r} is no amount of memory; write a number and a unit, such as 24GiB, 24GB or 800MiB")
+    size = int(float(found.group(1)) * _UNITS[unit])
+    check(size > 0, f"{option} {text!r} is no memory at all; write a positive amount such as 24GiB")
+    check(unit != "" or size >= 2**20, f"{option} {text!r} is {size} bytes; a unit is missing, as in {text.strip()}GiB")
+    return size
+
+
+def size_text(size: float) -> str:
+    """Bytes for people: '1.5 GiB', '300 MiB', '12 KiB'."""
+    for unit, power in (("GiB", 30), ("MiB", 20)):
+        if size >= 2**power * (1 if power > 20 else 0.1):
+            value = size / 2**power
+            return f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
+    return f"{size / 2**10:.0f} KiB"

@@ -1,0 +1,49 @@
+"""Counting storages while they live."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations make within the block, while they live. now, peak: bytes."""
+
+    def __init__(self, known: tuple[Tensor, ...] = ()) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+        for tensor in known:
+            self._add(tensor.untyped_storage(), 0)
+
+    def __torch_dispatch__(self, func: Callable, types, given=(), named=None):  # noqa: ANN001, ANN204
+        out = func(*given, **(named or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._add(leaf.untyped_storage(), leaf.untyped_storage().nbytes())
+        return out
+
+    def _add(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = size
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.now -= self._sizes.pop(key, 0)
+
+
+@contextmanager
+def counting(model: nn.Module) -> Iterator[LiveBytes]:
+    """Count within the block what is made beside the model itself and its gradients."""
+    known = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    with LiveBytes(tuple(known)) as live:
+        yield live
