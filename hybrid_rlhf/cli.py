@@ -84,7 +84,8 @@ Stages:
 
 {prog} --stage STAGE --help lists every option of a stage with its default.
 --preview prints three rendered examples of its data; --print_config its complete settings; --plan the memory that it
-needs, before any weight is loaded (exit code 3: more than there is). --memory 24GiB chooses what fits, and trains.
+needs, before any weight is loaded (exit code 3: more than there is), with --cards 2x8x80GiB on cards that are not
+here. --memory 24GiB chooses what fits, and trains.
 --preset 8gb, 12gb, 16gb, 24gb, 48gb, 80gb or cpu: settings for a card of that size; what you give beside it wins.
 """
 
@@ -153,7 +154,7 @@ def _train(argv: list[str]) -> int:
     row, base = STAGES[name], STAGES[name].name or name
     config, switches = parse(stage.Config, [*row.preset, *preset, *rest], prog=f"{prog} --stage {name}",
                              description=row.help,
-                             default_config=default, extra=("preview", "plan", "memory"))
+                             default_config=default, extra=("preview", "plan", "memory", "cards"))
     check(config.stage in (name, base),
           f"--stage {name}, but the settings say stage: {config.stage}; give --stage {config.stage}, or another file")
     _check_variant(name, row, config)
@@ -163,6 +164,7 @@ def _train(argv: list[str]) -> int:
     if switches["preview"]:
         stage.preview(config)
         return 0
+    check(switches["cards"] is None or switches["plan"], "--cards is for --plan; add it, or leave --cards out")
     if switches["plan"] or switches["memory"] is not None:
         config, code = _plan(config, switches)
         if code or switches["plan"]:
@@ -186,12 +188,14 @@ def _check_variant(name: str, row: Stage, config: object) -> None:
 
 def _plan(config: object, switches: dict) -> tuple[object, int]:
     """What --plan and --memory ask for: the settings to go on with, and the exit code to stop with."""
-    from hybrid_rlhf.run.plan import parse_bytes
+    from hybrid_rlhf.run.amounts import parse_bytes, parse_cards
     from hybrid_rlhf.training.planning import carry_out
 
-    given = switches["memory"]
-    memory = None if given is None else parse_bytes(given, "--memory")
-    return carry_out(config, memory=memory, only_plan=switches["plan"])
+    memory, cards = switches["memory"], switches["cards"]
+    check(cards is None or memory is None, "--cards and --memory: a plan for cards knows their memory; leave out one")
+    memory = None if memory is None else parse_bytes(memory, "--memory")
+    cards = None if cards is None else parse_cards(cards, "--cards")
+    return carry_out(config, memory=memory, only_plan=switches["plan"], cards=cards)
 
 
 def _hold_little() -> None:

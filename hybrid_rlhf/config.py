@@ -165,7 +165,9 @@ def _is_small(value: object) -> bool:
 _SWITCHES = {"preview": "Print three rendered examples of the stage's data, trained tokens marked, and stop.",
              "plan": "Print the memory that the run needs, by role and phase, before any weight is loaded, and stop."}
 _VALUES = {"memory": "Memory that the run may use, such as 24GiB: chooses micro-batches, checkpointing, offload and "
-                     "quantisation that fit."}
+                     "quantisation that fit.",
+           "cards": "With --plan: count for NVIDIA cards that need not be here, hosts x cards x memory of each, such "
+                    "as 2x8x80GiB or 24GiB; nine tenths of that memory are planned with."}
 
 
 def _keys(parser) -> list[str]:  # noqa: ANN001

@@ -39,7 +39,8 @@ def printed(capsys, *argv: str) -> str:
 
 
 def settings(stage: str, *argv: str):
-    return parse(config_class(stage), [*STAGES[stage].preset, *argv], prog="x", extra=("preview", "plan", "memory"))[0]
+    return parse(config_class(stage), [*STAGES[stage].preset, *argv], prog="x",
+                 extra=("preview", "plan", "memory", "cards"))[0]
 
 
 def write(path, value: object) -> str:

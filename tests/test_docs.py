@@ -38,7 +38,8 @@ def parse_stage(argv: list[str]) -> object:
     preset, rest = cli._take_preset(rest)
     stage, row = importlib.import_module(cli.STAGES[name].module), cli.STAGES[name]
     rest = [word for word in rest if word not in ("--help", "--print_config")]
-    config, _ = parse(stage.Config, [*row.preset, *preset, *rest], prog="x", extra=("preview", "plan", "memory"))
+    config, _ = parse(stage.Config, [*row.preset, *preset, *rest], prog="x",
+                      extra=("preview", "plan", "memory", "cards"))
     cli._check_variant(name, row, config)
     return config
 
@@ -149,7 +150,8 @@ def options_of_all_stages() -> set[str]:
     return set().union(*(leaves(importlib.import_module(row.module).Config()) for row in cli.STAGES.values()))
 
 
-DOORS = {"--" + name for name in ("stage", "config", "preview", "plan", "memory", "preset", "help", "print_config")}
+DOORS = {"--" + name for name in ("stage", "config", "preview", "plan", "memory", "cards", "preset", "help",
+                                "print_config")}
 
 
 def test_every_option_in_the_guides_tables_and_text_exists() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePath
 from typing import TextIO
+
+import torch
 
 from hybrid_rlhf.algorithms.preference import LOSSES
 from hybrid_rlhf.config import check
@@ -20,6 +22,7 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
 from hybrid_rlhf.rewards.classifier import BATCH_SIZE
 from hybrid_rlhf.run import plan_table
+from hybrid_rlhf.run.amounts import Cards
 from hybrid_rlhf.run.plan import DOES_NOT_FIT, Generation, Plan, Role, make_plan, size_text
 from hybrid_rlhf.training import (
     all_stages,
@@ -38,18 +41,20 @@ from hybrid_rlhf.training.four_roles import TRAINED, Parts, find_starts, held_as
 MAX_BATCH = 64  # sequences that HybridEngine decodes at once
 
 
-def carry_out(config: object, *, memory: int | None, only_plan: bool,
+def carry_out(config: object, *, memory: int | None, only_plan: bool, cards: Cards | None = None,
               stream: TextIO | None = None) -> tuple[object, int]:
     """What --plan and --memory ask for: print the plan and, for --memory, choose settings that fit.
 
-    Returns the settings to go on with and the exit code to stop with (0: go on, or done with --plan).
+    cards: what to plan for in place of this machine. Returns the settings to go on with and the exit code to stop with
+    (0: go on, or done with --plan).
     """
-    available = memory if memory is not None else free_bytes(device())
+    place = Place.of(cards) if cards else Place(device(), int(os.environ.get("WORLD_SIZE", "1")),
+                                                free_bytes(device()) if memory is None else memory)
     stream = stream or (sys.stdout if only_plan else sys.stderr)
-    plans = plans_of(config, available=available)
+    plans = plans_of(config, place)
     chosen = Choice(config, plans)
     if not chosen.fits:
-        chosen = choose(config, partial(plans_of, available=available), has_host=device().type != "cpu")
+        chosen = choose(config, partial(plans_of, place=place), has_host=place.device.type != "cpu")
     if memory is None:
         for plan in plans:
             plan_table.show(plan, chosen.flags if chosen.fits else (), stream)
@@ -64,26 +69,38 @@ def carry_out(config: object, *, memory: int | None, only_plan: bool,
     return chosen.config, 0
 
 
-def plans_of(config: object, *, available: int | None, is_exact: bool = True) -> list[Plan]:
+@dataclass(frozen=True)
+class Place:
+    """Where a run is planned: device and number of its processes, and the bytes that each may use (None: unknown)."""
+
+    device: torch.device
+    world: int
+    available: int | None
+
+    @classmethod
+    def of(cls, cards: Cards) -> Place:
+        return cls(torch.device("cuda"), cards.world, cards.usable)
+
+
+def plans_of(config: object, place: Place, *, is_exact: bool = True) -> list[Plan]:
     """One plan for each stage that `config` runs."""
     check(config.stage != "evaluate", "--plan and --memory are for stages that train; leave them out of evaluate")
     if isinstance(config, all_stages.Config):
         stages = all_stages.stage_configs(config)
-        return [_plan(stage, available, config.model, is_exact) for stage in stages.values()]
-    return [_plan(config, available, None, is_exact)]
+        return [_plan(stage, place, config.model, is_exact) for stage in stages.values()]
+    return [_plan(config, place, None, is_exact)]
 
 
-def _plan(config: object, available: int | None, start: ModelConfig | None, is_exact: bool) -> Plan:
+def _plan(config: object, place: Place, start: ModelConfig | None, is_exact: bool) -> Plan:
     """start: the model that an earlier stage of the same command will leave, which is not there yet."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    where = device()
+    where, world = place.device, place.world
     roles = _ROLES[type(config)](config, start)
     zero = roles[0].zero_stage
     dtype = str(load.resolve_dtype(roles[0].model.dtype, where)).removeprefix("torch.")
     title = (f"{config.stage}: {world} process{'es' if world > 1 else ''} on {where.type}, {dtype}, "
              f"ZeRO {'by dtype' if zero is None else zero}, micro-batches of {config.engine.micro_batch_tokens} tokens"
              + (f", offloaded: {', '.join(config.engine.offload)}" if config.engine.offload else ""))
-    return make_plan(title, roles, where, available, world, is_exact=is_exact)
+    return make_plan(title, roles, where, place.available, world, is_exact=is_exact)
 
 
 # -- roles of the recipes ---------------------------------------------------------------------------------------------
@@ -132,7 +149,8 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
     sampling, together = method.sampling, method.num_together
     sampled = config.data.max_prompt_length + sampling.max_new_tokens
     sequences = config.train.rows_per_step * sampling.num_samples
-    generation = Generation(min(MAX_BATCH, sequences), config.data.max_prompt_length, sampling.max_new_tokens)
+    tp = config.roles.actor.tp or 1
+    generation = Generation(min(MAX_BATCH, tp * sequences), config.data.max_prompt_length, sampling.max_new_tokens, tp)
 
     def role(name: str, **more: object) -> Role:
         trains, group = name in TRAINED, layout.group(name)

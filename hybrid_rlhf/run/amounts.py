@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from hybrid_rlhf.config import check
 
@@ -23,6 +24,34 @@ def parse_bytes(text: str, option: str) -> int:
     check(size > 0, f"{option} {text!r} is no memory at all; write a positive amount such as 24GiB")
     check(unit != "" or size >= 2**20, f"{option} {text!r} is {size} bytes; a unit is missing, as in {text.strip()}GiB")
     return size
+
+
+@dataclass(frozen=True)
+class Cards:
+    """What a plan is made for without being there: processes, one a card of `memory` bytes. usable: of a card; the rest
+    is left to the driver, to what the allocator cannot join, and to a plan's own error."""
+
+    hosts: int
+    per_host: int
+    memory: int
+
+    @property
+    def world(self) -> int:
+        return self.hosts * self.per_host
+
+    @property
+    def usable(self) -> int:
+        return self.memory * 9 // 10
+
+
+def parse_cards(text: str, option: str) -> Cards:
+    """'80GiB', '8x80GiB' or '2x8x80GiB' (hosts, cards of each, memory of a card). Raises UserError that names `option`.
+    """
+    *counts, memory = text.lower().split("x")
+    check(len(counts) <= 2 and all(re.fullmatch(r"\s*[1-9]\d{0,4}\s*", c) for c in counts),
+          f"{option} {text!r} names no cards; write hosts x cards x memory, such as 2x8x80GiB, 8x80GiB or 24GiB")
+    hosts, per_host = [1, 1, *map(int, counts)][-2:]
+    return Cards(hosts, per_host, parse_bytes(memory, option))
 
 
 def size_text(size: float) -> str:

@@ -31,11 +31,13 @@ LIBRARIES = {"cpu": 64 << 20, "cuda": 64 << 20}
 
 @dataclass(frozen=True)
 class Generation:
-    """How a role samples: `slots` sequences at once, of at most prompt + response tokens each."""
+    """How a role samples: `slots` sequences at once, of at most prompt + response tokens each, over `tp` processes that
+    hold a part of the heads each."""
 
     slots: int
     prompt: int
     response: int
+    tp: int = 1
 
 
 @dataclass(frozen=True)
@@ -211,9 +213,11 @@ class _Needs:
         part = 0 if role.base else whole // self.world
         self.always["weights"] = self._offloaded(part) if is_away else part
         at_once = self.sizes.largest if role.is_shared else min(whole, MAX_LIVE * self.sizes.itemsize)
+        tp = role.generation.tp if role.generation else 1
+        sampled = whole if tp == 1 else whole // tp + self.sizes.largest  # shards, and the embeddings whole
         phases = {**({"score": at_once} if role.scores else {}),
                   **({f"train {role.name}": at_once} if role.trains else {}),
-                  **({"generate": whole} if role.generation else {})}
+                  **({"generate": sampled} if role.generation else {})}
         self.now["gathered"] = phases
 
     def _add_classifier(self) -> None:
@@ -258,6 +262,6 @@ class _Needs:
         tokens = min(sampling.slots * sampling.prompt, max(MAX_PREFILL_TOKENS, sampling.prompt))
         per_token, per_sequence = footprint.cache_bytes(role.model, self.device)
         whole = per_token * (sampling.prompt + sampling.response) + per_sequence
-        self.now["KV cache"]["generate"] = sampling.slots * whole
+        self.now["KV cache"]["generate"] = sampling.slots * whole // sampling.tp
         self.now["activations"]["generate"] = round(self.act.scoring * tokens / (role.rows * role.length))
         self.now["logits"]["generate"] = sampling.slots * self.sizes.vocab * (4 + self.sizes.itemsize)
