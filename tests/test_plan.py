@@ -11,6 +11,7 @@ from tiny import save_tiny, tiny_causal_lm, tiny_config, tiny_tokenizer
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
 from hybrid_rlhf.engine.training_forms import training_forms
+from hybrid_rlhf.models import shapes
 from hybrid_rlhf.models.backbone import hidden_states
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
@@ -201,3 +202,49 @@ def test_a_real_update_takes_what_the_plan_says(tmp_path) -> None:
     plan = make_plan("sft", [role], CPU, None)
     weights = footprint.sizes(settings, CPU).weight_bytes
     assert live.peak <= plan.total("train policy") - weights - LIBRARIES["cpu"] <= 1.15 * live.peak
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt", "qwen3"])
+@pytest.mark.parametrize("settings", [{}, {"lora": LoraConfig(r=4)},
+                                      {"lora": LoraConfig(r=4), "gradient_checkpointing": True}])
+def test_two_layers_say_what_all_of_them_take(tmp_path, monkeypatch, kind, settings) -> None:
+    """Layers that are alike are counted from one and two; the whole model traced is the oracle, to the byte."""
+    tiny_config(kind=kind, num_hidden_layers=5).save_pretrained(tmp_path)
+    model = ModelConfig(str(tmp_path), dtype="bfloat16", **settings)
+    assert footprint._depths(model) == footprint.EQUAL
+    quick = footprint._traced_model(model, CPU, 4, 32, False, True), footprint.cache_bytes.__wrapped__(model, CPU)
+    monkeypatch.setattr(footprint, "_depths", lambda _: (5,))
+    assert quick == (footprint._traced_model(model, CPU, 4, 32, False, True),
+                     footprint.cache_bytes.__wrapped__(model, CPU))
+
+
+def test_layers_that_differ_are_not_counted_from_two(tmp_path) -> None:
+    tiny_config(kind="qwen2", num_hidden_layers=6, sliding_window=8, use_sliding_window=True,
+                layer_types=["full_attention", "sliding_attention"] * 3).save_pretrained(tmp_path)
+    assert footprint._depths(ModelConfig(str(tmp_path))) == (6,)
+
+
+def test_adapters_for_counting_are_pefts(tmp_path, monkeypatch) -> None:
+    """Parameters and traced bytes with our stand-in for peft's layers, and with peft's."""
+    tiny_config().save_pretrained(tmp_path)
+    model = ModelConfig(str(tmp_path), dtype="bfloat16", lora=LoraConfig(r=4, dropout=0.1))
+    ours = [footprint._traced_model(model, CPU, 4, 32, dropout, True) for dropout in (False, True)]
+    count = footprint._adapters.__wrapped__(model, CPU)
+    monkeypatch.setattr(shapes, "add_empty_adapters", lambda *_: False)
+    assert ours == [footprint._traced_model(model, CPU, 4, 32, dropout, True) for dropout in (False, True)]
+    assert count == footprint._adapters.__wrapped__(model, CPU)
+
+
+def test_a_prefill_keeps_no_layers_keys() -> None:
+    """What a prefill of four layers makes beside the cache does not grow by a layer's keys and values each."""
+    peaks = []
+    for depth in (2, 6):
+        model = tiny_causal_lm(num_hidden_layers=depth)
+        engine = HybridEngine.for_inference(model, tiny_tokenizer())
+        with engine.inference(), footprint.LiveBytes(tuple(model.parameters())) as live:
+            cache = engine._runner.new_cache(4, 70)
+            for _ in range(2):  # the first allocates the cache
+                live.peak = before = live.now
+                engine._runner.prefill(cache, [[5] * 64] * 4, range(4), range(4))
+        peaks.append(live.peak - before)
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.1)
