@@ -20,8 +20,9 @@ from hybrid_rlhf.algorithms import likelihood
 from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs
 from hybrid_rlhf.engine.training_forms import attention_by
 from hybrid_rlhf.kernels.fusions import Fusions, find_fusions
-from hybrid_rlhf.kernels.shape_ops import TRIAL, shape_ops
+from hybrid_rlhf.kernels.shape_ops import TRIAL, flash, shape_ops
 from hybrid_rlhf.models import shapes
+from hybrid_rlhf.models.attention import sdpa_replaced
 from hybrid_rlhf.models.backbone import hidden_states, own_head
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
@@ -204,7 +205,8 @@ def _traced_model(model: ModelConfig, device: torch.device, rows: int, length: i
         if model.quantize:
             pack(empty)
         fusions = Fusions() if is_partitioned else find_fusions(empty, ops.fused, TRIAL)
-        with shapes.without_memory(device), attention_by(ops), fusions.swapped():
+        attention = sdpa_replaced(flash) if device.type == "cuda" else attention_by(ops)
+        with shapes.without_memory(device), attention, fusions.swapped():
             shapes.on_device(empty)
             with nullcontext() if is_partitioned else fused_adapters(empty):
                 found.append(_trace(empty, rows, length, scores=i + 1 == len(depths) or not trains, trains=trains))
