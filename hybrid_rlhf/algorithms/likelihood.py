@@ -116,9 +116,9 @@ def imitation_loss(logprobs: Tensor, correct: Tensor, *, denominator: Tensor | f
     return -logprobs.sum() / denominator, observed
 
 
-def _blocks(logits: Tensor) -> Iterator[slice]:
+def _blocks(logits: Tensor, device_type: str | None = None) -> Iterator[slice]:
     """Blocks of rows, small enough for the fp32 copy of one to be no matter."""
-    size = max(1, _BLOCK_NUMBERS.get(logits.device.type, _BLOCK_ELSEWHERE) // logits.shape[1])
+    size = max(1, _BLOCK_NUMBERS.get(device_type or logits.device.type, _BLOCK_ELSEWHERE) // logits.shape[1])
     yield from (slice(start, start + size) for start in range(0, len(logits), size))
 
 

@@ -40,11 +40,28 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def without_memory(device: torch.device) -> Iterator[None]:
-    """Within the block new tensors are fake ones on `device`; nothing is allocated and nothing is computed."""
+    """Within the block new tensors are fake ones on `device`; nothing is allocated and nothing is computed. A build of
+    torch without CUDA has no autograd on fake cards, so there they are on the CPU: of the same sizes.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(), torch.device(device):
+    is_there = device.type == "cpu" or torch.cuda.is_available()
+    with _not_packed(), FakeTensorMode(), torch.device(device if is_there else "cpu"):
         yield
+
+
+@contextmanager
+def _not_packed() -> Iterator[None]:
+    """Within the block transformers does not look at position ids for packed rows, which fake ones cannot answer: it
+    would make a mask, where a real row has none, and attention with a mask is another."""
+    from transformers import masking_utils
+
+    before = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda *_args, **_named: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = before
 
 
 def read_config(model: ModelConfig):  # noqa: ANN201 - a transformers class

@@ -262,7 +262,7 @@ def logit_bytes(model: ModelConfig, device: torch.device, num_tokens: int, *, tr
         targets = torch.zeros(num_tokens, dtype=torch.long)
         for parameter in empty.parameters():
             parameter.grad = torch.zeros_like(parameter) if trains and parameter.requires_grad else None
-        with counting(empty) as live, torch.set_grad_enabled(trains), _few_blocks():
+        with counting(empty) as live, torch.set_grad_enabled(trains), _few_blocks(device):
             logprobs, spread, _ = token_logprobs(
                 hidden, targets, own_head(empty), with_entropy=entropy,
                 chunk_size=chunk_rows(config.get_text_config().vocab_size, hidden.dtype))
@@ -272,11 +272,11 @@ def logit_bytes(model: ModelConfig, device: torch.device, num_tokens: int, *, tr
 
 
 @contextmanager
-def _few_blocks() -> Iterator[None]:
+def _few_blocks(device: torch.device) -> Iterator[None]:
     """Within the block log-probabilities go over two blocks of each chunk: all take the same, in the same buffers, and
-    thousands of them would be most of the time that a plan takes."""
+    thousands of them would be most of the time that a plan takes. They are of the size that they have on `device`."""
     original = likelihood._blocks
-    likelihood._blocks = lambda logits: islice(original(logits), 2)
+    likelihood._blocks = lambda logits: islice(original(logits, device.type), 2)
     try:
         yield
     finally:
