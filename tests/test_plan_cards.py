@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
 from hybrid_rlhf.run import footprint
 from hybrid_rlhf.run.amounts import Cards, parse_cards
+from hybrid_rlhf.training import cards as presets
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -80,8 +82,18 @@ def test_the_file_for_two_hosts_says_how_it_is_started() -> None:
 
 @pytest.mark.slow
 def test_a_row_of_the_table_is_what_the_plan_says(tmp_path) -> None:
-    import json
-
     found = json.loads((ROOT / "docs/results/cards.json").read_text(encoding="utf-8"))
     row = next(r for r in found if (r["card_gib"], r["way"]) == (24, "qlora"))
     assert cards.largest("qlora", 24, tmp_path) == row
+
+
+@pytest.mark.parametrize("name", [n for n, row in presets.CARDS.items() if row.gib])
+def test_presets_and_the_table_of_cards_agree(name) -> None:
+    """The table has Llama's 8B where the presets, of one family, name Qwen's 7B."""
+    preset = presets.CARDS[name]
+    way = "qlora" if preset.settings.get("model.load_in_4bit") else "lora"
+    found = json.loads((ROOT / "docs/results/cards.json").read_text(encoding="utf-8"))
+    row = next(r for r in found if (r["card_gib"], r["way"]) == (preset.gib, way))
+    assert row["shape"].replace("8B", "7B") == preset.fits
+    if row["micro_batch_tokens"] < cards.TOKENS[0]:  # the larger one did not fit
+        assert preset.settings["engine.micro_batch_tokens"] <= row["micro_batch_tokens"]
