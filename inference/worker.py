@@ -6,6 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -17,6 +18,9 @@ from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.engine.request import Request
 from hybrid_rlhf.engine.serving import Serving
 
+# An eye does not tell tokens apart that come thirty times a second, but every delivery takes the interpreter from the
+# engine's thread, and a core from its products.
+TELL_SECONDS = 0.03
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 # Which request of a job, its new tokens, and whether it has ended; or what went wrong with the whole job.
@@ -45,6 +49,7 @@ class Lane:
     capacity: int
     serving: Serving | None = None
     jobs: list[Job] = field(default_factory=list)
+    told_at: float = 0.0  # when all new tokens were last delivered
 
 
 class Worker:
@@ -162,19 +167,27 @@ class Worker:
             lane.serving = None  # the memory of its cache goes back before the next one is made
             lane.serving = lane.engine.serve(lane.num_slots, lane.capacity)
             return
+        self._tell(lane)
+
+    def _tell(self, lane: Lane) -> None:
+        """The new tokens to whom they are for: first ones and last ones at once, others some at a time."""
         news: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue, Event]]] = {}
-        has_ended = False
+        has_ended, is_time = False, time.monotonic() - lane.told_at >= TELL_SECONDS
         for job in lane.jobs:
             for i, request in enumerate(job.requests):
                 sent, count = job.sent[i], len(request.tokens)
                 if sent < 0 or count == sent:
                     continue
                 is_last = count >= request.limit or request.tokens[-1] in lane.serving.stops
+                if sent and not (is_last or is_time):
+                    continue
                 news.setdefault(job.loop, []).append((job.events, (i, request.tokens[sent:], is_last)))
                 job.sent[i] = -1 if is_last else count
                 has_ended |= is_last
         if has_ended:
             self._forget_done(lane)
+        if is_time:
+            lane.told_at = time.monotonic()
         for loop, events in news.items():
             _deliver(loop, events)
 

@@ -15,9 +15,9 @@ from serving import asked, chat, running, until
 from tiny import save_tiny, tiny_tokenizer
 
 from hybrid_rlhf.engine.request import Request
-from hybrid_rlhf.inference import guard, replies
+from hybrid_rlhf.inference import guard, replies, worker
 from hybrid_rlhf.inference.served import Limits
-from hybrid_rlhf.inference.worker import Job
+from hybrid_rlhf.inference.worker import Job, Lane, Worker
 
 
 def _open_stream(port: int, **settings) -> socket.socket:
@@ -136,3 +136,26 @@ def test_tokens_that_wait_go_out_in_one_write_and_none_of_their_events_is_lost()
     bare = [re.sub(rb'"chatcmpl-\w+", "created": \d+', b"", b"".join(sent)) for sent in (apart, together)]
     assert bare[0] == bare[1]
     assert (len(apart), len(together)) == (9, 6)
+
+
+def test_first_and_last_tokens_go_out_at_once_and_those_between_thirty_times_a_second(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    async def steps() -> list[list[tuple]]:
+        jobs = [Job([Request(i, [1], limit, 0)], asyncio.get_running_loop()) for i, limit in enumerate((6, 9))]
+        lane = Lane(None, 2, 64, serving=SimpleNamespace(stops=frozenset()), jobs=[jobs[0]])
+        found = []
+        for step in range(1, 7):
+            now[0] += 0.016
+            if step == 4:
+                lane.jobs.append(jobs[1])
+            for job in lane.jobs:
+                job.requests[0].tokens.append(10 * job.requests[0].number + step)
+            Worker([lane])._tell(lane)
+            await asyncio.sleep(0)
+            found.append([job.events.get_nowait() for job in jobs if not job.events.empty()])
+        return found
+
+    assert asyncio.run(steps()) == [[(0, [1], False)], [], [(0, [2, 3], False)], [(0, [14], False)],
+                                    [(0, [4, 5], False), (0, [15], False)], [(0, [6], True)]]
