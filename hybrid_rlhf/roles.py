@@ -18,56 +18,15 @@ from hybrid_rlhf import role_state
 from hybrid_rlhf.distributed import place_over_ranks, sum_over_ranks
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig, micro_batches
 from hybrid_rlhf.engine.average import WeightAverage
+from hybrid_rlhf.measuring import kin, measure, per_action, per_sequence, summed
 from hybrid_rlhf.metrics import Metrics
-from hybrid_rlhf.models.shared_prefix import kinship
 from hybrid_rlhf.policy import PolicyModule, TokenScores
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.routing import expert_shares
-from hybrid_rlhf.tensors import SequenceBatch, last_true, pad_right, predicting, scatter
+from hybrid_rlhf.scalar_roles import Critic, Reward
+from hybrid_rlhf.tensors import SequenceBatch, pad_right
 
 __all__ = ["Actor", "Critic", "Mixed", "PolicyModule", "Reference", "Reward", "Roles", "TokenScores", "WeightAverage"]
-
-
-def _measure(engine: HybridEngine, batch: SequenceBatch, max_tokens: int, numbers: Callable) -> Iterator[tuple]:
-    """(row indices, numbers(rows on the engine's device)) of micro-batches within the token budget, in eval mode."""
-    engine.module.eval()
-    with engine.active():
-        yield from micro_batches.measure(engine, batch.attention_mask.sum(1), max_tokens,
-                                         lambda index: numbers(batch.rows(index).to(engine.device)),
-                                         _kin(engine, batch))
-
-
-def _kin(engine: HybridEngine, batch: SequenceBatch) -> Tensor | None:
-    """The number of each row's kin where rows begin alike and the module computes that once; None elsewhere."""
-    module = engine.module
-    if not hasattr(module, "can_share") or not len(batch) or batch.position_ids is not None:
-        return None
-    with engine.active():
-        return kinship(batch) if module.can_share() else None
-
-
-@torch.no_grad()
-def _per_action(engine: HybridEngine, rollout: Rollout, max_tokens: int, numbers: Callable) -> Tensor:
-    """`numbers(rows)` -> one value per action, for the whole rollout as (B, R) fp32 on the CPU, zero at padding."""
-    sequences = rollout.sequences(engine.pad_id)
-    out = torch.zeros(rollout.action_mask.shape)
-    for index, found in _measure(engine, sequences, max_tokens, numbers):
-        out[index] = scatter(found.float().cpu(), rollout.action_mask[index])
-    return out
-
-
-@torch.no_grad()
-def _per_sequence(engine: HybridEngine, batch: SequenceBatch, max_tokens: int) -> Tensor:
-    """(B,) fp32 on the CPU: the summed log-probabilities of each row's marked tokens, without gradients."""
-    out = torch.zeros(len(batch))
-    for index, found in _measure(engine, batch, max_tokens, lambda rows: _summed(engine(rows), rows)):
-        out[index] = found.cpu()
-    return out
-
-
-def _summed(tokens: TokenScores, rows: SequenceBatch) -> Tensor:
-    """(B,): the log-probabilities of each row's marked tokens, added up."""
-    return scatter(tokens.logprobs, rows.loss_mask[:, 1:]).sum(1)
 
 
 @dataclass
@@ -81,11 +40,11 @@ class Reference:
         self.engine.name = "reference"
 
     def logprobs(self, rollout: Rollout) -> Tensor:
-        return _per_action(self.engine, rollout, self.max_tokens, lambda rows: self.engine(rows).logprobs)
+        return per_action(self.engine, rollout, self.max_tokens, lambda rows: self.engine(rows).logprobs)
 
     def sequence_logprobs(self, batch: SequenceBatch) -> Tensor:
         """(B,): the summed log-probabilities of each row's marked tokens, without gradients."""
-        return _per_sequence(self.engine, batch, self.max_tokens)
+        return per_sequence(self.engine, batch, self.max_tokens)
 
 
 class Mixed(NamedTuple):
@@ -131,7 +90,7 @@ class Actor:
 
     def logprobs(self, rollout: Rollout) -> Tensor:
         """(B, R) log-probabilities of the sampled tokens under the present weights."""
-        return _per_action(self.engine, rollout, self.max_tokens, lambda rows: self.engine(rows).logprobs)
+        return per_action(self.engine, rollout, self.max_tokens, lambda rows: self.engine(rows).logprobs)
 
     def update(self, minibatch: Rollout, loss: Callable, mixed: Mixed | None = None) -> Metrics:
         """One optimizer step. `loss(TokenScores, rows of the minibatch, action count over all ranks)`."""
@@ -165,7 +124,7 @@ class Actor:
             value, observed = self._with_router(*loss(tokens, index), tokens, rows, total)
             return weight * value, observed
 
-        return micro_batches.Part(batch.attention_mask.sum(1), share, _kin(self.engine, batch))
+        return micro_batches.Part(batch.attention_mask.sum(1), share, kin(self.engine, batch))
 
     def _with_router(self, value: Tensor, observed: dict, tokens: TokenScores, rows: SequenceBatch,
                      total: Tensor) -> tuple[Tensor, dict]:
@@ -184,19 +143,19 @@ class Actor:
         widths = batch.attention_mask.sum(1)[groups].amax(1) * groups.shape[1]  # a group costs k rows of its longest
         total = sum_over_ranks(batch.attention_mask.sum())
         shares = expert_shares(self.engine, batch, self.max_tokens)
-        _kin(self.engine, batch)  # tried before the first forward, so that a resumed run computes as the first one did
+        kin(self.engine, batch)  # tried before the first forward, so that a resumed run computes as the first one did
 
         def share(index: Tensor) -> tuple[Tensor, dict]:
             rows = batch.rows(groups[index].T.reshape(-1)).to(self.engine.device)
             tokens = self.engine(rows, expert_shares=shares(len(rows)))
-            found = loss(_summed(tokens, rows).view(-1, len(index)), index)
+            found = loss(summed(tokens, rows).view(-1, len(index)), index)
             return self._with_router(*found, tokens, rows, total)
 
         return micro_batches.update(self.engine, self.max_tokens, micro_batches.Part(widths, share))
 
     def sequence_logprobs(self, batch: SequenceBatch) -> Tensor:
         """(B,): the summed log-probabilities of each row's marked tokens, without gradients."""
-        return _per_sequence(self.engine, batch, self.max_tokens)
+        return per_sequence(self.engine, batch, self.max_tokens)
 
     def average(self, decay: float) -> WeightAverage:
         """A moving average of the trained weights, from now on."""
@@ -205,77 +164,8 @@ class Actor:
     @torch.no_grad()
     def score_tokens(self, batch: SequenceBatch, **options: float) -> Sequence[TokenScores]:
         """TokenScores of the marked tokens, micro-batch by micro-batch, without gradients. options: the module's."""
-        return [found for _, found in _measure(self.engine, batch, self.max_tokens,
+        return [found for _, found in measure(self.engine, batch, self.max_tokens,
                                                lambda rows: self.engine(rows, **options))]
-
-
-@dataclass
-class Critic:
-    """The value of each state: what the rest of the response will be paid."""
-
-    engine: HybridEngine
-    max_tokens: int = 8192
-
-    def __post_init__(self) -> None:
-        self.engine.name = "critic"
-
-    def values(self, rollout: Rollout) -> Tensor:
-        """(B, R): the value before each action."""
-        return _per_action(self.engine, rollout, self.max_tokens, lambda rows: predicting(self.engine(rows), rows))
-
-    def update(self, minibatch: Rollout, loss: Callable) -> Metrics:
-        """One optimizer step. `loss(new_values (N,), rows of the minibatch, action count over all ranks)`."""
-        batch, count = minibatch.sequences(self.engine.pad_id), sum_over_ranks(minibatch.action_mask.sum())
-
-        def share(index: Tensor) -> tuple[Tensor, dict]:
-            rows = batch.rows(index).to(self.engine.device)
-            return loss(predicting(self.engine(rows), rows), minibatch.rows(index).to(self.engine.device), count)
-
-        return micro_batches.update(self.engine, self.max_tokens, micro_batches.Part(
-            batch.attention_mask.sum(1), share, _kin(self.engine, batch)))
-
-
-@dataclass
-class Reward:
-    """A reward model: one score per sequence, read at its last real token."""
-
-    engine: HybridEngine
-    max_tokens: int = 8192
-
-    def __post_init__(self) -> None:
-        self.engine.name = "reward model"
-
-    @torch.no_grad()
-    def score(self, batch: SequenceBatch) -> Tensor:
-        """(B,) fp32 scores on the CPU, without gradients."""
-        out = torch.zeros(len(batch))
-        for index, found in _measure(self.engine, batch, self.max_tokens, lambda rows: _last(self.engine(rows), rows)):
-            out[index] = found.cpu()
-        return out
-
-    def score_rollout(self, rollout: Rollout) -> Tensor:
-        """(B,) scores of prompt and response together."""
-        return self.score(rollout.sequences(self.engine.pad_id))
-
-    def update(self, batch: SequenceBatch, pairs: Tensor, loss: Callable) -> Metrics:
-        """One optimizer step on pairs. pairs (P, 2) long: rows of chosen and rejected.
-
-        A pair is never torn apart: micro-batches are made of pairs. `loss(chosen (p,), rejected (p,), index of pairs)`.
-        """
-        lengths, kin = batch.attention_mask.sum(1), _kin(self.engine, batch)
-        widths = lengths[pairs].amax(1) * 2  # a pair costs two rows of its longer side
-
-        def share(index: Tensor) -> tuple[Tensor, dict]:
-            rows = batch.rows(pairs[index].T.reshape(-1)).to(self.engine.device)
-            return loss(*_last(self.engine(rows), rows).chunk(2), index)
-
-        return micro_batches.update(self.engine, self.max_tokens, micro_batches.Part(
-            widths, share, None if kin is None else kin[pairs[:, 0]]))
-
-
-def _last(scores: Tensor, rows: SequenceBatch) -> Tensor:
-    """(B, T) -> (B,): each row's number at its last real token."""
-    return scores.gather(1, last_true(rows.attention_mask)[:, None])[:, 0]
 
 
 @dataclass
