@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs
 from hybrid_rlhf.distributed import max_over_ranks
 from hybrid_rlhf.engine.zero import is_partitioned
+from hybrid_rlhf.kernels import ops_for
 from hybrid_rlhf.models.backbone import hidden_states, hidden_states_and_router_logits, own_head
 from hybrid_rlhf.models.router import router_of
 from hybrid_rlhf.models.shared_prefix import packing, shared_states, sharing_is_exact
@@ -72,7 +73,8 @@ class PolicyModule(nn.Module):
             num_chunks = max_over_ranks(num_chunks)
         scores = token_logprobs(rows, predicted(batch), own_head(self.model), with_entropy=with_entropy,
                                 temperature=self.temperature if temperature is None else temperature,
-                                chunk_size=size, num_chunks=num_chunks)
+                                chunk_size=size, num_chunks=num_chunks,
+                                score_logits=ops_for(rows.device.type).token_scores)
         return TokenScores(*scores, router_loss, choices)
 
     def _states(self, batch: SequenceBatch) -> Tensor:

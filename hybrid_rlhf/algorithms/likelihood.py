@@ -25,14 +25,16 @@ def chunk_rows(vocab_size: int, dtype: torch.dtype) -> int:
 
 
 def token_logprobs(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], temperature: float = 1.0,
-                   chunk_size: int = 1024, with_entropy: bool = False, num_chunks: int = 1) -> Scores:
+                   chunk_size: int = 1024, with_entropy: bool = False, num_chunks: int = 1,
+                   score_logits: Callable[..., Scores] | None = None) -> Scores:
     """(logprobs (N,) fp32, entropy (N,) fp32 in nats or None, correct (N,) bool) of `targets` under `head`.
 
     hidden (N, H): the states that predict targets (N,) long. head: hidden rows (n, H) -> logits (n, V), n up to
     chunk_size. The distribution is softmax(logits / temperature), taken in fp32; correct marks the targets that are
     its most likely token. Logprobs and entropy are differentiable; N = 0 gives empty vectors that still lead back to
-    hidden and head. num_chunks: how often head is called at least, where others wait in each call. Raises ValueError
-    for unlike lengths, and for a temperature or chunk_size that is not positive.
+    hidden and head. num_chunks: how often head is called at least, where others wait in each call.
+    score_logits(logits, targets, temperature, with_entropy): the same of a chunk of logits (None: by torch).
+    Raises ValueError for unlike lengths, and for a temperature or chunk_size that is not positive.
     """
     if hidden.shape[0] != targets.shape[0]:
         raise ValueError(f"{hidden.shape[0]} hidden states for {targets.shape[0]} targets")
@@ -40,7 +42,7 @@ def token_logprobs(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Ten
         raise ValueError(f"temperature {temperature} and chunk_size {chunk_size} must be positive")
 
     def score(rows: Tensor, ids: Tensor) -> Scores:
-        return _Score.apply(head(rows), ids, temperature, with_entropy)
+        return (score_logits or _Score.apply)(head(rows), ids, temperature, with_entropy)
 
     chunks = list(zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True))
     chunks += [(hidden[:0], targets[:0])] * (num_chunks - len(chunks))

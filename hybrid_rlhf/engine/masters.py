@@ -1,7 +1,8 @@
 """AdamW for 16-bit weights at ZeRO 0: fp32 masters and moments, stepped where they are.
 
-DeepSpeed's 16-bit optimizers flatten masters, gradients and weights anew in every step; here nothing is copied but the
-gradient, a piece at a time, into a buffer that stays in a processor's cache.
+DeepSpeed's 16-bit optimizers flatten masters, gradients and weights anew in every step; here nothing is copied: a
+device's own kernel does it in one pass, and where there is none the gradient goes a piece at a time into a buffer that
+stays in the cache.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from hybrid_rlhf.distributed import sum_over_ranks, world_size
+from hybrid_rlhf.kernels import ops_for
+from hybrid_rlhf.kernels.ops import Updates
 
 _PIECE = {"cpu": 1 << 19}  # 2 MiB of each fp32 tensor of a piece
 _PIECE_ELSEWHERE = 1 << 25
@@ -115,7 +118,11 @@ class MasterAdamW(torch.optim.Optimizer):
         """The norm of all gradients, in fp32; the next step takes them scaled down to max_norm."""
         norms, spare = [], {}
         for gradient in filter(lambda g: g is not None, map(self._gradient, self._parameters())):
-            norms += [torch.linalg.vector_norm(_fp32(piece, spare)) for (piece,) in _pieces(gradient)]
+            own = self._updates(gradient)
+            if own:
+                norms.append(torch.tensor(own.sum_of_squares(gradient) ** 0.5))
+            else:
+                norms += [torch.linalg.vector_norm(_fp32(piece, spare)) for (piece,) in _pieces(gradient)]
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         self._factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch's clip_grad_norm_
         return norm
@@ -132,12 +139,24 @@ class MasterAdamW(torch.optim.Optimizer):
         self._summed.clear()
         self._factor = 1.0
 
+    def _updates(self, *tensors: Tensor) -> Updates | None:
+        """The kernels that step these, of one device; None where torch's own are to."""
+        own = ops_for(tensors[0].device.type).updates if self._fused and tensors[0].device.type == "cpu" else None
+        return own if own and all(t.is_contiguous() for t in tensors) else None
+
     def _step(self, parameter: nn.Parameter, gradient: Tensor, group: dict, spare: dict) -> None:
         state = self.state[parameter]
         if "step" not in state:
             state |= _fresh(parameter)
         master = state.get("master", parameter)
         (beta1, beta2), count = group["betas"], float(state["step"])
+        own = self._updates(parameter, gradient, master)
+        if own:
+            own.adamw(None if master is parameter else parameter.detach(), master.detach(), gradient,
+                      *(state[k] for k in MOMENTS), step=state["step"] + 1, lr=group["lr"], beta1=beta1, beta2=beta2,
+                      eps=group["eps"], weight_decay=group["weight_decay"], factor=self._factor)
+            state["step"] += 1
+            return
         for weight, own, grad, avg, square in _pieces(parameter, master, gradient, *(state[k] for k in MOMENTS)):
             grad = _fp32(grad, spare)
             if self._factor != 1.0:

@@ -98,7 +98,12 @@ Product product_for(at::ScalarType x, at::ScalarType weight, int64_t rows) {
   return hybrid::linear;
 }
 
-Tensor linear(const Tensor& input, const Tensor& weight, const Maybe& bias) {
+struct Adapter {
+  const Tensor &down, &up;
+  double scaling;
+};
+
+Tensor product(const Tensor& input, const Tensor& weight, const Maybe& bias, const Adapter* adapter) {
   at::NoGradGuard no_grad;
   TORCH_CHECK_VALUE(weight.dim() == 2 && input.dim() > 0 && input.size(-1) == weight.size(1),
                     "shapes do not fit: input ", input.sizes(), ", weight ", weight.sizes());
@@ -107,10 +112,10 @@ Tensor linear(const Tensor& input, const Tensor& weight, const Maybe& bias) {
   std::vector<int64_t> shape = input.sizes().vec();
   shape.back() = weight.size(0);
   const Tensor x = dense(input.reshape({-1, weight.size(1)}));
-  const Product product = product_for(x.scalar_type(), weight.scalar_type(), x.size(0));
-  if (!product) return (bias ? at::addmm(*bias, x, weight.t()) : at::mm(x, weight.t())).view(shape);
+  const Product chosen = product_for(x.scalar_type(), weight.scalar_type(), x.size(0));
+  if (!chosen) return (bias ? at::addmm(*bias, x, weight.t()) : at::mm(x, weight.t())).view(shape);
   Tensor out = at::empty({x.size(0), weight.size(0)}, x.options());
-  if (product == hybrid::linear && x.size(0) > kFewRows) {
+  if (chosen == hybrid::linear && x.size(0) > kFewRows) {
     wide_linear(x, weight, bias, out);
     return out.view(shape);
   }
@@ -122,15 +127,34 @@ Tensor linear(const Tensor& input, const Tensor& weight, const Maybe& bias) {
     wide_bias = bias->to(at::kFloat).contiguous();
     call.bias = wide_bias.const_data_ptr<float>();
   }
+  if (adapter) {
+    call.down = rows(adapter->down, "down", 2), call.up = rows(adapter->up, "up", 2);
+    call.rank = adapter->down.size(0), call.scaling = static_cast<float>(adapter->scaling);
+  }
   call.threads = at::get_num_threads();
   pybind11::gil_scoped_release unlocked;
-  product(call);
+  chosen(call);
   return out.view(shape);
+}
+
+Tensor linear(const Tensor& input, const Tensor& weight, const Maybe& bias) {
+  return product(input, weight, bias, nullptr);
 }
 
 // linear, and scaling * up (down x): a layer with its low-rank adapter, in one call because each costs more than its work.
 Tensor adapted_linear(const Tensor& input, const Tensor& weight, const Maybe& bias, const Tensor& down, const Tensor& up,
                       double scaling) {
+  TORCH_CHECK_VALUE(down.dim() == 2 && up.dim() == 2 && down.size(1) == weight.size(1) && up.size(0) == weight.size(0) &&
+                        up.size(1) == down.size(0),
+                    "shapes do not fit: weight ", weight.sizes(), ", down ", down.sizes(), ", up ", up.sizes());
+  const int64_t rows = input.numel() / std::max<int64_t>(1, input.size(-1));
+  const bool are_dots = down.scalar_type() == at::kBFloat16 && up.scalar_type() == at::kBFloat16 && down.size(0) > 0 &&
+                        product_for(input.scalar_type(), weight.scalar_type(), rows) == hybrid::dot_linear;
+  if (are_dots) {
+    const Tensor dense_down = dense(down), dense_up = dense(up);
+    const Adapter adapter{dense_down, dense_up, scaling};
+    return product(input, weight, bias, &adapter);
+  }
   at::NoGradGuard no_grad;
   return linear(input, weight, bias).add_(linear(linear(input, down, {}), up, {}), scaling);
 }
@@ -188,6 +212,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   hybrid::bind_sequences(m);
   hybrid::bind_gradients(m);
   hybrid::bind_layers(m);
+  hybrid::bind_updates(m);
   m.def("sample", &sample, py::arg("logits"), py::arg("streams"), py::arg("positions"), py::kw_only(),
         py::arg("temperature") = 1.0, py::arg("top_k") = 0, py::arg("top_p") = 1.0, py::arg("min_p") = 0.0,
         py::arg("repetition_penalty") = 1.0, py::arg("seen") = py::none(), py::arg("forbidden") = py::none());

@@ -59,5 +59,6 @@ void bind_layers(pybind11::module_& m);
 
 // Slots and positions of a decode step lie in the cache, or an error.
 void check_slots(const Attention& call, int64_t slots, int64_t columns);
+void bind_updates(pybind11::module_& m);
 
 }  // namespace hybrid

@@ -10,14 +10,14 @@ from types import ModuleType
 import torch
 
 from hybrid_rlhf.kernels import build
-from hybrid_rlhf.kernels.gradients import causal_attention_by, fused_by
-from hybrid_rlhf.kernels.ops import Ops
+from hybrid_rlhf.kernels.gradients import causal_attention_by, fused_by, token_scores_by
+from hybrid_rlhf.kernels.ops import Ops, Updates
 
 _HERE, _NAME = Path(__file__).parent, "hybrid_rlhf_cpu"
 SOURCES = tuple(_HERE / name for name in (
     "attention.cpp", "sequences.cpp", "sampling.cpp", "linear.cpp", "packed.cpp", "dots.cpp", "elementwise.cpp",
-    "elementwise_gradients.cpp", "decode_layer.cpp", "bindings.cpp", "bindings_sequences.cpp", "bindings_gradients.cpp",
-    "bindings_layers.cpp"))
+    "elementwise_gradients.cpp", "decode_layer.cpp", "vocabulary.cpp", "updates.cpp", "bindings.cpp",
+    "bindings_sequences.cpp", "bindings_gradients.cpp", "bindings_layers.cpp", "bindings_updates.cpp"))
 HEADERS = tuple(_HERE / name for name in ("simd.h", "kernels.h", "truncation.h", "products.h", "activations.h",
                                              "bindings.h"))
 
@@ -34,7 +34,8 @@ def load() -> Ops:
                module.sample, module.linear if dtypes else None, dtypes,
                fused_by(module),
                causal_attention_by(module) if has_wide_vectors() else None, module.adapted_linear if dtypes else None,
-               module.DecodeLayer if dtypes else None)
+               module.DecodeLayer if dtypes else None, token_scores_by(module),
+               Updates(module.adamw, module.sum_of_squares))
 
 
 def load_linear() -> Callable:

@@ -49,8 +49,48 @@ void block(const Word* const* x, const Word* const* w, const Word* const* ahead,
   _mm512_storeu_ps(out, sums_of_sixteen(sums));
 }
 
-// One piece of work: `count` outputs of every row. sums: (rows, kTask) to work in.
-void work(const Linear& call, int64_t first, int64_t count, float* sums) {
+// `rows` of x by `count` rows of w, both `depth` long: act(m, n, sums) with the sums of a block of kSide rows from m and
+// kSide outputs from n.
+template <typename Act>
+void small_product(const Word* x, int64_t x_step, int64_t rows, const Word* w, int64_t w_step, int64_t count,
+                   int64_t depth, Act act) {
+  for (int64_t n = 0; n < count; n += kSide)
+    for (int64_t m = 0; m < rows; m += kSide) {
+      const Word *inputs[kSide], *weights[kSide];
+      for (int64_t i = 0; i < kSide; ++i) {
+        inputs[i] = x + std::min(m + i, rows - 1) * x_step;
+        weights[i] = w + std::min(n + i, count - 1) * w_step;
+      }
+      float out[kSide * kSide];
+      block<false>(inputs, weights, 0, depth, out);
+      act(m, n, out);
+    }
+}
+
+// down x of every row, rounded to bf16 as between two layers: (rows, rank) into `low`.
+void lower(const Linear& call, c10::BFloat16* low) {
+  small_product(static_cast<const Word*>(call.x.data), call.x.stride0, call.rows,
+                static_cast<const Word*>(call.down.data), call.down.stride0, call.rank, call.in_features,
+                [&](int64_t m, int64_t n, const float* out) {
+                  for (int64_t i = 0; i < std::min<int64_t>(kSide, call.rows - m); ++i)
+                    for (int64_t j = 0; j < std::min<int64_t>(kSide, call.rank - n); ++j)
+                      low[(m + i) * call.rank + n + j] = out[i * kSide + j];
+                });
+}
+
+// sums += scaling * up low for `count` outputs of every row.
+void raise(const Linear& call, int64_t first, int64_t count, const c10::BFloat16* low, float* sums) {
+  small_product(reinterpret_cast<const Word*>(low), call.rank, call.rows,
+                static_cast<const Word*>(call.up.data) + first * call.up.stride0, call.up.stride0, count, call.rank,
+                [&](int64_t m, int64_t n, const float* out) {
+                  for (int64_t i = 0; i < std::min<int64_t>(kSide, call.rows - m); ++i)
+                    for (int64_t j = 0; j < kSide; ++j)
+                      sums[(m + i) * kTask + n + j] += call.scaling * out[i * kSide + j];
+                });
+}
+
+// One piece of work: `count` outputs of every row. sums: (rows, kTask) to work in; low: `lower`, if there is an adapter.
+void work(const Linear& call, int64_t first, int64_t count, const c10::BFloat16* low, float* sums) {
   const auto* x = static_cast<const Word*>(call.x.data);
   const auto* weight = static_cast<const Word*>(call.weight.data) + first * call.weight.stride0;
   for (int64_t n = 0; n < count; n += kSide) {
@@ -73,6 +113,7 @@ void work(const Linear& call, int64_t first, int64_t count, float* sums) {
         std::memcpy(sums + (m + i) * kTask + n, out + i * kSide, kSide * sizeof(float));
     }
   }
+  if (call.rank) raise(call, first, count, low, sums);
   auto* to = static_cast<c10::BFloat16*>(call.out.data) + first;
   for (int64_t m = 0; m < call.rows; ++m) {
     float* row = sums + m * kTask;
@@ -90,19 +131,33 @@ bool has_dot_linear() { return true; }
 
 int64_t dot_pieces(const Linear& call) { return (call.out_features + kTask - 1) / kTask; }
 
-Piece dot_piece(const Linear& call, int64_t piece) {
+namespace {
+
+Piece made(const Linear& call, int64_t piece, const c10::BFloat16* low) {
   thread_local std::vector<float> sums;
   sums.resize((call.rows + kSide) * kTask);
   const int64_t first = piece * kTask, count = std::min(kTask, call.out_features - first);
-  work(call, first, count, sums.data());
+  work(call, first, count, low, sums.data());
   return {0, call.rows, first, count};
 }
+
+}  // namespace
+
+Piece dot_piece(const Linear& call, int64_t piece) { return made(call, piece, nullptr); }
 
 // Guided: long runs of neighbours first, for each asks for the next one's memory, and single pieces in the end.
 void dot_linear(const Linear& call) {
   const int64_t pieces = dot_pieces(call);
-#pragma omp parallel for schedule(guided, 1) num_threads(call.threads)
-  for (int64_t piece = 0; piece < pieces; ++piece) dot_piece(call, piece);
+#pragma omp parallel num_threads(call.threads)
+  {
+    thread_local std::vector<c10::BFloat16> low;  // by each thread for itself: less than waiting for another's
+    if (call.rank) {
+      low.resize(call.rows * call.rank);
+      lower(call, low.data());
+    }
+#pragma omp for schedule(guided, 1)
+    for (int64_t piece = 0; piece < pieces; ++piece) made(call, piece, low.data());
+  }
 }
 
 #else

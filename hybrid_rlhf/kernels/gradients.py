@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from hybrid_rlhf.kernels import reference
 from hybrid_rlhf.kernels.ops import Fused
+
+_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))  # that the kernels read
 
 
 def causal_attention_by(kernels: ModuleType) -> Callable:
@@ -39,6 +42,42 @@ def causal_attention_by(kernels: ModuleType) -> Callable:
         return kernels.causal_attention(query, key, value, scaling=scaling)[0]
 
     return causal_attention
+
+
+def token_scores_by(kernels: ModuleType) -> Callable:
+    """kernels/reference.py: token_scores by the compiled `kernels`, with gradients.
+
+    Kept for the backward pass: the logits in their own dtype, one log-normaliser and one entropy per row.
+    """
+
+    class TokenScores(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: FunctionCtx, logits: Tensor, targets: Tensor, temperature: float,
+                    with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+            logits = logits if logits.shape[1] <= 1 or logits.stride(1) == 1 else logits.contiguous()
+            logprobs, entropy, correct, normalisers = kernels.token_scores(logits, targets, temperature, with_entropy)
+            ctx.save_for_backward(logits, targets, normalisers, entropy)
+            ctx.temperature = temperature
+            ctx.set_materialize_grads(False)
+            ctx.mark_non_differentiable(correct)
+            return logprobs, entropy, correct
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: FunctionCtx, by_logprobs: Tensor | None, by_entropy: Tensor | None,
+                     _correct: None) -> tuple[Tensor | None, ...]:
+            by_entropy = None if by_entropy is not None and not by_entropy.numel() else by_entropy
+            found = kernels.token_scores_backward(*ctx.saved_tensors, by_logprobs, by_entropy, ctx.temperature)
+            return found, None, None, None
+
+    def token_scores(logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool,
+                     ) -> tuple[Tensor, Tensor | None, Tensor]:
+        if logits.dtype not in _DTYPES:
+            return reference.token_scores(logits, targets, temperature, with_entropy)
+        logprobs, entropy, correct = TokenScores.apply(logits, targets, temperature, with_entropy)
+        return logprobs, entropy if with_entropy else None, correct
+
+    return token_scores
 
 
 def fused_by(kernels: ModuleType) -> Fused:

@@ -69,6 +69,9 @@ struct Linear {
   Rows x, weight, out;            // (M, 1, in), (N, 1, in), (M, 1, N)
   const float* bias;              // (N) or null
   int threads;
+  Rows down, up;                  // (r, 1, in), (N, 1, r): an adapter, which adds scaling up (down x); dot_linear alone
+  int64_t rank;                   // 0: none
+  float scaling;
 };
 
 void linear(const Linear& call);         // any dtypes, few rows
@@ -151,5 +154,35 @@ struct DecodeLayer {  // one token of each row through a decoder layer; each ope
 };
 
 void decode_layer(const DecodeLayer& call);
+
+struct Vocabulary {
+  int64_t rows, size;
+  Rows logits;                    // (N, 1, V)
+  const int64_t* targets;         // (N)
+  float temperature;
+  float *logprobs, *normalisers;  // (N) written; normalisers are read by the backward pass
+  float* entropy;                 // (N) written, or null; read by the backward pass if it has by_entropy
+  bool* correct;                  // (N) written
+  const float *by_logprobs, *by_entropy;  // (N) or null, of the backward pass
+  void* gradient;                 // (N, V), dense, of the dtype of the logits: written by the backward pass
+  int threads;
+};
+
+void score_tokens(const Vocabulary& call);
+void score_tokens_backward(const Vocabulary& call);
+
+struct Adam {
+  int64_t count, step;            // step: the number of this one, from 1
+  void* weight;                   // the master rounded, written; or null
+  const void* gradient;
+  DType weight_dtype, gradient_dtype;
+  float *master, *average, *square;
+  double rate, beta1, beta2, epsilon, weight_decay;
+  float factor;                   // of the gradient
+  int threads;
+};
+
+void adamw(const Adam& call);
+double sum_of_squares(const void* data, DType dtype, int64_t count, int threads);
 
 }  // namespace hybrid

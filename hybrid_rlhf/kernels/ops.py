@@ -1,4 +1,4 @@
-"""What a device's kernels are: two operations with the signatures that kernels/reference.py defines."""
+"""What a device's kernels are: operations with the signatures that kernels/reference.py defines."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ class Fused(NamedTuple):
     rotary: Callable
 
 
+class Updates(NamedTuple):
+    """What an optimizer's step needs, in place on the processor; kernels/reference.py defines both."""
+
+    adamw: Callable
+    sum_of_squares: Callable
+
+
 class Ops(NamedTuple):
     """The operations of one device. name is for people: "reference", "cpu (C++)", "cuda (Triton)".
 
@@ -24,6 +31,8 @@ class Ops(NamedTuple):
     causal_attention: of whole sequences, with gradients; None where torch's own is as fast.
     adapted_linear(input, weight, bias, down, up, scaling): linear + scaling up (down input), as `linear` is.
     decode_layer: the class DecodeLayer of kernels/reference.py for weights in linear_dtypes; None where there is none.
+    token_scores: log-probabilities and entropies from logits, with gradients; None where torch's own operations do it.
+    updates: an optimizer's step; None where torch's own do it.
     """
 
     name: str
@@ -35,6 +44,8 @@ class Ops(NamedTuple):
     causal_attention: Callable | None = None
     adapted_linear: Callable | None = None
     decode_layer: Callable | None = None
+    token_scores: Callable | None = None
+    updates: Updates | None = None
 
 
 class KernelsUnavailableError(Exception):

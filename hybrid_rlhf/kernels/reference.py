@@ -114,6 +114,38 @@ class DecodeLayer:
         return hidden + to_down(gated(to_gate(x), to_up(x), self._is_gelu))
 
 
+def token_scores(logits: Tensor, targets: Tensor, temperature: float = 1.0,
+                 with_entropy: bool = False) -> tuple[Tensor, Tensor | None, Tensor]:
+    """logits (N, V), targets (N,) long -> logprobs (N,) fp32, entropy (N,) fp32 in nats or None, correct (N,) bool.
+
+    Of the distribution softmax(logits / temperature), taken in fp32; correct: the target is its (first) most likely
+    word. A word ruled out by -inf adds nothing to the entropy.
+    """
+    x = logits.float() / temperature
+    logprobs = x.log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1) if with_entropy else None
+    return logprobs.gather(-1, targets[:, None])[:, 0], entropy, x.argmax(-1) == targets
+
+
+def adamw(weight: Tensor | None, master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, step: int,
+          lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, factor: float = 1.0) -> None:
+    """Step number `step` (from 1) of decoupled AdamW (1711.05101) in place, all dense and of one size: master, exp_avg
+    and exp_avg_sq fp32, of gradient times `factor`. weight, of any dtype, becomes the master rounded (None: none)."""
+    wide = gradient.float().reshape(master.shape) * factor
+    master.mul_(1 - lr * weight_decay)
+    exp_avg.lerp_(wide, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(wide, wide, value=1 - beta2)
+    root = exp_avg_sq.sqrt() / (1 - beta2**step) ** 0.5
+    master.addcdiv_(exp_avg, root + eps, value=-lr / (1 - beta1**step))
+    if weight is not None:
+        weight.copy_(master)
+
+
+def sum_of_squares(x: Tensor) -> float:
+    """Of all numbers of x: in fp32 within pieces, which are added up in double precision."""
+    return float(x.double().square().sum())
+
+
 def splitmix64(x: Tensor) -> Tensor:
     """The splitmix64 step (Steele, Lea, Flood 2014) of int64 values as uint64; products wrap around."""
     x = x + _GOLDEN
