@@ -77,12 +77,14 @@ def _measure(rollout: Rollout, recomputed: Tensor, metrics: Metrics) -> float:
 
 @torch.no_grad()
 def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: SamplingConfig, seed: int,
-            metrics: Metrics, gate: DriftGate | None = None, *, may_skip: bool = False) -> Rollout:
+            metrics: Metrics, gate: DriftGate | None = None, *, may_skip: bool = False,
+            with_values: bool = True) -> Rollout:
     """Sample `sampling.num_samples` responses to each prompt, then score them and measure every role on them.
 
     seed makes the sampling a function of the step. gate: whose log-probabilities are the old ones (None: recomputed).
-    may_skip: whether a response that every source skipped has the score NaN; else it is an error. metrics receives the
-    time and the peak memory of each phase, and what the engine has to say of itself.
+    may_skip: whether a response that every source skipped has the score NaN; else it is an error. with_values: whether
+    a critic's values are measured; else that is left to the caller. metrics receives the time and the peak memory of
+    each phase, and what the engine has to say of itself.
     """
     start = time.perf_counter()
     peak = partial(peak_in, metrics, device=roles.actor.engine.device)
@@ -96,13 +98,19 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
         if roles.ref:
             with peak("ref/score"):
                 rollout.ref_logprobs = roles.ref.logprobs(rollout)  # (B, R)
-        if roles.critic:
-            with peak("critic/score"):
-                rollout.values = roles.critic.values(rollout)  # (B, R)
         with peak("reward/score"):
             rollout.scores = _scores(source, rollout, may_skip)  # (B,)
         rollout.source_scores = rollout.source_scores or {source.name: rollout.scores}  # a mixture has told its parts
+    if roles.critic and with_values:
+        measure_values(rollout, roles, metrics)
     return rollout
+
+
+@torch.no_grad()
+def measure_values(rollout: Rollout, roles: Roles, metrics: Metrics) -> None:
+    """Fill in the critic's values; metrics receives time and peak memory."""
+    with metrics.timer("score"), peak_in(metrics, "critic/score", roles.actor.engine.device):
+        rollout.values = roles.critic.values(rollout)  # (B, R)
 
 
 def _scores(source: RewardSource, rollout: Rollout, may_skip: bool) -> Tensor:
@@ -150,6 +158,15 @@ def _spread_groups(rollout: Rollout, group_size: int) -> Rollout:
     return rollout.rows(rollout.has_spread(group_size).repeat_interleave(group_size).nonzero()[:, 0])
 
 
+def samples_of(rollout: Rollout | None, count: int) -> list[dict]:
+    """The first responses of a rollout, for people; the score of one that every source skipped is None."""
+    if rollout is None:
+        return []
+    return [{"prompt": rollout.prompts.texts[i], "completion": rollout.completions[i],
+             "score": None if rollout.scores[i].isnan() else float(rollout.scores[i]),
+             "ended": bool(rollout.has_eos[i])} for i in range(min(count, len(rollout)))]
+
+
 class Ranking:
     """Fresh responses in groups, and what the source thinks of each: what best-of-n methods learn from.
 
@@ -184,12 +201,7 @@ class Ranking:
 
     def samples(self, count: int = 4) -> list[dict]:
         """The first responses of the newest round, for people; the score of a skipped one is None."""
-        if self.newest is None:
-            return []
-        newest = self.newest
-        return [{"prompt": newest.prompts.texts[i], "completion": newest.completions[i],
-                 "score": None if newest.scores[i].isnan() else float(newest.scores[i]),
-                 "ended": bool(newest.has_eos[i])} for i in range(min(count, len(newest)))]
+        return samples_of(self.newest, count)
 
     def state(self) -> dict:
         """For a checkpoint, with the roles' own."""

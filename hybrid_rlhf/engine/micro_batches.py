@@ -59,6 +59,12 @@ def _groups(engine: HybridEngine, lengths: Tensor, max_tokens: int, kin: Tensor 
     return token_budget_groups(lengths, max_tokens, 64 + _PASS_WEIGHTS.get(engine.device.type, 1.5e12) // size)
 
 
+def groups(engine: HybridEngine, phase: str, lengths: Tensor, max_tokens: int, kin: Tensor | None = None,
+           ) -> list[Tensor]:
+    """Rows of these lengths (N,) as the micro-batches of `phase` that hold them now; see Part for kin."""
+    return _groups(engine, lengths, budget(engine, phase, max_tokens), kin)
+
+
 def measure(engine: HybridEngine, lengths: Tensor, max_tokens: int,
             numbers: Callable[[Tensor], Numbers], kin: Tensor | None = None) -> Iterator[tuple[Tensor, Numbers]]:
     """(rows, numbers(rows)) for groups of row indices that hold every row once.

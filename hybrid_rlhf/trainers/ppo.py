@@ -17,7 +17,7 @@ from hybrid_rlhf.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate, kl_loss
 from hybrid_rlhf.algorithms.likelihood import imitation_loss
 from hybrid_rlhf.algorithms.policy import denominators, entropy_loss, importance_weights, policy_loss, value_loss
 from hybrid_rlhf.algorithms.shaping import missing_eos, normalise, overlong, shape_rewards
-from hybrid_rlhf.collect import DriftGate, collect, refill
+from hybrid_rlhf.collect import DriftGate, collect, measure_values, refill, samples_of
 from hybrid_rlhf.distributed import place_over_ranks, sum_over_ranks
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.rewards import RewardSource
@@ -27,7 +27,6 @@ from hybrid_rlhf.tensors import SequenceBatch, masked_mean
 from hybrid_rlhf.trainers.ppo_config import PPOConfig
 
 __all__ = ["PPOConfig", "PPOTrainer"]
-
 
 _UPDATED = ("grad_norm", "learning_rate", "micro_batch_tokens", "train/skipped_updates")  # of both roles
 
@@ -73,10 +72,10 @@ class PPOTrainer:
     def step(self, prompts: Prompts) -> Metrics:
         metrics = Metrics()
         rollout = self._sample(prompts, metrics)
-        self.estimate(rollout, metrics)
+        valued = self._value(rollout, metrics)
         self.newest = rollout
         with metrics.timer("train"):
-            updated = self.update(rollout)
+            updated = self.update(rollout, valued)
         metrics.add("kl_coef", self.kl_coef.value)
         if self.roles.ref:
             self.kl_coef.update(*_mean_over_ranks(rollout.mean_kl(), len(rollout)))
@@ -89,7 +88,7 @@ class PPOTrainer:
 
         def sample(given: Prompts, number: int) -> Rollout:
             found = collect(given, self.roles, self.source, config.sampling, self._sampling_seed() + number * 500_009,
-                            metrics, self.gate)
+                            metrics, self.gate, with_values=False)
             if size > 1:
                 is_flat = ~found.has_spread(size)
                 metrics.add("frac_reward_zero_std", is_flat.float().mean(), len(is_flat))
@@ -99,6 +98,24 @@ class PPOTrainer:
         if not config.max_refills:
             return first
         return refill(first, size, config.max_refills, lambda number: sample(self.more(), number), metrics)
+
+    def _value(self, rollout: Rollout, metrics: Metrics) -> Metrics | None:
+        """Fill in the critic's values, and what is estimated from them.
+
+        Where the first minibatch is the whole rollout, the forward that measures them is the one that the critic's
+        first update trains on: that update is made here, before the actor's, and what it reports is returned.
+        """
+        critic = self.roles.critic
+        if critic and self._minibatch_size(len(rollout)) >= len(rollout) and critic.can_measure_in_update(rollout):
+            def ready(values: Tensor) -> None:
+                rollout.values = values
+                self.estimate(rollout, metrics)
+
+            with metrics.timer("train"):
+                return critic.first_update(rollout, ready, self.critic_loss, metrics)
+        if critic:
+            measure_values(rollout, self.roles, metrics)
+        return self.estimate(rollout, metrics)
 
     @torch.no_grad()
     def estimate(self, rollout: Rollout, metrics: Metrics) -> None:
@@ -131,8 +148,9 @@ class PPOTrainer:
                 rollout.action_mask.sum(1), config.sampling.max_new_tokens, config.overlong_buffer)
         return missing_eos(scores, rollout.has_eos, config.missing_eos_penalty)
 
-    def update(self, rollout: Rollout) -> Metrics:
-        """num_ppo_epochs passes over the rollout in shuffled minibatches: the actor's step, then the critic's.
+    def update(self, rollout: Rollout, valued: Metrics | None = None) -> Metrics:
+        """num_ppo_epochs passes over the rollout in shuffled minibatches: the actor's step, then the critic's (of which
+        the first may have been made, and have reported `valued`).
 
         The order is one of all processes' sequences, so that how many processes share them moves no gradient. With
         early_stop_kl the passes end after a minibatch that finds the actor too far from where it sampled.
@@ -140,13 +158,13 @@ class PPOTrainer:
         metrics, (first, total) = Metrics(), place_over_ranks(len(rollout))
         for _ in range(self.config.num_ppo_epochs):
             for minibatch in rollout.shuffled(self._minibatch_size(total), self.rng, first, total):
-                observed = self._update_on(minibatch)
+                observed, valued = self._update_on(minibatch, valued), None
                 metrics = metrics + observed
                 if self._is_far(observed):
                     return metrics.add("policy/early_stop", 1.0)
         return metrics if self.config.early_stop_kl is None else metrics.add("policy/early_stop", 0.0)
 
-    def _update_on(self, minibatch: Rollout) -> Metrics:
+    def _update_on(self, minibatch: Rollout, valued: Metrics | None) -> Metrics:
         """The optimizer steps of one minibatch: the actor's, unless the critic warms up, and the critic's."""
         metrics = Metrics()
         if self.num_steps >= self.config.critic_warmup_steps:
@@ -158,8 +176,8 @@ class PPOTrainer:
             if self.average is not None:
                 self.average.update()
         if self.roles.critic:
-            metrics += self.roles.critic.update(minibatch, self.critic_loss).renamed(
-                {n: f"value/{n.removeprefix('train/')}" for n in _UPDATED})
+            found = self.roles.critic.update(minibatch, self.critic_loss) if valued is None else valued
+            metrics += found.renamed({n: f"value/{n.removeprefix('train/')}" for n in _UPDATED})
         return metrics
 
     def _pretraining(self, minibatch: Rollout, num_sequences: Tensor) -> Mixed | None:
@@ -232,8 +250,8 @@ class PPOTrainer:
         """Scores, KL and lengths of fresh responses to held-out prompts (always the same draw)."""
         metrics = Metrics()
         for i, prompts in enumerate(batches):
-            rollout = collect(prompts, self.roles, self.source, self.config.sampling, self.seed + i, Metrics())
-            metrics += rollout.metrics()
+            metrics += collect(prompts, self.roles, self.source, self.config.sampling, self.seed + i, Metrics(),
+                               with_values=False).metrics()
         return metrics.over_ranks()
 
     def _sampling_seed(self) -> int:
@@ -242,12 +260,7 @@ class PPOTrainer:
 
     def samples(self, count: int = 4) -> list[dict]:
         """The first responses of the newest rollout, for people."""
-        if self.newest is None:
-            return []
-        newest = self.newest
-        return [{"prompt": newest.prompts.texts[i], "completion": newest.completions[i],
-                 "score": float(newest.scores[i]), "ended": bool(newest.has_eos[i])}
-                for i in range(min(count, len(newest)))]
+        return samples_of(self.newest, count)
 
     def _parts(self) -> dict[str, Pretraining | WeightAverage]:
         """What has a state of its own beside the roles, by its name there. Each has state() and load_state()."""
