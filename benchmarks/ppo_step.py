@@ -7,7 +7,10 @@ OPT-125m shape, bf16, batch 8, 64 prompt tokens; `full`: all weights of actor an
 lengths drawn once from a geometric law with mean 24, at most 64, the same for both sides. floor_ratio is our time over
 that of the step's matrix products at the measured rate plus its unavoidable bytes (weights read once per decode step,
 optimizer state) at the measured bandwidth. It has nothing for attention, norms, activations, softmax over the
-vocabulary, adapters or the writing of gradients: a step that fused everything perfectly would still take longer.
+vocabulary, adapters or the writing of gradients: a step that fused everything perfectly would still take longer. The
+critic's old values cost it no forward, for the one that its update trains on gives them. wide_floor_ratio is over a
+floor that also counts attention's and adapters' products, and the bytes no cache can hold: the weights of each pass,
+what a forward keeps for its backward, logits, and gradients as they are written.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 import harness
 import torch
 from floors import Shape, ppo_floor
-from harness import Times, alternate, machine, write_rows
+from harness import Times, alternate, bandwidth, machine, matrix_rate, write_rows
 from peers.plain_ppo import PlainPPO
 from ppo_models import LORA, SHAPES, make_folders, prompts_of, roles_of, trainer_of
 
@@ -57,9 +60,33 @@ class Ours:
         self.seconds = {k: v for k, v in metrics.items() if k.startswith("time/") or k == "engine/logprob_drift"}
 
 
-def floor_seconds(shape: str, lora: bool, limits: list[int]) -> tuple[float, str]:
-    """Seconds that the step's products and bytes take at this machine's own rates, and a line about them."""
-    return ppo_floor(Shape.of(SHAPES[shape][1]), [PROMPT] * ROWS, limits, lora)
+def floor_seconds(shape: str, lora: bool, limits: list[int]) -> tuple[float, float, str]:
+    """Seconds that the step's products and bytes take at this machine's own rates, those of the wide floor, and a line
+    about them."""
+    model = Shape.of(SHAPES[shape][1])
+    floor, line = ppo_floor(model, [PROMPT] * ROWS, limits, lora)
+    operations, num_bytes = beyond_products(model, lora, limits)
+    rate = matrix_rate(model.products(ROWS * PROMPT + sum(limits)), torch.bfloat16)
+    wide = floor + operations / rate + num_bytes / bandwidth()
+    return floor, wide, f"{line}; wide floor {wide:.2f} s: {operations:.2g} operations, {num_bytes / 1e9:.2f} GB more"
+
+
+def beyond_products(model: Shape, lora: bool, limits: list[int]) -> tuple[float, float]:
+    """Operations and bytes that the floor leaves out and no step can: four forwards and two backwards, in 16 bits.
+
+    Attention looks back only, and its backward takes 2.5 forwards. A forward with gradients keeps eight states of the
+    hidden size and two of the inner one (a gated MLP three) of each token and layer, written once and read once. Logits
+    are written and read by reference and actor, read again for the gradient, which is written and read (twice where it
+    makes a weight's). An adapter takes rank x (in + out) products a token in three forwards, twice that in a backward.
+    """
+    read, answered = ROWS * PROMPT + sum(limits), sum(limits)
+    attention = model.layers * sum(2 * model.hidden * (PROMPT + n) ** 2 for n in limits) * (4 + 2 * 2.5)
+    sides = sum(i + o for _, i, o in model.products(read))
+    adapters = 2 * LORA.r * model.layers * sides * read * (3 + 2 * 2) if lora else 0
+    kept = 2 * 2 * read * model.layers * (8 * model.hidden + (model.ups + 1) * model.inner)
+    logits = answered * model.vocab * (4 + 1 + 1 + (1 if lora else 2))
+    gradients = 0 if lora else 2 * model.body + model.head
+    return attention + adapters, 2 * (model.body * (4 + 2) + kept + logits + gradients)
 
 
 def measure(name: str, shape: str, place: Path, repeats: int) -> dict:
@@ -68,16 +95,17 @@ def measure(name: str, shape: str, place: Path, repeats: int) -> dict:
     ours, plain = Ours(place, lora, limits), PlainPPO(place / "base", place / "reward", limits, LORA.r if lora else 0)
     ids = torch.tensor(ours.prompts.ids)
     mine, theirs = alternate(repeats, ours.step, lambda: plain.step(ids))
-    floor, line = floor_seconds(shape, lora, limits)
+    floor, wide, line = floor_seconds(shape, lora, limits)
     row = {"case": name, "ours": mine.median, "peer": theirs.median, "ratio": theirs.median / mine.median,
-           "floor_ratio": mine.median / floor, "unit": "s/step", "machine": machine()}
+           "floor_ratio": mine.median / floor, "wide_floor_ratio": mine.median / wide, "unit": "s/step",
+           "machine": machine()}
     report(name, mine, theirs, row, line, ours.seconds)
     return row
 
 
 def report(name: str, mine: Times, theirs: Times, row: dict, line: str, phases: dict[str, float]) -> None:
     print(f"{name:12} ours {mine}  plain {theirs} s/step  ratio {row['ratio']:.2f}  floor_ratio "
-          f"{row['floor_ratio']:.2f}", flush=True)
+          f"{row['floor_ratio']:.2f} (wide {row['wide_floor_ratio']:.2f})", flush=True)
     print(f"{'':12} {line}\n{'':12} " + ", ".join(f"{k} {v:.3f}" for k, v in sorted(phases.items())), flush=True)
 
 

