@@ -51,10 +51,10 @@ def test_seconds_from_the_rates_that_were_measured(monkeypatch):
     assert "optimizer" not in line
 
 
-def test_a_ppo_step_reads_everything_nine_times_or_seven_with_adapters():
+def test_a_ppo_step_reads_everything_eight_times_or_six_with_adapters():
     shape, rates = Shape.of(OPT), Rates(lambda shapes, dtype: 1e6, lambda: 1e9)
     decoded = decode_bytes(shape, [10, 10], [4, 4]) / 1e9
-    # 28 tokens: reference, critic and reward once, actor and critic three times; 18 tokens are prefilled
+    # 28 tokens: reference and reward once, actor and critic three times; 18 tokens are prefilled
     products = 2 * shape.body * (28 * 8 + 18) + 2 * shape.head * 8 * 4
     optimizer = 30 * 2 * (shape.body + shape.head) / 1e9
     assert ppo_floor(shape, [10, 10], [4, 4], False, rates)[0] == pytest.approx(products / 1e6 + decoded + optimizer)
