@@ -90,6 +90,19 @@ def test_a_layer_is_that_of_plain_torch(kernel, dtype, bound, heads, kv_heads, h
     assert torch.equal(before[0], keys) and torch.equal(before[1], values)  # nothing else was written
 
 
+def test_a_small_layer_takes_many_rows_and_a_large_one_what_our_product_is_good_for(kernel):
+    """Above that many rows torch's product is faster, but a small layer would pay more for the way through Python."""
+    def most(hidden):
+        eye = torch.eye(hidden, dtype=torch.bfloat16)
+        norms = [torch.ones(hidden, dtype=torch.bfloat16)] * 2 + [None] * 2
+        return kernel([eye] * 7, [None] * 7, norms, eps=1e-6, adds_one=False, scaling=1.0, is_gelu=False).max_rows
+
+    if most(8) == 0:
+        pytest.skip("this processor multiplies no bf16 numbers")
+    assert most(64) >= 512
+    assert most(1024) == 48 or kernel is reference.DecodeLayer
+
+
 def test_what_does_not_fit_a_layer_is_an_error():
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler")

@@ -75,7 +75,6 @@ std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& streams, c
 }
 
 constexpr int64_t kFewRows = 64;  // above, torch's fp32 product is faster, conversion of the weights included
-constexpr int64_t kFewDots = 48;  // above, torch's bf16 product is faster where the processor has one
 constexpr int64_t kAtOnce = 4096;  // rows of the weights that are converted at a time
 
 void wide_linear(const Tensor& x, const Tensor& weight, const Maybe& bias, Tensor& out) {
@@ -94,7 +93,7 @@ using Product = void (*)(const hybrid::Linear&);
 Product product_for(at::ScalarType x, at::ScalarType weight, int64_t rows) {
   if (x == at::kFloat && weight == at::kFloat) return hybrid::packed_linear;
   if (x == at::kBFloat16 && weight == at::kBFloat16 && hybrid::has_dot_linear())
-    return rows <= kFewDots ? hybrid::dot_linear : nullptr;
+    return rows <= hybrid::kFewDots ? hybrid::dot_linear : nullptr;
   return hybrid::linear;
 }
 
