@@ -131,5 +131,6 @@ def test_the_plan_counts_the_average(tmp_path, capsys) -> None:
     rows = []
     for ema in ("false", "true"):
         assert main([*words, "--ppo.ema", ema]) == 0
-        rows.append(next(x.split() for x in capsys.readouterr().out.splitlines() if x.startswith("actor  optimizer")))
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        rows.append(next(found for found in lines if found[:2] == ["actor", "optimizer"]))
     assert float(rows[1][2]) == pytest.approx(1.5 * float(rows[0][2]), rel=0.25)  # 12 bytes and not 8, as printed

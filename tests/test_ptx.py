@@ -152,6 +152,6 @@ def test_the_plan_counts_texts_longer_than_the_samples(tmp_path, capsys):
     needs = []
     for coef in ("0", "1"):
         assert main([*words, "--ppo.ptx_coef", coef]) == 0
-        line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("actor  logits"))
+        line = next(x for x in capsys.readouterr().out.splitlines() if x.split()[:2] == ["actor", "logits"])
         needs.append(float(line.split()[-2]) * {"KiB": 1, "MiB": 1024}[line.split()[-1]])
     assert needs[1] > 10 * needs[0]

@@ -146,7 +146,9 @@ def run(config: Config, command: str, make_trainer: Callable[[Opened], Trainer])
     record = runfile.start(config.output_dir, config.stage, config, command)
     with on_record(record):  # a failing export is on the record too
         prompts = answers.first_prompts(opened.data, config.train.num_fixed_prompts)
-        said = answers.of_policy(roles.actor, prompts, config.method.sampling, opened.source) if prompts else None
+        # a function or service of the user's is asked for what is trained on and for evaluations, and for nothing else
+        source = opened.source if isinstance(opened.source, ModelSource) else None
+        said = answers.of_policy(roles.actor, prompts, config.method.sampling, source) if prompts else None
         metrics = fit(trainer, opened.loader, opened.held_out, config.train, record, opened.num_steps, said)
         _leave(roles, opened, config, wiring.MODEL_FOLDER)
         average = getattr(trainer, "average", None)  # of the weights, where the method keeps one

@@ -66,7 +66,8 @@ class Chapter:
 
 def said(before: list[dict], after: list[dict]) -> list[tuple[str, list[dict]]]:
     """Tables with their titles of two lists of samples: one table where both answer the same prompts."""
-    if before and [row["prompt"] for row in before] == [row["prompt"] for row in after]:
+    asked, again = ([row.get("prompt") for row in rows] for rows in (before, after))
+    if before and asked == again and None not in asked:
         both = [(f"step {rows[0]['step']}", rows) for rows in (before, after)]
         if "side" in before[0]:  # a reward model: the words stay, what it thinks of them changes
             return [("The same responses, scored before and after", [
