@@ -250,6 +250,8 @@ def test_a_stage_of_two_processes_under_zero_3_reports_what_one_process_reports(
     one, two = (metrics(place / where / name) for where in ("one", "two"))
     assert len(one) == len(two) == 4  # three steps and an evaluation, each written once
     for expected, row in zip(one, two, strict=True):
+        if abs(expected.get("rewards/margins", 1)) < 1e-6:  # the policy is the reference: rounding says who is ahead
+            assert 0 <= row.pop("rewards/accuracies") <= 1 and expected.pop("rewards/accuracies") <= 1
         assert row == pytest.approx(expected, rel=1e-4, abs=2e-6)
 
 
