@@ -17,7 +17,7 @@ from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run.fit import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig
-from hybrid_rlhf.training import compare, on_policy, reward_sources, step1_sft, step2_reward, step3_ppo, wiring
+from hybrid_rlhf.training import compare, defaults, on_policy, reward_sources, step1_sft, step2_reward, step3_ppo, wiring
 from hybrid_rlhf.training.step2_reward import RewardConfig
 
 ORDER = ("sft", "reward", "ppo")
@@ -144,7 +144,8 @@ def check_all(config: Config, configs: dict[str, object]) -> None:
 def run(config: Config, command: str = "") -> dict:
     """Run the stages, then compare what they left; returns the summary (also in output_dir/summary.json)."""
     recipes = {"sft": step1_sft, "reward": step2_reward, "ppo": step3_ppo}
-    configs, seconds = stage_configs(config), {}
+    configs = {name: defaults.resolve(stage, config.model) for name, stage in stage_configs(config).items()}
+    seconds = {}
     check_all(config, configs)
     for number, (name, stage) in enumerate(configs.items(), 1):
         print(f"\n== stage {number} of {len(configs)}: {name}", file=sys.stderr)

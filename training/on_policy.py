@@ -23,7 +23,7 @@ from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, Trainer, fit, on_record
-from hybrid_rlhf.training import answers, reward_sources, wiring
+from hybrid_rlhf.training import answers, defaults, reward_sources, wiring
 from hybrid_rlhf.training.four_roles import Parts, Sources, build, check_roles
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
@@ -85,9 +85,9 @@ class Opened:
     more: dict[str, datasets.StageData]
 
 
-def check_given(roles: RolesConfig, method: Method, stage: str) -> None:
-    """UserError for settings of a role that the method does not have."""
-    for role, is_there in (("critic", method.needs_critic), ("ref", method.needs_ref)):
+def check_given(roles: RolesConfig, stage: str, *, needs_ref: bool) -> None:
+    """UserError for settings of a role that a method without a critic does not have."""
+    for role, is_there in (("critic", False), ("ref", needs_ref)):
         given = roles.given(role)
         check(is_there or not given, f"{', '.join(given)}: stage {stage} as it is set up has no {role}; leave it out")
 
@@ -134,9 +134,14 @@ def preview(config: Config) -> None:
         show(config.data, stage, wiring.open_tokenizer(model, config.data, stage, config.seed))
 
 
-def run(config: Config, command: str, make_trainer: Callable[[Opened], Trainer]) -> dict[str, float]:
-    """Train, export the actor, and return the final metrics."""
+def prepared(config: Config) -> Config:
+    """The settings of a run that has data, with nothing left to be decided."""
     wiring.require_data(config.data, config.stage)
+    return defaults.resolve(config)
+
+
+def run(config: Config, command: str, make_trainer: Callable[[Opened], Trainer]) -> dict[str, float]:
+    """Train, export the actor, and return the final metrics. config: as `prepared` gives it."""
     done = runfile.finished(config.output_dir, config.stage, config)
     if done:
         return done.metrics

@@ -8,7 +8,7 @@ from functools import partial
 from hybrid_rlhf.algorithms.preference import LOSSES
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine import ZeroConfig
-from hybrid_rlhf.layout import ActorConfig, RolesConfig
+from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run.fit import TrainConfig
 from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer
@@ -47,13 +47,13 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     engine: ZeroConfig = field(default_factory=ZeroConfig)
-    roles: RolesConfig = field(default_factory=lambda: RolesConfig(actor=ActorConfig(learning_rate=1e-6)))
+    roles: RolesConfig = field(default_factory=RolesConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     online: OnlineConfig = field(default_factory=OnlineConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
 
     def __post_init__(self) -> None:
-        on_policy.check_given(self.roles, self.method, self.stage)
+        on_policy.check_given(self.roles, self.stage, needs_ref=LOSSES[self.dpo.loss_type].needs_reference)
 
     @property
     def method(self) -> on_policy.Method:
@@ -67,6 +67,7 @@ preview = on_policy.preview
 
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, export the actor, and return the final metrics."""
+    config = on_policy.prepared(config)
     return on_policy.run(config, command, partial(_trainer, config))
 
 

@@ -49,7 +49,7 @@ class Config:
     rejection: RejectionConfig = field(default_factory=RejectionConfig)
 
     def __post_init__(self) -> None:
-        on_policy.check_given(self.roles, self.method, self.stage)
+        on_policy.check_given(self.roles, self.stage, needs_ref=self.rejection.measure_kl)
 
     @property
     def method(self) -> on_policy.Method:
@@ -63,6 +63,7 @@ preview = on_policy.preview
 
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, export the policy, and return the final metrics."""
+    config = on_policy.prepared(config)
     return on_policy.run(config, command, partial(_trainer, config))
 
 

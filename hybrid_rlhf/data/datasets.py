@@ -42,7 +42,7 @@ class DataConfig:
     sources: list[Source] = field(default_factory=list)
     split: list[float] | None = field(default_factory=lambda: [2.0, 4.0, 4.0])
     eval_fraction: float = 0.05
-    max_length: int = 512
+    max_length: int = 1024
     max_prompt_length: int = 256
     train_on: str = "response"
     append_eos: bool = True

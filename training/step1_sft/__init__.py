@@ -16,7 +16,7 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.sft import SFTTrainer
-from hybrid_rlhf.training import answers, wiring
+from hybrid_rlhf.training import answers, defaults, wiring
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ def preview(config: Config) -> None:
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, export to output_dir/model, and return the final metrics (also in output_dir/run.json)."""
     wiring.require_data(config.data, config.stage)
+    config = defaults.resolve(config)
     done = runfile.finished(config.output_dir, config.stage, config)
     if done:
         return done.metrics
@@ -76,7 +77,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     held_out = wiring.eval_loader(data.held_out, config.train, config.seed, lambda r: collate.collate_sft(r, pad))
     steps = wiring.total_steps(config.train, len(loader))
     engine = wiring.policy_engine(model, tokenizer)
-    engine.prepare_training(wiring.optimizer_of(config.train), wiring.schedule_of(config.train, steps), config.engine)
+    engine.prepare_training(wiring.optimizer_of(config.train, config.train.learning_rate), wiring.schedule_of(config.train, steps), config.engine)
     trainer = SFTTrainer(Actor(engine, tokenizer, config.engine.micro_batch_tokens))
     record = runfile.start(config.output_dir, config.stage, config, command)
     with on_record(record):  # a failing export is on the record too

@@ -52,7 +52,9 @@ class Config:
     ppo: PPOConfig = field(default_factory=PPOConfig)
 
     def __post_init__(self) -> None:
-        updates_per_step(self)  # refuses a minibatch that no rollout can fill
+        if all(n is not None for n in (self.train.per_device_train_batch_size, self.ppo.num_ppo_epochs,
+                                       self.ppo.num_minibatches)):
+            updates_per_step(self)  # refuses a minibatch that no rollout can fill
         critic, ref = self.roles.given("critic"), self.roles.given("ref")
         check(self.ppo.needs_critic or not critic,
               f"{', '.join(critic)}: ppo.estimator {self.ppo.estimator} has no critic; leave it out, or take gae")
@@ -63,7 +65,7 @@ class Config:
     @property
     def needs_reference(self) -> bool:
         """Whether the KL to the reference has a price, or is asked for by naming one."""
-        return self.ppo.kl_coef > 0 or self.roles.ref.model_name_or_path is not None
+        return self.ppo.kl_coef != 0 or self.roles.ref.model_name_or_path is not None
 
     @property
     def method(self) -> on_policy.Method:
@@ -82,6 +84,7 @@ def preview(config: Config) -> None:
 
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, export the actor, and return the final metrics."""
+    config = on_policy.prepared(config)
 
     def trainer(opened: on_policy.Opened) -> PPOTrainer:
         return PPOTrainer(opened.roles, opened.source, config.ppo, seed=config.seed, score_mean=opened.mean,
