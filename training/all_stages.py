@@ -17,7 +17,16 @@ from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run.fit import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig
-from hybrid_rlhf.training import compare, defaults, on_policy, reward_sources, step1_sft, step2_reward, step3_ppo, wiring
+from hybrid_rlhf.training import (
+    compare,
+    defaults,
+    on_policy,
+    reward_sources,
+    step1_sft,
+    step2_reward,
+    step3_ppo,
+    wiring,
+)
 from hybrid_rlhf.training.step2_reward import RewardConfig
 
 ORDER = ("sft", "reward", "ppo")

@@ -39,7 +39,8 @@ def _missing_eos_penalty(config: object) -> float:
 _ROWS = {"train.num_train_epochs": 1.0, "train.per_device_train_batch_size": 8}
 _DPO = {"train.learning_rate": Rate(1e-6, 1e-5)} | _ROWS
 _SAMPLED = {"roles.actor.learning_rate": Rate(1e-6, 2e-5)} | _ROWS
-_POLICY = _SAMPLED | {"ppo.num_ppo_epochs": 1, "ppo.num_minibatches": 1, "ppo.missing_eos_penalty": _missing_eos_penalty}
+_POLICY = _SAMPLED | {"ppo.num_ppo_epochs": 1, "ppo.num_minibatches": 1,
+                      "ppo.missing_eos_penalty": _missing_eos_penalty}
 _GROUPS = _POLICY | {"ppo.kl_coef": 0.04}  # 8 prompts and 8 responses to each
 _SINGLE = _POLICY | {"ppo.kl_coef": 0.1, "train.per_device_train_batch_size": 64}
 
@@ -49,7 +50,8 @@ TABLE: dict[str, dict[str, float | Rate | Callable[[object], float]]] = {
     "reward": {"train.learning_rate": Rate(1e-5, 1e-4)} | _ROWS,
     "dpo": _DPO, "ipo": _DPO, "hinge": _DPO, "kto": _DPO, "simpo": _DPO,
     "orpo": _DPO | {"train.learning_rate": Rate(8e-6, 8e-5)},
-    "ppo": _SINGLE | {"roles.critic.learning_rate": Rate(1e-5, 1e-4), "ppo.num_ppo_epochs": 2, "ppo.num_minibatches": 2},
+    "ppo": _SINGLE | {"roles.critic.learning_rate": Rate(1e-5, 1e-4), "ppo.num_ppo_epochs": 2,
+                      "ppo.num_minibatches": 2},
     "reinforce_pp": _SINGLE,
     "reinforce_pp_baseline": _GROUPS, "grpo": _GROUPS, "dr_grpo": _GROUPS, "rloo": _GROUPS, "cispo": _GROUPS,
     "gspo": _GROUPS | {"ppo.num_minibatches": 4},
@@ -70,8 +72,10 @@ def method_of(config: object) -> str:
 
 
 def resolve(config: object, start: ModelConfig | None = None, *, is_said: bool = True) -> object:
-    """The settings with every null of the table filled in, and what was filled in on stderr. Settings without one are returned
-    as they are, and a run that is found in output_dir keeps the values that it was made with.
+    """The settings with every null of the table filled in, and what was filled in on stderr.
+
+    Settings without one are returned as they are. A run that is found in output_dir keeps the values that it was made
+    with.
 
     start: the model that the run starts from, where an earlier stage of the same command has not left it yet.
     """

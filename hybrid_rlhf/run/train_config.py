@@ -14,7 +14,7 @@ class TrainConfig:
     """The schedule of a stage.
 
     Attributes:
-        learning_rate: Peak learning rate; null goes by the method, LoRA and the size of the model (training/defaults.py).
+        learning_rate: Peak learning rate; null goes by the method, LoRA and the size of the model.
         weight_decay: AdamW's decay of matrices; norms and biases are never decayed.
         adam_beta1: Decay of the gradient's mean.
         adam_beta2: Decay of the gradient's square.

@@ -98,7 +98,8 @@ def open_roles(config: Config, model: ModelConfig, tokenizer, steps: int) -> tup
         adapters.train_only(adapters.names)
         turns = [{"adapter": partial(adapters.use, name)} for name in (adapters.names[0], None)]
     engine = wiring.policy_engine(causal, tokenizer, **turns[0])
-    engine.prepare_training(wiring.optimizer_of(config.train, config.train.learning_rate), wiring.schedule_of(config.train, steps), config.engine)
+    engine.prepare_training(wiring.optimizer_of(config.train, config.train.learning_rate),
+                            wiring.schedule_of(config.train, steps), config.engine)
     policy = Actor(engine, tokenizer, tokens)
     if not needs_reference:
         return policy, None

@@ -77,7 +77,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     held_out = wiring.eval_loader(data.held_out, config.train, config.seed, lambda r: collate.collate_sft(r, pad))
     steps = wiring.total_steps(config.train, len(loader))
     engine = wiring.policy_engine(model, tokenizer)
-    engine.prepare_training(wiring.optimizer_of(config.train, config.train.learning_rate), wiring.schedule_of(config.train, steps), config.engine)
+    engine.prepare_training(wiring.optimizer_of(config.train, config.train.learning_rate),
+                            wiring.schedule_of(config.train, steps), config.engine)
     trainer = SFTTrainer(Actor(engine, tokenizer, config.engine.micro_batch_tokens))
     record = runfile.start(config.output_dir, config.stage, config, command)
     with on_record(record):  # a failing export is on the record too

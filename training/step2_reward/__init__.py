@@ -111,7 +111,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     held_out = wiring.eval_loader(data.held_out, config.train, config.seed, pairs)
     steps = wiring.total_steps(config.train, len(loader))
     engine = wiring.scalar_engine(model, tokenizer)
-    engine.prepare_training(wiring.optimizer_of(config.train, config.train.learning_rate), wiring.schedule_of(config.train, steps), config.engine)
+    engine.prepare_training(wiring.optimizer_of(config.train, config.train.learning_rate),
+                            wiring.schedule_of(config.train, steps), config.engine)
     role = Reward(engine, config.engine.micro_batch_tokens)
     trainer = RewardTrainer(role, config.reward.center_coef)
     record = runfile.start(config.output_dir, "reward", config, command)
