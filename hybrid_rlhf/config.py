@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import json
 import re
 from argparse import ArgumentError
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import is_dataclass, replace
+from functools import reduce
 from pathlib import Path
-from typing import NoReturn
+from types import MappingProxyType
+from typing import NoReturn, get_args, get_type_hints
 
 
 class UserError(Exception):
@@ -37,6 +41,17 @@ def check(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
+def value_of(config: object, option: str) -> object:
+    """The value of a dotted option of nested settings."""
+    return reduce(getattr, option.split("."), config)
+
+
+def with_value(config: object, option: str, value: object) -> object:
+    """A copy of nested frozen settings with another value of one dotted option."""
+    name, _, inner = option.partition(".")
+    return replace(config, **{name: with_value(getattr(config, name), inner, value) if inner else value})
+
+
 def door_flags(name: str, description: str) -> argparse.ArgumentParser:
     """The flags of the command `hybrid-rlhf NAME`. What argparse refuses is a UserError that begins with the name."""
     flags = argparse.ArgumentParser(f"hybrid-rlhf {name}", description=description.splitlines()[0], allow_abbrev=False)
@@ -58,24 +73,29 @@ def parse_door(flags: argparse.ArgumentParser, argv: list[str] | None) -> argpar
 
 
 def parse(config_class: type, argv: list[str], *, prog: str, description: str = "",
-          default_config: str | None = None, extra: Iterable[str] = ()) -> tuple[object, dict]:
+          default_config: str | None = None, extra: Iterable[str] = (), unused: Mapping[str, str] = MappingProxyType({})
+          ) -> tuple[object, dict]:
     """Command line -> (a frozen `config_class`, {flag: its value}).
 
     Later wins: the class's defaults, `default_config` (a YAML file), `--config FILE` and dotted overrides in the order
     of the command line. `extra` names flags that are the door's own: switches (bool) and those of _VALUES (text, None
-    if not given). Raises UserError, in one line and with the nearest name, for unknown keys, wrong types and values
-    that a part's own check refuses.
+    if not given). unused: options or sections that this stage never reads -> what is meant instead; they are not in the
+    help, and an error where they are given. none stands for null wherever null may stand.
+
+    Raises UserError, in one line and with the nearest name, for unknown keys, wrong types and values that a part's own
+    check refuses.
     """
     parser = _parser(config_class, prog, description, default_config, extra)
+    _hide(parser, unused)
     try:
-        values = parser.parse_args(_emptied_first(argv))
+        values = parser.parse_args(_emptied_first(_with_nulls(config_class, argv)))
         parts = dict(vars(parser.instantiate(values)))
     except UserError:
         raise
     except RecursionError as error:
         raise UserError(_TOO_DEEP) from error
     except (ArgumentError, OSError, ValueError, TypeError) as error:
-        raise UserError(_one_line(error, _keys(parser))) from error
+        raise UserError(_one_line(error, _keys(parser), unused, prog)) from error
     parts.pop("config", None)
     return config_class(**{k: v for k, v in parts.items() if k not in extra}), {k: parts[k] for k in extra}
 
@@ -93,6 +113,59 @@ def _parser(config_class: type, prog: str, description: str, default_config: str
             parser.add_argument(f"--{name}", action="store_true", help=_SWITCHES.get(name, ""))
     parser.add_class_arguments(config_class)
     return parser
+
+
+def _hide(parser, options: Iterable[str]) -> None:  # noqa: ANN001
+    """Take options, or whole sections, out of a parser; their parts of the settings keep the defaults."""
+    gone = tuple(options)
+    for action in [a for a in parser._actions if _is_below(a.dest, gone)]:
+        parser._actions.remove(action)
+        for flag in action.option_strings:
+            del parser._option_string_actions[flag]
+        for group in parser._action_groups:
+            if action in group._group_actions:
+                group._group_actions.remove(action)
+    parser._action_groups = [g for g in parser._action_groups if g._group_actions]
+
+
+def _is_below(name: str, options: Iterable[str]) -> bool:
+    return any(name == option or name.startswith(f"{option}.") for option in options)
+
+
+def _with_nulls(config_class: type, argv: list[str]) -> list[str]:
+    """argv, and the files that it names, with null for every none that stands where null may stand."""
+    out = []
+    for word, before in zip(argv, ["", *argv], strict=False):
+        key, has_value, value = word.partition("=")
+        if not (word.startswith("--") and has_value):
+            key, value = before, word
+        if key == "--config" and value != key and (has_value or before == "--config"):
+            settings = _read_yaml(value)
+            if (changed := _nulls_in(config_class, settings)) != settings:
+                value = json.dumps(changed, default=str)
+        elif value.lower() == "none" and _may_be_null(config_class, key.removeprefix("--")):
+            value = "null"
+        out.append(f"{key}={value}" if word.startswith("--") and has_value else value)
+    return out
+
+
+def _nulls_in(kind: type, settings: dict) -> dict:
+    """Nested settings of the class `kind` with null for none."""
+    hints = get_type_hints(kind)
+    return {key: _nulls_in(hints[key], value) if isinstance(value, dict) and is_dataclass(hints.get(key)) else
+            None if isinstance(value, str) and value.lower() == "none" and _may_be_null(kind, key) else value
+            for key, value in settings.items()}
+
+
+def _may_be_null(kind: type, option: str) -> bool:
+    """Whether null is a value of a dotted option, and none is not one of its own."""
+    for name in option.split("."):
+        hint = get_type_hints(kind).get(name) if is_dataclass(kind) else None
+        kind = hint
+    return type(None) in get_args(kind) and option.rpartition(".")[2] not in _WITH_NONE
+
+
+_WITH_NONE = ("quantize",)  # none: not quantised, whatever the model's own setting; null: as that says
 
 
 def _emptied_first(argv: list[str]) -> list[str]:
@@ -174,7 +247,7 @@ def _keys(parser) -> list[str]:  # noqa: ANN001
     return [a.dest for a in parser._actions if a.dest not in ("help", "==SUPPRESS==")]
 
 
-def _one_line(error: Exception, known: list[str]) -> str:
+def _one_line(error: Exception, known: list[str], unused: Mapping[str, str], prog: str) -> str:
     """jsonargparse's message as one line, with the nearest known key where a key is unknown."""
     text = re.sub(r"\s+", " ", str(error)).strip().replace("Parser key ", "option ")
     text = re.sub(r"<class '(\w+)'>", r"\1", text)
@@ -193,4 +266,6 @@ def _one_line(error: Exception, known: list[str]) -> str:
     group = re.search(r"Group '([^']+)'", text)
     name = next(g for g in unknown.groups() if g)
     name = f"{group.group(1)}.{name}" if group else name
+    if meant := next((text for option, text in unused.items() if _is_below(name, (option,))), None):
+        return f"{name} is not used by {prog[prog.find('--stage'):]}; {meant}"
     return f"unknown option {name}{nearest(name, known) or '; --help lists all options'}"

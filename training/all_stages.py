@@ -25,6 +25,7 @@ from hybrid_rlhf.training import (
     step1_sft,
     step2_reward,
     step3_ppo,
+    unused,
     wiring,
 )
 from hybrid_rlhf.training.step2_reward import RewardConfig
@@ -88,9 +89,14 @@ class Config:
     compare: compare.CompareConfig = field(default_factory=compare.CompareConfig)
 
     def __post_init__(self) -> None:
+        unused.refuse(self)
         unknown = [s for s in self.run_stages if s not in ORDER]
         check(not unknown and bool(self.run_stages),
               f"run_stages is {self.run_stages}; choose one or more of {', '.join(ORDER)}")
+
+    @property
+    def unused(self) -> dict[str, str]:
+        return unused.of(self)
 
 
 def default_config(argv: list[str]) -> str | None:
@@ -115,7 +121,7 @@ def stage_configs(config: Config) -> dict[str, object]:
             shared |= {"reward": config.reward_sources, "roles": _paying(config)}
         shared |= {"stage": name, "output_dir": str(Path(config.output_dir) / name),
                    "model": models.get(name, later), "train": getattr(config.stages, name)}
-        out[name] = recipes[name].Config(**shared)
+        out[name] = recipes[name].Config(**unused.without(name, shared))
     return out
 
 

@@ -12,7 +12,7 @@ from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.config import UserError, value_of, with_value
 from hybrid_rlhf.distributed import is_main
 from hybrid_rlhf.models import shapes
 from hybrid_rlhf.models.load import ModelConfig, configuration
@@ -80,7 +80,7 @@ def resolve(config: object, start: ModelConfig | None = None, *, is_said: bool =
     start: the model that the run starts from, where an earlier stage of the same command has not left it yet.
     """
     row = TABLE.get(method_of(config), {})
-    missing = [option for option in row if _get(config, option) is None]
+    missing = [option for option in row if value_of(config, option) is None]
     if not missing:
         return config
     recorded, found = _recorded(config), {}
@@ -95,22 +95,12 @@ def resolve(config: object, start: ModelConfig | None = None, *, is_said: bool =
             value = (value.lora if config.model.lora.r else value.full) * (SMALL_FACTOR if is_small else 1)
         found[option] = value
     for option, value in found.items():
-        config = _with(config, option.split("."), value)
+        config = with_value(config, option, value)
     if is_said and is_main():
         values = ", ".join(f"{option} {value:g}" for option, value in found.items())
         small = f"; rates are {SMALL_FACTOR} times the usual ones, for a model so small" if is_small else ""
         print(f"{config.stage}, by default: {values}{small}", file=sys.stderr)
     return config
-
-
-def _get(config: object, option: str) -> object:
-    return reduce(getattr, option.split("."), config)
-
-
-def _with(part: object, names: list[str], value: object) -> object:
-    """A copy of nested frozen settings with one value changed."""
-    first, *rest = names
-    return replace(part, **{first: _with(getattr(part, first), rest, value) if rest else value})
 
 
 def _recorded(config: object) -> dict:

@@ -85,13 +85,6 @@ class Opened:
     more: dict[str, datasets.StageData]
 
 
-def check_given(roles: RolesConfig, stage: str, *, needs_ref: bool) -> None:
-    """UserError for settings of a role that a method without a critic does not have."""
-    for role, is_there in (("critic", False), ("ref", needs_ref)):
-        given = roles.given(role)
-        check(is_there or not given, f"{', '.join(given)}: stage {stage} as it is set up has no {role}; leave it out")
-
-
 def find_sources(config: Config) -> Sources:
     """Every role's predecessor; UserError where one is missing or two do not fit together. Reads no weights."""
     stage, method, roles = config.stage, config.method, config.roles

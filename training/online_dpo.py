@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from hybrid_rlhf.algorithms.preference import LOSSES
+from hybrid_rlhf.config import check
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.layout import RolesConfig
@@ -13,7 +14,7 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run.fit import TrainConfig
 from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer
 from hybrid_rlhf.trainers.online_preference import OnlineConfig, OnlinePreferenceTrainer
-from hybrid_rlhf.training import on_policy
+from hybrid_rlhf.training import on_policy, unused
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
 
@@ -32,7 +33,7 @@ class Config:
         data: The prompts.
         train: The schedule. A step is one round of sampling for per_device_train_batch_size prompts and one update.
         engine: How training is laid out.
-        roles: The roles' own settings; the learning rate is roles.actor's, train.learning_rate is not used.
+        roles: The roles' own settings; the learning rate is roles.actor's.
         reward: What ranks the responses.
         online: How pairs are made.
         dpo: The loss and its settings.
@@ -53,7 +54,14 @@ class Config:
     dpo: DPOConfig = field(default_factory=DPOConfig)
 
     def __post_init__(self) -> None:
-        on_policy.check_given(self.roles, self.stage, needs_ref=LOSSES[self.dpo.loss_type].needs_reference)
+        unused.refuse(self)
+        given = self.roles.given("ref")
+        check(LOSSES[self.dpo.loss_type].needs_reference or not given,
+              f"{', '.join(given)}: stage {self.stage} as it is set up has no ref; leave it out")
+
+    @property
+    def unused(self) -> dict[str, str]:
+        return unused.of(self)
 
     @property
     def method(self) -> on_policy.Method:

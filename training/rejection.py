@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
+from hybrid_rlhf.config import check
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run.fit import TrainConfig
 from hybrid_rlhf.trainers.rejection import RejectionConfig, RejectionTrainer
-from hybrid_rlhf.training import on_policy
+from hybrid_rlhf.training import on_policy, unused
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
 
@@ -30,7 +31,7 @@ class Config:
         data: The prompts.
         train: The schedule. A step is one round on per_device_train_batch_size prompts; max_steps is their number.
         engine: How training is laid out.
-        roles: The roles' own settings; the learning rate is roles.actor's, train.learning_rate is not used.
+        roles: The roles' own settings; the learning rate is roles.actor's.
         reward: What chooses among the responses.
         rejection: How they are drawn, chosen and imitated.
     """
@@ -49,7 +50,14 @@ class Config:
     rejection: RejectionConfig = field(default_factory=RejectionConfig)
 
     def __post_init__(self) -> None:
-        on_policy.check_given(self.roles, self.stage, needs_ref=self.rejection.measure_kl)
+        unused.refuse(self)
+        given = self.roles.given("ref")
+        check(self.rejection.measure_kl or not given,
+              f"{', '.join(given)}: stage {self.stage} as it is set up has no ref; leave it out")
+
+    @property
+    def unused(self) -> dict[str, str]:
+        return unused.of(self)
 
     @property
     def method(self) -> on_policy.Method:

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import yaml
 from docstring_parser import parse as parse_docstring
 
-from hybrid_rlhf.cli import STAGES
+from hybrid_rlhf.cli import STAGES, unused_by
 from hybrid_rlhf.config import parse
 
 WIDTH = 118
@@ -35,13 +35,17 @@ def render(name: str) -> str:
     head = [f"--stage {name}: {row.help}. Every option with its default;",
             f"delete what you do not change.  python train.py --stage {name} --config FILE.yaml",
             "Written by examples/stages/write.py from the settings' own classes."]
-    return "\n".join([*(f"# {line}" for line in head), *_lines(config, plain, 0)]) + "\n"
+    lines = _lines(config, plain, 0, tuple(unused_by(name)))
+    return "\n".join([*(f"# {line}" for line in head), *lines]) + "\n"
 
 
-def _lines(part: object, plain: object, depth: int) -> Iterator[str]:
-    """The options of a dataclass as YAML, each below its comment. plain: the class's own defaults."""
+def _lines(part: object, plain: object, depth: int, unused: tuple[str, ...], prefix: str = "") -> Iterator[str]:
+    """The options of a dataclass as YAML, each below its comment. plain: the class's own defaults. unused: options that
+    the stage does not have."""
     texts = _texts(type(part))
     for field in dataclasses.fields(part):
+        if prefix + field.name in unused:
+            continue
         value, default = getattr(part, field.name), getattr(plain, field.name)
         is_section = dataclasses.is_dataclass(value)
         preset = "" if is_section or value == default else f" This stage's own; elsewhere {_shown(default)}."
@@ -50,7 +54,7 @@ def _lines(part: object, plain: object, depth: int) -> Iterator[str]:
         yield from _items(type(part), field.name, depth)
         if is_section:
             yield f"{'  ' * depth}{field.name}:"
-            yield from _lines(value, default, depth + 1)
+            yield from _lines(value, default, depth + 1, unused, f"{prefix}{field.name}.")
         else:
             yield f"{'  ' * depth}{field.name}: {_shown(value)}"
 

@@ -20,7 +20,7 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer
-from hybrid_rlhf.training import answers, defaults, wiring
+from hybrid_rlhf.training import answers, defaults, unused, wiring
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,16 @@ class Config:
     dpo: DPOConfig = field(default_factory=DPOConfig)
 
     def __post_init__(self) -> None:
+        unused.refuse(self)
         train = self.train
         check(LOSSES[self.dpo.loss_type].needs_pairs or train.per_device_train_batch_size is None
               or train.rows_per_step >= 2,
               "train.per_device_train_batch_size is 1, but kto compares each prompt with another row's response; take "
               "2 or more")
+
+    @property
+    def unused(self) -> dict[str, str]:
+        return unused.of(self)
 
 
 def data_stage(config: Config) -> str:

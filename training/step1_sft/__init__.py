@@ -16,7 +16,7 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.sft import SFTTrainer
-from hybrid_rlhf.training import answers, defaults, wiring
+from hybrid_rlhf.training import answers, defaults, unused, wiring
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,13 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     engine: ZeroConfig = field(default_factory=ZeroConfig)
+
+    def __post_init__(self) -> None:
+        unused.refuse(self)
+
+    @property
+    def unused(self) -> dict[str, str]:
+        return unused.of(self)
 
 
 def preview(config: Config) -> None:

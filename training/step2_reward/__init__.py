@@ -19,7 +19,7 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.reward import RewardTrainer
-from hybrid_rlhf.training import answers, defaults, wiring
+from hybrid_rlhf.training import answers, defaults, unused, wiring
 
 NUM_STATISTICS = 512  # sequences whose scores give the mean and spread that stage 3 normalises by
 
@@ -68,6 +68,13 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     engine: ZeroConfig = field(default_factory=ZeroConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+
+    def __post_init__(self) -> None:
+        unused.refuse(self)
+
+    @property
+    def unused(self) -> dict[str, str]:
+        return unused.of(self)
 
 
 def start_model(config: Config) -> tuple[str, ModelConfig]:

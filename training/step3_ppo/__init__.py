@@ -14,7 +14,7 @@ from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run.fit import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
-from hybrid_rlhf.training import on_policy
+from hybrid_rlhf.training import on_policy, unused
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
 
@@ -33,7 +33,7 @@ class Config:
         data: The prompts.
         train: The schedule. A step is one rollout of per_device_train_batch_size prompts and its updates.
         engine: How training is laid out.
-        roles: The four roles' own settings; their learning rates are here, train.learning_rate is not used.
+        roles: The four roles' own settings; their learning rates are here.
         reward: What responses are paid by.
         ppo: PPO's own settings.
     """
@@ -55,12 +55,15 @@ class Config:
         if all(n is not None for n in (self.train.per_device_train_batch_size, self.ppo.num_ppo_epochs,
                                        self.ppo.num_minibatches)):
             updates_per_step(self)  # refuses a minibatch that no rollout can fill
-        critic, ref = self.roles.given("critic"), self.roles.given("ref")
-        check(self.ppo.needs_critic or not critic,
-              f"{', '.join(critic)}: ppo.estimator {self.ppo.estimator} has no critic; leave it out, or take gae")
+        unused.refuse(self)
+        ref = self.roles.given("ref")
         check(self.needs_reference or not ref,
               f"{', '.join(ref)}: ppo.kl_coef is 0, so no reference is loaded; leave it out, or name the reference "
               "that kl is to be measured against (roles.ref.model_name_or_path)")
+
+    @property
+    def unused(self) -> dict[str, str]:
+        return unused.of(self)
 
     @property
     def needs_reference(self) -> bool:
