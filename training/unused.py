@@ -145,7 +145,7 @@ SWITCHED: dict[str, list[tuple[tuple[str, ...], Callable[[object], bool], str]]]
         (("ppo.max_logprob_drift",), lambda c: c.ppo.old_logprobs == "auto", "ppo.old_logprobs is not auto"),
         (("ppo.overlong_buffer",), lambda c: c.ppo.overlong_penalty > 0,
          "ppo.overlong_penalty is 0; give one, such as 1"),
-        (("ppo.normalise_scores", "roles.reward"), lambda c: not hasattr(c, "roles") or c.reward.has_model(c.roles),
+        (("roles.reward",), lambda c: not hasattr(c, "roles") or c.reward.has_model(c.roles),
          "no reward model is among the sources; name it by roles.reward.model_name_or_path"),
         (tuple(_PROMPTS), lambda c: c.ppo.ptx_coef > 0,
          "it is for the texts of ppo.ptx_coef, which is 0; leave it out (data.max_prompt_length bounds prompts)")],

@@ -26,11 +26,11 @@ class PPOConfig:
             then over responses) or constant (each response's sum over max_new_tokens); null takes the method's own.
         max_refills: Rounds of further prompts, at most, whose responses replace groups with equal scores (dynamic
             sampling, DAPO); 0 trains on such groups too.
-        num_ppo_epochs: Passes over each rollout; null goes by the method (gae 2, all others 1).
-        num_minibatches: Optimizer steps per pass; null goes by the method (gae 2, gspo 4, all others 1).
+        num_ppo_epochs: Passes over each rollout; null goes by the method.
+        num_minibatches: Optimizer steps per pass; null goes by the method.
         minibatch_size: Sequences per optimizer step, over all processes; overrides num_minibatches.
         kl_coef: Price of one nat of KL to the reference (the start value, if adaptive). At 0 no reference is loaded;
-            null goes by the method (0.1; with groups of responses 0.04).
+            null goes by the method.
         kl_in: Where it is paid: in the reward or in the loss; null takes the estimator's own.
         kl_estimator: k1, k2 or k3; null takes k1 in the reward and k3 in the loss.
         kl_target: Nats per sequence that an adaptive kl_coef aims at; None keeps kl_coef fixed.

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from hybrid_rlhf.run import checkpoint
+from tests.stage_options import used
 from tests.tiny import save_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -44,8 +45,8 @@ def argv_of(folder: Path, stage: str, out: str, steps: int, *more: str) -> list[
     data = {"dpo": "reward", "kto": "reward", "grpo": "ppo", "conditional_sft": "reward"}.get(stage, stage)
     start = ["--model.model_name_or_path", f"{folder}/base"] if stage in ("sft", "conditional_sft") else []
     return ["--stage", stage, "--output_dir", f"{folder}/{out}", "--data.cache_dir", f"{folder}/cache",
-            f"--data.sources=[{{path: '{folder}/{data}.jsonl'}}]", "--train.max_steps", str(steps), *COMMON, *start,
-            *(PPO if data == "ppo" else []), *(CRITIC if stage == "ppo" else []), *more]
+            f"--data.sources=[{{path: '{folder}/{data}.jsonl'}}]", "--train.max_steps", str(steps),
+            *used(stage, COMMON), *start, *(PPO if data == "ppo" else []), *(CRITIC if stage == "ppo" else []), *more]
 
 
 def launch(argv: list[str], code: str = CHILD, **env: str) -> subprocess.Popen:
