@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from weakref import WeakKeyDictionary
 
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.models.load import check_folder, first_line
-
-_turn_ends: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> (its template, the token)
+from hybrid_rlhf.models.template import dialect_of, special_ids
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False):  # noqa: ANN201 - a transformers class
@@ -60,29 +58,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int):  # noqa: ANN201
                                    clean_up_tokenization_spaces=False)
 
 
-def turn_end(tokenizer) -> int | None:  # noqa: ANN001
-    """The special token that the chat template writes behind an answer (Gemma's <end_of_turn>), or None.
+def turn_ends(tokenizer) -> list[int]:  # noqa: ANN001
+    """The special tokens that the chat template writes behind an answer (Gemma's <end_of_turn>) and behind a tool call,
+    as ids; none where it writes none.
 
-    A response ends with it, and with nothing else: a second marker behind it would teach the model to go on.
+    A response ends with one of them, and with nothing else: a second marker behind it would teach the model to go on.
     """
-    template = getattr(tokenizer, "chat_template", None)
-    if not isinstance(template, str) or not template:
-        return None
-    if tokenizer not in _turn_ends or _turn_ends[tokenizer][0] != template:
-        _turn_ends[tokenizer] = (template, _find_turn_end(tokenizer))
-    return _turn_ends[tokenizer][1]
-
-
-def _find_turn_end(tokenizer) -> int | None:  # noqa: ANN001
-    from jinja2 import TemplateError
-
-    said = "turn" * 5
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
-        return None
-    rest = text.rpartition(said)[2].lstrip()
-    special = {i: str(t) for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-    found = [i for i, t in special.items() if rest.startswith(t)]
-    return max(found, key=lambda i: len(special[i]), default=None)
+    ids = special_ids(tokenizer)
+    return [ids[end] for end in dialect_of(tokenizer).ends]
