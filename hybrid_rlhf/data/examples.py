@@ -19,7 +19,8 @@ PROMPT_TOO_LONG = "prompt longer than max_prompt_length"
 CUT_AWAY = "answer cut away"
 EMPTY = "empty answer"
 TURNS = "prompts of plain text rendered as user turns (data.raw true keeps them as they are)"
-AS_THEY_ARE = "prompts of plain text kept as they are"
+RAW = "prompts of plain text kept as they are (data.raw)"
+NO_TEMPLATE = "prompts of plain text kept as they are, since the tokenizer has no chat template"
 FOLDED = "system messages put into the first user turn, since the chat template takes none"
 TURN_BY_TURN = "conversations as one row per answer, since the chat template rewrites earlier turns"
 
@@ -54,11 +55,12 @@ def prepared(example: Example, tokenizer, lengths: Lengths, counts: Counts) -> E
     is_plain = example.text is not None or example.is_text_pair
     if not is_plain and isinstance(example.prompt, str):
         has_turns = bool(tokenizer.chat_template) and not lengths.raw
-        counts.rendered[TURNS if has_turns else AS_THEY_ARE] += 1
+        counts.rendered[TURNS if has_turns else RAW if lengths.raw else NO_TEMPLATE] += 1
         if has_turns:
             answers = [(answer.removeprefix(" ") if isinstance(answer, str) else answer, score)
                        for answer, score in example.answers]
-            example = replace(example, prompt=chat.as_turn(tokenizer, example.prompt), answers=answers)
+            example = replace(example, prompt=chat.as_turn(tokenizer, example.prompt), answers=answers,
+                              written=example.prompt)
     messages = example.messages or example.prompt
     if isinstance(messages, list) and folds_system(messages, dialect_of(tokenizer)):
         counts.rendered[FOLDED] += 1
@@ -173,17 +175,19 @@ def pair(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # no
 
 
 def prompt(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # noqa: ANN001
-    """-> {prompt_ids, text, rest}: rest is the original prompt and all other columns, as JSON (see `unfolded`)."""
+    """-> {prompt_ids, text, rest}: rest is the prompt as the row has it and all other columns, as JSON (see
+    `unfolded`)."""
 
     def finish(encoded: list[Encoded], counts: Counts) -> dict | None:
         ids = encoded[0].ids
         if len(ids) > lengths.max_prompt_length:
             counts.dropped[PROMPT_TOO_LONG] += 1
             return None
-        rest = json.dumps({**example.columns, "prompt": example.prompt}, default=str)
+        rest = json.dumps({**example.columns, "prompt": written}, default=str)
         return {"prompt_ids": ids, "text": rendered.shown, "rest": rest}
 
-    if not example.prompt:
+    written = example.prompt if example.written is None else example.written
+    if not written:
         raise Refused("empty prompt")
     rendered = chat.compose_prompt(tokenizer, example.prompt)
     yield Work([rendered], finish)

@@ -25,6 +25,7 @@ class Example:
 
     answers: (completion, score) pairs, of which a higher score is better; only their order counts.
     is_text_pair: the prompt is only the beginning that two plain texts share, and nobody's question.
+    written: the prompt as the row has it, where it is rendered in another form.
     columns: the row's other columns, handed on to reward functions.
     """
 
@@ -34,6 +35,7 @@ class Example:
     text: str | None = None
     margin: float = 0.0
     is_text_pair: bool = False
+    written: Text | None = None
     columns: dict = field(default_factory=dict)
 
 
