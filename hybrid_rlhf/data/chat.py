@@ -15,7 +15,7 @@ from hybrid_rlhf.config import UserError, check
 from hybrid_rlhf.data.literal import BREAK, whole
 from hybrid_rlhf.data.turns import Refused, Text, answers_of, render, render_prompt
 from hybrid_rlhf.models.template import dialect_of
-from hybrid_rlhf.models.tokenizer import turn_ends
+from hybrid_rlhf.models.tokenizer import CHATML_MARKERS, turn_ends
 
 __all__ = ["CHATML", "Encoded", "Refused", "Rendered", "Text", "compose", "compose_all", "compose_messages",
            "compose_prompt", "encode", "encode_all", "encode_prompt", "ensure_template", "render"]
@@ -26,7 +26,6 @@ CHATML = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
-_MARKERS = ("<|im_start|>", "<|im_end|>")
 REWRITTEN = "the chat template rewrites earlier turns of a completion of several"
 
 
@@ -67,10 +66,10 @@ def ensure_template(tokenizer, template: str | None = None, set_eos: bool = Fals
     if tokenizer.chat_template:
         return False
     tokenizer.chat_template = CHATML
-    missing = [m for m in _MARKERS if m not in tokenizer.get_vocab()]
+    missing = [m for m in CHATML_MARKERS if m not in tokenizer.get_vocab()]
     num_added = tokenizer.add_tokens(missing, special_tokens=True) if missing else 0
     if set_eos or tokenizer.eos_token is None:
-        tokenizer.eos_token = _MARKERS[1]
+        tokenizer.eos_token = CHATML_MARKERS[1]
     return num_added > 0
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.models.load import check_folder, first_line
 from hybrid_rlhf.models.template import dialect_of, special_ids
+
+CHATML_MARKERS = ("<|im_start|>", "<|im_end|>")
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False):  # noqa: ANN201 - a transformers class
@@ -32,14 +34,28 @@ def set_pad_token(tokenizer) -> bool:  # noqa: ANN001
     """Give `tokenizer` a pad token other than eos; True if a token had to be added to the vocabulary."""
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
         return False
-    vocab = tokenizer.get_vocab()
-    reserved = [t for t in vocab if re.search(r"(?i)^<[|\[]?.*pad.*[|\]]?>$|^\[PAD\]$", t)]
-    candidates = [tokenizer.unk_token, *sorted(reserved)]
-    for token in candidates:
-        if token is not None and token != tokenizer.eos_token:
-            tokenizer.pad_token = token
-            return False
+    token = next(_spare_tokens(tokenizer), None)
+    if token is not None:
+        tokenizer.pad_token = token
+        return False
     return tokenizer.add_special_tokens({"pad_token": "<|pad|>"}) > 0
+
+
+def _spare_tokens(tokenizer) -> Iterator[str]:  # noqa: ANN001
+    """Tokens that may pad, best first: those named for it, unk, reserved ones, and other special ones that no text of
+    ours holds. One that must be added makes the embeddings a row larger, and their size odd."""
+    used = [t for t in (tokenizer.eos_token, tokenizer.bos_token, *CHATML_MARKERS) if t]
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+
+    def is_free(token: str) -> bool:
+        return token not in used and token not in template and not re.search(r"(?i)image|video|audio|vision", token)
+
+    yield from filter(is_free, sorted(t for t in tokenizer.get_vocab()
+                                      if re.search(r"(?i)^<[|\[]?.*pad.*[|\]]?>$|^\[PAD\]$", t)))
+    if tokenizer.unk_token and tokenizer.unk_token != tokenizer.eos_token:
+        yield tokenizer.unk_token
+    special = [t for t in special_ids(tokenizer) if is_free(t)]
+    yield from sorted(special, key=lambda t: not re.search(r"(?i)reserved|unused|extra|empty|filler", t))
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int):  # noqa: ANN201
