@@ -141,7 +141,8 @@ def _find_dialect(tokenizer) -> Dialect:  # noqa: ANN001
     dialect = Dialect()
 
     def shows(messages: Sequence[Mapping], trial: Dialect, words: str) -> bool:
-        return words in _tried(tokenizer, messages, trial)
+        text = _tried(tokenizer, messages, trial)
+        return words in text and not re.search(r"""['"]text['"]: """, text)  # a list of parts written as it is
 
     if not all(shows((asked, said), dialect, word) for word in (_ASKED, _SAID)):
         parts = dialect._replace(takes_parts=True)
