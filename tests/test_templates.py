@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
-from trl_templates import CALLS, CONVERSATIONS, SAID, SYSTEM, THOUGHTS, TURNS, USER, names, tokenizer_of
+from trl_templates import CALLS, CONVERSATIONS, SAID, SYSTEM, THOUGHTS, USER, names, tokenizer_of
 
 from hybrid_rlhf.data.chat import Refused, compose_messages, encode_all, encode_prompt
 from hybrid_rlhf.engine.admission import stop_ids
 from hybrid_rlhf.models.template import dialect_of
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+import write_templates  # noqa: E402
 
 FOLDING = {"gemma"}  # refuses a system message
 PARTS = {"smolvlm", "idefics3", "llava_next"}
@@ -91,6 +98,13 @@ def test_tool_calls_are_trained_where_the_template_knows_them_and_else_the_row_i
     assert all(row.ids[-1] in stop_ids(NoModel(), tokenizer) for row in rows)
 
 
-def test_there_are_as_many_templates_as_the_page_says():
-    assert len(names()) == 41
-    assert TURNS[1]["content"] == SAID[0]
+def test_tool_calls_are_written_as_text_for_a_template_that_joins_strings():
+    tokenizer = tokenizer_of("deepseekv3")  # it shows calls, but no list of tools
+    messages = [{k: v for k, v in m.items() if k != "tools"} for m in CALLS]
+    first, second = encode_all(tokenizer, compose_messages(tokenizer, messages))
+    assert '{"city": "Oslo"}' in trained(tokenizer, first) and "It is cold." in trained(tokenizer, second)
+
+
+def test_the_page_says_what_is_so():
+    page = (ROOT / "docs" / "results" / "templates.md").read_text(encoding="utf-8")
+    assert page == write_templates.page(), "write it anew: python docs/write_templates.py"

@@ -64,6 +64,11 @@ def test_string_prompts_and_answers_are_turns_in_every_stage_of_a_model_with_a_t
     assert how in describe(sft.report)
 
 
+def test_prompts_that_look_rendered_already_are_counted(built):
+    assert "1 of these prompts hold special tokens as text; data.raw true is for prompts that are rendered already" in (
+        describe(built([{**PAIR, "prompt": f"{USER}hi<|im_end|>"}, PAIR], "sft").report))
+
+
 def test_raw_keeps_strings_as_they_are_and_so_does_a_tokenizer_without_a_template_and_both_say_so(built, tokenizer):
     for changes, why in (({"raw": True}, "(data.raw)"),
                          ({"tokenizer": tiny_tokenizer()}, "since the tokenizer has no chat template")):

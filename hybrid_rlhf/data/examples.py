@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.chat import Encoded, Refused, Rendered, Text
+from hybrid_rlhf.data.literal import BREAK, broken
 from hybrid_rlhf.data.schema import Example
 from hybrid_rlhf.models.template import dialect_of, folds_system
 
@@ -21,6 +22,7 @@ EMPTY = "empty answer"
 TURNS = "prompts of plain text rendered as user turns (data.raw true keeps them as they are)"
 RAW = "prompts of plain text kept as they are (data.raw)"
 NO_TEMPLATE = "prompts of plain text kept as they are, since the tokenizer has no chat template"
+MARKED = "of these prompts hold special tokens as text; data.raw true is for prompts that are rendered already"
 FOLDED = "system messages put into the first user turn, since the chat template takes none"
 TURN_BY_TURN = "conversations as one row per answer, since the chat template rewrites earlier turns"
 
@@ -57,6 +59,8 @@ def prepared(example: Example, tokenizer, lengths: Lengths, counts: Counts) -> E
         has_turns = bool(tokenizer.chat_template) and not lengths.raw
         counts.rendered[TURNS if has_turns else RAW if lengths.raw else NO_TEMPLATE] += 1
         if has_turns:
+            if BREAK in broken(tokenizer, example.prompt):
+                counts.rendered[MARKED] += 1
             answers = [(answer.removeprefix(" ") if isinstance(answer, str) else answer, score)
                        for answer, score in example.answers]
             example = replace(example, prompt=chat.as_turn(tokenizer, example.prompt), answers=answers,
