@@ -19,8 +19,9 @@ from tests.trl_templates import CONVERSATIONS, names, tokenizer_of  # noqa: E402
 PAGE = ROOT / "docs" / "results" / "templates.md"
 HEAD = """# Chat templates
 
-`python docs/write_templates.py`; [tests/test_templates.py](../../tests/test_templates.py) checks every cell and more. The
-{count} templates for inference that TRL {trl} ships, each with a byte-level tokenizer that has its markers as special tokens.
+`python docs/write_templates.py`; [tests/test_templates.py](../../tests/test_templates.py) checks every cell and more.
+The {count} templates for inference that TRL {trl} ships, each with a byte-level tokenizer that has its markers as
+special tokens.
 Conversations of one turn, of three, of three behind a system message, of three with thoughts
 (`<think>...</think>` before the answer), and of a tool call, its result and an answer. In every row that is not refused
 the prompt tokens of a rollout are the beginning of the training row, what is trained is the assistant's words with the
