@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from weakref import WeakKeyDictionary
 
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.models.load import check_folder, first_line
