@@ -25,6 +25,7 @@ from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, Trainer, fit, on_record
 from hybrid_rlhf.training import answers, reward_sources, wiring
 from hybrid_rlhf.training.four_roles import Parts, Sources, build, check_roles
+from hybrid_rlhf.training.plain_prompts import tell_other_form
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
 
@@ -103,6 +104,7 @@ def find_sources(config: Config) -> Sources:
     if config.reward.has_model(roles):
         reward = wiring.predecessor(roles.reward.model_name_or_path, config.output_dir, "reward",
                                     "roles.reward.model_name_or_path (or reward.functions instead of a model)")
+        tell_other_form(reward, config.data, stage)
     reads_text = reward not in (actor, None) and wiring.difference(actor, reward, config.data, stage, own)
     found = Sources(actor, reward, (roles.ref.model_name_or_path or actor) if method.needs_ref else None,
                     (roles.critic.model_name_or_path or (actor if reads_text or not reward else reward))
