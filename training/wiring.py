@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ from hybrid_rlhf.config import UserError, check
 from hybrid_rlhf.data import chat, datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
-from hybrid_rlhf.distributed import consecutive_ranks, device, init_process_group, rank, world_size
+from hybrid_rlhf.distributed import consecutive_ranks, device, init_process_group, is_main, rank, world_size
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engine.admission import stop_ids
 from hybrid_rlhf.engine.tensor_parallel import check_configured
@@ -208,7 +209,7 @@ def total_steps(train: TrainConfig, batches_per_epoch: int) -> int:
 def require_data(data: DataConfig, stage: str) -> None:
     """UserError if the run has no data."""
     if not data.sources:
-        raise UserError(f"no data for stage {stage}: give data.sources, a list of {{path: ...}} "
+        raise UserError(f"no data for stage {stage}: give data.sources, a path or a list of them "
                         "(file, folder, hub id, or demo/demonstrations)")
 
 
@@ -224,6 +225,15 @@ def eval_loader(rows: Sequence[dict], train: TrainConfig, seed: int, collate: Ca
         return None
     return Loader(rows, train.per_device_eval_batch_size, collate, seed, rank=rank(), world=world_size(),
                   shuffle=False, drop_last=False)
+
+
+def start(config, command: str, *data: datasets.StageData) -> runfile.RunRecord:  # noqa: ANN001
+    """Claim the run's folder, when nothing can be wrong with its input any more, and say what became of the rows."""
+    record = runfile.start(config.output_dir, config.stage, config, command)
+    if is_main():
+        for each in data:
+            print(*datasets.summary(each.report), sep="\n", file=sys.stderr)
+    return record
 
 
 def difference(actor: str, other: str, data: DataConfig, stage: str, tokenizer: str | None = None) -> str | None:
