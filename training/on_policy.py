@@ -174,7 +174,7 @@ def _leave(roles: Roles, opened: Opened, config: Config, folder: str) -> None:
 
 def open_run(config: Config) -> Opened:
     """Check everything that can be checked without weights, then load data and roles."""
-    method, others = config.method, reward_sources.open_sources(config.reward, config.roles)
+    method, others = config.method, reward_sources.open_sources(config.reward, config.roles, config.data.raw)
     sources = find_sources(config)
     model = actor_model(config, sources)
     wiring.check_tensor_parallel(config.roles.actor.tp or 1, model)
@@ -197,8 +197,8 @@ def open_run(config: Config) -> Opened:
     steps = wiring.total_steps(config.train, len(loader))
     scale = _score_scale(config, sources)
     roles, reward = build(parts_of(config), starts, layout, tokenizer, steps * method.num_updates, scale, reader)
-    source, mean, std = reward_sources.combine(config.reward, reward and ModelSource(reward, tokenizer=reader), others,
-                                               *scale)
+    model_source = reward and ModelSource(reward, tokenizer=reader, raw=config.data.raw)
+    source, mean, std = reward_sources.combine(config.reward, model_source, others, *scale)
     return Opened(tokenizer, data, loader, held_out, steps, roles, source, mean, std, sources, more)
 
 
