@@ -35,6 +35,7 @@ class Method(NamedTuple):
     step; num_sequences: of one optimizer step on a process. num_together: rows that no micro-batch tears apart.
     temperature: that the roles' log-probabilities are measured at. has_entropy: whether the actor's update takes it.
     also_reads: further stages whose data it trains on. keeps_average: whether of the actor's weights.
+    data_stage: the stage whose prompts it takes.
     """
 
     sampling: SamplingConfig
@@ -49,6 +50,7 @@ class Method(NamedTuple):
     has_entropy: bool = False
     also_reads: tuple[str, ...] = ()
     keeps_average: bool = False
+    data_stage: str = "ppo"
 
 
 class Config(Protocol):
@@ -103,13 +105,13 @@ def find_sources(config: Config) -> Sources:
     if config.reward.has_model(roles):
         reward = wiring.predecessor(roles.reward.model_name_or_path, config.output_dir, "reward",
                                     "roles.reward.model_name_or_path (or reward.functions instead of a model)")
-    reads_text = reward not in (actor, None) and wiring.difference(actor, reward, config.data, stage, own)
+    reads_text = reward not in (actor, None) and wiring.difference(actor, reward, config.data, method.data_stage, own)
     found = Sources(actor, reward, (roles.ref.model_name_or_path or actor) if method.needs_ref else None,
                     (roles.critic.model_name_or_path or (actor if reads_text or not reward else reward))
                     if method.needs_critic else None, bool(reads_text))
     for other in dict.fromkeys((found.ref, found.critic)):  # both of them read the actor's token ids
         if other not in (actor, reward, None):
-            wiring.check_pair(actor, other, config.data, stage, own)
+            wiring.check_pair(actor, other, config.data, method.data_stage, own)
     check(not (reads_text and reward in (found.ref, found.critic)),
           f"{actor} and {reward} do not fit together: their {reads_text} differ, and a critic or reference reads the "
           "actor's tokens")
@@ -130,7 +132,7 @@ def preview(config: Config) -> None:
 
     wiring.require_data(config.data, config.stage)
     model = actor_model(config, find_sources(config))
-    for stage in (config.stage, *config.method.also_reads):
+    for stage in (config.method.data_stage, *config.method.also_reads):
         show(config.data, stage, wiring.open_tokenizer(model, config.data, stage, config.seed))
 
 
@@ -179,12 +181,12 @@ def open_run(config: Config) -> Opened:
                              **{f"data.max_prompt_length + {method.section}.sampling.max_new_tokens": longest})
     check_more_data(config, model)
     starts, layout = check_roles(parts_of(config), sources)
-    tokenizer = wiring.open_tokenizer(model, config.data, config.stage, config.seed)
+    tokenizer = wiring.open_tokenizer(model, config.data, config.method.data_stage, config.seed)
     for stage in method.also_reads:
         wiring.give_template(tokenizer, config.data, stage)
     reader = _open_reader(config, sources)
     with main_first():  # the others find its tables in the cache
-        data = datasets.build(config.data, config.stage, tokenizer, config.seed)
+        data = datasets.build(config.data, method.data_stage, tokenizer, config.seed)
         more = {stage: datasets.build(config.data, stage, tokenizer, config.seed) for stage in method.also_reads}
     reward_sources.check_columns(others, data.train[0])
     loader = wiring.train_loader(data.train, config.train, config.seed, collate.collate_prompts)
@@ -212,7 +214,7 @@ def _open_reader(config: Config, sources: Sources):  # noqa: ANN202 - a transfor
         print(f"the reward model {sources.reward} has a tokenizer or template of its own and reads the responses as "
               f"text{f'; the critic starts from {sources.critic}' if sources.critic else ''}", file=sys.stderr)
     model = replace(config.model, model_name_or_path=wiring.model_folder(sources.reward), tokenizer_name_or_path=None)
-    return wiring.open_tokenizer(model, config.data, config.stage, config.seed)
+    return wiring.open_tokenizer(model, config.data, config.method.data_stage, config.seed)
 
 
 def _score_scale(config: Config, sources: Sources) -> tuple[float, float]:
