@@ -37,6 +37,7 @@ ROOMS = {
     "distributed": (0, (f"{H}.distributed", f"{H}.failure")),
     "tensors": (0, (f"{H}.tensors",)),
     "visible": (0, (f"{H}.visible",)),
+    "hub": (0, (f"{H}.hub",)),
     "collector": (0, (f"{H}.collector",)),
     "activity": (0, (f"{H}.activity",)),
 }

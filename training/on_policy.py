@@ -94,13 +94,18 @@ def check_given(roles: RolesConfig, method: Method, stage: str) -> None:
         check(is_there or not given, f"{', '.join(given)}: stage {stage} as it is set up has no {role}; leave it out")
 
 
+def find_actor(config: Config) -> str:
+    """The run or model that the policy starts from; UserError where there is none."""
+    check(config.model.preset is None, f"model.preset: {config.stage} starts from a trained model; give "
+                                       "model.model_name_or_path or run --stage sft and --stage reward first")
+    return wiring.predecessor(config.roles.actor.model_name_or_path or config.model.model_name_or_path,
+                              config.output_dir, "sft", "model.model_name_or_path")
+
+
 def find_sources(config: Config) -> Sources:
     """Every role's predecessor; UserError where one is missing or two do not fit together. Reads no weights."""
     stage, method, roles = config.stage, config.method, config.roles
-    check(config.model.preset is None, f"model.preset: {stage} starts from a trained model; give "
-                                       "model.model_name_or_path or run --stage sft and --stage reward first")
-    actor = wiring.predecessor(roles.actor.model_name_or_path or config.model.model_name_or_path, config.output_dir,
-                               "sft", "model.model_name_or_path")
+    actor = find_actor(config)
     reward, own = None, config.model.tokenizer_name_or_path
     if config.reward.has_model(roles):
         reward = wiring.predecessor(roles.reward.model_name_or_path, config.output_dir, "reward",
@@ -127,11 +132,11 @@ def parts_of(config: Config) -> Parts:
 
 
 def preview(config: Config) -> None:
-    """Print rendered prompts."""
+    """Print rendered prompts; only the policy has to be there, for its tokens."""
     from hybrid_rlhf.data.preview import preview as show
 
     wiring.require_data(config.data, config.stage)
-    model = actor_model(config, find_sources(config))
+    model = replace(config.model, model_name_or_path=wiring.model_folder(find_actor(config)))
     for stage in (config.method.data_stage, *config.method.also_reads):
         show(config.data, stage, wiring.open_tokenizer(model, config.data, stage, config.seed))
 
@@ -145,7 +150,7 @@ def run(config: Config, command: str, make_trainer: Callable[[Opened], Trainer])
     wiring.seed_everything(config.seed)
     opened = open_run(config)
     trainer, roles = make_trainer(opened), opened.roles
-    record = runfile.start(config.output_dir, config.stage, config, command)
+    record = wiring.start(config, command, opened.data, *opened.more.values())
     with on_record(record):  # a failing export is on the record too
         prompts = answers.first_prompts(opened.data, config.train.num_fixed_prompts)
         # a function or service of the user's is asked for what is trained on and for evaluations, and for nothing else

@@ -221,7 +221,7 @@ def total_steps(train: TrainConfig, batches_per_epoch: int) -> int:
 def require_data(data: DataConfig, stage: str) -> None:
     """UserError if the run has no data."""
     if not data.sources:
-        raise UserError(f"no data for stage {stage}: give data.sources, a list of {{path: ...}} "
+        raise UserError(f"no data for stage {stage}: give data.sources, a path or a list of them "
                         "(file, folder, hub id, or demo/demonstrations)")
 
 
@@ -237,6 +237,15 @@ def eval_loader(rows: Sequence[dict], train: TrainConfig, seed: int, collate: Ca
         return None
     return Loader(rows, train.per_device_eval_batch_size, collate, seed, rank=rank(), world=world_size(),
                   shuffle=False, drop_last=False)
+
+
+def start(config, command: str, *data: datasets.StageData) -> runfile.RunRecord:  # noqa: ANN001
+    """Claim the run's folder, when nothing can be wrong with its input any more, and say what became of the rows."""
+    record = runfile.start(config.output_dir, config.stage, config, command)
+    if is_main():
+        for each in data:
+            print(*datasets.summary(each.report), sep="\n", file=sys.stderr)
+    return record
 
 
 def difference(actor: str, other: str, data: DataConfig, stage: str, tokenizer: str | None = None) -> str | None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.config import UserError, check, nearest
+from hybrid_rlhf.hub import stay_offline_if_unreachable
 from hybrid_rlhf.models import quantize
 from hybrid_rlhf.models.lora import LoraConfig, check_targets
 
@@ -110,6 +111,7 @@ def check_folder(path: str, needs: Iterable[str] = ("weights", "tokenizer"), tak
     if not folder.exists():
         looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
         check(not looks_local, f"model folder {path} does not exist; give a folder that does, or a hub id")
+        stay_offline_if_unreachable()
         return
     check(folder.is_dir(), f"{path} is a file; a model is a folder with config.json, weights and a tokenizer")
     check((folder / "config.json").exists(), f"{path} is no model folder: it has no config.json")

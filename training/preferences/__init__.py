@@ -130,7 +130,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     steps = wiring.total_steps(config.train, len(loader))
     policy, reference = open_roles(config, model, tokenizer, steps)
     trainer = OfflineTrainer(policy, reference, config.dpo)
-    record = runfile.start(config.output_dir, config.stage, config, command)
+    record = wiring.start(config, command, data)
     with on_record(record):  # a failing export is on the record too
         said = answers.of_demonstrations(policy, data, config.train.num_fixed_prompts, config.data.max_length)
         metrics = fit(trainer, loader, held_out, config.train, record, steps, said)
