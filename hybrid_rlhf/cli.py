@@ -225,11 +225,13 @@ def _run(stage: ModuleType, config: object, command: str) -> int:
     from hybrid_rlhf.distributed import shutdown
     from hybrid_rlhf.run.fit import Stopped
     from hybrid_rlhf.run.interrupts import stops_as_by_hand
+    from hybrid_rlhf.training import announce
 
     code = 0
     try:
         with stops_as_by_hand():
             stage.run(config, command=command)
+            announce.after(config, command)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         code = 130

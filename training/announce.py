@@ -13,8 +13,10 @@ from hybrid_rlhf.config import UserError
 from hybrid_rlhf.data import datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
+from hybrid_rlhf.data.source import Source
 from hybrid_rlhf.distributed import device, is_main
 from hybrid_rlhf.engine import HybridEngine
+from hybrid_rlhf.engine.parameters import count_parameters
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.summary import PAGE
 from hybrid_rlhf.run.terminal import duration
@@ -34,11 +36,12 @@ def before(config: object, engines: Mapping[str, HybridEngine], start: str, num_
 
 
 def _model_line(config: object, engines: Mapping[str, HybridEngine], start: str) -> str:
-    counts = [f"{f'{role} ' if len(engines) > 1 else ''}{_millions(trained)} of {_millions(total)} parameters"
-              for role, engine in engines.items() for trained, total in [engine.count_parameters()]]
+    counts = [f"{f'{role} ' if len(engines) > 1 else ''}{_share(*count_parameters(engine))}"
+              for role, engine in engines.items()]
     how = f" by LoRA of rank {config.model.lora.r}" if config.model.lora.r else ""
-    dtype = str(next(iter(engines.values())).model.dtype).removeprefix("torch.")
-    return f"model: {start}; trained: {', '.join(counts)}{how}; {config.model.quantize or dtype} on {device().type}"
+    dtype = str(next(next(iter(engines.values())).module.parameters()).dtype).removeprefix("torch.")
+    kind = f"{config.model.quantize} base" if config.model.quantize else dtype
+    return f"model: {start}; trained: {', '.join(counts)}{how}; {kind} on {device().type}"
 
 
 def _run_line(config: object, num_steps: int, loader: Loader) -> str:
@@ -53,6 +56,11 @@ def _run_line(config: object, num_steps: int, loader: Loader) -> str:
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _share(trained: int, total: int) -> str:
+    share = "all" if trained == total else f"{_millions(trained)} of"
+    return f"{share} {_millions(total)} parameters"
 
 
 def _millions(number: int) -> str:
@@ -128,9 +136,16 @@ def _sources(data: DataConfig, stage: str) -> str:
         serving = [each.source for each in datasets.open_sources(data, stage)]
     except UserError:
         return PLACEHOLDERS[stage]
-    default = type(serving[0])(path="")
-    return json.dumps([{f.name: getattr(source, f.name) for f in dataclasses.fields(source)
-                        if getattr(source, f.name) != getattr(default, f.name)} for source in serving])
+    named = [_named(source) for source in serving]
+    return named[0] if len(named) == 1 and isinstance(named[0], str) else json.dumps(named)
+
+
+def _named(source: Source) -> str | dict:
+    """A source as settings name it: by its path alone where nothing else is said."""
+    plain = Source(source.path)
+    changed = {f.name: value for f in dataclasses.fields(source)
+               if (value := getattr(source, f.name)) != getattr(plain, f.name)}
+    return {"path": source.path} | changed if changed else source.path
 
 
 def _carried(config: object, option: str) -> list[str]:

@@ -23,7 +23,7 @@ from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, Trainer, fit, on_record
-from hybrid_rlhf.training import answers, reward_sources, wiring
+from hybrid_rlhf.training import announce, answers, reward_sources, wiring
 from hybrid_rlhf.training.four_roles import Parts, Sources, build, check_roles
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
@@ -104,7 +104,7 @@ def find_actor(config: Config) -> str:
 
 def find_sources(config: Config) -> Sources:
     """Every role's predecessor; UserError where one is missing or two do not fit together. Reads no weights."""
-    stage, method, roles = config.stage, config.method, config.roles
+    method, roles = config.method, config.roles
     actor = find_actor(config)
     reward, own = None, config.model.tokenizer_name_or_path
     if config.reward.has_model(roles):
@@ -151,6 +151,8 @@ def run(config: Config, command: str, make_trainer: Callable[[Opened], Trainer])
     opened = open_run(config)
     trainer, roles = make_trainer(opened), opened.roles
     record = wiring.start(config, command, opened.data, *opened.more.values())
+    engines = {role: handle.engine for role, handle in (("actor", roles.actor), ("critic", roles.critic)) if handle}
+    announce.before(config, engines, opened.sources.actor, opened.num_steps, opened.loader)
     with on_record(record):  # a failing export is on the record too
         prompts = answers.first_prompts(opened.data, config.train.num_fixed_prompts)
         # a function or service of the user's is asked for what is trained on and for evaluations, and for nothing else
