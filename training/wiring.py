@@ -36,7 +36,7 @@ from hybrid_rlhf.run.fit import TrainConfig
 from hybrid_rlhf.training.plain_prompts import tell_other_form
 
 MODEL_FOLDER = "model"
-POLICIES = ("sft", "conditional_sft", "dpo", "ppo", "online_dpo", "rejection")  # what leaves a policy to start from
+NO_POLICIES = ("reward", "evaluate", "all")  # stages that leave no policy to start from; every other one does
 
 
 def predecessor(given: str | None, output_dir: str, stage: str, option: str) -> str:
@@ -48,7 +48,7 @@ def predecessor(given: str | None, output_dir: str, stage: str, option: str) -> 
     path = given or str(Path(output_dir).parent / stage)
     if (Path(path) / runfile.RUN_FILE).exists():
         found = runfile.read_run(path).stage if given and stage == "sft" else stage
-        runfile.require_finished(path, found if found in POLICIES else stage)
+        runfile.require_finished(path, stage if found in NO_POLICIES else found)
         return path
     check(given is not None, f"no finished {stage} run: {path} does not exist or holds none; run --stage {stage} "
                              f"--output_dir {path} first, or give {option}")

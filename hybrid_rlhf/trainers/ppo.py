@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hybrid_rlhf import activity
 from hybrid_rlhf.algorithms.advantages import ESTIMATORS, explained_variance, whiten
 from hybrid_rlhf.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate, kl_loss
 from hybrid_rlhf.algorithms.likelihood import imitation_loss
@@ -25,8 +26,6 @@ from hybrid_rlhf.roles import Mixed, Roles, TokenScores, WeightAverage
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.tensors import SequenceBatch, masked_mean
 from hybrid_rlhf.trainers.ppo_config import PPOConfig
-
-__all__ = ["PPOConfig", "PPOTrainer"]
 
 _UPDATED = ("grad_norm", "learning_rate", "micro_batch_tokens", "train/skipped_updates")  # of both roles
 
@@ -156,7 +155,7 @@ class PPOTrainer:
         early_stop_kl the passes end after a minibatch that finds the actor too far from where it sampled.
         """
         metrics, (first, total) = Metrics(), place_over_ranks(len(rollout))
-        for _ in range(self.config.num_ppo_epochs):
+        for _ in activity.epochs(self.config.num_ppo_epochs):
             for minibatch in rollout.shuffled(self._minibatch_size(total), self.rng, first, total):
                 observed, valued = self._update_on(minibatch, valued), None
                 metrics = metrics + observed
