@@ -222,17 +222,6 @@ def prepare(model: nn.Module, config: ModelConfig, vocab_size: int) -> nn.Module
     return model
 
 
-def disable_dropout(model: nn.Module) -> nn.Module:
-    """Set every dropout rate to zero, in modules and in the attention's attributes. In place."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout", "activation_dropout", "layerdrop"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    return model
-
-
 def max_positions(model: nn.Module) -> int | None:
     """The longest sequence the model has positions for, or None where there is no bound."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
