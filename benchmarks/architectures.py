@@ -249,6 +249,16 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write(rows: list[Row], options: argparse.Namespace) -> None:
+    report = {"versions": versions(), "counts": counts(rows)}
+    if options.json:
+        lines = ",\n  ".join(json.dumps(asdict(row)) for row in rows)
+        text = json.dumps(report, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n'
+        options.json.write_text(text, encoding="utf-8")
+    if options.markdown:
+        options.markdown.write_text(table(rows), encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write rows, counts and versions there")
@@ -265,14 +275,8 @@ def main() -> int:
     for name in options.only or all_types():
         rows.append(guarded(name, options.limit))
         print(f"{name}: {rows[-1].path} {rows[-1].difference} {rows[-1].tokens} {rows[-1].reason}", file=sys.stderr)
-    report = {"versions": versions(), "counts": counts(rows), "rows": [asdict(row) for row in rows]}
-    if options.json:
-        lines = ",\n  ".join(json.dumps(row) for row in report.pop("rows"))
-        text = json.dumps(report, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n'
-        options.json.write_text(text, encoding="utf-8")
-    if options.markdown:
-        options.markdown.write_text(table(rows), encoding="utf-8")
-    print(json.dumps(report["counts"], indent=1))
+        write(rows, options)  # as they come: a sweep that is stopped has what it found
+    print(json.dumps(counts(rows), indent=1))
     for row in rows:
         if row.is_wrong:
             print(f"wrong: {row.type} ({row.path}): {row.difference} {row.tokens} {row.reason}")
