@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.config import UserError, check, nearest
-from hybrid_rlhf.models import quantize
+from hybrid_rlhf.models import complete, quantize
 from hybrid_rlhf.models.lora import LoraConfig, check_targets
 
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
@@ -139,9 +139,10 @@ def load_scalar_model(config: ModelConfig, device: torch.device | str = "cpu", n
 
     new_head_std: standard deviation of a newly made head's weights (None: 1 / sqrt(hidden size + 1)).
     """
-    model = _load("AutoModelForSequenceClassification", config, torch.device(device), num_labels=1)
+    is_new = new_head_std is not None or not has_score(config.model_name_or_path)
+    model = _load("AutoModelForSequenceClassification", config, torch.device(device), is_new=is_new, num_labels=1)
     check(hasattr(model, "score"), f"{type(model).__name__} has no linear score head; use a decoder-only model")
-    if new_head_std is not None or not has_score(config.model_name_or_path):
+    if is_new:
         std = (model.score.in_features + 1) ** -0.5 if new_head_std is None else new_head_std
         nn.init.normal_(model.score.weight, std=std)
     if pad_id is not None:
@@ -162,13 +163,16 @@ def has_score(path: str | None) -> bool:
     return any("SequenceClassification" in n for n in names)
 
 
-def _load(auto_class: str, config: ModelConfig, device: torch.device, **extra: object) -> nn.Module:
+def _load(auto_class: str, config: ModelConfig, device: torch.device, is_new: bool = False,
+          **extra: object) -> nn.Module:
+    """is_new: whether the score head may be missing, because it is made anew."""
     import transformers
     from safetensors import SafetensorError
 
     path = config.model_name_or_path
     check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
-    check_folder(path, ("weights",), config.trust_pickled_weights)
+    configuration(config)
+    complete.check_files(path)
     if config.attn_implementation != "auto":
         extra["attn_implementation"] = config.attn_implementation
     dtype = resolve_dtype(config.dtype, device)
@@ -182,14 +186,16 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, **extra: o
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()  # "score.weight newly initialized" is what we want, not a warning
     try:
-        model = getattr(transformers, auto_class).from_pretrained(
-            path, dtype=dtype, trust_remote_code=config.trust_remote_code,
+        model, info = getattr(transformers, auto_class).from_pretrained(
+            path, dtype=dtype, trust_remote_code=config.trust_remote_code, output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told below, by name
             use_safetensors=None if config.trust_pickled_weights else True, **extra)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, PickleError) as error:
         raise UserError(f"cannot load {path} by {auto_class}: {first_line(error)}; "
                         "give a model that this release of transformers loads") from error
     finally:
         transformers.logging.set_verbosity(level)
+    complete.check_complete(model, info, path, r"^score\." if is_new else None)
     return quantize.settle(model, path) if config.quantize else model.to(device)
 
 
@@ -258,7 +264,8 @@ def configured_positions(config: ModelConfig) -> int | None:
 
 
 def configuration(config: ModelConfig):  # noqa: ANN201 - a transformers class
-    """transformers' configuration of the model at a hub id or folder; reads no weights."""
+    """transformers' configuration of the model at a hub id or folder; reads no weights. UserError for what cannot be
+    trained here: encoder-decoders, weights in another's quantised format."""
     from transformers import AutoConfig
     check((path := config.model_name_or_path) is not None,
           "no model: give model.model_name_or_path (hub id or folder) or model.preset")
@@ -270,4 +277,5 @@ def configuration(config: ModelConfig):  # noqa: ANN201 - a transformers class
                         "give a folder with config.json, or a hub id") from error
     check(not getattr(found, "is_encoder_decoder", False),
           f"{path} is an encoder-decoder ({found.model_type}); a causal language model is needed")
+    complete.check_plain_weights(found, path, config.quantize)
     return found
