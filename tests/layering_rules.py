@@ -38,6 +38,7 @@ ROOMS = {
     "tensors": (0, (f"{H}.tensors",)),
     "visible": (0, (f"{H}.visible",)),
     "collector": (0, (f"{H}.collector",)),
+    "quiet": (0, (f"{H}.quiet",)),
 }
 # room: (what it never imports, except). Where the floors alone would allow it.
 NEVERS = {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import PickleError
@@ -182,21 +183,31 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, is_new: bo
         skip = ["score"] if "num_labels" in extra else None  # None: transformers' own rule, which spares the head
         extra |= {"device_map": {"": device}, "quantization_config": transformers.BitsAndBytesConfig(
             **quantize.SETTINGS[config.quantize], **compute, llm_int8_skip_modules=skip)}
-    level = transformers.logging.get_verbosity()
-    transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()  # "score.weight newly initialized" is what we want, not a warning
     try:
-        model, info = getattr(transformers, auto_class).from_pretrained(
-            path, dtype=dtype, trust_remote_code=config.trust_remote_code, output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are told below, by name
-            use_safetensors=None if config.trust_pickled_weights else True, **extra)
+        with _only_errors():  # "score.weight newly initialized" is what we want, not a warning
+            model, info = getattr(transformers, auto_class).from_pretrained(
+                path, dtype=dtype, trust_remote_code=config.trust_remote_code, output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are told below, by name
+                use_safetensors=None if config.trust_pickled_weights else True, **extra)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, PickleError) as error:
         raise UserError(f"cannot load {path} by {auto_class}: {first_line(error)}; "
                         "give a model that this release of transformers loads") from error
-    finally:
-        transformers.logging.set_verbosity(level)
     complete.check_complete(model, info, path, r"^score\." if is_new else None)
     return quantize.settle(model, path) if config.quantize else model.to(device)
+
+
+@contextmanager
+def _only_errors() -> Iterator[None]:
+    """Within the block transformers shows no progress and logs nothing but errors."""
+    import transformers
+
+    level = transformers.logging.get_verbosity()
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
 
 
 def random_causal_lm(config: ModelConfig, tokenizer, seed: int) -> nn.Module:  # noqa: ANN001
@@ -214,7 +225,8 @@ def random_causal_lm(config: ModelConfig, tokenizer, seed: int) -> nn.Module:  #
 def prepare(model: nn.Module, config: ModelConfig, vocab_size: int) -> nn.Module:
     """Resize the embeddings if tokens were added, freeze by name, turn on checkpointing. In place."""
     if vocab_size > model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(vocab_size)  # new rows lie among the old ones: unlikely until trained
+        with _only_errors():  # not how the new rows are drawn, at length
+            model.resize_token_embeddings(vocab_size)  # new rows lie among the old ones: unlikely until trained
     for pattern in config.freeze:
         matches = [p for n, p in model.named_parameters() if re.search(pattern, n)]
         check(bool(matches), f"model.freeze pattern {pattern!r} matches no parameter of {type(model).__name__}, "
