@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.models import quantize
+from hybrid_rlhf.models.dropout import dropout_in_config
 from hybrid_rlhf.models.lora import plain_name
 
 _log = logging.getLogger(__name__)
@@ -26,7 +27,8 @@ def save(model: nn.Module, state: dict[str, torch.Tensor], folder: str | Path) -
     hidden = [(owner, name, vars(owner).pop(name)) for owner, name in
               ((model, "hf_quantizer"), (model.config, "quantization_config")) if name in vars(owner)]
     try:
-        model.save_pretrained(folder, state_dict=state)
+        with dropout_in_config(model):
+            model.save_pretrained(folder, state_dict=state)
     finally:
         for owner, name, value in hidden:
             setattr(owner, name, value)
