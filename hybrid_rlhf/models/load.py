@@ -190,6 +190,8 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, **extra: o
                         "give a model that this release of transformers loads") from error
     finally:
         transformers.logging.set_verbosity(level)
+    if config.dtype == "auto":
+        model.file_dtype = configuration(config).dtype  # in which an export writes it, wherever it was trained
     return quantize.settle(model, path) if config.quantize else model.to(device)
 
 
