@@ -6,7 +6,7 @@ import argparse
 import json
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -153,7 +153,7 @@ def _modelfile(folder: Path, weights: str) -> Path:
         if tokenizer.chat_template else None
     starts_with_bos = bool(bos) and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     if turns and starts_with_bos and turns.opening == bos:  # llama.cpp puts it there
-        turns = ollama.Turns(turns.around, "", turns.marker)
+        turns = replace(turns, opening="")
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text = ollama.modelfile(f"./{weights}", turns, [tokenizer.eos_token],
                             {"num_ctx": min(4096, settings["max_position_embeddings"])})

@@ -112,7 +112,8 @@ def check_folder(path: str, needs: Iterable[str] = ("weights", "tokenizer"), tak
         check(not looks_local, f"model folder {path} does not exist; give a folder that does, or a hub id")
         return
     check(folder.is_dir(), f"{path} is a file; a model is a folder with config.json, weights and a tokenizer")
-    check((folder / "config.json").exists(), f"{path} is no model folder: it has no config.json")
+    is_tokenizer = tuple(needs) == ("tokenizer",)  # such as one beside an adapter
+    check(is_tokenizer or (folder / "config.json").exists(), f"{path} is no model folder: it has no config.json")
     if "weights" in needs and not list(folder.glob("*.safetensors")):
         pickled = sorted(folder.glob("*.bin"))
         check(bool(pickled), f"{path} has no weights: no *.safetensors beside its config.json; "
