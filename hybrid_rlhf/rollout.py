@@ -49,8 +49,10 @@ class Rollout:
     response_ids (B, R), right-padded; action_mask (B, R) bool, sampled tokens up to and including EOS; has_eos (B,)
     bool, whether the response ended by itself. The rest is filled in by `collect` and the trainer; shapes as in the
     glossary: logprobs, ref_logprobs, values, rewards, advantages, returns (B, R); scores (B,), NaN where a method that
-    allows it has none. source_scores: (B,) of each reward source, NaN where it skipped a response. numbers: (B,) each
-    sequence's place among those of all processes, where that is not the order of processes.
+    allows it has none. source_scores: (B,) of each reward source, NaN where it skipped a response. is_clipped (B,)
+    bool: whether the score, put on stage 2's scale, was bounded there. shaped_scores (B,): what each response is paid
+    but for the KL. numbers: (B,) each sequence's place among those of all processes, where that is not the order of
+    processes.
     """
 
     prompts: Prompts
@@ -64,6 +66,8 @@ class Rollout:
     values: Tensor | None = None
     scores: Tensor | None = None
     source_scores: dict[str, Tensor] = field(default_factory=dict)
+    is_clipped: Tensor | None = None
+    shaped_scores: Tensor | None = None
     rewards: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
@@ -117,8 +121,8 @@ class Rollout:
                                    for f in fields(self) if f.name != "prompts"})
 
     def has_spread(self, group_size: int) -> Tensor:
-        """(groups,) bool: whether the scores of a prompt's responses differ. Groups are contiguous rows."""
-        grouped = self.scores.view(-1, group_size)
+        """(groups,) bool: whether a prompt's responses are paid differently. Groups are contiguous rows."""
+        grouped = self.shaped_scores.view(-1, group_size)
         return grouped.amax(1) > grouped.amin(1)
 
     def to(self, device: torch.device | str) -> Rollout:
@@ -160,6 +164,8 @@ class Rollout:
             scores = scores[~torch.isnan(scores)]
             metrics.add(f"rewards/{name}/mean", scores.mean(), len(scores))
             metrics.add_spread(f"rewards/{name}/std", scores, "std")
+        if self.is_clipped is not None:
+            metrics.add("score/clip_fraction", self.is_clipped.float().mean(), size)
         metrics.add("completions/mean_length", lengths.mean(), size)
         metrics.add_spread("completions/min_length", lengths, "min")
         metrics.add_spread("completions/max_length", lengths, "max")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hybrid_rlhf.config import UserError, check
 from hybrid_rlhf.data import collate
@@ -71,7 +71,8 @@ class Config:
         return on_policy.Method(
             ppo.sampling, "ppo", updates_per_step(self), ppo.minibatch_size or -(-sequences // ppo.num_minibatches),
             needs_ref=self.needs_reference, needs_critic=ppo.needs_critic, temperature=ppo.sampling.temperature,
-            normalise_scores=ppo.normalise_scores, has_entropy=True, also_reads=("ptx",) if ppo.ptx_coef else (),
+            normalise_scores=ppo.normalise_scores, score_clip=ppo.score_clip,
+            critic_warmup_steps=ppo.critic_warmup_steps, has_entropy=True, also_reads=("ptx",) if ppo.ptx_coef else (),
             keeps_average=ppo.ema)
 
 
@@ -84,8 +85,9 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, export the actor, and return the final metrics."""
 
     def trainer(opened: on_policy.Opened) -> PPOTrainer:
-        return PPOTrainer(opened.roles, opened.source, config.ppo, seed=config.seed, score_mean=opened.mean,
-                          score_std=opened.std, more=opened.loader.next, ptx=_pretraining(config, opened))
+        ppo = replace(config.ppo, critic_warmup_steps=opened.critic_warmup_steps)
+        return PPOTrainer(opened.roles, opened.source, ppo, seed=config.seed, scale=opened.scale,
+                          more=opened.loader.next, ptx=_pretraining(config, opened))
 
     return on_policy.run(config, command, trainer)
 
