@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
@@ -153,6 +154,25 @@ class Rollout:
         pairs = (ids[:, :-1] << 32 | ids[:, 1:])[both]
         return len(pairs.unique()) / max(len(pairs), 1), len(pairs)
 
+    def answers_by_round(self) -> list[list[str]]:
+        """The responses' texts in rounds, each with one to every different prompt. What a prompt's own samples have in
+        common is no matter here: two texts of a round answer unlike prompts."""
+        of_prompt: dict[tuple, list[str]] = {}
+        for ids, text in zip(self.prompts.ids, self.completions, strict=True) if self.completions else ():
+            of_prompt.setdefault(tuple(ids), []).append(text.strip())
+        longest = max(map(len, of_prompt.values()), default=0)
+        return [[texts[i] for texts in of_prompt.values() if len(texts) > i] for i in range(longest)]
+
+    def _add_answers(self, metrics: Metrics) -> None:
+        """How alike the responses to unlike prompts are (which compares only between equal batches, as distinct_2), and
+        how many say nothing."""
+        for texts in self.answers_by_round():
+            commonest = Counter(texts).most_common()
+            metrics.add("completions/empty_ratio", texts.count("") / len(texts), len(texts))
+            if len(texts) > 1:
+                metrics.add("completions/distinct_answers", len(commonest) / len(texts), len(texts))
+                metrics.add("completions/top3_share", sum(n for _, n in commonest[:3]) / len(texts), len(texts))
+
     def metrics(self) -> Metrics:
         """What every on-policy method reports of its samples (names follow TRL)."""
         metrics, size = Metrics(), len(self)
@@ -171,6 +191,7 @@ class Rollout:
         metrics.add_spread("completions/max_length", lengths, "max")
         metrics.add("completions/clipped_ratio", (~self.has_eos).float().mean(), size)
         metrics.add("completions/distinct_2", *self.distinct_pairs())
+        self._add_answers(metrics)
         if self.ref_logprobs is not None:
             metrics.add("kl", self.mean_kl(), size)
             metrics.add("objective/kl", self.mean_kl(), size)
