@@ -208,8 +208,8 @@ def alike(history: History, limits: Limits) -> list[Alarm]:
         return []
     return [Alarm("same answers", f"unlike prompts get the same answers: three of them are {top.end:.0%} of a "
                                   f"step's ({top.start:.0%} at the start), and {distinct.end:.0%} of its answers are "
-                                  f"different ({distinct.start:.0%}). Where more than a few answers are right, read the "
-                                  "samples; lower roles.actor.learning_rate, or raise ppo.kl_coef.")]
+                                  f"different ({distinct.start:.0%}). Where more than a few answers are right, read "
+                                  "the samples; lower roles.actor.learning_rate, or raise ppo.kl_coef.")]
 
 
 def diversity(history: History, limits: Limits) -> list[Alarm]:
@@ -262,8 +262,8 @@ def bounds(history: History, limits: Limits) -> list[Alarm]:
     if found is None or max(found.start, found.end) <= limits.max_bounded:
         return []
     return [Alarm("bounded scores", f"ppo.score_clip bounds {max(found.start, found.end):.0%} of the scores, and "
-                                    "between those beyond it the actor sees no difference. Raise it (null has none); if "
-                                    "they went there in training, the reward model may be fooled: read the samples.")]
+                                    "between those beyond it the actor sees no difference. Raise it (null has none); "
+                                    "if they went there in training, the reward model may be fooled: read samples.")]
 
 
 def compared(start: dict[str, float], end: dict[str, float], num_prompts: int, limits: Limits | None = None
