@@ -164,11 +164,9 @@ class Rollout:
         return [[texts[i] for texts in of_prompt.values() if len(texts) > i] for i in range(longest)]
 
     def _add_answers(self, metrics: Metrics) -> None:
-        """How alike the responses to unlike prompts are (which compares only between equal batches, as distinct_2), and
-        how many say nothing."""
+        """How alike the responses to unlike prompts are; as distinct_2, it compares only between equal batches."""
         for texts in self.answers_by_round():
             commonest = Counter(texts).most_common()
-            metrics.add("completions/empty_ratio", texts.count("") / len(texts), len(texts))
             if len(texts) > 1:
                 metrics.add("completions/distinct_answers", len(commonest) / len(texts), len(texts))
                 metrics.add("completions/top3_share", sum(n for _, n in commonest[:3]) / len(texts), len(texts))
@@ -190,6 +188,8 @@ class Rollout:
         metrics.add_spread("completions/min_length", lengths, "min")
         metrics.add_spread("completions/max_length", lengths, "max")
         metrics.add("completions/clipped_ratio", (~self.has_eos).float().mean(), size)
+        if self.completions:
+            metrics.add("completions/empty_ratio", sum(not text.strip() for text in self.completions) / size, size)
         metrics.add("completions/distinct_2", *self.distinct_pairs())
         self._add_answers(metrics)
         if self.ref_logprobs is not None:
