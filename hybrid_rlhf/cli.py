@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from hybrid_rlhf.collector import collect_as_usual, collect_seldom
 from hybrid_rlhf.config import UserError, check, nearest, parse
+from hybrid_rlhf.quiet import quiet_libraries
 
 
 class Stage(NamedTuple):
@@ -48,7 +49,7 @@ ONLINE = {
         *_GROUPS, "--ppo.policy_loss=cispo", "--ppo.cliprange_high=4.0")),
 }
 STAGES |= {name: Stage("hybrid_rlhf.training.step3_ppo", f"{text} (--stage ppo with {name} settings)", "ppo",
-                       (f"--output_dir=outputs/{name}", f"--ppo.estimator={estimator}", *more))
+                       (f"--stage={name}", f"--output_dir=outputs/{name}", f"--ppo.estimator={estimator}", *more))
            for name, (text, estimator, more) in ONLINE.items()}
 OFFLINE = {
     "ipo": "dpo with the squared loss of IPO",
@@ -58,7 +59,8 @@ OFFLINE = {
     "simpo": "SimPO on pairs, without a reference",
 }
 STAGES |= {"dpo": Stage("hybrid_rlhf.training.preferences", "direct preference optimisation on pairs, no reward model")}
-STAGES |= {name: Stage(STAGES["dpo"].module, text, "dpo", (f"--output_dir=outputs/{name}", f"--dpo.loss_type={name}"))
+STAGES |= {name: Stage(STAGES["dpo"].module, text, "dpo",
+                       (f"--stage={name}", f"--output_dir=outputs/{name}", f"--dpo.loss_type={name}"))
            for name, text in OFFLINE.items()}
 STAGES |= {"conditional_sft": Stage(
     "hybrid_rlhf.training.step1_sft", "sft on good and bad answers, the score in the prompt", None,
@@ -69,6 +71,7 @@ STAGES |= {
     "rejection": Stage("hybrid_rlhf.training.rejection", "rejection sampling: best of n, then sft on it, in rounds")}
 STAGES |= {"evaluate": Stage("hybrid_rlhf.training.evaluate", "two or more models on held-out prompts, side by side")}
 IDENTITIES = ("dpo.loss_type", "ppo.estimator", "ppo.policy_loss")  # what the name of a variant says
+SWITCHES = ("preview", "check_signal", "plan", "memory", "cards")  # what a stage may be asked in place of a run
 COMMANDS = {"chat": "hybrid_rlhf.inference.chat", "doctor": "hybrid_rlhf.doctor", "init": "hybrid_rlhf.init",
             "export": "hybrid_rlhf.exporter", "serve": "hybrid_rlhf.inference.server"}
 
@@ -86,7 +89,8 @@ The first word may be a stage's name: {prog} sft is {prog} --stage sft, and --mo
 --model.model_name_or_path DIR. {prog} --stage STAGE --help lists every option of a stage with its default.
 --preview prints three rendered examples of its data; --print_config its complete settings; --plan the memory that it
 needs, before any weight is loaded (exit code 3: more than there is), with --cards 2x8x80GiB on cards that are not
-here. --memory 24GiB chooses what fits, and trains.
+here. --memory 24GiB chooses what fits, and trains. --check_signal says in a minute whether a stage that samples has
+anything to learn from.
 --preset 8gb, 12gb, 16gb, 24gb, 48gb, 80gb or cpu: settings for a card of that size; what you give beside it wins.
 """
 
@@ -96,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with a checkpoint)."""
     given = sys.argv[1:] if argv is None else argv
     argv = [word for word in given if not word.startswith("--local_rank=")]  # deepspeed's launcher adds it
+    quiet_libraries()
     if argv and argv[0] in COMMANDS:
         return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
     try:
@@ -155,17 +160,20 @@ def _train(argv: list[str]) -> int:
     row, base = STAGES[name], STAGES[name].name or name
     config, switches = parse(stage.Config, [*row.preset, *preset, *_with_model(rest)], prog=f"{prog} --stage {name}",
                              description=row.help,
-                             default_config=default, extra=("preview", "plan", "memory", "cards"),
-                             unused=unused_by(name))
-    check(config.stage in (name, base),
+                             default_config=default, extra=SWITCHES, unused=unused_by(name))
+    given = STAGES[config.stage].name if config.stage in STAGES else None  # a variant's settings run under its base too
+    check(config.stage in (name, base) or given == name,
           f"--stage {name}, but the settings say stage: {config.stage}; give --stage {config.stage}, or another file")
     _check_variant(name, row, config)
-    config = dataclasses.replace(config, stage=base)
+    config = dataclasses.replace(config, stage=name)
     if default:
         print(f"no --config, model or data given: the embedded demo ({os.path.relpath(default)})", file=sys.stderr)
     if switches["preview"]:
         stage.preview(config)
         return 0
+    check(not switches["check_signal"] or hasattr(stage, "check_signal"),
+          f"--check_signal is for stages that sample (ppo, grpo, rejection, ...); --stage {name} learns from what is "
+          "there, and --preview shows it")
     check(switches["cards"] is None or switches["plan"], "--cards is for --plan; add it, or leave --cards out")
     if switches["plan"] or switches["memory"] is not None:
         config, code = _plan(config, switches)
@@ -174,6 +182,9 @@ def _train(argv: list[str]) -> int:
         _hold_little()
     else:
         _hold_freed()
+    if switches["check_signal"]:
+        stage.check_signal(config)
+        return 0
     return _run(stage, config, command=shlex.join([prog, *argv]))
 
 
@@ -229,11 +240,13 @@ def _run(stage: ModuleType, config: object, command: str) -> int:
     from hybrid_rlhf.distributed import shutdown
     from hybrid_rlhf.run.fit import Stopped
     from hybrid_rlhf.run.interrupts import stops_as_by_hand
+    from hybrid_rlhf.training import announce
 
     code = 0
     try:
         with stops_as_by_hand():
             stage.run(config, command=command)
+            announce.after(config, command)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         code = 130

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hybrid_rlhf import activity
+from hybrid_rlhf.algorithms import reward_signal
+from hybrid_rlhf.algorithms.reward_signal import RewardSignal
 from hybrid_rlhf.algorithms.shaping import missing_eos
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.distributed import place_over_ranks, sum_over_ranks
@@ -87,11 +91,13 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
     each phase, and what the engine has to say of itself.
     """
     start = time.perf_counter()
+    activity.doing(f"sampling {len(prompts) * sampling.num_samples} responses")
     peak = partial(peak_in, metrics, device=roles.actor.engine.device)
     with peak("actor/generate"), metrics.timer("generate"), roles.actor.inference():
         rollout = roles.actor.generate(prompts.repeat(sampling.num_samples), sampling, seed)
     metrics.add("engine/tokens_per_second", rollout.action_mask.sum() / (time.perf_counter() - start))
     metrics.add("engine/kv_bytes", roles.actor.engine.kv_bytes)
+    activity.doing("scoring the responses")
     with metrics.timer("score"):
         with peak("actor/score"):
             rollout.logprobs = (gate or DriftGate("recompute")).logprobs(rollout, roles.actor, metrics)  # (B, R)
@@ -101,9 +107,26 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
         with peak("reward/score"):
             rollout.scores = _scores(source, rollout, may_skip)  # (B,)
         rollout.source_scores = rollout.source_scores or {source.name: rollout.scores}  # a mixture has told its parts
+    if sampling.num_samples > 1:
+        _observe_groups(rollout, sampling.num_samples, metrics)
     if roles.critic and with_values:
         measure_values(rollout, roles, metrics)
     return rollout
+
+
+def signal_of(rollout: Rollout, group_size: int) -> RewardSignal:
+    """The figures of a scored rollout whose groups are contiguous."""
+    is_empty = torch.tensor([not text.strip() for text in rollout.completions], dtype=torch.bool)
+    return reward_signal.measure(*(values.view(-1, group_size) for values in (
+        rollout.scores, rollout.action_mask.sum(1), rollout.has_eos, is_empty)))
+
+
+def _observe_groups(rollout: Rollout, group_size: int, metrics: Metrics) -> None:
+    """What the scores of each prompt's responses say together: the best of them is pass@G where they are 0 or 1."""
+    signal = signal_of(rollout, group_size)
+    metrics.add("prompts/num_responses", group_size, signal.num_prompts)
+    metrics.add("prompts/with_spread", signal.with_spread, signal.num_prompts)
+    metrics.add("prompts/best_score", signal.best, 0 if math.isnan(signal.best) else signal.num_prompts)
 
 
 @torch.no_grad()
@@ -158,6 +181,17 @@ def _spread_groups(rollout: Rollout, group_size: int) -> Rollout:
     return rollout.rows(rollout.has_spread(group_size).repeat_interleave(group_size).nonzero()[:, 0])
 
 
+@torch.no_grad()
+def collect_held_out(batches: Iterable[Prompts], roles: Roles, source: RewardSource, sampling: SamplingConfig,
+                     seed: int, *, may_skip: bool = False) -> Metrics:
+    """Scores, KL and lengths of fresh responses to held-out prompts, over all processes (always the same draw)."""
+    metrics = Metrics()
+    for i, prompts in enumerate(batches):
+        metrics += collect(prompts, roles, source, sampling, seed + i, Metrics(), may_skip=may_skip,
+                           with_values=False).metrics()
+    return metrics.over_ranks()
+
+
 def samples_of(rollout: Rollout | None, count: int) -> list[dict]:
     """The first responses of a rollout, for people; the score of one that every source skipped is None."""
     if rollout is None:
@@ -190,14 +224,9 @@ class Ranking:
         self.num_steps, self.newest = self.num_steps + 1, rollout
         return rollout, missing_eos(rollout.scores, rollout.has_eos, self.missing_eos_penalty)
 
-    @torch.no_grad()
     def evaluate(self, batches: Iterable[Prompts]) -> Metrics:
         """Scores, KL and lengths of fresh responses to held-out prompts (always the same draw)."""
-        metrics = Metrics()
-        for i, prompts in enumerate(batches):
-            metrics += collect(prompts, self.roles, self.source, self.sampling, self.seed + i, Metrics(),
-                               may_skip=True).metrics()
-        return metrics.over_ranks()
+        return collect_held_out(batches, self.roles, self.source, self.sampling, self.seed, may_skip=True)
 
     def samples(self, count: int = 4) -> list[dict]:
         """The first responses of the newest round, for people; the score of a skipped one is None."""

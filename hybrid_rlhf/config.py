@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib
 import json
 import re
 from argparse import ArgumentError
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import is_dataclass, replace
-from functools import reduce
 from pathlib import Path
 from types import MappingProxyType
-from typing import NoReturn, get_args, get_type_hints
+from typing import NoReturn
+
+from hybrid_rlhf.nested import may_be_null, nulls_in, sections
 
 
 class UserError(Exception):
@@ -39,17 +38,6 @@ def check(condition: bool, message: str) -> None:
     """Raise UserError(message) unless `condition` holds; for value checks beside the value."""
     if not condition:
         raise UserError(message)
-
-
-def value_of(config: object, option: str) -> object:
-    """The value of a dotted option of nested settings."""
-    return reduce(getattr, option.split("."), config)
-
-
-def with_value(config: object, option: str, value: object) -> object:
-    """A copy of nested frozen settings with another value of one dotted option."""
-    name, _, inner = option.partition(".")
-    return replace(config, **{name: with_value(getattr(config, name), inner, value) if inner else value})
 
 
 def door_flags(name: str, description: str) -> argparse.ArgumentParser:
@@ -87,6 +75,7 @@ def parse(config_class: type, argv: list[str], *, prog: str, description: str = 
     """
     parser = _parser(config_class, prog, description, default_config, extra)
     _hide(parser, unused)
+    _check_plain(config_class, argv)
     try:
         values = parser.parse_args(_emptied_first(_with_nulls(config_class, argv)))
         parts = dict(vars(parser.instantiate(values)))
@@ -141,31 +130,49 @@ def _with_nulls(config_class: type, argv: list[str]) -> list[str]:
             key, value = before, word
         if key == "--config" and value != key and (has_value or before == "--config"):
             settings = _read_yaml(value)
-            if (changed := _nulls_in(config_class, settings)) != settings:
+            if (changed := nulls_in(config_class, settings)) != settings:
                 value = json.dumps(changed, default=str)
-        elif value.lower() == "none" and _may_be_null(config_class, key.removeprefix("--")):
+        elif value.lower() == "none" and may_be_null(config_class, key.removeprefix("--")):
             value = "null"
         out.append(f"{key}={value}" if word.startswith("--") and has_value else value)
     return out
 
 
-def _nulls_in(kind: type, settings: dict) -> dict:
-    """Nested settings of the class `kind` with null for none."""
-    hints = get_type_hints(kind)
-    return {key: _nulls_in(hints[key], value) if isinstance(value, dict) and is_dataclass(hints.get(key)) else
-            None if isinstance(value, str) and value.lower() == "none" and _may_be_null(kind, key) else value
-            for key, value in settings.items()}
+def _check_plain(config_class: type, argv: list[str]) -> None:
+    """UserError for settings that the parser would take as the name of a class to import, or of another file."""
+    known = sections(config_class)
+    for word, after in zip(argv, [*argv, ""][1:], strict=True):
+        key, has_value, value = word.partition("=")
+        value = value if has_value else after
+        if key == "--config":
+            _check_plain_value(f"--config {value}", "", _read_yaml(value) if value else {}, known)
+        elif key.startswith("--"):
+            name = key[2:].rstrip("+")
+            is_text = name in known or value.lstrip().startswith(("{", "["))
+            _check_plain_value(key, name, _loaded(value) if is_text else None, known)
 
 
-def _may_be_null(kind: type, option: str) -> bool:
-    """Whether null is a value of a dotted option, and none is not one of its own."""
-    for name in option.split("."):
-        hint = get_type_hints(kind).get(name) if is_dataclass(kind) else None
-        kind = hint
-    return type(None) in get_args(kind) and option.rpartition(".")[2] not in _WITH_NONE
+def _check_plain_value(where: str, name: str, value: object, sections: set[str]) -> None:
+    """The same of one value. name: its dotted name; sections: those of options that are sections."""
+    check(name not in sections or value is None or isinstance(value, dict),
+          f"{where}: {name or 'the file'} is a section; give a mapping of its options, or --{name}.OPTION")
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        check(key not in ("class_path", "init_args"), f"{where}: {key} in {name or 'the settings'}; settings name no "
+                                                      "classes, give the options themselves")
+        check(name or key != "config", f"{where}: a file of settings cannot name another; give --config once for each")
+        _check_plain_value(where, f"{name}.{key}".lstrip("."), inner, sections)
+    for inner in value if isinstance(value, list) else ():
+        _check_plain_value(where, f"{name}[]", inner, sections)
 
 
-_WITH_NONE = ("quantize",)  # none: not quantised, whatever the model's own setting; null: as that says
+def _loaded(text: str) -> object:
+    """A value of the command line as YAML reads it; what it cannot read is the parser's to refuse."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return None
 
 
 def _emptied_first(argv: list[str]) -> list[str]:
@@ -236,6 +243,8 @@ def _is_small(value: object) -> bool:
 
 
 _SWITCHES = {"preview": "Print three rendered examples of the stage's data, trained tokens marked, and stop.",
+             "check_signal": "Print whether there is anything to learn from: the scores of several responses to "
+                             "each of a few prompts, and the time of a step; then stop.",
              "plan": "Print the memory that the run needs, by role and phase, before any weight is loaded, and stop."}
 _VALUES = {"memory": "Memory that the run may use, such as 24GiB: chooses micro-batches, checkpointing, offload and "
                      "quantisation that fit.",
@@ -253,14 +262,6 @@ def _one_line(error: Exception, known: list[str], unused: Mapping[str, str], pro
     text = re.sub(r"<class '(\w+)'>", r"\1", text)
     unknown = re.search(r"[Uu]nrecognized arguments?: -*([\w.\-+]+)|does not accept option '([^']+)'|"
                         r"Option '([^']+)' is not accepted", text)
-    inner = re.search(r"option \"([\w.]+)\": Problem with given class_path '([\w.]+)': (.*)", text)
-    if inner:  # an item of a list: the keys that fit are the fields of its class
-        module, _, name = inner.group(2).rpartition(".")
-        fields = list(getattr(importlib.import_module(module), name).__dataclass_fields__)
-        if not unknown:
-            return f'option "{inner.group(1)}": {inner.group(3)}'
-        key = next(g for g in unknown.groups() if g)
-        return f"unknown key {key} in {inner.group(1)}{nearest(key, fields)}; its keys are {', '.join(fields)}"
     if not unknown:
         return text
     group = re.search(r"Group '([^']+)'", text)

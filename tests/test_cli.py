@@ -10,7 +10,7 @@ import re
 import pytest
 import yaml
 
-from hybrid_rlhf.cli import STAGES, main
+from hybrid_rlhf.cli import STAGES, SWITCHES, main
 from hybrid_rlhf.config import UserError, parse
 from hybrid_rlhf.training import all_stages, step1_sft, step3_ppo
 from tests.tiny import save_tiny
@@ -40,7 +40,7 @@ def printed(capsys, *argv: str) -> str:
 
 def settings(stage: str, *argv: str):
     return parse(config_class(stage), [*STAGES[stage].preset, *argv], prog="x",
-                 extra=("preview", "plan", "memory", "cards"))[0]
+                 extra=SWITCHES)[0]
 
 
 def write(path, value: object) -> str:
@@ -90,7 +90,8 @@ def test_an_offline_variant_s_name_sets_its_loss_and_its_folder_and_nothing_else
     for name in ("ipo", "hinge", "kto", "orpo", "simpo"):
         config, plain = settings(name), settings("dpo")
         assert (config.output_dir, config.dpo.loss_type) == (f"outputs/{name}", name)
-        assert dataclasses.replace(config, output_dir="outputs/dpo", dpo=plain.dpo) == plain
+        assert config.stage == name
+        assert dataclasses.replace(config, stage="dpo", output_dir="outputs/dpo", dpo=plain.dpo) == plain
     assert settings("ipo", "--output_dir", "elsewhere").output_dir == "elsewhere"
     assert settings("conditional_sft").stage == "conditional_sft"
 

@@ -12,10 +12,11 @@ from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
-from hybrid_rlhf.config import UserError, value_of, with_value
+from hybrid_rlhf.config import UserError
 from hybrid_rlhf.distributed import is_main
 from hybrid_rlhf.models import shapes
 from hybrid_rlhf.models.load import ModelConfig, configuration
+from hybrid_rlhf.nested import value_of, with_value
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.training import wiring
 

@@ -15,6 +15,7 @@ from hybrid_rlhf.run.fit import TrainConfig
 from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer
 from hybrid_rlhf.trainers.online_preference import OnlineConfig, OnlinePreferenceTrainer
 from hybrid_rlhf.training import on_policy, unused
+from hybrid_rlhf.training.check_signal import check as check_signal_of
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
 
@@ -67,10 +68,16 @@ class Config:
     def method(self) -> on_policy.Method:
         row = LOSSES[self.dpo.loss_type]
         return on_policy.Method(self.online.sampling, "online", 1, 2 * self.train.rows_per_step,
-                                2 if row.needs_pairs else 1, needs_ref=row.needs_reference)
+                                2 if row.needs_pairs else 1, needs_ref=row.needs_reference, data_stage="online_dpo")
 
 
 preview = on_policy.preview
+
+
+def check_signal(config: Config) -> None:
+    """Print whether there is anything to learn from."""
+    config = on_policy.prepared(config)
+    check_signal_of(config, partial(_trainer, config))
 
 
 def run(config: Config, command: str = "") -> dict[str, float]:

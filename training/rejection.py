@@ -13,6 +13,7 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run.fit import TrainConfig
 from hybrid_rlhf.trainers.rejection import RejectionConfig, RejectionTrainer
 from hybrid_rlhf.training import on_policy, unused
+from hybrid_rlhf.training.check_signal import check as check_signal_of
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
 
@@ -63,10 +64,17 @@ class Config:
     def method(self) -> on_policy.Method:
         own = self.rejection
         return on_policy.Method(own.sampling, "rejection", own.num_epochs * own.num_minibatches,
-                                -(-self.train.rows_per_step // own.num_minibatches), needs_ref=own.measure_kl)
+                                -(-self.train.rows_per_step // own.num_minibatches), needs_ref=own.measure_kl,
+                                data_stage="rejection")
 
 
 preview = on_policy.preview
+
+
+def check_signal(config: Config) -> None:
+    """Print whether there is anything to learn from."""
+    config = on_policy.prepared(config)
+    check_signal_of(config, partial(_trainer, config))
 
 
 def run(config: Config, command: str = "") -> dict[str, float]:

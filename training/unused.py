@@ -10,7 +10,8 @@ from dataclasses import MISSING, fields, is_dataclass
 
 from hybrid_rlhf.algorithms.advantages import ESTIMATORS
 from hybrid_rlhf.algorithms.policy import POLICY_LOSSES
-from hybrid_rlhf.config import UserError, check, value_of, with_value
+from hybrid_rlhf.config import UserError, check
+from hybrid_rlhf.nested import value_of, with_value
 
 _OUT = "leave it out"
 _ONLY_ACTOR = "only the actor generates: set roles.actor.tp"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hybrid_rlhf.run.alarms import Alarm, find
+from hybrid_rlhf.run.alarms import Alarm, answered, find
 from hybrid_rlhf.run.page import Chapter, html
 from hybrid_rlhf.run.plots import draw
 from hybrid_rlhf.run.terminal import number, one_line
@@ -42,7 +42,9 @@ def chapter(folder: Path, stage: str, metrics: str = METRICS) -> Chapter:
         pictures, why = [], "No plots: matplotlib is not installed (pip install 'hybrid-rlhf[report]')."
     samples, answers = (read_history(path) if (path := folder / name).exists() else [] for name in (SAMPLES, ANSWERS))
     run = json.loads((folder / "run.json").read_text(encoding="utf-8")) if (folder / "run.json").exists() else {}
-    return Chapter(stage, find(history), history, pictures, why, *before_and_after(samples, answers), run)
+    said = before_and_after(samples, answers)
+    alarms = find(history) + (answered(said[1]) if answers else [])
+    return Chapter(stage, alarms, history, pictures, why, *said, run)
 
 
 def before_and_after(samples: list[dict], answers: list[dict]) -> tuple[list[dict], list[dict]]:
@@ -70,7 +72,8 @@ def read_history(path: Path) -> list[dict]:
 
 def page(run: Chapter) -> str:
     """The report as Markdown."""
-    lines = [f"# Report of stage {run.stage}", "", "## Alarms", "", *alarm_lines(run.alarms), "", "## Curves", ""]
+    lines = [f"# Report of stage {run.stage}", "", *(f"{line}\n" for line in run.first_step)]
+    lines += ["## Alarms", "", *alarm_lines(run.alarms), "", "## Curves", ""]
     lines += [f"![{path.stem.replace('_', ' ')}](plots/{path.name})" for path in run.pictures] or [
         run.no_pictures or "Nothing to draw."]
     for title, rows in run.said:

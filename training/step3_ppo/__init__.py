@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from hybrid_rlhf.config import UserError, check
 from hybrid_rlhf.data import collate
@@ -15,6 +16,7 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run.fit import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
 from hybrid_rlhf.training import on_policy, unused
+from hybrid_rlhf.training.check_signal import check as check_signal_of
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
 
@@ -76,7 +78,8 @@ class Config:
         return on_policy.Method(
             ppo.sampling, "ppo", updates_per_step(self), ppo.minibatch_size or -(-sequences // ppo.num_minibatches),
             needs_ref=self.needs_reference, needs_critic=ppo.needs_critic, temperature=ppo.sampling.temperature,
-            normalise_scores=ppo.normalise_scores, has_entropy=True, also_reads=("ptx",) if ppo.ptx_coef else (),
+            normalise_scores=ppo.normalise_scores, score_clip=ppo.score_clip,
+            critic_warmup_steps=ppo.critic_warmup_steps, has_entropy=True, also_reads=("ptx",) if ppo.ptx_coef else (),
             keeps_average=ppo.ema)
 
 
@@ -85,15 +88,22 @@ def preview(config: Config) -> None:
     on_policy.preview(config)
 
 
+def check_signal(config: Config) -> None:
+    """Print whether there is anything to learn from."""
+    config = on_policy.prepared(config)
+    check_signal_of(config, partial(_trainer, config))
+
+
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, export the actor, and return the final metrics."""
     config = on_policy.prepared(config)
+    return on_policy.run(config, command, partial(_trainer, config))
 
-    def trainer(opened: on_policy.Opened) -> PPOTrainer:
-        return PPOTrainer(opened.roles, opened.source, config.ppo, seed=config.seed, score_mean=opened.mean,
-                          score_std=opened.std, more=opened.loader.next, ptx=_pretraining(config, opened))
 
-    return on_policy.run(config, command, trainer)
+def _trainer(config: Config, opened: on_policy.Opened) -> PPOTrainer:
+    ppo = replace(config.ppo, critic_warmup_steps=opened.critic_warmup_steps)
+    return PPOTrainer(opened.roles, opened.source, ppo, seed=config.seed, scale=opened.scale, more=opened.loader.next,
+                      ptx=_pretraining(config, opened))
 
 
 def _pretraining(config: Config, opened: on_policy.Opened) -> Loader | None:
