@@ -25,7 +25,7 @@ from peers.trl_grpo import TrlGRPO
 from ppo_models import SHAPES, make_folders
 
 from hybrid_rlhf.engine import SamplingConfig, ZeroConfig
-from hybrid_rlhf.layout import Layout, RolesConfig, Start
+from hybrid_rlhf.layout import ActorConfig, Layout, RolesConfig, Start
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.rewards.functions import FunctionSource
 from hybrid_rlhf.rollout import Prompts

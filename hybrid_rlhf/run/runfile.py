@@ -123,7 +123,7 @@ def finished(output_dir: str | Path, stage: str, config: object) -> RunRecord | 
     if changed and resume.can_go_on(folder, changed, old.config, settings):
         return None
     check(not changed, f"output_dir {output_dir} holds a finished run with other settings ({', '.join(changed[:5])}); "
-                       "choose another output_dir, or give --resume never to run it again")
+                       f"{resume.instead(folder, stage, changed)}, or give --resume never to run it again")
     _say(f"{output_dir}: this {stage} run is finished; nothing to do (--resume never runs it again)")
     return old
 

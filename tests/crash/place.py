@@ -95,8 +95,9 @@ def three_stages(folder: Path, out: str, steps: int, save_steps: int) -> list[st
         "model": {"model_name_or_path": f"{folder}/base", "dtype": "float32"},
         "data": {"sources": [{"path": f"{folder}/{n}.jsonl", "stages": [n]} for n in ("sft", "reward", "ppo")],
                  "eval_fraction": 0.2, "max_length": 48, "max_prompt_length": 32, "cache_dir": f"{folder}/cache"},
-        "stages": {n: {"max_steps": steps, "per_device_train_batch_size": 6, "learning_rate": 1e-3, "logging_steps": 2,
-                       "eval_steps": 4, "save_steps": save_steps} for n in ("sft", "reward", "ppo")},
+        "stages": {n: {"max_steps": steps, "per_device_train_batch_size": 6, "logging_steps": 2, "eval_steps": 4,
+                       "save_steps": save_steps} | ({"learning_rate": 1e-3} if n != "ppo" else {})
+                   for n in ("sft", "reward", "ppo")},
         "roles": {"actor": {"learning_rate": 1e-3}, "critic": {"learning_rate": 1e-3}},
         "ppo": {"sampling": {"max_new_tokens": 6, "num_samples": 2}, "num_ppo_epochs": 2, "num_minibatches": 2,
                 "kl_target": 0.1, "kl_horizon": 100, "critic_warmup_steps": 2},

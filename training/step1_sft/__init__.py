@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hybrid_rlhf.data import collate, datasets
@@ -54,12 +54,21 @@ class Config:
         return unused.of(self)
 
 
+def start_model(config: Config) -> ModelConfig:
+    """The model settings that name the weights to start from: those of a finished run where one is given."""
+    given = config.model.model_name_or_path
+    if given is None:
+        return config.model
+    path = wiring.predecessor(given, config.output_dir, "sft", "model.model_name_or_path")
+    return replace(config.model, model_name_or_path=wiring.model_folder(path))
+
+
 def preview(config: Config) -> None:
     """Print rendered examples of the data with the trained tokens marked."""
     from hybrid_rlhf.data.preview import preview as show
 
     wiring.require_data(config.data, config.stage)
-    show(config.data, config.stage, wiring.open_tokenizer(config.model, config.data, config.stage, config.seed))
+    show(config.data, config.stage, wiring.open_tokenizer(start_model(config), config.data, config.stage, config.seed))
 
 
 def run(config: Config, command: str = "") -> dict[str, float]:
@@ -70,12 +79,13 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     if done:
         return done.metrics
     wiring.seed_everything(config.seed)
-    wiring.check_model(config.model, config.engine, config.train.optim)
-    wiring.check_lengths(config.model, data__max_length=config.data.max_length)
-    tokenizer = wiring.open_tokenizer(config.model, config.data, config.stage, config.seed)
+    start = start_model(config)
+    wiring.check_model(start, config.engine, config.train.optim)
+    wiring.check_lengths(start, data__max_length=config.data.max_length)
+    tokenizer = wiring.open_tokenizer(start, config.data, config.stage, config.seed)
     with main_first():  # the others find its tables in the cache
         data = datasets.build(config.data, config.stage, tokenizer, config.seed)
-    model = wiring.open_policy(config.model, tokenizer, config.seed, dropout=True)
+    model = wiring.open_policy(start, tokenizer, config.seed, dropout=True)
     if config.data.packing and not packing_is_exact(model):
         raise wiring.UserError(f"data.packing: {type(model).__name__} lets packed samples see each other; turn it off")
     length = config.data.max_length if config.data.packing else None
