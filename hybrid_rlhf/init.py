@@ -186,7 +186,7 @@ def _sections(stage: str) -> list[str]:
         return ["stages:", "  sft:", *_schedule("sft", "    "), "  reward:", *_schedule("reward", "    "), "  ppo:",
                 *_sampled("ppo", ("actor", "critic"), "    ")]
     if stage == "grpo":
-        return ["reward:", "  functions: [\"builtin:numeric_match\"]  # or your own, such as [pay.py:name]: see the guide",
+        return ["reward:", "  functions: [\"builtin:numeric_match\"]  # or your own, such as [pay.py:name]",
                 "  options: {numeric_match: {column: answer}}  # the column with the right answer", "train:",
                 *_sampled("grpo", ("actor",)), "    num_samples: 8  # answers to each prompt, compared with each other"]
     own = ["dpo:", "  beta: 0.1  # how strongly the model is held to its start"] if stage == "dpo" else []

@@ -117,8 +117,9 @@ def _laid_out(config: object) -> dict:
 
 def _sft(config: step1_sft.Config, start: ModelConfig | None) -> list[Role]:
     length, batch = config.data.max_length, config.train.rows_per_step
-    return [Role("policy", start or step1_sft.start_model(config), length, _rows(config, length, batch), predicted=length - 1,
-                 trains=True, scores=False, dropout=True, **_laid_out(config))]
+    model = start or step1_sft.start_model(config)
+    return [Role("policy", model, length, _rows(config, length, batch), predicted=length - 1, trains=True,
+                 scores=False, dropout=True, **_laid_out(config))]
 
 
 def _reward(config: step2_reward.Config, start: ModelConfig | None) -> list[Role]:
