@@ -48,7 +48,7 @@ def _run_line(config: object, num_steps: int, loader: Loader) -> str:
     rows = loader.batch_size * loader.world
     sampling = config.method.sampling if hasattr(config, "method") else None
     what = _counted(rows, "prompt" if sampling else "row")
-    what += f" and {_counted(sampling.num_samples, 'response')} to each" if sampling else ""
+    what += f" with {sampling.num_samples} responses each" if sampling and sampling.num_samples > 1 else ""
     limit = f", at most {duration(config.train.max_seconds)}" if config.train.max_seconds else ""
     return (f"run: {_counted(num_steps, 'step')} of {what} ({num_steps / len(loader):.3g} "
             f"epoch{'s' * (num_steps != len(loader))}){limit}; everything it writes goes to {config.output_dir}")
