@@ -42,7 +42,7 @@ def written(tmp_path):
 
 
 def whole(*given_sources: Source, **changes) -> DataConfig:
-    return DataConfig(list(given_sources), **({"split": None, "eval_fraction": 0.0} | changes))
+    return DataConfig(list(given_sources), **({"split": None, "eval_fraction": 0.0, "raw": True} | changes))
 
 
 def pairs(count: int) -> list[dict]:
@@ -95,6 +95,7 @@ def test_an_answer_too_long_loses_its_tail_and_a_prompt_too_long_loses_the_row(w
     assert rows[0].startswith("2 2 3")
     assert (len(rows), sizes[0], rows[0].endswith("<|im_end|>")) == (2, 10, False)
     assert data.report == {"read": 4, "other_stages": 0, "truncated": 1, "usable": 2, "train": 2, "held_out": 0,
+                           "rendered": {"prompts of plain text kept as they are (data.raw)": 4},
                            "dropped": {"answer cut away": 1, "empty answer": 1}, "not_used": []}
 
 
@@ -161,6 +162,7 @@ def test_a_stage_passes_over_sources_without_what_it_needs_but_not_over_one_that
 
 def test_no_usable_row_is_a_user_error_with_the_counts(written, tokenizer):
     with pytest.raises(UserError, match=r"^no usable row for stage sft: 3 rows read, 0 to train on, 0 held out, "
+                                        r"3 prompts of plain text kept as they are \(data.raw\), "
                                         r"3 dropped: answer cut away; give other data, or larger lengths$"):
         build(whole(written(pairs(3)), max_length=3), "sft", tokenizer, 0)
     with pytest.raises(UserError, match=r"3 left to other stages; data.split null gives every stage every row"):

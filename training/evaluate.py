@@ -161,7 +161,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     models, reference = contenders(config), config.evaluate.reference
     reference = wiring.predecessor(reference, config.output_dir, "sft", "evaluate.reference") if reference else next(
         iter(models.values()))
-    others = reward_sources.open_sources(config.reward, config.roles)
+    others = reward_sources.open_sources(config.reward, config.roles, config.data.raw)
     reward = _reward_path(config)
     tokenizers = {name: _tokenizer(config, path) for name, path in models.items()}
     rows, why = asked_prompts.which_rows(config.evaluate.rows, config.data, models.values())
@@ -219,7 +219,7 @@ class _Judges:
         template, rollouts = given.prompt_templates.get(name), []
         for first in range(0, len(prompts), given.batch_size):
             some = prompts.rows(range(first, min(first + given.batch_size, len(prompts))))
-            asked = measure.in_words(some, template, tokenizer) if template else None
+            asked = measure.in_words(some, template, tokenizer, self.config.data.raw) if template else None
             rollouts.append(measure.respond(actor, some, given.sampling, self.config.seed + first, asked))
             measure.judge(rollouts[-1], source, reference)
         del actor
@@ -231,7 +231,7 @@ class _Judges:
         model = None
         if self.role is not None:
             differs = wiring.difference(path, self.reward, self.config.data, "ppo")
-            model = ModelSource(self.role, tokenizer=self.reader if differs else None)
+            model = ModelSource(self.role, tokenizer=self.reader if differs else None, raw=self.config.data.raw)
         mean, std = self.scale.get("mean", 0.0), self.scale.get("std", 1.0)
         return reward_sources.combine(self.config.reward, model, self.others, mean, std)[0]
 

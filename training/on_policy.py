@@ -25,6 +25,7 @@ from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, Trainer, fit, on_record
 from hybrid_rlhf.training import announce, answers, reward_sources, wiring
 from hybrid_rlhf.training.four_roles import Parts, Sources, build, check_roles
+from hybrid_rlhf.training.plain_prompts import tell_other_form
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
 
@@ -110,6 +111,7 @@ def find_sources(config: Config) -> Sources:
     if config.reward.has_model(roles):
         reward = wiring.predecessor(roles.reward.model_name_or_path, config.output_dir, "reward",
                                     "roles.reward.model_name_or_path (or reward.functions instead of a model)")
+        tell_other_form(reward, config.data, method.data_stage)
     reads_text = reward not in (actor, None) and wiring.difference(actor, reward, config.data, method.data_stage, own)
     found = Sources(actor, reward, (roles.ref.model_name_or_path or actor) if method.needs_ref else None,
                     (roles.critic.model_name_or_path or (actor if reads_text or not reward else reward))
@@ -178,7 +180,7 @@ def _leave(roles: Roles, opened: Opened, config: Config, folder: str) -> None:
 
 def open_run(config: Config) -> Opened:
     """Check everything that can be checked without weights, then load data and roles."""
-    method, others = config.method, reward_sources.open_sources(config.reward, config.roles)
+    method, others = config.method, reward_sources.open_sources(config.reward, config.roles, config.data.raw)
     sources = find_sources(config)
     model = actor_model(config, sources)
     wiring.check_tensor_parallel(config.roles.actor.tp or 1, model)
@@ -201,8 +203,8 @@ def open_run(config: Config) -> Opened:
     steps = wiring.total_steps(config.train, len(loader))
     scale = _score_scale(config, sources)
     roles, reward = build(parts_of(config), starts, layout, tokenizer, steps * method.num_updates, scale, reader)
-    source, mean, std = reward_sources.combine(config.reward, reward and ModelSource(reward, tokenizer=reader), others,
-                                               *scale)
+    model_source = reward and ModelSource(reward, tokenizer=reader, raw=config.data.raw)
+    source, mean, std = reward_sources.combine(config.reward, model_source, others, *scale)
     return Opened(tokenizer, data, loader, held_out, steps, roles, source, mean, std, sources, more)
 
 

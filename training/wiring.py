@@ -33,6 +33,7 @@ from hybrid_rlhf.roles import PolicyModule
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import is_on_a_grid
 from hybrid_rlhf.run.fit import TrainConfig
+from hybrid_rlhf.training.plain_prompts import tell_other_form
 
 MODEL_FOLDER = "model"
 NO_POLICIES = ("reward", "evaluate", "all")  # stages that leave no policy to start from; every other one does
@@ -67,6 +68,7 @@ def open_tokenizer(model: ModelConfig, data: DataConfig, stage: str, seed: int):
         path = model.tokenizer_name_or_path or model.model_name_or_path
         check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
         tokenizer = load_tokenizer(path, model.trust_remote_code)
+        tell_other_form(path, data, stage)
     give_template(tokenizer, data, stage)
     return tokenizer
 

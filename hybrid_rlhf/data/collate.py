@@ -78,30 +78,48 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def collate_pairs(rows: Sequence[dict], pad_id: int) -> PairBatch:
-    """Rows {chosen_ids, rejected_ids, num_prompt_tokens, num_prompt_tokens_rejected, margin} -> PairBatch.
+    """Rows {chosen_ids, rejected_ids, num_prompt_tokens, num_prompt_tokens_rejected, chosen_mask, rejected_mask,
+    margin} -> PairBatch.
 
-    The last two may be missing: the same prompt tokens, and no margin.
+    The last four may be missing: the same prompt tokens, responses of one turn, and no margin.
     """
     ids = [r["chosen_ids"] for r in rows] + [r["rejected_ids"] for r in rows]
     prompts = [r["num_prompt_tokens"] for r in rows]
     prompts += [r.get("num_prompt_tokens_rejected", r["num_prompt_tokens"]) for r in rows]
+    given = [r.get(f"{side}_mask") for side in ("chosen", "rejected") for r in rows]
     mask = length_mask(torch.tensor([len(r) for r in ids]))
-    answers = mask & ~length_mask(torch.tensor(prompts), mask.shape[1])
+    answers = _responses(mask, prompts, given)
     margin = torch.tensor([float(r.get("margin") or 0.0) for r in rows])
     return PairBatch(SequenceBatch(pad_right(ids, pad_id), mask, answers), margin)
 
 
+def _responses(mask: Tensor, starts: Sequence[int], given: Sequence[list[bool] | None]) -> Tensor:
+    """(B, T) response tokens: those that a row marks, else all behind its prompt."""
+    answers = mask & ~length_mask(torch.tensor(starts), mask.shape[1])
+    for i, marks in enumerate(given):
+        if marks is not None:
+            answers[i, : len(marks)] &= torch.tensor(marks, dtype=torch.bool)
+    return answers
+
+
 def collate_labelled(rows: Sequence[dict], pad_id: int, max_length: int) -> LabelledBatch:
-    """Rows {input_ids, num_prompt_tokens, label} -> LabelledBatch. max_length: of a mismatched row, in tokens."""
-    starts = torch.tensor([r["num_prompt_tokens"] for r in rows])
+    """Rows {input_ids, num_prompt_tokens, loss_mask, label} -> LabelledBatch. loss_mask may be missing: a response of
+    one turn. max_length: of a mismatched row, in tokens."""
+    starts = [r["num_prompt_tokens"] for r in rows]
 
-    def batch(ids: list[list[int]]) -> SequenceBatch:
+    def batch(ids: list[list[int]], marks: list[list[bool] | None]) -> SequenceBatch:
         mask = length_mask(torch.tensor([len(r) for r in ids]))
-        return SequenceBatch(pad_right(ids, pad_id), mask, mask & ~length_mask(starts, mask.shape[1]))
+        return SequenceBatch(pad_right(ids, pad_id), mask, _responses(mask, starts, marks))
 
-    mismatched = [[*row["input_ids"][: row["num_prompt_tokens"]], *other["input_ids"][other["num_prompt_tokens"]:]]
-                  for row, other in zip(rows, [*rows[-1:], *rows[:-1]], strict=True)]
-    return LabelledBatch(batch([list(r["input_ids"]) for r in rows]), batch([ids[:max_length] for ids in mismatched]),
+    marks = [r.get("loss_mask") for r in rows]
+    mismatched, mismatched_marks = [], []
+    for row, start, other in zip(rows, starts, [*rows[-1:], *rows[:-1]], strict=True):
+        first = other["num_prompt_tokens"]
+        mismatched.append([*row["input_ids"][:start], *other["input_ids"][first:]][:max_length])
+        answer = (other.get("loss_mask") or [True] * len(other["input_ids"]))[first:]
+        mismatched_marks.append([False] * start + list(answer))
+    mismatched_marks = [m[: len(ids)] for m, ids in zip(mismatched_marks, mismatched, strict=True)]
+    return LabelledBatch(batch([list(r["input_ids"]) for r in rows], marks), batch(mismatched, mismatched_marks),
                          torch.tensor([bool(r["label"]) for r in rows]))
 
 

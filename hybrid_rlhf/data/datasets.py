@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from hybrid_rlhf.config import check, nearest
 from hybrid_rlhf.data import cache, chat, sources
 from hybrid_rlhf.data.blend import SHARES, Blend, blend, deal, deal_key, is_held_out
 from hybrid_rlhf.data.chat import Refused
-from hybrid_rlhf.data.examples import MAKERS, TRAININGS, Counts, Lengths, Work, unfolded
+from hybrid_rlhf.data.examples import MAKERS, TRAININGS, Counts, Lengths, Work, prepared, unfolded
 from hybrid_rlhf.data.row_counts import add_up, describe, summary
 from hybrid_rlhf.data.schema import KINDS, Example, Format, detect, read_row
 from hybrid_rlhf.data.source import Source, as_sources
@@ -32,6 +33,8 @@ class DataConfig:
         eval_fraction: Share of each stage's prompts held out for evaluation, by hash too.
         max_length: Longest sequence in tokens. Longer demonstrations lose their tail, longer pairs are dropped.
         max_prompt_length: Longest prompt in tokens for stages that sample; longer ones are dropped.
+        raw: Whether strings stay as they are. false renders them as turns wherever the tokenizer has a chat template:
+            a prompt as the user's, a completion as the assistant's. Rows of `text` always stay.
         train_on: response (assistant turns and EOS), or all tokens.
         append_eos: Whether plain-text answers end with EOS. false for text that is continued and never has to end;
             messages always end with it.
@@ -48,6 +51,7 @@ class DataConfig:
     eval_fraction: float = 0.05
     max_length: int = 512
     max_prompt_length: int = 256
+    raw: bool = False
     train_on: str = "response"
     append_eos: bool = True
     packing: bool = False
@@ -180,7 +184,7 @@ def examples(config: DataConfig, each: Opened, stage: str, counts: Counter, lost
 
 def _tokenized(config: DataConfig, each: Opened, stage: str, tokenizer) -> cache.Tables:  # noqa: ANN001
     """One source's tables, from the cache or made now."""
-    lengths = Lengths(config.max_length, config.max_prompt_length, config.train_on, config.score_template)
+    lengths = Lengths(config.max_length, config.max_prompt_length, config.train_on, config.score_template, config.raw)
     settings = {"training": TRAININGS[stage], "lengths": lengths, "append_eos": config.append_eos,
                 "split": config.split, "share": SHARES[stage] if config.split else None,
                 "eval_fraction": config.eval_fraction, "format": each.form.name, "path": each.source.path}
@@ -209,14 +213,15 @@ def _tokenize(config: DataConfig, each: Opened, stage: str, tokenizer, lengths: 
     make = MAKERS[TRAININGS[stage]]
     for example, is_eval in examples(config, each, stage, seen, counts.dropped):
         try:
-            waiting += [(work, is_eval) for work in make(example, tokenizer, lengths)]
+            ready = prepared(example, tokenizer, lengths, counts)
+            waiting += [(work, is_eval) for work in make(ready, tokenizer, lengths)]
         except Refused as reason:
             counts.dropped[str(reason)] += 1
         if len(waiting) >= _CHUNK:
             finish()
     finish()
-    numbers = {**seen, "truncated": counts.truncated, "dropped": dict(counts.dropped), "train": len(rows[0]),
-               "held_out": len(rows[1])}
+    numbers = {**seen, "truncated": counts.truncated, "dropped": dict(counts.dropped),
+               "rendered": dict(counts.rendered), "train": len(rows[0]), "held_out": len(rows[1])}
     return rows[0], rows[1], numbers
 
 
@@ -228,13 +233,18 @@ def _passed_over(config: DataConfig, stage: str, opened: Sequence[Opened]) -> li
 
 def is_conversational(config: DataConfig, stage: str) -> bool:
     """Whether any source of `stage` holds messages, by its first row: these need a chat template, text does not."""
+    return any(isinstance(part, list) for example in _first_rows(config, stage)
+               for part in (example.messages, example.prompt, *(answer for answer, _ in example.answers)))
+
+
+def has_plain_prompts(config: DataConfig, stage: str) -> bool:
+    """Whether any source of `stage` holds prompts of plain text, by its first row: data.raw says how they are read."""
+    return any(isinstance(example.prompt, str) and not example.is_text_pair for example in _first_rows(config, stage))
+
+
+def _first_rows(config: DataConfig, stage: str) -> Iterator[Example]:
     for each in open_sources(config, stage):
-        for example, _ in examples(config, each, stage, Counter(), Counter()):
-            parts = (example.messages, example.prompt, *(answer for answer, _ in example.answers))
-            if any(isinstance(part, list) for part in parts):
-                return True
-            break
-    return False
+        yield from (example for example, _ in islice(examples(config, each, stage, Counter(), Counter()), 1))
 
 
 def raw_texts(config: DataConfig, stage: str, seed: int = 0) -> Iterator[str]:

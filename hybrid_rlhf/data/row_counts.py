@@ -13,9 +13,10 @@ LOST = 0.1  # share of the rows whose loss is worth a line of its own
 def add_up(parts: Sequence[dict], num_train: int, num_held_out: int) -> dict:
     """The sources' counts added up; train and held_out count the rows after blending."""
     total = {name: sum(p[name] for p in parts) for name in ("read", "other_stages", "truncated")}
-    dropped = sum((Counter(p["dropped"]) for p in parts), Counter())
+    dropped, rendered = (dict(sum((Counter(p[name]) for p in parts), Counter())) for name in ("dropped", "rendered"))
     usable = sum(p["train"] for p in parts)
-    return {**total, "dropped": dict(dropped), "usable": usable, "train": num_train, "held_out": num_held_out}
+    return {**total, "dropped": dropped, "rendered": rendered, "usable": usable, "train": num_train,
+            "held_out": num_held_out}
 
 
 def describe(report: dict) -> str:
@@ -23,7 +24,11 @@ def describe(report: dict) -> str:
     parts = [f"{report['read']} rows read", f"{report['train']} to train on", f"{report['held_out']} held out"]
     parts += [f"{report['other_stages']} left to other stages"] if report["other_stages"] else []
     parts += [f"{report['truncated']} truncated"] if report["truncated"] else []
-    return ", ".join(parts + drops(report))
+    return ", ".join(parts + _rendered(report) + drops(report))
+
+
+def _rendered(report: dict) -> list[str]:
+    return [f"{n} {how}" for how, n in sorted(report.get("rendered", {}).items())]
 
 
 def drops(report: dict) -> list[str]:
@@ -32,14 +37,16 @@ def drops(report: dict) -> list[str]:
 
 
 def summary(report: dict) -> list[str]:
-    """What became of the rows, as lines for the start of a run: one, and one more where over a tenth is lost.
+    """What became of the rows, as lines for the start of a run: one, one more for how they were rendered, and one more
+    where over a tenth is lost.
 
     Lost is what is dropped, what loses its tail and what data.split leaves to other stages.
     """
     usable = report.get("usable", report["train"])
-    lines = [f"data: {describe(report)}"]
+    lines = [f"data: {describe(report | {'rendered': {}})}"]
     if usable != report["train"]:
         lines[0] += f" (chosen from {usable} by weights and data.max_samples)"
+    lines += [f"data: {'; '.join(_rendered(report))}"] * bool(report.get("rendered"))
     if report.get("not_used"):
         lines.append(f"data: nothing for this stage in {', '.join(report['not_used'])}")
     faulty, elsewhere = sum(report["dropped"].values()) + report["truncated"], report["other_stages"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from hybrid_rlhf.config import UserError
@@ -24,6 +24,8 @@ class Example:
     """One canonical row. Which fields are set depends on its kind (KINDS).
 
     answers: (completion, score) pairs, of which a higher score is better; only their order counts.
+    is_text_pair: the prompt is only the beginning that two plain texts share, and nobody's question.
+    written: the prompt as the row has it, where it is rendered in another form.
     columns: the row's other columns, handed on to reward functions.
     """
 
@@ -32,6 +34,8 @@ class Example:
     messages: list[dict] | None = None
     text: str | None = None
     margin: float = 0.0
+    is_text_pair: bool = False
+    written: Text | None = None
     columns: dict = field(default_factory=dict)
 
 
@@ -82,6 +86,8 @@ def read_row(row: dict, form: Format, where: str) -> Example:
             raise Refused(f"no {column}")
     try:
         example = form.read(row)
+        example.prompt, example.messages = (transcripts.with_tools(part, row.get("tools"))
+                                            for part in (example.prompt, example.messages))
     except (ValueError, TypeError) as error:
         raise UserError(f"{where}: {error}; mend the row") from error
     example.columns = {k: v for k, v in row.items() if k not in form.asks}
@@ -171,8 +177,9 @@ def _read_implicit(row: dict) -> Example:
     margin = _number(row["margin"], "margin") if row.get("margin") is not None else 0.0
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise Refused("one answer is a transcript, the other is not")
-    split = transcripts.common_text if isinstance(chosen, str) else transcripts.common_prompt
-    return _paired(*split(chosen, rejected), margin)
+    if isinstance(chosen, list):
+        return _paired(*transcripts.common_prompt(chosen, rejected), margin)
+    return replace(_paired(*transcripts.common_text(chosen, rejected), margin), is_text_pair=True)
 
 
 def _read_ranked(row: dict) -> Example:

@@ -220,8 +220,8 @@ def load_adapter(model: nn.Module, folder: str | Path, adapter_name: str) -> Non
     saved = load_file(Path(folder) / _WEIGHTS)
     fits = added_rows.from_file(model, adapter_name, indices, saved, adapter_dtype(model))
     check(fits and own.keys() == saved.keys() and all(own[k].shape == saved[k].shape for k in own),
-          f"the adapter {folder} does not fit {type(model).__name__}: its layers, their shapes or its tokens are not the "
-          "model's; give the base that it was made for")
+          f"the adapter {folder} does not fit {type(model).__name__}: its layers, their shapes or its tokens are not "
+          "the model's; give the base that it was made for")
     with torch.no_grad():
         for name, value in own.items():
             value.copy_(saved[name])

@@ -33,10 +33,10 @@ def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) 
     """Write `model` (causal or sequence classification) and `tokenizer` to `folder`, replacing what was there.
 
     With LoRA the folder holds the merged model, and `adapter` (adapter_ema for model_ema) beside it the adapter and the
-    tokenizer, as peft reads them; of a quantised base, merge.json in it says into which weights ("original", or "dequantised" where
-    those are gone) and how far the live model's logits are from the written one's (relative). Only the main process
-    writes; all must call, for under ZeRO 3 each holds a part. Raises ExportDiffers if the reloaded folder's outputs
-    differ from the live model's.
+    tokenizer, as peft reads them; of a quantised base, merge.json in it says into which weights ("original", or
+    "dequantised" where those are gone) and how far the live model's logits are from the written one's (relative). Only
+    the main process writes; all must call, for under ZeRO 3 each holds a part. Raises ExportDiffers if the reloaded
+    folder's outputs differ from the live model's.
     """
     folder = Path(folder)
     adapter = folder.with_name(folder.name.replace("model", "adapter"))
