@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from hybrid_rlhf.collector import collect_as_usual, collect_seldom
 from hybrid_rlhf.config import UserError, check, nearest, parse
+from hybrid_rlhf.quiet import quiet_libraries
 
 
 class Stage(NamedTuple):
@@ -98,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with a checkpoint)."""
     given = sys.argv[1:] if argv is None else argv
     argv = [word for word in given if not word.startswith("--local_rank=")]  # deepspeed's launcher adds it
+    quiet_libraries()
     if argv and argv[0] in COMMANDS:
         return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
     try:

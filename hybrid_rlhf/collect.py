@@ -181,6 +181,17 @@ def _spread_groups(rollout: Rollout, group_size: int) -> Rollout:
     return rollout.rows(rollout.has_spread(group_size).repeat_interleave(group_size).nonzero()[:, 0])
 
 
+@torch.no_grad()
+def collect_held_out(batches: Iterable[Prompts], roles: Roles, source: RewardSource, sampling: SamplingConfig,
+                     seed: int, *, may_skip: bool = False) -> Metrics:
+    """Scores, KL and lengths of fresh responses to held-out prompts, over all processes (always the same draw)."""
+    metrics = Metrics()
+    for i, prompts in enumerate(batches):
+        metrics += collect(prompts, roles, source, sampling, seed + i, Metrics(), may_skip=may_skip,
+                           with_values=False).metrics()
+    return metrics.over_ranks()
+
+
 def samples_of(rollout: Rollout | None, count: int) -> list[dict]:
     """The first responses of a rollout, for people; the score of one that every source skipped is None."""
     if rollout is None:
@@ -213,14 +224,9 @@ class Ranking:
         self.num_steps, self.newest = self.num_steps + 1, rollout
         return rollout, missing_eos(rollout.scores, rollout.has_eos, self.missing_eos_penalty)
 
-    @torch.no_grad()
     def evaluate(self, batches: Iterable[Prompts]) -> Metrics:
         """Scores, KL and lengths of fresh responses to held-out prompts (always the same draw)."""
-        metrics = Metrics()
-        for i, prompts in enumerate(batches):
-            metrics += collect(prompts, self.roles, self.source, self.sampling, self.seed + i, Metrics(),
-                               may_skip=True).metrics()
-        return metrics.over_ranks()
+        return collect_held_out(batches, self.roles, self.source, self.sampling, self.seed, may_skip=True)
 
     def samples(self, count: int = 4) -> list[dict]:
         """The first responses of the newest round, for people; the score of a skipped one is None."""

@@ -15,10 +15,11 @@ from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.distributed import is_main, main_first
 from hybrid_rlhf.engine import ZeroConfig
-from hybrid_rlhf.layout import RolesConfig
+from hybrid_rlhf.layout import RolesConfig, Start
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.model import ModelSource
+from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
@@ -28,13 +29,16 @@ from hybrid_rlhf.training.four_roles import Parts, Sources, build, check_roles
 from hybrid_rlhf.training.plain_prompts import tell_other_form
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
+MAX_CRITIC_WARMUP = 5  # steps
+
 
 class Method(NamedTuple):
     """What a method asks of its run.
 
     sampling: how it draws; section: the name of its settings, for messages. num_updates: optimizer steps of one trainer
     step; num_sequences: of one optimizer step on a process. num_together: rows that no micro-batch tears apart.
-    temperature: that the roles' log-probabilities are measured at. has_entropy: whether the actor's update takes it.
+    temperature: that the roles' log-probabilities are measured at. score_clip: bound of normalised scores.
+    critic_warmup_steps: None goes by what the critic starts from. has_entropy: whether the actor's update takes it.
     also_reads: further stages whose data it trains on. keeps_average: whether of the actor's weights.
     data_stage: the stage whose prompts it takes.
     """
@@ -48,6 +52,8 @@ class Method(NamedTuple):
     needs_critic: bool = False
     temperature: float = 1.0
     normalise_scores: bool = True
+    score_clip: float | None = None
+    critic_warmup_steps: int | None = 0
     has_entropy: bool = False
     also_reads: tuple[str, ...] = ()
     keeps_average: bool = False
@@ -73,7 +79,8 @@ class Config(Protocol):
 
 @dataclass
 class Opened:
-    """A run with everything loaded. mean, std: the scale of the source's scores. more: data of Method.also_reads."""
+    """A run with everything loaded. scale: what the trainer puts the source's scores on, if anything. more: data of
+    Method.also_reads. critic_warmup_steps: steps that train the critic alone."""
 
     tokenizer: object
     data: datasets.StageData
@@ -82,10 +89,10 @@ class Opened:
     num_steps: int
     roles: Roles
     source: RewardSource
-    mean: float
-    std: float
+    scale: Scale | None
     sources: Sources
     more: dict[str, datasets.StageData]
+    critic_warmup_steps: int
 
 
 def check_given(roles: RolesConfig, method: Method, stage: str) -> None:
@@ -159,7 +166,8 @@ def run(config: Config, command: str, make_trainer: Callable[[Opened], Trainer])
         prompts = answers.first_prompts(opened.data, config.train.num_fixed_prompts)
         # a function or service of the user's is asked for what is trained on and for evaluations, and for nothing else
         source = opened.source if isinstance(opened.source, ModelSource) else None
-        said = answers.of_policy(roles.actor, prompts, config.method.sampling, source) if prompts else None
+        said = prompts and answers.of_policy(roles.actor, prompts, config.method.sampling, source,
+                                             ends=[config.data.append_eos] * len(prompts))
         metrics = fit(trainer, opened.loader, opened.held_out, config.train, record, opened.num_steps, said)
         _leave(roles, opened, config, wiring.MODEL_FOLDER)
         average = getattr(trainer, "average", None)  # of the weights, where the method keeps one
@@ -202,10 +210,12 @@ def open_run(config: Config) -> Opened:
     held_out = wiring.eval_loader(data.held_out, config.train, config.seed, collate.collate_prompts)
     steps = wiring.total_steps(config.train, len(loader))
     scale = _score_scale(config, sources)
-    roles, reward = build(parts_of(config), starts, layout, tokenizer, steps * method.num_updates, scale, reader)
+    warmup = _critic_warmup_steps(method, starts, steps)
+    num_updates = {"actor": (steps - warmup) * method.num_updates, "critic": steps * method.num_updates}
+    roles, reward = build(parts_of(config), starts, layout, tokenizer, num_updates, scale, reader)
     model_source = reward and ModelSource(reward, tokenizer=reader, raw=config.data.raw)
-    source, mean, std = reward_sources.combine(config.reward, model_source, others, *scale)
-    return Opened(tokenizer, data, loader, held_out, steps, roles, source, mean, std, sources, more)
+    source, scale = reward_sources.combine(config.reward, model_source, others, scale)
+    return Opened(tokenizer, data, loader, held_out, steps, roles, source, scale, sources, more, warmup)
 
 
 def check_more_data(config: Config, model: ModelConfig) -> None:
@@ -226,8 +236,25 @@ def _open_reader(config: Config, sources: Sources):  # noqa: ANN202 - a transfor
     return wiring.open_tokenizer(model, config.data, config.method.data_stage, config.seed)
 
 
-def _score_scale(config: Config, sources: Sources) -> tuple[float, float]:
-    """Mean and standard deviation that scores are normalised by; (0, 1) leaves them as they are."""
+def _score_scale(config: Config, sources: Sources) -> Scale | None:
+    """What scores of the reward model are put on; None leaves them as they are."""
     is_wanted = sources.reward and config.method.normalise_scores
     found = wiring.score_statistics_of(sources.reward) if is_wanted else {}
-    return found.get("mean", 0.0), found.get("std", 1.0)
+    if not found:
+        return None
+    check(found["std"] > 0, f"roles.reward.model_name_or_path: {sources.reward} gave all demonstrations one score "
+                            f"({found['mean']:.3g}), so it cannot tell responses apart; train it again, for longer or "
+                            "at another rate")
+    return Scale(found["mean"], found["std"], config.method.score_clip)
+
+
+def _critic_warmup_steps(method: Method, starts: dict[str, Start], num_steps: int) -> int:
+    """Steps that train the critic alone. Where it is not said, none for a critic that can score responses already; a
+    new head knows nothing, and the actor would follow its mistakes."""
+    if method.critic_warmup_steps is not None or not method.needs_critic:
+        return method.critic_warmup_steps or 0
+    found = 0 if starts["critic"].head else min(MAX_CRITIC_WARMUP, num_steps // 10)
+    if found and is_main():
+        print(f"the critic starts with a head of zeros: the first {found} steps train it alone "
+              "(ppo.critic_warmup_steps)", file=sys.stderr)
+    return found

@@ -25,6 +25,7 @@ from hybrid_rlhf.engine.admission import stop_ids
 from hybrid_rlhf.engine.tensor_parallel import check_configured
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.backbone import check_head
+from hybrid_rlhf.models.dropout import without_dropout
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import add_lora
@@ -160,7 +161,7 @@ def open_policy(model: ModelConfig, tokenizer, seed: int, *, dropout: bool) -> n
     if dropout:
         seed_dropout(seed)
         return causal
-    return load.disable_dropout(causal)
+    return without_dropout(causal)
 
 
 def open_scalar(model: ModelConfig, tokenizer, *, new_head_std: float | None = None) -> nn.Module:  # noqa: ANN001
@@ -168,7 +169,7 @@ def open_scalar(model: ModelConfig, tokenizer, *, new_head_std: float | None = N
     check_dtype(model)
     scalar = load.load_scalar_model(model, device(), new_head_std, tokenizer.pad_token_id)
     new_ids = prepare(scalar, model, tokenizer)
-    load.disable_dropout(scalar)
+    without_dropout(scalar)
     if model.lora.r:
         add_lora(scalar, model.lora, new_ids=new_ids)
         scalar.score.weight.requires_grad_(True)

@@ -55,9 +55,9 @@ class ZeroTraining:
                  zero: ZeroConfig, parameters: dict[str, nn.Parameter] | None = None) -> None:
         init_process_group()
         self.parameters = parameters or {n: p for n, p in module.named_parameters() if p.requires_grad}
-        self.max_grad_norm, self.schedule, self.num_steps = optimizer.max_grad_norm, schedule, 0
+        self.max_grad_norm, self.max_skipped_in_a_row = optimizer.max_grad_norm, optimizer.max_skipped_updates
+        self.schedule, self.num_steps, self.num_omitted = schedule, 0, 0  # updates: made, and planned but never made
         self.num_skipped = self.num_skipped_in_a_row = 0  # updates not made: gradients that are not finite
-        self.max_skipped_in_a_row = optimizer.max_skipped_updates
         self._dtype = next(iter(self.parameters.values())).dtype
         is_small = 10 * sum(map(size_of, self.parameters.values())) < sum(map(size_of, module.parameters()))
         self.stage = zero.stage(self._dtype, optimizer.optim, is_small=is_small)
@@ -98,8 +98,8 @@ class ZeroTraining:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next step."""
-        return self._base_learning_rate * self.schedule(self.num_steps)
+        """The learning rate of the next step. The schedule counts omitted updates too, else it would never end."""
+        return self._base_learning_rate * self.schedule(self.num_steps + self.num_omitted)
 
     def __call__(self, *inputs: object, **named: object):  # noqa: ANN204 - the module's own
         """The module's forward."""

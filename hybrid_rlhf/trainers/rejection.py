@@ -16,6 +16,7 @@ from hybrid_rlhf.config import check
 from hybrid_rlhf.distributed import place_over_ranks
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.rewards import RewardSource
+from hybrid_rlhf.role_state import schedule_at
 from hybrid_rlhf.roles import Roles, TokenScores
 from hybrid_rlhf.rollout import Prompts, Rollout
 
@@ -68,7 +69,9 @@ class RejectionTrainer:
         self.rng = torch.Generator().manual_seed(seed)
 
     def step(self, prompts: Prompts) -> Metrics:
-        metrics = Metrics()
+        metrics, config = Metrics(), self.config
+        # as planned, also where a round chose nothing, or too little for all of its minibatches
+        schedule_at(self.roles.actor, self.ranking.num_steps * config.num_epochs * config.num_minibatches)
         rollout, scores = self.ranking.sample(prompts, metrics)
         chosen = self._chosen(scores)
         metrics.add("rejection/kept", len(chosen) / max(len(prompts), 1), len(prompts))
