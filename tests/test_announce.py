@@ -104,7 +104,7 @@ def test_before_the_first_step_stand_what_is_trained_of_the_model_and_how_long_t
     assert capsys.readouterr().err.splitlines() == [
         "model: base; trained: 200 of 30,200 parameters by LoRA of rank 4; float32 on "
         + announce.device().type,
-        "run: 25 steps of 16 rows (2.5 epochs), at most 1:30; everything it writes goes to outputs/sft"]
+        "run: 25 steps of 16 rows (2.5 epochs), at most 1:30, to outputs/sft"]
     engine.training = SimpleNamespace(parameters=dict(module.named_parameters()))
     announce.before(config, {"actor": engine, "critic": engine}, "base", 10, loader)
     first, second = capsys.readouterr().err.splitlines()

@@ -51,7 +51,7 @@ def _run_line(config: object, num_steps: int, loader: Loader) -> str:
     what += f" with {sampling.num_samples} responses each" if sampling and sampling.num_samples > 1 else ""
     limit = f", at most {duration(config.train.max_seconds)}" if config.train.max_seconds else ""
     return (f"run: {_counted(num_steps, 'step')} of {what} ({num_steps / len(loader):.3g} "
-            f"epoch{'s' * (num_steps != len(loader))}){limit}; everything it writes goes to {config.output_dir}")
+            f"epoch{'s' * (num_steps != len(loader))}){limit}, to {config.output_dir}")
 
 
 def _counted(number: int, noun: str) -> str:

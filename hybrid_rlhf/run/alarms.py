@@ -282,7 +282,7 @@ def compared(start: dict[str, float], end: dict[str, float], num_prompts: int, l
 
 def answered(answers: Sequence[dict], limits: Limits | None = None) -> list[Alarm]:
     """The alarm of a trained model that does not end most of its answers to the fixed prompts; rows say by "ended"
-    whether an answer ended where its demonstration does."""
+    whether an answer ended, None where it need not."""
     ended = [row["ended"] for row in answers if isinstance(row.get("ended"), bool)]
     endless = ended.count(False)
     if not ended or endless <= (limits or Limits()).max_clipped * len(ended):
