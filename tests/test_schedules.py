@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hybrid_rlhf.algorithms.kl import UpdateRate
+from hybrid_rlhf.config import UserError
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer
 from hybrid_rlhf.trainers.online_preference import OnlineConfig, OnlinePreferenceTrainer
@@ -66,3 +68,28 @@ def test_a_resumed_run_goes_on_at_its_place_in_the_schedule():
     second = ppo(settings(num_ppo_epochs=8), count_of(42), rate=1e-2)
     second.load_state(first.state())
     assert updates_of(second.roles.actor, lambda: second.step(PROMPTS)) == list(range(8, 16))
+
+
+def test_the_rate_falls_by_a_third_where_updates_went_too_far_and_comes_back_to_one():
+    rate, values = UpdateRate(0.01), []
+    for kl in (0.021, 0.5, float("nan"), 0.015, 0.004, 0.004, 0.004, 0.004):  # too far thrice, right, too little
+        rate.update(kl)
+        values.append(rate.value)
+    assert values == pytest.approx([2 / 3, 4 / 9, 8 / 27, 8 / 27, 4 / 9, 2 / 3, 1, 1])
+    unset = UpdateRate(None)
+    unset.update(5.0)
+    assert unset.value == 1
+
+
+def test_update_kl_lowers_the_actor_s_rate_alone_and_goes_on_after_a_checkpoint():
+    config = settings(num_ppo_epochs=4, update_kl=1e-4, kl_coef=0.0)
+    trainer = ppo(config, count_of(42), rate=1e-2)
+    rates = [trainer.step(PROMPTS).compute() for _ in range(3)]
+    assert [r["learning_rate"] for r in rates] == pytest.approx([1e-2, 1e-2 / 1.5, 1e-2 / 1.5**2])
+    assert [r["policy/rate_factor"] for r in rates] == pytest.approx([1, 1 / 1.5, 1 / 1.5**2])
+    assert [r["value/learning_rate"] for r in rates] == pytest.approx([1e-2] * 3)
+    resumed = ppo(config, count_of(42), rate=1e-2)
+    resumed.load_state(trainer.state())
+    assert resumed.step(PROMPTS).compute()["learning_rate"] == pytest.approx(1e-2 / 1.5**3)
+    with pytest.raises(UserError, match="one update on a rollout never sees how far it moved"):
+        settings(update_kl=0.01, num_ppo_epochs=1)

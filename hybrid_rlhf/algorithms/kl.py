@@ -83,3 +83,30 @@ class AdaptiveKL:
 
     def load_state(self, state: dict[str, float]) -> None:
         self.value = float(state["value"])
+
+
+class UpdateRate:
+    """A factor of the learning rate by which the updates on one rollout move the policy about `target` nats per token
+    (the adaptive rate of 2109.11978, there called desired_kl).
+
+    It is divided by 1.5 after updates that moved the policy more than twice as far, and multiplied by it, up to 1,
+    after less than half. target None: it stays 1.
+    """
+
+    def __init__(self, target: float | None) -> None:
+        self.target, self.value = target, 1.0
+
+    def update(self, kl: float) -> None:
+        """After the updates on a rollout, which the policy ended `kl` nats per token away from."""
+        if self.target is None:
+            return
+        if not kl <= 2 * self.target:  # what is not a number was too far as well
+            self.value /= 1.5
+        elif kl < self.target / 2:
+            self.value = min(1.0, 1.5 * self.value)
+
+    def state(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        self.value = float(state["value"])
