@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hybrid_rlhf import activity
 from hybrid_rlhf.algorithms import reward_signal
 from hybrid_rlhf.algorithms.reward_signal import RewardSignal
 from hybrid_rlhf.algorithms.shaping import missing_eos
@@ -90,11 +91,13 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
     each phase, and what the engine has to say of itself.
     """
     start = time.perf_counter()
+    activity.doing(f"sampling {len(prompts) * sampling.num_samples} responses")
     peak = partial(peak_in, metrics, device=roles.actor.engine.device)
     with peak("actor/generate"), metrics.timer("generate"), roles.actor.inference():
         rollout = roles.actor.generate(prompts.repeat(sampling.num_samples), sampling, seed)
     metrics.add("engine/tokens_per_second", rollout.action_mask.sum() / (time.perf_counter() - start))
     metrics.add("engine/kv_bytes", roles.actor.engine.kv_bytes)
+    activity.doing("scoring the responses")
     with metrics.timer("score"):
         with peak("actor/score"):
             rollout.logprobs = (gate or DriftGate("recompute")).logprobs(rollout, roles.actor, metrics)  # (B, R)

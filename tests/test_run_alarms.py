@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from hybrid_rlhf.run.alarms import compared, find, series
+from hybrid_rlhf.run.alarms import answered, compared, find, series
 from hybrid_rlhf.run.summary import conclude
 
 HELD = {"reward": (0.0, 3.0), "reward_std": (1.0, 0.8), "objective/kl": (0.0, 1.5), "entropy": (0.4, 0.25),
@@ -180,3 +180,13 @@ def test_a_trained_model_beside_its_start_is_judged_by_accuracy_and_kl() -> None
     assert compared(start, good | {"accuracy": 0.45}, 100) == []  # two standard errors of 100 prompts are 0.14
     assert [a.name for a in compared(start, good | {"accuracy": 0.45}, 2000)] == ["reward hacking"]
     assert compared({k: v for k, v in start.items() if k != "accuracy"}, good, 600) == []
+
+
+def test_most_answers_that_do_not_end_ring_and_those_of_long_demonstrations_do_not_count() -> None:
+    def rows(*ended: bool | None) -> list[dict]:
+        return [{"step": 9, "prompt": "?", "completion": "!", "ended": e} for e in ended]
+
+    alarm, = answered(rows(False, False, True, None, None, None))
+    assert alarm.name == "endless answers" and alarm.text.startswith("2 of 3 answers")
+    assert not answered(rows(False, True)) and not answered(rows(None, None)) and not answered([])
+    assert not answered([{"prompt": "?", "completion": "!", "score": 1.0}])

@@ -9,8 +9,8 @@ from tiny import tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.data.collate import collate_pairs, collate_sft
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
+from hybrid_rlhf.models.dropout import disable_dropout
 from hybrid_rlhf.models.heads import ScalarModel
-from hybrid_rlhf.models.load import disable_dropout
 from hybrid_rlhf.rewards import BadScore
 from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.rewards.scale import Scale

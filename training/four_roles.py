@@ -20,6 +20,7 @@ from hybrid_rlhf.layout import ROLES, Layout, RoleConfig, RolesConfig, Start, re
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.adapters import Adapters
 from hybrid_rlhf.models.backbone import check_head
+from hybrid_rlhf.models.dropout import without_dropout
 from hybrid_rlhf.models.heads import BackboneWithHead, head_of, zero_head
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import add_lora, is_adapter, load_adapter
@@ -139,7 +140,7 @@ class Base:
         self.heads = {role: self._head(role) for role in group if role in ("critic", "reward")}
         for role in group:
             self._adapt(role, parts.seed)
-        load.disable_dropout(self.model)
+        without_dropout(self.model)
         self.adapters = Adapters(self.model) if hasattr(self.model, "_peft_wrapper") else None
         if self.is_frozen:
             self.model.requires_grad_(False)

@@ -66,9 +66,10 @@ class RewardConfig:
         return not (self.function_list or self.model_list or self.url) or roles.reward.model_name_or_path is not None
 
 
-def open_sources(config: RewardConfig, roles: RolesConfig) -> list[RewardSource]:
-    """The sources beside the stage-2 model. Raises UserError for what cannot be had; reads no weights."""
-    models = [_classifier(path, config) for path in config.model_list]
+def open_sources(config: RewardConfig, roles: RolesConfig, raw: bool = False) -> list[RewardSource]:
+    """The sources beside the stage-2 model. Raises UserError for what cannot be had; reads no weights. raw: data.raw,
+    whether models read string prompts as they are."""
+    models = [_classifier(path, config, raw) for path in config.model_list]
     own = {name: given for name, given in config.options.items() if name not in [m.name for m in models]}
     found: list[RewardSource] = [*open_functions(config.function_list, own, config.timeout), *models]
     if config.url is not None:
@@ -82,14 +83,14 @@ def open_sources(config: RewardConfig, roles: RolesConfig) -> list[RewardSource]
     return found
 
 
-def _classifier(path: str, config: RewardConfig) -> ClassifierSource:
+def _classifier(path: str, config: RewardConfig, raw: bool) -> ClassifierSource:
     folder = wiring.model_folder(path)
     name = PurePath(path).name
     options = config.options.get(name, {})
     for key in options:
         check(key in ("label", "reads"), f"reward.options.{name}: there is no {key}{nearest(key, ('label', 'reads'))}; "
                                          "there are label, reads")
-    return ClassifierSource(folder, name, **options)
+    return ClassifierSource(folder, name, raw=raw, **options)
 
 
 def check_columns(sources: list[RewardSource], columns: Iterable[str]) -> None:

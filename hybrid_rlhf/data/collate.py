@@ -79,30 +79,45 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def collate_pairs(rows: Sequence[dict], pad_id: int) -> PairBatch:
-    """Rows {chosen_ids, rejected_ids, num_prompt_tokens, num_prompt_tokens_rejected, margin} -> PairBatch.
+    """Rows {chosen_ids, rejected_ids, num_prompt_tokens, num_prompt_tokens_rejected, chosen_mask, rejected_mask,
+    margin} -> PairBatch.
 
-    The last two may be missing: the same prompt tokens, and no margin.
+    The last four may be missing: the same prompt tokens, responses of one turn, and no margin.
     """
     ids = [r["chosen_ids"] for r in rows] + [r["rejected_ids"] for r in rows]
     prompts = [r["num_prompt_tokens"] for r in rows]
     prompts += [r.get("num_prompt_tokens_rejected", r["num_prompt_tokens"]) for r in rows]
+    given = [r.get(f"{side}_mask") for side in ("chosen", "rejected") for r in rows]
     mask = length_mask(torch.tensor([len(r) for r in ids]))
-    answers = mask & ~length_mask(torch.tensor(prompts), mask.shape[1])
+    answers = _responses(mask, prompts, given)
     margin = torch.tensor([float(r.get("margin") or 0.0) for r in rows])
     return PairBatch(SequenceBatch(pad_right(ids, pad_id), mask, answers), margin)
 
 
+def _responses(mask: Tensor, starts: Sequence[int], given: Sequence[list[bool] | None]) -> Tensor:
+    """(B, T) response tokens: those that a row marks, else all behind its prompt."""
+    answers = mask & ~length_mask(torch.tensor(starts), mask.shape[1])
+    for i, marks in enumerate(given):
+        if marks is not None:
+            answers[i, : len(marks)] &= torch.tensor(marks, dtype=torch.bool)
+    return answers
+
+
 def collate_labelled(rows: Sequence[dict], pad_id: int, max_length: int) -> LabelledBatch:
-    """Rows {input_ids, num_prompt_tokens, label} -> LabelledBatch. max_length: of a mismatched row, in tokens."""
-    prompts = [list(r["input_ids"][: r["num_prompt_tokens"]]) for r in rows]
-    answers = [list(r["input_ids"][r["num_prompt_tokens"]:]) for r in rows]
+    """Rows {input_ids, num_prompt_tokens, loss_mask, label} -> LabelledBatch. loss_mask may be missing: a response of
+    one turn. max_length: of a mismatched row, in tokens."""
+    starts = [r["num_prompt_tokens"] for r in rows]
+    prompts, answers = zip(*((list(r["input_ids"][:n]), list(r["input_ids"][n:]))
+                             for r, n in zip(rows, starts, strict=True)), strict=True)
+    marks = [list(r["loss_mask"][n:]) if "loss_mask" in r else [True] * len(answer)
+             for r, n, answer in zip(rows, starts, answers, strict=True)]
 
     def batch(pairs: list[tuple[int, int]], longest: int | None = None) -> SequenceBatch:
-        """The prompt of row i with the answer of row j, for each (i, j)."""
+        """The prompt of row i with the response of row j, for each (i, j)."""
         ids = [[*prompts[i], *answers[j]][:longest] for i, j in pairs]
+        trained = [[*[False] * len(prompts[i]), *marks[j]][:longest] for i, j in pairs]
         mask = length_mask(torch.tensor([len(r) for r in ids]))
-        starts = torch.tensor([len(prompts[i]) for i, _ in pairs])
-        return SequenceBatch(pad_right(ids, pad_id), mask, mask & ~length_mask(starts, mask.shape[1]))
+        return SequenceBatch(pad_right(ids, pad_id), mask, pad_right(trained, False, torch.bool))
 
     return LabelledBatch(batch([(i, i) for i in range(len(rows))]), batch(mismatches(prompts), max_length),
                          torch.tensor([bool(r["label"]) for r in rows]))

@@ -11,7 +11,7 @@ separates held from fooled on the embedded task (docs/results/reward_hacking.md)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -278,6 +278,18 @@ def compared(start: dict[str, float], end: dict[str, float], num_prompts: int, l
             found += [Alarm("reward hacking", f"the score rose from {start['score']:.3g} to {end['score']:.3g} while "
                                               f"the accuracy fell from {before:.3g} to {after:.3g}: {_FOOLED}")]
     return found + _far(end["kl"], end["length"], limits)
+
+
+def answered(answers: Sequence[dict], limits: Limits | None = None) -> list[Alarm]:
+    """The alarm of a trained model that does not end most of its answers to the fixed prompts; rows say by "ended"
+    whether an answer ended where its demonstration does."""
+    ended = [row["ended"] for row in answers if isinstance(row.get("ended"), bool)]
+    endless = ended.count(False)
+    if not ended or endless <= (limits or Limits()).max_clipped * len(ended):
+        return []
+    return [Alarm("endless answers", f"{endless} of {len(ended)} answers to the fixed prompts did not end where the "
+                                     "demonstrations do: the model has not learned to stop. Train longer, or at a "
+                                     "higher rate.")]
 
 
 CHECKS: tuple[Callable[[History, Limits], list[Alarm]], ...] = (

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hybrid_rlhf import activity
 from hybrid_rlhf.algorithms.advantages import ESTIMATORS, explained_variance, whiten
 from hybrid_rlhf.algorithms.kl import AdaptiveKL, FixedKL, UpdateRate, kl_estimate, kl_loss
 from hybrid_rlhf.algorithms.likelihood import imitation_loss
@@ -27,8 +28,6 @@ from hybrid_rlhf.roles import Mixed, Roles, TokenScores
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.tensors import SequenceBatch, masked_mean
 from hybrid_rlhf.trainers.ppo_config import PPOConfig
-
-__all__ = ["PPOConfig", "PPOTrainer"]
 
 _UPDATED = ("grad_norm", "learning_rate", "micro_batch_tokens", "train/skipped_updates")  # of both roles
 
@@ -170,7 +169,7 @@ class PPOTrainer:
         """
         metrics, config, (first, total) = Metrics(), self.config, place_over_ranks(len(rollout))
         limit, is_stopped, kl = config.early_stop_kl, False, 0.0
-        minibatches = (m for _ in range(config.num_ppo_epochs)
+        minibatches = (m for _ in activity.epochs(config.num_ppo_epochs)
                        for m in rollout.shuffled(self._minibatch_size(total), self.rng, first, total))
         for minibatch in minibatches:
             observed, valued = self._update_on(minibatch, valued), None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hybrid_rlhf import activity
 from hybrid_rlhf.algorithms.likelihood import imitation_loss
 from hybrid_rlhf.algorithms.preference import best_and_worst, best_at_least
 from hybrid_rlhf.collect import Ranking, SamplingConfig
@@ -87,7 +88,7 @@ class RejectionTrainer:
     def _imitate(self, chosen: Rollout) -> Metrics:
         """num_epochs passes over the chosen responses of all processes, in shuffled minibatches."""
         metrics, (first, total) = Metrics(), place_over_ranks(len(chosen))
-        for _ in range(self.config.num_epochs if total else 0):
+        for _ in activity.epochs(self.config.num_epochs if total else 0):
             for minibatch in chosen.shuffled(-(-total // self.config.num_minibatches), self.rng, first, total):
                 batch = minibatch.sequences(self.roles.actor.engine.pad_id)
                 metrics += self.roles.actor.fit_tokens(batch, _loss)
