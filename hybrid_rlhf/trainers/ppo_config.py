@@ -47,9 +47,9 @@ class PPOConfig:
         critic_warmup_steps: Steps at the start that train the critic alone; null: none for a critic that starts from
             the reward model, else a tenth of the run and at most 5.
         early_stop_kl: A minibatch whose policy/approx_kl (nats per token) is above it ends the updates on its rollout.
-        update_kl: Nats per token by which the updates on a rollout are to move the policy (0.01, say): the actor's rate
-            falls by a third after a rollout that it moved more than twice as far from, and comes back, up to what is
-            scheduled, after less than half; null leaves the rate alone.
+        update_kl: Nats per token by which the updates on a rollout are to move the policy, at most (0.01, say): the
+            actor's rate is lowered after a rollout that it moved further from, and comes back, up to what is scheduled,
+            when it moves less far; null leaves the rate alone.
         normalise_scores: Whether a reward model's scores are put on the scale (mean 0, std 1) that its stage 2 measured
             on SFT responses.
         score_clip: Bound of a score that was put on that scale, in its standard deviations; scores of functions,
