@@ -107,10 +107,10 @@ def collate_labelled(rows: Sequence[dict], pad_id: int, max_length: int) -> Labe
     """Rows {input_ids, num_prompt_tokens, loss_mask, label} -> LabelledBatch. loss_mask may be missing: a response of
     one turn. max_length: of a mismatched row, in tokens."""
     starts = [r["num_prompt_tokens"] for r in rows]
-    prompts, answers = zip(*((list(r["input_ids"][:n]), list(r["input_ids"][n:]))
-                             for r, n in zip(rows, starts, strict=True)), strict=True)
-    marks = [list(r["loss_mask"][n:]) if "loss_mask" in r else [True] * len(answer)
-             for r, n, answer in zip(rows, starts, answers, strict=True)]
+    prompts = [list(r["input_ids"][:n]) for r, n in zip(rows, starts, strict=True)]
+    answers = [list(r["input_ids"][n:]) for r, n in zip(rows, starts, strict=True)]
+    marks = [list(r["loss_mask"][n:]) if "loss_mask" in r else [True] * (len(r["input_ids"]) - n)
+             for r, n in zip(rows, starts, strict=True)]
 
     def batch(pairs: list[tuple[int, int]], longest: int | None = None) -> SequenceBatch:
         """The prompt of row i with the response of row j, for each (i, j)."""
