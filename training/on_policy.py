@@ -253,6 +253,6 @@ def _critic_warmup_steps(method: Method, starts: dict[str, Start], num_steps: in
         return method.critic_warmup_steps or 0
     found = 0 if starts["critic"].head else min(MAX_CRITIC_WARMUP, num_steps // 10)
     if found and is_main():
-        print(f"the critic starts with a head of zeros: the first {found} steps train it alone "
-              "(ppo.critic_warmup_steps)", file=sys.stderr)
+        print(f"the critic knows no scores yet: the first {found} steps train it alone (ppo.critic_warmup_steps)",
+              file=sys.stderr)
     return found
