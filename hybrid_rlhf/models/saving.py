@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.models import quantize
+from hybrid_rlhf.models.dropout import dropout_in_config
 from hybrid_rlhf.models.lora import plain_name
 
 _log = logging.getLogger(__name__)
@@ -28,9 +29,10 @@ def save(model: nn.Module, state: dict[str, torch.Tensor], folder: str | Path) -
               ((model, "hf_quantizer"), (model.config, "quantization_config")) if name in vars(owner)]
     try:
         own = model.config.dtype
-        model.save_pretrained(folder, state_dict=state)
-        model.config.dtype = next(v.dtype for v in state.values() if v.is_floating_point())
-        model.config.save_pretrained(folder)
+        with dropout_in_config(model):
+            model.save_pretrained(folder, state_dict=state)
+            model.config.dtype = next(v.dtype for v in state.values() if v.is_floating_point())
+            model.config.save_pretrained(folder)
         model.config.dtype = own
     finally:
         for owner, name, value in hidden:
