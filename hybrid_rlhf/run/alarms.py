@@ -11,7 +11,7 @@ separates held from fooled on the embedded task (docs/results/reward_hacking.md)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
