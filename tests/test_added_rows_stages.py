@@ -44,7 +44,7 @@ def place(tmp_path_factory):
     return folder
 
 
-def run(place, stage: str, *more: str, base: str = "base", rate: str = "1e-2", steps: str = "30") -> int:
+def run(place, stage: str, *more: str, base: str = "base", rate: str = "2e-2", steps: str = "40") -> int:
     return main(["--stage", stage, "--output_dir", str(place / stage), "--data.sources",
                  f"[{{path: {place}/{stage}.jsonl}}]", "--data.split", "null", "--data.cache_dir", str(place / "cache"),
                  "--model.lora.r", "16", "--train.learning_rate", rate, "--train.max_steps", steps,
