@@ -39,6 +39,8 @@ ROOMS = {
     "visible": (0, (f"{H}.visible",)),
     "hub": (0, (f"{H}.hub",)),
     "collector": (0, (f"{H}.collector",)),
+    "activity": (0, (f"{H}.activity",)),
+    "quiet": (0, (f"{H}.quiet",)),
 }
 # room: (what it never imports, except). Where the floors alone would allow it.
 NEVERS = {

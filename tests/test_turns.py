@@ -224,3 +224,22 @@ def test_a_template_that_parses_thoughts_loses_none_of_the_words_or_refuses_the_
     for words in f"t{thought}t", f"a{said}a":
         for piece in words.replace(BREAK, "\ufffd").replace("<think>", "</think>").split("</think>"):
             assert piece.strip() in text
+
+
+def test_a_run_that_reads_plain_prompts_otherwise_than_its_parent_says_so(tmp_path, capsys):
+    from hybrid_rlhf.training.plain_prompts import tell_other_form
+
+    (tmp_path / "rows.jsonl").write_text(json.dumps(PAIR))
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"question": "What is red?", "answer": "A fox."}))
+    (tmp_path / "sft" / "model").mkdir(parents=True)
+    record = {"format": 1, "stage": "sft", "status": "finished", "config": {"data": {"raw": True}}, "metrics": {},
+              "facts": {}, "command": "", "started": "", "finished": "", "seconds": 0.0, "versions": {}}
+    (tmp_path / "sft" / "run.json").write_text(json.dumps(record))
+
+    def said(rows: str, raw: bool) -> str:
+        tell_other_form(str(tmp_path / "sft" / "model"), DataConfig([Source(str(tmp_path / rows))], raw=raw, split=None),
+                        "sft")
+        return capsys.readouterr().err
+
+    assert "sft was trained with data.raw true and this run has false" in said("rows.jsonl", False)
+    assert said("rows.jsonl", True) == said("chat.jsonl", False) == ""

@@ -18,6 +18,7 @@ from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.model import ModelSource
+from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Reference, Reward
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.run import evaluate, runfile
@@ -232,8 +233,8 @@ class _Judges:
         if self.role is not None:
             differs = wiring.difference(path, self.reward, self.config.data, "ppo")
             model = ModelSource(self.role, tokenizer=self.reader if differs else None, raw=self.config.data.raw)
-        mean, std = self.scale.get("mean", 0.0), self.scale.get("std", 1.0)
-        return reward_sources.combine(self.config.reward, model, self.others, mean, std)[0]
+        scale = Scale(self.scale["mean"], self.scale["std"]) if self.scale else None
+        return reward_sources.combine(self.config.reward, model, self.others, scale)[0]
 
 
 def _answered(name: str, path: str, rollouts: list[Rollout], given: EvaluateConfig) -> Answered:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from hybrid_rlhf.config import check, nearest
@@ -232,13 +233,18 @@ def _passed_over(config: DataConfig, stage: str, opened: Sequence[Opened]) -> li
 
 def is_conversational(config: DataConfig, stage: str) -> bool:
     """Whether any source of `stage` holds messages, by its first row: these need a chat template, text does not."""
+    return any(isinstance(part, list) for example in _first_rows(config, stage)
+               for part in (example.messages, example.prompt, *(answer for answer, _ in example.answers)))
+
+
+def has_plain_prompts(config: DataConfig, stage: str) -> bool:
+    """Whether any source of `stage` holds prompts of plain text, by its first row: data.raw says how they are read."""
+    return any(isinstance(example.prompt, str) and not example.is_text_pair for example in _first_rows(config, stage))
+
+
+def _first_rows(config: DataConfig, stage: str) -> Iterator[Example]:
     for each in open_sources(config, stage):
-        for example, _ in examples(config, each, stage, Counter(), Counter()):
-            parts = (example.messages, example.prompt, *(answer for answer, _ in example.answers))
-            if any(isinstance(part, list) for part in parts):
-                return True
-            break
-    return False
+        yield from (example for example, _ in islice(examples(config, each, stage, Counter(), Counter()), 1))
 
 
 def raw_texts(config: DataConfig, stage: str, seed: int = 0) -> Iterator[str]:

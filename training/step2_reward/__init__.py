@@ -18,7 +18,7 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.reward import RewardTrainer
-from hybrid_rlhf.training import answers, wiring
+from hybrid_rlhf.training import announce, answers, wiring
 
 FEW_STATISTICS = 16  # rows: with fewer the spread of their scores is a guess
 NUM_STATISTICS = 512  # sequences whose scores give the mean and spread that stage 3 normalises by
@@ -114,6 +114,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     role = Reward(engine, config.engine.micro_batch_tokens)
     trainer = RewardTrainer(role, config.reward.center_coef)
     record = wiring.start(config, command, data)
+    announce.before(config, {"reward": engine}, base, steps, loader)
     with on_record(record):  # a failing export is on the record too
         scored = answers.of_reward(role, tokenizer, data, config.train.num_fixed_prompts)
         metrics = fit(trainer, loader, held_out, config.train, record, steps, scored)
