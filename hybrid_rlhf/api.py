@@ -207,5 +207,6 @@ def _variant(given: str | None, usual: str, name: str, same: tuple[str, ...]) ->
         return usual
     module = STAGES[usual].module
     known = [stage for stage, row in STAGES.items() if row.module == module and stage not in ("ppo", usual)]
-    check(given in known, f"{name} is {given!r}; choose {', '.join([usual, *known])}")
+    with _one_line():
+        check(given in known, f"{name} is {given!r}; choose {', '.join([usual, *known])}")
     return given
