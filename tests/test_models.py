@@ -126,11 +126,3 @@ def test_folders_that_are_no_models_are_refused_in_one_line(tmp_path):
         with pytest.raises(UserError, match=message) as caught:
             read(str(folder))
         assert "\n" not in str(caught.value)
-
-
-def test_dropout_is_off_everywhere_after_disable_dropout():
-    model = load.disable_dropout(tiny_causal_lm(kind="opt", ffn_dim=64, dropout=0.5, attention_dropout=0.5)).train()
-    ids = torch.tensor([[5, 6, 7, 8]])
-    assert torch.equal(model(ids).logits, model(ids).logits)
-    untouched = tiny_causal_lm(kind="opt", ffn_dim=64, dropout=0.5).train()
-    assert not torch.equal(untouched(ids).logits, untouched(ids).logits)

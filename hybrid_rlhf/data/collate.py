@@ -33,7 +33,8 @@ class PairBatch:
 class LabelledBatch:
     """B responses with labels (B,) bool, whether they are desirable; loss_mask marks response tokens with EOS.
 
-    mismatched: row i is the prompt of row i with the response of row i - 1, cut at the longest length allowed.
+    mismatched: prompts of these rows, each with a response to another prompt (`mismatches`), cut at the longest length
+    allowed; rows without another prompt beside them are left out.
     """
 
     sequences: SequenceBatch
@@ -106,21 +107,33 @@ def collate_labelled(rows: Sequence[dict], pad_id: int, max_length: int) -> Labe
     """Rows {input_ids, num_prompt_tokens, loss_mask, label} -> LabelledBatch. loss_mask may be missing: a response of
     one turn. max_length: of a mismatched row, in tokens."""
     starts = [r["num_prompt_tokens"] for r in rows]
+    prompts = [list(r["input_ids"][:n]) for r, n in zip(rows, starts, strict=True)]
+    answers = [list(r["input_ids"][n:]) for r, n in zip(rows, starts, strict=True)]
+    marks = [list(r["loss_mask"][n:]) if "loss_mask" in r else [True] * (len(r["input_ids"]) - n)
+             for r, n in zip(rows, starts, strict=True)]
 
-    def batch(ids: list[list[int]], marks: list[list[bool] | None]) -> SequenceBatch:
+    def batch(pairs: list[tuple[int, int]], longest: int | None = None) -> SequenceBatch:
+        """The prompt of row i with the response of row j, for each (i, j)."""
+        ids = [[*prompts[i], *answers[j]][:longest] for i, j in pairs]
+        trained = [[*[False] * len(prompts[i]), *marks[j]][:longest] for i, j in pairs]
         mask = length_mask(torch.tensor([len(r) for r in ids]))
-        return SequenceBatch(pad_right(ids, pad_id), mask, _responses(mask, starts, marks))
+        return SequenceBatch(pad_right(ids, pad_id), mask, pad_right(trained, False, torch.bool))
 
-    marks = [r.get("loss_mask") for r in rows]
-    mismatched, mismatched_marks = [], []
-    for row, start, other in zip(rows, starts, [*rows[-1:], *rows[:-1]], strict=True):
-        first = other["num_prompt_tokens"]
-        mismatched.append([*row["input_ids"][:start], *other["input_ids"][first:]][:max_length])
-        answer = (other.get("loss_mask") or [True] * len(other["input_ids"]))[first:]
-        mismatched_marks.append([False] * start + list(answer))
-    mismatched_marks = [m[: len(ids)] for m, ids in zip(mismatched_marks, mismatched, strict=True)]
-    return LabelledBatch(batch([list(r["input_ids"]) for r in rows], marks), batch(mismatched, mismatched_marks),
+    return LabelledBatch(batch([(i, i) for i in range(len(rows))]), batch(mismatches(prompts), max_length),
                          torch.tensor([bool(r["label"]) for r in rows]))
+
+
+def mismatches(prompts: Sequence[Sequence[int]], rows: Sequence[int] | None = None) -> list[tuple[int, int]]:
+    """(i, j) for each i of `rows` (all, if not given): j is the nearest row before i, in a circle, whose prompt is
+    another one. Rows of a batch with one prompt have none and are left out.
+
+    KTO's point of reference is the KL on responses to other prompts (2402.01306, section 4); a response to the very
+    prompt is what the loss itself is about to move.
+    """
+    size = len(prompts)
+    found = [(i, next((j % size for j in range(i - 1, i - size, -1) if prompts[j % size] != prompts[i]), None))
+             for i in (range(size) if rows is None else rows)]
+    return [(i, j) for i, j in found if j is not None]
 
 
 def collate_prompts(rows: Sequence[dict]) -> Prompts:

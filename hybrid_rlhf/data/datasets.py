@@ -13,9 +13,11 @@ from hybrid_rlhf.data import cache, chat, sources
 from hybrid_rlhf.data.blend import SHARES, Blend, blend, deal, deal_key, is_held_out
 from hybrid_rlhf.data.chat import Refused
 from hybrid_rlhf.data.examples import MAKERS, TRAININGS, Counts, Lengths, Work, prepared, unfolded
+from hybrid_rlhf.data.row_counts import add_up, describe, summary
 from hybrid_rlhf.data.schema import KINDS, Example, Format, detect, read_row
-from hybrid_rlhf.data.sources import Source
+from hybrid_rlhf.data.source import Source, as_sources
 
+__all__ = ["DataConfig", "StageData", "build", "describe", "open_sources", "raw_texts", "summary"]
 _CHUNK = 1000  # sequences tokenized in one call
 
 
@@ -24,9 +26,10 @@ class DataConfig:
     """Which rows, and how they become tokens.
 
     Attributes:
-        sources: Where the rows come from.
+        sources: Where the rows come from: a path, or a list of paths and mappings.
         split: Shares of the prompts for stages sft, reward and ppo, dealt by a hash of the prompt's text, so that no
-            prompt is seen by two stages (dpo and its like take reward's share). null gives every stage every row.
+            prompt is seen by two stages (dpo and its like take reward's share): for one file that serves all of them.
+            null gives every stage every row.
         eval_fraction: Share of each stage's prompts held out for evaluation, by hash too.
         max_length: Longest sequence in tokens. Longer demonstrations lose their tail, longer pairs are dropped.
         max_prompt_length: Longest prompt in tokens for stages that sample; longer ones are dropped.
@@ -42,8 +45,9 @@ class DataConfig:
         score_template: How conditional_sft writes an answer's score into its prompt (into the last user turn).
     """
 
-    sources: list[Source] = field(default_factory=list)
-    split: list[float] | None = field(default_factory=lambda: [2.0, 4.0, 4.0])
+    # plain types: a class here would have the parser import what a setting names
+    sources: list[dict | str] | dict | str | None = field(default_factory=list, metadata={"items": Source})
+    split: list[float] | None = None
     eval_fraction: float = 0.05
     max_length: int = 512
     max_prompt_length: int = 256
@@ -57,6 +61,7 @@ class DataConfig:
     score_template: str = "Score {score:g}. {prompt}"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "sources", as_sources(self.sources))
         split = self.split or [1.0] * 3
         check(len(split) == 3 and all(0 <= s < float("inf") for s in split) and sum(split) > 0,
               f"data.split is {self.split}; it needs three shares (sft, reward, ppo), none negative, or null")
@@ -128,7 +133,8 @@ def build(config: DataConfig, stage: str, tokenizer, seed: int) -> StageData:  #
     tables = [_tokenized(config, each, stage, tokenizer) for each in opened]
     train = blend([t[0] for t in tables], [each.source.weight for each in opened], seed, config.max_samples)
     held_out = blend([t[1] for t in tables], [None] * len(tables), seed)
-    report = _report([t[2] for t in tables], len(train), len(held_out))
+    report = add_up([t[2] for t in tables], len(train), len(held_out))
+    report["not_used"] = _passed_over(config, stage, opened)
     check(len(train) > 0, f"no usable row for stage {stage}: {describe(report)}; "
                           + ("data.split null gives every stage every row" if report["other_stages"] else
                              "give other data, or larger lengths"))
@@ -144,7 +150,7 @@ def open_sources(config: DataConfig, stage: str) -> list[Opened]:
     check(stage in TRAININGS, f"no data is known for stage {stage!r}{nearest(stage, TRAININGS)}")
     meant = [s for s in config.sources if not s.stages or stage in s.stages]
     check(bool(meant), f"no data source for stage {stage}: data.sources "
-                       + ("is empty; give a list of {path: ...}" if not config.sources else
+                       + ("is empty; give a path or a list of them" if not config.sources else
                           f"names other stages only; add {stage} to `stages` of one"))
     opened = [Opened(s, rows, detect(rows[0], s.path)) for s in meant for rows in [sources.read(s)]]
     serving = [o for o in opened if TRAININGS[stage] in KINDS[o.form.kind]]
@@ -219,20 +225,10 @@ def _tokenize(config: DataConfig, each: Opened, stage: str, tokenizer, lengths: 
     return rows[0], rows[1], numbers
 
 
-def _report(parts: Sequence[dict], num_train: int, num_held_out: int) -> dict:
-    """The sources' counts added up; train and held_out count the rows after blending."""
-    total = {name: sum(p[name] for p in parts) for name in ("read", "other_stages", "truncated")}
-    dropped, rendered = (dict(sum((Counter(p[name]) for p in parts), Counter())) for name in ("dropped", "rendered"))
-    return {**total, "dropped": dropped, "rendered": rendered, "train": num_train, "held_out": num_held_out}
-
-
-def describe(report: dict) -> str:
-    """A report in one line."""
-    parts = [f"{report['read']} rows read", f"{report['train']} to train on", f"{report['held_out']} held out"]
-    parts += [f"{report['other_stages']} dealt to other stages"] if report["other_stages"] else []
-    parts += [f"{report['truncated']} truncated"] if report["truncated"] else []
-    parts += [f"{n} {how}" for how, n in sorted(report.get("rendered", {}).items())]
-    return ", ".join(parts + [f"{n} dropped: {reason}" for reason, n in sorted(report["dropped"].items())])
+def _passed_over(config: DataConfig, stage: str, opened: Sequence[Opened]) -> list[str]:
+    """Paths of the sources that could serve any stage, but hold nothing for this one."""
+    serving = [each.source for each in opened]
+    return [s.path for s in config.sources if not s.stages and s not in serving]
 
 
 def is_conversational(config: DataConfig, stage: str) -> bool:

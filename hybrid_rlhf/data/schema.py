@@ -205,13 +205,16 @@ def _read_judged(row: dict) -> Example:
     return _paired([user(_string(row["input"], "input"))], *(outputs if best == 1 else outputs[::-1]))
 
 
-def _read_unpaired(row: dict) -> Example:
-    label = float(_truth(row["label"], "label"))
-    return Example(_prompt(row["prompt"]), [(_answer(row, "completion"), label)])
+def _read_unpaired(answer: str) -> Callable[[dict], Example]:
+    def read(row: dict) -> Example:
+        label = float(_truth(row["label"], "label"))
+        return Example(_prompt(row["prompt"]), [(_answer(row, answer), label)])
+
+    return read
 
 
-def _read_completion(row: dict) -> Example:
-    return Example(_prompt(row["prompt"]), [(_answer(row, "completion"), 1.0)])
+def _read_completion(answer: str) -> Callable[[dict], Example]:
+    return lambda row: Example(_prompt(row["prompt"]), [(_answer(row, answer), 1.0)])
 
 
 def _read_instruction(answer: str) -> Callable[[dict], Example]:
@@ -255,8 +258,10 @@ FORMATS: tuple[Format, ...] = (
     Format("ranked", ("prompt", "completions", "scores"), "preference", _read_ranked),
     Format("preference", ("prompt", "chosen", "rejected"), "preference", _read_preference),
     Format("preference with implicit prompt", ("chosen", "rejected"), "preference", _read_implicit, ()),
-    Format("unpaired", ("prompt", "completion", "label"), "unpaired", _read_unpaired),
-    Format("prompt-completion", ("prompt", "completion"), "demonstration", _read_completion),
+    Format("unpaired", ("prompt", "completion", "label"), "unpaired", _read_unpaired("completion")),
+    Format("unpaired response", ("prompt", "response", "label"), "unpaired", _read_unpaired("response")),
+    Format("prompt-completion", ("prompt", "completion"), "demonstration", _read_completion("completion")),
+    Format("prompt-response", ("prompt", "response"), "demonstration", _read_completion("response")),
     Format("Alpaca", ("instruction", "output"), "demonstration", _read_instruction("output"), ("instruction", "input")),
     Format("GPTeacher", ("instruction", "response"), "demonstration", _read_instruction("response"),
            ("instruction", "input")),
