@@ -60,7 +60,7 @@ def test_a_variant_runs_to_an_exported_model_and_prefers_what_was_chosen(place, 
     out = launch(place, stage, stage)
     steps = [row for row in lines(out) if "loss" in row]
     record = json.loads((out / "run.json").read_text())
-    assert (record["stage"], record["status"]) == ("dpo", "finished")
+    assert (record["stage"], record["status"]) == (stage, "finished")
     assert record["config"]["dpo"]["loss_type"] == ("sigmoid" if stage == "dpo" else stage)
     assert len(steps) == 6 and all(row.keys() >= REPORTED for row in steps), REPORTED - steps[0].keys()
     assert steps[-1]["rewards/margins"] > steps[0]["rewards/margins"] + 0.02

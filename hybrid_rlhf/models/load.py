@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.config import UserError, check, nearest
+from hybrid_rlhf.hub import stay_offline_if_unreachable
 from hybrid_rlhf.models import complete, quantize
 from hybrid_rlhf.models.lora import LoraConfig, check_targets
 
@@ -111,9 +112,11 @@ def check_folder(path: str, needs: Iterable[str] = ("weights", "tokenizer"), tak
     if not folder.exists():
         looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
         check(not looks_local, f"model folder {path} does not exist; give a folder that does, or a hub id")
+        stay_offline_if_unreachable()
         return
     check(folder.is_dir(), f"{path} is a file; a model is a folder with config.json, weights and a tokenizer")
-    check((folder / "config.json").exists(), f"{path} is no model folder: it has no config.json")
+    is_tokenizer = tuple(needs) == ("tokenizer",)  # such as one beside an adapter
+    check(is_tokenizer or (folder / "config.json").exists(), f"{path} is no model folder: it has no config.json")
     if "weights" in needs and not list(folder.glob("*.safetensors")):
         pickled = sorted(folder.glob("*.bin"))
         check(bool(pickled), f"{path} has no weights: no *.safetensors beside its config.json; "
@@ -193,6 +196,8 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, is_new: bo
         raise UserError(f"cannot load {path} by {auto_class}: {first_line(error)}; "
                         "give a model that this release of transformers loads") from error
     complete.check_complete(model, info, path, r"^score\." if is_new else None)
+    if config.dtype == "auto":
+        model.file_dtype = configuration(config).dtype  # in which an export writes it, wherever it was trained
     return quantize.settle(model, path) if config.quantize else model.to(device)
 
 
