@@ -27,5 +27,5 @@ def quiet_libraries() -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Not that there is no accelerator: the run itself says on what it computes. (DeepSpeed sets its level at import.)"""
+    """Not that there is no accelerator: the run says on what it computes. (DeepSpeed sets its level at import.)"""
     return "Setting accelerator to CPU" not in record.getMessage()
