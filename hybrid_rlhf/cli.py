@@ -69,6 +69,7 @@ STAGES |= {
     "rejection": Stage("hybrid_rlhf.training.rejection", "rejection sampling: best of n, then sft on it, in rounds")}
 STAGES |= {"evaluate": Stage("hybrid_rlhf.training.evaluate", "two or more models on held-out prompts, side by side")}
 IDENTITIES = ("dpo.loss_type", "ppo.estimator", "ppo.policy_loss")  # what the name of a variant says
+SWITCHES = ("preview", "check_signal", "plan", "memory", "cards")  # what a stage may be asked in place of a run
 COMMANDS = {"chat": "hybrid_rlhf.inference.chat", "doctor": "hybrid_rlhf.doctor", "init": "hybrid_rlhf.init",
             "export": "hybrid_rlhf.exporter", "serve": "hybrid_rlhf.inference.server"}
 
@@ -85,7 +86,8 @@ Stages:
 {prog} --stage STAGE --help lists every option of a stage with its default.
 --preview prints three rendered examples of its data; --print_config its complete settings; --plan the memory that it
 needs, before any weight is loaded (exit code 3: more than there is), with --cards 2x8x80GiB on cards that are not
-here. --memory 24GiB chooses what fits, and trains.
+here. --memory 24GiB chooses what fits, and trains. --check_signal says in a minute whether a stage that samples has
+anything to learn from.
 --preset 8gb, 12gb, 16gb, 24gb, 48gb, 80gb or cpu: settings for a card of that size; what you give beside it wins.
 """
 
@@ -154,7 +156,7 @@ def _train(argv: list[str]) -> int:
     row, base = STAGES[name], STAGES[name].name or name
     config, switches = parse(stage.Config, [*row.preset, *preset, *rest], prog=f"{prog} --stage {name}",
                              description=row.help,
-                             default_config=default, extra=("preview", "plan", "memory", "cards"))
+                             default_config=default, extra=SWITCHES)
     check(config.stage in (name, base),
           f"--stage {name}, but the settings say stage: {config.stage}; give --stage {config.stage}, or another file")
     _check_variant(name, row, config)
@@ -164,6 +166,9 @@ def _train(argv: list[str]) -> int:
     if switches["preview"]:
         stage.preview(config)
         return 0
+    check(not switches["check_signal"] or hasattr(stage, "check_signal"),
+          f"--check_signal is for stages that sample (ppo, grpo, rejection, ...); --stage {name} learns from what is "
+          "there, and --preview shows it")
     check(switches["cards"] is None or switches["plan"], "--cards is for --plan; add it, or leave --cards out")
     if switches["plan"] or switches["memory"] is not None:
         config, code = _plan(config, switches)
@@ -172,6 +177,9 @@ def _train(argv: list[str]) -> int:
         _hold_little()
     else:
         _hold_freed()
+    if switches["check_signal"]:
+        stage.check_signal(config)
+        return 0
     return _run(stage, config, command=shlex.join([prog, *argv]))
 
 

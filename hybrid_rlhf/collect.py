@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hybrid_rlhf.algorithms import reward_signal
+from hybrid_rlhf.algorithms.reward_signal import RewardSignal
 from hybrid_rlhf.algorithms.shaping import missing_eos
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.distributed import place_over_ranks, sum_over_ranks
@@ -101,9 +104,26 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
         with peak("reward/score"):
             rollout.scores = _scores(source, rollout, may_skip)  # (B,)
         rollout.source_scores = rollout.source_scores or {source.name: rollout.scores}  # a mixture has told its parts
+    if sampling.num_samples > 1:
+        _observe_groups(rollout, sampling.num_samples, metrics)
     if roles.critic and with_values:
         measure_values(rollout, roles, metrics)
     return rollout
+
+
+def signal_of(rollout: Rollout, group_size: int) -> RewardSignal:
+    """The figures of a scored rollout whose groups are contiguous."""
+    is_empty = torch.tensor([not text.strip() for text in rollout.completions], dtype=torch.bool)
+    return reward_signal.measure(*(values.view(-1, group_size) for values in (
+        rollout.scores, rollout.action_mask.sum(1), rollout.has_eos, is_empty)))
+
+
+def _observe_groups(rollout: Rollout, group_size: int, metrics: Metrics) -> None:
+    """What the scores of each prompt's responses say together: the best of them is pass@G where they are 0 or 1."""
+    signal = signal_of(rollout, group_size)
+    metrics.add("prompts/num_responses", group_size, signal.num_prompts)
+    metrics.add("prompts/with_spread", signal.with_spread, signal.num_prompts)
+    metrics.add("prompts/best_score", signal.best, 0 if math.isnan(signal.best) else signal.num_prompts)
 
 
 @torch.no_grad()

@@ -163,6 +163,8 @@ def _is_small(value: object) -> bool:
 
 
 _SWITCHES = {"preview": "Print three rendered examples of the stage's data, trained tokens marked, and stop.",
+             "check_signal": "Print whether there is anything to learn from: the scores of several responses to "
+                             "each of a few prompts, and the time of a step; then stop.",
              "plan": "Print the memory that the run needs, by role and phase, before any weight is loaded, and stop."}
 _VALUES = {"memory": "Memory that the run may use, such as 24GiB: chooses micro-batches, checkpointing, offload and "
                      "quantisation that fit.",

@@ -101,8 +101,9 @@ def _write(source: Path, base: str | None, folder: Path, record: RunRecord | Non
     """The merged model, tokenizer and card in `folder`, compared in a fresh process with the model as it was."""
     import torch
 
-    from hybrid_rlhf.models.load import ModelConfig, configuration, load_causal_lm, load_scalar_model
-    from hybrid_rlhf.models.lora import load_adapter, lora_layers, merged_state_dict
+    from hybrid_rlhf.models.load import ModelConfig, configuration, load_causal_lm, load_scalar_model, prepare
+    from hybrid_rlhf.models.lora import load_adapter, lora_layers
+    from hybrid_rlhf.models.merging import merged_state_dict
     from hybrid_rlhf.models.saving import save
     from hybrid_rlhf.models.tokenizer import load_tokenizer
     from hybrid_rlhf.run import fresh
@@ -112,9 +113,10 @@ def _write(source: Path, base: str | None, folder: Path, record: RunRecord | Non
     settings = configuration(place)
     is_reward = any("SequenceClassification" in name for name in settings.architectures or [])
     model = (load_scalar_model if is_reward else load_causal_lm)(place).eval()
-    if base:
-        load_adapter(model, source, "default")
     tokenizer = load_tokenizer(str(source) if _has_tokenizer(source) else base)
+    if base:
+        prepare(model, place, len(tokenizer))
+        load_adapter(model, source, "default")
     live = fresh.answers(model, tokenizer)
     dtype = getattr(settings, "dtype", None) or torch.float32
     state = merged_state_dict(model) if lora_layers(model) else model.state_dict()

@@ -164,6 +164,8 @@ class Rollout:
         metrics.add_spread("completions/min_length", lengths, "min")
         metrics.add_spread("completions/max_length", lengths, "max")
         metrics.add("completions/clipped_ratio", (~self.has_eos).float().mean(), size)
+        if self.completions:
+            metrics.add("completions/empty_ratio", sum(not text.strip() for text in self.completions) / size, size)
         metrics.add("completions/distinct_2", *self.distinct_pairs())
         if self.ref_logprobs is not None:
             metrics.add("kl", self.mean_kl(), size)

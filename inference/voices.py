@@ -23,7 +23,8 @@ from hybrid_rlhf.engine.sampling import SamplingConfig
 from hybrid_rlhf.inference.conversation import Conversation, check_can_chat, open_conversation
 from hybrid_rlhf.models.adapters import Adapters
 from hybrid_rlhf.models.load import ModelConfig, load_causal_lm, max_positions
-from hybrid_rlhf.models.lora import adapted_weight, is_adapter, load_adapter
+from hybrid_rlhf.models.lora import is_adapter, load_adapter
+from hybrid_rlhf.models.merging import adapted_weight
 from hybrid_rlhf.models.tokenizer import load_tokenizer
 from hybrid_rlhf.models.weights import read_tensor
 

@@ -21,7 +21,8 @@ from hybrid_rlhf.engine.sampling import SamplingConfig
 from hybrid_rlhf.inference import chat
 from hybrid_rlhf.inference.session import Session, read_conversation
 from hybrid_rlhf.inference.voices import Chain, chain_of, open_voices
-from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers, merged_state_dict, save_adapter
+from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers, save_adapter
+from hybrid_rlhf.models.merging import merged_state_dict
 
 
 def typed(monkeypatch, capsys, session: Session, *lines: str) -> tuple[int, str, str]:

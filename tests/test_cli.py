@@ -10,7 +10,7 @@ import re
 import pytest
 import yaml
 
-from hybrid_rlhf.cli import STAGES, main
+from hybrid_rlhf.cli import STAGES, SWITCHES, main
 from hybrid_rlhf.config import UserError, parse
 from hybrid_rlhf.training import all_stages, step1_sft, step3_ppo
 from tests.tiny import save_tiny
@@ -40,7 +40,7 @@ def printed(capsys, *argv: str) -> str:
 
 def settings(stage: str, *argv: str):
     return parse(config_class(stage), [*STAGES[stage].preset, *argv], prog="x",
-                 extra=("preview", "plan", "memory", "cards"))[0]
+                 extra=SWITCHES)[0]
 
 
 def write(path, value: object) -> str:

@@ -10,7 +10,8 @@ from hybrid_rlhf.models import tokenizer as tokenizer_of
 from hybrid_rlhf.models.backbone import check_head, hidden_states, own_head, packing_is_exact
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.models.lora import LoraConfig, add_lora, merged_state_dict
+from hybrid_rlhf.models.lora import LoraConfig, add_lora
+from hybrid_rlhf.models.merging import merged_state_dict
 from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right
 
 

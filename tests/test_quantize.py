@@ -11,7 +11,8 @@ from hybrid_rlhf.config import UserError
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers, merged_state_dict
+from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers
+from hybrid_rlhf.models.merging import merged_state_dict
 from hybrid_rlhf.models.quantize import adamw_8bit, dequantised, quantized_layers
 from hybrid_rlhf.run.export import export
 

@@ -83,7 +83,7 @@ def test_below_the_table_live_the_step_the_sample_and_the_time_left(monkeypatch,
     row, prompt, completion, bar, notice = screen.file.getvalue().rstrip().splitlines()
     assert row.split() == ["2", "0.1235", "2", "13.25"]
     assert prompt.strip() == "prompt: a b"
-    assert completion.strip() == "completion: ␛]0;owned␇␛[2Jhi<U+202E><U+009B>31m [red]x[/] :smile: (1.25)"
+    assert completion.strip() == "completion: ␛]0;owned␇␛[2Jhi<U+202E><U+009B>31m [red]x[/] :smile:  (score 1.25)"
     assert bar.startswith("ppo ") and bar.rstrip().endswith("2/8 1:00 passed, 3:00 left")
     assert notice.strip() == "finishing"
 
@@ -158,6 +158,13 @@ def test_a_line_is_cut_by_columns_not_by_characters():
     assert terminal.one_line("abcdef", 6) == "abcdef"
     assert terminal.one_line("abcdefg", 6) == "abcde…"
     assert terminal.one_line("猫猫猫猫", 6) == "猫猫…"  # two columns each
+
+
+def test_a_response_that_is_empty_or_did_not_end_says_so_however_long_it_is():
+    assert terminal.sample_lines({"prompt": "p", "completion": " \n"}, 40) == ["    prompt: p", "completion:  (empty)"]
+    assert terminal.sample_lines({"completion": "x" * 90, "score": 0.5, "ended": False}, 50) == [
+        "completion: xxxxxxxxx…  (score 0.5)  (did not end)"]  # 12 + 10 + 13 + 15 columns
+    assert terminal.sample_lines({"completion": "x", "ended": True}, 50) == ["completion: x"]
 
 
 def test_the_summary_has_a_column_for_every_key_and_no_row_is_lost(capsys):

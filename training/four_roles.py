@@ -133,7 +133,7 @@ class Base:
         if self.is_frozen:
             settings = replace(settings, freeze=[])
         self.is_policy = group[0] in ("actor", "ref")
-        self.model = self._open(settings, tokenizer)
+        self.model, self.new_ids = self._open(settings, tokenizer)
         self.heads = {role: self._head(role, parts.seed) for role in group if role in ("critic", "reward")}
         for role in group:
             self._adapt(role, parts.seed)
@@ -144,14 +144,13 @@ class Base:
         if self.adapters:
             self.adapters.train_only(trained)
 
-    def _open(self, settings: ModelConfig, tokenizer) -> nn.Module:  # noqa: ANN001
+    def _open(self, settings: ModelConfig, tokenizer) -> tuple[nn.Module, list[int]]:  # noqa: ANN001
         model = (load.load_causal_lm(settings, device()) if self.is_policy else
                  load.load_scalar_model(settings, device(), pad_id=tokenizer.pad_token_id))
-        load.prepare(model, settings, len(tokenizer))
-        model.config.pad_token_id = tokenizer.pad_token_id
+        new_ids = wiring.prepare(model, settings, tokenizer)
         if self.is_policy:
             check_head(model)
-        return model
+        return model, new_ids
 
     def _head(self, role: str, seed: int) -> nn.Module:
         """The scalar head of a role: the model's own where all of it is trained, else one in fp32 beside it."""
@@ -174,7 +173,7 @@ class Base:
         elif role in TRAINED and self.lora.r:
             with torch.random.fork_rng(devices=[]):  # the same adapter whatever else was drawn before it
                 torch.manual_seed(seed * len(ROLES) + ROLES.index(role))
-                add_lora(self.model, self.lora, role)
+                add_lora(self.model, self.lora, role, self.new_ids)
 
     def turn(self, role: str) -> Callable:
         """The context in which a role computes on this base."""

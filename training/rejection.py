@@ -12,6 +12,7 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run.fit import TrainConfig
 from hybrid_rlhf.trainers.rejection import RejectionConfig, RejectionTrainer
 from hybrid_rlhf.training import on_policy
+from hybrid_rlhf.training.check_signal import check as check_signal_of
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
 
@@ -59,6 +60,11 @@ class Config:
 
 
 preview = on_policy.preview
+
+
+def check_signal(config: Config) -> None:
+    """Print whether there is anything to learn from."""
+    check_signal_of(config, partial(_trainer, config))
 
 
 def run(config: Config, command: str = "") -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ from hybrid_rlhf.config import UserError, check
 from hybrid_rlhf.data import chat, datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
-from hybrid_rlhf.distributed import consecutive_ranks, device, init_process_group, rank, world_size
+from hybrid_rlhf.distributed import consecutive_ranks, device, init_process_group, is_main, rank, world_size
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engine.admission import stop_ids
 from hybrid_rlhf.engine.tensor_parallel import check_configured
@@ -27,7 +28,7 @@ from hybrid_rlhf.models.backbone import check_head
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import add_lora
-from hybrid_rlhf.models.tokenizer import load_tokenizer, train_tokenizer
+from hybrid_rlhf.models.tokenizer import added_ids, load_tokenizer, train_tokenizer
 from hybrid_rlhf.roles import PolicyModule
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import is_on_a_grid
@@ -132,16 +133,28 @@ def check_dtype(model: ModelConfig) -> None:
               "package flash_attn; choose sdpa")
 
 
+def prepare(model: nn.Module, config: ModelConfig, tokenizer) -> list[int]:  # noqa: ANN001
+    """Make `model` one of the tokenizer's tokens; returns the ids of those that it did not know, whose rows are to be
+    trained with adapters: the chat template's markers where it had none. One line says so."""
+    size = model.get_input_embeddings().num_embeddings
+    load.prepare(model, config, len(tokenizer))
+    model.config.pad_token_id = tokenizer.pad_token_id
+    found = sorted({*added_ids(tokenizer), *range(size, len(tokenizer))} - {tokenizer.pad_token_id})
+    if found and config.lora.r and is_main():
+        few = ", ".join(tokenizer.convert_ids_to_tokens(found[:3])) + (", ..." if len(found) > 3 else "")
+        print(f"LoRA: the embedding rows of {len(found)} new token(s) ({few}) are trained too", file=sys.stderr)
+    return found
+
+
 def open_policy(model: ModelConfig, tokenizer, seed: int, *, dropout: bool) -> nn.Module:  # noqa: ANN001
     """The causal model of a stage, adapters on if asked for, ready for an engine."""
     check_dtype(model)
     causal = load.random_causal_lm(model, tokenizer, seed).to(device()) if model.preset else load.load_causal_lm(
         model, device())
-    load.prepare(causal, model, len(tokenizer))
-    causal.config.pad_token_id = tokenizer.pad_token_id
+    new_ids = prepare(causal, model, tokenizer)
     check_head(causal)
     if model.lora.r:
-        add_lora(causal, model.lora)
+        add_lora(causal, model.lora, new_ids=new_ids)
     if dropout:
         seed_dropout(seed)
         return causal
@@ -152,10 +165,10 @@ def open_scalar(model: ModelConfig, tokenizer, *, new_head_std: float | None = N
     """A model with a scalar head from `model.model_name_or_path`; with LoRA the head is trained in full."""
     check_dtype(model)
     scalar = load.load_scalar_model(model, device(), new_head_std, tokenizer.pad_token_id)
-    load.prepare(scalar, model, len(tokenizer))
+    new_ids = prepare(scalar, model, tokenizer)
     load.disable_dropout(scalar)
     if model.lora.r:
-        add_lora(scalar, model.lora)
+        add_lora(scalar, model.lora, new_ids=new_ids)
         scalar.score.weight.requires_grad_(True)
     return scalar
 

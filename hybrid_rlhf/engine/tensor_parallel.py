@@ -196,7 +196,8 @@ def _shard_columns(stack: ExitStack, module: nn.Module, ranks: RankGroup, gather
         for name, parameter in layer.named_parameters(recurse=False):
             _swap(stack, layer, name, _cut(parameter, "colwise", ranks))
     if gathers:
-        stack.callback(module.register_forward_hook(lambda _m, _i, out: ranks.gather(out, size)).remove)
+        # before any other hook: the rows of added tokens are columns of the whole
+        stack.callback(module.register_forward_hook(lambda _m, _i, out: ranks.gather(out, size), prepend=True).remove)
 
 
 def _shard_rows(stack: ExitStack, module: nn.Module, ranks: RankGroup, splits: bool) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from hybrid_rlhf.models.added_rows import holders
 from hybrid_rlhf.models.lora import lora_layers
 
 
@@ -21,7 +22,7 @@ class Adapters:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = lora_layers(model)
+        self._layers, self._rows = lora_layers(model), holders(model)
         self.names = sorted({n for layer in self._layers.values() for n in layer.lora_A})
         self._entries, self._entry = itertools.count(1), 0  # 0: outside
         self._select([])
@@ -52,16 +53,23 @@ class Adapters:
             for part in (layer.lora_A, layer.lora_B):
                 for name, linear in part.items():
                     linear.requires_grad_(name in names)
+        for table in self._rows.values():
+            for name, rows in table.adapters.items():
+                rows.requires_grad_(name in names)
 
     def parameters(self, name: str) -> dict[str, nn.Parameter]:
         """The parameters of one adapter by their place in the model."""
-        return {f"{place}.{kind}.weight": getattr(layer, kind)[name].weight
-                for place, layer in self._layers.items() for kind in ("lora_A", "lora_B") if name in layer.lora_A}
+        found = {f"{place}.{kind}.weight": getattr(layer, kind)[name].weight
+                 for place, layer in self._layers.items() for kind in ("lora_A", "lora_B") if name in layer.lora_A}
+        return found | {f"{place}.added_rows.weight": table.adapters[name].weight
+                        for place, table in self._rows.items() if name in table.adapters}
 
     def _select(self, names: list[str]) -> None:
         self._active = names
         for layer in self._layers.values():
             layer._active_adapter = names
+        for table in self._rows.values():
+            table.active = names
 
     def _require(self, entry: int) -> None:
         if not entry:

@@ -1,5 +1,4 @@
-"""Low-rank adapters by peft: adding, saving and loading them, several on one base, and merging them without losing what
-was learned. The only door to peft.
+"""Low-rank adapters by peft: adding, saving and loading them, several on one base. The only door to peft.
 
 Source: LoRA, arXiv 2106.09685: W x + (alpha / r) B A x, with W frozen.
 """
@@ -15,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hybrid_rlhf.config import UserError, check
-from hybrid_rlhf.models import quantize
+from hybrid_rlhf.models import added_rows
 
 if not torch.cuda.is_available():  # peft looks for deepspeed, which says on stdout that it found no accelerator
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -79,15 +78,25 @@ def _no_target(model: nn.Module, config: LoraConfig) -> UserError:
                      f"linear layers are {', '.join(linear)}")
 
 
-def add_lora(model: nn.Module, config: LoraConfig, adapter_name: str = "default") -> None:
+def add_lora(model: nn.Module, config: LoraConfig, adapter_name: str = "default", new_ids: Sequence[int] = ()) -> None:
     """Freeze `model` and put new adapters beside its linear layers, in place. They change nothing until trained.
 
+    new_ids: tokens that the vocabulary did not have, whose rows are trained with the adapter (models/added_rows.py).
     Raises UserError when target_modules match nothing: an adapter that adapts nothing trains nothing.
     """
     try:
         _add(model, _settings(model, config), adapter_name)
     except ValueError as error:
         raise _no_target(model, config) from error
+    if new_ids:
+        added_rows.add_rows(model, adapter_name, new_ids, adapter_dtype(model))
+    _activate_rows(model)
+
+
+def _activate_rows(model: nn.Module) -> None:
+    """The rows of added tokens that are in use are those of the active adapters."""
+    for rows in added_rows.holders(model).values():
+        rows.active = next(iter(lora_layers(model).values())).active_adapters
 
 
 def adapter_dtype(model: nn.Module) -> torch.dtype:
@@ -173,9 +182,11 @@ def save_adapter(model: nn.Module, folder: str | Path, adapter_name: str | None 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = get_peft_model_state_dict(wrapped, adapter_name=name, save_embedding_layers=False)
+    rows, indices = added_rows.to_file(model, name)
+    state |= rows
     save_file({k: v.detach().cpu().contiguous() for k, v in state.items()}, folder / _WEIGHTS, {"format": "pt"})
     settings = copy.copy(wrapped.peft_config[name])
-    settings.inference_mode = True
+    settings.inference_mode, settings.trainable_token_indices = True, indices
     settings.base_model_name_or_path = settings.base_model_name_or_path or model.config._name_or_path or None
     settings.save_pretrained(str(folder))
 
@@ -199,6 +210,7 @@ def load_adapter(model: nn.Module, folder: str | Path, adapter_name: str) -> Non
           f"{folder} is no plain LoRA adapter; train one by model.lora")
     if not hasattr(model, "score"):
         settings.exclude_modules = None  # peft warns of exclusions that exclude nothing
+    indices, settings.trainable_token_indices = settings.trainable_token_indices, None  # the rows are ours to hold
     try:
         _add(model, settings, adapter_name)
     except ValueError as error:
@@ -206,12 +218,14 @@ def load_adapter(model: nn.Module, folder: str | Path, adapter_name: str) -> Non
                         "give the base that it was made for") from error
     own = peft.get_peft_model_state_dict(model._peft_wrapper, adapter_name=adapter_name, save_embedding_layers=False)
     saved = load_file(Path(folder) / _WEIGHTS)
-    check(own.keys() == saved.keys() and all(own[k].shape == saved[k].shape for k in own),
-          f"the adapter {folder} does not fit {type(model).__name__}: its layers or their shapes are not the model's; "
-          "give the base that it was made for")
+    fits = added_rows.from_file(model, adapter_name, indices, saved, adapter_dtype(model))
+    check(fits and own.keys() == saved.keys() and all(own[k].shape == saved[k].shape for k in own),
+          f"the adapter {folder} does not fit {type(model).__name__}: its layers, their shapes or its tokens are not the "
+          "model's; give the base that it was made for")
     with torch.no_grad():
         for name, value in own.items():
             value.copy_(saved[name])
+    _activate_rows(model)
 
 
 @torch.no_grad()
@@ -222,54 +236,12 @@ def copy_adapter(model: nn.Module, source: str, target: str) -> None:
         for part in (layer.lora_A, layer.lora_B):
             if source in part:
                 part[target].load_state_dict(part[source].state_dict())
+    for name, rows in added_rows.holders(model).items():
+        if source in rows.adapters:
+            own = rows.adapters[source]
+            added_rows.add_rows(model, target, own.ids.tolist(), own.weight.dtype, {name: own.weight})
 
 
 def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The adapted layers of a model by name (empty for a model without adapters)."""
     return {n: m for n, m in model.named_modules() if hasattr(m, "lora_A") and hasattr(m, "get_delta_weight")}
-
-
-@torch.no_grad()
-def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict `model` would have had without peft and quantisation, the active adapters merged; the model itself
-    is not touched.
-
-    The product B A is formed and added in fp32, to the weight that the layers multiply by (dequantised where it is held
-    in fewer bits), and rounded to the model's dtype once, so that nothing is lost but that one rounding.
-    """
-    state = quantize.plain_state_dict(model, model.dtype)
-    state = {plain_name(k): v for k, v in state.items() if ".lora_" not in k}
-    for name, layer in lora_layers(model).items():
-        total = layer.get_param().float() if _is_fused(layer) else quantize.dequantised(layer.get_base_layer())
-        for adapter in layer.active_adapters:
-            if adapter in layer.lora_A:
-                total = total + _delta(layer, adapter)
-        place = f"{plain_name(name)}.{layer.parameter_name if _is_fused(layer) else 'weight'}"
-        state[place] = total.to(state[place].dtype)
-    return state
-
-
-@torch.no_grad()
-def adapted_weight(model: nn.Module, adapters: Sequence[str]) -> tuple[str, Tensor]:
-    """Name and fp32 value of the last adapted linear layer's weight, the given adapters merged into it."""
-    name, layer = [(n, m) for n, m in lora_layers(model).items() if not _is_fused(m)][-1]
-    total = quantize.dequantised(layer.get_base_layer())
-    for adapter in adapters:
-        total = total + (_delta(layer, adapter) if adapter in layer.lora_A else 0.0)
-    return f"{plain_name(name)}.weight", total
-
-
-def _is_fused(layer: nn.Module) -> bool:
-    """Whether an adapted layer is a fused expert weight and not a linear layer."""
-    return hasattr(layer, "parameter_name")
-
-
-def _delta(layer: nn.Module, adapter: str) -> Tensor:
-    """(alpha / r) B A in fp32, in the shape of the base weight (transposed for Conv1D layers)."""
-    down, up = layer.lora_A[adapter].weight.float(), layer.lora_B[adapter].weight.float()
-    if _is_fused(layer):  # A: (experts x r, in), B: (out, r x experts)
-        down, up = down.view(layer.num_experts, -1, down.shape[1]), up.view(up.shape[0], -1, layer.num_experts)
-        delta = torch.einsum("ore,eri->eoi", up, down) * layer.scaling[adapter]
-        return delta if layer._did_swap_in_out_features else delta.mT  # (experts, out, in), or the other way round
-    delta = (up @ down) * layer.scaling[adapter]
-    return delta.T if layer.fan_in_fan_out else delta

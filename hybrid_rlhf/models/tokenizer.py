@@ -10,6 +10,7 @@ from hybrid_rlhf.config import UserError
 from hybrid_rlhf.models.load import check_folder, first_line
 
 _turn_ends: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> (its template, the token)
+_known: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> the ids that it had when it was loaded
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False):  # noqa: ANN201 - a transformers class
@@ -27,7 +28,13 @@ def load_tokenizer(path: str, trust_remote_code: bool = False):  # noqa: ANN201 
         raise UserError(f"cannot load a tokenizer from {path}: {first_line(error)}; "
                         "give model.tokenizer_name_or_path") from error
     set_pad_token(tokenizer)
+    _known[tokenizer] = frozenset(tokenizer.get_vocab().values())
     return tokenizer
+
+
+def added_ids(tokenizer) -> list[int]:  # noqa: ANN001
+    """Ids of the tokens that `tokenizer` has been given since `load_tokenizer`, such as a chat template's markers."""
+    return sorted(set(tokenizer.get_vocab().values()) - _known[tokenizer]) if tokenizer in _known else []
 
 
 def set_pad_token(tokenizer) -> bool:  # noqa: ANN001

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.distributed import barrier, is_main
 from hybrid_rlhf.engine.zero import gathered
-from hybrid_rlhf.models.lora import lora_layers, merged_state_dict, save_adapter
+from hybrid_rlhf.models.lora import lora_layers, save_adapter
+from hybrid_rlhf.models.merging import merged_state_dict
 from hybrid_rlhf.models.quantize import multiplying_by, quantized_layers
 from hybrid_rlhf.models.saving import original_weights, reload_like, save
 
@@ -31,8 +32,8 @@ class ExportDiffers(RuntimeError):
 def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) -> Path:  # noqa: ANN001
     """Write `model` (causal or sequence classification) and `tokenizer` to `folder`, replacing what was there.
 
-    With LoRA the folder holds the merged model, and `adapter` (adapter_ema for model_ema) beside it the adapter alone,
-    as peft reads it; of a quantised base, merge.json in it says into which weights ("original", or "dequantised" where
+    With LoRA the folder holds the merged model, and `adapter` (adapter_ema for model_ema) beside it the adapter and the
+    tokenizer, as peft reads them; of a quantised base, merge.json in it says into which weights ("original", or "dequantised" where
     those are gone) and how far the live model's logits are from the written one's (relative). Only the main process
     writes; all must call, for under ZeRO 3 each holds a part. Raises ExportDiffers if the reloaded folder's outputs
     differ from the live model's.
@@ -52,6 +53,7 @@ def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) 
             beside.rename(folder)
             if lora_layers(model):
                 save_adapter(model, adapter)
+                tokenizer.save_pretrained(adapter)  # by which peft's AutoPeftModel makes room for added tokens
             if quantized_layers(model):
                 facts = {"into": "original" if originals else "dequantised", "difference": gap}
                 (adapter / MERGE_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
@@ -80,9 +82,10 @@ def _write(model: nn.Module, tokenizer, folder: Path, eos_ids: list[int]) -> Non
 
 @torch.no_grad()
 def _logits(model: nn.Module) -> Tensor:
-    """What a model says of one fixed row, in fp32."""
+    """What a model says of one fixed row, in fp32: of some tokens, and of the last, which may be added ones."""
     vocab = model.get_input_embeddings().num_embeddings
-    ids = (torch.arange(24, device=next(model.parameters()).device)[None] * 7 + 5) % vocab
+    ids = torch.cat([(torch.arange(24) * 7 + 5) % vocab, torch.arange(vocab)[-4:]])[None]
+    ids = ids.to(next(model.parameters()).device)
     was_training = model.training
     model.eval()
     logits = model(input_ids=ids, use_cache=False).logits.float()

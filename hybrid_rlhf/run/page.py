@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 
 from hybrid_rlhf.run.alarms import Alarm
+from hybrid_rlhf.run.first_step import first_lines
 from hybrid_rlhf.run.terminal import duration, number
 
 _STYLE = """
@@ -53,6 +54,11 @@ class Chapter:
     @property
     def held_out(self) -> dict | None:
         return next((row for row in reversed(self.history) if _is_evaluation(row)), None)
+
+    @property
+    def first_step(self) -> list[str]:
+        """What the first step's rollout said of the task, before any update; empty where nothing was sampled."""
+        return first_lines(self.history)
 
     @property
     def said(self) -> list[tuple[str, list[dict]]]:
@@ -112,6 +118,7 @@ def _chapter(run: Chapter) -> str:
     taken = run.last_step["step"] if run.last_step else 0
     parts.append(f'<p class="quiet">{taken} steps'
                  + (f" in {duration(run.record['seconds'])}" if run.record.get("seconds") else "") + "</p>")
+    parts += [f"<p>{escape(line)}</p>" for line in run.first_step]
     parts += [f'<p class="alarm"><strong>{escape(a.name)}</strong>: {escape(a.text)}</p>' for a in run.alarms] or [
         '<p class="quiet">None of the alarms went off.</p>']
     parts.append(f'<p>{escape(run.no_pictures)}</p>' if run.no_pictures else

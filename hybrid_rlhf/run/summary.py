@@ -70,7 +70,8 @@ def read_history(path: Path) -> list[dict]:
 
 def page(run: Chapter) -> str:
     """The report as Markdown."""
-    lines = [f"# Report of stage {run.stage}", "", "## Alarms", "", *alarm_lines(run.alarms), "", "## Curves", ""]
+    lines = [f"# Report of stage {run.stage}", "", *(f"{line}\n" for line in run.first_step)]
+    lines += ["## Alarms", "", *alarm_lines(run.alarms), "", "## Curves", ""]
     lines += [f"![{path.stem.replace('_', ' ')}](plots/{path.name})" for path in run.pictures] or [
         run.no_pictures or "Nothing to draw."]
     for title, rows in run.said:

@@ -170,10 +170,19 @@ def held(values: dict[str, float]) -> str:
 
 
 def sample_lines(sample: dict, width: int) -> list[str]:
-    """A sample on two or three lines of at most `width` columns."""
-    score = f"  ({number(sample['score'])})" if isinstance(sample.get("score"), (int, float)) else ""
-    return [one_line(f"{name:>10}: {sample[name]}{score if name == 'completion' else ''}", width)
+    """A sample on two lines of at most `width` columns. Behind a response stand its score and whether it is empty or
+    did not end by itself, however much of its text has to be cut for that."""
+    notes = {"completion": "".join(f"  ({note})" for note in remarks(sample))}
+    return [one_line(f"{name:>10}: {sample[name]}", width - len(notes.get(name, ""))) + notes.get(name, "")
             for name in ("prompt", "completion") if name in sample]
+
+
+def remarks(sample: dict) -> list[str]:
+    """What there is to say of a response beside its text: score 1.25, empty, did not end."""
+    score = sample.get("score")
+    found = [f"score {number(score)}"] if isinstance(score, (int, float)) else []
+    found += ["empty"] if not str(sample.get("completion", "")).strip() else []
+    return found + (["did not end"] if sample.get("ended") is False else [])
 
 
 def one_line(text: str, width: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from hybrid_rlhf.config import UserError, check
 from hybrid_rlhf.data import collate
@@ -15,6 +16,7 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run.fit import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
 from hybrid_rlhf.training import on_policy
+from hybrid_rlhf.training.check_signal import check as check_signal_of
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
 
@@ -80,14 +82,19 @@ def preview(config: Config) -> None:
     on_policy.preview(config)
 
 
+def check_signal(config: Config) -> None:
+    """Print whether there is anything to learn from."""
+    check_signal_of(config, partial(_trainer, config))
+
+
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, export the actor, and return the final metrics."""
+    return on_policy.run(config, command, partial(_trainer, config))
 
-    def trainer(opened: on_policy.Opened) -> PPOTrainer:
-        return PPOTrainer(opened.roles, opened.source, config.ppo, seed=config.seed, score_mean=opened.mean,
-                          score_std=opened.std, more=opened.loader.next, ptx=_pretraining(config, opened))
 
-    return on_policy.run(config, command, trainer)
+def _trainer(config: Config, opened: on_policy.Opened) -> PPOTrainer:
+    return PPOTrainer(opened.roles, opened.source, config.ppo, seed=config.seed, score_mean=opened.mean,
+                      score_std=opened.std, more=opened.loader.next, ptx=_pretraining(config, opened))
 
 
 def _pretraining(config: Config, opened: on_policy.Opened) -> Loader | None:

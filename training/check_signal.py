@@ -1,0 +1,96 @@
+"""--check_signal: whether a task can be learned at all, before anything is trained.
+
+Several responses to each of a few prompts, what they score, and one training step for the time that it takes. Nothing
+is written: the weights that the step changes are those of this process.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from hybrid_rlhf.algorithms.reward_signal import RewardSignal, figures, verdict
+from hybrid_rlhf.collect import samples_of, signal_of
+from hybrid_rlhf.data import collate
+from hybrid_rlhf.distributed import is_main, max_over_ranks
+from hybrid_rlhf.rewards import part_scores
+from hybrid_rlhf.rollout import Rollout
+from hybrid_rlhf.run.fit import Trainer
+from hybrid_rlhf.run.terminal import duration, number, sample_lines
+from hybrid_rlhf.training import on_policy, wiring
+
+NUM_PROMPTS, MIN_RESPONSES = 32, 8
+PROMPTS_AT_ONCE, MAX_SECONDS = 8, 30.0  # of sampling; at least PROMPTS_AT_ONCE are asked
+WIDTH = 118  # of a sample's lines
+
+
+def check(config: on_policy.Config, make_trainer: Callable[[on_policy.Opened], Trainer]) -> RewardSignal:
+    """Sample, score, take one step, and print what that says; every process takes part, the main one prints."""
+    wiring.require_data(config.data, config.stage)
+    wiring.seed_everything(config.seed)
+    opened = on_policy.open_run(config)
+    trainer, sampling = make_trainer(opened), config.method.sampling
+    sampling = replace(sampling, num_samples=max(sampling.num_samples, MIN_RESPONSES))
+    _say(f"{sampling.num_samples} responses to each of up to {NUM_PROMPTS} prompts ...")
+    began = time.perf_counter()
+    rollout = _sample(opened, sampling, config.seed)
+    signal = signal_of(rollout, sampling.num_samples)
+    _say(f"{len(rollout)} responses in {duration(time.perf_counter() - began)}; now one training step ...")
+    began = time.perf_counter()
+    trainer.step(opened.loader.next())
+    seconds = max_over_ranks(round(1000 * (time.perf_counter() - began))) / 1000
+    if is_main():
+        rows = figures(signal) | {"a training step": _seconds(seconds, opened.num_steps)}
+        lines = [*(f"{name:<18}{text}" for name, text in rows.items()), *_samples(rollout), ""]
+        print("\n".join([*lines, *(f"verdict: {text}" for text in verdict(signal))]))
+    return signal
+
+
+@torch.no_grad()
+def _sample(opened: on_policy.Opened, sampling, seed: int) -> Rollout:  # noqa: ANN001
+    """Responses to NUM_PROMPTS training prompts, or to as many as MAX_SECONDS allow, and their scores."""
+    actor, began, rollout = opened.roles.actor, time.perf_counter(), None
+    for prompts in _prompts(opened.data.train, seed):
+        with actor.inference():
+            part = actor.generate(prompts.repeat(sampling.num_samples), sampling, seed)
+        part.scores = part_scores(opened.source, part)
+        part.source_scores = {}
+        rollout = part if rollout is None else rollout + part
+        if max_over_ranks(time.perf_counter() - began > MAX_SECONDS):
+            break
+    return rollout
+
+
+def _prompts(rows, seed: int) -> Iterator:  # noqa: ANN001
+    """NUM_PROMPTS rows drawn by `seed`, a few at a time; the same ones on every process."""
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:NUM_PROMPTS]
+    for part in order.split(PROMPTS_AT_ONCE):
+        yield collate.collate_prompts([rows[i] for i in part.tolist()])
+
+
+def _seconds(seconds: float, num_steps: int) -> str:
+    """One step's, and the run's: all its steps take as long as the one that was made."""
+    total = f"; the run has {num_steps}: about {duration(seconds * num_steps)}" if num_steps > 1 else ""
+    return f"{number(seconds)} s{total}"
+
+
+def _samples(rollout: Rollout) -> list[str]:
+    """The best, the median and the worst response; three of any where none is better than another."""
+    scored = sorted((i for i in range(len(rollout)) if not rollout.scores[i].isnan()),
+                    key=lambda i: -float(rollout.scores[i]))
+    is_constant = not scored or rollout.scores[scored[0]] == rollout.scores[scored[-1]]
+    names = ("one response", "another", "a third") if is_constant else ("best", "median", "worst")
+    lines = []
+    for name, place in zip(names, (0, len(scored) // 2, -1), strict=True) if scored else ():
+        row = rollout.rows(torch.tensor([scored[place]]))
+        lines += ["", name, *sample_lines(samples_of(row, 1)[0], WIDTH)]
+    return lines
+
+
+def _say(text: str) -> None:
+    if is_main():
+        print(text, file=sys.stderr, flush=True)
