@@ -20,6 +20,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -28,9 +29,14 @@ sys.path[:0] = [str(ROOT), str(HERE), str(ROOT / "examples" / "first_model")]
 from harness import machine
 from smollm2_settings import EXPERIMENTS
 
+if TYPE_CHECKING:
+    from hybrid_rlhf.roles import Actor
+    from hybrid_rlhf.rollout import Rollout
+
 ASKED = ("What is {a} + {b}? Answer with a number.", "What is {a} plus {b}? Answer with a number.")
 NUM_TOKENS = 12  # of an answer: "13 + 14 = 27" and its end are 11
 NUM_TEXTS, TEXT_LENGTH = 64, 256  # of the instructions whose perplexity is measured
+NUM_NATS = 100  # sampled answers that the KL is a mean of
 
 
 def sums(folder: Path) -> Path:
@@ -78,13 +84,14 @@ def history(folder: Path) -> dict:
 
 def measured(model: Path, start: Path, task: Path, instructions: Path | None) -> dict:
     """A model on the test's sums, greedy and sampled, its KL to the start, and the perplexity of ordinary answers."""
+    import torch
+
     from hybrid_rlhf.collect import SamplingConfig
     from hybrid_rlhf.data import collate, datasets
     from hybrid_rlhf.data.datasets import DataConfig
     from hybrid_rlhf.data.sources import Source
     from hybrid_rlhf.models.load import ModelConfig
     from hybrid_rlhf.rewards.builtin import NumericMatch
-    from hybrid_rlhf.roles import Reference
     from hybrid_rlhf.training import measure, wiring
 
     config = ModelConfig(str(model), dtype="float32")
@@ -95,16 +102,26 @@ def measured(model: Path, start: Path, task: Path, instructions: Path | None) ->
     actor = measure.open_actor(config, tokenizer)
     found: dict = {"items": len(rows)}
     for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
-        rollout = measure.respond(actor, prompts, SamplingConfig(max_new_tokens=NUM_TOKENS, temperature=temperature), 0)
+        with torch.no_grad(), actor.inference():
+            rollout = actor.generate(prompts, SamplingConfig(max_new_tokens=NUM_TOKENS, temperature=temperature), 0)
         right = NumericMatch()(rollout.completions, answer=prompts.columns["answer"])
         found[name] = {"right": int(sum(right)), "ended": round(float(rollout.has_eos.float().mean()), 4),
                        "empty": sum(not text.strip() for text in rollout.completions),
                        "length": round(float(rollout.action_mask.sum(1).float().mean()), 2)}
-    reference = Reference(measure.open_actor(ModelConfig(str(start), dtype="float32"), tokenizer).engine)
-    rollout.ref_logprobs = reference.logprobs(rollout)
-    found["kl"] = round(sum(measure.nats_from(rollout)) / len(rollout), 4)
+    found["kl"] = 0.0 if model == start else _nats(rollout.rows(torch.arange(NUM_NATS)), actor, start, tokenizer)
     found["examples"] = rollout.completions[:3]
     return found | ({"perplexity": perplexity(model, instructions)} if instructions else {})
+
+
+def _nats(rollout: Rollout, actor: Actor, start: Path, tokenizer) -> float:  # noqa: ANN001
+    """Mean over the sampled answers of their log-probability over the start's."""
+    from hybrid_rlhf.models.load import ModelConfig
+    from hybrid_rlhf.roles import Reference
+    from hybrid_rlhf.training import measure
+
+    reference = Reference(measure.open_actor(ModelConfig(str(start), dtype="float32"), tokenizer).engine)
+    rollout.logprobs, rollout.ref_logprobs = actor.logprobs(rollout), reference.logprobs(rollout)
+    return round(sum(measure.nats_from(rollout)) / len(rollout), 4)
 
 
 def perplexity(model: Path, instructions: Path) -> float:
@@ -160,9 +177,6 @@ def main() -> None:
     sums(given.work / "sums")
     found = json.loads(given.json.read_text()) if given.json.exists() else {"rows": []}
     found["machine"] = machine()
-    if "start" not in found:
-        found["start"] = measured(given.model, given.model, given.work / "sums", given.instructions)
-        save(given.json, found)
     for name in given.rows.split(","):
         for seed in [int(s) for s in given.seeds.split(",")] if given.seeds else EXPERIMENTS[name].seeds:
             same = [r for r in found["rows"] if (r["row"], r["seed"]) == (name, seed)]
@@ -172,6 +186,9 @@ def main() -> None:
             found["rows"] = sorted([r for r in found["rows"] if r not in same] + [row], key=_place)
             save(given.json, found)
             print(json.dumps({k: v for k, v in row.items() if k != "settings"}), flush=True)
+    if "start" not in found:
+        found["start"] = measured(given.model, given.model, given.work / "sums", given.instructions)
+        save(given.json, found)
 
 
 def _place(row: dict) -> tuple[int, int]:
@@ -191,7 +208,8 @@ def save(path: Path, found: dict) -> None:
     beside = path.with_suffix(".tmp")
     beside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     beside.rename(path)
-    path.with_suffix(".md").write_text(page(found), encoding="utf-8")
+    if "start" in found:
+        path.with_suffix(".md").write_text(page(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

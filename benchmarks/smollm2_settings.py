@@ -7,29 +7,28 @@ from typing import NamedTuple
 
 
 class Experiment(NamedTuple):
-    """One row. words: of the command line. seeds: what the page asks for. needs: rows that must be there before."""
+    """One row. words: of the command line. seeds: what the page asks for."""
 
     stage: str
     words: list[str]
     seeds: tuple[int, ...] = (0,)
-    needs: tuple[str, ...] = ()
 
 
-_START = ["--model.model_name_or_path=START"]
+SEEDS = (0, 1, 2)
+_START = "--model.model_name_or_path=START"
 _ALL = ["--data.split=null", "--train.num_fixed_prompts=0", "--train.save_minutes=0", "--train.logging_steps=1",
         "--train.max_eval_batches=1"]
-_SUMS = [*_ALL, "--data.sources=[{path: SUMS/train.jsonl}]", "--data.eval_fraction=0.02",
-         "--ppo.sampling.max_new_tokens=12"]
-_PAID = [*_SUMS, "--reward.functions=builtin:numeric_match"]
-_GROUPS = ["--train.per_device_train_batch_size=8", "--ppo.sampling.num_samples=8"]
-_ALONE = ["--train.per_device_train_batch_size=64"]
-_STEPS = ["--train.max_steps=16"]
-SEEDS = (0, 1, 2)
-
-NOTES: list[str] = []  # what the page says beside the figures
+_SUMS = [_START, *_ALL, "--data.sources=[{path: SUMS/train.jsonl}]", "--data.eval_fraction=0.02",
+         "--reward.functions=builtin:numeric_match", "--ppo.sampling.max_new_tokens=12", "--ppo.sampling.num_samples=8",
+         "--train.per_device_train_batch_size=8", "--train.max_steps=16", "--train.warmup_ratio=0"]
+_GROUPS = [*_SUMS, "--ppo.num_ppo_epochs=1", "--ppo.kl_coef=0.04"]
+_FULL = "--roles.actor.learning_rate=2e-5"
+_LORA = "--roles.actor.learning_rate=2e-4"
 
 EXPERIMENTS: dict[str, Experiment] = {
-    "grpo": Experiment("grpo", [*_START, *_PAID, *_GROUPS, *_STEPS], SEEDS),
-    "rloo": Experiment("rloo", [*_START, *_PAID, *_GROUPS, *_STEPS], SEEDS),
-    "ppo": Experiment("ppo", [*_START, *_PAID, *_ALONE, *_STEPS], SEEDS),
+    "grpo": Experiment("grpo", [*_GROUPS, _FULL], SEEDS),
+    "rloo": Experiment("rloo", [*_GROUPS, _FULL], SEEDS),
+    "grpo_lora16": Experiment("grpo", [*_GROUPS, _LORA, "--model.lora.r=16"]),
+    "grpo_lora1": Experiment("grpo", [*_GROUPS, _LORA, "--model.lora.r=1"]),
 }
+NOTES: list[str] = []  # what the page says beside the figures
