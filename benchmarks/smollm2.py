@@ -40,18 +40,26 @@ NUM_NATS = 100  # sampled answers that the KL is a mean of
 
 
 def sums(folder: Path) -> Path:
-    """train.jsonl and test.jsonl in `folder`: all ordered pairs of 1 to 20, no pair of test in train in any order."""
+    """All ordered pairs of 1 to 20 in `folder`: test.jsonl, and train.jsonl with no pair of test in any order.
+
+    Of train's questions also pairs.jsonl, a right answer and one that is off by 1 to 9, and talks.jsonl, the right one.
+    """
     draw = random.Random(7)
     pairs = [(a, b) for a in range(1, 21) for b in range(a, 21)]
     draw.shuffle(pairs)
-    half = len(pairs) // 2
-    for name, unordered in (("test", pairs[:half + 1]), ("train", pairs[half + 1:])):
-        ordered = sorted({pair for a, b in unordered for pair in ((a, b), (b, a))})
-        draw.shuffle(ordered)
-        rows = [_row(a, b, ASKED[i % 2]) for i, (a, b) in enumerate(ordered)] if name == "test" else [
-            _row(a, b, words) for a, b in ordered for words in ASKED]
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    half = len(pairs) // 2 + 1
+    test, train = (sorted({pair for a, b in part for pair in ((a, b), (b, a))})
+                   for part in (pairs[:half], pairs[half:]))
+    draw.shuffle(test)
+    draw.shuffle(train)
+    asked = [(a, b, words) for a, b in train for words in ASKED]
+    rows = {"test": [_row(a, b, ASKED[i % 2]) for i, (a, b) in enumerate(test)],
+            "train": [_row(*each) for each in asked],
+            "pairs": [_pair(*each, off=draw.choice([-1, 1]) * draw.randint(1, 9)) for each in asked],
+            "talks": [{"messages": [*_row(a, b, words)["prompt"], *_said(a, b, a + b)]} for a, b, words in asked]}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, found in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
     return folder
 
 
@@ -59,15 +67,23 @@ def _row(a: int, b: int, words: str) -> dict:
     return {"prompt": [{"role": "user", "content": words.format(a=a, b=b)}], "answer": str(a + b)}
 
 
+def _pair(a: int, b: int, words: str, off: int) -> dict:
+    return {"prompt": _row(a, b, words)["prompt"], "chosen": _said(a, b, a + b), "rejected": _said(a, b, a + b + off)}
+
+
+def _said(a: int, b: int, total: int) -> list[dict]:
+    return [{"role": "assistant", "content": f"{a} + {b} = {total}"}]
+
+
 def launch(words: list[str], folder: Path) -> dict:
     """Run one stage into `folder` by the launcher: its seconds by its own record, and the most memory it ever held."""
     command = [sys.executable, str(ROOT / "train.py"), *words, "--output_dir", str(folder), "--resume", "never"]
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "log.txt").open("w") as log:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (told := folder.with_suffix(".log")).open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
         _, status, usage = os.wait4(process.pid, 0)
     if status:
-        raise SystemExit(f"{shlex.join(command)}\nstatus {status}\n{(folder / 'log.txt').read_text()[-3000:]}")
+        raise SystemExit(f"{shlex.join(command)}\nstatus {status}\n{told.read_text()[-3000:]}")
     return {"seconds": round(json.loads((folder / "run.json").read_text())["seconds"], 1),
             "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1), "peak_gib": round(usage.ru_maxrss / 2**20, 2)}
 
@@ -82,7 +98,7 @@ def history(folder: Path) -> dict:
                                     for name, key in named.items() if key in steps[0] and key in steps[-1]}
 
 
-def measured(model: Path, start: Path, task: Path, instructions: Path | None) -> dict:
+def measured(model: Path, start: Path | None, task: Path, instructions: Path | None) -> dict:
     """A model on the test's sums, greedy and sampled, its KL to the start, and the perplexity of ordinary answers."""
     import torch
 
@@ -108,7 +124,8 @@ def measured(model: Path, start: Path, task: Path, instructions: Path | None) ->
         found[name] = {"right": int(sum(right)), "ended": round(float(rollout.has_eos.float().mean()), 4),
                        "empty": sum(not text.strip() for text in rollout.completions),
                        "length": round(float(rollout.action_mask.sum(1).float().mean()), 2)}
-    found["kl"] = 0.0 if model == start else _nats(rollout.rows(torch.arange(NUM_NATS)), actor, start, tokenizer)
+    if start is not None and model != start:
+        found["kl"] = _nats(rollout.rows(torch.arange(NUM_NATS)), actor, start, tokenizer)
     found["examples"] = rollout.completions[:3]
     return found | ({"perplexity": perplexity(model, instructions)} if instructions else {})
 
@@ -153,7 +170,9 @@ def run(name: str, seed: int, given: argparse.Namespace) -> dict:
     cost = launch(["--stage", experiment.stage, "--seed", str(seed), *words], folder / name)
     row = {"row": name, "seed": seed, "settings": experiment.words, **cost, "history": history(folder / name)}
     if experiment.stage != "reward":
-        row["after"] = measured(folder / name / "model", given.model, given.work / "sums", given.instructions)
+        is_chat = not any("BASE" in word for word in experiment.words)  # else its prompts are not those of the start
+        row["after"] = measured(folder / name / "model", given.model if is_chat else None, given.work / "sums",
+                                given.instructions if is_chat else None)
     return row
 
 

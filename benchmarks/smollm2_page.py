@@ -41,8 +41,8 @@ def cells(row: dict, start: dict) -> list[str]:
     entropy = "{:.2f} to {:.2f}".format(*story["entropy"]) if "entropy" in story else ""
     return [row["row"], str(row["seed"]), share(after["greedy"]["right"], after["items"]),
             share(after["sampled"]["right"], after["items"]), f"{after['greedy']['ended']:.2f}", entropy,
-            f"{after['kl']:.2f}", change(after, start), str(story["steps"]), f"{row['seconds']:.0f}",
-            f"{row['cpu_seconds']:.0f}", f"{row['peak_gib']:.1f}"]
+            f"{after['kl']:.2f}" if "kl" in after else "", change(after, start), str(story["steps"]),
+            f"{row['seconds']:.0f}", f"{row['cpu_seconds']:.0f}", f"{row['peak_gib']:.1f}"]
 
 
 def page(found: dict) -> str:
