@@ -33,10 +33,12 @@ from tiny_configs import all_types, tiny_model
 from torch import Tensor, nn
 
 from hybrid_rlhf.config import UserError
+from hybrid_rlhf.engine import runner as runner_module
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.engine.sampling import SamplingConfig
 from hybrid_rlhf.engine.scheduler import stream
-from hybrid_rlhf.kernels import ops_for
+from hybrid_rlhf.kernels import REFERENCE, cpu, ops_for
+from hybrid_rlhf.kernels.ops import Ops
 
 PROMPTS = [[(3 + 7 * i + 5 * j * j) % 90 + 5 for j in range(n)] for i, n in enumerate((7, 1, 9, 2, 5))]
 GROUP = 2
@@ -48,7 +50,8 @@ EOS, SLOTS, MEMORY = 2, 3, 8 << 30
 @dataclass
 class Row:
     """One type. difference: largest of |engine - plain forward| over the spread of the true logits. tokens: what the
-    greedy tokens equal. control: fault -> whether the probe noticed it.
+    greedy tokens equal. layers: decoder layers that decode steps pass through in one call. control: fault -> whether
+    the probe noticed it.
     """
 
     type: str
@@ -56,6 +59,7 @@ class Row:
     reason: str = ""
     difference: float | None = None
     tokens: str = ""
+    layers: int = 0
     cache_bytes: int | None = None
     control: dict[str, bool] = field(default_factory=dict)
     seconds: float = 0.0
@@ -80,6 +84,7 @@ def examine(name: str) -> Row:
     except Exception as error:
         row.reason = f"not built: {said(error)}"
         return row
+    runner_module.ops_for = lambda _device: every_kernel()
     engine = HybridEngine(model, model, eos_ids=[EOS], max_batch=SLOTS)
     requests = [p for p in PROMPTS for _ in range(GROUP)]
     logits: dict[tuple[int, int], Tensor] = {}
@@ -91,12 +96,21 @@ def examine(name: str) -> Row:
         row.reason = str(error)
         return row
     about = engine.describe()
-    row.path, row.cache_bytes = about["path"], about["kv_bytes"]
+    row.path, row.cache_bytes, row.layers = about["path"], about["kv_bytes"], about["fused"].get("decode_layer", 0)
     row.reason = "; ".join(f"{path}: {why}" for path, why in about["refused"].items())
     compare(row, model, requests, drawn, logits)
     if row.is_on_slots:
         row.control = {fault: is_noticed(model, break_it) for fault, break_it in FAULTS.items()}
     return row
+
+
+def every_kernel() -> Ops:
+    """The processor's kernels with none left out because torch is faster on this one: a type that is right here is
+    right on every processor."""
+    ops = ops_for("cpu")
+    return ops if ops.decode_attention is REFERENCE.decode_attention else ops._replace(
+        linear=cpu.load_linear(), linear_dtypes=frozenset((torch.float32, torch.bfloat16)),
+        decode_layer=cpu.load_decode_layer(), causal_attention=cpu.load_causal_attention())
 
 
 def listen(engine: HybridEngine, logits: dict[tuple[int, int], Tensor], count: int) -> None:
@@ -198,6 +212,7 @@ def counts(rows: list[Row]) -> dict[str, int]:
     paths, slots = Counter(row.path for row in rows), [row for row in rows if row.is_on_slots]
     return {"rows": len(rows), **{path: paths[path] for path in ("native", "eager", "generate", "refused", "failed")},
             "types_on_slots": len({row.type.split(":")[0] for row in slots}), "wrong": sum(r.is_wrong for r in rows),
+            "whole_layers": sum(row.layers > 0 for row in rows),
             "equal_to_generate": sum(row.tokens == "generate" for row in slots),
             "control_noticed": sum(any(row.control.values()) for row in slots),
             **{f"control_{fault}": sum(row.control[fault] for row in slots) for fault in FAULTS}}
@@ -219,18 +234,29 @@ def table(rows: list[Row]) -> str:
              "forward| of any draw's", "logits, over their spread. Control: which of "
              f"{', '.join(FAULTS)}, each broken on purpose, the load-time probe noticed.", "",
              ", ".join(f"{name} {value}" for name, value in versions().items()), "",
-             f"**{found['types_on_slots']} types on slots** ({found['native']} rows native, {found['eager']} eager), "
+             f"**{found['types_on_slots']} types on slots** ({found['native']} rows native, {found['whole_layers']} of "
+             f"them with whole layers, {found['eager']} eager), "
              f"{found['generate']} through generate, {found['refused']} refused, {found['failed']} failed, "
              f"{found['wrong']} wrong.", f"Control noticed: {found['control_noticed']} of "
              f"{found['native'] + found['eager']} (" + ", ".join(f"{f} {found[f'control_{f}']}" for f in FAULTS) + ").",
-             "", "| type | path | difference | greedy tokens equal | cache bytes | control | reason |",
-             "|---|---|---|---|---|---|---|"]
+             "", "| type | path | difference | greedy tokens equal | whole layers | cache bytes | control | reason |",
+             "|---|---|---|---|---|---|---|---|"]
     for row in rows:
         difference = "" if row.difference is None else f"{row.difference:.1e}"
         noticed = ", ".join(f for f, is_seen in row.control.items() if is_seen) or ("none" if row.control else "")
-        lines.append(f"| {row.type} | {row.path} | {difference} | {row.tokens} | {row.cache_bytes or ''} | {noticed} | "
-                     f"{row.reason.replace('|', '/')} |")
+        lines.append(f"| {row.type} | {row.path} | {difference} | {row.tokens} | {row.layers or ''} | "
+                     f"{row.cache_bytes or ''} | {noticed} | {row.reason.replace('|', '/')} |")
     return "\n".join(lines) + "\n"
+
+
+def write(rows: list[Row], options: argparse.Namespace) -> None:
+    report = {"versions": versions(), "counts": counts(rows)}
+    if options.json:
+        lines = ",\n  ".join(json.dumps(asdict(row)) for row in rows)
+        text = json.dumps(report, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n'
+        options.json.write_text(text, encoding="utf-8")
+    if options.markdown:
+        options.markdown.write_text(table(rows), encoding="utf-8")
 
 
 def main() -> int:
@@ -249,14 +275,8 @@ def main() -> int:
     for name in options.only or all_types():
         rows.append(guarded(name, options.limit))
         print(f"{name}: {rows[-1].path} {rows[-1].difference} {rows[-1].tokens} {rows[-1].reason}", file=sys.stderr)
-    report = {"versions": versions(), "counts": counts(rows), "rows": [asdict(row) for row in rows]}
-    if options.json:
-        lines = ",\n  ".join(json.dumps(row) for row in report.pop("rows"))
-        text = json.dumps(report, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n'
-        options.json.write_text(text, encoding="utf-8")
-    if options.markdown:
-        options.markdown.write_text(table(rows), encoding="utf-8")
-    print(json.dumps(report["counts"], indent=1))
+        write(rows, options)  # as they come: a sweep that is stopped has what it found
+    print(json.dumps(counts(rows), indent=1))
     for row in rows:
         if row.is_wrong:
             print(f"wrong: {row.type} ({row.path}): {row.difference} {row.tokens} {row.reason}")

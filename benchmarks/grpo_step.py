@@ -12,7 +12,6 @@ floor_ratio_shared counts it once per group, as ours computes it.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -21,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 
 import torch
 from floors import Shape, decode_bytes, floor_of
-from harness import Times, alternate, machine, write_rows
+from harness import Times, alternate, machine, step_parser, write_rows
 from peers.trl_grpo import TrlGRPO
 from ppo_models import SHAPES, make_folders
 
@@ -149,14 +148,9 @@ def profile(name: str, shape: str, place: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--shape", choices=["llama134m", "tiny"], default="llama134m")
-    parser.add_argument("--repeats", type=int, default=4, help="measured steps of each side; the median counts")
-    parser.add_argument("--threads", type=int, default=2)
+    parser = step_parser(__doc__, CASES)
     parser.add_argument("--profile", action="store_true", help="print where our step spends its time instead")
     parser.add_argument("--autocast", action="store_true", help="TRL's bf16=True, which computes by autocast")
-    parser.add_argument("--json", help="write the rows to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     keep_freed_blocks()  # as the launcher does; TRL, in the same process, profits as well

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -92,3 +93,17 @@ def write_rows(rows: Iterable[dict], path: str | None) -> None:
         done.append(row)
         if path:
             Path(path).write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
+
+
+def step_parser(doc: str, cases: Iterable[str] = (), *, shapes: Iterable[str] = ("llama134m", "tiny"),
+                repeats: int = 4) -> argparse.ArgumentParser:
+    """The options that every benchmark of steps has; the first shape is the one that figures are given for."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if names := list(cases):
+        parser.add_argument("--cases", nargs="+", choices=names, default=names)
+    parser.add_argument("--shape", choices=list(shapes), default=next(iter(shapes)))
+    parser.add_argument("--repeats", type=int, default=repeats,
+                        help="measured steps of each side; the median counts")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", help="write the rows to this file")
+    return parser

@@ -25,7 +25,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 import torch
 from floors import Shape, floor_of
 from grpo_step import tokenizer_of
-from harness import alternate, machine, write_rows
+from harness import alternate, machine, step_parser, write_rows
 from peers.process import PeerProcess, python_for
 from ppo_models import LORA, SHAPES, make_folders
 
@@ -127,12 +127,7 @@ def measure(name: str, options: argparse.Namespace, place: Path) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--shape", choices=["llama134m", "tiny"], default="llama134m")
-    parser.add_argument("--repeats", type=int, default=4, help="measured steps of each side; the median counts")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", help="write the rows to this file")
+    parser = step_parser(__doc__, CASES)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     keep_freed_blocks()  # as the launcher does

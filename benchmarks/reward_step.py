@@ -26,7 +26,7 @@ import harness
 import torch
 from floors import Shape, floor_of
 from grpo_step import tokenizer_of
-from harness import alternate, machine, write_rows
+from harness import alternate, machine, step_parser, write_rows
 from peers.trl_offline import TrlReward
 from ppo_models import SHAPES, make_folders
 
@@ -120,14 +120,10 @@ def profile(options: argparse.Namespace, place: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=["llama134m", "tiny"], default="llama134m")
-    parser.add_argument("--repeats", type=int, default=5, help="measured steps of each side; the median counts")
-    parser.add_argument("--threads", type=int, default=2)
+    parser = step_parser(__doc__, repeats=5)
     parser.add_argument("--cpu-time", action="store_true",
                         help="one thread's processor time in place of the wall's, on a machine that others use too")
     parser.add_argument("--profile", action="store_true", help="print where our step spends its time instead")
-    parser.add_argument("--json", help="write the rows to this file")
     options = parser.parse_args()
     if options.cpu_time:
         harness.clock[0], options.threads = time.process_time, 1

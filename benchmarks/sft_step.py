@@ -30,7 +30,7 @@ import harness
 import torch
 from floors import Shape, floor_of
 from grpo_step import tokenizer_of
-from harness import Times, alternate, machine, status, write_rows
+from harness import Times, alternate, machine, status, step_parser, write_rows
 from peers.trl_offline import TrlSFT
 from ppo_models import SHAPES, make_folders
 
@@ -169,15 +169,10 @@ CASES = {"packed": measure_speed, "memory": measure_memory}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--shape", choices=["llama134m", "tiny"], default="llama134m")
-    parser.add_argument("--repeats", type=int, default=4, help="measured steps of each side; the median counts")
-    parser.add_argument("--threads", type=int, default=2)
+    parser = step_parser(__doc__, CASES)
     parser.add_argument("--cpu-time", action="store_true",
                         help="one thread's processor time in place of the wall's, on a machine that others use too")
     parser.add_argument("--profile", action="store_true", help="print where our step spends its time instead")
-    parser.add_argument("--json", help="write the rows to this file")
     parser.add_argument("--packing", choices=["bfd", "wrapped"], default="bfd",
                         help="TRL's; wrapped is a case of its own: its rows see each other")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=["ours", "trl"],

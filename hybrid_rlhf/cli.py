@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from hybrid_rlhf.collector import collect_as_usual, collect_seldom
 from hybrid_rlhf.config import UserError, check, nearest, parse
+from hybrid_rlhf.quiet import quiet_libraries
 
 
 class Stage(NamedTuple):
@@ -48,7 +49,7 @@ ONLINE = {
         *_GROUPS, "--ppo.policy_loss=cispo", "--ppo.cliprange_high=4.0")),
 }
 STAGES |= {name: Stage("hybrid_rlhf.training.step3_ppo", f"{text} (--stage ppo with {name} settings)", "ppo",
-                       (f"--output_dir=outputs/{name}", f"--ppo.estimator={estimator}", *more))
+                       (f"--stage={name}", f"--output_dir=outputs/{name}", f"--ppo.estimator={estimator}", *more))
            for name, (text, estimator, more) in ONLINE.items()}
 OFFLINE = {
     "ipo": "dpo with the squared loss of IPO",
@@ -58,7 +59,8 @@ OFFLINE = {
     "simpo": "SimPO on pairs, without a reference",
 }
 STAGES |= {"dpo": Stage("hybrid_rlhf.training.preferences", "direct preference optimisation on pairs, no reward model")}
-STAGES |= {name: Stage(STAGES["dpo"].module, text, "dpo", (f"--output_dir=outputs/{name}", f"--dpo.loss_type={name}"))
+STAGES |= {name: Stage(STAGES["dpo"].module, text, "dpo",
+                       (f"--stage={name}", f"--output_dir=outputs/{name}", f"--dpo.loss_type={name}"))
            for name, text in OFFLINE.items()}
 STAGES |= {"conditional_sft": Stage(
     "hybrid_rlhf.training.step1_sft", "sft on good and bad answers, the score in the prompt", None,
@@ -97,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with a checkpoint)."""
     given = sys.argv[1:] if argv is None else argv
     argv = [word for word in given if not word.startswith("--local_rank=")]  # deepspeed's launcher adds it
+    quiet_libraries()
     if argv and argv[0] in COMMANDS:
         return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
     try:
@@ -157,10 +160,11 @@ def _train(argv: list[str]) -> int:
     config, switches = parse(stage.Config, [*row.preset, *preset, *rest], prog=f"{prog} --stage {name}",
                              description=row.help,
                              default_config=default, extra=SWITCHES)
-    check(config.stage in (name, base),
+    given = STAGES[config.stage].name if config.stage in STAGES else None  # a variant's settings run under its base too
+    check(config.stage in (name, base) or given == name,
           f"--stage {name}, but the settings say stage: {config.stage}; give --stage {config.stage}, or another file")
     _check_variant(name, row, config)
-    config = dataclasses.replace(config, stage=base)
+    config = dataclasses.replace(config, stage=name)
     if default:
         print(f"no --config, model or data given: the embedded demo ({os.path.relpath(default)})", file=sys.stderr)
     if switches["preview"]:
@@ -223,11 +227,13 @@ def _run(stage: ModuleType, config: object, command: str) -> int:
     from hybrid_rlhf.distributed import shutdown
     from hybrid_rlhf.run.fit import Stopped
     from hybrid_rlhf.run.interrupts import stops_as_by_hand
+    from hybrid_rlhf.training import announce
 
     code = 0
     try:
         with stops_as_by_hand():
             stage.run(config, command=command)
+            announce.after(config, command)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         code = 130

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hybrid_rlhf import activity
 from hybrid_rlhf.algorithms import reward_signal
 from hybrid_rlhf.algorithms.reward_signal import RewardSignal
 from hybrid_rlhf.algorithms.shaping import missing_eos
@@ -90,11 +91,13 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
     each phase, and what the engine has to say of itself.
     """
     start = time.perf_counter()
+    activity.doing(f"sampling {len(prompts) * sampling.num_samples} responses")
     peak = partial(peak_in, metrics, device=roles.actor.engine.device)
     with peak("actor/generate"), metrics.timer("generate"), roles.actor.inference():
         rollout = roles.actor.generate(prompts.repeat(sampling.num_samples), sampling, seed)
     metrics.add("engine/tokens_per_second", rollout.action_mask.sum() / (time.perf_counter() - start))
     metrics.add("engine/kv_bytes", roles.actor.engine.kv_bytes)
+    activity.doing("scoring the responses")
     with metrics.timer("score"):
         with peak("actor/score"):
             rollout.logprobs = (gate or DriftGate("recompute")).logprobs(rollout, roles.actor, metrics)  # (B, R)
@@ -178,6 +181,17 @@ def _spread_groups(rollout: Rollout, group_size: int) -> Rollout:
     return rollout.rows(rollout.has_spread(group_size).repeat_interleave(group_size).nonzero()[:, 0])
 
 
+@torch.no_grad()
+def collect_held_out(batches: Iterable[Prompts], roles: Roles, source: RewardSource, sampling: SamplingConfig,
+                     seed: int, *, may_skip: bool = False) -> Metrics:
+    """Scores, KL and lengths of fresh responses to held-out prompts, over all processes (always the same draw)."""
+    metrics = Metrics()
+    for i, prompts in enumerate(batches):
+        metrics += collect(prompts, roles, source, sampling, seed + i, Metrics(), may_skip=may_skip,
+                           with_values=False).metrics()
+    return metrics.over_ranks()
+
+
 def samples_of(rollout: Rollout | None, count: int) -> list[dict]:
     """The first responses of a rollout, for people; the score of one that every source skipped is None."""
     if rollout is None:
@@ -210,14 +224,9 @@ class Ranking:
         self.num_steps, self.newest = self.num_steps + 1, rollout
         return rollout, missing_eos(rollout.scores, rollout.has_eos, self.missing_eos_penalty)
 
-    @torch.no_grad()
     def evaluate(self, batches: Iterable[Prompts]) -> Metrics:
         """Scores, KL and lengths of fresh responses to held-out prompts (always the same draw)."""
-        metrics = Metrics()
-        for i, prompts in enumerate(batches):
-            metrics += collect(prompts, self.roles, self.source, self.sampling, self.seed + i, Metrics(),
-                               may_skip=True).metrics()
-        return metrics.over_ranks()
+        return collect_held_out(batches, self.roles, self.source, self.sampling, self.seed, may_skip=True)
 
     def samples(self, count: int = 4) -> list[dict]:
         """The first responses of the newest round, for people; the score of a skipped one is None."""

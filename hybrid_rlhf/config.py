@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
-import importlib
 import re
+import typing
 from argparse import ArgumentError
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -67,6 +68,7 @@ def parse(config_class: type, argv: list[str], *, prog: str, description: str = 
     that a part's own check refuses.
     """
     parser = _parser(config_class, prog, description, default_config, extra)
+    _check_plain(config_class, argv)
     try:
         values = parser.parse_args(_emptied_first(argv))
         parts = dict(vars(parser.instantiate(values)))
@@ -93,6 +95,50 @@ def _parser(config_class: type, prog: str, description: str, default_config: str
             parser.add_argument(f"--{name}", action="store_true", help=_SWITCHES.get(name, ""))
     parser.add_class_arguments(config_class)
     return parser
+
+
+def _check_plain(config_class: type, argv: list[str]) -> None:
+    """UserError for settings that the parser would take as the name of a class to import, or of another file."""
+    known = _sections(config_class)
+    for word, after in zip(argv, [*argv, ""][1:], strict=True):
+        key, has_value, value = word.partition("=")
+        value = value if has_value else after
+        if key == "--config":
+            _check_plain_value(f"--config {value}", "", _read_yaml(value) if value else {}, known)
+        elif key.startswith("--"):
+            name = key[2:].rstrip("+")
+            is_text = name in known or value.lstrip().startswith(("{", "["))
+            _check_plain_value(key, name, _loaded(value) if is_text else None, known)
+
+
+def _check_plain_value(where: str, name: str, value: object, sections: set[str]) -> None:
+    """The same of one value. name: its dotted name; sections: those of options that are sections."""
+    check(name not in sections or value is None or isinstance(value, dict),
+          f"{where}: {name or 'the file'} is a section; give a mapping of its options, or --{name}.OPTION")
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        check(key not in ("class_path", "init_args"), f"{where}: {key} in {name or 'the settings'}; settings name no "
+                                                      "classes, give the options themselves")
+        check(name or key != "config", f"{where}: a file of settings cannot name another; give --config once for each")
+        _check_plain_value(where, f"{name}.{key}".lstrip("."), inner, sections)
+    for inner in value if isinstance(value, list) else ():
+        _check_plain_value(where, f"{name}[]", inner, sections)
+
+
+def _loaded(text: str) -> object:
+    """A value of the command line as YAML reads it; what it cannot read is the parser's to refuse."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return None
+
+
+def _sections(config_class: type, prefix: str = "") -> set[str]:
+    """Dotted names of the options that are dataclasses themselves."""
+    own = {f"{prefix}{name}": kind for name, kind in typing.get_type_hints(config_class).items()
+           if dataclasses.is_dataclass(kind)}
+    return set(own).union(*(_sections(kind, f"{name}.") for name, kind in own.items()))
 
 
 def _emptied_first(argv: list[str]) -> list[str]:
@@ -182,14 +228,6 @@ def _one_line(error: Exception, known: list[str]) -> str:
     text = re.sub(r"<class '(\w+)'>", r"\1", text)
     unknown = re.search(r"[Uu]nrecognized arguments?: -*([\w.\-+]+)|does not accept option '([^']+)'|"
                         r"Option '([^']+)' is not accepted", text)
-    inner = re.search(r"option \"([\w.]+)\": Problem with given class_path '([\w.]+)': (.*)", text)
-    if inner:  # an item of a list: the keys that fit are the fields of its class
-        module, _, name = inner.group(2).rpartition(".")
-        fields = list(getattr(importlib.import_module(module), name).__dataclass_fields__)
-        if not unknown:
-            return f'option "{inner.group(1)}": {inner.group(3)}'
-        key = next(g for g in unknown.groups() if g)
-        return f"unknown key {key} in {inner.group(1)}{nearest(key, fields)}; its keys are {', '.join(fields)}"
     if not unknown:
         return text
     group = re.search(r"Group '([^']+)'", text)

@@ -65,6 +65,12 @@ def sum_over_ranks(value: Tensor) -> Tensor:
     return total.to(value.device)
 
 
+def mean_over_ranks(mean: float, count: int) -> tuple[float, int]:
+    """The mean over the observations of all processes (this one has `count`), and their number."""
+    total, number = sum_over_ranks(torch.tensor([mean * count, count], dtype=torch.float64)).tolist()
+    return total / max(number, 1), int(number)
+
+
 def max_over_ranks(value: int) -> int:
     """The largest of all processes' integers."""
     if world_size() == 1:

@@ -6,7 +6,7 @@ import argparse
 import json
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,16 +102,18 @@ def _write(source: Path, base: str | None, folder: Path, record: RunRecord | Non
     import torch
 
     from hybrid_rlhf.models.load import ModelConfig, configuration, load_causal_lm, load_scalar_model, prepare
-    from hybrid_rlhf.models.lora import load_adapter, lora_layers
+    from hybrid_rlhf.models.lora import load_adapter, lora_layers, task_of
     from hybrid_rlhf.models.merging import merged_state_dict
     from hybrid_rlhf.models.saving import save
     from hybrid_rlhf.models.tokenizer import load_tokenizer
     from hybrid_rlhf.run import fresh
     from hybrid_rlhf.run.card import write_card
+    from hybrid_rlhf.run.export import dtype_to_write, in_dtype
 
     place = ModelConfig(model_name_or_path=base or str(source), dtype="float32")
     settings = configuration(place)
     is_reward = any("SequenceClassification" in name for name in settings.architectures or [])
+    is_reward = is_reward or bool(base and task_of(source) == "SEQ_CLS")
     model = (load_scalar_model if is_reward else load_causal_lm)(place).eval()
     tokenizer = load_tokenizer(str(source) if _has_tokenizer(source) else base)
     if base:
@@ -120,8 +122,8 @@ def _write(source: Path, base: str | None, folder: Path, record: RunRecord | Non
     live = fresh.answers(model, tokenizer)
     dtype = getattr(settings, "dtype", None) or torch.float32
     state = merged_state_dict(model) if lora_layers(model) else model.state_dict()
-    model.config.dtype = dtype
-    save(model, {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items()}, folder)
+    dtype = dtype_to_write(model, state, dtype) if base else dtype
+    save(model, in_dtype(state, dtype), folder)
     tokenizer.save_pretrained(folder)
     difference = fresh.compare(live, folder, type(model).__name__, dtype)
     print(f"reloaded in a fresh process: tokens equal, logits within {difference:.2g} (relative)", file=sys.stderr)
@@ -151,7 +153,7 @@ def _modelfile(folder: Path, weights: str) -> Path:
         if tokenizer.chat_template else None
     starts_with_bos = bool(bos) and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     if turns and starts_with_bos and turns.opening == bos:  # llama.cpp puts it there
-        turns = ollama.Turns(turns.around, "", turns.marker)
+        turns = replace(turns, opening="")
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text = ollama.modelfile(f"./{weights}", turns, [tokenizer.eos_token],
                             {"num_ctx": min(4096, settings["max_position_embeddings"])})

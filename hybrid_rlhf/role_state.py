@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a role that is trained."""
+"""What a checkpoint keeps of a role that is trained, and where its learning-rate schedule stands."""
 
 from __future__ import annotations
 
@@ -23,6 +23,13 @@ def load_training_state(role: Trained, state: Mapping) -> None:
     """Go on where `training_state` was taken; ValueError where `state` is of other weights."""
     with role.engine.active():
         role.engine.training.load_shard(state)
+
+
+def schedule_at(role: Trained, num_updates: int) -> None:
+    """The learning-rate schedule goes on as after `num_updates` updates, those planned so far, however many were made:
+    a step that stopped early, or had too few responses, leaves the end of the decay where it was."""
+    training = role.engine.training
+    training.num_omitted = num_updates - training.num_steps
 
 
 def states(roles: Mapping[str, Trained | None]) -> dict:

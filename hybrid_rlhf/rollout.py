@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
@@ -49,8 +50,10 @@ class Rollout:
     response_ids (B, R), right-padded; action_mask (B, R) bool, sampled tokens up to and including EOS; has_eos (B,)
     bool, whether the response ended by itself. The rest is filled in by `collect` and the trainer; shapes as in the
     glossary: logprobs, ref_logprobs, values, rewards, advantages, returns (B, R); scores (B,), NaN where a method that
-    allows it has none. source_scores: (B,) of each reward source, NaN where it skipped a response. numbers: (B,) each
-    sequence's place among those of all processes, where that is not the order of processes.
+    allows it has none. source_scores: (B,) of each reward source, NaN where it skipped a response. is_clipped (B,)
+    bool: whether the score, put on stage 2's scale, was bounded there. shaped_scores (B,): what each response is paid
+    but for the KL. numbers: (B,) each sequence's place among those of all processes, where that is not the order of
+    processes.
     """
 
     prompts: Prompts
@@ -64,6 +67,8 @@ class Rollout:
     values: Tensor | None = None
     scores: Tensor | None = None
     source_scores: dict[str, Tensor] = field(default_factory=dict)
+    is_clipped: Tensor | None = None
+    shaped_scores: Tensor | None = None
     rewards: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
@@ -117,8 +122,8 @@ class Rollout:
                                    for f in fields(self) if f.name != "prompts"})
 
     def has_spread(self, group_size: int) -> Tensor:
-        """(groups,) bool: whether the scores of a prompt's responses differ. Groups are contiguous rows."""
-        grouped = self.scores.view(-1, group_size)
+        """(groups,) bool: whether a prompt's responses are paid differently. Groups are contiguous rows."""
+        grouped = self.shaped_scores.view(-1, group_size)
         return grouped.amax(1) > grouped.amin(1)
 
     def to(self, device: torch.device | str) -> Rollout:
@@ -149,6 +154,23 @@ class Rollout:
         pairs = (ids[:, :-1] << 32 | ids[:, 1:])[both]
         return len(pairs.unique()) / max(len(pairs), 1), len(pairs)
 
+    def answers_by_round(self) -> list[list[str]]:
+        """The responses' texts in rounds, each with one to every different prompt. What a prompt's own samples have in
+        common is no matter here: two texts of a round answer unlike prompts."""
+        of_prompt: dict[tuple, list[str]] = {}
+        for ids, text in zip(self.prompts.ids, self.completions, strict=True) if self.completions else ():
+            of_prompt.setdefault(tuple(ids), []).append(text.strip())
+        longest = max(map(len, of_prompt.values()), default=0)
+        return [[texts[i] for texts in of_prompt.values() if len(texts) > i] for i in range(longest)]
+
+    def _add_answers(self, metrics: Metrics) -> None:
+        """How alike the responses to unlike prompts are; as distinct_2, it compares only between equal batches."""
+        for texts in self.answers_by_round():
+            commonest = Counter(texts).most_common()
+            if len(texts) > 1:
+                metrics.add("completions/distinct_answers", len(commonest) / len(texts), len(texts))
+                metrics.add("completions/top3_share", sum(n for _, n in commonest[:3]) / len(texts), len(texts))
+
     def metrics(self) -> Metrics:
         """What every on-policy method reports of its samples (names follow TRL)."""
         metrics, size = Metrics(), len(self)
@@ -160,6 +182,8 @@ class Rollout:
             scores = scores[~torch.isnan(scores)]
             metrics.add(f"rewards/{name}/mean", scores.mean(), len(scores))
             metrics.add_spread(f"rewards/{name}/std", scores, "std")
+        if self.is_clipped is not None:
+            metrics.add("score/clip_fraction", self.is_clipped.float().mean(), size)
         metrics.add("completions/mean_length", lengths.mean(), size)
         metrics.add_spread("completions/min_length", lengths, "min")
         metrics.add_spread("completions/max_length", lengths, "max")
@@ -167,6 +191,7 @@ class Rollout:
         if self.completions:
             metrics.add("completions/empty_ratio", sum(not text.strip() for text in self.completions) / size, size)
         metrics.add("completions/distinct_2", *self.distinct_pairs())
+        self._add_answers(metrics)
         if self.ref_logprobs is not None:
             metrics.add("kl", self.mean_kl(), size)
             metrics.add("objective/kl", self.mean_kl(), size)

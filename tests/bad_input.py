@@ -61,7 +61,7 @@ BAD = [
     ("source with an unknown key", [*SFT, "--data.sources=[{path: a.jsonl, wieght: 1}]"],
      ["unknown key wieght in data.sources (did you mean weight?)", "path, name, split"]),
     ("source with a column that is no name", [*SFT, "--data.sources=[{path: a.jsonl, columns: {prompt: 1}}]"],
-     ["data.sources", "columns", "Expected a str"]),
+     ["data.sources", "columns", "a mapping of names"]),
     ("source without a path", ["--stage", "sft", *OUT, *MODEL, "--data.sources=[{weight: 1}]"],
      ["data.sources", "path"]),
     ("missing config file", [*SFT, "--config", "PLACE/none.yaml"], ["none.yaml"]),

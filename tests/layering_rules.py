@@ -37,7 +37,10 @@ ROOMS = {
     "distributed": (0, (f"{H}.distributed", f"{H}.failure")),
     "tensors": (0, (f"{H}.tensors",)),
     "visible": (0, (f"{H}.visible",)),
+    "hub": (0, (f"{H}.hub",)),
     "collector": (0, (f"{H}.collector",)),
+    "activity": (0, (f"{H}.activity",)),
+    "quiet": (0, (f"{H}.quiet",)),
 }
 # room: (what it never imports, except). Where the floors alone would allow it.
 NEVERS = {

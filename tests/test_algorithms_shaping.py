@@ -20,12 +20,6 @@ def test_every_action_pays_its_kl_and_the_last_one_earns_the_score():
     torch.testing.assert_close(rewards, expected)
 
 
-def test_the_clip_bounds_the_score_and_not_the_kl():
-    rewards = shape_rewards(torch.tensor([9.0, -9.0]), torch.full((2, 1), 80.0), 0.1,
-                            torch.ones(2, 1, dtype=torch.bool), score_clip=5.0)
-    torch.testing.assert_close(rewards, torch.tensor([[5.0 - 8.0], [-5.0 - 8.0]]))
-
-
 def test_a_row_without_actions_is_paid_nothing():
     rewards = shape_rewards(torch.tensor([3.0]), torch.ones(1, 2), 0.1, torch.zeros(1, 2, dtype=torch.bool))
     assert rewards.tolist() == [[0.0, 0.0]]

@@ -18,7 +18,7 @@ from hybrid_rlhf.models import load
 from hybrid_rlhf.run.runfile import RunRecord
 from hybrid_rlhf.training import step3_ppo
 from tests.bad_input import BAD, PPO, REWARD, SFT, model
-from tests.tiny import save_tiny, tiny_tokenizer
+from tests.tiny import own_cache, save_tiny, tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent
 WORDS = ["red", "blue", "green", "cat", "dog", "fox", "sun", "moon", "tree", "book"]
@@ -98,7 +98,7 @@ def _write_runs(folder: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_cache(place, tmp_path, monkeypatch) -> Iterator[None]:
-    monkeypatch.setenv("HYBRID_RLHF_CACHE", str(tmp_path / "cache"))
+    own_cache(monkeypatch, tmp_path / "cache")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     # what transformers says of missing kernels (Mamba's) goes to a stream that an earlier test has closed
     logger = logging.getLogger("transformers")

@@ -5,6 +5,8 @@ import json
 import bench
 import pytest
 
+from tests.bench_place import bench_with, move_bench
+
 
 def row(case, **numbers):
     return {"case": case, "ours": 400.0, "peer": 250.0, "ratio": 1.6, "floor_ratio": 1.2, "unit": "tokens/s",
@@ -13,16 +15,7 @@ def row(case, **numbers):
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "ROOT", tmp_path)
-    monkeypatch.setattr(bench, "RECORD", tmp_path / "benchmarks.json")
-    monkeypatch.setattr(bench, "PAGE", tmp_path / "benchmarks.md")
-    (tmp_path / "benchmarks").mkdir()
-    return tmp_path
-
-
-def bench_with(monkeypatch, *words):
-    monkeypatch.setattr("sys.argv", ["bench.py", *words])
-    return bench.main()
+    return move_bench(tmp_path, monkeypatch)
 
 
 def test_a_target_that_is_missed_is_bold_and_one_that_is_met_is_not():

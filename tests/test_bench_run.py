@@ -11,6 +11,8 @@ import bench
 import pytest
 from peers import process
 
+from tests.bench_place import bench_with, move_bench
+
 OK = "import json, sys\njson.dump([{row!r}], open(sys.argv[sys.argv.index('--json') + 1], 'w'))\n"
 
 
@@ -21,16 +23,7 @@ def row(case, **numbers):
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "ROOT", tmp_path)
-    monkeypatch.setattr(bench, "RECORD", tmp_path / "benchmarks.json")
-    monkeypatch.setattr(bench, "PAGE", tmp_path / "benchmarks.md")
-    (tmp_path / "benchmarks").mkdir()
-    return tmp_path
-
-
-def bench_with(monkeypatch, *words):
-    monkeypatch.setattr("sys.argv", ["bench.py", *words])
-    return bench.main()
+    return move_bench(tmp_path, monkeypatch)
 
 
 def script(places, name, text):

@@ -100,9 +100,9 @@ def test_kto_takes_the_best_as_desirable_and_the_worst_as_not():
     rollout, rows = trainer.ranking.newest, [2, 5, 1, 7]
     ratios = torch.stack([(plain_logprobs(twin, rollout, i) - plain_logprobs(reference, rollout, i)).sum()
                           for i in rows])
-    crossed = copy.copy(rollout)  # each prompt with the response of the row before
+    crossed = copy.copy(rollout)  # each prompt with the nearest response before it to another prompt, in a circle
     crossed.response_ids, crossed.action_mask = rollout.response_ids.clone(), rollout.action_mask.clone()
-    for i, other in zip(rows, [7, 2, 5, 1], strict=True):
+    for i, other in zip(rows, [11, 3, 11, 3], strict=True):
         crossed.response_ids[i], crossed.action_mask[i] = rollout.response_ids[other], rollout.action_mask[other]
     kl = torch.stack([(plain_logprobs(twin, crossed, i) - plain_logprobs(reference, crossed, i)).sum()
                       for i in rows]).mean().clamp(min=0)
@@ -110,6 +110,21 @@ def test_kto_takes_the_best_as_desirable_and_the_worst_as_not():
     assert metrics["loss"] == pytest.approx(losses.mean().item(), rel=1e-4)
     assert metrics["kto/kl"] == pytest.approx(kl.item(), rel=1e-4, abs=1e-6)
     assert metrics["kl"] == pytest.approx(rollout.mean_kl(), rel=1e-4)  # that of all samples
+
+
+@pytest.mark.parametrize(("texts", "others"), [([[5, 6, 7], [8, 9], [10]], [(2, 11), (1, 11)]),
+                                               ([[5], [5], [8, 9]], [(2, 11), (1, 11)]), ([[5], [5], [5]], [])])
+def test_kto_s_kl_is_never_measured_on_an_answer_to_the_same_prompt(texts, others, monkeypatch):
+    one_pair = [1.0, 0.0, 2.0, 1.0, *[1.0] * 8]  # only the first prompt's scores differ: it is chosen twice
+    trainer, asked = online(answers(one_pair), "kto", seed_of_ref=3), []
+    step = trainer.learner.step
+    monkeypatch.setattr(trainer.learner, "step", lambda batch, start: asked.append(batch) or step(batch, start))
+    metrics = trainer.step(Prompts(texts, ["x"] * 3)).compute()
+    rollout, mismatched = trainer.ranking.newest, asked[0].mismatched
+    wanted = [texts[0] + rollout.response_ids[j][rollout.action_mask[j]].tolist() for _, j in others]
+    assert [row[mask].tolist() for row, mask in zip(mismatched.input_ids, mismatched.attention_mask, strict=True)
+            ] == wanted
+    assert metrics["loss"] > 0 and (metrics["kto/kl"] == 0 if not others else "kto/kl" in metrics)
 
 
 def test_the_reference_is_asked_once_and_small_micro_batches_change_nothing(monkeypatch):

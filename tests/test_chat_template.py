@@ -63,7 +63,7 @@ def trained(tokenizer, encoded) -> str:
 
 
 def test_chatml_marks_each_answer_and_its_end_and_nothing_else(tokenizer):
-    row = encode_all(tokenizer, [compose_messages(tokenizer, CHAT)])[0]
+    row = encode_all(tokenizer, compose_messages(tokenizer, CHAT))[0]
     assert trained(tokenizer, row) == "A fox.<|im_end|>You are welcome!<|im_end|>"
     assert tokenizer.decode(row.ids) == (
         "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nWhat is red?<|im_end|>\n<|im_start|>assistant\n"
@@ -76,7 +76,7 @@ def test_chatml_marks_each_answer_and_its_end_and_nothing_else(tokenizer):
 def test_under_any_template_only_answers_are_trained_and_eos_ends_the_sequence_once(tokenizer, name):
     tokenizer.chat_template = TEMPLATES[name]
     eos = tokenizer.eos_token_id
-    for row in (encode_all(tokenizer, [compose_messages(tokenizer, CHAT)])[0], encode(tokenizer, CHAT[:4], CHAT[4:])):
+    for row in (encode_all(tokenizer, compose_messages(tokenizer, CHAT))[-1], encode(tokenizer, CHAT[:4], CHAT[4:])):
         text = trained(tokenizer, row)
         assert "You are welcome!" in text
         for prompt_part in ("Be kind", "red", "And cat", "user", "system"):
@@ -146,7 +146,7 @@ def bytes_of(tokenizer, ids: list[int]) -> bytes:
 
 
 def test_a_tokenizer_without_offsets_finds_the_same_turns(tokenizer):
-    rows = [compose_messages(tokenizer, CHAT), compose(tokenizer, "What is", " red")]
+    rows = [*compose_messages(tokenizer, CHAT), compose(tokenizer, "What is", " red")]
     assert encode_all(Slow(tokenizer), rows) == encode_all(tokenizer, rows)
 
 

@@ -90,7 +90,8 @@ def test_an_offline_variant_s_name_sets_its_loss_and_its_folder_and_nothing_else
     for name in ("ipo", "hinge", "kto", "orpo", "simpo"):
         config, plain = settings(name), settings("dpo")
         assert (config.output_dir, config.dpo.loss_type) == (f"outputs/{name}", name)
-        assert dataclasses.replace(config, output_dir="outputs/dpo", dpo=plain.dpo) == plain
+        assert config.stage == name
+        assert dataclasses.replace(config, stage="dpo", output_dir="outputs/dpo", dpo=plain.dpo) == plain
     assert settings("ipo", "--output_dir", "elsewhere").output_dir == "elsewhere"
     assert settings("conditional_sft").stage == "conditional_sft"
 

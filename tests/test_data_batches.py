@@ -155,7 +155,7 @@ def test_a_preview_shows_three_examples_and_the_counts(tmp_path):
     tokenizer, out = tiny_tokenizer(), io.StringIO()
     tokenizer.chat_template = CHATML
     config = DataConfig([Source(str(tmp_path / "rows.csv"))], split=None, eval_fraction=0.0,
-                        cache_dir=str(tmp_path / "c"))
+                        raw=True, cache_dir=str(tmp_path / "c"))
     for stage in ("sft", "reward", "ppo"):
         preview(config, stage, tokenizer, Console(file=out, width=90))
     shown = out.getvalue()

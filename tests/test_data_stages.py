@@ -42,7 +42,7 @@ def written(tmp_path):
 
 
 def whole(*given_sources: Source, **changes) -> DataConfig:
-    return DataConfig(list(given_sources), **({"split": None, "eval_fraction": 0.0} | changes))
+    return DataConfig(list(given_sources), **({"split": None, "eval_fraction": 0.0, "raw": True} | changes))
 
 
 def pairs(count: int) -> list[dict]:
@@ -53,7 +53,7 @@ def test_no_prompt_is_seen_by_two_stages_or_both_trained_on_and_held_out_whateve
     as_strings = written(pairs(300), "a.jsonl")
     as_messages = written([{"messages": [{"role": "user", "content": r["prompt"]}, {
         "role": "assistant", "content": r["chosen"]}]} for r in pairs(300)], "b.jsonl")
-    config = DataConfig([as_strings, as_messages], eval_fraction=0.2)
+    config = DataConfig([as_strings, as_messages], split=[2, 4, 4], eval_fraction=0.2)
     seen: dict[str, set] = {}
     for seed, stage in enumerate(("ppo", "sft", "reward", "sft")):
         data = build(config, stage, tokenizer, seed)
@@ -94,8 +94,9 @@ def test_an_answer_too_long_loses_its_tail_and_a_prompt_too_long_loses_the_row(w
     assert rows[1] == "2 2 3<|im_end|>"
     assert rows[0].startswith("2 2 3")
     assert (len(rows), sizes[0], rows[0].endswith("<|im_end|>")) == (2, 10, False)
-    assert data.report == {"read": 4, "other_stages": 0, "truncated": 1, "train": 2, "held_out": 0,
-                           "dropped": {"answer cut away": 1, "empty answer": 1}}
+    assert data.report == {"read": 4, "other_stages": 0, "truncated": 1, "usable": 2, "train": 2, "held_out": 0,
+                           "rendered": {"prompts of plain text kept as they are (data.raw)": 4},
+                           "dropped": {"answer cut away": 1, "empty answer": 1}, "not_used": []}
 
 
 def test_a_pair_with_one_side_too_long_is_dropped_and_counted(written, tokenizer):
@@ -161,9 +162,10 @@ def test_a_stage_passes_over_sources_without_what_it_needs_but_not_over_one_that
 
 def test_no_usable_row_is_a_user_error_with_the_counts(written, tokenizer):
     with pytest.raises(UserError, match=r"^no usable row for stage sft: 3 rows read, 0 to train on, 0 held out, "
+                                        r"3 prompts of plain text kept as they are \(data.raw\), "
                                         r"3 dropped: answer cut away; give other data, or larger lengths$"):
         build(whole(written(pairs(3)), max_length=3), "sft", tokenizer, 0)
-    with pytest.raises(UserError, match=r"3 dealt to other stages; data.split null gives every stage every row"):
+    with pytest.raises(UserError, match=r"3 left to other stages; data.split null gives every stage every row"):
         build(DataConfig([written(pairs(3))], split=[0, 1, 1]), "sft", tokenizer, 0)
 
 
@@ -229,7 +231,7 @@ def test_without_weights_every_row_comes_once_and_with_them_the_shares_are_the_w
 
 
 def test_raw_texts_are_those_of_the_stage_without_the_held_out_ones(written):
-    config = DataConfig([written(pairs(200))], eval_fraction=0.5)
+    config = DataConfig([written(pairs(200))], split=[2, 4, 4], eval_fraction=0.5)
     mine = [p["prompt"] for p in pairs(200) if deal(p["prompt"], [2, 4, 4]) == 0 and not is_held_out(p["prompt"], 0.5)]
     texts = list(raw_texts(config, "sft"))
     assert [t for t in texts if t.startswith("What")] == mine
@@ -251,5 +253,5 @@ def test_a_wrong_setting_is_a_user_error(change, said):
 
 def test_a_report_reads_as_one_line():
     report = {"read": 5, "other_stages": 1, "truncated": 1, "train": 2, "held_out": 1, "dropped": {"empty answer": 1}}
-    assert describe(report) == ("5 rows read, 2 to train on, 1 held out, 1 dealt to other stages, 1 truncated, "
+    assert describe(report) == ("5 rows read, 2 to train on, 1 held out, 1 left to other stages, 1 truncated, "
                                 "1 dropped: empty answer")

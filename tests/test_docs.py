@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from docs_blocks import PAGES, ROOT, blocks, fill, shell_blocks
+from tiny import own_cache
 
 from hybrid_rlhf import cli
 
@@ -24,7 +25,7 @@ def place(tmp_path_factory):
     folder = fill(tmp_path_factory.mktemp("docs"))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setenv("HYBRID_RLHF_CACHE", str(folder / "cache"))
+        own_cache(patch, folder / "cache")
         assert cli.main(["init", "--goal", "sft", "--data", "conversations.jsonl", "--model", "my-model",
                          "--card", "cpu", "--output_dir", "outputs/mine", "--file", "mine.yaml"]) == 0
         yield folder

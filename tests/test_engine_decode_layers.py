@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from hybrid_rlhf.engine.decode_layers import _ROWS
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.engine.sampling import SamplingConfig
-from hybrid_rlhf.kernels import cpu, ops_for, reference
+from hybrid_rlhf.kernels import REFERENCE, cpu, ops_for, reference
 from tests.tiny import tiny_causal_lm
 
 GREEDY = SamplingConfig(max_new_tokens=6, temperature=0.0)
@@ -140,8 +141,10 @@ def drawn(made, has_layers, sampling=GREEDY):
 
 
 def needs_layers(dtype):
-    ops = ops_for("cpu")
-    if ops.decode_layer is None or dtype not in ops.linear_dtypes:
+    ops, eye, one = ops_for("cpu"), torch.eye(8, dtype=dtype), torch.ones(8, dtype=dtype)
+    settings = {"eps": 1e-6, "adds_one": False, "scaling": 1.0, "is_gelu": False}
+    if (ops.decode_layer is None or dtype not in ops.linear_dtypes
+            or not ops.decode_layer([eye] * 7, [None] * 7, [one, one, None, None], **settings).max_rows):
         pytest.skip(f"{ops.name} computes no layers of {dtype}")
 
 
@@ -184,3 +187,44 @@ def test_weights_are_read_where_they_are_and_hooks_and_adapters_are_respected():
     assert len(calls) > 1  # prompts and steps
     handle.remove()
     assert all("forward" not in vars(m) for m in model.modules())
+
+
+def over_slots(model, monkeypatch, layer=reference.DecodeLayer):
+    """The engine of a model in inference mode's first use, with whole layers in fp32 wherever the test runs."""
+    ops = REFERENCE._replace(linear=F.linear, linear_dtypes=frozenset([torch.float32]), decode_layer=layer)
+    monkeypatch.setattr("hybrid_rlhf.engine.runner.ops_for", lambda _device: ops)
+    made = engine(model)
+    with made.inference():
+        tokens = made.generate(PROMPTS, GREEDY).tokens
+    return made.describe(), tokens
+
+
+def by_transformers(model):
+    return [model.generate(torch.tensor([p]), do_sample=False, max_new_tokens=6, eos_token_id=None,
+                           pad_token_id=0)[0, len(p):].tolist() for p in PROMPTS]
+
+
+def test_layers_that_rotate_a_part_of_each_head_are_left_to_the_model(monkeypatch):
+    """GLM-4.5's dense layers among those with experts: Llama's parts, but angles for half of a head."""
+    model = tiny_causal_lm(kind="glm4_moe", first_k_dense_replace=1, moe_intermediate_size=16, n_routed_experts=4,
+                           num_experts_per_tok=2, head_dim=8)
+    about, tokens = over_slots(model, monkeypatch)
+    assert about["path"] == "native"
+    assert about["refused"] == {}
+    assert "decode_layer" not in about["fused"]
+    assert tokens == by_transformers(model)
+
+
+def test_layers_that_are_wrong_together_are_said_to_be_and_the_model_generates_without_them(monkeypatch, caplog):
+    class RightOnlyInTheTrial(reference.DecodeLayer):
+        def __call__(self, hidden, cosines, sines, keys, *others):
+            out = super().__call__(hidden, cosines, sines, keys, *others)
+            return out if len(keys) == _ROWS else out + 1
+
+    model = tiny_causal_lm()
+    about, tokens = over_slots(model, monkeypatch, RightOnlyInTheTrial)
+    assert about["path"] == "native"
+    assert "differ from the plain forward" in about["refused"]["decode layers"]
+    assert "decode_layer" not in about["fused"]
+    assert "keeps its own decode layers in inference mode: its logits over slots differ" in caplog.text
+    assert tokens == by_transformers(model)

@@ -18,6 +18,12 @@ LLAMA_3 = ("{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }
 MISTRAL = ("{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}\n\n"
            "{% elif m.role == 'user' %}"
            "[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}")
+# SmolLM2-135M-Instruct's own
+SMOLLM2 = ("{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+           "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}"
+           "{% endif %}"
+           "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+           "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 
 
 def jinja(text):
@@ -40,18 +46,29 @@ def adapter_of(base: str, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA_3, MISTRAL])
+@pytest.mark.parametrize("template", [CHATML, LLAMA_3, MISTRAL, SMOLLM2])
 def test_a_template_of_fixed_strings_is_found(template):
     render = jinja(template)
     turns = ollama.turns_of(render, "<s>")
     talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "{{ .Role }}"},
             {"role": "assistant", "content": "b"}, {"role": "user", "content": "c\n"}]
     assert turns.render(talk) == render(talk)
+    assert turns.render(talk[1:]) == render(talk[1:])
 
 
 def test_the_text_of_chatml_in_ollamas_language():
     assert ollama.template_text(ollama.turns_of(jinja(CHATML))).startswith(
         '{{ range .Messages }}{{ if eq .Role "system" }}<|im_start|>system\n{{ .Content }}<|im_end|>\n{{ end }}')
+
+
+def test_a_default_system_message_stands_where_ollama_has_none():
+    assert ollama.template_text(ollama.turns_of(jinja(SMOLLM2))) == (
+        "{{ if not .System }}<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        "<|im_end|>\n{{ end }}{{ range .Messages }}"
+        '{{ if eq .Role "system" }}<|im_start|>system\n{{ .Content }}<|im_end|>\n{{ end }}'
+        '{{ if eq .Role "user" }}<|im_start|>user\n{{ .Content }}<|im_end|>\n{{ end }}'
+        '{{ if eq .Role "assistant" }}<|im_start|>assistant\n{{ .Content }}<|im_end|>\n{{ end }}'
+        "{{ end }}<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize("change", ["m.content | trim", "loop.index ~ m.content", "m.content if loop.first else ''"])

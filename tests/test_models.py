@@ -28,6 +28,25 @@ def test_the_pad_token_is_never_the_eos_token():
     tokenizer = tiny_tokenizer()
     tokenizer.pad_token = None
     assert tokenizer_of.set_pad_token(tokenizer) is False  # <|pad|> is in the vocabulary already
+    assert tokenizer.pad_token == "<|pad|>"
+
+
+@pytest.mark.parametrize(("special", "chosen"), [
+    (["<|fim_pad|>", "<|image_pad|>"], "<|fim_pad|>"),  # Qwen's base models: eos is their pad token
+    (["<repo_name>", "<empty_output>", "<|image|>"], "<empty_output>"),  # SmolLM2's base model: one name for all else
+    (["<|reserved_special_token_0|>"], "<|reserved_special_token_0|>"),
+    (["<|image|>", "<|turn|>"], None), ([], None)])
+def test_a_special_token_that_nobody_uses_pads_before_the_vocabulary_grows(special, chosen):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE({"a": 0}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>", *special], special_tokens=True)
+    tokenizer.chat_template = "<|turn|>{{ messages }}"
+    size = len(tokenizer)
+    assert tokenizer_of.set_pad_token(tokenizer) is (chosen is None)
+    assert (tokenizer.pad_token, len(tokenizer)) == (chosen or "<|pad|>", size + (chosen is None))
 
 
 @pytest.mark.parametrize("kind, changes", [
@@ -107,11 +126,3 @@ def test_folders_that_are_no_models_are_refused_in_one_line(tmp_path):
         with pytest.raises(UserError, match=message) as caught:
             read(str(folder))
         assert "\n" not in str(caught.value)
-
-
-def test_dropout_is_off_everywhere_after_disable_dropout():
-    model = load.disable_dropout(tiny_causal_lm(kind="opt", ffn_dim=64, dropout=0.5, attention_dropout=0.5)).train()
-    ids = torch.tensor([[5, 6, 7, 8]])
-    assert torch.equal(model(ids).logits, model(ids).logits)
-    untouched = tiny_causal_lm(kind="opt", ffn_dim=64, dropout=0.5).train()
-    assert not torch.equal(untouched(ids).logits, untouched(ids).logits)

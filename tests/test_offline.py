@@ -125,6 +125,19 @@ def test_a_mismatched_row_is_the_prompt_with_the_answer_of_the_row_before() -> N
     assert batch.labels.tolist() == [False, True, False]
 
 
+def test_a_mismatched_answer_is_never_one_to_the_same_prompt_and_a_lone_prompt_has_none() -> None:
+    def rows(*prompts: list[int]) -> list[dict]:
+        return [{"input_ids": [*p, 40 + i, 3], "num_prompt_tokens": len(p), "label": i % 2} for i, p in
+                enumerate(prompts)]
+
+    batch = collate_labelled(rows([5, 6], [5, 6], [7], [5, 6]), 0, 9)  # two answers each of a question are common
+    assert batch.mismatched.input_ids.tolist() == [[5, 6, 42, 3], [5, 6, 42, 3], [7, 41, 3, 0], [5, 6, 42, 3]]
+    lone = collate_labelled(rows([5, 6], [5, 6]), 0, 9)
+    assert len(lone.mismatched) == 0 and len(lone) == 2
+    metrics = trainer(DPOConfig("kto")).step(lone).compute()
+    assert metrics["kl"] == 0 and metrics["loss"] > 0
+
+
 def test_the_reference_is_asked_once_per_batch_and_stays_as_it_was(monkeypatch) -> None:
     made, calls = trainer(DPOConfig(), rate=1e-2), []
     before = copy.deepcopy(made.reference.engine.model.state_dict())

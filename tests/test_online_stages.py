@@ -64,7 +64,9 @@ def test_a_stage_without_a_critic_trains_and_leaves_a_model_that_loads(place, bu
     assert not any(name.startswith("value/") for row in rows for name in row)
     assert all(isinstance(v, (int, float)) for row in rows for v in row.values())
     config = yaml.safe_load((out / "config.yaml").read_text())
-    assert (config["stage"], config["ppo"]["estimator"]) == ("ppo", ONLINE[stage][1])
+    assert (config["stage"], config["ppo"]["estimator"]) == (stage, ONLINE[stage][1])
+    record = json.loads((out / "run.json").read_text())
+    assert record["stage"] == stage and f"# Report of stage {stage}" in (out / "report.md").read_text()
     model, base = (AutoModelForCausalLM.from_pretrained(f) for f in (out / "model", place / "base"))
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), base.parameters(), strict=True))
     samples = (out / "samples.jsonl").read_text().splitlines()
@@ -77,8 +79,23 @@ def test_a_name_of_a_variant_is_ppo_with_its_settings(place) -> None:
     assert main(["--stage", "ppo", "--config", f"{named}/config.yaml", "--output_dir", str(given)]) == 0
     numbers = [[json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
                for out in (named, given)]
+    assert json.loads((given / "run.json").read_text())["stage"] == "ppo"
     for name in ("reward", "policy/loss", "kl", "grad_norm"):
         assert [r.get(name) for r in numbers[0]] == [r.get(name) for r in numbers[1]]
+
+
+def test_a_run_of_a_variant_is_found_finished_and_a_later_stage_starts_from_it(place, capsys) -> None:
+    named = launch(place, "grpo", *GROUPS)
+    capsys.readouterr()
+    assert launch(place, "grpo", *GROUPS) == named
+    assert "this grpo run is finished; nothing to do" in capsys.readouterr().err
+    assert main(["--stage", "rloo", "--config", f"{named}/config.yaml", "--output_dir", f"{place}/runs/other"]) == 2
+    assert "give --stage grpo" in capsys.readouterr().err
+    after = place / "runs" / "after"
+    assert main(["--stage", "rejection", "--output_dir", str(after), *COMMON, "--model.model_name_or_path", str(named),
+                 f"--data.sources=[{{path: {place}/ppo.jsonl}}]", "--train.max_steps", "1",
+                 "--rejection.sampling.max_new_tokens", "4",
+                 "--roles.reward.model_name_or_path", f"{place}/runs/reward"]) == 0
 
 
 def test_yaml_may_name_the_variant_and_change_what_it_presets(place, tmp_path, capsys) -> None:

@@ -6,6 +6,7 @@ import torch
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.metrics import Metrics
+from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Actor, Reference, Roles
 from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
@@ -85,13 +86,13 @@ def test_an_entropy_bonus_keeps_the_policy_wide():
 
 
 def test_long_responses_pay_the_overlong_penalty():
-    trainer = ppo(settings(overlong_penalty=2.0, overlong_buffer=4, score_clip=None), Source(
+    trainer = ppo(settings(overlong_penalty=2.0, overlong_buffer=4), Source(
         lambda r: torch.zeros(len(r))))
     trainer.step(PROMPTS)
     rollout = trainer.newest
     lengths = rollout.action_mask.sum(1)
     expected = -2.0 * ((lengths - 6).clamp(min=0) / 4)
-    torch.testing.assert_close(trainer._paid_scores(rollout), expected)
+    torch.testing.assert_close(rollout.shaped_scores, expected)
     assert expected.min() == -2
 
 
@@ -150,3 +151,50 @@ def test_what_was_accepted_is_trained_on_when_the_rounds_end_and_nothing_accepte
 def test_a_trainer_that_cannot_refill_says_so():
     with pytest.raises(ValueError, match="nowhere to take more prompts"):
         online(settings(sampling=GROUPED, max_refills=1), count_of(42))
+
+
+def test_groups_are_judged_by_what_is_paid_and_not_by_the_score():
+    ended = torch.tensor([True, False, True, False] * 3)
+
+    def scored(rollout):
+        rollout.has_eos = ended[: len(rollout)]
+        return torch.ones(len(rollout))  # one score for all: only half of them ended
+
+    flat = online(settings(sampling=GROUPED, estimator="grpo"), Source(scored)).step(prompts_of("a", "b", "c"))
+    paid = online(settings(sampling=GROUPED, estimator="grpo", missing_eos_penalty=1.0, max_refills=1), Source(scored),
+                  more=lambda: pytest.fail("no group is to be replaced")).step(prompts_of("a", "b", "c"))
+    assert flat.compute()["frac_reward_zero_std"] == 1 and paid.compute()["frac_reward_zero_std"] == 0
+    assert paid.compute()["grad_norm"] > 0
+
+
+def test_a_group_whose_scores_are_all_beyond_the_bound_is_flat():
+    trainer = online(settings(sampling=GROUPED, estimator="grpo"), varied_if(lambda t: t == "a"))
+    trainer.scale = Scale(-10.0, 1.0, 5.0)  # scores 0 to 3 are 10 to 13 deviations up: all are paid 5
+    metrics = trainer.step(prompts_of("a", "b", "c")).compute()
+    assert metrics["frac_reward_zero_std"] == metrics["score/clip_fraction"] == 1
+
+
+def test_equal_scores_of_any_size_are_no_advantage_to_the_bit():
+    trainer = online(settings(sampling=SamplingConfig(max_new_tokens=10, num_samples=8), estimator="grpo", kl_coef=0.0),
+                     Source(lambda r: torch.full((len(r),), 73.3)))
+    assert trainer.step(prompts_of("a", "b", "c")).compute()["grad_norm"] == 0
+
+
+@pytest.mark.parametrize("policy_loss", ["gspo", "ppo_sequence"])
+def test_a_ratio_of_sequences_starts_from_recomputed_logprobs_however_small_the_drift(policy_loss):
+    config = settings(sampling=GROUPED, estimator="grpo", policy_loss=policy_loss, cliprange_low=3e-4,
+                      cliprange_high=4e-4)
+    trainer = online(config, count_of(42))
+
+    def drifted(*inputs):  # a sampler whose kernels differ from training's by a tenth of what auto bears of tokens
+        rollout = generate(*inputs)
+        rollout.sampled_logprobs += 2e-3 * rollout.action_mask
+        return rollout
+
+    generate, trainer.roles.actor.generate = trainer.roles.actor.generate, drifted
+    metrics = trainer.step(PROMPTS).compute()
+    assert metrics["policy/clip_fraction"] == 0 and metrics["policy/ratio"] == pytest.approx(1, abs=1e-5)
+    assert metrics["engine/logprob_drift"] == pytest.approx(2e-3, rel=0.01)
+    of_tokens = online(settings(sampling=GROUPED, estimator="grpo"), count_of(42))
+    generate, of_tokens.roles.actor.generate = of_tokens.roles.actor.generate, drifted
+    assert of_tokens.step(PROMPTS).compute()["policy/ratio"] == pytest.approx(0.998, abs=1e-4)

@@ -15,6 +15,7 @@ from hybrid_rlhf.config import UserError
 from hybrid_rlhf.rewards import BadAnswer, BadScore, checked_scores
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
 from hybrid_rlhf.rewards.mixture import Mixture, Part
+from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.rollout import Prompts, Rollout
 
 
@@ -77,7 +78,7 @@ def test_the_weighted_sum_by_hand_with_a_skip_and_a_scale():
     def some(completions, **_):
         return [1.0, None, 3.0]
 
-    mixture = Mixture([Part(FunctionSource("lengths", lengths), 0.5, mean=1.0, std=2.0),
+    mixture = Mixture([Part(FunctionSource("lengths", lengths), 0.5, Scale(1.0, 2.0)),
                        Part(FunctionSource("some", some), -2.0)])
     made = rollout()
     made.scores = checked_scores(mixture, made)
@@ -87,6 +88,22 @@ def test_the_weighted_sum_by_hand_with_a_skip_and_a_scale():
     assert found["rewards/some/mean"] == 2.0 and found["rewards/some/std"] == 1.0  # of the two that it scored
     assert found["rewards/lengths/mean"] == pytest.approx(14 / 3)
     assert found["rewards/lengths/std"] == pytest.approx(math.sqrt(50 / 9), rel=1e-6)
+
+
+def test_in_a_sum_the_bound_is_that_of_the_model_s_part_and_what_it_moves_is_counted():
+    mixture = Mixture([Part(FunctionSource("lengths", lengths), 2.0, Scale(1.0, 2.0, 3.0)),
+                       Part(FunctionSource("marks", lambda completions, **_: [70.0, 0.0, 100.0]))])
+    made = rollout()
+    made.scores = checked_scores(mixture, made)
+    # lengths 3, 8, 3 on the scale: 1, 3.5 (paid 3), 1; the marks are nobody's deviations and stay whole
+    assert made.scores.tolist() == [72.0, 6.0, 102.0]
+    assert made.metrics().compute()["score/clip_fraction"] == pytest.approx(1 / 3)
+
+
+def test_a_sum_that_leaves_the_numbers_is_an_error_and_not_the_largest_number():
+    mixture = Mixture([Part(FunctionSource("huge", lambda **_: [1.0, 1e38, 2.0]), 1e30)])
+    with pytest.raises(BadAnswer, match="score inf for response 1"):
+        checked_scores(mixture, rollout())
 
 
 def test_a_response_that_every_source_skips_is_an_error():

@@ -29,9 +29,9 @@ def other_tokenizer():
 @pytest.mark.parametrize("prompt", ["say cat 1 ", [{"role": "user", "content": "say cat 1"}]])
 def test_text_is_read_as_stage_2_reads_it_and_an_unfinished_answer_has_no_end(prompt):
     tokenizer = other_tokenizer()
-    whole = read_by(tokenizer, prompt, "a small dog", is_ended=True)
+    whole = read_by(tokenizer, prompt, "a small dog", is_ended=True, raw=True)
     assert whole == chat.encode(tokenizer, prompt, "a small dog").ids
-    cut = read_by(tokenizer, prompt, "a small dog", is_ended=False)
+    cut = read_by(tokenizer, prompt, "a small dog", is_ended=False, raw=True)
     before = prompt if isinstance(prompt, str) else "[user] say cat 1<|im_end|>[assistant] "
     assert tokenizer.decode(cut) == before + "a small dog"
     assert tokenizer.decode(whole) == before + "a small dog<|im_end|>"
@@ -43,13 +43,14 @@ def test_scores_are_those_of_plain_transformers_on_the_text():
     model.config.pad_token_id = 0
     prompts = Prompts([[5, 6], [7, 8, 9]], ["say cat ", "say dog "], {"prompt": ["say cat ", "say dog "]})
     rollout = Rollout.from_responses(prompts, [[10, 11, 3], [12]], [True, False], 0, ["the moon", "fox"])
-    scores = ModelSource(Reward(HybridEngine(ScalarModel(model), pad_id=0)), tokenizer=tokenizer).score(rollout)
+    source = ModelSource(Reward(HybridEngine(ScalarModel(model), pad_id=0)), tokenizer=tokenizer, raw=True)
+    scores = source.score(rollout)
     for i, (text, end) in enumerate((("say cat the moon", [3]), ("say dog fox", []))):
         ids = torch.tensor([tokenizer(text).input_ids + end])
         assert scores[i] == pytest.approx(model(ids).logits.item(), abs=1e-5)
     prompts.columns["prompt"][0] = "cat " * 300
     with pytest.raises(UserError, match="256 positions"):
-        ModelSource(Reward(HybridEngine(ScalarModel(model), pad_id=0)), tokenizer=tokenizer).score(rollout)
+        source.score(rollout)
 
 
 def test_ppo_of_a_llama_actor_against_a_gpt2_reward_with_its_own_tokenizer(tmp_path, capfd):

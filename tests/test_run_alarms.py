@@ -7,13 +7,15 @@ import random
 
 import pytest
 
-from hybrid_rlhf.run.alarms import compared, find, series
+from hybrid_rlhf.run.alarms import answered, compared, find, series
 from hybrid_rlhf.run.summary import conclude
 
 HELD = {"reward": (0.0, 3.0), "reward_std": (1.0, 0.8), "objective/kl": (0.0, 1.5), "entropy": (0.4, 0.25),
         "completions/mean_length": (8.0, 7.0), "completions/clipped_ratio": (0.02, 0.0),
-        "completions/distinct_2": (0.3, 0.25), "rewards/model/mean": (0.0, 3.0), "rewards/model/std": (1.0, 0.8),
-        "rewards/truth/mean": (0.5, 0.8), "rewards/truth/std": (0.5, 0.4)}
+        "completions/distinct_2": (0.3, 0.25), "completions/distinct_answers": (0.6, 0.5),
+        "completions/top3_share": (0.1, 0.15), "completions/empty_ratio": (0.0, 0.0),
+        "score/clip_fraction": (0.0, 0.01), "rewards/model/mean": (0.0, 3.0),
+        "rewards/model/std": (1.0, 0.8), "rewards/truth/mean": (0.5, 0.8), "rewards/truth/std": (0.5, 0.4)}
 
 
 def history(steps: int = 40, noise: float = 0.02, seed: int = 0, **ends) -> list[dict]:
@@ -46,6 +48,14 @@ def test_a_run_that_goes_well_rings_nothing_however_noisy(seed) -> None:
     ({"completions/clipped_ratio": (0.05, 0.9)}, "endless responses", ["missing_eos_penalty"]),
     ({"completions/distinct_2": (0.4, 0.05)}, "diversity collapse", ["alike"]),
     ({"entropy": (0.5, 0.0)}, "entropy collapse", ["nats per token"]),
+    ({"completions/clipped_ratio": (1.0, 0.95)}, "no response ends", ["95%", "data.append_eos"]),
+    ({"completions/empty_ratio": (0.0, 0.6)}, "empty answers", ["58% of the responses", "--preview"]),
+    ({"completions/distinct_answers": (0.3, 0.08), "completions/top3_share": (0.2, 0.7)}, "same answers",
+     ["68% of a step's (22% at the start)", "9% of its answers are different (29%)"]),
+    ({"objective/kl": (0.0, 0.0, 9.0, 0.5, 0.5, 0.5)}, "KL spike",
+     ["from 0.12 to 5.42", "within 5 steps (from step 8 on)", "early_stop_kl 0.02"]),
+    ({"score/clip_fraction": (0.0, 0.08)}, "bounded scores", ["bounds 8% of the scores", "ppo.score_clip"]),
+    ({"score/clip_fraction": (0.3, 0.0)}, "bounded scores", ["bounds 29%"]),
     ({"frac_reward_zero_std": (0.1, 1.0)}, "zero reward variance", ["of the groups", "teach nothing"]),
     ({"reward_std": (1.0, 0.0, 0.0)}, "zero reward variance", ["no longer differ"]),
     ({"rewards/truth/mean": (0.5, 0.2)}, "reward hacking",
@@ -63,6 +73,40 @@ def test_each_way_to_go_wrong_has_its_words(change, name, words) -> None:
 def test_a_long_response_may_move_far_in_all_and_a_short_one_per_token() -> None:
     assert names(history(**{"objective/kl": (0, 30), "completions/mean_length": (300, 290)})) == []
     assert names(history(**{"objective/kl": (0, 3), "completions/mean_length": (4, 4)})) == []
+
+
+def test_a_task_with_few_right_answers_has_the_same_answers_from_the_start_and_that_is_no_alarm() -> None:
+    yes_or_no = {"completions/distinct_answers": (0.05, 0.02), "completions/top3_share": (0.95, 1.0)}
+    assert names(history(**yes_or_no)) == []
+    narrower = {"completions/distinct_answers": (0.4, 0.15), "completions/top3_share": (0.2, 0.4)}  # a little each
+    assert names(history(**narrower)) == []
+
+
+def test_a_rise_of_the_kl_is_a_spike_by_how_fast_it_is_and_by_the_length() -> None:
+    assert names(history(steps=200, **{"objective/kl": (0, 12), "completions/mean_length": (60, 60)})) == []
+    fast = {"objective/kl": (0.0, 15.0, 15.0, 15.0, 15.0), "completions/mean_length": (60, 60)}
+    assert names(history(steps=20, **fast)) == ["KL spike"]  # 0.25 nats a token: not yet far, but too fast
+    assert names(history(steps=20, **fast | {"completions/mean_length": (300, 300)})) == []
+    assert names(history(steps=5, **{"objective/kl": (0.0, 12.0), "completions/mean_length": (60, 60)})) == ["KL spike"]
+
+
+@pytest.mark.parametrize("score", [0.0, -1.0, 73.3])
+def test_a_reward_that_is_never_above_its_least_value_is_no_signal(score) -> None:
+    flat = {"reward": (score, score), "reward_std": (0.0, 0.0), "frac_reward_zero_std": (1.0, 1.0)}
+    found = find(history(noise=0.0, **flat))
+    assert [alarm.name for alarm in found] == ["no signal"]
+    assert f"in 0 of 40 steps did any response score above {score:.3g}" in found[0].text
+    assert "--check_signal" in found[0].text
+    rows = history(noise=0.0, **flat)
+    rows[20] |= {"reward": score + 0.01, "reward_std": 0.1, "frac_reward_zero_std": 0.9}  # a single one that was right
+    assert names(rows) == ["zero reward variance"]
+
+
+def test_responses_that_are_cut_are_the_user_s_wish_where_no_reward_model_reads_them() -> None:
+    cut = {"completions/clipped_ratio": (1.0, 1.0)}
+    assert names(history(noise=0.0, **cut)) == ["no response ends"]
+    rows = [{k.replace("model", "words"): v for k, v in row.items()} for row in history(noise=0.0, **cut)]
+    assert names(rows) == []
 
 
 def test_a_learned_reward_without_any_hold_is_told_and_a_function_without_one_is_not() -> None:
@@ -136,3 +180,13 @@ def test_a_trained_model_beside_its_start_is_judged_by_accuracy_and_kl() -> None
     assert compared(start, good | {"accuracy": 0.45}, 100) == []  # two standard errors of 100 prompts are 0.14
     assert [a.name for a in compared(start, good | {"accuracy": 0.45}, 2000)] == ["reward hacking"]
     assert compared({k: v for k, v in start.items() if k != "accuracy"}, good, 600) == []
+
+
+def test_most_answers_that_do_not_end_ring_and_those_of_long_demonstrations_do_not_count() -> None:
+    def rows(*ended: bool | None) -> list[dict]:
+        return [{"step": 9, "prompt": "?", "completion": "!", "ended": e} for e in ended]
+
+    alarm, = answered(rows(False, False, True, None, None, None))
+    assert alarm.name == "endless answers" and alarm.text.startswith("2 of 3 answers")
+    assert not answered(rows(False, True)) and not answered(rows(None, None)) and not answered([])
+    assert not answered([{"prompt": "?", "completion": "!", "score": 1.0}])

@@ -7,8 +7,10 @@ import re
 import time
 
 import pytest
+import torch
 from rich.console import Console
 
+from hybrid_rlhf import activity
 from hybrid_rlhf.run import terminal
 from hybrid_rlhf.run.terminal import Progress
 
@@ -74,17 +76,21 @@ def test_below_the_table_live_the_step_the_sample_and_the_time_left(monkeypatch,
     watched(monkeypatch)
     progress = Progress("ppo", KEYS, 8)
     progress._columns = KEYS
-    clock[0] += 60
+    clock[0] += 40
+    progress.step(1, VALUES, is_logged=False)
+    clock[0] += 20
     progress.step(2, VALUES, is_logged=False)
     progress._samples = [EVIL]
+    progress._hear("sampling")
     progress.announce("finishing")
     screen = Console(file=io.StringIO(), width=80, force_terminal=False)
     screen.print(progress._frame())
-    row, prompt, completion, bar, notice = screen.file.getvalue().rstrip().splitlines()
+    row, prompt, completion, bar, now, notice = screen.file.getvalue().rstrip().splitlines()
     assert row.split() == ["2", "0.1235", "2", "13.25"]
     assert prompt.strip() == "prompt: a b"
     assert completion.strip() == "completion: ␛]0;owned␇␛[2Jhi<U+202E><U+009B>31m [red]x[/] :smile:  (score 1.25)"
-    assert bar.startswith("ppo ") and bar.rstrip().endswith("2/8 1:00 passed, 3:00 left")
+    assert bar.startswith("ppo ") and bar.rstrip().endswith("2/8 1:00 passed, 2:00 left"), "6 steps of 20 s"
+    assert now.strip() == "sampling"
     assert notice.strip() == "finishing"
 
 
@@ -118,13 +124,44 @@ def test_what_others_print_to_a_piped_stdout_stays_there_while_the_table_lives(c
 def test_time_left_is_the_smaller_of_what_steps_and_max_seconds_leave(clock):
     progress = Progress("sft", KEYS, 10, max_seconds=50.0)
     assert progress.seconds_left() == 50.0
-    clock[0] += 20
+    clock[0] += 15
+    progress.step(1, VALUES, is_logged=False)
+    assert progress.seconds_left() == 35.0  # of the first step alone nothing is concluded
+    clock[0] += 5
     progress.step(2, VALUES, is_logged=False)
-    assert progress.seconds_left() == 30.0  # 8 steps of 10 s would take 80
+    assert progress.seconds_left() == 30.0  # 8 steps of 5 s would take 40
+    clock[0] += 12
     progress.step(8, VALUES, is_logged=False)
-    assert progress.seconds_left() == 5.0  # 2 steps of 2.5 s
+    assert progress.seconds_left() == pytest.approx(2 * 17 / 7)  # 7 steps took 17 s
     clock[0] += 100
     assert progress.seconds_left() == 0.0
+
+
+def test_the_first_step_which_compiles_is_no_part_of_the_estimate_and_time_goes_by_within_a_step(clock):
+    progress = Progress("sft", KEYS, 10)
+    assert progress.seconds_left() == float("inf")
+    for seconds in (100, 2, 2):
+        clock[0] += seconds
+        progress.step(progress._step + 1, VALUES, is_logged=False)
+    assert progress.seconds_left() == 14.0  # 7 steps of 2 s, not of 35
+    clock[0] += 1.5
+    assert progress.seconds_left() == 12.5
+
+
+def test_before_the_second_step_a_line_says_nothing_of_the_time_left(capsys, clock):
+    with Progress("ppo", KEYS, 2) as progress:
+        progress.step(1, VALUES, is_logged=True)
+    assert capsys.readouterr().err.splitlines()[0] == "ppo 1/2  reward 0.1235  kl 2  mean_length 13.25"
+
+
+def test_what_the_process_is_doing_is_heard_while_the_run_lasts():
+    with Progress("ppo", KEYS, 2) as progress:
+        assert [(number, progress._doing) for number in activity.epochs(2)] == [
+            (1, "training, epoch 1 of 2"), (2, "training, epoch 2 of 2")]
+        progress.step(1, VALUES, is_logged=False)
+        assert progress._doing == ""
+    activity.doing("afterwards")
+    assert progress._doing == ""
 
 
 def test_a_narrow_terminal_gets_the_first_columns():
@@ -177,10 +214,12 @@ def test_the_summary_has_a_column_for_every_key_and_no_row_is_lost(capsys):
                      ["[bold]ppo", "-0.250", "12.5", "", "1.000"]]
 
 
-def test_the_live_view_says_where_the_time_went_and_who_holds_the_memory():
+def test_the_live_view_says_where_the_time_went_and_who_holds_the_memory(monkeypatch):
     values = {"time/step": 0.8, "time/train": 0.6, "time/generate": 0.1, "time/switch": 0.0,
               "engine/tokens_per_second": 12345.6, "memory/actor/train": 3 * 2**20, "memory/actor/generate": 2**20,
               "memory/ref/score": 2**30}
     assert terminal.work(values) == "12346 tokens/s; of 0.8 s: train 75%, generate 12%"
+    assert terminal.held(values) == "memory: 1.0 GiB", "on a CPU it is the process's, whoever computes"
+    monkeypatch.setattr(terminal, "device", lambda: torch.device("cuda"))
     assert terminal.held(values) == "memory: actor 3 MiB (train), ref 1.0 GiB (score)"
     assert (terminal.work({}), terminal.held({})) == ("", "")

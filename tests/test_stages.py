@@ -20,7 +20,7 @@ from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.roles import Reward
 from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.training import on_policy, step1_sft, step2_reward, step3_ppo
-from tests.tiny import save_tiny, tiny_tokenizer
+from tests.tiny import own_cache, save_tiny, tiny_tokenizer
 
 MODULES = {"sft": step1_sft, "reward": step2_reward, "ppo": step3_ppo}
 WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the moon", "tree", "old book"]
@@ -77,7 +77,7 @@ def place(tmp_path_factory):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in table))
     made = Place(folder=folder, base=save_tiny(folder / "base"), live={}, before={})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYBRID_RLHF_CACHE", str(folder / "cache"))
+        own_cache(patch, folder / "cache")
         for module in (step1_sft, step2_reward, on_policy):
             patch.setattr(module, "export", _keeping(module.export, made.live))
         for name in MODULES:

@@ -12,7 +12,7 @@ import yaml
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.training import on_policy
 from tests.test_stages import COMMON, WORDS
-from tests.tiny import save_tiny
+from tests.tiny import own_cache, save_tiny
 
 CODE = """def vowels(completions, prompts, **columns):
     return [None if "cat" in p else float(sum(c.count(v) for v in "aeiou")) for c, p in zip(completions, prompts)]
@@ -34,7 +34,7 @@ def place(tmp_path_factory) -> Path:
     (folder / "pay.py").write_text(CODE)
     save_tiny(folder / "base")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYBRID_RLHF_CACHE", str(folder / "cache"))
+        own_cache(patch, folder / "cache")
         yield folder
 
 

@@ -34,6 +34,7 @@ def evaluated(place, out: str, models: str, *more: str) -> dict:
         "--data.sources=[{path: PLACE/prompts.jsonl}]", f"--evaluate.models=[{models}]", *more)]
     assert main(["--stage", "evaluate", "--output_dir", f"{place}/{out}", *given, "--data.split", "null",
                  f"--data.cache_dir={place}/cache", "--data.max_prompt_length", "32", "--evaluate.rows", "all",
+                 "--data.raw", "true",
                  "--evaluate.sampling.max_new_tokens", "8", "--model.dtype", "float32",
                  "--evaluate.num_resamples", "200"]) == 0
     return json.loads((place / out / "evaluate.json").read_text())
@@ -92,7 +93,8 @@ def reward(place) -> str:
                                                for w in WORDS))
     assert main(["--stage", "reward", "--output_dir", f"{place}/reward", "--model.model_name_or_path", f"{place}/one",
                  f"--data.sources=[{{path: {place}/pairs.jsonl}}]", "--data.split", "null", "--data.max_length", "64",
-                 f"--data.cache_dir={place}/cache", "--train.max_steps", "2", "--model.dtype", "float32"]) == 0
+                 f"--data.cache_dir={place}/cache", "--train.max_steps", "2", "--model.dtype", "float32",
+                 "--data.raw", "true"]) == 0
     return f"{place}/reward"
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybrid_rlhf.cli import main
-from tests.tiny import save_tiny
+from tests.tiny import own_cache, save_tiny
 
 WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the moon", "tree", "old book"]
 COMMON = ["--model.dtype", "float32", "--data.split", "null", "--data.eval_fraction", "0.25", "--data.max_length", "48",
@@ -31,7 +31,7 @@ def place(tmp_path_factory):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     save_tiny(folder / "base")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYBRID_RLHF_CACHE", str(folder / "cache"))
+        own_cache(patch, folder / "cache")
         yield folder
 
 
@@ -60,7 +60,7 @@ def test_a_variant_runs_to_an_exported_model_and_prefers_what_was_chosen(place, 
     out = launch(place, stage, stage)
     steps = [row for row in lines(out) if "loss" in row]
     record = json.loads((out / "run.json").read_text())
-    assert (record["stage"], record["status"]) == ("dpo", "finished")
+    assert (record["stage"], record["status"]) == (stage, "finished")
     assert record["config"]["dpo"]["loss_type"] == ("sigmoid" if stage == "dpo" else stage)
     assert len(steps) == 6 and all(row.keys() >= REPORTED for row in steps), REPORTED - steps[0].keys()
     assert steps[-1]["rewards/margins"] > steps[0]["rewards/margins"] + 0.02

@@ -9,10 +9,11 @@ from tiny import tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.data.collate import collate_pairs, collate_sft
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
+from hybrid_rlhf.models.dropout import disable_dropout
 from hybrid_rlhf.models.heads import ScalarModel
-from hybrid_rlhf.models.load import disable_dropout
 from hybrid_rlhf.rewards import BadScore
 from hybrid_rlhf.rewards.model import ModelSource
+from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Actor, Critic, PolicyModule, Reference, Reward, Roles
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
@@ -211,11 +212,22 @@ def test_a_source_that_answers_nonsense_stops_the_step_by_name_and_nothing_is_tr
 
 
 def test_the_missing_eos_penalty_and_the_clip_act_on_the_normalised_score():
-    trainer = ppo(settings(normalise_scores=True, score_clip=1.5, missing_eos_penalty=1.0))
-    trainer.score_mean, trainer.score_std = 2.0, 0.5
+    trainer = ppo(settings(missing_eos_penalty=1.0))
+    trainer.scale = Scale(2.0, 0.5, 1.5)
     rollout = Rollout.from_responses(Prompts([[5]] * 3, ["x"] * 3), [[6, 3], [7], [8, 3]], [True, False, True], 0, [])
     rollout.scores = torch.tensor([2.5, 2.0, 9.0])
-    assert trainer._paid_scores(rollout).tolist() == [1.0, -1.0, 1.5]
+    trainer.shape(rollout)
+    assert rollout.shaped_scores.tolist() == [1.0, -1.0, 1.5]
+    assert rollout.is_clipped.tolist() == [False, False, True]
+    assert rollout.metrics().compute()["score/clip_fraction"] == pytest.approx(1 / 3)
+
+
+def test_scores_that_nobody_normalised_are_paid_whole_and_teach():
+    marks = Source(lambda rollout: 60.0 + 10 * count_of(42).score(rollout))  # of a function that marks up to 100
+    trainer = ppo(settings(score_clip=5.0, normalise_scores=True), marks)
+    metrics = trainer.step(PROMPTS).compute()
+    assert trainer.newest.shaped_scores.min() >= 60 and trainer.newest.rewards.max() >= 59
+    assert "score/clip_fraction" not in metrics and metrics["grad_norm"] > 0
 
 
 def test_gamma_and_lam_stay_what_they_were_and_kl_coef_adapts_once_per_step():

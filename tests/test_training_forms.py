@@ -12,7 +12,7 @@ from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.engine.training_forms import training_forms
 from hybrid_rlhf.kernels import cpu
 from hybrid_rlhf.models.adapters import Adapters
-from hybrid_rlhf.models.load import disable_dropout
+from hybrid_rlhf.models.dropout import disable_dropout
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from hybrid_rlhf.models.lora_products import fused_adapters
 from hybrid_rlhf.roles import PolicyModule

@@ -54,12 +54,13 @@ def trl_loss(trainer_class: type, given: dict, advantages: torch.Tensor, **setti
 def our_loss(given: dict, **settings: object) -> tuple:
     """(loss, gradient (B, R), advantages (B,)) of the trainer's own path: estimate, then two micro-batches."""
     config = PPOConfig(sampling=SamplingConfig(max_new_tokens=LENGTH, num_samples=4), normalise_scores=False,
-                       score_clip=None, **settings)
+                       **settings)
     trainer = PPOTrainer(Roles(actor=None, ref=object()), None, config, seed=0)
     rollout = Rollout.from_responses(Prompts([[5]] * 4, ["x"] * 4), [[6] * int(n) for n in MASK.sum(1)], [True] * 4, 0,
                                      [])
     rollout.logprobs, rollout.ref_logprobs, rollout.scores = given["old"], given["ref"], given["scores"]
     metrics = SimpleNamespace(add=lambda *_: None)
+    trainer.shape(rollout)
     trainer.estimate(rollout, metrics)
     new, total = given["new"].clone().requires_grad_(), 0.0
     for index in (torch.tensor([0, 3]), torch.tensor([1, 2])):

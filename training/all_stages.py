@@ -69,7 +69,7 @@ class Config:
     report_to: list[str] = field(default_factory=list)
     run_stages: list[str] = field(default_factory=lambda: list(ORDER))
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataConfig = field(default_factory=lambda: DataConfig(split=[2.0, 4.0, 4.0]))
     engine: ZeroConfig = field(default_factory=ZeroConfig)
     stages: StagesConfig = field(default_factory=StagesConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

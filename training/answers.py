@@ -25,8 +25,12 @@ MAX_NEW_TOKENS, START_OF_TEXT = 64, 16  # tokens: of an answer where no setting 
 Answers = Callable[[], list[dict]]
 
 
-def of_policy(actor: Actor, prompts: Prompts, sampling: SamplingConfig, source: RewardSource | None = None) -> Answers:
-    """One greedy answer to each prompt, with its score where there is a source (None where that skipped it)."""
+def of_policy(actor: Actor, prompts: Prompts, sampling: SamplingConfig, source: RewardSource | None = None,
+              ends: Sequence[bool] = ()) -> Answers:
+    """One greedy answer to each prompt, with its score where there is a source (None where that skipped it).
+
+    ends: which of them are known to end within the sampling's limit; of those it is told whether they "ended".
+    """
     greedy = replace(sampling, num_samples=1, temperature=0.0)
 
     @torch.no_grad()
@@ -35,8 +39,9 @@ def of_policy(actor: Actor, prompts: Prompts, sampling: SamplingConfig, source: 
             rollout = actor.generate(prompts, greedy, 0)
         scores = [{}] * len(rollout) if source is None else [
             {"score": None if s != s else s} for s in part_scores(source, rollout).tolist()]
-        return [{"prompt": text, "completion": said, **score}
-                for text, said, score in zip(prompts.texts, rollout.completions, scores, strict=True)]
+        ended = [{"ended": has if can else None} for has, can in zip(rollout.has_eos.tolist(), ends, strict=False)]
+        return [{"prompt": text, "completion": said, **end, **score} for text, said, end, score in
+                zip(prompts.texts, rollout.completions, ended or [{}] * len(scores), scores, strict=True)]
 
     return answers
 
@@ -44,12 +49,15 @@ def of_policy(actor: Actor, prompts: Prompts, sampling: SamplingConfig, source: 
 def of_demonstrations(actor: Actor, data: StageData, count: int, max_length: int) -> Answers | None:
     """Answers to the prompts of held-out rows (of the training rows where none are held out) of an offline stage, as
     long as fit into `max_length` tokens, at most MAX_NEW_TOKENS. A model that cannot be sampled says so, once."""
-    ids = [_prompt_of(row) for row in _first(data, count)]
+    rows = _first(data, count)
+    ids = [_prompt_of(row) for row in rows]
     if not ids:
         return None
     limit = max(1, min(MAX_NEW_TOKENS, max_length - max(map(len, ids))))
     texts = actor.tokenizer.batch_decode(ids, skip_special_tokens=True)
-    said = of_policy(actor, Prompts(ids, texts), SamplingConfig(max_new_tokens=limit))
+    shown = [_answer_of(row)[:limit] for row in rows]  # cut where it is longer: then it has no end
+    ends = [bool(answer) and answer[-1] in actor.engine.eos_ids for answer in shown]
+    said = of_policy(actor, Prompts(ids, texts), SamplingConfig(max_new_tokens=limit), ends=ends)
 
     def answers() -> list[dict]:
         try:
@@ -99,3 +107,13 @@ def _prompt_of(row: dict) -> Sequence[int]:
     length = row["num_prompt_tokens"] if "num_prompt_tokens" in row else next(
         (i for i, is_trained in enumerate(row["loss_mask"]) if is_trained), len(ids))
     return list(ids[:length if length > 1 else min(START_OF_TEXT, max(1, len(ids) // 2))])
+
+
+def _answer_of(row: dict) -> list[int]:
+    """What the row demonstrates as the answer to that prompt: the first run of trained tokens, the chosen answer."""
+    ids = row.get("input_ids", row.get("chosen_ids"))
+    if "num_prompt_tokens" in row:
+        return list(ids[row["num_prompt_tokens"]:])
+    trained = list(row["loss_mask"])
+    start = next((i for i, is_trained in enumerate(trained) if is_trained), len(ids))
+    return list(ids[start:next((i for i in range(start, len(ids)) if not trained[i]), len(ids))])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import numpy as np
 
 from hybrid_rlhf.collector import collect_as_usual
 from hybrid_rlhf.config import check, nearest
-from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.distributed import world_size
 from hybrid_rlhf.engine import SamplingConfig
@@ -20,12 +18,14 @@ from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.model import ModelSource
+from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Reference, Reward
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.run import evaluate, runfile
 from hybrid_rlhf.run.evaluate import Answered, Method
 from hybrid_rlhf.run.fit import on_record
-from hybrid_rlhf.training import measure, reward_sources, wiring
+from hybrid_rlhf.training import asked_prompts, measure, reward_sources, wiring
+from hybrid_rlhf.training.asked_prompts import ROWS
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
 
@@ -36,9 +36,9 @@ class EvaluateConfig:
     Attributes:
         models: Two or more run folders or models, PATH or NAME=PATH; the first is what the others are compared with.
         reference: Run folder or model that KL is measured to; null takes the first of models.
-        rows: held_out (the prompts that stage ppo holds out) or all (every prompt of the sources, for a file of test
-            prompts of its own).
-        num_prompts: At most so many prompts are asked.
+        rows: all (every prompt of the sources), held_out (those that training holds out), or auto: all, unless one of
+            the models was trained on one of the sources; then those held out.
+        num_prompts: At most so many prompts are asked; null asks all of them.
         batch_size: Prompts that are answered and scored at a time.
         sampling: How answers are drawn.
         checker: Name of an independent checker of answers (demo), for the accuracy column; null leaves it out.
@@ -51,8 +51,8 @@ class EvaluateConfig:
 
     models: list[str] = field(default_factory=list)
     reference: str | None = None
-    rows: str = "held_out"
-    num_prompts: int = 256
+    rows: str = "auto"
+    num_prompts: int | None = None
     batch_size: int = 256
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     checker: str | None = None
@@ -63,9 +63,10 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         measure.check_checker(self.checker, "evaluate.checker")
-        check(self.rows in ("held_out", "all"), f"evaluate.rows is {self.rows!r}; choose held_out or all")
+        check(self.rows in ROWS, f"evaluate.rows is {self.rows!r}; choose {', '.join(ROWS)}")
         for name in ("num_prompts", "batch_size", "num_resamples"):
-            check(getattr(self, name) >= 1, f"evaluate.{name} is {getattr(self, name)}; it must be at least 1")
+            value = getattr(self, name)
+            check(value is None or value >= 1, f"evaluate.{name} is {value}; it must be at least 1")
         check(self.num_examples >= 0, f"evaluate.num_examples is {self.num_examples}; it must not be negative")
         check(0 < self.confidence < 1, f"evaluate.confidence is {self.confidence}; it must lie in (0, 1), such as 0.95")
         for name, template in self.prompt_templates.items():
@@ -161,17 +162,20 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     models, reference = contenders(config), config.evaluate.reference
     reference = wiring.predecessor(reference, config.output_dir, "sft", "evaluate.reference") if reference else next(
         iter(models.values()))
-    others = reward_sources.open_sources(config.reward, config.roles)
+    others = reward_sources.open_sources(config.reward, config.roles, config.data.raw)
     reward = _reward_path(config)
     tokenizers = {name: _tokenizer(config, path) for name, path in models.items()}
-    asked = _in_common(config, tokenizers)
+    rows, why = asked_prompts.which_rows(config.evaluate.rows, config.data, models.values())
+    asked, report = asked_prompts.in_common(config.data, tokenizers, rows, config.evaluate.num_prompts, config.seed)
     reward_sources.check_columns(others, next(iter(asked.values())).columns)
     record = runfile.start(config.output_dir, config.stage, config, command)
+    asked_prompts.tell(len(next(iter(asked.values()))), why or rows.replace("_", " "), report)
     collect_as_usual()
     with on_record(record):
         judges = _Judges(config, others, reward, reference)
         answered = [judges.answers(name, path, tokenizers[name], asked[name]) for name, path in models.items()]
-        metrics = _tell(config, answered, next(iter(asked.values())), reference)
+        metrics = _tell(config, answered, next(iter(asked.values())), {
+            "rows": rows.replace("_", " "), "reference_of_kl": reference})
         record.finish(metrics, tokenizer=next(iter(tokenizers.values())))
     return metrics
 
@@ -191,21 +195,6 @@ def _tokenizer(config: Config, path: str):  # noqa: ANN202
     longest = config.data.max_prompt_length + config.evaluate.sampling.max_new_tokens
     wiring.check_lengths(model, **{"data.max_prompt_length + evaluate.sampling.max_new_tokens": longest})
     return wiring.open_tokenizer(model, config.data, "ppo", config.seed)
-
-
-def _in_common(config: Config, tokenizers: dict) -> dict[str, Prompts]:
-    """The prompts in each model's tokens: those that fit into data.max_prompt_length for all of them."""
-    rows = {}
-    for name, tokenizer in tokenizers.items():
-        data = datasets.build(config.data, "ppo", tokenizer, config.seed)
-        found = [*data.held_out, *(data.train if config.evaluate.rows == "all" else ())]
-        check(bool(found), f"none of the {len(data.train)} prompts is held out (data.eval_fraction "
-                           f"{config.data.eval_fraction:g}); raise it, or ask all of them by --evaluate.rows all")
-        rows[name] = {json.dumps(row["prompt"]): row for row in found}
-    common = [key for key in next(iter(rows.values())) if all(key in each for each in rows.values())]
-    check(bool(common), "evaluate.models: no prompt fits into data.max_prompt_length for all of them; raise it")
-    chosen = common[: config.evaluate.num_prompts]
-    return {name: collate.collate_prompts([each[key] for key in chosen]) for name, each in rows.items()}
 
 
 class _Judges:
@@ -231,7 +220,7 @@ class _Judges:
         template, rollouts = given.prompt_templates.get(name), []
         for first in range(0, len(prompts), given.batch_size):
             some = prompts.rows(range(first, min(first + given.batch_size, len(prompts))))
-            asked = measure.in_words(some, template, tokenizer) if template else None
+            asked = measure.in_words(some, template, tokenizer, self.config.data.raw) if template else None
             rollouts.append(measure.respond(actor, some, given.sampling, self.config.seed + first, asked))
             measure.judge(rollouts[-1], source, reference)
         del actor
@@ -243,9 +232,9 @@ class _Judges:
         model = None
         if self.role is not None:
             differs = wiring.difference(path, self.reward, self.config.data, "ppo")
-            model = ModelSource(self.role, tokenizer=self.reader if differs else None)
-        mean, std = self.scale.get("mean", 0.0), self.scale.get("std", 1.0)
-        return reward_sources.combine(self.config.reward, model, self.others, mean, std)[0]
+            model = ModelSource(self.role, tokenizer=self.reader if differs else None, raw=self.config.data.raw)
+        scale = Scale(self.scale["mean"], self.scale["std"]) if self.scale else None
+        return reward_sources.combine(self.config.reward, model, self.others, scale)[0]
 
 
 def _answered(name: str, path: str, rollouts: list[Rollout], given: EvaluateConfig) -> Answered:
@@ -265,13 +254,13 @@ def _answered(name: str, path: str, rollouts: list[Rollout], given: EvaluateConf
         [right for r in rollouts for right in measure.is_right(given.checker, r)] if given.checker else None)
 
 
-def _tell(config: Config, answered: list[Answered], prompts: Prompts, reference: str) -> dict[str, float]:
+def _tell(config: Config, answered: list[Answered], prompts: Prompts, how: dict[str, str]) -> dict[str, float]:
     """Write the comparison, print it, and return the score of each model."""
     given = config.evaluate
     found = evaluate.compare(answered, Method(given.confidence, given.num_resamples, config.seed))
-    facts = {"prompts": f"{len(prompts)} ({given.rows.replace('_', ' ')})", "answers_per_prompt":
+    facts = {"prompts": f"{len(prompts)} ({how['rows']})", "answers_per_prompt":
              given.sampling.num_samples, "temperature": given.sampling.temperature, "seed": config.seed,
-             "reward_sources": ", ".join(answered[0].parts), "reference_of_kl": reference}
+             "reward_sources": ", ".join(answered[0].parts), "reference_of_kl": how["reference_of_kl"]}
     shown = evaluate.examples([words_of(p) for p in prompts.columns["prompt"]], answered, given.num_examples)
     evaluate.write(Path(config.output_dir), found, shown, facts)
     evaluate.show(found, shown[:3], Path(config.output_dir))

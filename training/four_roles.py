@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,10 +20,12 @@ from hybrid_rlhf.layout import ROLES, Layout, RoleConfig, RolesConfig, Start, re
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.adapters import Adapters
 from hybrid_rlhf.models.backbone import check_head
-from hybrid_rlhf.models.heads import BackboneWithHead, head_of, random_head
+from hybrid_rlhf.models.dropout import without_dropout
+from hybrid_rlhf.models.heads import BackboneWithHead, head_of, zero_head
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import add_lora, is_adapter, load_adapter
 from hybrid_rlhf.models.weights import identity, read_tensor
+from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Actor, Critic, Reference, Reward, Roles
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.fit import TrainConfig
@@ -133,27 +135,30 @@ class Base:
         if self.is_frozen:
             settings = replace(settings, freeze=[])
         self.is_policy = group[0] in ("actor", "ref")
-        self.model, self.new_ids = self._open(settings, tokenizer)
-        self.heads = {role: self._head(role, parts.seed) for role in group if role in ("critic", "reward")}
+        new_head_std = 0.0 if group[0] == "critic" and starts["critic"].head is None else None
+        self.model, self.new_ids = self._open(settings, tokenizer, new_head_std)
+        self.heads = {role: self._head(role) for role in group if role in ("critic", "reward")}
         for role in group:
             self._adapt(role, parts.seed)
-        load.disable_dropout(self.model)
+        without_dropout(self.model)
         self.adapters = Adapters(self.model) if hasattr(self.model, "_peft_wrapper") else None
         if self.is_frozen:
             self.model.requires_grad_(False)
         if self.adapters:
             self.adapters.train_only(trained)
 
-    def _open(self, settings: ModelConfig, tokenizer) -> tuple[nn.Module, list[int]]:  # noqa: ANN001
+    def _open(self, settings: ModelConfig, tokenizer,  # noqa: ANN001
+              new_head_std: float | None) -> tuple[nn.Module, list[int]]:
         model = (load.load_causal_lm(settings, device()) if self.is_policy else
-                 load.load_scalar_model(settings, device(), pad_id=tokenizer.pad_token_id))
+                 load.load_scalar_model(settings, device(), new_head_std, tokenizer.pad_token_id))
         new_ids = wiring.prepare(model, settings, tokenizer)
         if self.is_policy:
             check_head(model)
         return model, new_ids
 
-    def _head(self, role: str, seed: int) -> nn.Module:
-        """The scalar head of a role: the model's own where all of it is trained, else one in fp32 beside it."""
+    def _head(self, role: str) -> nn.Module:
+        """The scalar head of a role: the model's own where all of it is trained, else one in fp32 beside it. A critic's
+        new one is of zeros: it predicts 0 until it has learned better, whatever the scale of the hidden states."""
         start, is_trained = self.starts[role], role == "critic"
         if not self.is_frozen:
             return self.model.score
@@ -161,7 +166,7 @@ class Base:
             return head_of(self.model.score.weight.detach(), is_trained=is_trained).to(device())
         if start.head:
             return head_of(read_tensor(start.head, "score.weight"), is_trained=is_trained).to(device())
-        return random_head(self.model.config.get_text_config().hidden_size, seed, is_trained=is_trained).to(device())
+        return zero_head(self.model.config.get_text_config().hidden_size, is_trained=is_trained).to(device())
 
     def _adapt(self, role: str, seed: int) -> None:
         """A role's adapter: the one it starts from, or, to be trained, a new one that changes nothing yet."""
@@ -195,12 +200,13 @@ class Base:
         return BackboneWithHead(self.model.base_model, self.heads[role]) if self.is_frozen else self.model
 
 
-def build(parts: Parts, starts: dict[str, Start], layout: Layout, tokenizer, num_updates: int,  # noqa: ANN001
-          scale: tuple[float, float], reward_tokenizer=None) -> tuple[Roles, Reward | None]:  # noqa: ANN001
+def build(parts: Parts, starts: dict[str, Start], layout: Layout, tokenizer,  # noqa: ANN001
+          num_updates: Mapping[str, int], scale: Scale | None, reward_tokenizer=None,  # noqa: ANN001
+          ) -> tuple[Roles, Reward | None]:
     """The roles in their engines; actor and critic under an optimizer, dropout off everywhere.
 
-    scale: mean and standard deviation that scores are normalised by, which a critic with the reward's head is too.
-    reward_tokenizer: the reward model's own, where it reads text.
+    num_updates: of each trained role, over the run. scale: what scores are put on, which a critic with the reward's
+    head is too (None: nothing). reward_tokenizer: the reward model's own, where it reads text.
     """
     engines: dict[str, HybridEngine] = {}
     head = starts["reward"].head if "reward" in starts else None
@@ -215,11 +221,11 @@ def build(parts: Parts, starts: dict[str, Start], layout: Layout, tokenizer, num
                 tp = (parts.roles.actor.tp or 1) if role == "actor" else 1
                 engine = wiring.policy_engine(base.model, tokenizer, parts.temperature, tp, base.turn(role))
             else:
-                numbers = scale if role == "critic" and is_copy else ()
+                numbers = (scale.mean, scale.std) if role == "critic" and is_copy and scale else ()
                 engine = wiring.scalar_engine(base.scalar(role), own, *numbers, adapter=base.turn(role))
             if role in TRAINED:
                 engine.prepare_training(wiring.optimizer_of(parts.train, parts.roles[role].learning_rate),
-                                        wiring.schedule_of(parts.train, num_updates), layout_of(parts, role),
+                                        wiring.schedule_of(parts.train, num_updates[role]), layout_of(parts, role),
                                         base.parameters(role))
             elif layout_of(parts, role).zero_stage == 3 and not set(group) & set(TRAINED):
                 engine.prepare_frozen(layout_of(parts, role))

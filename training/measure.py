@@ -58,9 +58,9 @@ def judge(rollout: Rollout, source: RewardSource, reference: Reference | None) -
     rollout.source_scores = rollout.source_scores or {source.name: rollout.scores}
 
 
-def in_words(prompts: Prompts, template: str, tokenizer) -> Prompts:  # noqa: ANN001
-    """The prompts with `template` around the last user turn ({prompt} stands for it), tokenized anew."""
-    asked = [with_score(p, 0.0, template) for p in prompts.columns["prompt"]]
+def in_words(prompts: Prompts, template: str, tokenizer, raw: bool = False) -> Prompts:  # noqa: ANN001
+    """The prompts with `template` around the last user turn ({prompt} stands for it), tokenized anew. raw: data.raw."""
+    asked = [chat.as_turn(tokenizer, with_score(p, 0.0, template), raw) for p in prompts.columns["prompt"]]
     return replace(prompts, ids=[chat.encode_prompt(tokenizer, p) for p in asked],
                    texts=[chat.compose_prompt(tokenizer, p).shown for p in asked])
 

@@ -15,17 +15,21 @@ from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.distributed import is_main, main_first
 from hybrid_rlhf.engine import ZeroConfig
-from hybrid_rlhf.layout import RolesConfig
+from hybrid_rlhf.layout import RolesConfig, Start
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.model import ModelSource
+from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, Trainer, fit, on_record
-from hybrid_rlhf.training import answers, reward_sources, wiring
+from hybrid_rlhf.training import announce, answers, reward_sources, wiring
 from hybrid_rlhf.training.four_roles import Parts, Sources, build, check_roles
+from hybrid_rlhf.training.plain_prompts import tell_other_form
 from hybrid_rlhf.training.reward_sources import RewardConfig
+
+MAX_CRITIC_WARMUP = 5  # steps
 
 
 class Method(NamedTuple):
@@ -33,8 +37,10 @@ class Method(NamedTuple):
 
     sampling: how it draws; section: the name of its settings, for messages. num_updates: optimizer steps of one trainer
     step; num_sequences: of one optimizer step on a process. num_together: rows that no micro-batch tears apart.
-    temperature: that the roles' log-probabilities are measured at. has_entropy: whether the actor's update takes it.
+    temperature: that the roles' log-probabilities are measured at. score_clip: bound of normalised scores.
+    critic_warmup_steps: None goes by what the critic starts from. has_entropy: whether the actor's update takes it.
     also_reads: further stages whose data it trains on. keeps_average: whether of the actor's weights.
+    data_stage: the stage whose prompts it takes.
     """
 
     sampling: SamplingConfig
@@ -46,9 +52,12 @@ class Method(NamedTuple):
     needs_critic: bool = False
     temperature: float = 1.0
     normalise_scores: bool = True
+    score_clip: float | None = None
+    critic_warmup_steps: int | None = 0
     has_entropy: bool = False
     also_reads: tuple[str, ...] = ()
     keeps_average: bool = False
+    data_stage: str = "ppo"
 
 
 class Config(Protocol):
@@ -70,7 +79,8 @@ class Config(Protocol):
 
 @dataclass
 class Opened:
-    """A run with everything loaded. mean, std: the scale of the source's scores. more: data of Method.also_reads."""
+    """A run with everything loaded. scale: what the trainer puts the source's scores on, if anything. more: data of
+    Method.also_reads. critic_warmup_steps: steps that train the critic alone."""
 
     tokenizer: object
     data: datasets.StageData
@@ -79,10 +89,10 @@ class Opened:
     num_steps: int
     roles: Roles
     source: RewardSource
-    mean: float
-    std: float
+    scale: Scale | None
     sources: Sources
     more: dict[str, datasets.StageData]
+    critic_warmup_steps: int
 
 
 def check_given(roles: RolesConfig, method: Method, stage: str) -> None:
@@ -92,24 +102,30 @@ def check_given(roles: RolesConfig, method: Method, stage: str) -> None:
         check(is_there or not given, f"{', '.join(given)}: stage {stage} as it is set up has no {role}; leave it out")
 
 
+def find_actor(config: Config) -> str:
+    """The run or model that the policy starts from; UserError where there is none."""
+    check(config.model.preset is None, f"model.preset: {config.stage} starts from a trained model; give "
+                                       "model.model_name_or_path or run --stage sft and --stage reward first")
+    return wiring.predecessor(config.roles.actor.model_name_or_path or config.model.model_name_or_path,
+                              config.output_dir, "sft", "model.model_name_or_path")
+
+
 def find_sources(config: Config) -> Sources:
     """Every role's predecessor; UserError where one is missing or two do not fit together. Reads no weights."""
-    stage, method, roles = config.stage, config.method, config.roles
-    check(config.model.preset is None, f"model.preset: {stage} starts from a trained model; give "
-                                       "model.model_name_or_path or run --stage sft and --stage reward first")
-    actor = wiring.predecessor(roles.actor.model_name_or_path or config.model.model_name_or_path, config.output_dir,
-                               "sft", "model.model_name_or_path")
+    method, roles = config.method, config.roles
+    actor = find_actor(config)
     reward, own = None, config.model.tokenizer_name_or_path
     if config.reward.has_model(roles):
         reward = wiring.predecessor(roles.reward.model_name_or_path, config.output_dir, "reward",
                                     "roles.reward.model_name_or_path (or reward.functions instead of a model)")
-    reads_text = reward not in (actor, None) and wiring.difference(actor, reward, config.data, stage, own)
+        tell_other_form(reward, config.data, method.data_stage)
+    reads_text = reward not in (actor, None) and wiring.difference(actor, reward, config.data, method.data_stage, own)
     found = Sources(actor, reward, (roles.ref.model_name_or_path or actor) if method.needs_ref else None,
                     (roles.critic.model_name_or_path or (actor if reads_text or not reward else reward))
                     if method.needs_critic else None, bool(reads_text))
     for other in dict.fromkeys((found.ref, found.critic)):  # both of them read the actor's token ids
         if other not in (actor, reward, None):
-            wiring.check_pair(actor, other, config.data, stage, own)
+            wiring.check_pair(actor, other, config.data, method.data_stage, own)
     check(not (reads_text and reward in (found.ref, found.critic)),
           f"{actor} and {reward} do not fit together: their {reads_text} differ, and a critic or reference reads the "
           "actor's tokens")
@@ -125,12 +141,12 @@ def parts_of(config: Config) -> Parts:
 
 
 def preview(config: Config) -> None:
-    """Print rendered prompts."""
+    """Print rendered prompts; only the policy has to be there, for its tokens."""
     from hybrid_rlhf.data.preview import preview as show
 
     wiring.require_data(config.data, config.stage)
-    model = actor_model(config, find_sources(config))
-    for stage in (config.stage, *config.method.also_reads):
+    model = replace(config.model, model_name_or_path=wiring.model_folder(find_actor(config)))
+    for stage in (config.method.data_stage, *config.method.also_reads):
         show(config.data, stage, wiring.open_tokenizer(model, config.data, stage, config.seed))
 
 
@@ -143,7 +159,9 @@ def run(config: Config, command: str, make_trainer: Callable[[Opened], Trainer])
     wiring.seed_everything(config.seed)
     opened = open_run(config)
     trainer, roles = make_trainer(opened), opened.roles
-    record = runfile.start(config.output_dir, config.stage, config, command)
+    record = wiring.start(config, command, opened.data, *opened.more.values())
+    engines = {role: handle.engine for role, handle in (("actor", roles.actor), ("critic", roles.critic)) if handle}
+    announce.before(config, engines, opened.sources.actor, opened.num_steps, opened.loader)
     with on_record(record):  # a failing export is on the record too
         prompts = answers.first_prompts(opened.data, config.train.num_fixed_prompts)
         # a function or service of the user's is asked for what is trained on and for evaluations, and for nothing else
@@ -169,7 +187,7 @@ def _leave(roles: Roles, opened: Opened, config: Config, folder: str) -> None:
 
 def open_run(config: Config) -> Opened:
     """Check everything that can be checked without weights, then load data and roles."""
-    method, others = config.method, reward_sources.open_sources(config.reward, config.roles)
+    method, others = config.method, reward_sources.open_sources(config.reward, config.roles, config.data.raw)
     sources = find_sources(config)
     model = actor_model(config, sources)
     wiring.check_tensor_parallel(config.roles.actor.tp or 1, model)
@@ -179,22 +197,24 @@ def open_run(config: Config) -> Opened:
                              **{f"data.max_prompt_length + {method.section}.sampling.max_new_tokens": longest})
     check_more_data(config, model)
     starts, layout = check_roles(parts_of(config), sources)
-    tokenizer = wiring.open_tokenizer(model, config.data, config.stage, config.seed)
+    tokenizer = wiring.open_tokenizer(model, config.data, config.method.data_stage, config.seed)
     for stage in method.also_reads:
         wiring.give_template(tokenizer, config.data, stage)
     reader = _open_reader(config, sources)
     with main_first():  # the others find its tables in the cache
-        data = datasets.build(config.data, config.stage, tokenizer, config.seed)
+        data = datasets.build(config.data, method.data_stage, tokenizer, config.seed)
         more = {stage: datasets.build(config.data, stage, tokenizer, config.seed) for stage in method.also_reads}
     reward_sources.check_columns(others, data.train[0])
     loader = wiring.train_loader(data.train, config.train, config.seed, collate.collate_prompts)
     held_out = wiring.eval_loader(data.held_out, config.train, config.seed, collate.collate_prompts)
     steps = wiring.total_steps(config.train, len(loader))
     scale = _score_scale(config, sources)
-    roles, reward = build(parts_of(config), starts, layout, tokenizer, steps * method.num_updates, scale, reader)
-    source, mean, std = reward_sources.combine(config.reward, reward and ModelSource(reward, tokenizer=reader), others,
-                                               *scale)
-    return Opened(tokenizer, data, loader, held_out, steps, roles, source, mean, std, sources, more)
+    warmup = _critic_warmup_steps(method, starts, steps)
+    num_updates = {"actor": (steps - warmup) * method.num_updates, "critic": steps * method.num_updates}
+    roles, reward = build(parts_of(config), starts, layout, tokenizer, num_updates, scale, reader)
+    model_source = reward and ModelSource(reward, tokenizer=reader, raw=config.data.raw)
+    source, scale = reward_sources.combine(config.reward, model_source, others, scale)
+    return Opened(tokenizer, data, loader, held_out, steps, roles, source, scale, sources, more, warmup)
 
 
 def check_more_data(config: Config, model: ModelConfig) -> None:
@@ -212,11 +232,28 @@ def _open_reader(config: Config, sources: Sources):  # noqa: ANN202 - a transfor
         print(f"the reward model {sources.reward} has a tokenizer or template of its own and reads the responses as "
               f"text{f'; the critic starts from {sources.critic}' if sources.critic else ''}", file=sys.stderr)
     model = replace(config.model, model_name_or_path=wiring.model_folder(sources.reward), tokenizer_name_or_path=None)
-    return wiring.open_tokenizer(model, config.data, config.stage, config.seed)
+    return wiring.open_tokenizer(model, config.data, config.method.data_stage, config.seed)
 
 
-def _score_scale(config: Config, sources: Sources) -> tuple[float, float]:
-    """Mean and standard deviation that scores are normalised by; (0, 1) leaves them as they are."""
+def _score_scale(config: Config, sources: Sources) -> Scale | None:
+    """What scores of the reward model are put on; None leaves them as they are."""
     is_wanted = sources.reward and config.method.normalise_scores
     found = wiring.score_statistics_of(sources.reward) if is_wanted else {}
-    return found.get("mean", 0.0), found.get("std", 1.0)
+    if not found:
+        return None
+    check(found["std"] > 0, f"roles.reward.model_name_or_path: {sources.reward} gave all demonstrations one score "
+                            f"({found['mean']:.3g}), so it cannot tell responses apart; train it again, for longer or "
+                            "at another rate")
+    return Scale(found["mean"], found["std"], config.method.score_clip)
+
+
+def _critic_warmup_steps(method: Method, starts: dict[str, Start], num_steps: int) -> int:
+    """Steps that train the critic alone. Where it is not said, none for a critic that can score responses already; a
+    new head knows nothing, and the actor would follow its mistakes."""
+    if method.critic_warmup_steps is not None or not method.needs_critic:
+        return method.critic_warmup_steps or 0
+    found = 0 if starts["critic"].head else min(MAX_CRITIC_WARMUP, num_steps // 10)
+    if found and is_main():
+        print(f"the critic starts with a head of zeros: the first {found} steps train it alone "
+              "(ppo.critic_warmup_steps)", file=sys.stderr)
+    return found

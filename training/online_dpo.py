@@ -60,7 +60,7 @@ class Config:
     def method(self) -> on_policy.Method:
         row = LOSSES[self.dpo.loss_type]
         return on_policy.Method(self.online.sampling, "online", 1, 2 * self.train.rows_per_step,
-                                2 if row.needs_pairs else 1, needs_ref=row.needs_reference)
+                                2 if row.needs_pairs else 1, needs_ref=row.needs_reference, data_stage="online_dpo")
 
 
 preview = on_policy.preview

@@ -56,7 +56,8 @@ class Config:
     def method(self) -> on_policy.Method:
         own = self.rejection
         return on_policy.Method(own.sampling, "rejection", own.num_epochs * own.num_minibatches,
-                                -(-self.train.rows_per_step // own.num_minibatches), needs_ref=own.measure_kl)
+                                -(-self.train.rows_per_step // own.num_minibatches), needs_ref=own.measure_kl,
+                                data_stage="rejection")
 
 
 preview = on_policy.preview

@@ -13,6 +13,7 @@ from hybrid_rlhf.rewards.classifier import ClassifierSource
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
 from hybrid_rlhf.rewards.mixture import Mixture, Part
 from hybrid_rlhf.rewards.model import ModelSource
+from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.rewards.service import ServiceSource
 from hybrid_rlhf.training import wiring
 
@@ -65,9 +66,10 @@ class RewardConfig:
         return not (self.function_list or self.model_list or self.url) or roles.reward.model_name_or_path is not None
 
 
-def open_sources(config: RewardConfig, roles: RolesConfig) -> list[RewardSource]:
-    """The sources beside the stage-2 model. Raises UserError for what cannot be had; reads no weights."""
-    models = [_classifier(path, config) for path in config.model_list]
+def open_sources(config: RewardConfig, roles: RolesConfig, raw: bool = False) -> list[RewardSource]:
+    """The sources beside the stage-2 model. Raises UserError for what cannot be had; reads no weights. raw: data.raw,
+    whether models read string prompts as they are."""
+    models = [_classifier(path, config, raw) for path in config.model_list]
     own = {name: given for name, given in config.options.items() if name not in [m.name for m in models]}
     found: list[RewardSource] = [*open_functions(config.function_list, own, config.timeout), *models]
     if config.url is not None:
@@ -81,14 +83,14 @@ def open_sources(config: RewardConfig, roles: RolesConfig) -> list[RewardSource]
     return found
 
 
-def _classifier(path: str, config: RewardConfig) -> ClassifierSource:
+def _classifier(path: str, config: RewardConfig, raw: bool) -> ClassifierSource:
     folder = wiring.model_folder(path)
     name = PurePath(path).name
     options = config.options.get(name, {})
     for key in options:
         check(key in ("label", "reads"), f"reward.options.{name}: there is no {key}{nearest(key, ('label', 'reads'))}; "
                                          "there are label, reads")
-    return ClassifierSource(folder, name, **options)
+    return ClassifierSource(folder, name, raw=raw, **options)
 
 
 def check_columns(sources: list[RewardSource], columns: Iterable[str]) -> None:
@@ -98,17 +100,17 @@ def check_columns(sources: list[RewardSource], columns: Iterable[str]) -> None:
         source.check_columns(names)
 
 
-def combine(config: RewardConfig, model: ModelSource | None, others: list[RewardSource], mean: float, std: float
-            ) -> tuple[RewardSource, float, float]:
-    """The one source of the run, and the mean and std of its scores that the trainer normalises by.
+def combine(config: RewardConfig, model: ModelSource | None, others: list[RewardSource], scale: Scale | None
+            ) -> tuple[RewardSource, Scale | None]:
+    """The one source of the run, and what the trainer puts its scores on. scale: what the stage-2 model's are put on.
 
-    A model alone is normalised there. In a sum it is put on stage 2's scale by itself, and the sum is left as it is.
+    A model alone is scaled by the trainer. In a sum it is scaled by itself, and the sum is left as it is.
     """
     if model is not None and not others and config.weights is None:
-        return model, mean, std
+        return model, scale
     for source in (s for s in others if isinstance(s, ClassifierSource)):
         source.open()
-    parts = ([Part(model, 1.0, mean, std)] if model else []) + [Part(source) for source in others]
+    parts = ([Part(model, scale=scale)] if model else []) + [Part(source) for source in others]
     for part, weight in zip(parts, config.weights or [1.0] * len(parts), strict=True):
         part.weight = weight
-    return Mixture(parts), 0.0, 1.0
+    return Mixture(parts), None

@@ -25,6 +25,7 @@ from hybrid_rlhf.engine.admission import stop_ids
 from hybrid_rlhf.engine.tensor_parallel import check_configured
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.backbone import check_head
+from hybrid_rlhf.models.dropout import without_dropout
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import add_lora
@@ -33,9 +34,10 @@ from hybrid_rlhf.roles import PolicyModule
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import is_on_a_grid
 from hybrid_rlhf.run.fit import TrainConfig
+from hybrid_rlhf.training.plain_prompts import tell_other_form
 
 MODEL_FOLDER = "model"
-POLICIES = ("sft", "conditional_sft", "dpo", "ppo", "online_dpo", "rejection")  # what leaves a policy to start from
+NO_POLICIES = ("reward", "evaluate", "all")  # stages that leave no policy to start from; every other one does
 
 
 def predecessor(given: str | None, output_dir: str, stage: str, option: str) -> str:
@@ -47,7 +49,7 @@ def predecessor(given: str | None, output_dir: str, stage: str, option: str) -> 
     path = given or str(Path(output_dir).parent / stage)
     if (Path(path) / runfile.RUN_FILE).exists():
         found = runfile.read_run(path).stage if given and stage == "sft" else stage
-        runfile.require_finished(path, found if found in POLICIES else stage)
+        runfile.require_finished(path, stage if found in NO_POLICIES else found)
         return path
     check(given is not None, f"no finished {stage} run: {path} does not exist or holds none; run --stage {stage} "
                              f"--output_dir {path} first, or give {option}")
@@ -67,6 +69,7 @@ def open_tokenizer(model: ModelConfig, data: DataConfig, stage: str, seed: int):
         path = model.tokenizer_name_or_path or model.model_name_or_path
         check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
         tokenizer = load_tokenizer(path, model.trust_remote_code)
+        tell_other_form(path, data, stage)
     give_template(tokenizer, data, stage)
     return tokenizer
 
@@ -158,7 +161,7 @@ def open_policy(model: ModelConfig, tokenizer, seed: int, *, dropout: bool) -> n
     if dropout:
         seed_dropout(seed)
         return causal
-    return load.disable_dropout(causal)
+    return without_dropout(causal)
 
 
 def open_scalar(model: ModelConfig, tokenizer, *, new_head_std: float | None = None) -> nn.Module:  # noqa: ANN001
@@ -166,7 +169,7 @@ def open_scalar(model: ModelConfig, tokenizer, *, new_head_std: float | None = N
     check_dtype(model)
     scalar = load.load_scalar_model(model, device(), new_head_std, tokenizer.pad_token_id)
     new_ids = prepare(scalar, model, tokenizer)
-    load.disable_dropout(scalar)
+    without_dropout(scalar)
     if model.lora.r:
         add_lora(scalar, model.lora, new_ids=new_ids)
         scalar.score.weight.requires_grad_(True)
@@ -221,7 +224,7 @@ def total_steps(train: TrainConfig, batches_per_epoch: int) -> int:
 def require_data(data: DataConfig, stage: str) -> None:
     """UserError if the run has no data."""
     if not data.sources:
-        raise UserError(f"no data for stage {stage}: give data.sources, a list of {{path: ...}} "
+        raise UserError(f"no data for stage {stage}: give data.sources, a path or a list of them "
                         "(file, folder, hub id, or demo/demonstrations)")
 
 
@@ -237,6 +240,15 @@ def eval_loader(rows: Sequence[dict], train: TrainConfig, seed: int, collate: Ca
         return None
     return Loader(rows, train.per_device_eval_batch_size, collate, seed, rank=rank(), world=world_size(),
                   shuffle=False, drop_last=False)
+
+
+def start(config, command: str, *data: datasets.StageData) -> runfile.RunRecord:  # noqa: ANN001
+    """Claim the run's folder, when nothing can be wrong with its input any more, and say what became of the rows."""
+    record = runfile.start(config.output_dir, config.stage, config, command)
+    if is_main():
+        for each in data:
+            print(*datasets.summary(each.report), sep="\n", file=sys.stderr)
+    return record
 
 
 def difference(actor: str, other: str, data: DataConfig, stage: str, tokenizer: str | None = None) -> str | None:

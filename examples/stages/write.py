@@ -11,7 +11,6 @@ import dataclasses
 import importlib
 import sys
 import textwrap
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,13 +55,12 @@ def _lines(part: object, plain: object, depth: int) -> Iterator[str]:
 
 
 def _items(owner: type, name: str, depth: int) -> Iterator[str]:
-    """What the items of a list of dataclasses hold, as comments."""
-    for kind in typing.get_args(typing.get_type_hints(owner)[name]):
-        if dataclasses.is_dataclass(kind):
-            texts = _texts(kind)
-            for field in dataclasses.fields(kind):
-                value = "..." if field.default is field.default_factory else _shown(_default(field))
-                yield from _comment(f"  {field.name}: {value}   {texts[field.name]}", depth)
+    """What the items of a list hold, as comments, where the list's field names the class of its items."""
+    kind = owner.__dataclass_fields__[name].metadata.get("items")
+    texts = _texts(kind) if kind else {}
+    for field in dataclasses.fields(kind) if kind else ():
+        value = "..." if field.default is field.default_factory else _shown(_default(field))
+        yield from _comment(f"  {field.name}: {value}   {texts[field.name]}", depth)
 
 
 def _default(field: dataclasses.Field) -> object:

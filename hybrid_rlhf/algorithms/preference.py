@@ -84,7 +84,7 @@ def kto(ratios: Tensor, labels: Tensor, kl: Tensor, *, beta: float, desirable_we
 
 def kto_kl(mismatched_ratios: Tensor, reduce: Callable[[Tensor], Tensor] = lambda total: total) -> Tensor:
     """KTO's estimate of the KL to the reference, one number: max(0, mean log(policy / reference)) of responses to other
-    prompts of the batch, without a gradient. `reduce` adds a tensor up over processes."""
+    prompts of the batch, without a gradient; 0 where there are none. `reduce` adds a tensor up over processes."""
     sums = reduce(torch.stack([mismatched_ratios.detach().double().sum(),
                                torch.tensor(float(len(mismatched_ratios)), dtype=torch.float64)]))
     return (sums[0] / sums[1].clamp(min=1)).clamp(min=0).float()

@@ -8,20 +8,16 @@ from torch import Tensor
 from hybrid_rlhf.tensors import last_true
 
 
-def shape_rewards(scores: Tensor, kl: Tensor, kl_coef: float, action_mask: Tensor,
-                  score_clip: float | None = None) -> Tensor:
+def shape_rewards(scores: Tensor, kl: Tensor, kl_coef: float, action_mask: Tensor) -> Tensor:
     """Rewards (B, R): -kl_coef * kl at every action, and the score at the last one (arXiv 1909.08593, 2203.02155).
 
-    scores (B,); kl (B, R) nats; action_mask (B, R) bool. score_clip bounds the score (not the KL) to +-score_clip.
-    Zero outside the actions, whatever `kl` holds there; a row without an action is paid nothing.
+    scores (B,); kl (B, R) nats; action_mask (B, R) bool. Zero outside the actions, whatever `kl` holds there; a row
+    without an action is paid nothing.
     """
-    scores = scores.float()
-    if score_clip is not None:
-        scores = scores.clamp(-score_clip, score_clip)
     columns = torch.arange(action_mask.shape[1], device=action_mask.device)
     is_last = columns[None, :] == last_true(action_mask)[:, None]
     price = (-kl_coef * kl.float()).masked_fill(~action_mask, 0)
-    return price + torch.where(is_last, scores[:, None], 0.0)
+    return price + torch.where(is_last, scores.float()[:, None], 0.0)
 
 
 def normalise(scores: Tensor, mean: float, std: float) -> Tensor:

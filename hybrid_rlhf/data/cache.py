@@ -22,7 +22,7 @@ def folder(cache_dir: str | None) -> Path:
 
 
 def key(rows: Iterable[dict], tokenizer, settings: dict) -> str:  # noqa: ANN001
-    """sha256 over every row, the tokenizer with its template, the settings, this room's code and its libraries."""
+    """sha256 over every row, the tokenizer with its template, the settings, the code that renders and its libraries."""
     digest = hashlib.sha256()
     for part in (_code(), tokenizer_text(tokenizer), json.dumps(settings, sort_keys=True)):
         digest.update(part.encode("utf-8", "replace") + b"\0")
@@ -34,7 +34,8 @@ def key(rows: Iterable[dict], tokenizer, settings: dict) -> str:  # noqa: ANN001
 @cache
 def _code() -> str:
     """Whatever turns rows into tokens: a change of it makes old tables unreachable."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    here = Path(__file__).parent
+    files = [*sorted(here.glob("*.py")), *(here.parent / "models" / f"{name}.py" for name in ("template", "tokenizer"))]
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("tokenizers", "transformers", "jinja2")]
     return "\n".join([*versions, *(f.read_text(encoding="utf-8") for f in files)])
 

@@ -7,13 +7,18 @@ boundary); the response then begins with the token that straddles.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 from hybrid_rlhf.config import UserError, check
-from hybrid_rlhf.data.literal import BREAK, broken_messages, whole
-from hybrid_rlhf.models.tokenizer import turn_end
+from hybrid_rlhf.data.literal import BREAK, whole
+from hybrid_rlhf.data.turns import Refused, Text, answers_of, render, render_prompt
+from hybrid_rlhf.models.template import dialect_of
+from hybrid_rlhf.models.tokenizer import CHATML_MARKERS, turn_ends
+
+__all__ = ["CHATML", "Encoded", "Refused", "Rendered", "Text", "compose", "compose_all", "compose_messages",
+           "compose_prompt", "encode", "encode_all", "encode_prompt", "ensure_template", "render"]
 
 CHATML = (
     "{%- for message in messages -%}"
@@ -21,14 +26,7 @@ CHATML = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
-_MARKERS = ("<|im_start|>", "<|im_end|>")
-MAX_TURNS = 1024
-
-Text = str | list  # a plain string, or messages: a list of {"role", "content"}
-
-
-class Refused(Exception):  # noqa: N818 - not a fault: the row is dropped and counted
-    """A row that cannot be rendered; the message is the reason to count it under."""
+REWRITTEN = "the chat template rewrites earlier turns of a completion of several"
 
 
 class Rendered(NamedTuple):
@@ -58,9 +56,9 @@ class Encoded(NamedTuple):
 def ensure_template(tokenizer, template: str | None = None, set_eos: bool = False) -> bool:  # noqa: ANN001
     """Give `tokenizer` a chat template: `template` (text, or a file's path), its own, or ChatML if it has none.
 
-    ChatML brings its two markers as special tokens. With set_eos, and only where ChatML had to be written,
-    <|im_end|> becomes the end-of-sequence token. Returns whether tokens were added (embeddings must then grow).
-    Raises UserError for a template that does not compile.
+    ChatML brings its two markers as special tokens. With set_eos, or where there is none, and only where ChatML had
+    to be written, <|im_end|> becomes the end-of-sequence token. Returns whether tokens were added (embeddings must then
+    grow). Raises UserError for a template that does not compile.
     """
     if template is not None:
         tokenizer.chat_template = _checked(_template_text(template))
@@ -68,10 +66,10 @@ def ensure_template(tokenizer, template: str | None = None, set_eos: bool = Fals
     if tokenizer.chat_template:
         return False
     tokenizer.chat_template = CHATML
-    missing = [m for m in _MARKERS if m not in tokenizer.get_vocab()]
+    missing = [m for m in CHATML_MARKERS if m not in tokenizer.get_vocab()]
     num_added = tokenizer.add_tokens(missing, special_tokens=True) if missing else 0
-    if set_eos:
-        tokenizer.eos_token = _MARKERS[1]
+    if set_eos or tokenizer.eos_token is None:
+        tokenizer.eos_token = CHATML_MARKERS[1]
     return num_added > 0
 
 
@@ -99,75 +97,53 @@ def _checked(text: str) -> str:
     return text
 
 
-def render(tokenizer, messages: Sequence[dict], add_generation_prompt: bool = False) -> str:  # noqa: ANN001
-    """Messages as the text that the tokenizer's template makes of them. Raises Refused if the template does.
-
-    Content never makes a special token: where it reads like one it is broken (data/literal.py).
-    """
-    from jinja2 import TemplateError
-
-    try:
-        return tokenizer.apply_chat_template(broken_messages(tokenizer, messages), tokenize=False,
-                                             add_generation_prompt=add_generation_prompt)
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        raise Refused(f"the chat template refuses it ({' '.join(str(error).split())})") from error
+def as_turn(tokenizer, prompt: Text, raw: bool = False) -> Text:  # noqa: ANN001
+    """What a model with this tokenizer is asked: a string is a user's turn where there is a chat template, unless `raw`
+    keeps it as it is."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) and tokenizer.chat_template and not raw \
+        else prompt
 
 
 def compose_prompt(tokenizer, prompt: Text) -> Rendered:  # noqa: ANN001
     """A prompt as the text that a model continues: a string as it is, messages with the generation marker."""
     is_plain = isinstance(prompt, str)
-    return Rendered(prompt if is_plain else render(tokenizer, prompt, add_generation_prompt=True), [], is_plain)
+    return Rendered(prompt if is_plain else render_prompt(tokenizer, prompt), [], is_plain)
 
 
 def compose(tokenizer, prompt: Text, completion: Text) -> Rendered:  # noqa: ANN001
     """Prompt and completion as one text whose spans are the completion's assistant turns.
 
     Plain strings are joined as they are. If either is messages, a string for the other is one user or assistant turn.
+    Raises Refused where one text cannot hold all turns (see `compose_messages`).
     """
+    found = compose_all(tokenizer, prompt, completion)
+    if len(found) > 1:
+        raise Refused(REWRITTEN)
+    return found[0]
+
+
+def compose_all(tokenizer, prompt: Text, completion: Text) -> list[Rendered]:  # noqa: ANN001
+    """The same as one text or several, as of `compose_messages`."""
     if isinstance(prompt, str) and isinstance(completion, str):
-        return Rendered(prompt + completion, [(len(prompt), len(prompt + completion))], True)
+        return [Rendered(prompt + completion, [(len(prompt), len(prompt + completion))], True)]
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     after = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
     return compose_messages(tokenizer, before + after, first=len(before))
 
 
-def compose_messages(tokenizer, messages: Sequence[dict], first: int = 0) -> Rendered:  # noqa: ANN001
+def compose_messages(tokenizer, messages: Sequence[dict], first: int = 0) -> list[Rendered]:  # noqa: ANN001
     """A conversation as text whose spans are the assistant turns from message `first` on, each to its end marker.
 
-    What follows the last of them (ChatML's newline, an unanswered question) is cut.
+    One text, where the template writes history as it was said and ends every turn; else one for each answer, behind
+    the prompt that generation sees at that turn. What follows the last answer is cut.
     """
-    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
-    if not turns:
-        raise Refused("no assistant turn")
-    if len(turns) > MAX_TURNS:  # each is found by rendering all before it
-        raise Refused(f"more than {MAX_TURNS} answers in one conversation")
-    text = render(tokenizer, messages[: turns[-1] + 1])
-    spans = [_span(tokenizer, text, messages, i) for i in turns]
-    if any(b[0] < a[1] for a, b in pairwise(spans)):
-        raise Refused("the chat template reorders turns")
-    return Rendered(text[: spans[-1][1]], spans, False)
-
-
-def _span(tokenizer, text: str, messages: Sequence[dict], turn: int) -> tuple[int, int]:  # noqa: ANN001
-    """The characters of one assistant turn in `text`: after the generation marker, up to its end marker."""
-    before = render(tokenizer, messages[:turn], True) if turn else ""
-    start = _common(text, before)
-    if start < len(before):  # a template whose generation prompt says more than its history (thinking markers)
-        history = render(tokenizer, messages[:turn]) if turn else ""
-        if not text.startswith(history):
-            raise Refused("the chat template rewrites earlier turns")
-    through = text if turn == len(messages) - 1 else render(tokenizer, messages[: turn + 1])
-    end = _common(text, through)
-    if end < len(through.rstrip()):
-        raise Refused("the chat template rewrites earlier turns")
-    return start, len(text[:end].rstrip())
-
-
-def _common(text: str, other: str) -> int:
-    """Length of the common prefix."""
-    if text.startswith(other):
-        return len(other)
-    return next(i for i in range(len(other)) if text[i : i + 1] != other[i])
+    answers = answers_of(tokenizer, messages, first)
+    text = "".join(answers[-1])
+    is_one = len(answers) == 1 or (dialect_of(tokenizer).ends and all(text.startswith("".join(a)) for a in answers))
+    spans = [(len(a.prompt), len(a.prompt) + len(a.said)) for a in answers]
+    if is_one:
+        return [Rendered(text, spans, False)]
+    return [Rendered("".join(a), [span], False) for a, span in zip(answers, spans, strict=True)]
 
 
 def encode_all(tokenizer, rendered: Sequence[Rendered], append_eos: bool = True) -> list[Encoded]:  # noqa: ANN001
@@ -201,14 +177,15 @@ def _mark(tokenizer, row: Rendered, ids: list[int], positions: dict[int, int],  
         ends_every_text = row.is_plain and ids[-1:] == [eos] and not row.text.endswith(tokenizer.eos_token or "\0")
         ids = ids[:-1] if ends_every_text else ids  # some tokenizers put EOS behind whatever they read
         return Encoded(ids, [False] * len(ids), len(ids))
-    if eos is None:
-        raise UserError("the tokenizer has no eos_token, so no response could ever end; set one in its config")
     mask = [False] * len(ids)
     for start, end in row.spans:
         for i in range(positions[start], positions[end]):
             mask[i] = True
     if append_eos or not row.is_plain:
-        if not ids or ids[-1] not in (eos, None if row.is_plain else turn_end(tokenizer)):
+        if not ids or ids[-1] not in (eos, *(() if row.is_plain else turn_ends(tokenizer))):
+            if eos is None:
+                raise UserError("the tokenizer has no eos_token, so no response could ever end; "
+                                "name one in tokenizer_config.json")
             ids, mask = [*ids, eos], [*mask, True]
         mask[-1] = True
     return Encoded(ids, mask, positions[row.spans[0][0]])

@@ -33,7 +33,8 @@ class PairBatch:
 class LabelledBatch:
     """B responses with labels (B,) bool, whether they are desirable; loss_mask marks response tokens with EOS.
 
-    mismatched: row i is the prompt of row i with the response of row i - 1, cut at the longest length allowed.
+    mismatched: prompts of these rows, each with a response to another prompt (`mismatches`), cut at the longest length
+    allowed; rows without another prompt beside them are left out.
     """
 
     sequences: SequenceBatch
@@ -78,31 +79,61 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def collate_pairs(rows: Sequence[dict], pad_id: int) -> PairBatch:
-    """Rows {chosen_ids, rejected_ids, num_prompt_tokens, num_prompt_tokens_rejected, margin} -> PairBatch.
+    """Rows {chosen_ids, rejected_ids, num_prompt_tokens, num_prompt_tokens_rejected, chosen_mask, rejected_mask,
+    margin} -> PairBatch.
 
-    The last two may be missing: the same prompt tokens, and no margin.
+    The last four may be missing: the same prompt tokens, responses of one turn, and no margin.
     """
     ids = [r["chosen_ids"] for r in rows] + [r["rejected_ids"] for r in rows]
     prompts = [r["num_prompt_tokens"] for r in rows]
     prompts += [r.get("num_prompt_tokens_rejected", r["num_prompt_tokens"]) for r in rows]
+    given = [r.get(f"{side}_mask") for side in ("chosen", "rejected") for r in rows]
     mask = length_mask(torch.tensor([len(r) for r in ids]))
-    answers = mask & ~length_mask(torch.tensor(prompts), mask.shape[1])
+    answers = _responses(mask, prompts, given)
     margin = torch.tensor([float(r.get("margin") or 0.0) for r in rows])
     return PairBatch(SequenceBatch(pad_right(ids, pad_id), mask, answers), margin)
 
 
+def _responses(mask: Tensor, starts: Sequence[int], given: Sequence[list[bool] | None]) -> Tensor:
+    """(B, T) response tokens: those that a row marks, else all behind its prompt."""
+    answers = mask & ~length_mask(torch.tensor(starts), mask.shape[1])
+    for i, marks in enumerate(given):
+        if marks is not None:
+            answers[i, : len(marks)] &= torch.tensor(marks, dtype=torch.bool)
+    return answers
+
+
 def collate_labelled(rows: Sequence[dict], pad_id: int, max_length: int) -> LabelledBatch:
-    """Rows {input_ids, num_prompt_tokens, label} -> LabelledBatch. max_length: of a mismatched row, in tokens."""
-    starts = torch.tensor([r["num_prompt_tokens"] for r in rows])
+    """Rows {input_ids, num_prompt_tokens, loss_mask, label} -> LabelledBatch. loss_mask may be missing: a response of
+    one turn. max_length: of a mismatched row, in tokens."""
+    starts = [r["num_prompt_tokens"] for r in rows]
+    prompts, answers = zip(*((list(r["input_ids"][:n]), list(r["input_ids"][n:]))
+                             for r, n in zip(rows, starts, strict=True)), strict=True)
+    marks = [list(r["loss_mask"][n:]) if "loss_mask" in r else [True] * len(answer)
+             for r, n, answer in zip(rows, starts, answers, strict=True)]
 
-    def batch(ids: list[list[int]]) -> SequenceBatch:
+    def batch(pairs: list[tuple[int, int]], longest: int | None = None) -> SequenceBatch:
+        """The prompt of row i with the response of row j, for each (i, j)."""
+        ids = [[*prompts[i], *answers[j]][:longest] for i, j in pairs]
+        trained = [[*[False] * len(prompts[i]), *marks[j]][:longest] for i, j in pairs]
         mask = length_mask(torch.tensor([len(r) for r in ids]))
-        return SequenceBatch(pad_right(ids, pad_id), mask, mask & ~length_mask(starts, mask.shape[1]))
+        return SequenceBatch(pad_right(ids, pad_id), mask, pad_right(trained, False, torch.bool))
 
-    mismatched = [[*row["input_ids"][: row["num_prompt_tokens"]], *other["input_ids"][other["num_prompt_tokens"]:]]
-                  for row, other in zip(rows, [*rows[-1:], *rows[:-1]], strict=True)]
-    return LabelledBatch(batch([list(r["input_ids"]) for r in rows]), batch([ids[:max_length] for ids in mismatched]),
+    return LabelledBatch(batch([(i, i) for i in range(len(rows))]), batch(mismatches(prompts), max_length),
                          torch.tensor([bool(r["label"]) for r in rows]))
+
+
+def mismatches(prompts: Sequence[Sequence[int]], rows: Sequence[int] | None = None) -> list[tuple[int, int]]:
+    """(i, j) for each i of `rows` (all, if not given): j is the nearest row before i, in a circle, whose prompt is
+    another one. Rows of a batch with one prompt have none and are left out.
+
+    KTO's point of reference is the KL on responses to other prompts (2402.01306, section 4); a response to the very
+    prompt is what the loss itself is about to move.
+    """
+    size = len(prompts)
+    found = [(i, next((j % size for j in range(i - 1, i - size, -1) if prompts[j % size] != prompts[i]), None))
+             for i in (range(size) if rows is None else rows)]
+    return [(i, j) for i, j in found if j is not None]
 
 
 def collate_prompts(rows: Sequence[dict]) -> Prompts:

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from hybrid_rlhf.config import check, nearest
 from hybrid_rlhf.data import cache, chat, sources
 from hybrid_rlhf.data.blend import SHARES, Blend, blend, deal, deal_key, is_held_out
 from hybrid_rlhf.data.chat import Refused
-from hybrid_rlhf.data.examples import MAKERS, TRAININGS, Counts, Lengths, Work, unfolded
+from hybrid_rlhf.data.examples import MAKERS, TRAININGS, Counts, Lengths, Work, prepared, unfolded
+from hybrid_rlhf.data.row_counts import add_up, describe, summary
 from hybrid_rlhf.data.schema import KINDS, Example, Format, detect, read_row
-from hybrid_rlhf.data.sources import Source
+from hybrid_rlhf.data.source import Source, as_sources
 
+__all__ = ["DataConfig", "StageData", "build", "describe", "open_sources", "raw_texts", "summary"]
 _CHUNK = 1000  # sequences tokenized in one call
 
 
@@ -23,12 +26,15 @@ class DataConfig:
     """Which rows, and how they become tokens.
 
     Attributes:
-        sources: Where the rows come from.
+        sources: Where the rows come from: a path, or a list of paths and mappings.
         split: Shares of the prompts for stages sft, reward and ppo, dealt by a hash of the prompt's text, so that no
-            prompt is seen by two stages (dpo and its like take reward's share). null gives every stage every row.
+            prompt is seen by two stages (dpo and its like take reward's share): for one file that serves all of them.
+            null gives every stage every row.
         eval_fraction: Share of each stage's prompts held out for evaluation, by hash too.
         max_length: Longest sequence in tokens. Longer demonstrations lose their tail, longer pairs are dropped.
         max_prompt_length: Longest prompt in tokens for stages that sample; longer ones are dropped.
+        raw: Whether strings stay as they are. false renders them as turns wherever the tokenizer has a chat template:
+            a prompt as the user's, a completion as the assistant's. Rows of `text` always stay.
         train_on: response (assistant turns and EOS), or all tokens.
         append_eos: Whether plain-text answers end with EOS. false for text that is continued and never has to end;
             messages always end with it.
@@ -39,11 +45,13 @@ class DataConfig:
         score_template: How conditional_sft writes an answer's score into its prompt (into the last user turn).
     """
 
-    sources: list[Source] = field(default_factory=list)
-    split: list[float] | None = field(default_factory=lambda: [2.0, 4.0, 4.0])
+    # plain types: a class here would have the parser import what a setting names
+    sources: list[dict | str] | dict | str | None = field(default_factory=list, metadata={"items": Source})
+    split: list[float] | None = None
     eval_fraction: float = 0.05
     max_length: int = 512
     max_prompt_length: int = 256
+    raw: bool = False
     train_on: str = "response"
     append_eos: bool = True
     packing: bool = False
@@ -53,6 +61,7 @@ class DataConfig:
     score_template: str = "Score {score:g}. {prompt}"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "sources", as_sources(self.sources))
         split = self.split or [1.0] * 3
         check(len(split) == 3 and all(0 <= s < float("inf") for s in split) and sum(split) > 0,
               f"data.split is {self.split}; it needs three shares (sft, reward, ppo), none negative, or null")
@@ -124,7 +133,8 @@ def build(config: DataConfig, stage: str, tokenizer, seed: int) -> StageData:  #
     tables = [_tokenized(config, each, stage, tokenizer) for each in opened]
     train = blend([t[0] for t in tables], [each.source.weight for each in opened], seed, config.max_samples)
     held_out = blend([t[1] for t in tables], [None] * len(tables), seed)
-    report = _report([t[2] for t in tables], len(train), len(held_out))
+    report = add_up([t[2] for t in tables], len(train), len(held_out))
+    report["not_used"] = _passed_over(config, stage, opened)
     check(len(train) > 0, f"no usable row for stage {stage}: {describe(report)}; "
                           + ("data.split null gives every stage every row" if report["other_stages"] else
                              "give other data, or larger lengths"))
@@ -140,7 +150,7 @@ def open_sources(config: DataConfig, stage: str) -> list[Opened]:
     check(stage in TRAININGS, f"no data is known for stage {stage!r}{nearest(stage, TRAININGS)}")
     meant = [s for s in config.sources if not s.stages or stage in s.stages]
     check(bool(meant), f"no data source for stage {stage}: data.sources "
-                       + ("is empty; give a list of {path: ...}" if not config.sources else
+                       + ("is empty; give a path or a list of them" if not config.sources else
                           f"names other stages only; add {stage} to `stages` of one"))
     opened = [Opened(s, rows, detect(rows[0], s.path)) for s in meant for rows in [sources.read(s)]]
     serving = [o for o in opened if TRAININGS[stage] in KINDS[o.form.kind]]
@@ -174,7 +184,7 @@ def examples(config: DataConfig, each: Opened, stage: str, counts: Counter, lost
 
 def _tokenized(config: DataConfig, each: Opened, stage: str, tokenizer) -> cache.Tables:  # noqa: ANN001
     """One source's tables, from the cache or made now."""
-    lengths = Lengths(config.max_length, config.max_prompt_length, config.train_on, config.score_template)
+    lengths = Lengths(config.max_length, config.max_prompt_length, config.train_on, config.score_template, config.raw)
     settings = {"training": TRAININGS[stage], "lengths": lengths, "append_eos": config.append_eos,
                 "split": config.split, "share": SHARES[stage] if config.split else None,
                 "eval_fraction": config.eval_fraction, "format": each.form.name, "path": each.source.path}
@@ -203,41 +213,38 @@ def _tokenize(config: DataConfig, each: Opened, stage: str, tokenizer, lengths: 
     make = MAKERS[TRAININGS[stage]]
     for example, is_eval in examples(config, each, stage, seen, counts.dropped):
         try:
-            waiting += [(work, is_eval) for work in make(example, tokenizer, lengths)]
+            ready = prepared(example, tokenizer, lengths, counts)
+            waiting += [(work, is_eval) for work in make(ready, tokenizer, lengths)]
         except Refused as reason:
             counts.dropped[str(reason)] += 1
         if len(waiting) >= _CHUNK:
             finish()
     finish()
-    numbers = {**seen, "truncated": counts.truncated, "dropped": dict(counts.dropped), "train": len(rows[0]),
-               "held_out": len(rows[1])}
+    numbers = {**seen, "truncated": counts.truncated, "dropped": dict(counts.dropped),
+               "rendered": dict(counts.rendered), "train": len(rows[0]), "held_out": len(rows[1])}
     return rows[0], rows[1], numbers
 
 
-def _report(parts: Sequence[dict], num_train: int, num_held_out: int) -> dict:
-    """The sources' counts added up; train and held_out count the rows after blending."""
-    total = {name: sum(p[name] for p in parts) for name in ("read", "other_stages", "truncated")}
-    dropped = sum((Counter(p["dropped"]) for p in parts), Counter())
-    return {**total, "dropped": dict(dropped), "train": num_train, "held_out": num_held_out}
-
-
-def describe(report: dict) -> str:
-    """A report in one line."""
-    parts = [f"{report['read']} rows read", f"{report['train']} to train on", f"{report['held_out']} held out"]
-    parts += [f"{report['other_stages']} dealt to other stages"] if report["other_stages"] else []
-    parts += [f"{report['truncated']} truncated"] if report["truncated"] else []
-    return ", ".join(parts + [f"{n} dropped: {reason}" for reason, n in sorted(report["dropped"].items())])
+def _passed_over(config: DataConfig, stage: str, opened: Sequence[Opened]) -> list[str]:
+    """Paths of the sources that could serve any stage, but hold nothing for this one."""
+    serving = [each.source for each in opened]
+    return [s.path for s in config.sources if not s.stages and s not in serving]
 
 
 def is_conversational(config: DataConfig, stage: str) -> bool:
     """Whether any source of `stage` holds messages, by its first row: these need a chat template, text does not."""
+    return any(isinstance(part, list) for example in _first_rows(config, stage)
+               for part in (example.messages, example.prompt, *(answer for answer, _ in example.answers)))
+
+
+def has_plain_prompts(config: DataConfig, stage: str) -> bool:
+    """Whether any source of `stage` holds prompts of plain text, by its first row: data.raw says how they are read."""
+    return any(isinstance(example.prompt, str) and not example.is_text_pair for example in _first_rows(config, stage))
+
+
+def _first_rows(config: DataConfig, stage: str) -> Iterator[Example]:
     for each in open_sources(config, stage):
-        for example, _ in examples(config, each, stage, Counter(), Counter()):
-            parts = (example.messages, example.prompt, *(answer for answer, _ in example.answers))
-            if any(isinstance(part, list) for part in parts):
-                return True
-            break
-    return False
+        yield from (example for example, _ in islice(examples(config, each, stage, Counter(), Counter()), 1))
 
 
 def raw_texts(config: DataConfig, stage: str, seed: int = 0) -> Iterator[str]:

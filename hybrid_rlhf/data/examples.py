@@ -5,18 +5,26 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import NamedTuple
 
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.chat import Encoded, Refused, Rendered, Text
+from hybrid_rlhf.data.literal import BREAK, broken
 from hybrid_rlhf.data.schema import Example
+from hybrid_rlhf.models.template import dialect_of, folds_system
 
 TOO_LONG = "longer than max_length"
 PROMPT_TOO_LONG = "prompt longer than max_prompt_length"
 CUT_AWAY = "answer cut away"
 EMPTY = "empty answer"
+TURNS = "prompts of plain text rendered as user turns (data.raw true keeps them as they are)"
+RAW = "prompts of plain text kept as they are (data.raw)"
+NO_TEMPLATE = "prompts of plain text kept as they are, since the tokenizer has no chat template"
+MARKED = "of these prompts hold special tokens as text; data.raw true is for prompts that are rendered already"
+FOLDED = "system messages put into the first user turn, since the chat template takes none"
+TURN_BY_TURN = "conversations as one row per answer, since the chat template rewrites earlier turns"
 
 
 class Lengths(NamedTuple):
@@ -24,14 +32,16 @@ class Lengths(NamedTuple):
     max_prompt_length: int
     train_on: str
     score_template: str = ""
+    raw: bool = False
 
 
 @dataclass
 class Counts:
-    """What became of the rows. dropped: reason -> number."""
+    """What became of the rows. dropped: reason -> number. rendered: how they were rendered -> number."""
 
     truncated: int = 0
     dropped: Counter = field(default_factory=Counter)
+    rendered: Counter = field(default_factory=Counter)
 
 
 class Work(NamedTuple):
@@ -41,6 +51,26 @@ class Work(NamedTuple):
     finish: Callable[[list[Encoded], Counts], dict | None]
 
 
+def prepared(example: Example, tokenizer, lengths: Lengths, counts: Counts) -> Example:  # noqa: ANN001
+    """The row as it is rendered: where the tokenizer has a chat template, a string prompt is a user's turn and a string
+    answer the assistant's, unless `raw` keeps them as they are. Plain texts, which nobody asks for, always stay."""
+    is_plain = example.text is not None or example.is_text_pair
+    if not is_plain and isinstance(example.prompt, str):
+        has_turns = bool(tokenizer.chat_template) and not lengths.raw
+        counts.rendered[TURNS if has_turns else RAW if lengths.raw else NO_TEMPLATE] += 1
+        if has_turns:
+            if BREAK in broken(tokenizer, example.prompt):
+                counts.rendered[MARKED] += 1
+            answers = [(answer.removeprefix(" ") if isinstance(answer, str) else answer, score)
+                       for answer, score in example.answers]
+            example = replace(example, prompt=chat.as_turn(tokenizer, example.prompt), answers=answers,
+                              written=example.prompt)
+    messages = example.messages or example.prompt
+    if isinstance(messages, list) and folds_system(messages, dialect_of(tokenizer)):
+        counts.rendered[FOLDED] += 1
+    return example
+
+
 def demonstration(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # noqa: ANN001
     """-> {input_ids, loss_mask}. A row too long loses its tail as long as a token to be trained stays."""
     finish = _imitated(lengths)
@@ -48,18 +78,28 @@ def demonstration(example: Example, tokenizer, lengths: Lengths) -> Iterator[Wor
         _need_words(example.text, "empty text")
         yield Work([Rendered(example.text, [(0, len(example.text))], True)], finish)
     elif example.messages is not None:
-        _need_words(next((m["content"] for m in reversed(example.messages) if m["role"] == "assistant"), "-"))
+        _need_words(_last_words(example.messages))
         messages = example.messages[: lengths.max_length]  # what lies behind is cut anyway: a turn is a token at least
-        yield Work([chat.compose_messages(tokenizer, messages)], finish)
+        yield from _each(chat.compose_messages(tokenizer, messages), lengths)
     else:
         completion, score = max(example.answers, key=lambda a: a[1])
         if len(example.answers) == 1 and score <= 0:
             raise Refused("labelled as a bad answer")
-        yield Work([_composed(tokenizer, example.prompt, completion)], finish)
+        yield from _each(_composed_all(tokenizer, example.prompt, completion), lengths)
 
 
-def _imitated(lengths: Lengths) -> Callable[[list[Encoded], Counts], dict | None]:
+def _each(texts: list[Rendered], lengths: Lengths) -> Iterator[Work]:
+    """A row for each text of a conversation; where all tokens are trained, one: the last, which holds every word."""
+    if lengths.train_on == "all":
+        texts = texts[-1:]
+    for number, text in enumerate(texts):
+        yield Work([text], _imitated(lengths, is_split=len(texts) > 1 and number == 0))
+
+
+def _imitated(lengths: Lengths, is_split: bool = False) -> Callable[[list[Encoded], Counts], dict | None]:
     def finish(encoded: list[Encoded], counts: Counts) -> dict | None:
+        if is_split:
+            counts.rendered[TURN_BY_TURN] += 1
         ids, mask, _ = encoded[0]
         mask = [True] * len(ids) if lengths.train_on == "all" else mask
         if not any(mask[1 : lengths.max_length]):
@@ -75,7 +115,7 @@ def graded(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # 
     """-> {input_ids, loss_mask}, one per answer, good or bad: the score is written into the prompt."""
     for answer, score in example.answers:
         question = with_score(example.prompt or "", score, lengths.score_template)
-        yield Work([_composed(tokenizer, question, answer)], _imitated(lengths))
+        yield from _each(_composed_all(tokenizer, question, answer), lengths)
 
 
 def with_score(prompt: Text, score: float, template: str) -> Text:
@@ -105,18 +145,18 @@ def labelled(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  
     for answer, label in answers:
 
         def finish(encoded: list[Encoded], counts: Counts, label: bool = label) -> dict | None:
-            ids, _, start = encoded[0]
+            ids, mask, start = encoded[0]
             if len(ids) > lengths.max_length:
                 counts.dropped[TOO_LONG] += 1
                 return None
-            return {"input_ids": ids, "loss_mask": [i >= start for i in range(len(ids))], "num_prompt_tokens": start,
-                    "label": label}
+            return {"input_ids": ids, "loss_mask": mask, "num_prompt_tokens": start, "label": label}
 
         yield Work([_composed(tokenizer, example.prompt, answer)], finish)
 
 
 def pair(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # noqa: ANN001
-    """-> {chosen_ids, rejected_ids, num_prompt_tokens, num_prompt_tokens_rejected, margin}, one per two answers.
+    """-> {chosen_ids, rejected_ids, chosen_mask, rejected_mask, num_prompt_tokens, num_prompt_tokens_rejected, margin},
+    one per two answers. The masks mark the assistant's turns.
 
     A pair of which one side is too long is dropped: a cut answer would be judged as if it were whole.
     """
@@ -126,7 +166,8 @@ def pair(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # no
         if max(len(chosen.ids), len(rejected.ids)) > lengths.max_length:
             counts.dropped[TOO_LONG] += 1
             return None
-        return {"chosen_ids": chosen.ids, "rejected_ids": rejected.ids, "num_prompt_tokens": chosen.num_prompt_tokens,
+        return {"chosen_ids": chosen.ids, "rejected_ids": rejected.ids, "chosen_mask": chosen.loss_mask,
+                "rejected_mask": rejected.loss_mask, "num_prompt_tokens": chosen.num_prompt_tokens,
                 "num_prompt_tokens_rejected": rejected.num_prompt_tokens, "margin": example.margin}
 
     ranked = sorted(example.answers, key=lambda a: -a[1])
@@ -138,17 +179,19 @@ def pair(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # no
 
 
 def prompt(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # noqa: ANN001
-    """-> {prompt_ids, text, rest}: rest is the original prompt and all other columns, as JSON (see `unfolded`)."""
+    """-> {prompt_ids, text, rest}: rest is the prompt as the row has it and all other columns, as JSON (see
+    `unfolded`)."""
 
     def finish(encoded: list[Encoded], counts: Counts) -> dict | None:
         ids = encoded[0].ids
         if len(ids) > lengths.max_prompt_length:
             counts.dropped[PROMPT_TOO_LONG] += 1
             return None
-        rest = json.dumps({**example.columns, "prompt": example.prompt}, default=str)
+        rest = json.dumps({**example.columns, "prompt": written}, default=str)
         return {"prompt_ids": ids, "text": rendered.shown, "rest": rest}
 
-    if not example.prompt:
+    written = example.prompt if example.written is None else example.written
+    if not written:
         raise Refused("empty prompt")
     rendered = chat.compose_prompt(tokenizer, example.prompt)
     yield Work([rendered], finish)
@@ -162,8 +205,21 @@ def unfolded(row: dict) -> dict:
 
 
 def _composed(tokenizer, question: Text | None, answer: Text) -> Rendered:  # noqa: ANN001
-    _need_words(answer if isinstance(answer, str) else answer[-1]["content"])
-    return chat.compose(tokenizer, question or "", answer)
+    found = _composed_all(tokenizer, question, answer)
+    if len(found) > 1:
+        raise Refused(chat.REWRITTEN)
+    return found[0]
+
+
+def _composed_all(tokenizer, question: Text | None, answer: Text) -> list[Rendered]:  # noqa: ANN001
+    _need_words(answer if isinstance(answer, str) else _last_words(answer))
+    return chat.compose_all(tokenizer, question or "", answer)
+
+
+def _last_words(messages: list[dict]) -> str:
+    """What the assistant says, or does, last; "-" where it says nothing, of which rendering has its own reason."""
+    last = next((m for m in reversed(messages) if m["role"] == "assistant"), {"content": "-"})
+    return last["content"] or ("-" if last.get("tool_calls") else "")
 
 
 def _need_words(text: str, reason: str = EMPTY) -> None:

@@ -20,8 +20,9 @@ def read_file(path: str | Path) -> Rows:
     """The rows of a .jsonl, .json, .csv, .tsv or .txt file, gzipped or not.
 
     jsonl: one object a line. json: a list of objects, {"data": [...]}, or an object of equally long lists. csv and tsv:
-    a header, every value text. txt: one row {"text"} per line, or {"question", "answer"} where most lines are
-    "utterance TAB reply". Raises UserError naming file and line for anything else.
+    a header, every value text; a csv is separated by what its header has most of: commas, semicolons or tabs. txt: one
+    row {"text"} per line, or {"question", "answer"} where most lines are "utterance TAB reply". Raises UserError naming
+    file and line for anything else.
     """
     text = _text(path)
     nul = text.find("\0")
@@ -144,9 +145,13 @@ def _kind(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-def _delimited(delimiter: str) -> Callable[[str, str | Path], Rows]:
+def _delimited(delimiters: str) -> Callable[[str, str | Path], Rows]:
+    """A reader of lines separated by one of `delimiters`: by the one that the header has most of."""
+
     def parse(text: str, path: str | Path) -> Rows:
         csv.field_size_limit(2**31 - 1)
+        header = next((line for _, line in _lines(text)), "")
+        delimiter = max(delimiters, key=header.count)  # of equals the first
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
         rows = []
         try:
@@ -172,5 +177,5 @@ def _parse_txt(text: str, path: str | Path) -> Rows:
 
 
 PARSERS: dict[str, Callable[[str, str | Path], Rows]] = {
-    ".jsonl": _parse_jsonl, ".ndjson": _parse_jsonl, ".json": _parse_json, ".csv": _delimited(","),
+    ".jsonl": _parse_jsonl, ".ndjson": _parse_jsonl, ".json": _parse_json, ".csv": _delimited(",;\t"),
     ".tsv": _delimited("\t"), ".txt": _parse_txt}

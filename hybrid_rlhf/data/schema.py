@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from hybrid_rlhf.config import UserError
@@ -24,6 +24,8 @@ class Example:
     """One canonical row. Which fields are set depends on its kind (KINDS).
 
     answers: (completion, score) pairs, of which a higher score is better; only their order counts.
+    is_text_pair: the prompt is only the beginning that two plain texts share, and nobody's question.
+    written: the prompt as the row has it, where it is rendered in another form.
     columns: the row's other columns, handed on to reward functions.
     """
 
@@ -32,6 +34,8 @@ class Example:
     messages: list[dict] | None = None
     text: str | None = None
     margin: float = 0.0
+    is_text_pair: bool = False
+    written: Text | None = None
     columns: dict = field(default_factory=dict)
 
 
@@ -82,6 +86,8 @@ def read_row(row: dict, form: Format, where: str) -> Example:
             raise Refused(f"no {column}")
     try:
         example = form.read(row)
+        example.prompt, example.messages = (transcripts.with_tools(part, row.get("tools"))
+                                            for part in (example.prompt, example.messages))
     except (ValueError, TypeError) as error:
         raise UserError(f"{where}: {error}; mend the row") from error
     example.columns = {k: v for k, v in row.items() if k not in form.asks}
@@ -171,8 +177,9 @@ def _read_implicit(row: dict) -> Example:
     margin = _number(row["margin"], "margin") if row.get("margin") is not None else 0.0
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise Refused("one answer is a transcript, the other is not")
-    split = transcripts.common_text if isinstance(chosen, str) else transcripts.common_prompt
-    return _paired(*split(chosen, rejected), margin)
+    if isinstance(chosen, list):
+        return _paired(*transcripts.common_prompt(chosen, rejected), margin)
+    return replace(_paired(*transcripts.common_text(chosen, rejected), margin), is_text_pair=True)
 
 
 def _read_ranked(row: dict) -> Example:
@@ -198,13 +205,16 @@ def _read_judged(row: dict) -> Example:
     return _paired([user(_string(row["input"], "input"))], *(outputs if best == 1 else outputs[::-1]))
 
 
-def _read_unpaired(row: dict) -> Example:
-    label = float(_truth(row["label"], "label"))
-    return Example(_prompt(row["prompt"]), [(_answer(row, "completion"), label)])
+def _read_unpaired(answer: str) -> Callable[[dict], Example]:
+    def read(row: dict) -> Example:
+        label = float(_truth(row["label"], "label"))
+        return Example(_prompt(row["prompt"]), [(_answer(row, answer), label)])
+
+    return read
 
 
-def _read_completion(row: dict) -> Example:
-    return Example(_prompt(row["prompt"]), [(_answer(row, "completion"), 1.0)])
+def _read_completion(answer: str) -> Callable[[dict], Example]:
+    return lambda row: Example(_prompt(row["prompt"]), [(_answer(row, answer), 1.0)])
 
 
 def _read_instruction(answer: str) -> Callable[[dict], Example]:
@@ -248,8 +258,10 @@ FORMATS: tuple[Format, ...] = (
     Format("ranked", ("prompt", "completions", "scores"), "preference", _read_ranked),
     Format("preference", ("prompt", "chosen", "rejected"), "preference", _read_preference),
     Format("preference with implicit prompt", ("chosen", "rejected"), "preference", _read_implicit, ()),
-    Format("unpaired", ("prompt", "completion", "label"), "unpaired", _read_unpaired),
-    Format("prompt-completion", ("prompt", "completion"), "demonstration", _read_completion),
+    Format("unpaired", ("prompt", "completion", "label"), "unpaired", _read_unpaired("completion")),
+    Format("unpaired response", ("prompt", "response", "label"), "unpaired", _read_unpaired("response")),
+    Format("prompt-completion", ("prompt", "completion"), "demonstration", _read_completion("completion")),
+    Format("prompt-response", ("prompt", "response"), "demonstration", _read_completion("response")),
     Format("Alpaca", ("instruction", "output"), "demonstration", _read_instruction("output"), ("instruction", "input")),
     Format("GPTeacher", ("instruction", "response"), "demonstration", _read_instruction("response"),
            ("instruction", "input")),

@@ -7,12 +7,13 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 from hybrid_rlhf.config import UserError, check, nearest
 from hybrid_rlhf.data.files import PARSERS, kind_of, read_file
+from hybrid_rlhf.data.source import Source
+from hybrid_rlhf.hub import stay_offline_if_unreachable
 
 # Generated on the spot, no file and no network: name -> module:function, a function () -> list of rows.
 EMBEDDED = {f"demo/{name}": f"hybrid_rlhf.data.demo:{name}" for name in ("demonstrations", "preferences", "prompts")}
@@ -20,34 +21,6 @@ EMBEDDED = {f"demo/{name}": f"hybrid_rlhf.data.demo:{name}" for name in ("demons
 _NOT_DATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json",
              "dataset-metadata.json", "package.json"}
 _SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
-
-
-@dataclass(frozen=True)
-class Source:
-    """One place that rows come from.
-
-    Attributes:
-        path: demo/demonstrations, demo/preferences, demo/prompts; a jsonl, json, csv, tsv, txt or parquet file (.gz
-            too); a folder of such files or a saved data set; or a hub id.
-        name: Configuration of a hub data set, or subfolder of a folder.
-        split: Which split (a single file has no splits and is read whole).
-        weight: Share of the training rows relative to the other sources' weights. Without any weight every row is
-            used once per epoch; give weights to all sources or to none.
-        columns: Our column names and theirs, such as {prompt: question}.
-        stages: Stages that read this source; empty means every stage it has the columns for.
-    """
-
-    path: str
-    name: str | None = None
-    split: str = "train"
-    weight: float | None = None
-    columns: dict[str, str] = field(default_factory=dict)
-    stages: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        check(bool(self.path), "data.sources: a source has no path; give a file, a folder, a hub id or demo/<name>")
-        check(self.weight is None or 0 < self.weight < float("inf"),
-              f"data.sources: weight of {self.path} is {self.weight}; it must be positive")
 
 
 def read(source: Source) -> Sequence[dict]:
@@ -63,7 +36,7 @@ def read(source: Source) -> Sequence[dict]:
     elif path.is_file():
         rows = _file(path)
     else:
-        check(not _looks_local(source.path), f"data source {source.path} does not exist; "
+        check(not _looks_local(source.path), f"data.sources: {source.path} does not exist; "
                                              "give a file, a folder or a hub id")
         rows = _hub(source)
     check(len(rows) > 0, f"{source.path} is empty: no row in split {source.split}; give another file or split")
@@ -164,13 +137,14 @@ def _check_inside(folder: Path) -> None:
 
 
 def _hub(source: Source) -> Sequence[dict]:
+    stay_offline_if_unreachable()
     import datasets
 
     try:
         with _quiet():
             found = datasets.load_dataset(source.path, source.name, split=source.split)
     except Exception as error:  # offline, missing, gated, a script: the library has a class for each
-        raise UserError(f"data source {source.path} is no file or folder here, and loading it from the hub failed: "
+        raise UserError(f"data.sources: {source.path} is no file or folder here, and loading it from the hub failed: "
                         f"{type(error).__name__}: {_first_line(error)}; give another path") from error
     return found
 

@@ -9,7 +9,7 @@ from torch import nn
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.engine.kv_cache import free_bytes
 from hybrid_rlhf.engine.runner import Runner
-from hybrid_rlhf.models.tokenizer import turn_end
+from hybrid_rlhf.models.tokenizer import turn_ends
 
 
 def fitting_slots(runner: Runner, wanted: int, capacity: int, max_bytes: int | None) -> int:
@@ -65,8 +65,8 @@ def check_lengths(runner: Runner, prompts: list[list[int]], limits: Sequence[int
 
 
 def stop_ids(model: nn.Module, tokenizer) -> list[int]:  # noqa: ANN001
-    """All tokens that end a response: the tokenizer's eos, the end of a turn in its chat template, and those of the
+    """All tokens that end a response: the tokenizer's eos, the ends of a turn in its chat template, and those of the
     model's generation_config."""
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     configured = configured if isinstance(configured, list) else [configured]
-    return sorted({i for i in [tokenizer.eos_token_id, turn_end(tokenizer), *configured] if i is not None})
+    return sorted({i for i in [tokenizer.eos_token_id, *turn_ends(tokenizer), *configured] if i is not None})

@@ -9,7 +9,7 @@ hooks into, adapters and quantized weights go the model's own way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -57,15 +57,15 @@ def find_decode_layers(runner) -> list[Form]:  # noqa: ANN001 - a Runner
     """The layers of the runner's model that its kernels compute as the model does. Inside `runner.plugged_in`."""
     if runner.ops.decode_layer is None or runner.is_stateful:
         return []
-    found = []
+    forms = [form for layer in runner.model.modules() if (form := _form(layer, runner.ops.linear_dtypes))]
+    widths = _angle_widths(runner, forms) if forms else {}
+    found: list[Form] = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        for layer in runner.model.modules():
-            for adds_one in (False, True):
-                form = _form(layer, adds_one, runner.ops.linear_dtypes)
-                if form and _is_right(runner, form):
-                    found.append(form)
-                    break
+        for form in forms:
+            if widths.get(form.layer) == _head_dim(form):
+                tries = (form._replace(adds_one=adds_one) for adds_one in (False, True))
+                found += [right for right in tries if _is_right(runner, right)][:1]
     return found
 
 
@@ -105,7 +105,7 @@ def _eps(norm: nn.Module) -> float | None:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
-def _form(layer: nn.Module, adds_one: bool, dtypes: frozenset[torch.dtype]) -> Form | None:
+def _form(layer: nn.Module, dtypes: frozenset[torch.dtype]) -> Form | None:
     """The layer as the kernel's form, if it has the parts of one."""
     children = dict(layer.named_children())
     if set(children) != _CHILDREN or not isinstance(getattr(layer.self_attn, "layer_idx", None), int):
@@ -116,7 +116,7 @@ def _form(layer: nn.Module, adds_one: bool, dtypes: frozenset[torch.dtype]) -> F
     gelu = is_gelu(layer.mlp.act_fn) if hasattr(layer.mlp, "act_fn") else None
     if gelu is None or not isinstance(getattr(layer.self_attn, "scaling", None), float):
         return None
-    form = Form(layer, layer.self_attn.layer_idx, adds_one, gelu)
+    form = Form(layer, layer.self_attn.layer_idx, False, gelu)
     norms = [n for n in form.norms() if n is not None]
     is_plain = (all(type(m) is nn.Linear for m in form.matrices())
                 and all(_is_norm(n) and _eps(n) == _eps(norms[0]) for n in norms)
@@ -130,6 +130,27 @@ def _is_norm(module: nn.Module) -> bool:
             and module.weight.dim() == 1 and isinstance(_eps(module), float))
 
 
+def _head_dim(form: Form) -> int:
+    return getattr(form.layer.self_attn, "head_dim", 0)
+
+
+def _angle_widths(runner, forms: list[Form]) -> dict[nn.Module, int]:  # noqa: ANN001 - a Runner
+    """How many dimensions of a head the model's own angles rotate, by layer. GLM-4's rotate half of them, by code that
+    would rotate all if it were given that many angles: the trial of a layer alone cannot tell."""
+    widths: dict[nn.Module, int] = {}
+
+    def note(layer: nn.Module, _inputs: tuple, named: dict) -> None:
+        angles = named.get("position_embeddings")
+        if isinstance(angles, tuple):
+            widths[layer] = angles[0].shape[-1]
+
+    with ExitStack() as stack:
+        for form in forms:
+            stack.callback(form.layer.register_forward_pre_hook(note, with_kwargs=True).remove)
+        runner.prefill(runner.new_cache(1, 2), [[0]], [0], [0])
+    return widths
+
+
 def _is_right(runner, form: Form) -> bool:  # noqa: ANN001 - a Runner
     """Whether the layer itself and the kernel, over slots with random columns, give and store the same."""
     like = form.matrices()[1].weight
@@ -138,7 +159,7 @@ def _is_right(runner, form: Form) -> bool:  # noqa: ANN001 - a Runner
         rows = cache.layers[form.index]
         if not isinstance(rows, KeyValueRows) or isinstance(rows, StateRows):
             return False
-        dim = getattr(form.layer.self_attn, "head_dim", 0)
+        dim = _head_dim(form)
         rows.keys, rows.values = (torch.randn(_ROWS, len(like) // dim, 8, dim).to(like) for _ in range(2))
         ours = rows.keys.clone(), rows.values.clone()
         angles = tuple(torch.randn(_ROWS, 1, dim).to(like) for _ in range(2))

@@ -224,9 +224,9 @@ class Runner:
                     self.reasons.pop(path, None)
                     self._find_layers()
                     self.ending_ids = [pad_id] if self.first_position else []  # there a pad has no position at all
-                    if self.reasons:
-                        _log.warning("%s keeps its own attention in inference mode: %s", type(self.model).__name__,
-                                     self.reasons["native"])
+                    for what, why in self.reasons.items():
+                        _log.warning("%s keeps its own %s in inference mode: %s", type(self.model).__name__,
+                                     "attention" if what == "native" else what, why)
                     return
                 self.reasons.setdefault(path, reason)
                 if "differ" not in reason:

@@ -55,11 +55,11 @@ class ZeroTraining:
                  zero: ZeroConfig, parameters: dict[str, nn.Parameter] | None = None) -> None:
         init_process_group()
         self.parameters = parameters or {n: p for n, p in module.named_parameters() if p.requires_grad}
-        self.max_grad_norm, self.schedule, self.num_steps = optimizer.max_grad_norm, schedule, 0
+        self.max_grad_norm, self.max_skipped_in_a_row = optimizer.max_grad_norm, optimizer.max_skipped_updates
+        self.schedule, self.num_steps, self.num_omitted = schedule, 0, 0  # updates: made, and planned but never made
         self.num_skipped = self.num_skipped_in_a_row = 0  # updates not made: gradients that are not finite
-        self.max_skipped_in_a_row = optimizer.max_skipped_updates
         self._dtype = next(iter(self.parameters.values())).dtype
-        is_small = 10 * sum(map(_size, self.parameters.values())) < sum(map(_size, module.parameters()))
+        is_small = 10 * sum(map(size_of, self.parameters.values())) < sum(map(size_of, module.parameters()))
         self.stage = zero.stage(self._dtype, optimizer.optim, is_small=is_small)
         self.offload = frozenset(zero.offload)
         kinds = MASTERED if self.stage == 0 and self._dtype != torch.float32 else OPTIMIZERS
@@ -76,7 +76,7 @@ class ZeroTraining:
 
     def _initialize(self, module: nn.Module, is_shared: bool):  # noqa: ANN202 - a DeepSpeed class
         # buckets no larger than what there is to put into them: DeepSpeed allocates them whole
-        bucket = max(1, min(50_000_000, sum(_size(p) for p in self.parameters.values())))
+        bucket = max(1, min(50_000_000, sum(size_of(p) for p in self.parameters.values())))
         settings = _common_settings(module, self.stage, self._dtype, self.offload) | {
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,  # torch's own steps on a CPU as well, and needs no compiler
@@ -98,8 +98,8 @@ class ZeroTraining:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next step."""
-        return self._base_learning_rate * self.schedule(self.num_steps)
+        """The learning rate of the next step. The schedule counts omitted updates too, else it would never end."""
+        return self._base_learning_rate * self.schedule(self.num_steps + self.num_omitted)
 
     def __call__(self, *inputs: object, **named: object):  # noqa: ANN204 - the module's own
         """The module's forward."""
@@ -236,7 +236,7 @@ def _common_settings(module: nn.Module, stage: int, dtype: torch.dtype, offload:
         layout["offload_param"] = memory
     if stage == 3:  # norms and biases stay whole everywhere, as a message each would cost more than they do
         layout["stage3_param_persistence_threshold"] = max(
-            (_size(p) for p in module.parameters() if _num_axes(p) <= 1), default=0)
+            (size_of(p) for p in module.parameters() if _num_axes(p) <= 1), default=0)
     return {"train_micro_batch_size_per_gpu": 1,  # of no effect: micro-batches are ours, by tokens
             "gradient_accumulation_steps": 1, "zero_optimization": layout, "steps_per_print": sys.maxsize,
             "bf16": {"enabled": dtype == torch.bfloat16 and stage > 0}, "fp16": {"enabled": dtype == torch.float16}}
@@ -247,7 +247,7 @@ def _num_axes(parameter: nn.Parameter) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _size(parameter: nn.Parameter) -> int:
+def size_of(parameter: nn.Parameter) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())
 
 

@@ -60,7 +60,7 @@ def head_of(weight: Tensor, *, is_trained: bool) -> nn.Linear:
     return head.requires_grad_(is_trained)
 
 
-def random_head(hidden_size: int, seed: int, *, is_trained: bool) -> nn.Linear:
-    """A new scalar head: normal with standard deviation 1 / sqrt(H + 1), from a generator of its own."""
-    weight = torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed)) * (hidden_size + 1) ** -0.5
-    return head_of(weight, is_trained=is_trained)
+def zero_head(hidden_size: int, *, is_trained: bool) -> nn.Linear:
+    """A new scalar head that says 0 of everything. Hidden states have any scale, and those of a pretrained model a
+    large one: a random head on them begins far from what it is to predict."""
+    return head_of(torch.zeros(1, hidden_size), is_trained=is_trained)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import PickleError
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.config import UserError, check, nearest
-from hybrid_rlhf.models import quantize
+from hybrid_rlhf.hub import stay_offline_if_unreachable
+from hybrid_rlhf.models import complete, quantize
 from hybrid_rlhf.models.lora import LoraConfig, check_targets
 
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
@@ -110,9 +112,11 @@ def check_folder(path: str, needs: Iterable[str] = ("weights", "tokenizer"), tak
     if not folder.exists():
         looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
         check(not looks_local, f"model folder {path} does not exist; give a folder that does, or a hub id")
+        stay_offline_if_unreachable()
         return
     check(folder.is_dir(), f"{path} is a file; a model is a folder with config.json, weights and a tokenizer")
-    check((folder / "config.json").exists(), f"{path} is no model folder: it has no config.json")
+    is_tokenizer = tuple(needs) == ("tokenizer",)  # such as one beside an adapter
+    check(is_tokenizer or (folder / "config.json").exists(), f"{path} is no model folder: it has no config.json")
     if "weights" in needs and not list(folder.glob("*.safetensors")):
         pickled = sorted(folder.glob("*.bin"))
         check(bool(pickled), f"{path} has no weights: no *.safetensors beside its config.json; "
@@ -139,9 +143,10 @@ def load_scalar_model(config: ModelConfig, device: torch.device | str = "cpu", n
 
     new_head_std: standard deviation of a newly made head's weights (None: 1 / sqrt(hidden size + 1)).
     """
-    model = _load("AutoModelForSequenceClassification", config, torch.device(device), num_labels=1)
+    is_new = new_head_std is not None or not has_score(config.model_name_or_path)
+    model = _load("AutoModelForSequenceClassification", config, torch.device(device), is_new=is_new, num_labels=1)
     check(hasattr(model, "score"), f"{type(model).__name__} has no linear score head; use a decoder-only model")
-    if new_head_std is not None or not has_score(config.model_name_or_path):
+    if is_new:
         std = (model.score.in_features + 1) ** -0.5 if new_head_std is None else new_head_std
         nn.init.normal_(model.score.weight, std=std)
     if pad_id is not None:
@@ -162,13 +167,16 @@ def has_score(path: str | None) -> bool:
     return any("SequenceClassification" in n for n in names)
 
 
-def _load(auto_class: str, config: ModelConfig, device: torch.device, **extra: object) -> nn.Module:
+def _load(auto_class: str, config: ModelConfig, device: torch.device, is_new: bool = False,
+          **extra: object) -> nn.Module:
+    """is_new: whether the score head may be missing, because it is made anew."""
     import transformers
     from safetensors import SafetensorError
 
     path = config.model_name_or_path
     check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
-    check_folder(path, ("weights",), config.trust_pickled_weights)
+    configuration(config)
+    complete.check_files(path)
     if config.attn_implementation != "auto":
         extra["attn_implementation"] = config.attn_implementation
     dtype = resolve_dtype(config.dtype, device)
@@ -178,19 +186,33 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, **extra: o
         skip = ["score"] if "num_labels" in extra else None  # None: transformers' own rule, which spares the head
         extra |= {"device_map": {"": device}, "quantization_config": transformers.BitsAndBytesConfig(
             **quantize.SETTINGS[config.quantize], **compute, llm_int8_skip_modules=skip)}
-    level = transformers.logging.get_verbosity()
-    transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()  # "score.weight newly initialized" is what we want, not a warning
     try:
-        model = getattr(transformers, auto_class).from_pretrained(
-            path, dtype=dtype, trust_remote_code=config.trust_remote_code,
-            use_safetensors=None if config.trust_pickled_weights else True, **extra)
+        with _only_errors():  # "score.weight newly initialized" is what we want, not a warning
+            model, info = getattr(transformers, auto_class).from_pretrained(
+                path, dtype=dtype, trust_remote_code=config.trust_remote_code, output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are told below, by name
+                use_safetensors=None if config.trust_pickled_weights else True, **extra)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, PickleError) as error:
         raise UserError(f"cannot load {path} by {auto_class}: {first_line(error)}; "
                         "give a model that this release of transformers loads") from error
+    complete.check_complete(model, info, path, r"^score\." if is_new else None)
+    if config.dtype == "auto":
+        model.file_dtype = configuration(config).dtype  # in which an export writes it, wherever it was trained
+    return quantize.settle(model, path) if config.quantize else model.to(device)
+
+
+@contextmanager
+def _only_errors() -> Iterator[None]:
+    """Within the block transformers shows no progress and logs nothing but errors."""
+    import transformers
+
+    level = transformers.logging.get_verbosity()
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
     finally:
         transformers.logging.set_verbosity(level)
-    return quantize.settle(model, path) if config.quantize else model.to(device)
 
 
 def random_causal_lm(config: ModelConfig, tokenizer, seed: int) -> nn.Module:  # noqa: ANN001
@@ -208,7 +230,8 @@ def random_causal_lm(config: ModelConfig, tokenizer, seed: int) -> nn.Module:  #
 def prepare(model: nn.Module, config: ModelConfig, vocab_size: int) -> nn.Module:
     """Resize the embeddings if tokens were added, freeze by name, turn on checkpointing. In place."""
     if vocab_size > model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(vocab_size)  # new rows lie among the old ones: unlikely until trained
+        with _only_errors():  # not how the new rows are drawn, at length
+            model.resize_token_embeddings(vocab_size)  # new rows lie among the old ones: unlikely until trained
     for pattern in config.freeze:
         matches = [p for n, p in model.named_parameters() if re.search(pattern, n)]
         check(bool(matches), f"model.freeze pattern {pattern!r} matches no parameter of {type(model).__name__}, "
@@ -219,17 +242,6 @@ def prepare(model: nn.Module, config: ModelConfig, vocab_size: int) -> nn.Module
     check(any(p.requires_grad for p in model.parameters()), "model.freeze freezes every parameter; nothing is trained")
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
-
-
-def disable_dropout(model: nn.Module) -> nn.Module:
-    """Set every dropout rate to zero, in modules and in the attention's attributes. In place."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout", "activation_dropout", "layerdrop"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
     return model
 
 
@@ -269,7 +281,8 @@ def configured_positions(config: ModelConfig) -> int | None:
 
 
 def configuration(config: ModelConfig):  # noqa: ANN201 - a transformers class
-    """transformers' configuration of the model at a hub id or folder; reads no weights."""
+    """transformers' configuration of the model at a hub id or folder; reads no weights. UserError for what cannot be
+    trained here: encoder-decoders, weights in another's quantised format."""
     from transformers import AutoConfig
     check((path := config.model_name_or_path) is not None,
           "no model: give model.model_name_or_path (hub id or folder) or model.preset")
@@ -281,4 +294,5 @@ def configuration(config: ModelConfig):  # noqa: ANN201 - a transformers class
                         "give a folder with config.json, or a hub id") from error
     check(not getattr(found, "is_encoder_decoder", False),
           f"{path} is an encoder-decoder ({found.model_type}); a causal language model is needed")
+    complete.check_plain_weights(found, path, config.quantize)
     return found

@@ -6,6 +6,7 @@ Source: LoRA, arXiv 2106.09685: W x + (alpha / r) B A x, with W frozen.
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from hybrid_rlhf.models import added_rows
 if not torch.cuda.is_available():  # peft looks for deepspeed, which says on stdout that it found no accelerator
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_HEAD = "score.weight"
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ def _names_as_given() -> Iterator[None]:
 
 
 def save_adapter(model: nn.Module, folder: str | Path, adapter_name: str | None = None) -> None:
-    """One adapter (None: the active one) in peft's own format."""
+    """One adapter (None: the active one) in peft's own format, with the scalar head of a model that has one."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
@@ -184,8 +186,11 @@ def save_adapter(model: nn.Module, folder: str | Path, adapter_name: str | None 
     state = get_peft_model_state_dict(wrapped, adapter_name=name, save_embedding_layers=False)
     rows, indices = added_rows.to_file(model, name)
     state |= rows
-    save_file({k: v.detach().cpu().contiguous() for k, v in state.items()}, folder / _WEIGHTS, {"format": "pt"})
     settings = copy.copy(wrapped.peft_config[name])
+    settings.task_type = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"  # AutoPeftModel goes by it
+    if hasattr(model, "score"):  # as peft names a head that is trained whole
+        state[f"base_model.model.{_HEAD}"], settings.modules_to_save = model.score.weight, ["score"]
+    save_file({k: v.detach().cpu().contiguous() for k, v in state.items()}, folder / _WEIGHTS, {"format": "pt"})
     settings.inference_mode, settings.trainable_token_indices = True, indices
     settings.base_model_name_or_path = settings.base_model_name_or_path or model.config._name_or_path or None
     settings.save_pretrained(str(folder))
@@ -196,8 +201,14 @@ def is_adapter(folder: str | Path) -> bool:
     return (Path(folder) / _CONFIG).exists() and (Path(folder) / _WEIGHTS).exists()
 
 
+def task_of(folder: str | Path) -> str | None:
+    """What an adapter's file says that it is for: CAUSAL_LM, SEQ_CLS (a reward model) or nothing."""
+    return json.loads((Path(folder) / _CONFIG).read_text(encoding="utf-8")).get("task_type")
+
+
 def load_adapter(model: nn.Module, folder: str | Path, adapter_name: str) -> None:
-    """The adapter in `folder`, saved by `save_adapter` or by peft, beside the others of `model`.
+    """The adapter in `folder`, saved by `save_adapter` or by peft, beside the others of `model`; its head, where both
+    have one, in place of the model's.
 
     Raises UserError for a folder that is no plain LoRA adapter, or one whose layers are not this model's.
     """
@@ -206,11 +217,14 @@ def load_adapter(model: nn.Module, folder: str | Path, adapter_name: str) -> Non
 
     check(is_adapter(folder), f"{folder} holds no adapter: {_CONFIG} and {_WEIGHTS} are needed")
     settings = peft.PeftConfig.from_pretrained(str(folder))
-    check(isinstance(settings, peft.LoraConfig) and not settings.use_dora and not settings.modules_to_save,
+    is_plain = isinstance(settings, peft.LoraConfig) and not settings.use_dora
+    check(is_plain and settings.modules_to_save in (None, ["score"]),
           f"{folder} is no plain LoRA adapter; train one by model.lora")
     if not hasattr(model, "score"):
         settings.exclude_modules = None  # peft warns of exclusions that exclude nothing
-    indices, settings.trainable_token_indices = settings.trainable_token_indices, None  # the rows are ours to hold
+    # rows and head are not peft's to hold: rows are added below, and the head is the model's own
+    indices, settings.trainable_token_indices = settings.trainable_token_indices, None
+    settings.modules_to_save = settings.task_type = None
     try:
         _add(model, settings, adapter_name)
     except ValueError as error:
@@ -218,13 +232,16 @@ def load_adapter(model: nn.Module, folder: str | Path, adapter_name: str) -> Non
                         "give the base that it was made for") from error
     own = peft.get_peft_model_state_dict(model._peft_wrapper, adapter_name=adapter_name, save_embedding_layers=False)
     saved = load_file(Path(folder) / _WEIGHTS)
+    head = saved.pop(f"base_model.model.{_HEAD}", None)
     fits = added_rows.from_file(model, adapter_name, indices, saved, adapter_dtype(model))
     check(fits and own.keys() == saved.keys() and all(own[k].shape == saved[k].shape for k in own),
-          f"the adapter {folder} does not fit {type(model).__name__}: its layers, their shapes or its tokens are not the "
-          "model's; give the base that it was made for")
+          f"the adapter {folder} does not fit {type(model).__name__}: its layers, their shapes or its tokens are not "
+          "the model's; give the base that it was made for")
     with torch.no_grad():
         for name, value in own.items():
             value.copy_(saved[name])
+        if head is not None and hasattr(model, "score"):
+            model.score.weight.copy_(head)
     _activate_rows(model)
 
 

@@ -10,13 +10,15 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.models import quantize
+from hybrid_rlhf.models.dropout import dropout_in_config
 from hybrid_rlhf.models.lora import plain_name
 
 _log = logging.getLogger(__name__)
 
 
 def save(model: nn.Module, state: dict[str, torch.Tensor], folder: str | Path) -> None:
-    """`state` as safetensors with the model's configuration, in transformers' own layout.
+    """`state` as safetensors with the model's configuration, which says the dtype of `state`, in transformers' own
+    layout.
 
     Of a quantised model `state` holds the plain weights, so the folder is that of a plain model.
     """
@@ -26,7 +28,12 @@ def save(model: nn.Module, state: dict[str, torch.Tensor], folder: str | Path) -
     hidden = [(owner, name, vars(owner).pop(name)) for owner, name in
               ((model, "hf_quantizer"), (model.config, "quantization_config")) if name in vars(owner)]
     try:
-        model.save_pretrained(folder, state_dict=state)
+        own = model.config.dtype
+        with dropout_in_config(model):
+            model.save_pretrained(folder, state_dict=state)
+            model.config.dtype = next(v.dtype for v in state.values() if v.is_floating_point())
+            model.config.save_pretrained(folder)
+        model.config.dtype = own
     finally:
         for owner, name, value in hidden:
             setattr(owner, name, value)
@@ -43,6 +50,19 @@ def original_weights(model: nn.Module) -> dict[str, torch.Tensor] | None:
 
     None, with a line that says so, where they are not to be had: the files are gone, or were quantised themselves.
     """
+    try:
+        original = _read_again(model, model.quantised_from)
+        found = {name: original.get_submodule(plain_name(name)).weight.detach()
+                 for name in quantize.quantized_layers(model)}
+    except (OSError, ValueError, RuntimeError, AttributeError) as error:
+        _log.warning("the weights that were quantised cannot be read again (%s): adapters are merged into what the "
+                     "quantisation left of them", str(error).strip().splitlines()[0])
+        return None
+    return found if all(w.is_floating_point() for w in found.values()) else None
+
+
+def _read_again(model: nn.Module, source: str) -> nn.Module:
+    """The model at `source`, by the class of `model`, as its files have it."""
     import transformers
 
     settings = copy.copy(model.config)
@@ -50,15 +70,36 @@ def original_weights(model: nn.Module) -> dict[str, torch.Tensor] | None:
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # of a head that is new in the live model too
     try:
-        original = type(model).from_pretrained(
-            model.quantised_from, config=settings, dtype="auto", use_safetensors=True,
+        return type(model).from_pretrained(
+            source, config=settings, dtype="auto", use_safetensors=True,
             ignore_mismatched_sizes=True)  # of embeddings that have grown
-        found = {name: original.get_submodule(plain_name(name)).weight.detach()
-                 for name in quantize.quantized_layers(model)}
-    except (OSError, ValueError, RuntimeError, AttributeError) as error:
-        _log.warning("the weights that were quantised cannot be read again (%s): adapters are merged into what the "
-                     "quantisation left of them", str(error).strip().splitlines()[0])
-        return None
     finally:
         transformers.logging.set_verbosity(level)
-    return found if all(w.is_floating_point() for w in found.values()) else None
+
+
+@torch.no_grad()
+def share_kept(model: nn.Module, state: dict[str, torch.Tensor], dtype: torch.dtype) -> float:
+    """How much of what training changed is left of the weights `state` once they are rounded to `dtype`: with w the
+    change from the files that `model` was loaded from and q what rounding leaves of it, q . w / w . w.
+
+    A change of less than half a step of `dtype` is rounded away: 1e-4 of a weight of 0.1 in bfloat16. 1 where nothing
+    changed, or the files are gone; 0 where a number is too large for `dtype`.
+    """
+    try:
+        before = _read_again(model, model.config._name_or_path).state_dict()
+    except (OSError, ValueError, RuntimeError):
+        return 1.0
+    left = whole = 0.0
+    for name, weight in state.items():
+        if name == "score.weight" or name not in before or before[name].ndim != weight.ndim:
+            continue  # a head may have been made at random
+        rows = min(len(weight), len(before[name])) if weight.ndim else None
+        if weight.shape[1:] != before[name].shape[1:] or not weight.is_floating_point():
+            continue
+        rounded, old = weight.to(dtype), before[name][:rows].to(weight.device, torch.float32)
+        if not rounded.isfinite().all():
+            return 0.0
+        change = weight[:rows].float() - old
+        left += float(((rounded[:rows].float() - old) * change).sum())
+        whole += float((change * change).sum())
+    return left / whole if whole else 1.0

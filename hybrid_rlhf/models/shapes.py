@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.config import UserError, check
-from hybrid_rlhf.models.load import PRESETS, ModelConfig, check_folder, disable_dropout, prepare, resolve_dtype
+from hybrid_rlhf.models.dropout import disable_dropout
+from hybrid_rlhf.models.load import PRESETS, ModelConfig, check_folder, prepare, resolve_dtype
 from hybrid_rlhf.models.lora import LoraConfig, adapter_dtype, add_lora, lora_layers
 from hybrid_rlhf.models.lora_shapes import add_empty_adapters
 

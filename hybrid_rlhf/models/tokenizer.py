@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from weakref import WeakKeyDictionary
 
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.models.load import check_folder, first_line
+from hybrid_rlhf.models.template import dialect_of, special_ids
 
-_turn_ends: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> (its template, the token)
+CHATML_MARKERS = ("<|im_start|>", "<|im_end|>")
 _known: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> the ids that it had when it was loaded
 
 
@@ -41,14 +42,28 @@ def set_pad_token(tokenizer) -> bool:  # noqa: ANN001
     """Give `tokenizer` a pad token other than eos; True if a token had to be added to the vocabulary."""
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
         return False
-    vocab = tokenizer.get_vocab()
-    reserved = [t for t in vocab if re.search(r"(?i)^<[|\[]?.*pad.*[|\]]?>$|^\[PAD\]$", t)]
-    candidates = [tokenizer.unk_token, *sorted(reserved)]
-    for token in candidates:
-        if token is not None and token != tokenizer.eos_token:
-            tokenizer.pad_token = token
-            return False
+    token = next(_spare_tokens(tokenizer), None)
+    if token is not None:
+        tokenizer.pad_token = token
+        return False
     return tokenizer.add_special_tokens({"pad_token": "<|pad|>"}) > 0
+
+
+def _spare_tokens(tokenizer) -> Iterator[str]:  # noqa: ANN001
+    """Tokens that may pad, best first: those named for it, unk, reserved ones, and other special ones that no text of
+    ours holds. One that must be added makes the embeddings a row larger, and their size odd."""
+    used = [t for t in (tokenizer.eos_token, tokenizer.bos_token, *CHATML_MARKERS) if t]
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+
+    def is_free(token: str) -> bool:
+        return token not in used and token not in template and not re.search(r"(?i)image|video|audio|vision", token)
+
+    yield from filter(is_free, sorted(t for t in tokenizer.get_vocab()
+                                      if re.search(r"(?i)^<[|\[]?.*pad.*[|\]]?>$|^\[PAD\]$", t)))
+    if tokenizer.unk_token and tokenizer.unk_token != tokenizer.eos_token:
+        yield tokenizer.unk_token
+    special = [t for t in special_ids(tokenizer) if is_free(t)]
+    yield from sorted(special, key=lambda t: not re.search(r"(?i)reserved|unused|extra|empty|filler", t))
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int):  # noqa: ANN201
@@ -67,29 +82,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int):  # noqa: ANN201
                                    clean_up_tokenization_spaces=False)
 
 
-def turn_end(tokenizer) -> int | None:  # noqa: ANN001
-    """The special token that the chat template writes behind an answer (Gemma's <end_of_turn>), or None.
+def turn_ends(tokenizer) -> list[int]:  # noqa: ANN001
+    """The special tokens that the chat template writes behind an answer (Gemma's <end_of_turn>) and behind a tool call,
+    as ids; none where it writes none.
 
-    A response ends with it, and with nothing else: a second marker behind it would teach the model to go on.
+    A response ends with one of them, and with nothing else: a second marker behind it would teach the model to go on.
     """
-    template = getattr(tokenizer, "chat_template", None)
-    if not isinstance(template, str) or not template:
-        return None
-    if tokenizer not in _turn_ends or _turn_ends[tokenizer][0] != template:
-        _turn_ends[tokenizer] = (template, _find_turn_end(tokenizer))
-    return _turn_ends[tokenizer][1]
-
-
-def _find_turn_end(tokenizer) -> int | None:  # noqa: ANN001
-    from jinja2 import TemplateError
-
-    said = "turn" * 5
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
-        return None
-    rest = text.rpartition(said)[2].lstrip()
-    special = {i: str(t) for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-    found = [i for i, t in special.items() if rest.startswith(t)]
-    return max(found, key=lambda i: len(special[i]), default=None)
+    ids = special_ids(tokenizer)
+    return [ids[end] for end in dialect_of(tokenizer).ends]

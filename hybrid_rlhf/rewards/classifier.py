@@ -28,7 +28,7 @@ class ClassifierSource:
     reads: text (prompt and completion as one text; with the tokenizer's chat template where it has one), pair (the
     tokenizer's text pair, as cross-encoders take it) or completion (that alone). label: which of several labels pays,
     by name or number: its log-odds against the others, log p / (1 - p); a model with one label pays its output. No
-    weights are read before `open`.
+    weights are read before `open`. raw: whether a string prompt stays as it is also where there is a chat template.
     """
 
     path: str
@@ -37,6 +37,7 @@ class ClassifierSource:
     label: str | int | None = None
     dtype: str = "auto"
     batch_size: int = BATCH_SIZE
+    raw: bool = False
     model: nn.Module | None = field(default=None, init=False, repr=False)
     tokenizer: object = field(default=None, init=False, repr=False)
 
@@ -87,7 +88,7 @@ class ClassifierSource:
     def _ids(self, prompt: Text, answer: str, is_ended: bool) -> tuple[list[int], list[int]]:
         """Token ids of one response as this model reads it, and their segments (0, or 1 for a pair's second part)."""
         if self.reads == "text" and (hasattr(self.model, "score") or self.tokenizer.chat_template):
-            ids = read_by(self.tokenizer, prompt, answer, is_ended)
+            ids = read_by(self.tokenizer, prompt, answer, is_ended, self.raw)
             return ids, [0] * len(ids)
         asked = prompt if isinstance(prompt, str) else "\n\n".join(m["content"] for m in prompt)
         texts = {"text": (asked + answer if isinstance(prompt, str) else f"{asked}\n\n{answer}",),

@@ -5,29 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from hybrid_rlhf.algorithms.shaping import normalise
 from hybrid_rlhf.rewards import RewardSource, part_scores
+from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.rollout import Rollout
 
 
 @dataclass
 class Part:
-    """A source and its weight. mean, std: the scale that its scores are put on before they are weighted."""
+    """A source, its weight, and the scale that its scores are put on before they are weighted (None: as they are)."""
 
     source: RewardSource
     weight: float = 1.0
-    mean: float = 0.0
-    std: float = 1.0
+    scale: Scale | None = None
 
 
 @dataclass
 class Mixture:
-    """sum_k weight_k * (score_k - mean_k) / std_k over the sources that did not skip the response, as TRL adds them.
+    """sum_k weight_k * scale_k(score_k) over the sources that did not skip the response, as TRL adds them.
 
-    A response that all of them skip has no score (None). Each part's own scores, not weighted, go to
-    `rollout.source_scores`, NaN where it skipped.
+    A response that all of them skip has no score (None). Each part's own scores, neither scaled nor weighted, go to
+    `rollout.source_scores`, NaN where it skipped; which responses a scale's bound has moved to `rollout.is_clipped`.
     """
 
     parts: list[Part]
@@ -38,10 +36,9 @@ class Mixture:
         for part in self.parts:
             scores = part_scores(part.source, rollout)  # (B,)
             rollout.source_scores[part.source.name] = scores
-            total += self._share(part, scores)
-            is_scored |= ~torch.isnan(scores)
+            is_skipped = torch.isnan(scores)
+            if part.scale is not None:
+                scores, rollout.is_clipped = part.scale(scores)  # of a stage-2 model, and there is one at most
+            total += torch.where(is_skipped, 0.0, part.weight * scores)
+            is_scored |= ~is_skipped
         return [value if known else None for value, known in zip(total.tolist(), is_scored.tolist(), strict=True)]
-
-    @staticmethod
-    def _share(part: Part, scores: Tensor) -> Tensor:
-        return torch.nan_to_num(part.weight * normalise(scores, part.mean, part.std), nan=0.0)

@@ -12,6 +12,7 @@ from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.chat import Rendered, Text
 from hybrid_rlhf.data.literal import broken
 from hybrid_rlhf.models.load import max_positions
+from hybrid_rlhf.models.tokenizer import turn_ends
 from hybrid_rlhf.roles import Reward
 from hybrid_rlhf.rollout import Rollout
 from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right
@@ -20,17 +21,18 @@ from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right
 @dataclass
 class ModelSource:
     """The stage-2 model. It reads the actor's token ids, or, given a tokenizer of its own, the text: prompt and
-    response rendered by its own template and tokenized together, as stage 2 did."""
+    response rendered by its own template and tokenized together, as stage 2 did. raw: data.raw of the run."""
 
     role: Reward
     name: str = "model"
     tokenizer: object | None = None
+    raw: bool = False
 
     def score(self, rollout: Rollout) -> Tensor:
         if self.tokenizer is None:
             return self.role.score_rollout(rollout)
         prompts = rollout.prompts.columns.get("prompt") or rollout.prompts.texts
-        rows = [read_by(self.tokenizer, prompt, answer, bool(ended)) for prompt, answer, ended in
+        rows = [read_by(self.tokenizer, prompt, answer, bool(ended), self.raw) for prompt, answer, ended in
                 zip(prompts, rollout.completions, rollout.has_eos, strict=True)]
         longest, limit = max(map(len, rows)), self._positions()
         check(limit is None or longest <= limit,
@@ -44,13 +46,16 @@ class ModelSource:
         return max_positions(model if hasattr(model, "config") else model.base_model)
 
 
-def read_by(tokenizer, prompt: Text, answer: str, is_ended: bool) -> list[int]:  # noqa: ANN001
-    """Prompt and answer as `tokenizer` writes them; an answer that did not end has neither end marker nor EOS."""
-    whole = chat.compose(tokenizer, prompt, answer)
+def read_by(tokenizer, prompt: Text, answer: str, is_ended: bool, raw: bool = False) -> list[int]:  # noqa: ANN001
+    """Prompt and answer as `tokenizer` writes them; an answer that did not end has neither end marker nor EOS. raw:
+    a string prompt stays as it is also where there is a chat template."""
+    whole = chat.compose(tokenizer, chat.as_turn(tokenizer, prompt, raw), answer)
     if is_ended:
         return chat.encode_all(tokenizer, [whole])[0].ids
     start = whole.spans[-1][0]
-    answer = answer if whole.is_plain else broken(tokenizer, answer)
-    cut = whole.text[: start + len(answer)] if whole.text[start:].startswith(answer) else whole.text
+    words = answer if whole.is_plain else broken(tokenizer, answer)
+    end = next((at + len(w) for w in (words, words.strip()) if (at := whole.text.rfind(w, start)) >= 0), None)
+    cut = whole.text if end is None else whole.text[:end]
     ids = chat.encode_all(tokenizer, [Rendered(cut, [(start, len(cut))], whole.is_plain)], append_eos=False)[0].ids
-    return ids if whole.is_plain or ids[-1] != tokenizer.eos_token_id else ids[:-1]
+    ends = () if whole.is_plain else (tokenizer.eos_token_id, *turn_ends(tokenizer))
+    return ids[:-1] if ids[-1] in ends else ids

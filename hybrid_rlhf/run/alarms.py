@@ -1,8 +1,7 @@
 """What went wrong in a run, in words: pure functions over its history of metrics.
 
-A history is a list of rows {"step": int, name: number}, as metrics.jsonl holds them: one for each step, and one with
-names that begin with eval/ for each evaluation. The start and the end of a run are means over a tenth of its steps (two
-at least). Names are those of docs and TRL: reward is the score that was paid for.
+What a history is, and its start and end, is in history.py. Names are those of docs and TRL: reward is the score that
+was paid for.
 
 Where the limits come from: the score of a model that is optimised against a learned reward goes on rising while what
 was meant by it falls, from a KL on that depends on the reward model (2210.10760); the KL alarm's limits are what
@@ -12,11 +11,12 @@ separates held from fooled on the embedded task (docs/results/reward_hacking.md)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 
-History = Sequence[dict]
+from hybrid_rlhf.run.history import History, Series, is_number, series
+
 _FOOLED = "what is paid is no longer what is meant. Raise ppo.kl_coef, stop earlier, or mend the reward."
 
 
@@ -25,18 +25,29 @@ class Limits:
     """When an alarm goes off.
 
     max_kl, max_kl_per_token: nats; both must be passed, as a long response moves further in all than a short one.
-    min_length, max_length: of the start's mean length. max_clipped: share of responses that did not end.
-    min_diversity: of the start's distinct bigrams. min_entropy: of the start's nats per token. max_flat_groups: share
-    of groups whose scores are all equal. min_spread: of the start's standard deviation of scores. num_errors: how many
-    standard errors make a fall. min_fall: in standard deviations of the score.
+    max_kl_rise, max_kl_rise_per_token: the same, of a rise within rise_steps steps. min_length, max_length: of the
+    start's mean length. max_clipped: share of responses that did not end; max_unended: the same, where it was so from
+    the start. max_empty: share of responses without a word. min_distinct: of the start's share of distinct answers;
+    max_common: what the share of the three commonest may rise by. min_diversity: of the start's distinct bigrams.
+    min_entropy: of the start's nats per token. max_flat_groups: share of groups whose responses are all paid alike.
+    min_spread: of the start's standard deviation of scores. max_bounded: share of scores that ppo.score_clip moves.
+    num_errors: how many standard errors make a fall. min_fall: in standard deviations of the score.
     """
 
     max_kl: float = 5.0
     max_kl_per_token: float = 0.5
+    max_kl_rise: float = 5.0
+    max_kl_rise_per_token: float = 0.1
+    rise_steps: int = 5
     min_length: float = 0.5
     max_length: float = 2.0
     max_clipped: float = 0.5
+    max_unended: float = 0.9
+    max_empty: float = 0.5
     min_diversity: float = 0.5
+    min_distinct: float = 0.5
+    max_common: float = 0.25
+    max_bounded: float = 0.05
     min_entropy: float = 0.2
     max_flat_groups: float = 0.9
     min_spread: float = 0.01
@@ -50,46 +61,6 @@ class Alarm:
 
     name: str
     text: str
-
-
-@dataclass(frozen=True)
-class Series:
-    """One metric's values and their steps, and what its ends are."""
-
-    steps: list[int]
-    values: list[float]
-
-    @property
-    def size(self) -> int:
-        """Steps that an end is the mean of."""
-        return max(2, len(self.values) // 10)
-
-    @property
-    def start(self) -> float:
-        return fmean(self.values[: self.size])
-
-    @property
-    def end(self) -> float:
-        return fmean(self.values[-self.size :])
-
-    def error(self) -> float:
-        """Standard error of the difference of two ends, from what neighbouring steps differ by: a trend adds little."""
-        jumps = [(b - a) ** 2 / 2 for a, b in zip(self.values, self.values[1:], strict=False)]
-        return math.sqrt(2 * fmean(jumps) / self.size)
-
-    def around(self, place: int) -> float:
-        """Mean of the `size` values from `place` on."""
-        return fmean(self.values[place : place + self.size])
-
-
-def series(history: History, name: str) -> Series | None:
-    """The values of a metric; None where fewer than four steps have it: too few to have a start and an end."""
-    rows = [(row["step"], row[name]) for row in history if _is_number(row.get(name))]
-    return Series([s for s, _ in rows], [v for _, v in rows]) if len(rows) >= 4 else None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def find(history: History, limits: Limits | None = None) -> list[Alarm]:
@@ -136,7 +107,7 @@ def _against(paid: Series, name: str, second: Series, spread: Series, limits: Li
 
 
 def _held_out(history: History, paid: Series, limits: Limits) -> list[Alarm]:
-    rows = [row for row in history if _is_number(row.get("eval/reward")) and _is_number(row.get("eval/reward_std"))]
+    rows = [row for row in history if is_number(row.get("eval/reward")) and is_number(row.get("eval/reward_std"))]
     if len(rows) < 2 or paid.end - paid.start <= 2 * paid.error():
         return []
     best = max(rows, key=lambda row: row["eval/reward"])
@@ -161,6 +132,21 @@ def _far(kl: float, length: float, limits: Limits) -> list[Alarm]:
     return [Alarm("KL", f"the policy is {kl:.3g} nats per response ({per_token:.2g} per token) from the reference; "
                         f"beyond {limits.max_kl:g} nats and {limits.max_kl_per_token:g} per token a learned reward is "
                         "likely fooled, so read the samples. Raise ppo.kl_coef, or stop earlier.")]
+
+
+def spike(history: History, limits: Limits) -> list[Alarm]:
+    """A KL that rose by much within few steps, even if it came down again: the first such rise."""
+    kl, length = series(history, "objective/kl"), series(history, "completions/mean_length")
+    if kl is None or length is None:
+        return []
+    steps = min(limits.rise_steps, len(kl.values) - 2)
+    for i in range(len(kl.values) - steps - 1):
+        before, after = fmean(kl.values[i : i + 2]), fmean(kl.values[i + steps : i + steps + 2])
+        if after - before > max(limits.max_kl_rise, limits.max_kl_rise_per_token * length.start):
+            return [Alarm("KL spike", f"the KL to the reference rose from {before:.2g} to {after:.3g} nats per "
+                                      f"response within {steps} steps (from step {kl.steps[i]} on): the updates are "
+                                      "too large. Lower roles.actor.learning_rate, or set ppo.early_stop_kl 0.02.")]
+    return []
 
 
 def unheld(history: History, _: Limits) -> list[Alarm]:
@@ -192,6 +178,40 @@ def lengths(history: History, limits: Limits) -> list[Alarm]:
     return found
 
 
+def unended(history: History, limits: Limits) -> list[Alarm]:
+    """Responses that never ended, which a reward model was trained to see at their end."""
+    clipped = series(history, "completions/clipped_ratio")
+    if clipped is None or min(clipped.start, clipped.end) <= limits.max_unended or not any(
+            "rewards/model/mean" in row for row in history):
+        return []
+    return [Alarm("no response ends", f"{clipped.end:.0%} of the responses are cut at max_new_tokens, from the start "
+                                      "on, and the reward model scores them where nothing ends. Allow more tokens, or "
+                                      "begin with SFT on demonstrations that end (data.append_eos true).")]
+
+
+def empty(history: History, limits: Limits) -> list[Alarm]:
+    """Responses that say nothing."""
+    found = series(history, "completions/empty_ratio")
+    if found is None or found.end <= limits.max_empty:
+        return []
+    return [Alarm("empty answers", f"{found.end:.0%} of the responses are empty ({found.start:.0%} at the start). If "
+                                   "they were from the start, look at the prompts as the model sees them (--preview); "
+                                   "if they became so, the reward pays for silence: set ppo.sampling.min_new_tokens.")]
+
+
+def alike(history: History, limits: Limits) -> list[Alarm]:
+    """Unlike prompts that get the same answers, more than at the start: where few answers are right, as yes and no,
+    there were few from the start."""
+    distinct, top = series(history, "completions/distinct_answers"), series(history, "completions/top3_share")
+    if distinct is None or top is None or distinct.end >= limits.min_distinct * distinct.start or (
+            top.end <= top.start + limits.max_common):
+        return []
+    return [Alarm("same answers", f"unlike prompts get the same answers: three of them are {top.end:.0%} of a "
+                                  f"step's ({top.start:.0%} at the start), and {distinct.end:.0%} of its answers are "
+                                  f"different ({distinct.start:.0%}). Where more than a few answers are right, read "
+                                  "the samples; lower roles.actor.learning_rate, or raise ppo.kl_coef.")]
+
+
 def diversity(history: History, limits: Limits) -> list[Alarm]:
     """Responses to different prompts that became alike."""
     distinct = series(history, "completions/distinct_2")
@@ -214,6 +234,11 @@ def entropy(history: History, limits: Limits) -> list[Alarm]:
 def variance(history: History, limits: Limits) -> list[Alarm]:
     """Scores that do not differ teach nothing."""
     spread, flat = series(history, "reward_std"), series(history, "frac_reward_zero_std")
+    paid = series(history, "reward")
+    if paid is not None and spread is not None and _is_constant(paid, spread):
+        return [Alarm("no signal", f"in 0 of {len(paid.values)} steps did any response score above {paid.end:.3g}, the "
+                                   "least score there was: of that no method can learn. Try --check_signal; begin with "
+                                   "SFT, take easier prompts, or look at the reward function.")]
     if flat is not None and flat.end > limits.max_flat_groups:
         return [Alarm("zero reward variance", f"in {flat.end:.0%} of the groups all responses have the same score, so "
                                               "they teach nothing. Take prompts of another difficulty, a finer reward, "
@@ -223,6 +248,22 @@ def variance(history: History, limits: Limits) -> list[Alarm]:
                                               f"{spread.start:.2g} at the start), so they teach nothing. The reward is "
                                               "at its bound, or the responses are all alike.")]
     return []
+
+
+def _is_constant(paid: Series, spread: Series) -> bool:
+    """Whether every response of every step had one score, but for rounding."""
+    rounding = 1e-6 * max(map(abs, paid.values))
+    return max(spread.values) <= rounding and max(paid.values) - min(paid.values) <= rounding
+
+
+def bounds(history: History, limits: Limits) -> list[Alarm]:
+    """Scores beyond what is paid of them: what lies there teaches nothing."""
+    found = series(history, "score/clip_fraction")
+    if found is None or max(found.start, found.end) <= limits.max_bounded:
+        return []
+    return [Alarm("bounded scores", f"ppo.score_clip bounds {max(found.start, found.end):.0%} of the scores, and "
+                                    "between those beyond it the actor sees no difference. Raise it (null has none); "
+                                    "if they went there in training, the reward model may be fooled: read samples.")]
 
 
 def compared(start: dict[str, float], end: dict[str, float], num_prompts: int, limits: Limits | None = None
@@ -239,5 +280,17 @@ def compared(start: dict[str, float], end: dict[str, float], num_prompts: int, l
     return found + _far(end["kl"], end["length"], limits)
 
 
-CHECKS: tuple[Callable[[History, Limits], list[Alarm]], ...] = (not_finite, hacking, drift, unheld, lengths, diversity,
-                                                                entropy, variance)
+def answered(answers: Sequence[dict], limits: Limits | None = None) -> list[Alarm]:
+    """The alarm of a trained model that does not end most of its answers to the fixed prompts; rows say by "ended"
+    whether an answer ended where its demonstration does."""
+    ended = [row["ended"] for row in answers if isinstance(row.get("ended"), bool)]
+    endless = ended.count(False)
+    if not ended or endless <= (limits or Limits()).max_clipped * len(ended):
+        return []
+    return [Alarm("endless answers", f"{endless} of {len(ended)} answers to the fixed prompts did not end where the "
+                                     "demonstrations do: the model has not learned to stop. Train longer, or at a "
+                                     "higher rate.")]
+
+
+CHECKS: tuple[Callable[[History, Limits], list[Alarm]], ...] = (
+    not_finite, hacking, drift, spike, unheld, lengths, unended, empty, alike, diversity, entropy, variance, bounds)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from hybrid_rlhf import activity
 from hybrid_rlhf.collector import collect_as_usual
 from hybrid_rlhf.config import NotFinite, UserError, check
 from hybrid_rlhf.distributed import is_main, max_over_ranks
@@ -93,12 +94,15 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
 
 
 def _where(path: Path | None) -> str:
-    return f"the checkpoint is {path}" if path else "no checkpoint of it could be saved"
+    """How the run goes on; the path last, for people to copy."""
+    return f"the same command goes on there; the checkpoint is {path}" if path else (
+        "no checkpoint of it could be saved: the same command goes on from an earlier one, or begins again")
 
 
 def _step(saver: Saver, step: int, reporter: Reporter) -> dict[str, float]:
     """Step number `step` on the next batch: its metrics over all processes, and its seconds."""
     began = time.perf_counter()
+    activity.doing(f"step {step}")
     saver.mark()
     batch = saver.loader.next()
     try:

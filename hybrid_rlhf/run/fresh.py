@@ -12,12 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hybrid_rlhf.run.export import ExportDiffers
+from hybrid_rlhf.run.export import BOUNDS, ExportDiffers
 
 PROMPTS = ("Once upon a time", "What is the capital of France?", "1 2 3 4")
 NUM_TOKENS = 16
-# Largest difference of logits, relative to the largest logit, that rounding explains.
-BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 _SCRIPT = """
 import json, sys, torch, transformers
 from safetensors.torch import load_file, save_file

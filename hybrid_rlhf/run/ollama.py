@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROLES = ("system", "user", "assistant")
@@ -14,16 +14,18 @@ class Turns:
     """A chat template that writes every message between two fixed strings.
 
     around: role -> what stands before and after its content; opening: what the whole begins with; marker: what the
-    answer follows.
+    answer follows; default: what stands where the first message is no system message (SmolLM2, Qwen2.5: one of theirs).
     """
 
     around: dict[str, tuple[str, str]]
     opening: str
     marker: str
+    default: str = ""
 
     def render(self, messages: list[dict[str, str]]) -> str:
+        default = "" if messages[0]["role"] == "system" else self.default
         said = "".join(self.around[m["role"]][0] + m["content"] + self.around[m["role"]][1] for m in messages)
-        return self.opening + said + self.marker
+        return self.opening + default + said + self.marker
 
 
 def turns_of(render: Callable[[list[dict[str, str]]], str], bos: str = "") -> Turns | None:
@@ -58,15 +60,23 @@ def _probe(render: Callable[[list[dict[str, str]]], str], bos: str) -> Turns | N
     system_first, rest = render(_say("\0A", system="\0S")).split("\0S")
     after_system = rest.split("\0A")[0]
     opening = bos if first.startswith(bos) else ""
-    user = first[len(opening):]
+    user, default = first[len(opening):], ""
+    own_system = system_first[len(opening):]
+    if own_system and user.startswith(own_system) and user.endswith(after_system):  # a system message of its own
+        begins = max(range(len(after_system)), key=lambda i: _num_alike(after_system[i:], own_system))
+        user, default = after_system[begins:], user.removesuffix(after_system[begins:])
     if not (after_answer.endswith(user) and after_system.endswith(user) and system_first.startswith(opening)):
         return None
-    same = [a == b for a, b in zip(after_user, last, strict=False)]  # the answer's beginning may be in it
-    user_end = after_user[: [*same, False].index(False)]
-    around = {"system": (system_first[len(opening):], after_system.removesuffix(user)),
+    user_end = after_user[:_num_alike(after_user, last)]  # the answer's beginning may be in it
+    around = {"system": (own_system, after_system.removesuffix(user)),
               "user": (user, user_end),
               "assistant": (after_user[len(user_end):], after_answer.removesuffix(user))}
-    return _balanced(Turns(around, opening, last[len(user_end):]))
+    return _balanced(Turns(around, opening, last[len(user_end):], default))
+
+
+def _num_alike(one: str, other: str) -> int:
+    """How many characters two texts have in common at their beginning."""
+    return [*(a == b for a, b in zip(one, other, strict=False)), False].index(False)
 
 
 def _balanced(found: Turns) -> Turns:
@@ -76,15 +86,17 @@ def _balanced(found: Turns) -> Turns:
     if not end or not after.startswith(end):
         return found
     rest = after[len(end):]
-    return Turns(found.around | {"user": (before, end), "assistant": (rest + answer, end)}, found.opening,
-                 rest + found.marker)
+    return replace(found, around=found.around | {"user": (before, end), "assistant": (rest + answer, end)},
+                   marker=rest + found.marker)
 
 
 def template_text(turns: Turns) -> str:
     """`turns` in Ollama's template language (Go's text/template)."""
     parts = [f'{{{{ if eq .Role "{role}" }}}}{_literal(before)}{{{{ .Content }}}}{_literal(after)}{{{{ end }}}}'
              for role, (before, after) in turns.around.items()]
-    return (f"{_literal(turns.opening)}{{{{ range .Messages }}}}{''.join(parts)}{{{{ end }}}}{_literal(turns.marker)}")
+    default = f"{{{{ if not .System }}}}{_literal(turns.default)}{{{{ end }}}}" if turns.default else ""
+    return (f"{_literal(turns.opening)}{default}{{{{ range .Messages }}}}{''.join(parts)}{{{{ end }}}}"
+            f"{_literal(turns.marker)}")
 
 
 def _literal(text: str) -> str:

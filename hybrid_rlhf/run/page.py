@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hybrid_rlhf.run.alarms import Alarm
 from hybrid_rlhf.run.first_step import first_lines
-from hybrid_rlhf.run.terminal import duration, number
+from hybrid_rlhf.run.terminal import duration, number, remarks
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d1c1a; --ground: #fbfaf8; --line: #d9d5cf; --quiet: #5c5955;
@@ -82,14 +82,20 @@ def said(before: list[dict], after: list[dict]) -> list[tuple[str, list[dict]]]:
         return [("The same prompts before and after", [
             {"prompt": row["prompt"]} | {step: _scored(rows[i]) for step, rows in both}
             for i, row in enumerate(before)])]
-    return [(f"{title} (step {rows[0]['step']})", [{"prompt": row.get("prompt"), "response": row.get("completion"),
-                                                    "score": row.get("score")} for row in rows])
+    return [(f"{title} (step {rows[0]['step']})",
+             [{"prompt": row.get("prompt"), "response": _ended(row), "score": row.get("score")} for row in rows])
             for title, rows in (("What it said at the start", before), ("What it said at the end", after)) if rows]
 
 
 def _scored(row: dict) -> str:
-    score = row.get("score")
-    return f"{row['completion']}" + (f"\n(score {score:.2f})" if isinstance(score, (int, float)) else "")
+    """A response with what there is to say of it in a line below."""
+    notes = ", ".join(remarks(row))
+    return f"{row['completion']}" + (f"\n({notes})" if notes else "")
+
+
+def _ended(row: dict) -> str | None:
+    """A response, and whether it is empty or did not end; its score has a column of its own."""
+    return _scored(row | {"score": None}) if "completion" in row else None
 
 
 def _is_evaluation(row: dict) -> bool:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from hybrid_rlhf import activity
 from hybrid_rlhf.distributed import is_main
 from hybrid_rlhf.run.lines import Lines
 from hybrid_rlhf.run.random_state import undisturbed
@@ -65,8 +66,8 @@ class Reporter:
         """One trainer step is done. samples is called only for steps that are logged."""
         self._write(METRICS, {"step": step, **values})
         is_logged = step % self.every == 0 or step in (1, self.total)
-        newest = samples() if is_logged else []
-        for sample in newest:
+        newest = samples() if is_logged or self.progress.is_live else []
+        for sample in newest if is_logged else ():
             self._write(SAMPLES, {"step": step, **sample})
         if is_logged:
             self._track(step, values)
@@ -75,6 +76,7 @@ class Reporter:
     @undisturbed()
     def answered(self, step: int, answers: Callable[[], list[dict]] | None) -> None:
         """What the model says after `step` to the prompts that are always the same."""
+        activity.doing("answering the fixed prompts" if answers else "")
         for row in answers() if answers else []:
             self._write(ANSWERS, {"step": step, **row})
 

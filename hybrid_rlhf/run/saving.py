@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from hybrid_rlhf import activity
 from hybrid_rlhf.config import UserError, check, nearest
 from hybrid_rlhf.distributed import world_size
 from hybrid_rlhf.run import checkpoint, random_state
@@ -84,6 +85,7 @@ class Saver:
         Raises SaveError when that has happened config.max_failed_saves times in a row.
         """
         began = time.monotonic()
+        activity.doing("saving a checkpoint")
         try:
             try:
                 positions = reporter.state()
@@ -117,6 +119,7 @@ class Saver:
 
     def evaluate(self, held_out, step: int, reporter: Reporter) -> bool:  # noqa: ANN001
         """Evaluate after `step`; returns whether it is the best so far by config.save_best."""
+        activity.doing("evaluating on held-out rows")
         batches = held_out.once()
         if self.config.max_eval_batches is not None:
             batches = (b for _, b in zip(range(self.config.max_eval_batches), batches, strict=False))

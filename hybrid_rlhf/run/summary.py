@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hybrid_rlhf.run.alarms import Alarm, find
+from hybrid_rlhf.run.alarms import Alarm, answered, find
 from hybrid_rlhf.run.page import Chapter, html
 from hybrid_rlhf.run.plots import draw
 from hybrid_rlhf.run.terminal import number, one_line
@@ -42,7 +42,9 @@ def chapter(folder: Path, stage: str, metrics: str = METRICS) -> Chapter:
         pictures, why = [], "No plots: matplotlib is not installed (pip install 'hybrid-rlhf[report]')."
     samples, answers = (read_history(path) if (path := folder / name).exists() else [] for name in (SAMPLES, ANSWERS))
     run = json.loads((folder / "run.json").read_text(encoding="utf-8")) if (folder / "run.json").exists() else {}
-    return Chapter(stage, find(history), history, pictures, why, *before_and_after(samples, answers), run)
+    said = before_and_after(samples, answers)
+    alarms = find(history) + (answered(said[1]) if answers else [])
+    return Chapter(stage, alarms, history, pictures, why, *said, run)
 
 
 def before_and_after(samples: list[dict], answers: list[dict]) -> tuple[list[dict], list[dict]]:

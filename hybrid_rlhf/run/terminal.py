@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import ExitStack
 
-from hybrid_rlhf.distributed import is_main
+from hybrid_rlhf import activity
+from hybrid_rlhf.distributed import device, is_main
 from hybrid_rlhf.visible import neutralise
 
 _STEP, _COLUMN = 8, 11  # least widths of the table's first and other columns
@@ -30,8 +32,10 @@ class Progress:
         self.is_live = is_main() and self.console.is_terminal and not self.console.is_dumb_terminal
         self._live, self._step, self._values, self._samples = None, 0, {}, []
         self.first = 0  # steps that were done before this process began
+        self._doing = ""
+        self._marks: list[tuple[int, float]] = []  # when steps ended: the first and the last of this process
         self._columns: tuple[str, ...] = ()
-        self._notice = ""
+        self._notice, self._hearing = "", ExitStack()
         self._started = time.perf_counter()
 
     def __enter__(self) -> Progress:
@@ -43,9 +47,11 @@ class Progress:
             self._live = Live(console=self.console, get_renderable=self._frame, refresh_per_second=4, transient=True,
                               redirect_stdout=sys.stdout.isatty())
             self._live.start()
+        self._hearing.enter_context(activity.heard_by(self._hear))
         return self
 
     def __exit__(self, *_exc: object) -> None:
+        self._hearing.close()
         if self._live is not None:
             self._live.stop()
         if self._step > self.first:
@@ -55,13 +61,14 @@ class Progress:
 
     def step(self, step: int, values: dict[str, float], *, is_logged: bool, samples: list[dict] = ()) -> None:
         """`step` is done; a logged one stays on the terminal."""
-        self._step, self._values = step, values
+        self._step, self._values, self._doing = step, values, ""
+        self._marks = [*self._marks[:1], (step, time.perf_counter())]
         self._samples = samples or self._samples
         if not is_main() or not is_logged:
             return
         if self._live is None:
             now = "  ".join(f"{short(k)} {number(values[k])}" for k in self.keys if k in values)
-            self._print(f"{self.stage} {step}/{self.total}  {now}  {duration(self.seconds_left())} left")
+            self._print(f"{self.stage} {step}/{self.total}  {now}{self._left('  ')}")
             return
         if not self._columns:
             self._columns = fitting(tuple(k for k in self.keys if k in values), self.console.width)
@@ -92,11 +99,22 @@ class Progress:
         self._notice = text
 
     def seconds_left(self) -> float:
-        """Estimate from the mean time of a step so far; never more than max_seconds leaves."""
-        passed = time.perf_counter() - self._started
-        done = self._step - self.first
-        left = passed / done * (self.total - self._step) if done > 0 else float("inf")
-        return left if self.max_seconds is None else max(0.0, min(left, self.max_seconds - passed))
+        """Estimate from the mean time of a step, the first one of this process excepted: compilers and caches warm up
+        in it. Infinite before the second; never more than max_seconds leaves."""
+        now, left = time.perf_counter(), float("inf")
+        if len(self._marks) > 1:
+            (first, began), (last, ended) = self._marks
+            left = max(0.0, (ended - began) / (last - first) * (self.total - last) - (now - ended))
+        elif self._marks and self._step == self.total:
+            left = 0.0
+        return left if self.max_seconds is None else max(0.0, min(left, self.max_seconds - (now - self._started)))
+
+    def _left(self, before: str) -> str:
+        seconds = self.seconds_left()
+        return "" if seconds == float("inf") else f"{before}{duration(seconds)} left"
+
+    def _hear(self, text: str) -> None:
+        self._doing = text
 
     def _print(self, text: str, style: str = "") -> None:
         from rich.text import Text
@@ -131,8 +149,9 @@ class Progress:
         bar = Table.grid(padding=(0, 1))
         bar.add_row(Text(self.stage, style="bold"), ProgressBar(total=1.0, completed=share, width=max(8, width // 4)),
                     Text(f"{self._step}/{self.total}", no_wrap=True),
-                    Text(f"{duration(passed)} passed, {duration(self.seconds_left())} left", no_wrap=True))
-        return Group(*lines, bar, *([Text(self._notice, style="yellow")] if self._notice else []))
+                    Text(f"{duration(passed)} passed{self._left(', ')}", no_wrap=True))
+        lines += [bar, *([Text(self._doing, style="dim")] if self._doing else [])]
+        return Group(*lines, *([Text(self._notice, style="yellow")] if self._notice else []))
 
 
 def fitting(keys: tuple[str, ...], width: int) -> tuple[str, ...]:
@@ -159,7 +178,11 @@ def work(values: dict[str, float]) -> str:
 
 
 def held(values: dict[str, float]) -> str:
-    """The most memory that each role took in any phase of the step: 'memory: actor 300 MiB (train), ...'."""
+    """The most memory that each role took in any phase of the step: 'memory: actor 300 MiB (train), ...'. One figure on
+    a CPU, where it is the process's, whoever computes."""
+    sizes = [value for name, value in values.items() if name.startswith("memory/") and name.count("/") == 2]
+    if device().type == "cpu":
+        return f"memory: {memory(max(sizes))}" if sizes else ""
     most: dict[str, tuple[float, str]] = {}
     for name, value in values.items():
         if name.startswith("memory/") and name.count("/") == 2:
@@ -223,7 +246,6 @@ def memory(num_bytes: float) -> str:
 
 def peak_bytes() -> int:
     """The most memory in use so far: the accelerator's where there is one, else this process's."""
-    from hybrid_rlhf.distributed import device
     from hybrid_rlhf.engine.memory import meter
 
     if peak := meter.highest(device()):

@@ -12,10 +12,11 @@ from torch import Tensor
 from hybrid_rlhf.algorithms.preference import best_and_worst
 from hybrid_rlhf.collect import Ranking, SamplingConfig
 from hybrid_rlhf.config import check
-from hybrid_rlhf.data.collate import LabelledBatch, PairBatch
+from hybrid_rlhf.data.collate import LabelledBatch, PairBatch, mismatches
 from hybrid_rlhf.distributed import sum_over_ranks
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.rewards import RewardSource
+from hybrid_rlhf.role_state import schedule_at
 from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.rollout import Prompts, Rollout
 
@@ -63,25 +64,29 @@ class OnlinePreferenceTrainer:
 
     def step(self, prompts: Prompts) -> Metrics:
         metrics = Metrics()
+        schedule_at(self.roles.actor, self.ranking.num_steps)  # one update a step, also where there was no pair
         rollout, scores = self.ranking.sample(prompts, metrics)
         best, worst = best_and_worst(scores, self.ranking.sampling.num_samples)
         metrics.add("pairs/kept", len(best) / max(len(prompts), 1), len(prompts))
         metrics.add("pairs/score_margin", (scores[best] - scores[worst]).mean(), len(best))
         if sum_over_ranks(torch.tensor(len(best))):  # else no process has learned anything of better and worse
             with metrics.timer("train"):
-                learned = self.learner.step(*self._batch(rollout.rows(torch.cat([best, worst])), len(best)))
+                learned = self.learner.step(*self._batch(rollout, best, worst))
             metrics += learned.renamed({"kl": "kto/kl"})  # kl is that of the samples
         return metrics + rollout.metrics()
 
-    def _batch(self, rows: Rollout, num_pairs: int) -> tuple[PairBatch | LabelledBatch, Tensor | None]:
-        """The chosen rows, then the rejected ones, as the learner takes them, and what the reference says of each."""
-        pad_id = self.roles.actor.engine.pad_id
+    def _batch(self, rollout: Rollout, best: Tensor, worst: Tensor) -> tuple[PairBatch | LabelledBatch, Tensor | None]:
+        """The best rows, then the worst ones, as the learner takes them, and what the reference says of each."""
+        pad_id, chosen = self.roles.actor.engine.pad_id, torch.cat([best, worst])
+        rows = rollout.rows(chosen)
         sequences = rows.sequences(pad_id)
         start = None if rows.ref_logprobs is None else rows.ref_logprobs.masked_fill(~rows.action_mask, 0).sum(1)
         if self.needs_pairs:
-            return PairBatch(sequences, torch.zeros(num_pairs)), start
-        others = replace(rows, response_ids=rows.response_ids.roll(1, 0), action_mask=rows.action_mask.roll(1, 0))
-        return LabelledBatch(sequences, others.sequences(pad_id), torch.arange(len(rows)) < num_pairs), start
+            return PairBatch(sequences, torch.zeros(len(best))), start
+        pairs = torch.tensor(mismatches(rollout.prompts.ids, chosen.tolist()), dtype=torch.long).view(-1, 2)
+        others = replace(rollout.rows(pairs[:, 0]), response_ids=rollout.response_ids[pairs[:, 1]],
+                         action_mask=rollout.action_mask[pairs[:, 1]])
+        return LabelledBatch(sequences, others.sequences(pad_id), torch.arange(len(rows)) < len(best)), start
 
     def evaluate(self, batches: Iterable[Prompts]) -> Metrics:
         """Scores, KL and lengths of fresh responses to held-out prompts (always the same draw)."""

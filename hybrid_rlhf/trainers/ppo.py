@@ -12,21 +12,22 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hybrid_rlhf import activity
 from hybrid_rlhf.algorithms.advantages import ESTIMATORS, explained_variance, whiten
 from hybrid_rlhf.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate, kl_loss
 from hybrid_rlhf.algorithms.likelihood import imitation_loss
 from hybrid_rlhf.algorithms.policy import denominators, entropy_loss, importance_weights, policy_loss, value_loss
-from hybrid_rlhf.algorithms.shaping import missing_eos, normalise, overlong, shape_rewards
-from hybrid_rlhf.collect import DriftGate, collect, measure_values, refill, samples_of
-from hybrid_rlhf.distributed import place_over_ranks, sum_over_ranks
+from hybrid_rlhf.algorithms.shaping import missing_eos, overlong, shape_rewards
+from hybrid_rlhf.collect import DriftGate, collect, collect_held_out, measure_values, refill, samples_of
+from hybrid_rlhf.distributed import mean_over_ranks, place_over_ranks, sum_over_ranks
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.rewards import RewardSource
-from hybrid_rlhf.roles import Mixed, Roles, TokenScores, WeightAverage
+from hybrid_rlhf.rewards.scale import Scale
+from hybrid_rlhf.role_state import schedule_at
+from hybrid_rlhf.roles import Mixed, Roles, TokenScores
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.tensors import SequenceBatch, masked_mean
 from hybrid_rlhf.trainers.ppo_config import PPOConfig
-
-__all__ = ["PPOConfig", "PPOTrainer"]
 
 _UPDATED = ("grad_norm", "learning_rate", "micro_batch_tokens", "train/skipped_updates")  # of both roles
 
@@ -42,14 +43,14 @@ class Pretraining(Protocol):
 class PPOTrainer:
     """One step: sample, estimate advantages once, update actor and critic for some epochs.
 
-    score_mean, score_std: the score statistics of stage 2, used when config.normalise_scores. more: gives further
+    scale: what the scores are put on before they are paid (None: they are paid as they are). more: gives further
     prompts, for config.max_refills. ptx: the texts of config.ptx_coef.
     """
 
     progress_keys = ("reward", "kl", "completions/mean_length", "entropy", "policy/clip_fraction")
 
-    def __init__(self, roles: Roles, source: RewardSource, config: PPOConfig, *, seed: int, score_mean: float = 0.0,
-                 score_std: float = 1.0, more: Callable[[], Prompts] | None = None,
+    def __init__(self, roles: Roles, source: RewardSource, config: PPOConfig, *, seed: int,
+                 scale: Scale | None = None, more: Callable[[], Prompts] | None = None,
                  ptx: Pretraining | None = None) -> None:
         if bool(config.ptx_coef) != (ptx is not None):
             raise ValueError(f"ptx_coef is {config.ptx_coef} with{'' if ptx else 'out'} a pretraining stream")
@@ -57,30 +58,45 @@ class PPOTrainer:
             raise ValueError(f"kl_coef is {config.kl_coef}, and there is no reference to measure the KL against")
         if config.max_refills and more is None:
             raise ValueError(f"max_refills is {config.max_refills}, and there is nowhere to take more prompts from")
-        self.more, self.ptx = more, ptx
+        self.scale, self.more, self.ptx = scale, more, ptx
         self.roles, self.source, self.config, self.seed = roles, source, config, seed
-        self.score_mean, self.score_std = score_mean, score_std
         self.estimator = ESTIMATORS[config.estimator].fn
         self.kl_coef = FixedKL(config.kl_coef) if config.kl_target is None else AdaptiveKL(
             config.kl_coef, config.kl_target, config.kl_horizon)
         self.rng = torch.Generator().manual_seed(seed)
         self.average = roles.actor.average(config.ema_decay) if config.ema else None
-        self.gate = DriftGate(config.old_logprobs, config.max_logprob_drift)
+        self.gate = DriftGate(config.old_logprobs_from, config.max_logprob_drift)
         self.num_steps = 0
         self.newest: Rollout | None = None
 
     def step(self, prompts: Prompts) -> Metrics:
         metrics = Metrics()
+        self._set_schedules(prompts)
         rollout = self._sample(prompts, metrics)
         valued = self._value(rollout, metrics)
         self.newest = rollout
         with metrics.timer("train"):
             updated = self.update(rollout, valued)
         metrics.add("kl_coef", self.kl_coef.value)
-        if self.roles.ref:
-            self.kl_coef.update(*_mean_over_ranks(rollout.mean_kl(), len(rollout)))
+        if self.roles.ref and not self.is_warming_up:  # the start's KL of 0 says nothing of the price
+            self.kl_coef.update(*mean_over_ranks(rollout.mean_kl(), len(rollout)))
         self.num_steps += 1
         return metrics + updated + rollout.metrics()
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether this step trains the critic alone."""
+        return self.num_steps < (self.config.critic_warmup_steps or 0)
+
+    def _set_schedules(self, prompts: Prompts) -> None:
+        """The learning rates of this step are those of its place in the run: what earlier steps left out by stopping
+        early, or for want of responses, does not put off the end of the decay."""
+        total = place_over_ranks(len(prompts) * self.config.sampling.num_samples)[1]
+        num_updates = self.config.num_ppo_epochs * -(-total // self._minibatch_size(total))  # of one step
+        num_trained = max(0, self.num_steps - (self.config.critic_warmup_steps or 0))  # steps of the actor
+        schedule_at(self.roles.actor, num_trained * num_updates)
+        if self.roles.critic:
+            schedule_at(self.roles.critic, self.num_steps * num_updates)
 
     def _sample(self, prompts: Prompts, metrics: Metrics) -> Rollout:
         """Responses to these prompts and, with max_refills, to further ones in place of groups that teach nothing."""
@@ -89,6 +105,7 @@ class PPOTrainer:
         def sample(given: Prompts, number: int) -> Rollout:
             found = collect(given, self.roles, self.source, config.sampling, self._sampling_seed() + number * 500_009,
                             metrics, self.gate, with_values=False)
+            self.shape(found)
             if size > 1:
                 is_flat = ~found.has_spread(size)
                 metrics.add("frac_reward_zero_std", is_flat.float().mean(), len(is_flat))
@@ -123,7 +140,7 @@ class PPOTrainer:
         config, mask = self.config, rollout.action_mask
         kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs if self.roles.ref else rollout.logprobs, config.kl_kind)
         kl_coef = self.kl_coef.value if config.kl_in_reward else 0.0
-        rollout.rewards = shape_rewards(self._paid_scores(rollout), kl, kl_coef, mask)
+        rollout.rewards = shape_rewards(rollout.shaped_scores, kl, kl_coef, mask)
         rollout.advantages, rollout.returns = self.estimator(
             rollout.rewards, mask, values=rollout.values, group_size=config.sampling.num_samples,
             gamma=config.gamma, lam=config.lam, reduce=sum_over_ranks)
@@ -136,17 +153,16 @@ class PPOTrainer:
         price = -kl_coef * kl.masked_fill(~mask, 0).sum(1)
         metrics.add("objective/non_score_reward", price.mean(), len(rollout))
 
-    def _paid_scores(self, rollout: Rollout) -> Tensor:
-        """Scores on the scale of stage 2's statistics, clipped, less the price of not ending and of great length."""
+    def shape(self, rollout: Rollout) -> None:
+        """Fill in what is paid for each response: its score on `scale`, less the penalties for not ending and for
+        great length."""
         config, scores = self.config, rollout.scores
-        if config.normalise_scores:
-            scores = normalise(scores, self.score_mean, self.score_std)
-        if config.score_clip is not None:
-            scores = scores.clamp(-config.score_clip, config.score_clip)
+        if self.scale is not None:
+            scores, rollout.is_clipped = self.scale(scores)
         if config.overlong_penalty:
             scores = scores + config.overlong_penalty * overlong(
                 rollout.action_mask.sum(1), config.sampling.max_new_tokens, config.overlong_buffer)
-        return missing_eos(scores, rollout.has_eos, config.missing_eos_penalty)
+        rollout.shaped_scores = missing_eos(scores, rollout.has_eos, config.missing_eos_penalty)
 
     def update(self, rollout: Rollout, valued: Metrics | None = None) -> Metrics:
         """num_ppo_epochs passes over the rollout in shuffled minibatches: the actor's step, then the critic's (of which
@@ -156,7 +172,7 @@ class PPOTrainer:
         early_stop_kl the passes end after a minibatch that finds the actor too far from where it sampled.
         """
         metrics, (first, total) = Metrics(), place_over_ranks(len(rollout))
-        for _ in range(self.config.num_ppo_epochs):
+        for _ in activity.epochs(self.config.num_ppo_epochs):
             for minibatch in rollout.shuffled(self._minibatch_size(total), self.rng, first, total):
                 observed, valued = self._update_on(minibatch, valued), None
                 metrics = metrics + observed
@@ -167,7 +183,7 @@ class PPOTrainer:
     def _update_on(self, minibatch: Rollout, valued: Metrics | None) -> Metrics:
         """The optimizer steps of one minibatch: the actor's, unless the critic warms up, and the critic's."""
         metrics = Metrics()
-        if self.num_steps >= self.config.critic_warmup_steps:
+        if not self.is_warming_up:
             num_sequences = sum_over_ranks(torch.tensor(len(minibatch)))
             mixed = self._pretraining(minibatch, num_sequences)
             metrics += self.roles.actor.update(minibatch, partial(self.actor_loss, num_sequences=num_sequences), mixed)
@@ -245,14 +261,9 @@ class PPOTrainer:
                                     cliprange_value=self.config.cliprange_value, denominator=count)
         return self.config.vf_coef * loss, observed
 
-    @torch.no_grad()
     def evaluate(self, batches: Iterable[Prompts]) -> Metrics:
         """Scores, KL and lengths of fresh responses to held-out prompts (always the same draw)."""
-        metrics = Metrics()
-        for i, prompts in enumerate(batches):
-            metrics += collect(prompts, self.roles, self.source, self.config.sampling, self.seed + i, Metrics(),
-                               with_values=False).metrics()
-        return metrics.over_ranks()
+        return collect_held_out(batches, self.roles, self.source, self.config.sampling, self.seed)
 
     def _sampling_seed(self) -> int:
         """A seed of its own for every step, so that resuming at a step draws what that step would have drawn."""
@@ -262,29 +273,22 @@ class PPOTrainer:
         """The first responses of the newest rollout, for people."""
         return samples_of(self.newest, count)
 
-    def _parts(self) -> dict[str, Pretraining | WeightAverage]:
+    def _parts(self) -> dict[str, object]:
         """What has a state of its own beside the roles, by its name there. Each has state() and load_state()."""
-        parts = {"ptx": self.ptx, "average": self.average}
-        return {name: part for name, part in parts.items() if part is not None}
+        parts = {"kl_coef": self.kl_coef, "gate": self.gate, "source": self.source, "ptx": self.ptx,
+                 "average": self.average}
+        return {name: part for name, part in parts.items() if hasattr(part, "state")}  # a user's source that changes
 
     def state(self) -> dict:
         """Everything that the next step depends on; the tensors are no copies."""
-        state = {"kl_coef": self.kl_coef.state(), "num_steps": self.num_steps, "rng": self.rng.get_state(),
-                 "gate": self.gate.state()}
-        if hasattr(self.source, "state"):  # a reward source of the user's that changes while it runs
-            state["source"] = self.source.state()
-        state |= {name: part.state() for name, part in self._parts().items()}
-        return self.roles.state() | state
+        own = {"num_steps": self.num_steps, "rng": self.rng.get_state()}
+        return self.roles.state() | own | {name: part.state() for name, part in self._parts().items()}
 
     def load_state(self, state: Mapping) -> None:
         """Go on where `state` was taken."""
         self.roles.load_state(state)
-        self.kl_coef.load_state(state["kl_coef"])
         self.num_steps = int(state["num_steps"])
         self.rng.set_state(state["rng"])
-        self.gate.load_state(state["gate"])
-        if "source" in state:
-            self.source.load_state(state["source"])
         for name, part in self._parts().items():
             part.load_state(state[name])
 
@@ -292,9 +296,3 @@ class PPOTrainer:
 def _ptx_loss(tokens: TokenScores, count: Tensor) -> tuple[Tensor, dict]:
     loss, observed = imitation_loss(tokens.logprobs, tokens.correct, denominator=count)
     return loss, {f"ptx/{name}": value for name, value in observed.items()}
-
-
-def _mean_over_ranks(mean: float, count: int) -> tuple[float, int]:
-    """The mean over the observations of all processes (this one has `count`), and their number."""
-    total, number = sum_over_ranks(torch.tensor([mean * count, count], dtype=torch.float64)).tolist()
-    return total / max(number, 1), int(number)

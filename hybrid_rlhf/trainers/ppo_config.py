@@ -44,15 +44,19 @@ class PPOConfig:
         gamma: Discount.
         lam: GAE's lambda.
         whiten_advantages: Whether advantages get mean 0 and variance 1 over the rollout; null: with a critic.
-        critic_warmup_steps: Steps at the start that train the critic alone.
+        critic_warmup_steps: Steps at the start that train the critic alone; null: none for a critic that starts from
+            the reward model, else a tenth of the run and at most 5.
         early_stop_kl: A minibatch whose policy/approx_kl (nats per token) is above it ends the updates on its rollout.
-        normalise_scores: Whether scores are put on the scale (mean 0, std 1) that stage 2 measured on SFT responses.
-        score_clip: Bound of the normalised score.
+        normalise_scores: Whether a reward model's scores are put on the scale (mean 0, std 1) that its stage 2 measured
+            on SFT responses.
+        score_clip: Bound of a score that was put on that scale, in its standard deviations; scores of functions,
+            services and models of others are never bounded. null has none.
         missing_eos_penalty: Subtracted from the score of a response that did not end by itself.
         overlong_penalty: Subtracted from the score of a response of max_new_tokens; shorter ones pay less.
         overlong_buffer: Tokens before max_new_tokens within which the overlong penalty rises from 0.
         old_logprobs: Whose log-probabilities the ratio starts from: the sampler's, recompute (a training forward), or
-            auto (the sampler's while their drift stays within max_logprob_drift).
+            auto (the sampler's while their drift stays within max_logprob_drift; recompute for ratios of sequences,
+            whose clip range is narrower than that).
         max_logprob_drift: Mean |sampled - training| log-probability, in nats, that auto accepts.
         importance: Truncated importance weights for what sampling and training kernels do not agree on: none, token
             or sequence. They are 1 where the sampler's log-probabilities are the old ones.
@@ -90,7 +94,7 @@ class PPOConfig:
     gamma: float = 1.0
     lam: float = 0.95
     whiten_advantages: bool | None = None
-    critic_warmup_steps: int = 0
+    critic_warmup_steps: int | None = None
     early_stop_kl: float | None = None
     normalise_scores: bool = True
     score_clip: float | None = 5.0
@@ -120,7 +124,7 @@ class PPOConfig:
             check(getattr(self, name) is None or getattr(self, name) > 0,
                   f"ppo.{name} is {getattr(self, name)}; it must be positive")
         for name in ("kl_coef", "entropy_coef", "overlong_penalty", "critic_warmup_steps", "max_refills", "ptx_coef"):
-            check(getattr(self, name) >= 0, f"ppo.{name} is {getattr(self, name)}; it must not be negative")
+            check((getattr(self, name) or 0) >= 0, f"ppo.{name} is {getattr(self, name)}; it must not be negative")
         check(self.kl_target is None or self.kl_target > 0,
               f"ppo.kl_target is {self.kl_target}; it must be positive (nats per sequence) or null")
         check(self.kl_target is None or self.kl_coef > 0,
@@ -177,6 +181,13 @@ class PPOConfig:
         is_of_tokens = POLICY_LOSSES[self.policy_loss].level == "token"
         own = ESTIMATORS[self.estimator].aggregation if self.policy_loss == "ppo" else "token"
         return self.aggregation or (own if is_of_tokens else "sequence")
+
+    @property
+    def old_logprobs_from(self) -> str:
+        """old_logprobs; auto is recompute where the ratio is of sequences: the drift of tokens that auto accepts is
+        far wider than the range that such a ratio is clipped to (3e-4 for GSPO, 2507.18071)."""
+        is_of_tokens = POLICY_LOSSES[self.policy_loss].level == "token"
+        return "recompute" if self.old_logprobs == "auto" and not is_of_tokens else self.old_logprobs
 
     @property
     def whitens(self) -> bool:

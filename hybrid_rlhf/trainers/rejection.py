@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hybrid_rlhf import activity
 from hybrid_rlhf.algorithms.likelihood import imitation_loss
 from hybrid_rlhf.algorithms.preference import best_and_worst, best_at_least
 from hybrid_rlhf.collect import Ranking, SamplingConfig
@@ -15,6 +16,7 @@ from hybrid_rlhf.config import check
 from hybrid_rlhf.distributed import place_over_ranks
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.rewards import RewardSource
+from hybrid_rlhf.role_state import schedule_at
 from hybrid_rlhf.roles import Roles, TokenScores
 from hybrid_rlhf.rollout import Prompts, Rollout
 
@@ -67,7 +69,9 @@ class RejectionTrainer:
         self.rng = torch.Generator().manual_seed(seed)
 
     def step(self, prompts: Prompts) -> Metrics:
-        metrics = Metrics()
+        metrics, config = Metrics(), self.config
+        # as planned, also where a round chose nothing, or too little for all of its minibatches
+        schedule_at(self.roles.actor, self.ranking.num_steps * config.num_epochs * config.num_minibatches)
         rollout, scores = self.ranking.sample(prompts, metrics)
         chosen = self._chosen(scores)
         metrics.add("rejection/kept", len(chosen) / max(len(prompts), 1), len(prompts))
@@ -84,7 +88,7 @@ class RejectionTrainer:
     def _imitate(self, chosen: Rollout) -> Metrics:
         """num_epochs passes over the chosen responses of all processes, in shuffled minibatches."""
         metrics, (first, total) = Metrics(), place_over_ranks(len(chosen))
-        for _ in range(self.config.num_epochs if total else 0):
+        for _ in activity.epochs(self.config.num_epochs if total else 0):
             for minibatch in chosen.shuffled(-(-total // self.config.num_minibatches), self.rng, first, total):
                 batch = minibatch.sequences(self.roles.actor.engine.pad_id)
                 metrics += self.roles.actor.fit_tokens(batch, _loss)

@@ -20,7 +20,7 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer
-from hybrid_rlhf.training import answers, wiring
+from hybrid_rlhf.training import announce, answers, wiring
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     steps = wiring.total_steps(config.train, len(loader))
     policy, reference = open_roles(config, model, tokenizer, steps)
     trainer = OfflineTrainer(policy, reference, config.dpo)
-    record = runfile.start(config.output_dir, config.stage, config, command)
+    record = wiring.start(config, command, data)
+    announce.before(config, {"policy": policy.engine}, base, steps, loader)
     with on_record(record):  # a failing export is on the record too
         said = answers.of_demonstrations(policy, data, config.train.num_fixed_prompts, config.data.max_length)
         metrics = fit(trainer, loader, held_out, config.train, record, steps, said)

@@ -16,7 +16,7 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.sft import SFTTrainer
-from hybrid_rlhf.training import answers, wiring
+from hybrid_rlhf.training import announce, answers, wiring
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     engine = wiring.policy_engine(model, tokenizer)
     engine.prepare_training(wiring.optimizer_of(config.train), wiring.schedule_of(config.train, steps), config.engine)
     trainer = SFTTrainer(Actor(engine, tokenizer, config.engine.micro_batch_tokens))
-    record = runfile.start(config.output_dir, config.stage, config, command)
+    record = wiring.start(config, command, data)
+    announce.before(config, {"policy": engine}, config.model.model_name_or_path or config.model.preset, steps, loader)
     with on_record(record):  # a failing export is on the record too
         said = answers.of_demonstrations(trainer.policy, data, config.train.num_fixed_prompts, config.data.max_length)
         metrics = fit(trainer, loader, held_out, config.train, record, steps, said)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-import torch
 
 from hybrid_rlhf.config import UserError, check
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.datasets import DataConfig
-from hybrid_rlhf.distributed import main_first
+from hybrid_rlhf.distributed import is_main, main_first
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.weights import identity
@@ -19,8 +18,9 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.reward import RewardTrainer
-from hybrid_rlhf.training import answers, wiring
+from hybrid_rlhf.training import announce, answers, wiring
 
+FEW_STATISTICS = 16  # rows: with fewer the spread of their scores is a guess
 NUM_STATISTICS = 512  # sequences whose scores give the mean and spread that stage 3 normalises by
 
 
@@ -113,7 +113,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     engine.prepare_training(wiring.optimizer_of(config.train), wiring.schedule_of(config.train, steps), config.engine)
     role = Reward(engine, config.engine.micro_batch_tokens)
     trainer = RewardTrainer(role, config.reward.center_coef)
-    record = runfile.start(config.output_dir, "reward", config, command)
+    record = wiring.start(config, command, data)
+    announce.before(config, {"reward": engine}, base, steps, loader)
     with on_record(record):  # a failing export is on the record too
         scored = answers.of_reward(role, tokenizer, data, config.train.num_fixed_prompts)
         metrics = fit(trainer, loader, held_out, config.train, record, steps, scored)
@@ -125,19 +126,30 @@ def run(config: Config, command: str = "") -> dict[str, float]:
 
 
 def score_statistics(role: Reward, config: Config, tokenizer, data: datasets.StageData) -> dict:  # noqa: ANN001
-    """Mean and standard deviation of the score on demonstrations where the data has any, else on held-out pairs.
+    """Mean and standard deviation of the score on demonstrations where the data has any, else on pairs.
 
-    Stage 3 normalises by them, so that demonstrations score 0 on average (InstructGPT, 2203.02155, section 3.5).
+    Stage 3 normalises by them, so that demonstrations score 0 on average (InstructGPT, 2203.02155, section 3.5). They
+    are measured on rows that the model was not trained on, where there are any: those of another stage's share, or,
+    where data.split is null and the demonstrations may be those of the pairs, those held out.
     """
     try:
-        rows = datasets.build(replace(config.data, max_samples=NUM_STATISTICS), "sft", tokenizer, config.seed).train
-        batches = [collate.collate_sft(list(rows), tokenizer.pad_token_id)]
-        where = "demonstrations"
+        sample = replace(config.data, max_samples=NUM_STATISTICS)
+        rows, where = _unseen(datasets.build(sample, "sft", tokenizer, config.seed), bool(config.data.split))
+        batch, where = collate.collate_sft(rows, tokenizer.pad_token_id), f"{where}demonstrations"
     except UserError:  # no source holds demonstrations
-        rows = data.held_out if len(data.held_out) else data.train
-        part = [rows[i] for i in range(min(len(rows), NUM_STATISTICS))]
-        batches = [collate.collate_pairs(part, tokenizer.pad_token_id).sequences]
-        where = "held-out pairs" if len(data.held_out) else "training pairs"
-    scores = torch.cat([role.score(batch) for batch in batches])
-    return {"mean": float(scores.mean()), "std": max(float(scores.std(correction=0)), 1e-6), "count": len(scores),
-            "on": where}
+        rows, where = _unseen(data, False)
+        batch, where = collate.collate_pairs(rows, tokenizer.pad_token_id).sequences, f"{where}pairs"
+    scores = role.score(batch)
+    if len(rows) < FEW_STATISTICS and is_main():
+        print(f"warning: the spread of the scores, by which stage ppo divides them, is that of {len(rows)} {where}; "
+              "raise data.eval_fraction or give more rows", file=sys.stderr)
+    spread = float(scores.std(correction=0))
+    return {"mean": float(scores.mean()), "std": spread if spread > 1e-6 else 1.0, "count": len(scores), "on": where}
+
+
+def _unseen(data: datasets.StageData, is_unseen: bool) -> tuple[list[dict], str]:
+    """At most NUM_STATISTICS rows, the held-out ones unless the training rows are unseen too, and what they are."""
+    is_held_out = bool(len(data.held_out)) and not is_unseen
+    rows = data.held_out if is_held_out else data.train
+    return [rows[i] for i in range(min(len(rows), NUM_STATISTICS))], (
+        "held-out " if is_held_out else "" if is_unseen else "training ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from hybrid_rlhf.config import UserError, check
@@ -73,7 +73,8 @@ class Config:
         return on_policy.Method(
             ppo.sampling, "ppo", updates_per_step(self), ppo.minibatch_size or -(-sequences // ppo.num_minibatches),
             needs_ref=self.needs_reference, needs_critic=ppo.needs_critic, temperature=ppo.sampling.temperature,
-            normalise_scores=ppo.normalise_scores, has_entropy=True, also_reads=("ptx",) if ppo.ptx_coef else (),
+            normalise_scores=ppo.normalise_scores, score_clip=ppo.score_clip,
+            critic_warmup_steps=ppo.critic_warmup_steps, has_entropy=True, also_reads=("ptx",) if ppo.ptx_coef else (),
             keeps_average=ppo.ema)
 
 
@@ -93,8 +94,9 @@ def run(config: Config, command: str = "") -> dict[str, float]:
 
 
 def _trainer(config: Config, opened: on_policy.Opened) -> PPOTrainer:
-    return PPOTrainer(opened.roles, opened.source, config.ppo, seed=config.seed, score_mean=opened.mean,
-                      score_std=opened.std, more=opened.loader.next, ptx=_pretraining(config, opened))
+    ppo = replace(config.ppo, critic_warmup_steps=opened.critic_warmup_steps)
+    return PPOTrainer(opened.roles, opened.source, ppo, seed=config.seed, scale=opened.scale, more=opened.loader.next,
+                      ptx=_pretraining(config, opened))
 
 
 def _pretraining(config: Config, opened: on_policy.Opened) -> Loader | None:

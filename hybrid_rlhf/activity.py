@@ -1,0 +1,31 @@
+"""What this process is doing at the moment, in words: long phases say it, the live view of a run shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_listeners: list[Callable[[str], None]] = []
+
+
+def doing(text: str) -> None:
+    """Say what begins now ("sampling", "epoch 2 of 4"); "" when it is over. Costs nothing where nobody listens."""
+    for listener in _listeners:
+        listener(text)
+
+
+def epochs(count: int) -> Iterator[int]:
+    """1 to `count`, each said as it begins."""
+    for number in range(1, count + 1):
+        doing(f"training, epoch {number} of {count}")
+        yield number
+
+
+@contextmanager
+def heard_by(listener: Callable[[str], None]) -> Iterator[None]:
+    """Within the block `listener` is told."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)

@@ -1,0 +1,190 @@
+"""A conversation as the texts that its answers are trained in: each answer behind the prompt that generation sees.
+
+Where a template writes history as it was said, one text holds all answers. Where it rewrites history (Qwen3 removes
+earlier thoughts), no text does: what the model reads before its second answer is not what it said first. Such a
+conversation becomes one text for each answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from hybrid_rlhf.data.literal import BREAK, broken, broken_messages, whole
+from hybrid_rlhf.models import template
+from hybrid_rlhf.models.template import CLOSE, OPEN, dialect_of, thought_of
+
+Text = str | list  # a plain string, or messages: a list of {"role", "content"}
+MAX_TURNS = 1024
+_MARKER_LENGTH = 64  # characters of a generation prompt that thinking markers may take
+
+
+class Refused(Exception):  # noqa: N818 - not a fault: the row is dropped and counted
+    """A row that cannot be rendered; the message is the reason to count it under."""
+
+
+class Answer(NamedTuple):
+    """prompt: the text that generation continues; said: the answer behind it, to its end of turn."""
+
+    prompt: str
+    said: str
+
+
+def render(tokenizer, messages: Sequence[dict], add_generation_prompt: bool = False) -> str:  # noqa: ANN001
+    """Messages as text, in the dialect of the tokenizer's template (models/template.py). Raises Refused if it does.
+
+    Content never makes a special token: where it reads like one it is broken (data/literal.py).
+    """
+    try:
+        adapted = template.adapted(messages, dialect_of(tokenizer))
+        return template.apply(tokenizer, broken_messages(tokenizer, adapted), add_generation_prompt)
+    except template.FAULTS as error:
+        raise Refused(f"the chat template refuses it ({' '.join(str(error).split())})") from error
+
+
+def render_prompt(tokenizer, messages: Sequence[dict]) -> str:  # noqa: ANN001
+    """The text that generation continues. Raises Refused where the template leaves out what a message says."""
+    text = render(tokenizer, messages, add_generation_prompt=True)
+    _check_history(messages, whole(text))
+    return text
+
+
+def answers_of(tokenizer, messages: Sequence[dict], first: int = 0) -> list[Answer]:  # noqa: ANN001
+    """The answers of a conversation from message `first` on, each behind the prompt that generation sees there."""
+    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    if not turns:
+        raise Refused("no assistant turn")
+    if len(turns) > MAX_TURNS:  # each is found by rendering all before it
+        raise Refused(f"more than {MAX_TURNS} answers in one conversation")
+    return [_answer(tokenizer, messages, turn) for turn in turns]
+
+
+def _answer(tokenizer, messages: Sequence[dict], turn: int) -> Answer:  # noqa: ANN001
+    message, history = messages[turn], messages[:turn]
+    prompt = render(tokenizer, history, True) if history else _opening(tokenizer, message)
+    _check_history(history, whole(prompt))
+    said = _said(tokenizer, prompt, [*history, message])
+    said = _close_thought(tokenizer, prompt, said, message)
+    _check_answer(message, whole(said))
+    return Answer(prompt, _cut_at_end(tokenizer, said, message))
+
+
+def _opening(tokenizer, message: dict) -> str:  # noqa: ANN001
+    """What stands before an answer that begins the conversation."""
+    try:
+        return render(tokenizer, [], True)
+    except Refused:
+        text, content = render(tokenizer, [message]), _words(message)
+        return text[: max(0, text.find(content))] if content else ""
+
+
+def _said(tokenizer, prompt: str, messages: Sequence[dict]) -> str:  # noqa: ANN001
+    """The last message as the template writes it behind its prompt."""
+    *history, message = messages
+    said = _behind(prompt, render(tokenizer, messages))
+    if said is None:  # the answer changes the history: written behind the question alone there is none to change
+        asked = max((i for i, m in enumerate(history) if m["role"] == "user"), default=0)
+        short = [m for i, m in enumerate(history) if i == asked or (i < asked and m["role"] in template.INSTRUCTIONS)]
+        if short:
+            said = _behind(render(tokenizer, short, True), render(tokenizer, [*short, message]))
+    if said is None:
+        raise Refused("the chat template rewrites earlier turns")
+    return said
+
+
+def _behind(prompt: str, text: str) -> str | None:
+    """What follows the prompt in `text`; None where the text says something else before it.
+
+    A generation prompt may say more than history does: thinking markers, behind which the answer goes on.
+    """
+    same = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), min(len(prompt), len(text)))
+    tail = max(0, len(prompt) - _MARKER_LENGTH)
+    marker = tail + re.search(rf"\s*({OPEN}\s*)?({CLOSE}\s*)?$", prompt[tail:]).start()
+    edges = [len(prompt), *(i for i in range(len(prompt) - 1, marker - 1, -1)
+                            if prompt[i].isspace() or prompt.startswith((OPEN, CLOSE), i))]
+    return next((text[edge:] for edge in edges if edge <= same), None)
+
+
+def _close_thought(tokenizer, prompt: str, said: str, message: dict) -> str:  # noqa: ANN001
+    """The answer behind a generation prompt that opens a thought: the thought, if the template left it out, and its
+    end. Raises Refused for a thought behind a prompt that has ended it."""
+    thought = thought_of(message)[0]
+    if thought and prompt.rstrip().endswith(CLOSE):
+        raise Refused("the chat template ends the thought before the answer, and this answer has one")
+    if not prompt.rstrip().endswith(OPEN) or CLOSE in said:
+        return said
+    lead = "" if prompt.endswith("\n") else "\n"
+    return f"{lead}{broken(tokenizer, thought)}\n{CLOSE}\n\n" + said.lstrip("\n")
+
+
+def _words(message: Mapping) -> str:
+    return (message.get("content") or "").strip()
+
+
+def _cut_at_end(tokenizer, said: str, message: Mapping) -> str:  # noqa: ANN001
+    """The answer to its end of turn; what the template writes behind that (a newline, an end of text) is cut."""
+    words = broken(tokenizer, thought_of(message)[1].strip())
+    place = said.rfind(words) if words and not message.get("tool_calls") else 0
+    found = [(said.rfind if message.get("tool_calls") else said.find)(end, place) for end in dialect_of(tokenizer).ends]
+    ends = [at + len(end) for at, end in zip(found, dialect_of(tokenizer).ends, strict=True) if at >= 0]
+    return said[: ends[0]] if ends else said.rstrip()
+
+
+def _check_answer(message: Mapping, said: str) -> None:
+    """Refused if a part of the answer is not in what the template made of it."""
+    place = 0
+    for piece in thought_of(message):
+        piece = piece.replace(BREAK, "\ufffd").strip()
+        found = said.find(piece, place)
+        if found < 0:
+            raise Refused("the chat template leaves out what the assistant says")
+        place = found + len(piece)
+    if not all(_shows(word, said) for call in message.get("tool_calls") or () for word in _of_call(call)):
+        raise Refused("the chat template leaves out tool calls")
+
+
+def _check_history(messages: Sequence[Mapping], text: str) -> None:
+    """Refused if the words of a message are not in the prompt, in their order. Thoughts and tool calls of earlier
+    turns may be left out: the model would not see them either."""
+    place = 0
+    for message in messages:
+        words = (thought_of(message)[1] if message["role"] == "assistant" else _words(message)).replace(BREAK, "\ufffd")
+        is_anywhere = message["role"] in template.INSTRUCTIONS
+        found = max(text.find(form, 0 if is_anywhere else place) for form in _forms(words.strip()))
+        if found < 0 and not message.get("tool_calls"):
+            raise Refused(f"the chat template leaves out what the {message['role']} says")
+        place = place if is_anywhere else max(place, found)
+    tools = next((m["tools"] for m in messages if m.get("tools")), ())
+    if not all(_shows(str((tool.get("function") or tool).get("name", "")), text) for tool in tools):
+        raise Refused("the chat template leaves out the tools")
+
+
+def _of_call(call: Mapping) -> Iterator[str]:
+    """A call's function and its arguments, as text that its rendering must hold."""
+    call = call.get("function") or call
+    yield str(call.get("name", ""))
+    yield from _values(call.get("arguments"))
+
+
+def _values(value: object) -> Iterator[str]:
+    """Names and values in a JSON value; true, false and null are written in too many ways."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield str(key)
+            yield from _values(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _values(inner)
+    elif value is not None and not isinstance(value, bool):
+        yield str(value).replace(BREAK, "\ufffd").strip()
+
+
+def _shows(words: str, text: str) -> bool:
+    return any(form in text for form in _forms(words))
+
+
+def _forms(words: str) -> tuple[str, ...]:
+    """Words as they are, and as JSON writes them."""
+    return words, json.dumps(words, ensure_ascii=False)[1:-1], json.dumps(words)[1:-1]

@@ -1,0 +1,44 @@
+"""The model hub where there is no network: its client would retry every file for half a minute."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from functools import cache
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+TIMEOUT = 3.0  # seconds to wait for a connection
+
+
+@cache
+def stay_offline_if_unreachable() -> None:
+    """Set the hub's client to its offline mode where no connection to the hub (or to the proxy) can be opened.
+
+    Offline, what has been downloaded before still loads, and anything else fails at once. Asked once per process.
+    """
+    if _is_offline() or _is_reachable():
+        return
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read by libraries that are not imported yet, and by child processes
+    for module in ("huggingface_hub.constants", "datasets.config"):
+        if module in sys.modules:
+            sys.modules[module].HF_HUB_OFFLINE = True
+
+
+def _is_offline() -> bool:
+    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")
+               for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+
+
+def _is_reachable() -> bool:
+    url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    proxies = getproxies()
+    proxy = proxies.get(url.scheme) or proxies.get("all")
+    if proxy and not proxy_bypass(url.hostname or ""):
+        url = urlsplit(proxy if "//" in proxy else f"http://{proxy}")
+    try:
+        socket.create_connection((url.hostname, url.port or (80 if url.scheme == "http" else 443)), TIMEOUT).close()
+    except (OSError, ValueError):
+        return False
+    return True

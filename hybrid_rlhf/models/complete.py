@@ -1,0 +1,95 @@
+"""Whether a model has all of its weights from its files: what a file lacks would be random numbers, and silently."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from torch import nn
+
+from hybrid_rlhf.config import UserError, check
+
+_log = logging.getLogger(__name__)
+
+# What old files hold beside weights: tables that a model computes itself.
+_TABLES = re.compile(r"(\.inv_freq|_cached|\.masked_bias|\.position_ids|\.(attn|attention)\.bias)$")
+
+
+def check_plain_weights(settings: object, path: str, quantize: str | None) -> None:
+    """UserError for weights that are kept in a format that cannot be trained here; `settings` is the model's
+    configuration. Those of bitsandbytes are taken in the bits that `quantize` (4bit or 8bit) asks for."""
+    kept = getattr(settings, "quantization_config", None)
+    if kept is None:
+        return
+    kept = dict(kept if isinstance(kept, Mapping) else vars(kept))
+    method = getattr(kept.get("quant_method"), "value", kept.get("quant_method")) or "bitsandbytes"
+    if method != "bitsandbytes":
+        raise UserError(f"{path} holds weights quantised by {method}, which can be neither trained nor exported here; "
+                        "give the model that they were made from (model.load_in_4bit holds it in 4 bits)")
+    bits = "8bit" if kept.get("load_in_8bit") else "4bit"
+    check(quantize == bits, f"{path} holds weights quantised by bitsandbytes in {bits}; give the model that they were "
+                            f"made from, or set model.load_in_{bits} to train adapters over them")
+
+
+def check_files(path: str) -> None:
+    """UserError where a folder's index of weight files names one that is not there; hub ids pass."""
+    for index in sorted(Path(path).expanduser().glob("*.index.json")):
+        try:
+            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+            raise UserError(f"{index} is no index of weight files, or is damaged; download or export the model "
+                            "anew") from error
+        absent = sorted(str(name) for name in named if not (index.parent / str(name)).is_file())
+        check(not absent, f"{path} lacks {few(absent, 'weight file')} that {index.name} names; download or export the "
+                          "model anew")
+
+
+def check_complete(model: nn.Module, info: Mapping, path: str, new: str | None = None) -> None:
+    """UserError where tensors of `model` are not in its files or have another shape there, or where the files hold
+    tensors for layers that would compute without them. What belongs to no layer (a vision tower, another head) is left
+    out, with a line that says so.
+
+    info: transformers' loading info, in which tied tensors and those that a class declares to be dispensable are not.
+    new: a pattern of tensors that may be missing, because they are to be made anew.
+    """
+    name = type(model).__name__
+    wrong = sorted(k for k in info["mismatched_keys"] if not (new and re.search(new, k[0])))
+    check(not wrong, f"{path} does not fit its config.json: {few([_shapes(*each) for each in wrong], 'tensor')}; give "
+                     "the config.json that it was saved with")
+    missing = sorted(k for k in info["missing_keys"] if not (new and re.search(new, k)))
+    unknown = sorted(k for k in info["unexpected_keys"] if not _TABLES.search(k))
+    inside = [k for k in unknown if _is_of_a_layer(model, k)]
+    left_out = inside if new else unknown  # a model with a new head leaves another one out
+    other = f", but {few(left_out, 'tensor')} that it has no place for" if left_out else ""
+    check(not missing, f"{path} lacks {few(missing, 'tensor')} of {name}{other}: they would be random numbers; give a "
+                       f"complete {name}")
+    check(not inside, f"{path} holds {few(inside, 'tensor')} that {name} would compute without; give the config.json "
+                      "that the model was saved with")
+    if left_out:
+        _log.warning("%s holds %s that %s has no place for: left out", path, few(left_out, "tensor"), name)
+
+
+def few(names: Collection[str], what: str) -> str:
+    """The number of `what` and the first three names."""
+    names = list(names)
+    more = "" if len(names) <= 3 else ", ..."
+    return f"{len(names)} {what}{'s' if len(names) > 1 else ''} ({', '.join(names[:3])}{more})"
+
+
+def _shapes(name: str, found: object, wanted: object) -> str:
+    return f"{name} is {' x '.join(map(str, found))} and not {' x '.join(map(str, wanted))}"
+
+
+def _is_of_a_layer(model: nn.Module, name: str) -> bool:
+    """Whether the innermost module of `model` on the way to a tensor is a part that computes, and not what holds layers
+    or parts."""
+    inner = model
+    for part in name.split("."):
+        if (child := getattr(inner, "_modules", {}).get(part)) is None:
+            break
+        inner = child
+    holders = {id(m) for m in (model, getattr(model, "base_model", None), model.get_decoder())}
+    return not isinstance(inner, (nn.ModuleList, nn.ModuleDict)) and id(inner) not in holders

@@ -1,0 +1,79 @@
+"""Models that compute the same in training as in evaluation: dropout off, wherever a model keeps its rates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from hybrid_rlhf.config import check
+from hybrid_rlhf.models.backbone import hidden_states
+from hybrid_rlhf.tensors import SequenceBatch
+
+_BOUNDS = {torch.float32: 1e-3}  # of a relative difference of hidden states; in 16 bits the path may round otherwise
+_BOUND = 0.03
+
+
+def disable_dropout(model: nn.Module) -> nn.Module:
+    """Set every dropout rate of `model` to zero: in dropout modules, in number attributes of any module and in the
+    configurations that forwards read, whatever has "drop" in its name. In place; `dropout_in_config` has the old ones.
+    """
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "__dict__")}
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name in _rates(module):
+            setattr(module, name, 0.0)
+    of_config = [(config, name, vars(config)[name]) for config in configs.values() for name in _rates(config)]
+    for config, name, _ in of_config:
+        setattr(config, name, 0.0)
+    model.dropout_of_config = [*getattr(model, "dropout_of_config", ()), *of_config]
+    return model
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """`disable_dropout`, and a UserError if training still is not what evaluation is. In place."""
+    check_trains_as_it_evaluates(disable_dropout(model))
+    return model
+
+
+def _rates(owner: object) -> list[str]:
+    """Names of the attributes that are dropout rates above zero."""
+    return [name for name, value in vars(owner).items()
+            if "drop" in name.lower() and type(value) in (int, float) and 0 < value <= 1]
+
+
+@contextmanager
+def dropout_in_config(model: nn.Module) -> Iterator[None]:
+    """Within the block the configuration has the rates from before `disable_dropout`: what is saved is the model's own,
+    for a later run may want them."""
+    given = getattr(model, "dropout_of_config", [])
+    for config, name, value in given:
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for config, name, _ in given:
+            setattr(config, name, 0.0)
+
+
+@torch.no_grad()
+def check_trains_as_it_evaluates(model: nn.Module) -> None:
+    """Raise UserError if the hidden states of a few tokens differ between training and evaluation mode: an update would
+    be of another model than the one that was sampled. No generator of random numbers moves.
+    """
+    weight = next(model.parameters())
+    ids = torch.arange(3, 15, device=weight.device)[None] % model.config.get_text_config().vocab_size
+    mask, training, states = torch.ones_like(ids, dtype=torch.bool), model.training, []
+    with torch.random.fork_rng(devices=[weight.device] if weight.device.type == "cuda" else []):
+        for mode in (False, True):
+            torch.manual_seed(0)
+            states.append(hidden_states(model.train(mode), SequenceBatch(ids, mask, mask)).float())
+    model.train(training)
+    difference = (states[1] - states[0]).abs().max() / states[0].abs().max().clamp(min=1e-6)
+    check(bool(difference < _BOUNDS.get(weight.dtype, _BOUND)),
+          f"a model of type {model.config.model_type} computes otherwise in training than in evaluation (by "
+          f"{float(difference):.2g} of its hidden states), dropout aside: an update would be of another model than the "
+          "one that was sampled; set the noise in its config.json to 0, such as router_jitter_noise, or take another")

@@ -1,0 +1,204 @@
+"""What a chat template can take, found by trying it on a few words, and messages rendered accordingly.
+
+Templates differ in what they accept and no template says so: some refuse a system message, some drop it, some want
+content as a list of parts. Training, chat and server all render here, so that they never see different prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from jinja2 import TemplateError
+
+FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
+OPEN, CLOSE = "<think>", "</think>"
+THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
+INSTRUCTIONS = ("system", "developer")
+_ASKED, _SAID, _THOUGHT = "Qask", "Qsay", "Qthought"  # words that no template writes by itself
+_CALL = {"type": "function", "id": "call00001", "function": {"name": _SAID, "arguments": {_ASKED: _ASKED}}}
+_TOOL = {"type": "function", "function": {"name": _SAID, "description": _SAID, "parameters": {
+    "type": "object", "properties": {_ASKED: {"type": "string", "description": _ASKED}}, "required": [_ASKED]}}}
+_known: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> (what its dialect depends on, the dialect)
+
+
+class Dialect(NamedTuple):
+    """takes_parts: content is a list of parts. takes_system, takes_developer: messages of these roles are rendered.
+    arguments_as_text: those of tool calls are JSON text. thought_field: where an assistant's thought stands, if not in
+    its content. ends: the special tokens that end an assistant's turn: of an answer, and of a tool call where that is
+    another."""
+
+    takes_parts: bool = False
+    takes_system: bool = True
+    takes_developer: bool = True
+    arguments_as_text: bool = False
+    thought_field: str | None = None
+    ends: tuple[str, ...] = ()
+
+
+def dialect_of(tokenizer) -> Dialect:  # noqa: ANN001
+    """The dialect of `tokenizer`'s chat template; the plainest one where it has no template."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        return Dialect()
+    key = (repr(template), tokenizer.eos_token, tuple(special_ids(tokenizer)))
+    if tokenizer not in _known or _known[tokenizer][0] != key:
+        _known[tokenizer] = (key, _find_dialect(tokenizer))
+    return _known[tokenizer][1]
+
+
+def special_ids(tokenizer) -> dict[str, int]:  # noqa: ANN001
+    """The tokens that a tokenizer marks as special, with their ids."""
+    return {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def apply(tokenizer, messages: Sequence[Mapping], add_generation_prompt: bool = False) -> str:  # noqa: ANN001
+    """Messages, `adapted` to the template, as text. Raises one of FAULTS where the template refuses them."""
+    tools = next((m["tools"] for m in messages if m.get("tools")), None)
+    bare = [{k: v for k, v in m.items() if k != "tools"} for m in messages]
+    return tokenizer.apply_chat_template(bare, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+
+def adapted(messages: Sequence[Mapping], dialect: Dialect) -> list[dict]:
+    """Messages as the dialect takes them: roles it knows, and content in the form it reads.
+
+    The tools that a conversation may call travel as `tools` of its first message.
+    """
+    found = [dict(m) for m in messages]
+    for message in found:
+        if message["role"] == "developer" and not dialect.takes_developer:
+            message["role"] = "system"
+    if folds_system(found, dialect):
+        found = _with_system_in_user_turn(found)
+    for message in found:
+        if message["role"] == "assistant":
+            _move_thought(message, dialect.thought_field)
+        if message.get("tool_calls"):
+            message["tool_calls"] = [_call(call, dialect.arguments_as_text) for call in message["tool_calls"]]
+        if dialect.takes_parts and isinstance(message.get("content"), str):
+            message["content"] = [{"type": "text", "text": message["content"]}]
+    return found
+
+
+def thought_of(message: Mapping) -> tuple[str, str]:
+    """(what an assistant thinks, what it says), by a field of its own or by the markers around the beginning of its
+    content."""
+    content = message.get("content") or ""
+    apart = next((message[name] for name in THOUGHT_FIELDS if isinstance(message.get(name), str)), "")
+    if apart or not content.lstrip().startswith(OPEN) or CLOSE not in content:
+        return apart.strip(), content
+    thought, _, said = content.lstrip().removeprefix(OPEN).partition(CLOSE)
+    return thought.strip(), said
+
+
+def _move_thought(message: dict, field: str | None) -> None:
+    thought, said = thought_of(message)
+    if field is not None and thought:
+        for name in THOUGHT_FIELDS:
+            message.pop(name, None)
+        message |= {field: thought, "content": said.lstrip("\n")}
+
+
+def _call(call: Mapping, as_text: bool) -> dict:
+    """A tool call whose arguments are an object, or the JSON text of one."""
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _call(call["function"], as_text)}
+    given = call.get("arguments")
+    if as_text and isinstance(given, Mapping):
+        given = json.dumps(given, ensure_ascii=False)
+    return {**call, "arguments": given} if "arguments" in call else dict(call)
+
+
+def folds_system(messages: Sequence[Mapping], dialect: Dialect) -> bool:
+    """Whether these messages begin with a system message that goes into the first user turn."""
+    role = messages[0]["role"] if messages else ""
+    is_system = role == "system" or (role == "developer" and not dialect.takes_developer)
+    return is_system and not dialect.takes_system and any(m["role"] == "user" for m in messages)
+
+
+def _with_system_in_user_turn(messages: list[dict]) -> list[dict]:
+    first = next(i for i, m in enumerate(messages) if m["role"] == "user")
+    system = [m for m in messages[:first] if m["role"] == "system"]
+    user = {**messages[first], "content": "\n\n".join(m["content"] for m in (*system, messages[first]) if m["content"])}
+    tools = next((m["tools"] for m in system if m.get("tools")), None)
+    rest = [m for m in messages[:first] if m["role"] != "system"] + [user, *messages[first + 1 :]]
+    return rest if tools is None else [{**rest[0], "tools": tools}, *rest[1:]]
+
+
+def _tried(tokenizer, messages: Sequence[Mapping], dialect: Dialect, generation: bool = False) -> str:  # noqa: ANN001
+    """The rendered text, or "" where the template refuses."""
+    try:
+        return apply(tokenizer, adapted(messages, dialect), generation)
+    except FAULTS:
+        return ""
+
+
+def _find_dialect(tokenizer) -> Dialect:  # noqa: ANN001
+    asked, said = {"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}
+    dialect = Dialect()
+
+    def shows(messages: Sequence[Mapping], trial: Dialect, words: str) -> bool:
+        text = _tried(tokenizer, messages, trial)
+        return words in text and not re.search(r"""['"]text['"]: """, text)  # a list of parts written as it is
+
+    if not all(shows((asked, said), dialect, word) for word in (_ASKED, _SAID)):
+        parts = dialect._replace(takes_parts=True)
+        if all(shows((asked, said), parts, word) for word in (_ASKED, _SAID)):
+            dialect = parts
+    takes = {f"takes_{role}": shows(({"role": role, "content": "Qrule"}, asked, said), dialect, "Qrule")
+             for role in INSTRUCTIONS}
+    dialect = dialect._replace(**takes)
+    dialect = dialect._replace(thought_field=_find_thought_field(tokenizer, asked, said, dialect))
+    dialect = dialect._replace(ends=(end,) if (end := _end_of_answer(tokenizer, asked, said, dialect)) else ())
+    for as_text in (False, True):
+        trial = dialect._replace(arguments_as_text=as_text)
+        called = _shown_call(tokenizer, trial)
+        if called is not None:
+            ending = [token for token in special_ids(tokenizer) if called.endswith(token)]
+            is_other = ending and not any(end in called for end in dialect.ends)
+            return trial._replace(ends=(*dialect.ends, max(ending, key=len))) if is_other else trial
+    return dialect
+
+
+def _find_thought_field(tokenizer, asked: dict, said: dict, dialect: Dialect) -> str | None:  # noqa: ANN001
+    """The field of thoughts that the template shows; None where it reads them in the content as well."""
+    inside = _tried(tokenizer, (asked, {**said, "content": f"{OPEN}\n{_THOUGHT}\n{CLOSE}\n\n{_SAID}"}), dialect)
+    for field in THOUGHT_FIELDS:
+        apart = _tried(tokenizer, (asked, {**said, field: _THOUGHT}), dialect)
+        if _THOUGHT in apart:
+            return None if apart.split() == inside.split() and len(inside) == len(apart) else field
+    return None
+
+
+def _shown_call(tokenizer, dialect: Dialect) -> str | None:  # noqa: ANN001
+    """A tool call as the template writes it, or None where it cannot."""
+    asked = {"role": "user", "content": _ASKED, "tools": [_TOOL]}
+    before = _tried(tokenizer, (asked,), dialect, generation=True)
+    text = _tried(tokenizer, (asked, {"role": "assistant", "content": "", "tool_calls": [_CALL]}), dialect)
+    said = text[len(before) :].rstrip()
+    is_whole = _SAID in said and said.count(_ASKED) == 2 and f"'{_ASKED}':" not in said
+    return said if is_whole else None
+
+
+def _end_of_answer(tokenizer, asked: dict, said: dict, dialect: Dialect) -> str | None:  # noqa: ANN001
+    """The special token behind an answer. Of several in a row the last one that history shows too, since a template
+    may write an end of text (Phi-3) behind what is only the end of a turn."""
+    last, history = (_tried(tokenizer, m, dialect).rpartition(_SAID)[2] for m in ((asked, said), (asked, said, asked)))
+    shared = next((i for i, (a, b) in enumerate(zip(last, history, strict=False)) if a != b), min(map(len, (last,
+                  history))))
+    run = _leading_specials(tokenizer, last)
+    kept = [token for token, end in run if end <= shared]
+    return kept[-1] if kept else run[0][0] if run else None
+
+
+def _leading_specials(tokenizer, text: str) -> list[tuple[str, int]]:  # noqa: ANN001
+    """The special tokens that `text` begins with, white space between them, and where each ends."""
+    tokens = sorted(special_ids(tokenizer), key=len, reverse=True)
+    pattern, found, place = re.compile(rf"\s*({'|'.join(map(re.escape, tokens))})"), [], 0
+    while tokens and (match := pattern.match(text, place)):
+        place = match.end()
+        found.append((match[1], place))
+    return found

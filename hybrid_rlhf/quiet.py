@@ -1,0 +1,25 @@
+"""What libraries tell those who program with them is not told to those who run this: the first screen is the run's."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+
+LIBRARIES = ("accelerate", "bitsandbytes", "datasets", "deepspeed", "huggingface_hub", "peft", "torch", "transformers")
+# Loggers that name, at import, what is missing for ways that are not taken here; what is asked for is checked by us.
+_LOGGERS = ("bitsandbytes", "torch.distributed.elastic.multiprocessing.redirects")
+_SAID = ("fan_in_fan_out is set to False but",)  # peft, on GPT-2's layers, which it then treats as they want
+
+
+def quiet_libraries() -> None:
+    """Silence, in this process, deprecations inside of libraries and their notes on what is not used here. Warnings of
+    any other kind stay, and so do all of them where Python was given a filter (-W, PYTHONWARNINGS)."""
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if sys.warnoptions:
+        return
+    for kind in (FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=kind, module=rf"({'|'.join(LIBRARIES)})(\.|$)")
+    for text in _SAID:
+        warnings.filterwarnings("ignore", message=text)

@@ -1,0 +1,45 @@
+"""A sample of `make architectures`, with every path and every kind of layer: run after each change of the engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+from hybrid_rlhf.engine import runner
+from hybrid_rlhf.kernels import REFERENCE, ops_for
+
+WHOLE = ("llama", "mistral", "qwen2", "qwen3", "arcee")
+NATIVE = ("gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "olmo2", "cohere2", "smollm3", "llama4_text",
+          "deepseek_v2", "longcat_flash", "glm4_moe", "mixtral", "qwen3_moe", "gpt_oss", "mamba", "mamba2", "jamba",
+          "lfm2", "qwen3_next", "falcon_h1", "zamba2")
+OTHERS = {"bloom": "eager", "falcon:alibi": "eager", "recurrent_gemma": "generate", "rwkv": "generate"}
+
+
+@pytest.fixture(scope="module")
+def sweep():
+    place = Path(__file__).resolve().parents[1] / "benchmarks" / "architectures.py"
+    spec = importlib.util.spec_from_file_location("architecture_sweep", place)  # tests have a module of its name
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    yield module
+    transformers.logging.set_verbosity(level)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*WHOLE, *NATIVE, *OTHERS])
+def test_a_type_generates_what_its_plain_forward_says_and_a_fault_is_noticed(sweep, name, monkeypatch):
+    monkeypatch.setattr(runner, "ops_for", runner.ops_for)  # the sweep sets it
+    row = sweep.examine(name)
+    assert row.path == OTHERS.get(name, "native"), row.reason
+    assert not row.is_wrong, row
+    assert row.tokens == "generate"
+    assert not row.is_on_slots or any(row.control.values())
+    if ops_for("cpu").decode_attention is not REFERENCE.decode_attention:
+        assert (row.layers == 2) == (name in WHOLE)

@@ -1,0 +1,157 @@
+"""What a run says of itself on stderr before its first step and after its last: what it is, and what comes next."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from hybrid_rlhf.config import UserError
+from hybrid_rlhf.data import datasets
+from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.data.loader import Loader
+from hybrid_rlhf.data.source import Source
+from hybrid_rlhf.distributed import device, is_main
+from hybrid_rlhf.engine import HybridEngine
+from hybrid_rlhf.engine.parameters import count_parameters
+from hybrid_rlhf.run import runfile
+from hybrid_rlhf.run.summary import PAGE
+from hybrid_rlhf.run.terminal import duration
+from hybrid_rlhf.training import wiring
+
+# Settings that a later stage is given as the earlier one had them: without them it would need another machine.
+CARRIED = ("model.lora.r", "model.load_in_4bit", "model.load_in_8bit", "model.dtype", "model.trust_remote_code",
+           "data.split")
+PLACEHOLDERS = {"reward": "PAIRS.jsonl", "ppo": "PROMPTS.jsonl"}  # where the run's own data does not serve
+
+
+def before(config: object, engines: Mapping[str, HybridEngine], start: str, num_steps: int, loader: Loader) -> None:
+    """Print the lines of the model and of the run. engines: what is trained, by role; start: the run or model that it
+    starts from."""
+    if is_main():
+        print(_model_line(config, engines, start), _run_line(config, num_steps, loader), sep="\n", file=sys.stderr)
+
+
+def _model_line(config: object, engines: Mapping[str, HybridEngine], start: str) -> str:
+    counts = [f"{f'{role} ' if len(engines) > 1 else ''}{_share(*count_parameters(engine))}"
+              for role, engine in engines.items()]
+    how = f" by LoRA of rank {config.model.lora.r}" if config.model.lora.r else ""
+    dtype = str(next(next(iter(engines.values())).module.parameters()).dtype).removeprefix("torch.")
+    kind = f"{config.model.quantize} base" if config.model.quantize else dtype
+    return f"model: {start}; trained: {', '.join(counts)}{how}; {kind} on {device().type}"
+
+
+def _run_line(config: object, num_steps: int, loader: Loader) -> str:
+    rows = loader.batch_size * loader.world
+    sampling = config.method.sampling if hasattr(config, "method") else None
+    what = _counted(rows, "prompt" if sampling else "row")
+    what += f" and {_counted(sampling.num_samples, 'response')} to each" if sampling else ""
+    limit = f", at most {duration(config.train.max_seconds)}" if config.train.max_seconds else ""
+    return (f"run: {_counted(num_steps, 'step')} of {what} ({num_steps / len(loader):.3g} "
+            f"epoch{'s' * (num_steps != len(loader))}){limit}; everything it writes goes to {config.output_dir}")
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _share(trained: int, total: int) -> str:
+    share = "all" if trained == total else f"{_millions(trained)} of"
+    return f"{share} {_millions(total)} parameters"
+
+
+def _millions(number: int) -> str:
+    """139.5M, 1.24B, 12,345."""
+    for size, letter in ((1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.4g}{letter}"
+    return f"{number:,}"
+
+
+def after(config: object, command: str) -> None:
+    """Print where the model and the report of a finished run are, and the commands for what comes next."""
+    folder = Path(config.output_dir)
+    if not is_main() or not (folder / runfile.RUN_FILE).exists() or config.stage in ("evaluate", "all"):
+        return
+    record = runfile.read_run(folder)
+    program = _program(command)
+    adapter = f", the adapter alone: {folder / 'adapter'}" if (folder / "adapter").exists() else ""
+    lines = [f"model: {folder / wiring.MODEL_FOLDER}{adapter}", f"report: {folder / PAGE}",
+             f"chat: {program} {_chat(record)}", f"next: {program} {_next(config, record)}"]
+    print(*lines, sep="\n", file=sys.stderr)
+
+
+def _program(command: str) -> str:
+    """How the user started this: hybrid-rlhf, or python and the path of train.py."""
+    word = next(iter(shlex.split(command)), "hybrid-rlhf")
+    return f"python {word}" if word.endswith(".py") else word
+
+
+def _chat(record: runfile.RunRecord) -> str:
+    """A chat with the model, beside the run that it started from and with the reward model's scores where there are
+    such runs; of a reward model, with that run."""
+    own, parent = str(Path(record.output_dir)), _run_or_none(record.facts.get("base_model"))
+    if record.stage == "reward":
+        model = parent or wiring.model_folder(record.facts["base_model"])
+        return f"chat --model {shlex.quote(model)} --reward_model {shlex.quote(own)}"
+    reward = _run_or_none(record.facts.get("reward_model"))
+    names = {Path(path).name: path for path in (parent, own) if path}
+    models = " ".join(shlex.quote(f"{name}={path}") for name, path in names.items()) if len(names) > 1 else (
+        shlex.quote(own))
+    return f"chat --model {models}" + (f" --reward_model {shlex.quote(reward)}" if reward else "")
+
+
+def _run_or_none(path: str | None) -> str | None:
+    return path if path and (Path(path) / runfile.RUN_FILE).exists() else None
+
+
+def _next(config: object, record: runfile.RunRecord) -> str:
+    """The next stage of the three, or the export of what the last one left."""
+    folder = Path(record.output_dir)
+    stage = {"sft": "reward", "conditional_sft": "reward", "reward": "ppo"}.get(record.stage)
+    if stage is None:
+        return f"export --model {shlex.quote(str(folder))} --output_dir {shlex.quote(f'{folder}-export')} --gguf f16"
+    words = ["--stage", stage, "--data.sources", _sources(config.data, stage)]
+    words += [word for option in CARRIED for word in _carried(config, option)]
+    target = folder.parent / stage
+    start = folder if stage == "reward" else record.facts["base_model"]
+    if not _is_found(start, target, "sft"):
+        words += ["--model.model_name_or_path", str(start)]
+    if stage == "ppo" and not _is_found(folder, target, "reward"):
+        words += ["--roles.reward.model_name_or_path", str(folder)]
+    return shlex.join([*words, "--output_dir", str(target)])
+
+
+def _is_found(path: str | Path, target: Path, name: str) -> bool:
+    """Whether a run that goes to `target` finds `path` by itself, as the folder `name` beside it."""
+    return Path(path) == target.parent / name
+
+
+def _sources(data: DataConfig, stage: str) -> str:
+    """The run's own sources as far as they serve the next stage, else a name to fill in."""
+    try:
+        serving = [each.source for each in datasets.open_sources(data, stage)]
+    except UserError:
+        return PLACEHOLDERS[stage]
+    named = [_named(source) for source in serving]
+    return named[0] if len(named) == 1 and isinstance(named[0], str) else json.dumps(named)
+
+
+def _named(source: Source) -> str | dict:
+    """A source as settings name it: by its path alone where nothing else is said."""
+    plain = Source(source.path)
+    changed = {f.name: value for f in dataclasses.fields(source)
+               if (value := getattr(source, f.name)) != getattr(plain, f.name)}
+    return {"path": source.path} | changed if changed else source.path
+
+
+def _carried(config: object, option: str) -> list[str]:
+    """The option and its value, where the run did not have the default."""
+    section, _, name = option.partition(".")
+    value, default = getattr(config, section), getattr(type(config)(), section)
+    for part in name.split("."):
+        value, default = getattr(value, part), getattr(default, part)
+    return [] if value == default else [f"--{option}", json.dumps(value) if not isinstance(value, str) else value]

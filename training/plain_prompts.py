@@ -1,0 +1,21 @@
+"""Whether a run reads prompts of plain text as the runs that it starts from learned to read them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hybrid_rlhf.data import datasets
+from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.distributed import is_main
+from hybrid_rlhf.run import runfile
+
+
+def tell_other_form(path: str, data: DataConfig, stage: str) -> None:
+    """A line on stderr where a run, or the run that the model at `path` is of, had another data.raw than `data`."""
+    run = next((p for p in (Path(path), Path(path).parent) if (p / runfile.RUN_FILE).exists()), None)
+    theirs = None if run is None else (runfile.read_run(run).config.get("data") or {}).get("raw")
+    if theirs not in (None, data.raw) and is_main() and datasets.has_plain_prompts(data, stage):
+        own, other = str(data.raw).lower(), str(theirs).lower()
+        print(f"note: {run} was trained with data.raw {other} and this run has {own}: its model reads prompts of plain "
+              f"text in another form than it learned them; give --data.raw {other}", file=sys.stderr)
