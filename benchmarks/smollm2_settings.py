@@ -19,11 +19,12 @@ _START = "--model.model_name_or_path=START"
 _ALL = ["--data.split=null", "--train.num_fixed_prompts=0", "--train.save_minutes=0", "--train.logging_steps=1",
         "--train.max_eval_batches=1", "--data.eval_fraction=0.02", "--train.warmup_ratio=0"]
 _ANSWERS = [_START, *_ALL, "--data.sources=[{path: SUMS/train.jsonl}]", "--ppo.sampling.max_new_tokens=12",
-            "--ppo.sampling.num_samples=8", "--train.per_device_train_batch_size=8", "--train.max_steps=16"]
+            "--ppo.sampling.num_samples=8", "--train.per_device_train_batch_size=8", "--train.max_steps=20",
+            "--train.lr_scheduler_type=constant"]
 _SUMS = [*_ANSWERS, "--reward.functions=builtin:numeric_match"]
 _GROUPS = [*_SUMS, "--ppo.num_ppo_epochs=1", "--ppo.kl_coef=0.04"]
-_CRITIC = ["--roles.critic.learning_rate=5e-5", "--ppo.kl_coef=0.05", "--ppo.num_ppo_epochs=1"]
-_FULL, _LORA = "--roles.actor.learning_rate=2e-5", "--roles.actor.learning_rate=2e-4"
+_CRITIC = ["--roles.critic.learning_rate=3e-5", "--ppo.kl_coef=0.04", "--ppo.num_ppo_epochs=1"]
+_FULL, _LORA = "--roles.actor.learning_rate=1e-5", "--roles.actor.learning_rate=1e-4"
 _PAIRS = [*_ALL, "--data.sources=[{path: SUMS/pairs.jsonl}]", "--train.max_steps=40",
           "--train.per_device_train_batch_size=8"]
 

@@ -73,6 +73,7 @@ def test_an_option_goes_to_the_stage_that_it_names() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_the_journey_ends_in_a_better_model_whose_answers_end(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "start", max_position_embeddings=1024)
     more = {"sft": {"train.learning_rate": "3e-3", "train.max_steps": "150"},
