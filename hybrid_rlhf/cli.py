@@ -246,7 +246,7 @@ def _run(stage: ModuleType, config: object, command: str) -> int:
     try:
         with stops_as_by_hand():
             stage.run(config, command=command)
-            announce.after(config, command)
+            announce.after(config, sys.argv[0])
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         code = 130

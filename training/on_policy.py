@@ -164,7 +164,8 @@ def run(config: Config, command: str, make_trainer: Callable[[Opened], Trainer])
         prompts = answers.first_prompts(opened.data, config.train.num_fixed_prompts)
         # a function or service of the user's is asked for what is trained on and for evaluations, and for nothing else
         source = opened.source if isinstance(opened.source, ModelSource) else None
-        said = answers.of_policy(roles.actor, prompts, config.method.sampling, source) if prompts else None
+        said = prompts and answers.of_policy(roles.actor, prompts, config.method.sampling, source,
+                                             ends=[config.data.append_eos] * len(prompts))
         metrics = fit(trainer, opened.loader, opened.held_out, config.train, record, opened.num_steps, said)
         _leave(roles, opened, config, wiring.MODEL_FOLDER)
         average = getattr(trainer, "average", None)  # of the weights, where the method keeps one
@@ -252,6 +253,6 @@ def _critic_warmup_steps(method: Method, starts: dict[str, Start], num_steps: in
         return method.critic_warmup_steps or 0
     found = 0 if starts["critic"].head else min(MAX_CRITIC_WARMUP, num_steps // 10)
     if found and is_main():
-        print(f"the critic starts with a head of zeros: the first {found} steps train it alone "
-              "(ppo.critic_warmup_steps)", file=sys.stderr)
+        print(f"the critic knows no scores yet: the first {found} steps train it alone (ppo.critic_warmup_steps)",
+              file=sys.stderr)
     return found

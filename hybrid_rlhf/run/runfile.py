@@ -27,6 +27,7 @@ from hybrid_rlhf.run.trackers import check_trackers
 
 RUN_FILE, SETTINGS_FILE, FORMAT = "run.json", "config.yaml", 1
 STATUSES = ("running", "finished", "stopped", "failed")
+ROWS_FOLDER = "rows"  # of an output_dir: data given from Python, written before the run begins
 _UNFINISHED_WRITE = ".run.json.tmp"
 _LEFT_BY_A_RUN = ("metrics.jsonl", "samples.jsonl", "answers.jsonl", "report.md")
 
@@ -189,7 +190,7 @@ def _found(folder: Path) -> RunRecord | None:
     if (folder / RUN_FILE).exists():
         return read_run(folder)
     try:
-        strangers = sorted(p.name for p in folder.iterdir() if p.name != _UNFINISHED_WRITE)
+        strangers = sorted(p.name for p in folder.iterdir() if p.name not in (_UNFINISHED_WRITE, ROWS_FOLDER))
     except OSError as error:
         raise UserError(f"output_dir {folder} cannot be read: {error.strerror}; give another folder") from error
     check(not strangers, f"output_dir {folder} holds something else ({', '.join(strangers[:3])}) and no run; choose a "

@@ -48,6 +48,9 @@ class PPOConfig:
         critic_warmup_steps: Steps at the start that train the critic alone; null: none for a critic that starts from
             the reward model, else a tenth of the run and at most 5.
         early_stop_kl: A minibatch whose policy/approx_kl (nats per token) is above it ends the updates on its rollout.
+        update_kl: Nats per token by which the updates on a rollout are to move the policy, at most (0.01, say): the
+            actor's rate is lowered after a rollout that it moved further from, and comes back, up to what is scheduled,
+            when it moves less far; null leaves the rate alone.
         normalise_scores: Whether a reward model's scores are put on the scale (mean 0, std 1) that its stage 2 measured
             on SFT responses.
         score_clip: Bound of a score that was put on that scale, in its standard deviations; scores of functions,
@@ -98,6 +101,7 @@ class PPOConfig:
     whiten_advantages: bool | None = None
     critic_warmup_steps: int | None = None
     early_stop_kl: float | None = None
+    update_kl: float | None = None
     normalise_scores: bool = True
     score_clip: float | None = 5.0
     missing_eos_penalty: float | None = None
@@ -122,7 +126,7 @@ class PPOConfig:
         for name in ("gamma", "lam"):
             check(0 <= getattr(self, name) <= 1, f"ppo.{name} is {getattr(self, name)}; it must lie in [0, 1]")
         for name in ("cliprange", "cliprange_low", "cliprange_high", "cliprange_value", "early_stop_kl",
-                     "importance_cap"):
+                     "update_kl", "importance_cap"):
             check(getattr(self, name) is None or getattr(self, name) > 0,
                   f"ppo.{name} is {getattr(self, name)}; it must be positive")
         for name in ("kl_coef", "entropy_coef", "overlong_penalty", "critic_warmup_steps", "max_refills", "ptx_coef"):
@@ -143,6 +147,9 @@ class PPOConfig:
         check(not self.max_refills or size > 1,
               f"ppo.max_refills is {self.max_refills}, and ppo.sampling.num_samples is {size}: one response has no "
               "group; give 2 or more (such as 8)")
+        check(self.update_kl is None or self.num_ppo_epochs > 1 or self.num_minibatches > 1 or self.minibatch_size,
+              f"ppo.update_kl is {self.update_kl}, and one update on a rollout never sees how far it moved; give "
+              "ppo.num_ppo_epochs 2")
         check(self.kl_in_reward or self.kl_estimator != "k1",
               "ppo.kl_estimator k1 has no gradient on average, and ppo.kl_in is loss; choose k2 or k3")
         check(row.needs_values or not self.critic_warmup_steps,
