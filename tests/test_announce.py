@@ -28,7 +28,7 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def told(capsys, stage: str, *argv: str, command: str = "hybrid-rlhf --stage x", **facts: str) -> dict[str, str]:
+def told(capsys, stage: str, *argv: str, program: str = "/usr/bin/hybrid-rlhf", **facts: str) -> dict[str, str]:
     """What is said after a run of `stage`, by the first word of each line."""
     config = parse(MODULES[stage].Config, [f"--stage={stage}", *argv], prog="test")[0]
     folder = config.output_dir
@@ -36,7 +36,7 @@ def told(capsys, stage: str, *argv: str, command: str = "hybrid-rlhf --stage x",
     announce.Path(folder).mkdir(parents=True, exist_ok=True)
     record.write()
     capsys.readouterr()
-    announce.after(config, command)
+    announce.after(config, program)
     return dict(line.split(": ", 1) for line in capsys.readouterr().err.splitlines())
 
 
@@ -61,7 +61,7 @@ def test_after_sft_comes_the_reward_model_on_the_run_s_own_pairs_with_the_same_a
 
 def test_data_that_does_not_serve_the_next_stage_is_a_name_to_fill_in_and_other_folders_are_named(place, capsys):
     said = told(capsys, "sft", "--data.sources=talks.jsonl", "--output_dir=my runs/first",
-                command="/somewhere/train.py --stage sft")
+                program="/somewhere/train.py")
     assert said["chat"] == "python /somewhere/train.py chat --model 'my runs/first'"
     assert "--data.sources PAIRS.jsonl --model.model_name_or_path 'my runs/first'" in said["next"]
     assert "--output_dir 'my runs/reward'" in said["next"]
@@ -104,7 +104,7 @@ def test_before_the_first_step_stand_what_is_trained_of_the_model_and_how_long_t
     assert capsys.readouterr().err.splitlines() == [
         "model: base; trained: 200 of 30,200 parameters by LoRA of rank 4; float32 on "
         + announce.device().type,
-        "run: 25 steps of 16 rows (2.5 epochs), at most 1:30; everything it writes goes to outputs/sft"]
+        "run: 25 steps of 16 rows (2.5 epochs), at most 1:30, to outputs/sft"]
     engine.training = SimpleNamespace(parameters=dict(module.named_parameters()))
     announce.before(config, {"actor": engine, "critic": engine}, "base", 10, loader)
     first, second = capsys.readouterr().err.splitlines()

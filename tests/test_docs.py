@@ -40,7 +40,7 @@ def parse_stage(argv: list[str]) -> object:
     stage, row = importlib.import_module(cli.STAGES[name].module), cli.STAGES[name]
     rest = [word for word in rest if word not in ("--help", "--print_config")]
     config, _ = parse(stage.Config, [*row.preset, *preset, *rest], prog="x",
-                      extra=("preview", "plan", "memory", "cards"))
+                      extra=cli.SWITCHES)
     cli._check_variant(name, row, config)
     return config
 
@@ -151,7 +151,7 @@ def options_of_all_stages() -> set[str]:
     return set().union(*(leaves(importlib.import_module(row.module).Config()) for row in cli.STAGES.values()))
 
 
-DOORS = {"--" + name for name in ("stage", "config", "preview", "plan", "memory", "cards", "preset", "help",
+DOORS = {"--" + name for name in ("stage", "config", *cli.SWITCHES, "preset", "help",
                                 "print_config")}
 
 

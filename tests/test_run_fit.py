@@ -151,7 +151,8 @@ def test_max_seconds_ends_the_run_after_the_step_that_reaches_it_as_if_that_were
 def test_the_first_interrupt_finishes_the_step_saves_and_says_where(begin):
     config, record = begin()
     trainer, before = CountingTrainer({2: interrupt}), signal.getsignal(signal.SIGINT)
-    with pytest.raises(Stopped, match=r"stopped after step 3 of 9; the checkpoint is .*step-00000003$"):
+    with pytest.raises(Stopped, match=r"stopped after step 3 of 9; the same command goes on there; the checkpoint is "
+                                      r".*step-00000003$"):
         fit(trainer, CountingLoader(), CountingLoader(), config, record, 9)
     assert trainer.batches == [0, 1, 2] and trainer.evaluations == 0, "who wants to leave does not wait for evaluation"
     assert [r["step"] for r in lines(record, "metrics.jsonl")] == [1, 2, 3]

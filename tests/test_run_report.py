@@ -121,7 +121,7 @@ def test_the_same_prompts_before_and_after_stand_side_by_side(folder):
     text = _answer(folder, [{"step": s, "prompt": p, "completion": f"{p}{s}", "score": s + 0.5}
                             for s in (0, 30) for p in ("ask ", "beg ")])
     assert "## The same prompts before and after\n\n| prompt | step 0 | step 30 |" in text
-    assert "| ask | ask 0 (score 0.50) | ask 30 (score 30.50) |" in text
+    assert "| ask | ask 0 (score 0.5) | ask 30 (score 30.5) |" in text
     assert "at the start" not in text
 
 

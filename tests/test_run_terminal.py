@@ -94,6 +94,17 @@ def test_below_the_table_live_the_step_the_sample_and_the_time_left(monkeypatch,
     assert notice.strip() == "finishing"
 
 
+def test_a_step_that_is_a_row_of_the_table_is_not_shown_a_second_time_below_it(monkeypatch):
+    watched(monkeypatch)
+    progress = Progress("ppo", KEYS, 8)
+    progress._live = object()  # as if it were drawn
+    for step, is_logged, count in ((1, True, 0), (2, False, 1), (3, True, 0)):
+        progress.step(step, VALUES, is_logged=is_logged)
+        screen = Console(file=io.StringIO(), width=80, force_terminal=False)
+        screen.print(progress._frame())
+        assert screen.file.getvalue().count("0.1235") == count
+
+
 def test_no_control_character_of_a_sample_reaches_a_watched_terminal(capsys, monkeypatch):
     watched(monkeypatch)
     with Progress("ppo", KEYS, 2) as progress:

@@ -48,10 +48,10 @@ def _run_line(config: object, num_steps: int, loader: Loader) -> str:
     rows = loader.batch_size * loader.world
     sampling = config.method.sampling if hasattr(config, "method") else None
     what = _counted(rows, "prompt" if sampling else "row")
-    what += f" and {_counted(sampling.num_samples, 'response')} to each" if sampling else ""
+    what += f" with {sampling.num_samples} responses each" if sampling and sampling.num_samples > 1 else ""
     limit = f", at most {duration(config.train.max_seconds)}" if config.train.max_seconds else ""
     return (f"run: {_counted(num_steps, 'step')} of {what} ({num_steps / len(loader):.3g} "
-            f"epoch{'s' * (num_steps != len(loader))}){limit}; everything it writes goes to {config.output_dir}")
+            f"epoch{'s' * (num_steps != len(loader))}){limit}, to {config.output_dir}")
 
 
 def _counted(number: int, noun: str) -> str:
@@ -71,23 +71,25 @@ def _millions(number: int) -> str:
     return f"{number:,}"
 
 
-def after(config: object, command: str) -> None:
-    """Print where the model and the report of a finished run are, and the commands for what comes next."""
+def after(config: object, program: str) -> None:
+    """Print where the model and the report of a finished run are, and the commands for what comes next.
+
+    program: what the user started, as sys.argv has it.
+    """
     folder = Path(config.output_dir)
     if not is_main() or not (folder / runfile.RUN_FILE).exists() or config.stage in ("evaluate", "all"):
         return
     record = runfile.read_run(folder)
-    program = _program(command)
+    program = _started_by(program)
     adapter = f", the adapter alone: {folder / 'adapter'}" if (folder / "adapter").exists() else ""
     lines = [f"model: {folder / wiring.MODEL_FOLDER}{adapter}", f"report: {folder / PAGE}",
              f"chat: {program} {_chat(record)}", f"next: {program} {_next(config, record)}"]
     print(*lines, sep="\n", file=sys.stderr)
 
 
-def _program(command: str) -> str:
-    """How the user started this: hybrid-rlhf, or python and the path of train.py."""
-    word = next(iter(shlex.split(command)), "hybrid-rlhf")
-    return f"python {word}" if word.endswith(".py") else word
+def _started_by(program: str) -> str:
+    """The words of a command line: python and the path of train.py, or else hybrid-rlhf."""
+    return f"python {shlex.quote(program)}" if program.endswith(".py") else "hybrid-rlhf"
 
 
 def _chat(record: runfile.RunRecord) -> str:

@@ -29,7 +29,7 @@ def of_policy(actor: Actor, prompts: Prompts, sampling: SamplingConfig, source: 
               ends: Sequence[bool] = ()) -> Answers:
     """One greedy answer to each prompt, with its score where there is a source (None where that skipped it).
 
-    ends: which of them are known to end within the sampling's limit; of those it is told whether they "ended".
+    ends: which of them are expected to end within the sampling's limit; of those it is told whether they "ended".
     """
     greedy = replace(sampling, num_samples=1, temperature=0.0)
 
@@ -54,7 +54,7 @@ def of_demonstrations(actor: Actor, data: StageData, count: int, max_length: int
     if not ids:
         return None
     limit = max(1, min(MAX_NEW_TOKENS, max_length - max(map(len, ids))))
-    texts = actor.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    texts = actor.tokenizer.batch_decode(ids, skip_special_tokens=False)  # as the model reads them
     shown = [_answer_of(row)[:limit] for row in rows]  # cut where it is longer: then it has no end
     ends = [bool(answer) and answer[-1] in actor.engine.eos_ids for answer in shown]
     said = of_policy(actor, Prompts(ids, texts), SamplingConfig(max_new_tokens=limit), ends=ends)
@@ -77,11 +77,12 @@ def of_reward(reward: Reward, tokenizer, data: StageData, count: int) -> Answers
         return None
     batch = collate.collate_pairs(rows, reward.engine.pad_id).sequences  # the chosen ones, then the rejected ones
 
-    def words(mask: Tensor) -> list[str]:
+    def words(mask: Tensor, *, skips: bool) -> list[str]:
         return tokenizer.batch_decode([ids[of].tolist() for ids, of in zip(batch.input_ids, mask, strict=True)],
-                                      skip_special_tokens=True)
+                                      skip_special_tokens=skips)
 
-    asked, said = words(batch.attention_mask.bool() & ~batch.loss_mask), words(batch.loss_mask)
+    asked = words(batch.attention_mask.bool() & ~batch.loss_mask, skips=False)  # as the model reads them
+    said = words(batch.loss_mask, skips=True)
 
     def answers() -> list[dict]:
         return [{"prompt": p, "completion": c, "score": s, "side": ("chosen", "rejected")[i >= len(rows)]}

@@ -282,14 +282,14 @@ def compared(start: dict[str, float], end: dict[str, float], num_prompts: int, l
 
 def answered(answers: Sequence[dict], limits: Limits | None = None) -> list[Alarm]:
     """The alarm of a trained model that does not end most of its answers to the fixed prompts; rows say by "ended"
-    whether an answer ended where its demonstration does."""
+    whether an answer ended, None where it need not."""
     ended = [row["ended"] for row in answers if isinstance(row.get("ended"), bool)]
     endless = ended.count(False)
     if not ended or endless <= (limits or Limits()).max_clipped * len(ended):
         return []
-    return [Alarm("endless answers", f"{endless} of {len(ended)} answers to the fixed prompts did not end where the "
-                                     "demonstrations do: the model has not learned to stop. Train longer, or at a "
-                                     "higher rate.")]
+    return [Alarm("endless answers", f"{endless} of {len(ended)} answers to the fixed prompts did not end by "
+                                     "themselves: the model has not learned to stop. Train longer, or at a higher "
+                                     "rate; raise max_new_tokens if its answers are longer than that.")]
 
 
 CHECKS: tuple[Callable[[History, Limits], list[Alarm]], ...] = (

@@ -12,8 +12,8 @@ def first_lines(history: list[dict]) -> list[str]:
         return []
     signal = _signal(row)
     seconds = f"; the step took {row['time/step']:.3g} s" if "time/step" in row else ""
-    told = "; ".join(f"{name} {text}" for name, text in figures(signal).items())
-    return [f"Before the first update: {told}{seconds}.", *(f"Verdict: {text}." for text in verdict(signal))]
+    told = "; ".join(f"{name}: {text}" for name, text in figures(signal).items())
+    return [f"Before the first update, {told}{seconds}.", *(f"Verdict: {text}." for text in verdict(signal))]
 
 
 def _signal(row: dict) -> RewardSignal:

@@ -32,7 +32,7 @@ class Progress:
         self.is_live = is_main() and self.console.is_terminal and not self.console.is_dumb_terminal
         self._live, self._step, self._values, self._samples = None, 0, {}, []
         self.first = 0  # steps that were done before this process began
-        self._doing = ""
+        self._doing, self._shown = "", 0  # _shown: the step of the table's last row
         self._marks: list[tuple[int, float]] = []  # when steps ended: the first and the last of this process
         self._columns: tuple[str, ...] = ()
         self._notice, self._hearing = "", ExitStack()
@@ -74,6 +74,7 @@ class Progress:
             self._columns = fitting(tuple(k for k in self.keys if k in values), self.console.width)
             self._print(self._row("step", [short(k) for k in self._columns]), style="bold")
         self._print(self._cells(step, values))
+        self._shown = step
 
     def evaluated(self, step: int, values: dict[str, float]) -> None:
         """The held-out metrics after `step`: a row of the table, or one line."""
@@ -136,7 +137,8 @@ class Progress:
         from rich.table import Table
         from rich.text import Text
 
-        lines: list = [Text(self._cells(self._step, self._values), style="dim", no_wrap=True)] if self._columns else []
+        is_new = self._columns and self._step > self._shown
+        lines: list = [Text(self._cells(self._step, self._values), style="dim", no_wrap=True)] if is_new else []
         width = self.console.width
         for sample in self._samples[:NUM_SAMPLES]:
             lines += [Text(line, style="cyan", no_wrap=True) for line in sample_lines(sample, width - 1)]

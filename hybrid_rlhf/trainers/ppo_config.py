@@ -26,10 +26,11 @@ class PPOConfig:
             then over responses) or constant (each response's sum over max_new_tokens); null takes the method's own.
         max_refills: Rounds of further prompts, at most, whose responses replace groups with equal scores (dynamic
             sampling, DAPO); 0 trains on such groups too.
-        num_ppo_epochs: Passes over each rollout.
-        num_minibatches: Optimizer steps per pass.
+        num_ppo_epochs: Passes over each rollout; null goes by the method.
+        num_minibatches: Optimizer steps per pass; null goes by the method.
         minibatch_size: Sequences per optimizer step, over all processes; overrides num_minibatches.
-        kl_coef: Price of one nat of KL to the reference (the start value, if adaptive). At 0 no reference is loaded.
+        kl_coef: Price of one nat of KL to the reference (the start value, if adaptive). At 0 no reference is loaded;
+            null goes by the method.
         kl_in: Where it is paid: in the reward or in the loss; null takes the estimator's own.
         kl_estimator: k1, k2 or k3; null takes k1 in the reward and k3 in the loss.
         kl_target: Nats per sequence that an adaptive kl_coef aims at; None keeps kl_coef fixed.
@@ -54,7 +55,8 @@ class PPOConfig:
             on SFT responses.
         score_clip: Bound of a score that was put on that scale, in its standard deviations; scores of functions,
             services and models of others are never bounded. null has none.
-        missing_eos_penalty: Subtracted from the score of a response that did not end by itself.
+        missing_eos_penalty: Subtracted from the score of a response that did not end by itself; null takes 1 where a
+            reward model scores, else 0.
         overlong_penalty: Subtracted from the score of a response of max_new_tokens; shorter ones pay less.
         overlong_buffer: Tokens before max_new_tokens within which the overlong penalty rises from 0.
         old_logprobs: Whose log-probabilities the ratio starts from: the sampler's, recompute (a training forward), or
@@ -79,10 +81,10 @@ class PPOConfig:
     policy_loss: str = "ppo"
     aggregation: str | None = None
     max_refills: int = 0
-    num_ppo_epochs: int = 4
-    num_minibatches: int = 1
+    num_ppo_epochs: int | None = None
+    num_minibatches: int | None = None
     minibatch_size: int | None = None
-    kl_coef: float = 0.05
+    kl_coef: float | None = None
     kl_in: str | None = None
     kl_estimator: str | None = None
     kl_target: float | None = None
@@ -102,7 +104,7 @@ class PPOConfig:
     update_kl: float | None = None
     normalise_scores: bool = True
     score_clip: float | None = 5.0
-    missing_eos_penalty: float = 0.0
+    missing_eos_penalty: float | None = None
     overlong_penalty: float = 0.0
     overlong_buffer: int = 16
     old_logprobs: str = "auto"
@@ -131,7 +133,7 @@ class PPOConfig:
             check((getattr(self, name) or 0) >= 0, f"ppo.{name} is {getattr(self, name)}; it must not be negative")
         check(self.kl_target is None or self.kl_target > 0,
               f"ppo.kl_target is {self.kl_target}; it must be positive (nats per sequence) or null")
-        check(self.kl_target is None or self.kl_coef > 0,
+        check(self.kl_target is None or self.kl_coef != 0,
               f"ppo.kl_target is {self.kl_target}, but a ppo.kl_coef of 0 stays 0; give a start value such as 0.05")
         check(self.kl_horizon > 0, f"ppo.kl_horizon is {self.kl_horizon}; it must be positive (sequences)")
         self._check_method()
