@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 
 from hybrid_rlhf.api_inputs import Rows, dotted, rewards_of, rows_of, words
-from hybrid_rlhf.cli import STAGES
+from hybrid_rlhf.cli import STAGES, unused_by
 from hybrid_rlhf.config import UserError, check, nearest, parse
 
 Reward = Callable | str | PurePath | list
@@ -42,7 +42,8 @@ class Training:
             self.output_dir = folder or f"outputs/{stage}"
             self._rows = rows_of(train_dataset)
             given |= {"output_dir": self.output_dir} | self._model(model) | self._data()
-            self.config, _ = parse(self._recipe.Config, [*row.preset, *words(given)], prog=f"--stage {stage}")
+            self.config, _ = parse(self._recipe.Config, [*row.preset, *words(given)], prog=f"--stage {stage}",
+                                   unused=unused_by(stage))
         self.metrics: dict[str, float] = {}
         self._loaded: dict[str, object] = {}
 
