@@ -23,13 +23,14 @@ FUNCTION = ["--reward.functions=builtin:length_penalty"]
 SERVICE = ["--reward.url=http://127.0.0.1:9/score", "--reward.retries=0"]
 OFFLINE = [[*LORA], EPOCH]
 SAMPLED = [[*LORA], [*FUNCTION, *EPOCH], SERVICE]
+ON_POLICY = [*SAMPLED, ["--ppo.kl_target=3", "--ppo.importance=token", "--ppo.old_logprobs=recompute", "--ppo.ema=true",
+                        "--ppo.overlong_penalty=1", "--ppo.overlong_buffer=2", "--ppo.ptx_coef=1",
+                        "--data.max_length=48"]]
 # what else a stage is run with, so that every switch is on in one of its runs
 MORE: dict[str, list[list[str]]] = {
     "sft": [["--model.preset=tiny"], *OFFLINE], "conditional_sft": OFFLINE, "reward": OFFLINE,
     **dict.fromkeys(("dpo", "kto", "simpo", "orpo"), OFFLINE),
-    **dict.fromkeys(("ppo", "grpo", "rloo", "reinforce_pp", "cispo"), [
-        *SAMPLED, ["--ppo.kl_target=3", "--ppo.importance=token", "--ppo.old_logprobs=recompute", "--ppo.ema=true",
-                   "--ppo.overlong_penalty=1", "--ppo.overlong_buffer=2", "--ppo.ptx_coef=1", "--data.max_length=48"]]),
+    **dict.fromkeys(("ppo", "grpo", "rloo", "reinforce_pp", "cispo"), ON_POLICY),
     "online_dpo": SAMPLED, "rejection": SAMPLED, "evaluate": [FUNCTION]}
 SECTIONS = {"online_dpo": "online", "rejection": "rejection", "evaluate": "evaluate"}
 
