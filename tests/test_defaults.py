@@ -157,11 +157,11 @@ def test_an_option_of_another_stage_is_one_line_that_names_the_one_meant(stage, 
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["sft", "--model.lora.alpha=8"], "model.lora.alpha is given, and model.lora.r is 0"),
-    (["ppo", "--ppo.kl_horizon=8"], "ppo.kl_horizon is given, and ppo.kl_coef is fixed; give ppo.kl_target"),
-    (["ppo", "--data.max_length=9"], "data.max_length is given, and it is for the texts of ppo.ptx_coef, which is 0"),
+    (["sft", "--model.lora.alpha=8"], "model.lora.alpha is set; model.lora.r is 0"),
+    (["ppo", "--ppo.kl_horizon=8"], "ppo.kl_horizon is set; ppo.kl_coef is fixed; give ppo.kl_target"),
+    (["ppo", "--data.max_length=9"], "data.max_length is set; it is for the texts of ppo.ptx_coef, which is 0"),
     (["grpo", "--reward.functions=f.py:f", "--roles.reward.dtype=float32"],
-     "roles.reward.dtype is given, and no reward model is among the sources")])
+     "roles.reward.dtype is set; no reward model is among the sources")])
 def test_an_option_whose_switch_is_off_says_what_switches_it_on(words, said, capsys) -> None:
     assert main(words) == 2
     assert said in capsys.readouterr().err

@@ -92,7 +92,7 @@ def refuse(config: object) -> None:
     for section, options in SWITCHED.items():
         for names, is_on, text in options if hasattr(config, section) else ():
             for given in (g for name in names for g in _given(config, name)):
-                check(is_on(config), f"{given} is given, and {text}")
+                check(is_on(config), f"{given} is set; {text}")
 
 
 def without(stage: str, sections: dict[str, object]) -> dict[str, object]:
