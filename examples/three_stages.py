@@ -5,12 +5,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hybrid_rlhf.data.datasets import DataConfig
-from hybrid_rlhf.data.sources import Source
-from hybrid_rlhf.engine import SamplingConfig
+from hybrid_rlhf.data.datasets import DataConfig, Source
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run.fit import TrainConfig
-from hybrid_rlhf.trainers.ppo import PPOConfig
+from hybrid_rlhf.trainers.ppo_config import PPOConfig, SamplingConfig
 from hybrid_rlhf.training import step1_sft, step2_reward, step3_ppo
 
 SHORT = {"per_device_train_batch_size": 32, "max_eval_batches": 8}  # enough to see it work; `make demo` learns it

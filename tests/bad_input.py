@@ -20,12 +20,14 @@ DEMOS, PAIRS, PROMPTS = (sources(f"PLACE/{n}.jsonl") for n in ("demos", "pairs",
 SFT = ["--stage", "sft", *OUT, *MODEL, DEMOS, *SMALL]
 REWARD = ["--stage", "reward", *OUT, *MODEL, PAIRS, *SMALL]
 PPO = ["--stage", "ppo", *OUT, *MODEL, PROMPTS, *SAMPLED, "--roles.reward.model_name_or_path", "PLACE/good",
-       "--ppo.sampling.max_new_tokens", "8"]
+       "--ppo.sampling.max_new_tokens", "8", "--train.per_device_train_batch_size", "8"]
 DPO = ["--stage", "dpo", *OUT, *MODEL, PAIRS, *SMALL]
-ALL = ["--stage", "all", *OUT, "--model.preset", "tiny", DEMOS, *SMALL[:4], *SAMPLED[2:4]]
+ALL = ["--stage", "all", *OUT, "--model.preset", "tiny", DEMOS, *SMALL[:4], *SAMPLED[2:4],
+       "--stages.ppo.per_device_train_batch_size", "8"]
 
 EVALUATE = ["--stage", "evaluate", *OUT, PROMPTS, "--data.split", "null", "--roles.reward.model_name_or_path",
-            "PLACE/good", "--evaluate.rows", "all", "--data.max_prompt_length", "32"]
+            "PLACE/good", "--evaluate.rows", "all", "--data.max_prompt_length", "32",
+            "--evaluate.sampling.max_new_tokens", "8"]
 BOTH = "--evaluate.models=[PLACE/good, other=PLACE/good]"
 
 
@@ -157,14 +159,14 @@ BAD = [
     ("unknown policy loss", [*PPO, "--ppo.policy_loss", "gsop"], ["ppo.policy_loss", "did you mean gspo?"]),
     ("k1 in the loss", [*PPO, "--ppo.kl_in", "loss", "--ppo.kl_estimator", "k1"], ["k1", "choose k2 or k3"]),
     ("critic warm-up without a critic", ["--stage", "grpo", *PPO[2:], "--ppo.critic_warmup_steps", "2"],
-     ["ppo.critic_warmup_steps is 2", "grpo has no critic"]),
+     ["ppo.critic_warmup_steps is not used by --stage grpo", "grpo has no critic"]),
     ("overlong buffer beyond the response", [*PPO, "--ppo.overlong_penalty", "1", "--ppo.overlong_buffer", "9"],
      ["ppo.overlong_buffer is 9", "[1, ppo.sampling.max_new_tokens 8]"]),
     ("refills without groups", [*PPO, "--ppo.max_refills", "2"], ["ppo.max_refills is 2", "num_samples is 1"]),
     ("dual clip of cispo", ["--stage", "cispo", *PPO[2:], "--ppo.dual_clip", "3"], ["ppo.dual_clip", "cispo"]),
     ("settings of a critic that there is not", ["--stage", "grpo", *PPO[2:], "--roles.critic.learning_rate", "1e-4",
                                                 "--roles.critic.kind", "head"],
-     ["roles.critic.kind, roles.critic.learning_rate", "grpo has no critic", "gae"]),
+     ["roles.critic.learning_rate", "grpo has no critic", "gae"]),
     ("settings of a reference that there is not", [*PPO, "--ppo.kl_coef", "0", "--roles.ref.dtype", "bfloat16"],
      ["roles.ref.dtype", "ppo.kl_coef is 0", "roles.ref.model_name_or_path"]),
     ("a target for a price of 0", [*PPO, "--ppo.kl_coef", "0", "--ppo.kl_target", "1"],
@@ -232,15 +234,16 @@ BAD = [
     ("dpo without sft", [*DPO, "--model.model_name_or_path", "null"],
      ["PLACE/runs/sft", "--stage sft", "model.model_name_or_path"]),
     ("preset as the policy's start", ["--stage", "ipo", *OUT, PAIRS, *SMALL, "--model.preset", "tiny"],
-     ["model.preset", "ipo starts", "--stage sft"]),
+     ["model.preset is not used by --stage ipo", "--stage sft"]),
     ("beta 0", [*DPO, "--dpo.beta", "0"], ["dpo.beta is 0", "positive", "0.1"]),
     ("negative beta", ["--stage", "simpo", *DPO[2:], "--dpo.beta", "-1"], ["dpo.beta is -1", "2.0"]),
     ("unknown loss", [*DPO, "--dpo.loss_type", "sigmoidal"], ["dpo.loss_type", "did you mean sigmoid?", "ipo, hinge"]),
     ("smoothing of a loss that has none", ["--stage", "hinge", *DPO[2:], "--dpo.label_smoothing", "0.1"],
-     ["dpo.label_smoothing", "hinge", "sigmoid or simpo"]),
+     ["dpo.label_smoothing", "hinge", "sigmoid and simpo"]),
     ("kto of single rows", ["--stage", "kto", *DPO[2:], "--train.per_device_train_batch_size", "1"],
      ["train.per_device_train_batch_size", "2 or more"]),
-    ("score template without a score", [*SFT, "--data.score_template", "{prompt}"], ["data.score_template", "{score}"]),
+    ("score template without a score", ["--stage", "conditional_sft", *SFT[2:], "--data.score_template", "{prompt}"],
+     ["data.score_template", "{score}"]),
     ("top_p 2", [*PPO, "--ppo.sampling.top_p", "2"], ["top_p", "2", "(0, 1]"]),
     ("negative kl_coef", [*PPO, "--ppo.kl_coef", "-1"], ["ppo.kl_coef"]),
     ("negative role learning rate", [*PPO, "--roles.actor.learning_rate", "-1"], ["learning_rate", "-1"]),

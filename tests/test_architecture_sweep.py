@@ -12,7 +12,7 @@ import transformers
 from hybrid_rlhf.engine import runner
 from hybrid_rlhf.kernels import REFERENCE, ops_for
 
-WHOLE = ("llama", "mistral", "qwen2", "qwen3", "arcee")
+WHOLE = ("llama", "mistral", "qwen2", "qwen3", "cwm")
 NATIVE = ("gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "olmo2", "cohere2", "smollm3", "llama4_text",
           "deepseek_v2", "longcat_flash", "glm4_moe", "mixtral", "qwen3_moe", "gpt_oss", "mamba", "mamba2", "jamba",
           "lfm2", "qwen3_next", "falcon_h1", "zamba2")
@@ -39,7 +39,8 @@ def test_a_type_generates_what_its_plain_forward_says_and_a_fault_is_noticed(swe
     row = sweep.examine(name)
     assert row.path == OTHERS.get(name, "native"), row.reason
     assert not row.is_wrong, row
-    assert row.tokens == "generate"
+    # RecurrentGemma's own generate does not give what its forward says; ours does
+    assert row.tokens == ("plain forward" if name == "recurrent_gemma" else "generate")
     assert not row.is_on_slots or any(row.control.values())
     if ops_for("cpu").decode_attention is not REFERENCE.decode_attention:
         assert (row.layers == 2) == (name in WHOLE)

@@ -15,6 +15,7 @@ from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engine.average import WeightAverage
 from hybrid_rlhf.engine.zero import gathered
 from hybrid_rlhf.trainers.ppo import PPOConfig
+from tests.stage_options import used
 from tests.test_stages import COMMON, PPO, WORDS
 from tests.test_trainers import PROMPTS, ppo, settings
 from tests.tiny import save_tiny, tiny_causal_lm
@@ -95,7 +96,7 @@ def launch(folder: Path, out: str, *more: str) -> Path:
     (folder / "pay.py").write_text("def short(completions, **_):\n    return [-len(c) / 100 for c in completions]\n")
     if not (folder / "base").exists():
         save_tiny(folder / "base")
-    assert main(["--stage", "reinforce_pp", "--output_dir", f"{folder}/{out}", *COMMON, *PPO[:2],
+    assert main(["--stage", "reinforce_pp", "--output_dir", f"{folder}/{out}", *used("reinforce_pp", COMMON), *PPO[:2],
                  f"--data.cache_dir={folder}/cache", f"--data.sources=[{{path: {folder}/prompts.jsonl}}]",
                  "--model.model_name_or_path", f"{folder}/base", f"--reward.functions=['{folder}/pay.py:short']",
                  "--roles.actor.learning_rate", "1e-2", "--train.max_steps", "1", "--ppo.num_ppo_epochs", "1",
@@ -126,8 +127,8 @@ def test_of_adapters_the_adapter_alone_is_averaged_and_left_beside_its_own(tmp_p
 
 
 def test_the_plan_counts_the_average(tmp_path, capsys) -> None:
-    words = ["--stage", "reinforce_pp", "--plan", "--model.model_name_or_path", save_tiny(tmp_path / "base"), *COMMON,
-             *PPO[:2], "--reward.functions=['builtin:length_penalty']"]
+    words = ["--stage", "reinforce_pp", "--plan", "--model.model_name_or_path", save_tiny(tmp_path / "base"),
+             *used("reinforce_pp", COMMON), *PPO[:2], "--reward.functions=['builtin:length_penalty']"]
     rows = []
     for ema in ("false", "true"):
         assert main([*words, "--ppo.ema", ema]) == 0

@@ -35,7 +35,7 @@ def test_a_row_says_accuracy_with_wilson_s_interval_and_how_much_worse_the_perpl
     assert cells["greedy"] == "0.850 (0.79-0.89)"  # Wilson by hand: centre .8434, half width .0494
     assert cells["perplexity"] == "10.40 (+4.0%)" and cells["entropy"] == "2.00 to 0.50" and cells["KL"] == "1.50"
     found = {"start": measured(74, 10.0), "machine": "here", "rows": [row]}
-    assert "rloo (seed 0)" in smollm2_page.page(found).split("Not run yet: ")[1]
+    assert "rloo (seed 0)" in smollm2_page.page(found).split("Not run yet:")[1]
 
 
 def test_every_row_is_a_stage_that_there_is() -> None:

@@ -53,6 +53,9 @@ class Slow:
     def __getattr__(self, name):
         return getattr(self.tokenizer, name)
 
+    def __len__(self):
+        return len(self.tokenizer)
+
     def __call__(self, text, add_special_tokens=True, **more):
         assert not more
         return self.tokenizer(text, add_special_tokens=add_special_tokens)

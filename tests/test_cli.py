@@ -10,7 +10,7 @@ import re
 import pytest
 import yaml
 
-from hybrid_rlhf.cli import STAGES, SWITCHES, main
+from hybrid_rlhf.cli import STAGES, SWITCHES, main, unused_by
 from hybrid_rlhf.config import UserError, parse
 from hybrid_rlhf.training import all_stages, step1_sft, step3_ppo
 from tests.tiny import save_tiny
@@ -56,6 +56,9 @@ def test_help_explains_every_option_and_gives_its_default(stage, capsys, monkeyp
     for entry in re.split(r"\n  (?=--)", text):
         entries[entry.split()[0].strip(",")] = " ".join(entry.split())
     for name, value in leaves(config_class(stage)()).items():
+        if f"{name}.".startswith(tuple(f"{option}." for option in unused_by(stage))):
+            assert f"--{name}" not in entries, f"no option of {stage}: {name}"
+            continue
         default = "null" if value is None else str(value)
         entry = entries[f"--{name}"]
         assert re.search(r"[a-z]{2,}.*[.)] \(type: ", entry), f"{name} is not explained: {entry}"
@@ -79,7 +82,8 @@ def test_the_launcher_without_a_stage_lists_the_stages(argv, capsys) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_printed_settings_given_back_are_the_same_settings(stage, capsys, tmp_path) -> None:
     changes = ["--seed", "7", "--data.sources=[{path: a.jsonl, weight: 2, columns: {prompt: q}}]",
-               "--model.freeze=[embed, 'layers\\.0']", "--data.split", "null"]
+               "--data.split", "null"]
+    changes += [] if "model.freeze" in unused_by(stage) else ["--model.freeze=[embed, 'layers\\.0']"]
     first = printed(capsys, "--stage", stage, *changes, "--print_config")
     (tmp_path / "printed.yaml").write_text(first)
     assert printed(capsys, "--stage", stage, "--config", f"{tmp_path}/printed.yaml", "--print_config") == first
@@ -111,7 +115,7 @@ def test_the_command_line_wins_over_yaml_and_yaml_over_the_defaults(tmp_path) ->
 def test_numbers_lists_and_mappings_are_read_as_what_they_are(tmp_path) -> None:
     config = settings("sft", "--train.learning_rate", "1e-3", "--data.split=[1, 2, 3]",
                       "--data.sources=[{path: a.jsonl, weight: 1, stages: [sft]}, {path: b.csv, weight: 0.5}]",
-                      "--model.lora.target_modules=[q_proj, v_proj]", "--data.packing", "true")
+                      "--model.lora.r=4", "--model.lora.target_modules=[q_proj, v_proj]", "--data.packing", "true")
     assert config.train.learning_rate == 1e-3
     assert config.data.split == [1.0, 2.0, 3.0]
     assert [(s.path, s.stages, s.weight) for s in config.data.sources] == [("a.jsonl", ["sft"], 1.0),
@@ -197,7 +201,7 @@ def previewed(tmp_path, monkeypatch, capsys):
     def show(stage: str, *more: str) -> str:
         files = [f"{{path: {n}.jsonl, stages: [{n}]}}" for n in rows]
         argv = ["--stage", stage, "--preview", f"--data.sources=[{', '.join(files)}]", "--data.split", "null",
-                "--data.max_length", "64", "--model.model_name_or_path", "base"]
+                "--model.model_name_or_path", "base"]
         assert main([*argv, *more]) == 0
         assert not (tmp_path / "outputs").exists()
         return capsys.readouterr().out
@@ -206,7 +210,7 @@ def previewed(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("stage", "panels", "trained"), [
-    ("sft", 3, "say red⟦red<|im_end|>⟧"), ("reward", 6, "say red⟦no<|im_end|>⟧"), ("ppo", 3, "say red")])
+    ("sft", 3, "⟦red<|im_end|>⟧"), ("reward", 6, "⟦no<|im_end|>⟧"), ("ppo", 3, "say red")])
 def test_preview_prints_three_examples_with_the_trained_tokens_marked(previewed, stage, panels, trained) -> None:
     more = ["--roles.reward.model_name_or_path", "base"] if stage == "ppo" else []
     out = previewed(stage, *more)

@@ -112,7 +112,7 @@ def test_review_sentences_become_pairs_with_a_shared_prompt(tokenizer, tmp_path)
     path = tmp_path / "pairs.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": "Review:", "chosen": " " + a, "rejected": " " + b})
                               for a, b in zip(*sides, strict=True)))
-    data = data_of("", "reward", tokenizer, source=Source(str(path)))
+    data = data_of("", "reward", tokenizer, source=Source(str(path)), raw=True)
     assert len(data.train) == len(sides[0]) == 5331
     assert texts(tokenizer, data.train[5])[0] == "Review: " + sides[0][5] + "<|im_end|>"
 

@@ -20,7 +20,7 @@ from hybrid_rlhf.engine.parameters import count_parameters
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.summary import PAGE
 from hybrid_rlhf.run.terminal import duration
-from hybrid_rlhf.training import wiring
+from hybrid_rlhf.training import defaults, wiring
 
 # Settings that a later stage is given as the earlier one had them: without them it would need another machine.
 CARRIED = ("model.lora.r", "model.load_in_4bit", "model.load_in_8bit", "model.dtype", "model.trust_remote_code",
@@ -29,10 +29,12 @@ PLACEHOLDERS = {"reward": "PAIRS.jsonl", "ppo": "PROMPTS.jsonl"}  # where the ru
 
 
 def before(config: object, engines: Mapping[str, HybridEngine], start: str, num_steps: int, loader: Loader) -> None:
-    """Print the lines of the model and of the run. engines: what is trained, by role; start: the run or model that it
-    starts from."""
+    """Print the lines of the model, of the settings that go by the method, and of the run. engines: what is trained, by
+    role; start: the run or model that it starts from."""
     if is_main():
-        print(_model_line(config, engines, start), _run_line(config, num_steps, loader), sep="\n", file=sys.stderr)
+        lines = [_model_line(config, engines, start), f"settings: {defaults.told(config)}",
+                 _run_line(config, num_steps, loader)]
+        print(*lines, sep="\n", file=sys.stderr)
 
 
 def _model_line(config: object, engines: Mapping[str, HybridEngine], start: str) -> str:

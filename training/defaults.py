@@ -5,7 +5,6 @@ docs/guide/hyperparameters.md says which values are the literature's and which w
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybrid_rlhf.config import UserError
-from hybrid_rlhf.distributed import is_main
 from hybrid_rlhf.models import shapes
 from hybrid_rlhf.models.load import ModelConfig, configuration
 from hybrid_rlhf.nested import value_of, with_value
@@ -72,8 +70,8 @@ def method_of(config: object) -> str:
     return {"conditional_sft": "sft"}.get(config.stage, config.stage)
 
 
-def resolve(config: object, start: ModelConfig | None = None, *, is_said: bool = True) -> object:
-    """The settings with every null of the table filled in, and what was filled in on stderr.
+def resolve(config: object, start: ModelConfig | None = None) -> object:
+    """The settings with every null of the table filled in.
 
     Settings without one are returned as they are. A run that is found in output_dir keeps the values that it was made
     with.
@@ -97,11 +95,16 @@ def resolve(config: object, start: ModelConfig | None = None, *, is_said: bool =
         found[option] = value
     for option, value in found.items():
         config = with_value(config, option, value)
-    if is_said and is_main():
-        values = ", ".join(f"{option} {value:g}" for option, value in found.items())
-        small = f"; rates are {SMALL_FACTOR} times the usual ones, for a model so small" if is_small else ""
-        print(f"{config.stage}, by default: {values}{small}", file=sys.stderr)
     return config
+
+
+def told(config: object) -> str:
+    """The values that the run goes by of all options that the table has for its method, given or filled in."""
+    found = {option: value_of(config, option) for option in TABLE.get(method_of(config), {})}
+    rates = [(TABLE[method_of(config)][option], value) for option, value in found.items() if option.endswith("_rate")]
+    is_small = any(value in (SMALL_FACTOR * rate.full, SMALL_FACTOR * rate.lora) for rate, value in rates)
+    note = f" (rates {SMALL_FACTOR} times the usual ones, for a model so small)" if is_small else ""
+    return ", ".join(f"{option} {value:g}" for option, value in found.items() if value is not None) + note
 
 
 def _recorded(config: object) -> dict:

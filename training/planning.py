@@ -89,9 +89,9 @@ def plans_of(config: object, place: Place, *, is_exact: bool = True) -> list[Pla
     check(config.stage != "evaluate", "--plan and --memory are for stages that train; leave them out of evaluate")
     if isinstance(config, all_stages.Config):
         stages = all_stages.stage_configs(config)
-        return [_plan(defaults.resolve(stage, config.model, is_said=False), place, config.model, is_exact)
+        return [_plan(defaults.resolve(stage, config.model), place, config.model, is_exact)
                 for stage in stages.values()]
-    return [_plan(defaults.resolve(config, is_said=False), place, None, is_exact)]
+    return [_plan(defaults.resolve(config), place, None, is_exact)]
 
 
 def _plan(config: object, place: Place, start: ModelConfig | None, is_exact: bool) -> Plan:

@@ -92,7 +92,7 @@ def refuse(config: object) -> None:
     for section, options in SWITCHED.items():
         for names, is_on, text in options if hasattr(config, section) else ():
             for given in (g for name in names for g in _given(config, name)):
-                check(is_on(config), f"{given} is given, and {text}")
+                check(is_on(config), f"{given} is set; {text}")
 
 
 def without(stage: str, sections: dict[str, object]) -> dict[str, object]:
@@ -148,6 +148,6 @@ SWITCHED: dict[str, list[tuple[tuple[str, ...], Callable[[object], bool], str]]]
          "ppo.overlong_penalty is 0; give one, such as 1"),
         (("roles.reward",), lambda c: not hasattr(c, "roles") or c.reward.has_model(c.roles),
          "no reward model is among the sources; name it by roles.reward.model_name_or_path"),
-        (tuple(_PROMPTS), lambda c: c.ppo.ptx_coef > 0,
+        (tuple(_PROMPTS), lambda c: c.ppo.ptx_coef > 0 or hasattr(c, "stages"),  # sft reads them there
          "it is for the texts of ppo.ptx_coef, which is 0; leave it out (data.max_prompt_length bounds prompts)")],
 }

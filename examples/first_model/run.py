@@ -22,13 +22,13 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 ROWS = ("conversations.jsonl", "preferences.jsonl", "questions.jsonl", "held_out.jsonl", "judge.py")
 STAGES = {  # as README has them; my-model stands for MODEL
-    "sft": '--stage sft --model.model_name_or_path my-model --data.sources "[{path: conversations.jsonl}]" '
-           '--data.split null --output_dir outputs/sft',
-    "reward": '--stage reward --data.sources "[{path: preferences.jsonl}]" --data.split null '
-              '--output_dir outputs/reward',
-    "ppo": '--stage ppo --data.sources "[{path: questions.jsonl}]" --data.split null --output_dir outputs/ppo',
+    "sft": "--stage sft --model.model_name_or_path my-model --data.sources conversations.jsonl "
+           "--output_dir outputs/sft",
+    "reward": "--stage reward --data.sources preferences.jsonl --output_dir outputs/reward",
+    "ppo": "--stage ppo --data.sources questions.jsonl --output_dir outputs/ppo",
     "evaluate": '--stage evaluate --evaluate.models "[start=my-model, sft=outputs/sft, ppo=outputs/ppo]" '
-                '--data.sources "[{path: held_out.jsonl}]" --evaluate.rows all --evaluate.sampling.temperature 0 '
+                '--data.sources held_out.jsonl --evaluate.rows all --evaluate.sampling.temperature 0 '
+                '--evaluate.sampling.max_new_tokens 64 '
                 '--reward.functions "[judge.py:good]" --output_dir outputs/evaluate',
 }
 

@@ -57,11 +57,11 @@ def find_decode_layers(runner) -> list[Form]:  # noqa: ANN001 - a Runner
     """The layers of the runner's model that its kernels compute as the model does. Inside `runner.plugged_in`."""
     if runner.ops.decode_layer is None or runner.is_stateful:
         return []
-    forms = [form for layer in runner.model.modules() if (form := _form(layer, runner.ops.linear_dtypes))]
-    widths = _angle_widths(runner, forms) if forms else {}
     found: list[Form] = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
+        forms = [form for layer in runner.model.modules() if (form := _form(layer, runner.ops.linear_dtypes))]
+        widths = _angle_widths(runner, forms) if forms else {}
         for form in forms:
             if widths.get(form.layer) == _head_dim(form):
                 tries = (form._replace(adds_one=adds_one) for adds_one in (False, True))

@@ -88,5 +88,6 @@ def turn_ends(tokenizer) -> list[int]:  # noqa: ANN001
 
     A response ends with one of them, and with nothing else: a second marker behind it would teach the model to go on.
     """
-    ids = special_ids(tokenizer)
-    return [ids[end] for end in dialect_of(tokenizer).ends]
+    ends = dialect_of(tokenizer).ends
+    ids = special_ids(tokenizer) if ends else {}
+    return [ids[end] for end in ends]
