@@ -84,6 +84,7 @@ def test_the_report_of_a_run_begins_with_what_its_first_rollout_scored(place, ca
                  "--train.per_device_train_batch_size", "2", f"--reward.functions={place}/pay.py:alternating",
                  "--ppo.sampling.max_new_tokens", "4", "--ppo.sampling.num_samples", "4"]) == 0
     text = (out / "report.md").read_text()
-    assert text.index("Before the first update, mean score: 0.5; best of 4: 1, mean over prompts") < text.index("Alarms")
+    first = "Before the first update, mean score: 0.5; best of 4: 1, mean over prompts"
+    assert text.index(first) < text.index("Alarms")
     assert "Verdict: only 0% of the responses end by themselves" in text
     assert "Before the first update, mean score: 0.5" in (out / "report.html").read_text()
