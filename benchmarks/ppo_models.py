@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from hybrid_rlhf.engine import SamplingConfig, ZeroConfig
-from hybrid_rlhf.layout import RolesConfig, Start, resolve
+from hybrid_rlhf.layout import ActorConfig, CriticConfig, RolesConfig, Start, resolve
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, save_adapter
 from hybrid_rlhf.rewards.model import ModelSource
@@ -88,7 +88,7 @@ def roles_of(place: Path, *, lora: bool, share: str, micro_batch_tokens: int, is
     policy = Start(base, **held)
     scalar = Start(base if is_one else reward, adapter if is_one else None, reward, **held)
     starts = {"actor": policy, "ref": policy, "critic": scalar, "reward": scalar}
-    roles = RolesConfig(share_base=share)
+    roles = RolesConfig(share, actor=ActorConfig(learning_rate=1e-5), critic=CriticConfig(learning_rate=1e-5))
     layout, _ = resolve(roles, starts, lora)
     model = ModelConfig(model_name_or_path=base, dtype="bfloat16", load_in_4bit=is_4bit,
                         lora=LORA if lora else LoraConfig())
@@ -107,7 +107,8 @@ def _vocab(folder: str) -> int:
 
 def trainer_of(roles, reward, max_new_tokens: int) -> PPOTrainer:  # noqa: ANN001
     """PPO with one epoch and one minibatch: each step is one update of actor and critic."""
-    config = PPOConfig(sampling=SamplingConfig(max_new_tokens=max_new_tokens), num_ppo_epochs=1, num_minibatches=1)
+    config = PPOConfig(sampling=SamplingConfig(max_new_tokens=max_new_tokens), num_ppo_epochs=1, num_minibatches=1,
+                       kl_coef=0.05, missing_eos_penalty=0.0)
     return PPOTrainer(roles, ModelSource(reward), config, seed=0)
 
 

@@ -62,7 +62,7 @@ class Ours:
         model = ModelConfig(model_name_or_path=str(folder), dtype="bfloat16")
         engine = wiring.scalar_engine(wiring.open_scalar(model, tokenizer), tokenizer)
         train, zero = TrainConfig(learning_rate=1e-6, lr_scheduler_type="constant"), ZeroConfig()
-        engine.prepare_training(wiring.optimizer_of(train), wiring.schedule_of(train, 1000), zero)
+        engine.prepare_training(wiring.optimizer_of(train, train.learning_rate), wiring.schedule_of(train, 1000), zero)
         self.trainer = RewardTrainer(Reward(engine, zero.micro_batch_tokens))
         self.rows = [{"chosen_ids": c, "rejected_ids": r, "num_prompt_tokens": n}
                      for (c, r), n in zip(pairs, prompts, strict=True)]

@@ -64,7 +64,7 @@ class Ours:
         engine = wiring.policy_engine(wiring.open_policy(model, tokenizer, 0, dropout=True), tokenizer)
         train = TrainConfig(learning_rate=1e-6, lr_scheduler_type="constant")
         zero = ZeroConfig(micro_batch_tokens=micro)
-        engine.prepare_training(wiring.optimizer_of(train), wiring.schedule_of(train, 1000), zero)
+        engine.prepare_training(wiring.optimizer_of(train, train.learning_rate), wiring.schedule_of(train, 1000), zero)
         self.trainer = SFTTrainer(Actor(engine, tokenizer, zero.micro_batch_tokens))
         self.batches, self.number, self.pad = batches, count(), tokenizer.pad_token_id
 

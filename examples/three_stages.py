@@ -13,17 +13,19 @@ from hybrid_rlhf.run.fit import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig
 from hybrid_rlhf.training import step1_sft, step2_reward, step3_ppo
 
-SFT, REWARD, PPO = (TrainConfig(learning_rate=2e-3, per_device_train_batch_size=32, max_steps=n, max_eval_batches=8)
-                    for n in (100, 50, 5))  # enough to see it work; `make demo` runs until it has learned
+SHORT = {"per_device_train_batch_size": 32, "max_eval_batches": 8}  # enough to see it work; `make demo` learns it
+SFT, REWARD = (TrainConfig(learning_rate=2e-3, max_steps=n, **SHORT) for n in (100, 50))
+PPO = TrainConfig(max_steps=5, **SHORT)
 
 
 def main(out: str = "outputs/three_stages") -> None:
     names = {"sft": "demo/demonstrations", "reward": "demo/preferences", "ppo": "demo/prompts"}
-    data = DataConfig([Source(names[s], stages=[s]) for s in names], max_length=64, max_prompt_length=40)
-    step1_sft.run(step1_sft.Config(output_dir=f"{out}/sft", model=ModelConfig(preset="demo"), data=data, train=SFT))
-    step2_reward.run(step2_reward.Config(output_dir=f"{out}/reward", data=data, train=REWARD))  # starts from out/sft
-    sampling = SamplingConfig(max_new_tokens=16)
-    step3_ppo.run(step3_ppo.Config(output_dir=f"{out}/ppo", data=data, train=PPO, ppo=PPOConfig(sampling=sampling)))
+    sources = [Source(names[s], stages=[s]) for s in names]
+    texts, prompts = DataConfig(sources, max_length=64), DataConfig(sources, max_prompt_length=40)
+    step1_sft.run(step1_sft.Config(output_dir=f"{out}/sft", model=ModelConfig(preset="demo"), data=texts, train=SFT))
+    step2_reward.run(step2_reward.Config(output_dir=f"{out}/reward", data=texts, train=REWARD))  # starts from out/sft
+    ppo = PPOConfig(sampling=SamplingConfig(max_new_tokens=16))
+    step3_ppo.run(step3_ppo.Config(output_dir=f"{out}/ppo", data=prompts, train=PPO, ppo=ppo))
 
 
 if __name__ == "__main__":

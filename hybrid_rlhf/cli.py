@@ -85,7 +85,8 @@ USAGE = """usage: {prog} --stage STAGE [--config FILE.yaml] [--dotted.key value 
 Stages:
 {stages}
 
-{prog} --stage STAGE --help lists every option of a stage with its default.
+The first word may be a stage's name: {prog} sft is {prog} --stage sft, and --model DIR is short for
+--model.model_name_or_path DIR. {prog} --stage STAGE --help lists every option of a stage with its default.
 --preview prints three rendered examples of its data; --print_config its complete settings; --plan the memory that it
 needs, before any weight is loaded (exit code 3: more than there is), with --cards 2x8x80GiB on cards that are not
 here. --memory 24GiB chooses what fits, and trains. --check_signal says in a minute whether a stage that samples has
@@ -157,9 +158,9 @@ def _train(argv: list[str]) -> int:
     stage = importlib.import_module(STAGES[name].module)
     default = stage.default_config(rest) if hasattr(stage, "default_config") else None
     row, base = STAGES[name], STAGES[name].name or name
-    config, switches = parse(stage.Config, [*row.preset, *preset, *rest], prog=f"{prog} --stage {name}",
+    config, switches = parse(stage.Config, [*row.preset, *preset, *_with_model(rest)], prog=f"{prog} --stage {name}",
                              description=row.help,
-                             default_config=default, extra=SWITCHES)
+                             default_config=default, extra=SWITCHES, unused=unused_by(name))
     given = STAGES[config.stage].name if config.stage in STAGES else None  # a variant's settings run under its base too
     check(config.stage in (name, base) or given == name,
           f"--stage {name}, but the settings say stage: {config.stage}; give --stage {config.stage}, or another file")
@@ -185,6 +186,18 @@ def _train(argv: list[str]) -> int:
         stage.check_signal(config)
         return 0
     return _run(stage, config, command=shlex.join([prog, *argv]))
+
+
+def unused_by(name: str) -> dict[str, str]:
+    """Options that a stage's parts have and the stage never reads, with what is meant instead."""
+    from hybrid_rlhf.training import unused
+
+    row, said = STAGES[name], {}
+    for word in row.preset:
+        option, _, value = word.removeprefix("--").partition("=")
+        if option in IDENTITIES:
+            said[option.split(".")[1]] = value
+    return unused.NEVER_READ[row.name or name] | unused.of_method(**said)
 
 
 def _check_variant(name: str, row: Stage, config: object) -> None:
@@ -244,6 +257,12 @@ def _run(stage: ModuleType, config: object, command: str) -> int:
     return code
 
 
+def _with_model(argv: list[str]) -> list[str]:
+    """argv with --model DIR written out."""
+    return [f"--model.model_name_or_path{word.removeprefix('--model')}" if word.split("=")[0] == "--model" else word
+            for word in argv]
+
+
 def _take_preset(argv: list[str]) -> tuple[list[str], list[str]]:
     """The options that `--preset CARD` stands for, and the other arguments."""
     place = next((i for i, word in enumerate(argv) if word.split("=")[0] == "--preset"), None)
@@ -258,9 +277,10 @@ def _take_preset(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _take_stage(argv: list[str], prog: str) -> tuple[str | None, list[str]]:
-    """The value of --stage (--stage=X too) and the other arguments; prints the usage where it alone is asked for."""
+    """The value of --stage (--stage=X too, or the first word) and the other arguments; prints the usage where it alone
+    is asked for."""
     rest, name = [], None
-    words = iter(argv)
+    words = iter(["--stage", *argv] if argv and argv[0] in STAGES else argv)
     for word in words:
         if word == "--stage":
             name = next(words, None)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
+import json
 import re
-import typing
 from argparse import ArgumentError
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
+
+from hybrid_rlhf.nested import may_be_null, nulls_in, sections
 
 
 class UserError(Exception):
@@ -59,25 +61,30 @@ def parse_door(flags: argparse.ArgumentParser, argv: list[str] | None) -> argpar
 
 
 def parse(config_class: type, argv: list[str], *, prog: str, description: str = "",
-          default_config: str | None = None, extra: Iterable[str] = ()) -> tuple[object, dict]:
+          default_config: str | None = None, extra: Iterable[str] = (), unused: Mapping[str, str] = MappingProxyType({})
+          ) -> tuple[object, dict]:
     """Command line -> (a frozen `config_class`, {flag: its value}).
 
     Later wins: the class's defaults, `default_config` (a YAML file), `--config FILE` and dotted overrides in the order
     of the command line. `extra` names flags that are the door's own: switches (bool) and those of _VALUES (text, None
-    if not given). Raises UserError, in one line and with the nearest name, for unknown keys, wrong types and values
-    that a part's own check refuses.
+    if not given). unused: options or sections that this stage never reads -> what is meant instead; they are not in the
+    help, and an error where they are given. none stands for null wherever null may stand.
+
+    Raises UserError, in one line and with the nearest name, for unknown keys, wrong types and values that a part's own
+    check refuses.
     """
     parser = _parser(config_class, prog, description, default_config, extra)
+    _hide(parser, unused)
     _check_plain(config_class, argv)
     try:
-        values = parser.parse_args(_emptied_first(argv))
+        values = parser.parse_args(_emptied_first(_with_nulls(config_class, argv)))
         parts = dict(vars(parser.instantiate(values)))
     except UserError:
         raise
     except RecursionError as error:
         raise UserError(_TOO_DEEP) from error
     except (ArgumentError, OSError, ValueError, TypeError) as error:
-        raise UserError(_one_line(error, _keys(parser))) from error
+        raise UserError(_one_line(error, _keys(parser), unused, prog)) from error
     parts.pop("config", None)
     return config_class(**{k: v for k, v in parts.items() if k not in extra}), {k: parts[k] for k in extra}
 
@@ -97,9 +104,43 @@ def _parser(config_class: type, prog: str, description: str, default_config: str
     return parser
 
 
+def _hide(parser, options: Iterable[str]) -> None:  # noqa: ANN001
+    """Take options, or whole sections, out of a parser; their parts of the settings keep the defaults."""
+    gone = tuple(options)
+    for action in [a for a in parser._actions if _is_below(a.dest, gone)]:
+        parser._actions.remove(action)
+        for flag in action.option_strings:
+            del parser._option_string_actions[flag]
+        for group in parser._action_groups:
+            if action in group._group_actions:
+                group._group_actions.remove(action)
+    parser._action_groups = [g for g in parser._action_groups if g._group_actions]
+
+
+def _is_below(name: str, options: Iterable[str]) -> bool:
+    return any(name == option or name.startswith(f"{option}.") for option in options)
+
+
+def _with_nulls(config_class: type, argv: list[str]) -> list[str]:
+    """argv, and the files that it names, with null for every none that stands where null may stand."""
+    out = []
+    for word, before in zip(argv, ["", *argv], strict=False):
+        key, has_value, value = word.partition("=")
+        if not (word.startswith("--") and has_value):
+            key, value = before, word
+        if key == "--config" and value != key and (has_value or before == "--config"):
+            settings = _read_yaml(value)
+            if (changed := nulls_in(config_class, settings)) != settings:
+                value = json.dumps(changed, default=str)
+        elif value.lower() == "none" and may_be_null(config_class, key.removeprefix("--")):
+            value = "null"
+        out.append(f"{key}={value}" if word.startswith("--") and has_value else value)
+    return out
+
+
 def _check_plain(config_class: type, argv: list[str]) -> None:
     """UserError for settings that the parser would take as the name of a class to import, or of another file."""
-    known = _sections(config_class)
+    known = sections(config_class)
     for word, after in zip(argv, [*argv, ""][1:], strict=True):
         key, has_value, value = word.partition("=")
         value = value if has_value else after
@@ -132,13 +173,6 @@ def _loaded(text: str) -> object:
         return yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError):
         return None
-
-
-def _sections(config_class: type, prefix: str = "") -> set[str]:
-    """Dotted names of the options that are dataclasses themselves."""
-    own = {f"{prefix}{name}": kind for name, kind in typing.get_type_hints(config_class).items()
-           if dataclasses.is_dataclass(kind)}
-    return set(own).union(*(_sections(kind, f"{name}.") for name, kind in own.items()))
 
 
 def _emptied_first(argv: list[str]) -> list[str]:
@@ -222,7 +256,7 @@ def _keys(parser) -> list[str]:  # noqa: ANN001
     return [a.dest for a in parser._actions if a.dest not in ("help", "==SUPPRESS==")]
 
 
-def _one_line(error: Exception, known: list[str]) -> str:
+def _one_line(error: Exception, known: list[str], unused: Mapping[str, str], prog: str) -> str:
     """jsonargparse's message as one line, with the nearest known key where a key is unknown."""
     text = re.sub(r"\s+", " ", str(error)).strip().replace("Parser key ", "option ")
     text = re.sub(r"<class '(\w+)'>", r"\1", text)
@@ -233,4 +267,6 @@ def _one_line(error: Exception, known: list[str]) -> str:
     group = re.search(r"Group '([^']+)'", text)
     name = next(g for g in unknown.groups() if g)
     name = f"{group.group(1)}.{name}" if group else name
+    if meant := next((text for option, text in unused.items() if _is_below(name, (option,))), None):
+        return f"{name} is not used by {prog[prog.find('--stage'):]}; {meant}"
     return f"unknown option {name}{nearest(name, known) or '; --help lists all options'}"

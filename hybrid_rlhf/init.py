@@ -36,7 +36,7 @@ def questions() -> dict[str, tuple[str, str]]:
     return {
         "goal": (f"What should the model learn from?\n{goals}\nGoal", "ppo"),
         "data": ("Your data: a file (jsonl, json, csv, parquet), a folder, or a hub id", ""),
-        "model": ("The model to start from: a folder or a hub id", "Qwen/Qwen2.5-0.5B-Instruct"),
+        "model": ("The model to start from: a folder, a finished run or a hub id", "Qwen/Qwen2.5-0.5B-Instruct"),
         "card": (f"Memory of the card: 8gb, 12gb, 16gb, 24gb, 48gb, 80gb, or cpu (found here: {card})", card),
         "output_dir": ("Folder for the results", "outputs/mine"),
     }
@@ -57,7 +57,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flags = door_flags("init", __doc__)
     flags.add_argument("--goal", help=", ".join(f"{name}: {goal.help}" for name, goal in GOALS.items()))
     flags.add_argument("--data", metavar="PATH", help="a file, a folder or a hub id")
-    flags.add_argument("--model", metavar="DIR", help="the model to start from: a folder or a hub id")
+    flags.add_argument("--model", metavar="DIR", help="the model to start from: a folder, a finished run or a hub id")
     flags.add_argument("--card", help="8gb, 12gb, 16gb, 24gb, 48gb, 80gb or cpu")
     flags.add_argument("--output_dir", metavar="DIR", help="folder for the results")
     flags.add_argument("--file", default="mine.yaml", help="where to write the settings (%(default)s)")
@@ -83,6 +83,7 @@ def ask(given: dict[str, str | None], read: Callable[[str], str] = input) -> dic
 def examine(name: str, value: str, before: dict[str, str]) -> None:
     """UserError if `value` cannot be the answer to the question `name`; before: the answers so far."""
     from hybrid_rlhf.models.load import check_folder
+    from hybrid_rlhf.training import wiring
     from hybrid_rlhf.training.cards import card
 
     if name == "goal":
@@ -90,8 +91,8 @@ def examine(name: str, value: str, before: dict[str, str]) -> None:
     elif name == "data":
         _examine_data(value, GOALS[before["goal"]])
     elif name == "model":
-        check(bool(value), "--model is empty; give a folder or a hub id")
-        check_folder(value)
+        check(bool(value), "--model is empty; give a folder, a finished run or a hub id")
+        check_folder(wiring.model_folder(wiring.predecessor(value, "", "sft", "--model")))
     elif name == "card":
         card(value, "--card")
     else:
@@ -127,8 +128,8 @@ def settings_text(answers: dict[str, str]) -> str:
     if goal.stage in ("all", "grpo"):
         lines += ["  max_prompt_length: 256  # longer prompts are dropped and counted"]
     if goal.stage != "grpo":
-        lines += ["  max_length: 512  # tokens of prompt and answer; longer rows are dropped and counted"]
-    return "\n".join([*lines, *_SECTIONS[goal.stage], ""])
+        lines += ["  max_length: 1024  # tokens of prompt and answer; longer rows are dropped and counted"]
+    return "\n".join([*lines, *_sections(goal.stage), ""])
 
 
 def _model(answers: dict[str, str]) -> list[str]:
@@ -153,23 +154,43 @@ def _quoted(text: str) -> str:
     return yaml.safe_dump(text, default_flow_style=True, width=10**6).strip().removesuffix("...").strip()
 
 
-_TRAIN = ["  num_train_epochs: 1", "  per_device_train_batch_size: 8  # rows of an optimizer step, on each process"]
-_LEARN = "  learning_rate: {}  # adapters take about ten times the rate of all weights"
-_SECTIONS = {
-    "sft": ["train:", _LEARN.format("2.0e-4"), *_TRAIN, "  eval_steps: 100"],
-    "dpo": ["train:", _LEARN.format("5.0e-5"), *_TRAIN, "  eval_steps: 100", "dpo:",
-            "  beta: 0.1  # how dearly it is paid to move away from where it started"],
-    "grpo": ["reward:", "  functions: [\"builtin:numeric_match\"]  # or your own, such as [pay.py:name]: see the guide",
-             "  options: {numeric_match: {column: answer}}  # the column with the right answer", "train:",
-             _LEARN.format("2.0e-5"), "  max_steps: 200", "  per_device_train_batch_size: 4  # prompts of a step",
-             "ppo:", "  kl_coef: 0.04  # the price of moving away from the start", "  sampling:",
-             "    num_samples: 8  # answers to each prompt, compared with each other", "    max_new_tokens: 256"],
-    "all": ["stages:", "  sft:", f"  {_LEARN.format('2.0e-4')}", *(f"  {line}" for line in _TRAIN), "  reward:",
-            f"  {_LEARN.format('1.0e-4')}", *(f"  {line}" for line in _TRAIN), "  ppo:", f"  {_LEARN.format('2.0e-5')}",
-            "    max_steps: 200", "    per_device_train_batch_size: 16  # prompts of a step", "ppo:",
-            "  kl_coef: 0.05  # the price of moving away from SFT; more if answers get strange", "  sampling:",
-            "    max_new_tokens: 256"],
-}
+def _option(method: str, option: str, comment: str = "", indent: str = "  ") -> str:
+    """A line with a default of training/defaults.py. Rates stay null: they go by the model too."""
+    from hybrid_rlhf.training.defaults import TABLE, Rate
+
+    value, name = TABLE[method][option], option.rpartition(".")[2]
+    if isinstance(value, Rate):
+        return f"{indent}{name}: null  # by the table: {value.lora:g} for adapters, {value.full:g} for all weights"
+    return f"{indent}{name}: {value:g}{f'  # {comment}' if comment else ''}"
+
+
+def _schedule(method: str, indent: str = "  ") -> list[str]:
+    return [_option(method, "train.learning_rate", indent=indent),
+            _option(method, "train.num_train_epochs", "passes over the data", indent),
+            _option(method, "train.per_device_train_batch_size", "rows of an optimizer step, on each process", indent)]
+
+
+def _sampled(method: str, roles: tuple[str, ...], indent: str = "  ") -> list[str]:
+    """Steps and prompts of a method that samples, its rates, and the KL coefficient."""
+    prompts = _option(method, "train.per_device_train_batch_size", "prompts of a step, on each process", indent)
+    rates = [line for role in roles for line in
+             (f"  {role}:", _option(method, f"roles.{role}.learning_rate", indent="    "))]
+    coefficient = _option(method, "ppo.kl_coef", "raise it where answers get strange: it holds the model to its start")
+    return [f"{indent}max_steps: 200", prompts, "roles:", *rates, "ppo:", coefficient, "  sampling:",
+            "    max_new_tokens: 256  # of an answer"]
+
+
+def _sections(stage: str) -> list[str]:
+    """The stage's own sections."""
+    if stage == "all":
+        return ["stages:", "  sft:", *_schedule("sft", "    "), "  reward:", *_schedule("reward", "    "), "  ppo:",
+                *_sampled("ppo", ("actor", "critic"), "    ")]
+    if stage == "grpo":
+        return ["reward:", "  functions: [\"builtin:numeric_match\"]  # or your own, such as [pay.py:name]",
+                "  options: {numeric_match: {column: answer}}  # the column with the right answer", "train:",
+                *_sampled("grpo", ("actor",)), "    num_samples: 8  # answers to each prompt, compared with each other"]
+    own = ["dpo:", "  beta: 0.1  # how strongly the model is held to its start"] if stage == "dpo" else []
+    return ["train:", *_schedule(stage), "  eval_steps: 100  # steps between two evaluations", *own]
 
 
 def write(answers: dict[str, str], file: str) -> Path:

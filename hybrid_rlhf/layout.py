@@ -24,7 +24,7 @@ class ActorConfig:
 
     Attributes:
         model_name_or_path: Model of this role.
-        learning_rate: Peak learning rate.
+        learning_rate: Peak learning rate; null goes by the method, LoRA and the size of the model.
         zero_stage: ZeRO stage of its training; null takes engine.zero_stage.
         tp: Processes that share one copy of its weights while it generates.
         dtype: Of its weights; null takes model.dtype.
@@ -34,7 +34,7 @@ class ActorConfig:
     """
 
     model_name_or_path: str | None = None
-    learning_rate: float = 1e-5
+    learning_rate: float | None = None
     zero_stage: int | None = None
     tp: int | None = None
     dtype: str | None = None
@@ -54,9 +54,8 @@ class CriticConfig:
         kind: model (weights of its own), adapter (on a base that it shares), head (a scalar head on the reward model's
             frozen states), or auto: adapter where its base is shared, else model.
         model_name_or_path: Model of this role; null starts from the reward model, or the actor where there is none.
-        learning_rate: Peak learning rate.
+        learning_rate: Peak learning rate; null goes by the method, LoRA and the size of the model.
         zero_stage: ZeRO stage of its training; null takes engine.zero_stage.
-        tp: 1; only the actor generates.
         dtype: Of its weights; null takes model.dtype.
         quantize: none, 4bit or 8bit: how its frozen base is held; null takes model.load_in_4bit and load_in_8bit.
         offload: Whether weights, gradients and optimizer state wait on the CPU while other roles work.
@@ -65,9 +64,8 @@ class CriticConfig:
 
     kind: str = "auto"
     model_name_or_path: str | None = None
-    learning_rate: float = 1e-5
+    learning_rate: float | None = None
     zero_stage: int | None = None
-    tp: int | None = None
     dtype: str | None = None
     quantize: str | None = None
     offload: bool = False
@@ -86,7 +84,6 @@ class FrozenConfig:
     Attributes:
         model_name_or_path: Model of this role.
         zero_stage: 0, or 3 to shard its weights; null takes 3 where engine.zero_stage is 3.
-        tp: 1; only the actor generates.
         dtype: Of its weights; null takes model.dtype.
         quantize: none, 4bit or 8bit: how its weights are held; null takes model.load_in_4bit and load_in_8bit.
         offload: Whether its weights wait on the CPU while other roles work.
@@ -95,7 +92,6 @@ class FrozenConfig:
 
     model_name_or_path: str | None = None
     zero_stage: int | None = None
-    tp: int | None = None
     dtype: str | None = None
     quantize: str | None = None
     offload: bool = False
@@ -111,13 +107,12 @@ RoleConfig = ActorConfig | CriticConfig | FrozenConfig
 
 
 def _check_role(config: RoleConfig, role: str) -> None:
-    rate = getattr(config, "learning_rate", 0.0)
-    check(rate >= 0, f"roles.{role}.learning_rate is {rate}; it must not be negative")
+    rate = getattr(config, "learning_rate", None)
+    check(rate is None or rate >= 0, f"roles.{role}.learning_rate is {rate}; it must not be negative")
     check(config.zero_stage in (None, 0, 1, 2, 3),
           f"roles.{role}.zero_stage is {config.zero_stage}; choose 0, 1, 2 or 3")
-    check(config.tp is None or config.tp >= 1, f"roles.{role}.tp is {config.tp}; it must be at least 1")
-    check(role == "actor" or config.tp in (None, 1),
-          f"roles.{role}.tp is {config.tp}, but only the actor generates; leave it out")
+    degree = getattr(config, "tp", None)
+    check(degree is None or degree >= 1, f"roles.{role}.tp is {degree}; it must be at least 1")
     check(config.dtype is None or config.dtype in DTYPE_NAMES,
           f"roles.{role}.dtype is {config.dtype!r}; choose {', '.join(DTYPE_NAMES)}"
           f"{nearest(config.dtype or '', DTYPE_NAMES)}")

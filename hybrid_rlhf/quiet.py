@@ -17,9 +17,15 @@ def quiet_libraries() -> None:
     any other kind stay, and so do all of them where Python was given a filter (-W, PYTHONWARNINGS)."""
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("DeepSpeed").addFilter(_is_news)
     if sys.warnoptions:
         return
     for kind in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=kind, module=rf"({'|'.join(LIBRARIES)})(\.|$)")
     for text in _SAID:
         warnings.filterwarnings("ignore", message=text)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not that there is no accelerator: the run says on what it computes. (DeepSpeed sets its level at import.)"""
+    return "Setting accelerator to CPU" not in record.getMessage()

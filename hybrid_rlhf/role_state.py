@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from hybrid_rlhf.engine import HybridEngine
@@ -30,6 +30,12 @@ def schedule_at(role: Trained, num_updates: int) -> None:
     a step that stopped early, or had too few responses, leaves the end of the decay where it was."""
     training = role.engine.training
     training.num_omitted = num_updates - training.num_steps
+
+
+def scale_schedule(role: Trained, factor: Callable[[], float]) -> None:
+    """From now on the role's learning rate is factor() times what its schedule says."""
+    schedule = role.engine.training.schedule
+    role.engine.training.schedule = lambda step: factor() * schedule(step)
 
 
 def states(roles: Mapping[str, Trained | None]) -> dict:

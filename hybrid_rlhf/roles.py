@@ -181,9 +181,13 @@ class Roles:
         return {name: dict(role.engine.learnt) for name, role in vars(self).items() if role}
 
     def state(self) -> dict:
-        """For a checkpoint: what is trained of each role, under its name, and `learnt`. Tensors are no copies."""
-        return role_state.states(vars(self)) | {"learnt": self.learnt()}
+        """For a checkpoint: what is trained of each role, under its name, `learnt`, and the scale of a new critic's
+        values. Tensors are no copies."""
+        scale = {"value_scale": [self.critic.mean, self.critic.std]} if self.critic and self.critic.is_new else {}
+        return role_state.states(vars(self)) | {"learnt": self.learnt()} | scale
 
     def load_state(self, state: Mapping) -> None:
         """Go on where `state` was taken (other keys are left alone); ValueError where it is of other weights."""
         role_state.load_states(vars(self), state)
+        if self.critic and self.critic.is_new:
+            self.critic.set_scale(*state["value_scale"])

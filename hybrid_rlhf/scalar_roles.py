@@ -19,13 +19,39 @@ from hybrid_rlhf.tensors import SequenceBatch, last_true, predicting, scatter
 
 @dataclass
 class Critic:
-    """The value of each state: what the rest of the response will be paid."""
+    """The value of each state: what the rest of the response will be paid.
+
+    is_new: whether its head is of zeros and has to find the scale of the scores (`begin`). mean, std: the value of a
+    state is mean + std times what the head says; a critic that is not new has its scale in its weights.
+    """
 
     engine: HybridEngine
     max_tokens: int = 8192
+    is_new: bool = False
+    mean: float = 0.0
+    std: float = 1.0
 
     def __post_init__(self) -> None:
         self.engine.name = "critic"
+
+    def begin(self, scores: Tensor) -> None:
+        """Before the first update of a new critic: its values are the mean of `scores` (B,), what the first responses
+        of all processes are paid, and it learns in their standard deviations. Does nothing for any other critic.
+
+        From zero it would need hundreds of updates to reach scores of 60, and until then advantages are the mean score
+        times lambda to the number of tokens left, beside which the difference between two responses is lost.
+        """
+        if not self.is_new or self.engine.training.num_steps:
+            return
+        scores = scores.double()
+        total, count = sum_over_ranks(torch.stack([scores.sum(), torch.tensor(float(len(scores)))])).tolist()
+        squares = float(sum_over_ranks((scores - total / count).square().sum()))
+        self.set_scale(total / count, (squares / count) ** 0.5 or 1.0)
+
+    def set_scale(self, mean: float, std: float) -> None:
+        """Values are mean + std times what the head says."""
+        self.mean, self.std = mean, std
+        self.engine.module.mean, self.engine.module.std = -mean / std, 1 / std
 
     def values(self, rollout: Rollout) -> Tensor:
         """(B, R): the value before each action."""

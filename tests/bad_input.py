@@ -13,15 +13,16 @@ def sources(*names: str) -> str:
 
 
 MODEL = ["--model.model_name_or_path", "PLACE/good"]
-SMALL = ["--data.split", "null", "--data.max_length", "64", "--data.max_prompt_length", "32", "--train.max_steps", "1"]
+SMALL = ["--data.split", "null", "--data.max_length", "64", "--train.max_steps", "1"]
+SAMPLED = ["--data.split", "null", "--data.max_prompt_length", "32", "--train.max_steps", "1"]
 OUT = ["--output_dir", "PLACE/runs/out"]
 DEMOS, PAIRS, PROMPTS = (sources(f"PLACE/{n}.jsonl") for n in ("demos", "pairs", "prompts"))
 SFT = ["--stage", "sft", *OUT, *MODEL, DEMOS, *SMALL]
 REWARD = ["--stage", "reward", *OUT, *MODEL, PAIRS, *SMALL]
-PPO = ["--stage", "ppo", *OUT, *MODEL, PROMPTS, *SMALL, "--roles.reward.model_name_or_path", "PLACE/good",
+PPO = ["--stage", "ppo", *OUT, *MODEL, PROMPTS, *SAMPLED, "--roles.reward.model_name_or_path", "PLACE/good",
        "--ppo.sampling.max_new_tokens", "8"]
 DPO = ["--stage", "dpo", *OUT, *MODEL, PAIRS, *SMALL]
-ALL = ["--stage", "all", *OUT, "--model.preset", "tiny", DEMOS, *SMALL[:6]]
+ALL = ["--stage", "all", *OUT, "--model.preset", "tiny", DEMOS, *SMALL[:4], *SAMPLED[2:4]]
 
 EVALUATE = ["--stage", "evaluate", *OUT, PROMPTS, "--data.split", "null", "--roles.reward.model_name_or_path",
             "PLACE/good", "--evaluate.rows", "all", "--data.max_prompt_length", "32"]

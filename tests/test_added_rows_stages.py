@@ -25,28 +25,31 @@ def plain_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<|pad|>", eos_token="<|endoftext|>")
 
 
-@pytest.fixture(scope="module", params=[300, 320], ids=["a table that grows", "a padded vocabulary"])
-def place(request, tmp_path_factory):
-    """A base, conversations, pairs and prompts."""
-    folder = tmp_path_factory.mktemp("place")
-    size = max(request.param, len(plain_tokenizer()))
-    tiny_causal_lm(vocab_size=size, eos_token_id=1, tie_word_embeddings=size > 300).save_pretrained(folder / "base")
-    plain_tokenizer().save_pretrained(folder / "base")
-    said = [[{"role": "user", "content": f"Where is the {w}?"}, {"role": "assistant", "content": "It is here."}]
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Two bases (of one the new ids fall into the padding of its vocabulary), conversations, pairs and prompts."""
+    folder, tokenizer = tmp_path_factory.mktemp("place"), plain_tokenizer()
+    for name, size, tied in (("base", len(tokenizer), True), ("padded", 320, False)):
+        # rows wide enough for a frozen head to say something
+        tiny_causal_lm(vocab_size=size, eos_token_id=1, tie_word_embeddings=tied,
+                       initializer_range=0.3).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    said = [[{"role": "user", "content": f"Where is the {w}?"}, {"role": "assistant", "content": "the"}]
             for w in ("fox", "sun", "cat", "wood", "word", "red") for _ in range(8)]
     rows = {"sft": [{"messages": m} for m in said], "ppo": [{"prompt": m[:1]} for m in said],
             "reward": [{"prompt": m[:1], "chosen": m[1:], "rejected": [m[1] | {"content": "no"}]} for m in said]}
+    rows["dpo"] = rows["reward"]
     for name, table in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in table))
     return folder
 
 
-def run(place, stage: str, *more: str, rate: str = "1e-2", steps: str = "40") -> int:
-    start = ["--model.model_name_or_path", str(place / "base")] if "--model.model_name_or_path" not in more else []
+def run(place, stage: str, *more: str, base: str = "base", rate: str = "2e-2", steps: str = "40") -> int:
     return main(["--stage", stage, "--output_dir", str(place / stage), "--data.sources",
                  f"[{{path: {place}/{stage}.jsonl}}]", "--data.split", "null", "--data.cache_dir", str(place / "cache"),
                  "--model.lora.r", "16", "--train.learning_rate", rate, "--train.max_steps", steps,
-                 "--train.per_device_train_batch_size", "8", "--data.max_length", "64", *start, *more])
+                 "--train.per_device_train_batch_size", "8", "--data.max_length", "64",
+                 "--model.model_name_or_path", str(place / base), *more])
 
 
 def answers(folder) -> tuple[list[dict], list[dict]]:
@@ -56,22 +59,24 @@ def answers(folder) -> tuple[list[dict], list[dict]]:
     return [r for r in rows if r["step"] == steps[0]], [r for r in rows if r["step"] == steps[-1]]
 
 
-def test_sft_with_adapters_teaches_a_base_without_a_template_to_end_its_answers(place, capsys):
-    assert run(place, "sft") == 0
+@pytest.mark.parametrize("base", ["base", "padded"])
+def test_sft_with_adapters_teaches_a_base_without_a_template_to_end_its_answers(base, place, capsys):
+    folder = place / f"sft-{base}"
+    assert run(place, "sft", "--output_dir", str(folder), base=base) == 0
     assert "the embedding rows of 2 new token(s) (<|im_start|>, <|im_end|>) are trained too" in capsys.readouterr().err
-    before, after = answers(place / "sft")
+    before, after = answers(folder)
     assert not any(r["ended"] for r in before) and all(r["ended"] for r in after)
-    assert {r["completion"] for r in after} == {"It is here."}
-    assert "endless answers" not in (place / "sft" / "report.md").read_text()
-    model = AutoModelForCausalLM.from_pretrained(place / "sft" / "model")  # by transformers alone
-    tokenizer = AutoTokenizer.from_pretrained(place / "sft" / "model")
+    assert {r["completion"] for r in after} == {"the"}
+    assert "endless answers" not in (folder / "report.md").read_text()
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")  # by transformers alone
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "Where is the sun?"},
-                                         {"role": "assistant", "content": "It is here."}], return_tensors="pt",
+                                         {"role": "assistant", "content": "the"}], return_tensors="pt",
                                         return_dict=True)["input_ids"]
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     where = (ids[0] == end).nonzero()[-1, 0]
     assert model(ids).logits[0, where - 1].softmax(-1)[end] > 0.9
-    config = json.loads((place / "sft" / "adapter" / "adapter_config.json").read_text())
+    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
     indices = config["trainable_token_indices"]
     assert (indices if isinstance(indices, list) else indices["lm_head"]) == sorted(
         tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]))
@@ -98,7 +103,6 @@ def test_four_roles_on_a_base_that_no_sft_has_trained_have_rows_of_their_own(pla
 
 
 def test_preferences_over_adapters_train_rows_and_the_reference_keeps_those_of_the_base(place):
-    (place / "dpo.jsonl").write_text((place / "reward.jsonl").read_text())
     assert run(place, "dpo", steps="3", rate="1e-3") == 0
     rows = [json.loads(line) for line in (place / "dpo" / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["loss"] == pytest.approx(float(torch.log(torch.tensor(2.0))), abs=1e-4)  # no margin yet

@@ -151,7 +151,8 @@ def test_settings_of_another_stage_are_refused(tmp_path, capsys) -> None:
 
 def test_python_refuses_a_bad_value_as_the_command_line_does() -> None:
     with pytest.raises(UserError, match=r"ppo\.minibatch_size is 99"):
-        step3_ppo.Config(ppo=step3_ppo.PPOConfig(minibatch_size=99))
+        step3_ppo.Config(train=step3_ppo.TrainConfig(per_device_train_batch_size=8),
+                         ppo=step3_ppo.PPOConfig(minibatch_size=99, num_ppo_epochs=1, num_minibatches=1))
 
 
 @pytest.mark.parametrize(("argv", "is_demo"), [

@@ -112,6 +112,17 @@ def test_what_belongs_to_no_layer_is_left_out_with_a_line_and_old_tables_without
     assert torch.equal(plain(IDS).logits, tiny_causal_lm()(IDS).logits)
 
 
+def test_a_missing_buffer_is_what_a_new_model_has_and_a_line_says_so(tmp_path, caplog):
+    tiny_causal_lm(kind="glm4_moe", first_k_dense_replace=1, moe_intermediate_size=16, n_routed_experts=4,
+                   num_experts_per_tok=2, head_dim=8).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    model = load_causal_lm(ModelConfig(str(tmp_path)))
+    assert torch.equal(model.model.layers[1].mlp.gate.e_score_correction_bias, torch.zeros(4))
+    assert "lacks 1 buffer (model.layers.1.mlp.gate.e_score_correction_bias)" in caplog.text
+
+
 def test_tensors_of_another_shape_are_named_with_both(tmp_path):
     save_tiny(tmp_path)
     said = refused(configured(tmp_path, intermediate_size=48))

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from hybrid_rlhf.cli import main
 from tests.rank_checks import LAYOUTS
+from tests.stage_options import used
 from tests.tiny import save_tiny
 
 pytestmark = pytest.mark.dist
@@ -80,7 +81,8 @@ def argv_of(folder: Path, where: str, batch: int, *more: str) -> dict[str, list[
                            "--rejection.num_minibatches", "2", "--roles.actor.learning_rate", "0.05"]}
     texts = {"ppo": f", {{path: '{folder}/sft.jsonl', stages: [ptx]}}"}
     return {name: ["--stage", stage, "--output_dir", f"{folder}/{where}/{name}",
-                   f"--data.sources=[{{path: '{folder}/{stage}.jsonl'}}{texts.get(stage, '')}]", *shared, *extra[name]]
+                   f"--data.sources=[{{path: '{folder}/{stage}.jsonl'}}{texts.get(stage, '')}]",
+                   *used(stage, [*shared, *extra[name]])]
             for name, stage in RUNS.items()}
 
 

@@ -20,8 +20,8 @@ MISTRAL = ("{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ 
            "[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}")
 # SmolLM2-135M-Instruct's own
 SMOLLM2 = ("{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-           "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
-           "<|im_end|>\n' }}"
+           "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by "
+           "Hugging Face<|im_end|>\n' }}"
            "{% endif %}"
            "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
            "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")

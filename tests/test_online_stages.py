@@ -11,6 +11,7 @@ import yaml
 
 from hybrid_rlhf.cli import ONLINE, main
 from hybrid_rlhf.training import on_policy
+from tests.stage_options import used
 from tests.test_stages import COMMON, WORDS
 from tests.tiny import own_cache, save_tiny
 
@@ -35,7 +36,8 @@ def place(tmp_path_factory) -> Path:
 
 def launch(folder: Path, stage: str, *more: str, data: str = "ppo") -> Path:
     out = folder / "runs" / stage
-    assert main(["--stage", stage, "--output_dir", str(out), *COMMON, "--model.model_name_or_path", f"{folder}/base",
+    assert main(["--stage", stage, "--output_dir", str(out), *used(stage, COMMON),
+                 "--model.model_name_or_path", f"{folder}/base",
                  f"--data.sources=[{{path: {folder}/{data}.jsonl}}]", *more]) == 0
     return out
 
@@ -107,8 +109,8 @@ def test_yaml_may_name_the_variant_and_change_what_it_presets(place, tmp_path, c
 
 
 def test_the_plan_of_a_stage_without_a_critic_has_none(place, capsys) -> None:
-    more = ["--stage", "grpo", "--output_dir", f"{place}/runs/planned", *COMMON, "--model.model_name_or_path",
-            f"{place}/base", "--roles.reward.model_name_or_path", f"{place}/runs/reward",
+    more = ["--stage", "grpo", "--output_dir", f"{place}/runs/planned", *used("grpo", COMMON),
+            "--model.model_name_or_path", f"{place}/base", "--roles.reward.model_name_or_path", f"{place}/runs/reward",
             f"--data.sources=[{{path: {place}/ppo.jsonl}}]", "--ppo.sampling.max_new_tokens", "6", "--plan"]
     assert main(more) == 0
     out = capsys.readouterr().out
@@ -127,7 +129,8 @@ def test_grpo_with_a_function_needs_neither_a_reward_model_nor_a_critic(place, b
     code = "def short(completions, **_):\n    return [-float(len(c)) for c in completions]\n"
     (tmp_path / "rewards.py").write_text(code)
     out = tmp_path / "grpo"
-    assert main(["--stage", "grpo", "--output_dir", str(out), *COMMON, "--model.model_name_or_path", f"{place}/base",
+    assert main(["--stage", "grpo", "--output_dir", str(out), *used("grpo", COMMON),
+                 "--model.model_name_or_path", f"{place}/base",
                  f"--data.sources=[{{path: {place}/ppo.jsonl}}]", *GROUPS, f"--data.cache_dir={tmp_path}/cache",
                  f"--reward.functions=['{tmp_path}/rewards.py:short']", "--ppo.max_refills", "1"]) == 0
     assert built[0].critic is None and (out / "model" / "model.safetensors").exists()

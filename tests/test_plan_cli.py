@@ -11,6 +11,7 @@ import yaml
 from tiny import save_tiny, tiny_config
 
 from hybrid_rlhf.cli import main
+from tests.stage_options import used
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def test_a_plan_needs_no_weights_no_data_and_leaves_nothing(sft, tmp_path, capsy
 @pytest.mark.parametrize("stage", ["reward", "ppo"])
 def test_the_later_stages_plan_too(sft, stage, capsys) -> None:
     more = ["--roles.reward.model_name_or_path", "bare"] if stage == "ppo" else []
-    assert main(["--stage", stage, "--output_dir", f"out/{stage}", *sft[4:], *more, "--plan",
+    assert main(["--stage", stage, "--output_dir", f"out/{stage}", *used(stage, sft[4:]), *more, "--plan",
                  *(["--data.max_prompt_length", "32", "--ppo.sampling.max_new_tokens", "8"] if stage == "ppo" else [])
                  ]) == 0
     out = capsys.readouterr().out

@@ -42,6 +42,17 @@ def test_a_filter_that_python_was_given_stands(monkeypatch):
     assert warned(FutureWarning, "transformers.modeling_utils")
 
 
+def test_deepspeed_does_not_say_that_there_is_no_accelerator_and_says_the_rest(caplog):
+    quiet_libraries()
+    logger = logging.getLogger("DeepSpeed")
+    logger.addHandler(caplog.handler)
+    logger.warning("Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it.")
+    logger.warning("something is wrong")
+    logger.removeHandler(caplog.handler)
+    assert [r.getMessage() for r in caplog.records if r.name == "DeepSpeed"] in (["something is wrong"], [
+        "something is wrong"] * 2)
+
+
 def test_growing_a_vocabulary_is_no_lecture(caplog):
     from transformers.utils import logging as theirs
 

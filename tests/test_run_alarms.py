@@ -53,7 +53,7 @@ def test_a_run_that_goes_well_rings_nothing_however_noisy(seed) -> None:
     ({"completions/distinct_answers": (0.3, 0.08), "completions/top3_share": (0.2, 0.7)}, "same answers",
      ["68% of a step's (22% at the start)", "9% of its answers are different (29%)"]),
     ({"objective/kl": (0.0, 0.0, 9.0, 0.5, 0.5, 0.5)}, "KL spike",
-     ["from 0.12 to 5.42", "within 5 steps (from step 8 on)", "early_stop_kl 0.02"]),
+     ["from 0.12 to 5.42", "within 5 steps (from step 8 on)", "ppo.update_kl 0.01"]),
     ({"score/clip_fraction": (0.0, 0.08)}, "bounded scores", ["bounds 8% of the scores", "ppo.score_clip"]),
     ({"score/clip_fraction": (0.3, 0.0)}, "bounded scores", ["bounds 29%"]),
     ({"frac_reward_zero_std": (0.1, 1.0)}, "zero reward variance", ["of the groups", "teach nothing"]),

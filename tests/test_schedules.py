@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hybrid_rlhf.algorithms.kl import UpdateRate
+from hybrid_rlhf.config import UserError
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer
 from hybrid_rlhf.trainers.online_preference import OnlineConfig, OnlinePreferenceTrainer
@@ -66,3 +68,31 @@ def test_a_resumed_run_goes_on_at_its_place_in_the_schedule():
     second = ppo(settings(num_ppo_epochs=8), count_of(42), rate=1e-2)
     second.load_state(first.state())
     assert updates_of(second.roles.actor, lambda: second.step(PROMPTS)) == list(range(8, 16))
+
+
+def test_the_rate_goes_by_the_root_of_how_much_too_far_the_updates_went_and_comes_back_to_one_at_most():
+    rate, values = UpdateRate(0.01), []
+    for kl in (0.04, 0.09, 0.01, 0.0025, 0.0, 0.0, 0.0, 0.0):  # / 2, / 3, as asked; then by 1.5 a rollout at most
+        rate.update(kl)
+        values.append(rate.value)
+    assert values == pytest.approx([1 / 2, 1 / 6, 1 / 6, 1 / 4, 3 / 8, 9 / 16, 27 / 32, 1])
+    for kl, factor in ((50.0, 0.1), (float("nan"), 0.01), (float("inf"), 0.001)):  # a tenth a rollout, at least
+        rate.update(kl)
+        assert rate.value == pytest.approx(factor)
+    unset = UpdateRate(None)
+    unset.update(5.0)
+    assert unset.value == 1
+
+
+def test_update_kl_lowers_the_actor_s_rate_alone_and_goes_on_after_a_checkpoint():
+    config = settings(num_ppo_epochs=4, update_kl=1e-9, kl_coef=0.0)  # nothing moves so little: a tenth each time
+    trainer = ppo(config, count_of(42), rate=1e-2)
+    found = [trainer.step(PROMPTS).compute() for _ in range(3)]
+    assert [r["learning_rate"] for r in found] == pytest.approx([1e-2, 1e-3, 1e-4])
+    assert [r["policy/rate_factor"] for r in found] == pytest.approx([1, 0.1, 0.01])
+    assert [r["value/learning_rate"] for r in found] == pytest.approx([1e-2] * 3)
+    resumed = ppo(config, count_of(42), rate=1e-2)
+    resumed.load_state(trainer.state())
+    assert resumed.step(PROMPTS).compute()["learning_rate"] == pytest.approx(1e-5)
+    with pytest.raises(UserError, match="one update on a rollout never sees how far it moved"):
+        settings(update_kl=0.01, num_ppo_epochs=1)

@@ -13,6 +13,7 @@ from tiny import save_tiny
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.models.quantize import quantized_layers
 from hybrid_rlhf.training import on_policy
+from tests.stage_options import used
 
 WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the moon", "tree", "old book"]
 COMMON = ["--model.dtype", "float32", "--data.split", "null", "--data.eval_fraction", "0.25", "--data.max_length", "48",
@@ -26,7 +27,7 @@ LORA = ["--model.lora.r", "4"]
 class Place(SimpleNamespace):
     def launch(self, stage: str, out: str, *more: str, code: int = 0) -> Path:
         argv = ["--stage", stage, "--output_dir", f"{self.folder}/{out}", f"--data.cache_dir={self.folder}/cache"]
-        argv += [*COMMON, *(PPO if stage == "ppo" else []),
+        argv += [*used(stage, COMMON), *(PPO if stage == "ppo" else []),
                 f"--data.sources=[{{path: {self.folder}/{stage}.jsonl}}]"]
         argv += ["--model.model_name_or_path", self.base] if stage == "sft" else []
         assert main([*argv, *more]) == code
@@ -204,11 +205,9 @@ def test_at_a_price_of_0_no_reference_is_loaded_unless_one_is_named(place, capsy
         assert ("ref" in capsys.readouterr().out.split()) == bool(more)
 
 
-def test_dropout_of_adapters_does_not_reach_ppo_which_compares_two_forwards_of_one_policy(place) -> None:
-    rows, built = place.ppo("dropout", "--model.lora.dropout", "0.5")
-    found = {m.p for m in built.engines["actor"].module.modules() if isinstance(m, torch.nn.Dropout)}
-    assert found == {0.0}  # they are there, and off
-    assert rows == place.ppo("shared")[0]
+def test_dropout_of_adapters_is_no_option_of_ppo_which_compares_two_forwards_of_one_policy(place, capsys) -> None:
+    place.ppo("dropout", "--model.lora.dropout", "0.5", code=2)
+    assert "model.lora.dropout is not used by --stage ppo; dropout is off here" in capsys.readouterr().err
 
 
 def test_lora_on_a_16_bit_base_trains_fp32_masters_of_16_bit_adapters_and_fp32_heads(place) -> None:

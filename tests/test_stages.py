@@ -20,6 +20,7 @@ from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.roles import Reward
 from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.training import on_policy, step1_sft, step2_reward, step3_ppo
+from tests.stage_options import used
 from tests.tiny import own_cache, save_tiny, tiny_tokenizer
 
 MODULES = {"sft": step1_sft, "reward": step2_reward, "ppo": step3_ppo}
@@ -54,7 +55,7 @@ class Place(SimpleNamespace):
     """A folder with data, a model and finished runs; `live` holds the models as they were when they were exported."""
 
     def launch(self, stage: str, out: str, *more: str) -> Path:
-        argv = ["--stage", stage, "--output_dir", f"{self.folder}/{out}", *COMMON,
+        argv = ["--stage", stage, "--output_dir", f"{self.folder}/{out}", *used(stage, COMMON),
                 f"--data.sources=[{{path: {self.folder}/{stage}.jsonl}}]", *(PPO if stage == "ppo" else [])]
         argv += ["--model.model_name_or_path", self.base] if stage == "sft" else []
         assert main([*argv, *more]) == 0

@@ -77,7 +77,8 @@ def trainer(source, kl_coef: float) -> PPOTrainer:
     roles = Roles(Actor(engines[0], tokenizer), Reference(HybridEngine(PolicyModule(ref), ref, eos_ids=[3])),
                   Critic(engines[1]))
     config = PPOConfig(sampling=SamplingConfig(max_new_tokens=8), kl_coef=kl_coef, num_ppo_epochs=2,
-                       normalise_scores=False, score_clip=None, gamma=1.0, lam=0.95)
+                       num_minibatches=1, missing_eos_penalty=0.0, normalise_scores=False, score_clip=None,
+                       gamma=1.0, lam=0.95)
     return PPOTrainer(roles, source, config, seed=0)
 
 

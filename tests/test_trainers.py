@@ -16,6 +16,7 @@ from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Actor, Critic, PolicyModule, Reference, Reward, Roles
 from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.run.train_config import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
 from hybrid_rlhf.trainers.reward import RewardTrainer
 from hybrid_rlhf.trainers.sft import SFTTrainer
@@ -57,7 +58,8 @@ def ppo(config, source=None, max_tokens=8192, rate=1e-3, temperature=1.0):
 
 
 def settings(**changes):
-    defaults = dict(sampling=SamplingConfig(max_new_tokens=10), normalise_scores=False, num_ppo_epochs=1)
+    defaults = dict(sampling=SamplingConfig(max_new_tokens=10), normalise_scores=False, num_ppo_epochs=1,
+                    num_minibatches=1, kl_coef=0.05, missing_eos_penalty=0.0)
     return PPOConfig(**(defaults | changes))
 
 
@@ -173,11 +175,16 @@ def test_a_minibatch_holds_the_same_sequences_however_many_processes_share_the_r
 
 def test_a_minibatch_that_does_not_divide_by_the_processes_is_refused_before_anything_is_read(monkeypatch):
     monkeypatch.setattr(step3_ppo, "world_size", lambda: 3)
-    assert step3_ppo.updates_per_step(step3_ppo.Config()) == 4  # 8 prompts on each of three processes, four epochs
+
+    def of(**changes):
+        return step3_ppo.Config(train=TrainConfig(per_device_train_batch_size=8),
+                                ppo=PPOConfig(num_ppo_epochs=4, **({"num_minibatches": 1} | changes)))
+
+    assert step3_ppo.updates_per_step(of()) == 4  # 8 prompts on each of three processes, four epochs
     with pytest.raises(UserError, match="minibatch_size: a minibatch of 4 of the step's 24 sequences does not divide"):
-        step3_ppo.Config(ppo=PPOConfig(minibatch_size=4))
+        of(minibatch_size=4)
     with pytest.raises(UserError, match=r"num_minibatches: a minibatch of 4 .* by the 3 processes"):
-        step3_ppo.Config(ppo=PPOConfig(num_minibatches=6))
+        of(num_minibatches=6)
 
 
 def test_scores_and_rewards_are_computed_once_per_rollout_not_once_per_epoch():

@@ -53,8 +53,9 @@ def trl_loss(trainer_class: type, given: dict, advantages: torch.Tensor, **setti
 
 def our_loss(given: dict, **settings: object) -> tuple:
     """(loss, gradient (B, R), advantages (B,)) of the trainer's own path: estimate, then two micro-batches."""
+    fixed = {"num_ppo_epochs": 1, "num_minibatches": 1, "kl_coef": 0.05, "missing_eos_penalty": 0.0}
     config = PPOConfig(sampling=SamplingConfig(max_new_tokens=LENGTH, num_samples=4), normalise_scores=False,
-                       **settings)
+                       **(fixed | settings))
     trainer = PPOTrainer(Roles(actor=None, ref=object()), None, config, seed=0)
     rollout = Rollout.from_responses(Prompts([[5]] * 4, ["x"] * 4), [[6] * int(n) for n in MASK.sum(1)], [True] * 4, 0,
                                      [])

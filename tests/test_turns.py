@@ -237,8 +237,8 @@ def test_a_run_that_reads_plain_prompts_otherwise_than_its_parent_says_so(tmp_pa
     (tmp_path / "sft" / "run.json").write_text(json.dumps(record))
 
     def said(rows: str, raw: bool) -> str:
-        data = DataConfig([Source(str(tmp_path / rows))], raw=raw, split=None)
-        tell_other_form(str(tmp_path / "sft" / "model"), data, "sft")
+        config = DataConfig([Source(str(tmp_path / rows))], raw=raw, split=None)
+        tell_other_form(str(tmp_path / "sft" / "model"), config, "sft")
         return capsys.readouterr().err
 
     assert "sft was trained with data.raw true and this run has false" in said("rows.jsonl", False)

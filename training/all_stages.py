@@ -17,7 +17,17 @@ from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run.fit import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig
-from hybrid_rlhf.training import compare, on_policy, reward_sources, step1_sft, step2_reward, step3_ppo, wiring
+from hybrid_rlhf.training import (
+    compare,
+    defaults,
+    on_policy,
+    reward_sources,
+    step1_sft,
+    step2_reward,
+    step3_ppo,
+    unused,
+    wiring,
+)
 from hybrid_rlhf.training.step2_reward import RewardConfig
 
 ORDER = ("sft", "reward", "ppo")
@@ -79,9 +89,14 @@ class Config:
     compare: compare.CompareConfig = field(default_factory=compare.CompareConfig)
 
     def __post_init__(self) -> None:
+        unused.refuse(self)
         unknown = [s for s in self.run_stages if s not in ORDER]
         check(not unknown and bool(self.run_stages),
               f"run_stages is {self.run_stages}; choose one or more of {', '.join(ORDER)}")
+
+    @property
+    def unused(self) -> dict[str, str]:
+        return unused.of(self)
 
 
 def default_config(argv: list[str]) -> str | None:
@@ -106,7 +121,7 @@ def stage_configs(config: Config) -> dict[str, object]:
             shared |= {"reward": config.reward_sources, "roles": _paying(config)}
         shared |= {"stage": name, "output_dir": str(Path(config.output_dir) / name),
                    "model": models.get(name, later), "train": getattr(config.stages, name)}
-        out[name] = recipes[name].Config(**shared)
+        out[name] = recipes[name].Config(**unused.without(name, shared))
     return out
 
 
@@ -144,7 +159,8 @@ def check_all(config: Config, configs: dict[str, object]) -> None:
 def run(config: Config, command: str = "") -> dict:
     """Run the stages, then compare what they left; returns the summary (also in output_dir/summary.json)."""
     recipes = {"sft": step1_sft, "reward": step2_reward, "ppo": step3_ppo}
-    configs, seconds = stage_configs(config), {}
+    configs = {name: defaults.resolve(stage, config.model) for name, stage in stage_configs(config).items()}
+    seconds = {}
     check_all(config, configs)
     for number, (name, stage) in enumerate(configs.items(), 1):
         print(f"\n== stage {number} of {len(configs)}: {name}", file=sys.stderr)

@@ -30,7 +30,6 @@ WIDTH = 118  # of a sample's lines
 
 def check(config: on_policy.Config, make_trainer: Callable[[on_policy.Opened], Trainer]) -> RewardSignal:
     """Sample, score, take one step, and print what that says; every process takes part, the main one prints."""
-    wiring.require_data(config.data, config.stage)
     wiring.seed_everything(config.seed)
     opened = on_policy.open_run(config)
     trainer, sampling = make_trainer(opened), config.method.sampling

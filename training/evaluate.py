@@ -24,7 +24,7 @@ from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.run import evaluate, runfile
 from hybrid_rlhf.run.evaluate import Answered, Method
 from hybrid_rlhf.run.fit import on_record
-from hybrid_rlhf.training import asked_prompts, measure, reward_sources, wiring
+from hybrid_rlhf.training import asked_prompts, measure, reward_sources, unused, wiring
 from hybrid_rlhf.training.asked_prompts import ROWS
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
@@ -83,10 +83,10 @@ class Config:
         output_dir: Folder of evaluate.json and evaluate.md.
         seed: Seed of the answers and of the bootstrap.
         resume: never (evaluate again) or auto (a finished evaluation with the same settings is left as it is).
-        report_to: Trackers; an evaluation has none.
+        report_to: An evaluation has no trackers.
         model: How the models are loaded (dtype, quantisation); which ones is evaluate.models.
         data: The prompts.
-        roles: roles.reward.model_name_or_path is the stage-2 model; the other roles are not used.
+        roles: roles.reward.model_name_or_path is the stage-2 model.
         reward: What answers are scored by.
         evaluate: Who is compared, and how.
     """
@@ -103,10 +103,11 @@ class Config:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
 
     def __post_init__(self) -> None:
-        check(self.model.preset is None and self.model.model_name_or_path is None,
-              "model.model_name_or_path: the models to compare are evaluate.models; name them there")
-        check(not self.model.lora.r, "model.lora: an evaluation trains nothing; leave it out")
-        check(not self.report_to, "report_to: an evaluation has no trackers; leave it out")
+        unused.refuse(self)
+
+    @property
+    def unused(self) -> dict[str, str]:
+        return unused.of(self)
 
 
 def contenders(config: Config) -> dict[str, str]:

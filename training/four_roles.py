@@ -235,5 +235,6 @@ def build(parts: Parts, starts: dict[str, Start], layout: Layout, tokenizer,  # 
     tokens = {role: layout_of(parts, role).micro_batch_tokens for role in ROLES}
     return (Roles(Actor(engines["actor"], tokenizer, tokens["actor"]),
                   Reference(engines["ref"], tokens["ref"]) if "ref" in engines else None,
-                  Critic(engines["critic"], tokens["critic"]) if "critic" in engines else None),
+                  Critic(engines["critic"], tokens["critic"], is_new=starts["critic"].head is None)
+                  if "critic" in engines else None),
             Reward(engines["reward"], tokens["reward"]) if "reward" in engines else None)

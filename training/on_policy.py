@@ -24,7 +24,7 @@ from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, Trainer, fit, on_record
-from hybrid_rlhf.training import announce, answers, reward_sources, wiring
+from hybrid_rlhf.training import announce, answers, defaults, reward_sources, wiring
 from hybrid_rlhf.training.four_roles import Parts, Sources, build, check_roles
 from hybrid_rlhf.training.plain_prompts import tell_other_form
 from hybrid_rlhf.training.reward_sources import RewardConfig
@@ -95,13 +95,6 @@ class Opened:
     critic_warmup_steps: int
 
 
-def check_given(roles: RolesConfig, method: Method, stage: str) -> None:
-    """UserError for settings of a role that the method does not have."""
-    for role, is_there in (("critic", method.needs_critic), ("ref", method.needs_ref)):
-        given = roles.given(role)
-        check(is_there or not given, f"{', '.join(given)}: stage {stage} as it is set up has no {role}; leave it out")
-
-
 def find_actor(config: Config) -> str:
     """The run or model that the policy starts from; UserError where there is none."""
     check(config.model.preset is None, f"model.preset: {config.stage} starts from a trained model; give "
@@ -144,15 +137,20 @@ def preview(config: Config) -> None:
     """Print rendered prompts; only the policy has to be there, for its tokens."""
     from hybrid_rlhf.data.preview import preview as show
 
-    wiring.require_data(config.data, config.stage)
+    config = prepared(config)
     model = replace(config.model, model_name_or_path=wiring.model_folder(find_actor(config)))
     for stage in (config.method.data_stage, *config.method.also_reads):
         show(config.data, stage, wiring.open_tokenizer(model, config.data, stage, config.seed))
 
 
-def run(config: Config, command: str, make_trainer: Callable[[Opened], Trainer]) -> dict[str, float]:
-    """Train, export the actor, and return the final metrics."""
+def prepared(config: Config) -> Config:
+    """The settings of a run that has data, with nothing left to be decided."""
     wiring.require_data(config.data, config.stage)
+    return defaults.resolve(config)
+
+
+def run(config: Config, command: str, make_trainer: Callable[[Opened], Trainer]) -> dict[str, float]:
+    """Train, export the actor, and return the final metrics. config: as `prepared` gives it."""
     done = runfile.finished(config.output_dir, config.stage, config)
     if done:
         return done.metrics
@@ -255,6 +253,6 @@ def _critic_warmup_steps(method: Method, starts: dict[str, Start], num_steps: in
         return method.critic_warmup_steps or 0
     found = 0 if starts["critic"].head else min(MAX_CRITIC_WARMUP, num_steps // 10)
     if found and is_main():
-        print(f"the critic starts with a head of zeros: the first {found} steps train it alone "
-              "(ppo.critic_warmup_steps)", file=sys.stderr)
+        print(f"the critic knows no scores yet: the first {found} steps train it alone (ppo.critic_warmup_steps)",
+              file=sys.stderr)
     return found

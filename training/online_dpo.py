@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from hybrid_rlhf.algorithms.preference import LOSSES
+from hybrid_rlhf.config import check
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine import ZeroConfig
-from hybrid_rlhf.layout import ActorConfig, RolesConfig
+from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run.fit import TrainConfig
 from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer
 from hybrid_rlhf.trainers.online_preference import OnlineConfig, OnlinePreferenceTrainer
-from hybrid_rlhf.training import on_policy
+from hybrid_rlhf.training import on_policy, unused
 from hybrid_rlhf.training.check_signal import check as check_signal_of
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
@@ -33,7 +34,7 @@ class Config:
         data: The prompts.
         train: The schedule. A step is one round of sampling for per_device_train_batch_size prompts and one update.
         engine: How training is laid out.
-        roles: The roles' own settings; the learning rate is roles.actor's, train.learning_rate is not used.
+        roles: The roles' own settings; the learning rate is roles.actor's.
         reward: What ranks the responses.
         online: How pairs are made.
         dpo: The loss and its settings.
@@ -48,13 +49,20 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     engine: ZeroConfig = field(default_factory=ZeroConfig)
-    roles: RolesConfig = field(default_factory=lambda: RolesConfig(actor=ActorConfig(learning_rate=1e-6)))
+    roles: RolesConfig = field(default_factory=RolesConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     online: OnlineConfig = field(default_factory=OnlineConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
 
     def __post_init__(self) -> None:
-        on_policy.check_given(self.roles, self.method, self.stage)
+        unused.refuse(self)
+        given = self.roles.given("ref")
+        check(LOSSES[self.dpo.loss_type].needs_reference or not given,
+              f"{', '.join(given)}: stage {self.stage} as it is set up has no ref; leave it out")
+
+    @property
+    def unused(self) -> dict[str, str]:
+        return unused.of(self)
 
     @property
     def method(self) -> on_policy.Method:
@@ -68,11 +76,13 @@ preview = on_policy.preview
 
 def check_signal(config: Config) -> None:
     """Print whether there is anything to learn from."""
+    config = on_policy.prepared(config)
     check_signal_of(config, partial(_trainer, config))
 
 
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, export the actor, and return the final metrics."""
+    config = on_policy.prepared(config)
     return on_policy.run(config, command, partial(_trainer, config))
 
 

@@ -26,6 +26,7 @@ from hybrid_rlhf.run.amounts import Cards
 from hybrid_rlhf.run.plan import DOES_NOT_FIT, Generation, Plan, Role, make_plan, size_text
 from hybrid_rlhf.training import (
     all_stages,
+    defaults,
     on_policy,
     online_dpo,
     preferences,
@@ -50,6 +51,7 @@ def carry_out(config: object, *, memory: int | None, only_plan: bool, cards: Car
     """
     place = Place.of(cards) if cards else Place(device(), int(os.environ.get("WORLD_SIZE", "1")),
                                                 free_bytes(device()) if memory is None else memory)
+    config = config if isinstance(config, all_stages.Config) else defaults.resolve(config)
     stream = stream or (sys.stdout if only_plan else sys.stderr)
     plans = plans_of(config, place)
     chosen = Choice(config, plans)
@@ -87,8 +89,9 @@ def plans_of(config: object, place: Place, *, is_exact: bool = True) -> list[Pla
     check(config.stage != "evaluate", "--plan and --memory are for stages that train; leave them out of evaluate")
     if isinstance(config, all_stages.Config):
         stages = all_stages.stage_configs(config)
-        return [_plan(stage, place, config.model, is_exact) for stage in stages.values()]
-    return [_plan(config, place, None, is_exact)]
+        return [_plan(defaults.resolve(stage, config.model, is_said=False), place, config.model, is_exact)
+                for stage in stages.values()]
+    return [_plan(defaults.resolve(config, is_said=False), place, None, is_exact)]
 
 
 def _plan(config: object, place: Place, start: ModelConfig | None, is_exact: bool) -> Plan:
@@ -114,8 +117,9 @@ def _laid_out(config: object) -> dict:
 
 def _sft(config: step1_sft.Config, start: ModelConfig | None) -> list[Role]:
     length, batch = config.data.max_length, config.train.rows_per_step
-    return [Role("policy", start or config.model, length, _rows(config, length, batch), predicted=length - 1,
-                 trains=True, scores=False, dropout=True, **_laid_out(config))]
+    model = start or step1_sft.start_model(config)
+    return [Role("policy", model, length, _rows(config, length, batch), predicted=length - 1, trains=True,
+                 scores=False, dropout=True, **_laid_out(config))]
 
 
 def _reward(config: step2_reward.Config, start: ModelConfig | None) -> list[Role]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
+from hybrid_rlhf.config import check
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run.fit import TrainConfig
 from hybrid_rlhf.trainers.rejection import RejectionConfig, RejectionTrainer
-from hybrid_rlhf.training import on_policy
+from hybrid_rlhf.training import on_policy, unused
 from hybrid_rlhf.training.check_signal import check as check_signal_of
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
@@ -31,7 +32,7 @@ class Config:
         data: The prompts.
         train: The schedule. A step is one round on per_device_train_batch_size prompts; max_steps is their number.
         engine: How training is laid out.
-        roles: The roles' own settings; the learning rate is roles.actor's, train.learning_rate is not used.
+        roles: The roles' own settings; the learning rate is roles.actor's.
         reward: What chooses among the responses.
         rejection: How they are drawn, chosen and imitated.
     """
@@ -50,7 +51,14 @@ class Config:
     rejection: RejectionConfig = field(default_factory=RejectionConfig)
 
     def __post_init__(self) -> None:
-        on_policy.check_given(self.roles, self.method, self.stage)
+        unused.refuse(self)
+        given = self.roles.given("ref")
+        check(self.rejection.measure_kl or not given,
+              f"{', '.join(given)}: stage {self.stage} as it is set up has no ref; leave it out")
+
+    @property
+    def unused(self) -> dict[str, str]:
+        return unused.of(self)
 
     @property
     def method(self) -> on_policy.Method:
@@ -65,11 +73,13 @@ preview = on_policy.preview
 
 def check_signal(config: Config) -> None:
     """Print whether there is anything to learn from."""
+    config = on_policy.prepared(config)
     check_signal_of(config, partial(_trainer, config))
 
 
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, export the policy, and return the final metrics."""
+    config = on_policy.prepared(config)
     return on_policy.run(config, command, partial(_trainer, config))
 
 

@@ -203,10 +203,10 @@ def scalar_engine(model: nn.Module, tokenizer, mean: float = 0.0, std: float = 1
     return HybridEngine(ScalarModel(model, mean, std), pad_id=tokenizer.pad_token_id, adapter=adapter)
 
 
-def optimizer_of(train: TrainConfig, learning_rate: float | None = None) -> OptimizerConfig:
-    """The optimizer's part of `train`."""
-    shared = {f.name: getattr(train, f.name) for f in dataclasses.fields(OptimizerConfig)}
-    return OptimizerConfig(**shared | ({} if learning_rate is None else {"learning_rate": learning_rate}))
+def optimizer_of(train: TrainConfig, learning_rate: float) -> OptimizerConfig:
+    """The optimizer's part of `train`, at the rate of the role that it trains."""
+    names = [f.name for f in dataclasses.fields(OptimizerConfig) if f.name != "learning_rate"]
+    return OptimizerConfig(learning_rate, **{name: getattr(train, name) for name in names})
 
 
 def schedule_of(train: TrainConfig, num_updates: int) -> Callable[[int], float]:

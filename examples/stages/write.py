@@ -19,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import yaml
 from docstring_parser import parse as parse_docstring
 
-from hybrid_rlhf.cli import STAGES
+from hybrid_rlhf.cli import STAGES, unused_by
 from hybrid_rlhf.config import parse
+from hybrid_rlhf.training import defaults
 
 WIDTH = 118
 
@@ -34,22 +35,39 @@ def render(name: str) -> str:
     head = [f"--stage {name}: {row.help}. Every option with its default;",
             f"delete what you do not change.  python train.py --stage {name} --config FILE.yaml",
             "Written by examples/stages/write.py from the settings' own classes."]
-    return "\n".join([*(f"# {line}" for line in head), *_lines(config, plain, 0)]) + "\n"
+    lines = _lines(config, plain, 0, tuple(unused_by(name)), _table(name, config))
+    return "\n".join([*(f"# {line}" for line in head), *lines]) + "\n"
 
 
-def _lines(part: object, plain: object, depth: int) -> Iterator[str]:
-    """The options of a dataclass as YAML, each below its comment. plain: the class's own defaults."""
+def _table(name: str, config: object) -> dict[str, str]:
+    """What null means for this stage, where training/defaults.py says it: option -> text."""
+    if name == "all":
+        rows = {f"stages.{stage}.{option.removeprefix('train.')}" if option.startswith("train.") else option: value
+                for stage in ("sft", "reward", "ppo") for option, value in defaults.TABLE[stage].items()}
+    else:
+        rows = defaults.TABLE.get(defaults.method_of(config), {})
+    return {option: f"{value.full:g}, of adapters {value.lora:g}" if isinstance(value, defaults.Rate) else f"{value:g}"
+            for option, value in rows.items() if not callable(value)}
+
+
+def _lines(part: object, plain: object, depth: int, unused: tuple[str, ...], table: dict[str, str],
+           prefix: str = "") -> Iterator[str]:
+    """The options of a dataclass as YAML, each below its comment. plain: the class's own defaults. unused: options that
+    the stage does not have. table: what null means."""
     texts = _texts(type(part))
     for field in dataclasses.fields(part):
+        if prefix + field.name in unused:
+            continue
         value, default = getattr(part, field.name), getattr(plain, field.name)
         is_section = dataclasses.is_dataclass(value)
         preset = "" if is_section or value == default else f" This stage's own; elsewhere {_shown(default)}."
         yield from [""] * (is_section and not depth)
-        yield from _comment(texts[field.name] + preset, depth)
+        null = f" Here {table[prefix + field.name]}." if prefix + field.name in table else ""
+        yield from _comment(texts[field.name] + null + preset, depth)
         yield from _items(type(part), field.name, depth)
         if is_section:
             yield f"{'  ' * depth}{field.name}:"
-            yield from _lines(value, default, depth + 1)
+            yield from _lines(value, default, depth + 1, unused, table, f"{prefix}{field.name}.")
         else:
             yield f"{'  ' * depth}{field.name}: {_shown(value)}"
 

@@ -83,3 +83,29 @@ class AdaptiveKL:
 
     def load_state(self, state: dict[str, float]) -> None:
         self.value = float(state["value"])
+
+
+class UpdateRate:
+    """A factor of the learning rate by which the updates on one rollout move the policy about `target` nats per token.
+
+    After each rollout it is multiplied by sqrt(target / kl), as the KL of small moves grows with their square, but by
+    no less than 0.1 and no more than 1.5; it is never above 1. (An adaptive rate with steps of 1.5 is that of
+    2109.11978; from a rate twenty times too high such steps come too late.) target None: it stays 1.
+    """
+
+    def __init__(self, target: float | None) -> None:
+        self.target, self.value = target, 1.0
+
+    def update(self, kl: float) -> None:
+        """After the updates on a rollout, which the policy ended `kl` nats per token away from. What is no number was
+        too far."""
+        if self.target is None:
+            return
+        change = math.sqrt(self.target / max(kl, 1e-12)) if math.isfinite(kl) else 0.0
+        self.value = min(1.0, self.value * min(1.5, max(0.1, change)))
+
+    def state(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        self.value = float(state["value"])

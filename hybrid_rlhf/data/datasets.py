@@ -49,7 +49,7 @@ class DataConfig:
     sources: list[dict | str] | dict | str | None = field(default_factory=list, metadata={"items": Source})
     split: list[float] | None = None
     eval_fraction: float = 0.05
-    max_length: int = 512
+    max_length: int = 1024
     max_prompt_length: int = 256
     raw: bool = False
     train_on: str = "response"

@@ -99,11 +99,13 @@ def _behind(prompt: str, text: str) -> str | None:
 
     A generation prompt may say more than history does: thinking markers, behind which the answer goes on.
     """
+    if text.startswith(prompt):
+        return text[len(prompt) :]
     same = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), min(len(prompt), len(text)))
     tail = max(0, len(prompt) - _MARKER_LENGTH)
     marker = tail + re.search(rf"\s*({OPEN}\s*)?({CLOSE}\s*)?$", prompt[tail:]).start()
-    edges = [len(prompt), *(i for i in range(len(prompt) - 1, marker - 1, -1)
-                            if prompt[i].isspace() or prompt.startswith((OPEN, CLOSE), i))]
+    edges = (i for i in range(len(prompt) - 1, marker - 1, -1)
+             if prompt[i].isspace() or prompt.startswith((OPEN, CLOSE), i))
     return next((text[edge:] for edge in edges if edge <= same), None)
 
 
@@ -152,7 +154,7 @@ def _check_history(messages: Sequence[Mapping], text: str) -> None:
     for message in messages:
         words = (thought_of(message)[1] if message["role"] == "assistant" else _words(message)).replace(BREAK, "\ufffd")
         is_anywhere = message["role"] in template.INSTRUCTIONS
-        found = max(text.find(form, 0 if is_anywhere else place) for form in _forms(words.strip()))
+        found = _find(words.strip(), text, 0 if is_anywhere else place)
         if found < 0 and not message.get("tool_calls"):
             raise Refused(f"the chat template leaves out what the {message['role']} says")
         place = place if is_anywhere else max(place, found)
@@ -182,9 +184,12 @@ def _values(value: object) -> Iterator[str]:
 
 
 def _shows(words: str, text: str) -> bool:
-    return any(form in text for form in _forms(words))
+    return _find(words, text) >= 0
 
 
-def _forms(words: str) -> tuple[str, ...]:
-    """Words as they are, and as JSON writes them."""
-    return words, json.dumps(words, ensure_ascii=False)[1:-1], json.dumps(words)[1:-1]
+def _find(words: str, text: str, start: int = 0) -> int:
+    """Where the words begin in the text, as they are or as JSON writes them; -1 where they are not in it."""
+    found = text.find(words, start)
+    if found < 0:
+        found = max(text.find(json.dumps(words, ensure_ascii=is_ascii)[1:-1], start) for is_ascii in (False, True))
+    return found

@@ -23,7 +23,7 @@ class SamplingConfig:
         stop_token_ids: Further tokens that end a response, beside the model's own.
     """
 
-    max_new_tokens: int = 128
+    max_new_tokens: int = 256
     min_new_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0

@@ -15,7 +15,8 @@ from hybrid_rlhf.config import UserError, check
 _log = logging.getLogger(__name__)
 
 # What old files hold beside weights: tables that a model computes itself.
-_TABLES = re.compile(r"(\.inv_freq|_cached|\.masked_bias|\.position_ids|\.(attn|attention)\.bias)$")
+_TABLES = re.compile(r"(\.inv_freq|_cached|\.masked_bias|\.causal_mask|\.position_ids|\.(attn|attention)\.bias"
+                     r"|\.embed_positions\.weights)$")
 
 
 def check_plain_weights(settings: object, path: str, quantize: str | None) -> None:
@@ -59,7 +60,8 @@ def check_complete(model: nn.Module, info: Mapping, path: str, new: str | None =
     wrong = sorted(k for k in info["mismatched_keys"] if not (new and re.search(new, k[0])))
     check(not wrong, f"{path} does not fit its config.json: {few([_shapes(*each) for each in wrong], 'tensor')}; give "
                      "the config.json that it was saved with")
-    missing = sorted(k for k in info["missing_keys"] if not (new and re.search(new, k)))
+    buffers = {n for n, _ in model.named_buffers()}  # a model makes them itself: no random numbers
+    missing = sorted(k for k in info["missing_keys"] if not (new and re.search(new, k)) and k not in buffers)
     unknown = sorted(k for k in info["unexpected_keys"] if not _TABLES.search(k))
     inside = [k for k in unknown if _is_of_a_layer(model, k)]
     left_out = inside if new else unknown  # a model with a new head leaves another one out
@@ -68,6 +70,8 @@ def check_complete(model: nn.Module, info: Mapping, path: str, new: str | None =
                        f"complete {name}")
     check(not inside, f"{path} holds {few(inside, 'tensor')} that {name} would compute without; give the config.json "
                       "that the model was saved with")
+    if made := sorted(buffers & set(info["missing_keys"])):
+        _log.warning("%s lacks %s of %s: as a new model has them", path, few(made, "buffer"), name)
     if left_out:
         _log.warning("%s holds %s that %s has no place for: left out", path, few(left_out, "tensor"), name)
 

@@ -142,6 +142,12 @@ def empty_model(config, model: ModelConfig, device: torch.device, *, is_scalar: 
     return made
 
 
+def count_parameters(config, *, trust_remote_code: bool = False) -> int:  # noqa: ANN001 - a transformers class
+    """Parameters of the causal language model of this configuration; tied ones count once."""
+    model = ModelConfig(dtype="float32", trust_remote_code=trust_remote_code)
+    return sum(p.numel() for p in empty_model(config, model, torch.device("cpu"), is_scalar=False).parameters())
+
+
 def _adapt(made: nn.Module, lora: LoraConfig) -> None:
     with torch.device("meta"), _quiet():
         if add_empty_adapters(made, lora):

@@ -44,7 +44,7 @@ def dialect_of(tokenizer) -> Dialect:  # noqa: ANN001
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         return Dialect()
-    key = (repr(template), tokenizer.eos_token, tuple(special_ids(tokenizer)))
+    key = (template, tokenizer.eos_token, len(tokenizer))
     if tokenizer not in _known or _known[tokenizer][0] != key:
         _known[tokenizer] = (key, _find_dialect(tokenizer))
     return _known[tokenizer][1]

@@ -7,7 +7,8 @@ import inspect
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -123,8 +124,24 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
 
 
+_given: dict[str, Callable] = {}  # functions that a Python program has handed over, by name
+
+
+@contextmanager
+def handed_over(functions: Mapping[str, Callable]) -> Iterator[None]:
+    """Within, `python:name` names these functions: they have no file that could be read again."""
+    before = dict(_given)
+    _given.update(functions)
+    try:
+        yield
+    finally:
+        _given.clear()
+        _given.update(before)
+
+
 def open_functions(given: list[str], options: dict[str, dict], timeout: float) -> list[FunctionSource]:
-    """The sources that each `path.py:name` or `builtin:name` names; options by name. A second one of a name is name_2.
+    """The sources that each `path.py:name`, `builtin:name` or `python:name` (of those handed over) names; options by
+    name. A second one of a name is name_2.
 
     A file is run once. Raises UserError for what cannot be had.
     """
@@ -139,6 +156,11 @@ def open_functions(given: list[str], options: dict[str, dict], timeout: float) -
         own = options.get(source, {})
         if path == "builtin":
             found.append(FunctionSource(source, _builtin(name, source, own), {}, timeout, name))
+            continue
+        if path == "python":
+            check(name in _given, f"reward.functions: {name} was given from Python, and nothing gives it here; run it "
+                                  "from there, or put it into a file as path.py:name")
+            found.append(FunctionSource(source, _given[name], own, timeout, name))
             continue
         if path not in modules:
             modules[path] = _module(path)

@@ -145,7 +145,7 @@ def spike(history: History, limits: Limits) -> list[Alarm]:
         if after - before > max(limits.max_kl_rise, limits.max_kl_rise_per_token * length.start):
             return [Alarm("KL spike", f"the KL to the reference rose from {before:.2g} to {after:.3g} nats per "
                                       f"response within {steps} steps (from step {kl.steps[i]} on): the updates are "
-                                      "too large. Lower roles.actor.learning_rate, or set ppo.early_stop_kl 0.02.")]
+                                      "too large. Lower roles.actor.learning_rate, or let ppo.update_kl 0.01 do so.")]
     return []
 
 

@@ -90,6 +90,14 @@ def check_fits(path: Path, settings: Mapping) -> dict:
     return made
 
 
+def instead(output_dir: Path, stage: str, changed: list[str]) -> str:
+    """What to do in place of running a finished run again: where only its length has changed, to train its model on."""
+    if not set(changed) <= {*_LENGTHS, "train.max_seconds"}:
+        return "choose another output_dir"
+    model = output_dir / "model" if stage == "reward" else output_dir
+    return f"to train its model further give --model {model} and another --output_dir"
+
+
 def can_go_on(output_dir: Path, changed: list[str], old: Mapping, new: Mapping) -> bool:
     """Whether a finished run is to be made longer: nothing but its end has changed, and there is a checkpoint."""
     path = find(output_dir, "auto", lambda _text: None, is_thorough=False)

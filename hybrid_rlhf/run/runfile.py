@@ -27,6 +27,7 @@ from hybrid_rlhf.run.trackers import check_trackers
 
 RUN_FILE, SETTINGS_FILE, FORMAT = "run.json", "config.yaml", 1
 STATUSES = ("running", "finished", "stopped", "failed")
+ROWS_FOLDER = "rows"  # of an output_dir: data given from Python, written before the run begins
 _UNFINISHED_WRITE = ".run.json.tmp"
 _LEFT_BY_A_RUN = ("metrics.jsonl", "samples.jsonl", "answers.jsonl", "report.md")
 
@@ -123,7 +124,7 @@ def finished(output_dir: str | Path, stage: str, config: object) -> RunRecord | 
     if changed and resume.can_go_on(folder, changed, old.config, settings):
         return None
     check(not changed, f"output_dir {output_dir} holds a finished run with other settings ({', '.join(changed[:5])}); "
-                       "choose another output_dir, or give --resume never to run it again")
+                       f"{resume.instead(folder, stage, changed)}, or give --resume never to run it again")
     _say(f"{output_dir}: this {stage} run is finished; nothing to do (--resume never runs it again)")
     return old
 
@@ -189,7 +190,7 @@ def _found(folder: Path) -> RunRecord | None:
     if (folder / RUN_FILE).exists():
         return read_run(folder)
     try:
-        strangers = sorted(p.name for p in folder.iterdir() if p.name != _UNFINISHED_WRITE)
+        strangers = sorted(p.name for p in folder.iterdir() if p.name not in (_UNFINISHED_WRITE, ROWS_FOLDER))
     except OSError as error:
         raise UserError(f"output_dir {folder} cannot be read: {error.strerror}; give another folder") from error
     check(not strangers, f"output_dir {folder} holds something else ({', '.join(strangers[:3])}) and no run; choose a "

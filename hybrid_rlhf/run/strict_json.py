@@ -21,5 +21,13 @@ def _finite(value: object) -> object:
 
 
 def plain(config: object) -> dict:
-    """Settings as JSON reads them back, so that those of a record and those of a command line compare."""
-    return json.loads(to_json(dataclasses.asdict(config), default=str))
+    """Settings as JSON reads them back, so that those of a record and those of a command line compare; without the
+    options that `config.unused` names, which the stage never reads."""
+    found = json.loads(to_json(dataclasses.asdict(config), default=str))
+    for option in getattr(config, "unused", ()):
+        *sections, name = option.split(".")
+        inner = found
+        for section in sections:
+            inner = inner.get(section, {})
+        inner.pop(name, None)
+    return found

@@ -14,7 +14,7 @@ class TrainConfig:
     """The schedule of a stage.
 
     Attributes:
-        learning_rate: Peak learning rate.
+        learning_rate: Peak learning rate; null goes by the method, LoRA and the size of the model.
         weight_decay: AdamW's decay of matrices; norms and biases are never decayed.
         adam_beta1: Decay of the gradient's mean.
         adam_beta2: Decay of the gradient's square.
@@ -25,10 +25,10 @@ class TrainConfig:
             the run, the batch saved for inspection.
         lr_scheduler_type: cosine, linear, constant or constant_with_warmup.
         warmup_ratio: Share of the optimizer steps during which the rate rises linearly.
-        num_train_epochs: Passes over the data.
+        num_train_epochs: Passes over the data; null goes by the method.
         max_steps: Number of steps; if positive it wins over num_train_epochs.
         max_seconds: Stop after the step that reaches this time; null has no limit.
-        per_device_train_batch_size: Rows (prompts for PPO) per process and accumulation step.
+        per_device_train_batch_size: Rows (prompts for PPO) per process and accumulation step; null goes by the method.
         gradient_accumulation_steps: Multiplies the rows of an optimizer step.
         per_device_eval_batch_size: Rows per process in evaluation.
         logging_steps: Steps between two lines on the terminal, in samples.jsonl and in trackers; metrics.jsonl has
@@ -46,7 +46,7 @@ class TrainConfig:
         max_failed_saves: So many checkpoints in a row that the disk refuses end the run; before, it is warned.
     """
 
-    learning_rate: float = 5e-5
+    learning_rate: float | None = None
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
@@ -56,10 +56,10 @@ class TrainConfig:
     max_skipped_updates: int = 20
     lr_scheduler_type: str = "cosine"
     warmup_ratio: float = 0.03
-    num_train_epochs: float = 1.0
+    num_train_epochs: float | None = None
     max_steps: int = -1
     max_seconds: float | None = None
-    per_device_train_batch_size: int = 8
+    per_device_train_batch_size: int | None = None
     gradient_accumulation_steps: int = 1
     per_device_eval_batch_size: int = 8
     logging_steps: int = 10
@@ -79,12 +79,14 @@ class TrainConfig:
         check(self.optim in OPTIMIZERS, f"train.optim is {self.optim!r}; choose {', '.join(OPTIMIZERS)}"
                                         f"{nearest(self.optim, OPTIMIZERS)}")
         for name in ("learning_rate", "weight_decay", "eval_steps", "save_steps", "save_minutes", "num_fixed_prompts"):
-            check(getattr(self, name) >= 0, f"train.{name} is {getattr(self, name)}; it must not be negative")
+            check((getattr(self, name) or 0) >= 0, f"train.{name} is {getattr(self, name)}; it must not be negative")
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size",
                      "logging_steps", "save_total_limit", "max_failed_saves", "max_skipped_updates"):
-            check(getattr(self, name) >= 1, f"train.{name} is {getattr(self, name)}; it must be at least 1")
+            check(getattr(self, name) is None or getattr(self, name) >= 1,
+                  f"train.{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("max_grad_norm", "num_train_epochs"):
-            check(getattr(self, name) > 0, f"train.{name} is {getattr(self, name)}; it must be positive")
+            check(getattr(self, name) is None or getattr(self, name) > 0,
+                  f"train.{name} is {getattr(self, name)}; it must be positive")
         for name in ("adam_beta1", "adam_beta2"):
             check(0 <= getattr(self, name) < 1, f"train.{name} is {getattr(self, name)}; it must lie in [0, 1)")
         check(self.adam_epsilon > 0, f"train.adam_epsilon is {self.adam_epsilon}; it must be positive")

@@ -7,37 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hybrid_rlhf import activity
 from hybrid_rlhf.algorithms.advantages import ESTIMATORS, explained_variance, whiten
-from hybrid_rlhf.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate, kl_loss
+from hybrid_rlhf.algorithms.kl import AdaptiveKL, FixedKL, UpdateRate, kl_estimate, kl_loss
 from hybrid_rlhf.algorithms.likelihood import imitation_loss
 from hybrid_rlhf.algorithms.policy import denominators, entropy_loss, importance_weights, policy_loss, value_loss
 from hybrid_rlhf.algorithms.shaping import missing_eos, overlong, shape_rewards
 from hybrid_rlhf.collect import DriftGate, collect, collect_held_out, measure_values, refill, samples_of
+from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.distributed import mean_over_ranks, place_over_ranks, sum_over_ranks
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.scale import Scale
-from hybrid_rlhf.role_state import schedule_at
+from hybrid_rlhf.role_state import scale_schedule, schedule_at
 from hybrid_rlhf.roles import Mixed, Roles, TokenScores
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.tensors import SequenceBatch, masked_mean
 from hybrid_rlhf.trainers.ppo_config import PPOConfig
 
 _UPDATED = ("grad_norm", "learning_rate", "micro_batch_tokens", "train/skipped_updates")  # of both roles
-
-
-class Pretraining(Protocol):
-    """The stream of texts that PTX mixes in: endless batches, and its position for checkpoints."""
-
-    def next(self) -> SequenceBatch: ...
-    def state(self) -> dict: ...
-    def load_state(self, state: dict) -> None: ...
 
 
 class PPOTrainer:
@@ -51,7 +43,7 @@ class PPOTrainer:
 
     def __init__(self, roles: Roles, source: RewardSource, config: PPOConfig, *, seed: int,
                  scale: Scale | None = None, more: Callable[[], Prompts] | None = None,
-                 ptx: Pretraining | None = None) -> None:
+                 ptx: Loader | None = None) -> None:
         if bool(config.ptx_coef) != (ptx is not None):
             raise ValueError(f"ptx_coef is {config.ptx_coef} with{'' if ptx else 'out'} a pretraining stream")
         if config.kl_coef and roles.ref is None:
@@ -63,6 +55,9 @@ class PPOTrainer:
         self.estimator = ESTIMATORS[config.estimator].fn
         self.kl_coef = FixedKL(config.kl_coef) if config.kl_target is None else AdaptiveKL(
             config.kl_coef, config.kl_target, config.kl_horizon)
+        self.rate = UpdateRate(config.update_kl)
+        if config.update_kl is not None:
+            scale_schedule(roles.actor, lambda: self.rate.value)
         self.rng = torch.Generator().manual_seed(seed)
         self.average = roles.actor.average(config.ema_decay) if config.ema else None
         self.gate = DriftGate(config.old_logprobs_from, config.max_logprob_drift)
@@ -123,6 +118,8 @@ class PPOTrainer:
         first update trains on: that update is made here, before the actor's, and what it reports is returned.
         """
         critic = self.roles.critic
+        if critic:
+            critic.begin(rollout.shaped_scores)
         if critic and self._minibatch_size(len(rollout)) >= len(rollout) and critic.can_measure_in_update(rollout):
             def ready(values: Tensor) -> None:
                 rollout.values = values
@@ -154,8 +151,7 @@ class PPOTrainer:
         metrics.add("objective/non_score_reward", price.mean(), len(rollout))
 
     def shape(self, rollout: Rollout) -> None:
-        """Fill in what is paid for each response: its score on `scale`, less the penalties for not ending and for
-        great length."""
+        """Fill in what each response is paid: its score on `scale`, less penalties for length and for not ending."""
         config, scores = self.config, rollout.scores
         if self.scale is not None:
             scores, rollout.is_clipped = self.scale(scores)
@@ -171,14 +167,22 @@ class PPOTrainer:
         The order is one of all processes' sequences, so that how many processes share them moves no gradient. With
         early_stop_kl the passes end after a minibatch that finds the actor too far from where it sampled.
         """
-        metrics, (first, total) = Metrics(), place_over_ranks(len(rollout))
-        for _ in activity.epochs(self.config.num_ppo_epochs):
-            for minibatch in rollout.shuffled(self._minibatch_size(total), self.rng, first, total):
-                observed, valued = self._update_on(minibatch, valued), None
-                metrics = metrics + observed
-                if self._is_far(observed):
-                    return metrics.add("policy/early_stop", 1.0)
-        return metrics if self.config.early_stop_kl is None else metrics.add("policy/early_stop", 0.0)
+        metrics, config, (first, total) = Metrics(), self.config, place_over_ranks(len(rollout))
+        limit, is_stopped, kl = config.early_stop_kl, False, 0.0
+        minibatches = (m for _ in activity.epochs(config.num_ppo_epochs)
+                       for m in rollout.shuffled(self._minibatch_size(total), self.rng, first, total))
+        for minibatch in minibatches:
+            observed, valued = self._update_on(minibatch, valued), None
+            metrics = metrics + observed
+            if limit is not None or config.update_kl is not None:
+                kl = observed.over_ranks().compute().get("policy/approx_kl", 0.0)
+            is_stopped = limit is not None and kl > limit
+            if is_stopped:
+                break
+        if config.update_kl is not None and not self.is_warming_up:
+            metrics.add("policy/rate_factor", self.rate.value)
+            self.rate.update(kl)
+        return metrics if limit is None else metrics.add("policy/early_stop", float(is_stopped))
 
     def _update_on(self, minibatch: Rollout, valued: Metrics | None) -> Metrics:
         """The optimizer steps of one minibatch: the actor's, unless the critic warms up, and the critic's."""
@@ -223,11 +227,6 @@ class PPOTrainer:
         return denominators(self.config.averaging, mask.nonzero()[:, 0], num_actions=count,
                             num_sequences=num_sequences, length=self.config.sampling.max_new_tokens)
 
-    def _is_far(self, observed: Metrics) -> bool:
-        """Whether a minibatch's approximate KL, over all processes, ends the updates on this rollout."""
-        limit = self.config.early_stop_kl
-        return limit is not None and observed.over_ranks().compute().get("policy/approx_kl", 0.0) > limit
-
     def _minibatch_size(self, num_sequences: int) -> int:
         return self.config.minibatch_size or -(-num_sequences // self.config.num_minibatches)
 
@@ -256,9 +255,9 @@ class PPOTrainer:
 
     def critic_loss(self, new_values: Tensor, rows: Rollout, count: Tensor) -> tuple[Tensor, dict]:
         """Clipped value loss of these rows as a share of `count` actions, and what to report."""
-        mask = rows.action_mask
-        loss, observed = value_loss(new_values, rows.values[mask], rows.returns[mask],
-                                    cliprange_value=self.config.cliprange_value, denominator=count)
+        mask, limit = rows.action_mask, self.config.cliprange_value
+        loss, observed = value_loss(new_values, rows.values[mask], rows.returns[mask], denominator=count,
+                                    cliprange_value=None if limit is None else limit * self.roles.critic.std)
         return self.config.vf_coef * loss, observed
 
     def evaluate(self, batches: Iterable[Prompts]) -> Metrics:
@@ -276,7 +275,7 @@ class PPOTrainer:
     def _parts(self) -> dict[str, object]:
         """What has a state of its own beside the roles, by its name there. Each has state() and load_state()."""
         parts = {"kl_coef": self.kl_coef, "gate": self.gate, "source": self.source, "ptx": self.ptx,
-                 "average": self.average}
+                 "average": self.average, "rate": self.rate}
         return {name: part for name, part in parts.items() if hasattr(part, "state")}  # a user's source that changes
 
     def state(self) -> dict:

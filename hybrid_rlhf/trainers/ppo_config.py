@@ -26,10 +26,11 @@ class PPOConfig:
             then over responses) or constant (each response's sum over max_new_tokens); null takes the method's own.
         max_refills: Rounds of further prompts, at most, whose responses replace groups with equal scores (dynamic
             sampling, DAPO); 0 trains on such groups too.
-        num_ppo_epochs: Passes over each rollout.
-        num_minibatches: Optimizer steps per pass.
+        num_ppo_epochs: Passes over each rollout; null goes by the method.
+        num_minibatches: Optimizer steps per pass; null goes by the method.
         minibatch_size: Sequences per optimizer step, over all processes; overrides num_minibatches.
-        kl_coef: Price of one nat of KL to the reference (the start value, if adaptive). At 0 no reference is loaded.
+        kl_coef: Price of one nat of KL to the reference (the start value, if adaptive). At 0 no reference is loaded;
+            null goes by the method.
         kl_in: Where it is paid: in the reward or in the loss; null takes the estimator's own.
         kl_estimator: k1, k2 or k3; null takes k1 in the reward and k3 in the loss.
         kl_target: Nats per sequence that an adaptive kl_coef aims at; None keeps kl_coef fixed.
@@ -47,11 +48,15 @@ class PPOConfig:
         critic_warmup_steps: Steps at the start that train the critic alone; null: none for a critic that starts from
             the reward model, else a tenth of the run and at most 5.
         early_stop_kl: A minibatch whose policy/approx_kl (nats per token) is above it ends the updates on its rollout.
+        update_kl: Nats per token by which the updates on a rollout are to move the policy, at most (0.01, say): the
+            actor's rate is lowered after a rollout that it moved further from, and comes back, up to what is scheduled,
+            when it moves less far; null leaves the rate alone.
         normalise_scores: Whether a reward model's scores are put on the scale (mean 0, std 1) that its stage 2 measured
             on SFT responses.
         score_clip: Bound of a score that was put on that scale, in its standard deviations; scores of functions,
             services and models of others are never bounded. null has none.
-        missing_eos_penalty: Subtracted from the score of a response that did not end by itself.
+        missing_eos_penalty: Subtracted from the score of a response that did not end by itself; null takes 1 where a
+            reward model scores, else 0.
         overlong_penalty: Subtracted from the score of a response of max_new_tokens; shorter ones pay less.
         overlong_buffer: Tokens before max_new_tokens within which the overlong penalty rises from 0.
         old_logprobs: Whose log-probabilities the ratio starts from: the sampler's, recompute (a training forward), or
@@ -76,10 +81,10 @@ class PPOConfig:
     policy_loss: str = "ppo"
     aggregation: str | None = None
     max_refills: int = 0
-    num_ppo_epochs: int = 4
-    num_minibatches: int = 1
+    num_ppo_epochs: int | None = None
+    num_minibatches: int | None = None
     minibatch_size: int | None = None
-    kl_coef: float = 0.05
+    kl_coef: float | None = None
     kl_in: str | None = None
     kl_estimator: str | None = None
     kl_target: float | None = None
@@ -96,9 +101,10 @@ class PPOConfig:
     whiten_advantages: bool | None = None
     critic_warmup_steps: int | None = None
     early_stop_kl: float | None = None
+    update_kl: float | None = None
     normalise_scores: bool = True
     score_clip: float | None = 5.0
-    missing_eos_penalty: float = 0.0
+    missing_eos_penalty: float | None = None
     overlong_penalty: float = 0.0
     overlong_buffer: int = 16
     old_logprobs: str = "auto"
@@ -120,14 +126,14 @@ class PPOConfig:
         for name in ("gamma", "lam"):
             check(0 <= getattr(self, name) <= 1, f"ppo.{name} is {getattr(self, name)}; it must lie in [0, 1]")
         for name in ("cliprange", "cliprange_low", "cliprange_high", "cliprange_value", "early_stop_kl",
-                     "importance_cap"):
+                     "update_kl", "importance_cap"):
             check(getattr(self, name) is None or getattr(self, name) > 0,
                   f"ppo.{name} is {getattr(self, name)}; it must be positive")
         for name in ("kl_coef", "entropy_coef", "overlong_penalty", "critic_warmup_steps", "max_refills", "ptx_coef"):
             check((getattr(self, name) or 0) >= 0, f"ppo.{name} is {getattr(self, name)}; it must not be negative")
         check(self.kl_target is None or self.kl_target > 0,
               f"ppo.kl_target is {self.kl_target}; it must be positive (nats per sequence) or null")
-        check(self.kl_target is None or self.kl_coef > 0,
+        check(self.kl_target is None or self.kl_coef != 0,
               f"ppo.kl_target is {self.kl_target}, but a ppo.kl_coef of 0 stays 0; give a start value such as 0.05")
         check(self.kl_horizon > 0, f"ppo.kl_horizon is {self.kl_horizon}; it must be positive (sequences)")
         self._check_method()
@@ -141,6 +147,9 @@ class PPOConfig:
         check(not self.max_refills or size > 1,
               f"ppo.max_refills is {self.max_refills}, and ppo.sampling.num_samples is {size}: one response has no "
               "group; give 2 or more (such as 8)")
+        check(self.update_kl is None or self.num_ppo_epochs > 1 or self.num_minibatches > 1 or self.minibatch_size,
+              f"ppo.update_kl is {self.update_kl}, and one update on a rollout never sees how far it moved; give "
+              "ppo.num_ppo_epochs 2")
         check(self.kl_in_reward or self.kl_estimator != "k1",
               "ppo.kl_estimator k1 has no gradient on average, and ppo.kl_in is loss; choose k2 or k3")
         check(row.needs_values or not self.critic_warmup_steps,

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from hybrid_rlhf.run import checkpoint
+from tests.stage_options import used
 from tests.tiny import save_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -44,8 +45,8 @@ def argv_of(folder: Path, stage: str, out: str, steps: int, *more: str) -> list[
     data = {"dpo": "reward", "kto": "reward", "grpo": "ppo", "conditional_sft": "reward"}.get(stage, stage)
     start = ["--model.model_name_or_path", f"{folder}/base"] if stage in ("sft", "conditional_sft") else []
     return ["--stage", stage, "--output_dir", f"{folder}/{out}", "--data.cache_dir", f"{folder}/cache",
-            f"--data.sources=[{{path: '{folder}/{data}.jsonl'}}]", "--train.max_steps", str(steps), *COMMON, *start,
-            *(PPO if data == "ppo" else []), *(CRITIC if stage == "ppo" else []), *more]
+            f"--data.sources=[{{path: '{folder}/{data}.jsonl'}}]", "--train.max_steps", str(steps),
+            *used(stage, COMMON), *start, *(PPO if data == "ppo" else []), *(CRITIC if stage == "ppo" else []), *more]
 
 
 def launch(argv: list[str], code: str = CHILD, **env: str) -> subprocess.Popen:
@@ -94,8 +95,9 @@ def three_stages(folder: Path, out: str, steps: int, save_steps: int) -> list[st
         "model": {"model_name_or_path": f"{folder}/base", "dtype": "float32"},
         "data": {"sources": [{"path": f"{folder}/{n}.jsonl", "stages": [n]} for n in ("sft", "reward", "ppo")],
                  "eval_fraction": 0.2, "max_length": 48, "max_prompt_length": 32, "cache_dir": f"{folder}/cache"},
-        "stages": {n: {"max_steps": steps, "per_device_train_batch_size": 6, "learning_rate": 1e-3, "logging_steps": 2,
-                       "eval_steps": 4, "save_steps": save_steps} for n in ("sft", "reward", "ppo")},
+        "stages": {n: {"max_steps": steps, "per_device_train_batch_size": 6, "logging_steps": 2, "eval_steps": 4,
+                       "save_steps": save_steps} | ({"learning_rate": 1e-3} if n != "ppo" else {})
+                   for n in ("sft", "reward", "ppo")},
         "roles": {"actor": {"learning_rate": 1e-3}, "critic": {"learning_rate": 1e-3}},
         "ppo": {"sampling": {"max_new_tokens": 6, "num_samples": 2}, "num_ppo_epochs": 2, "num_minibatches": 2,
                 "kl_target": 0.1, "kl_horizon": 100, "critic_warmup_steps": 2},

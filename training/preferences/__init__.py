@@ -20,7 +20,7 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer
-from hybrid_rlhf.training import announce, answers, wiring
+from hybrid_rlhf.training import announce, answers, defaults, unused, wiring
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,21 @@ class Config:
     report_to: list[str] = field(default_factory=list)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    train: TrainConfig = field(default_factory=lambda: TrainConfig(learning_rate=1e-6))
+    train: TrainConfig = field(default_factory=TrainConfig)
     engine: ZeroConfig = field(default_factory=ZeroConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
 
     def __post_init__(self) -> None:
-        rows = self.train.per_device_train_batch_size * self.train.gradient_accumulation_steps
-        check(LOSSES[self.dpo.loss_type].needs_pairs or rows >= 2,
+        unused.refuse(self)
+        train = self.train
+        check(LOSSES[self.dpo.loss_type].needs_pairs or train.per_device_train_batch_size is None
+              or train.rows_per_step >= 2,
               "train.per_device_train_batch_size is 1, but kto compares each prompt with another row's response; take "
               "2 or more")
+
+    @property
+    def unused(self) -> dict[str, str]:
+        return unused.of(self)
 
 
 def data_stage(config: Config) -> str:
@@ -97,7 +103,8 @@ def open_roles(config: Config, model: ModelConfig, tokenizer, steps: int) -> tup
         adapters.train_only(adapters.names)
         turns = [{"adapter": partial(adapters.use, name)} for name in (adapters.names[0], None)]
     engine = wiring.policy_engine(causal, tokenizer, **turns[0])
-    engine.prepare_training(wiring.optimizer_of(config.train), wiring.schedule_of(config.train, steps), config.engine)
+    engine.prepare_training(wiring.optimizer_of(config.train, config.train.learning_rate),
+                            wiring.schedule_of(config.train, steps), config.engine)
     policy = Actor(engine, tokenizer, tokens)
     if not needs_reference:
         return policy, None
@@ -113,6 +120,7 @@ def open_roles(config: Config, model: ModelConfig, tokenizer, steps: int) -> tup
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, export to output_dir/model, and return the final metrics."""
     wiring.require_data(config.data, data_stage(config))
+    config = defaults.resolve(config)
     done = runfile.finished(config.output_dir, config.stage, config)
     if done:
         return done.metrics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hybrid_rlhf.data import collate, datasets
@@ -16,7 +16,7 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.sft import SFTTrainer
-from hybrid_rlhf.training import announce, answers, wiring
+from hybrid_rlhf.training import announce, answers, defaults, unused, wiring
 
 
 @dataclass(frozen=True)
@@ -46,28 +46,46 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     engine: ZeroConfig = field(default_factory=ZeroConfig)
 
+    def __post_init__(self) -> None:
+        unused.refuse(self)
+
+    @property
+    def unused(self) -> dict[str, str]:
+        return unused.of(self)
+
+
+def start_model(config: Config) -> ModelConfig:
+    """The model settings that name the weights to start from: those of a finished run where one is given."""
+    given = config.model.model_name_or_path
+    if given is None:
+        return config.model
+    path = wiring.predecessor(given, config.output_dir, "sft", "model.model_name_or_path")
+    return replace(config.model, model_name_or_path=wiring.model_folder(path))
+
 
 def preview(config: Config) -> None:
     """Print rendered examples of the data with the trained tokens marked."""
     from hybrid_rlhf.data.preview import preview as show
 
     wiring.require_data(config.data, config.stage)
-    show(config.data, config.stage, wiring.open_tokenizer(config.model, config.data, config.stage, config.seed))
+    show(config.data, config.stage, wiring.open_tokenizer(start_model(config), config.data, config.stage, config.seed))
 
 
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, export to output_dir/model, and return the final metrics (also in output_dir/run.json)."""
     wiring.require_data(config.data, config.stage)
+    config = defaults.resolve(config)
     done = runfile.finished(config.output_dir, config.stage, config)
     if done:
         return done.metrics
     wiring.seed_everything(config.seed)
-    wiring.check_model(config.model, config.engine, config.train.optim)
-    wiring.check_lengths(config.model, data__max_length=config.data.max_length)
-    tokenizer = wiring.open_tokenizer(config.model, config.data, config.stage, config.seed)
+    start = start_model(config)
+    wiring.check_model(start, config.engine, config.train.optim)
+    wiring.check_lengths(start, data__max_length=config.data.max_length)
+    tokenizer = wiring.open_tokenizer(start, config.data, config.stage, config.seed)
     with main_first():  # the others find its tables in the cache
         data = datasets.build(config.data, config.stage, tokenizer, config.seed)
-    model = wiring.open_policy(config.model, tokenizer, config.seed, dropout=True)
+    model = wiring.open_policy(start, tokenizer, config.seed, dropout=True)
     if config.data.packing and not packing_is_exact(model):
         raise wiring.UserError(f"data.packing: {type(model).__name__} lets packed samples see each other; turn it off")
     length = config.data.max_length if config.data.packing else None
@@ -76,7 +94,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     held_out = wiring.eval_loader(data.held_out, config.train, config.seed, lambda r: collate.collate_sft(r, pad))
     steps = wiring.total_steps(config.train, len(loader))
     engine = wiring.policy_engine(model, tokenizer)
-    engine.prepare_training(wiring.optimizer_of(config.train), wiring.schedule_of(config.train, steps), config.engine)
+    engine.prepare_training(wiring.optimizer_of(config.train, config.train.learning_rate),
+                            wiring.schedule_of(config.train, steps), config.engine)
     trainer = SFTTrainer(Actor(engine, tokenizer, config.engine.micro_batch_tokens))
     record = wiring.start(config, command, data)
     announce.before(config, {"policy": engine}, config.model.model_name_or_path or config.model.preset, steps, loader)

@@ -18,7 +18,7 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.export import export
 from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.reward import RewardTrainer
-from hybrid_rlhf.training import announce, answers, wiring
+from hybrid_rlhf.training import announce, answers, defaults, unused, wiring
 
 FEW_STATISTICS = 16  # rows: with fewer the spread of their scores is a guess
 NUM_STATISTICS = 512  # sequences whose scores give the mean and spread that stage 3 normalises by
@@ -33,7 +33,7 @@ class RewardConfig:
         head_std: Standard deviation of the new head's weights; null takes 1 / sqrt(hidden size + 1).
     """
 
-    center_coef: float = 0.0
+    center_coef: float = 0.01
     head_std: float | None = None
 
     def __post_init__(self) -> None:
@@ -69,6 +69,13 @@ class Config:
     engine: ZeroConfig = field(default_factory=ZeroConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
 
+    def __post_init__(self) -> None:
+        unused.refuse(self)
+
+    @property
+    def unused(self) -> dict[str, str]:
+        return unused.of(self)
+
 
 def start_model(config: Config) -> tuple[str, ModelConfig]:
     """The path of the stage-1 run or model, and the model settings that name its weights."""
@@ -90,6 +97,7 @@ def preview(config: Config) -> None:
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, measure the score's mean and spread on demonstrations, export, and return the final metrics."""
     wiring.require_data(config.data, "reward")
+    config = defaults.resolve(config)
     done = runfile.finished(config.output_dir, "reward", config)
     if done:
         return done.metrics
@@ -110,7 +118,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     held_out = wiring.eval_loader(data.held_out, config.train, config.seed, pairs)
     steps = wiring.total_steps(config.train, len(loader))
     engine = wiring.scalar_engine(model, tokenizer)
-    engine.prepare_training(wiring.optimizer_of(config.train), wiring.schedule_of(config.train, steps), config.engine)
+    engine.prepare_training(wiring.optimizer_of(config.train, config.train.learning_rate),
+                            wiring.schedule_of(config.train, steps), config.engine)
     role = Reward(engine, config.engine.micro_batch_tokens)
     trainer = RewardTrainer(role, config.reward.center_coef)
     record = wiring.start(config, command, data)

@@ -15,7 +15,7 @@ from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run.fit import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
-from hybrid_rlhf.training import on_policy
+from hybrid_rlhf.training import on_policy, unused
 from hybrid_rlhf.training.check_signal import check as check_signal_of
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
@@ -35,7 +35,7 @@ class Config:
         data: The prompts.
         train: The schedule. A step is one rollout of per_device_train_batch_size prompts and its updates.
         engine: How training is laid out.
-        roles: The four roles' own settings; their learning rates are here, train.learning_rate is not used.
+        roles: The four roles' own settings; their learning rates are here.
         reward: What responses are paid by.
         ppo: PPO's own settings.
     """
@@ -54,18 +54,23 @@ class Config:
     ppo: PPOConfig = field(default_factory=PPOConfig)
 
     def __post_init__(self) -> None:
-        updates_per_step(self)  # refuses a minibatch that no rollout can fill
-        critic, ref = self.roles.given("critic"), self.roles.given("ref")
-        check(self.ppo.needs_critic or not critic,
-              f"{', '.join(critic)}: ppo.estimator {self.ppo.estimator} has no critic; leave it out, or take gae")
+        if all(n is not None for n in (self.train.per_device_train_batch_size, self.ppo.num_ppo_epochs,
+                                       self.ppo.num_minibatches)):
+            updates_per_step(self)  # refuses a minibatch that no rollout can fill
+        unused.refuse(self)
+        ref = self.roles.given("ref")
         check(self.needs_reference or not ref,
               f"{', '.join(ref)}: ppo.kl_coef is 0, so no reference is loaded; leave it out, or name the reference "
               "that kl is to be measured against (roles.ref.model_name_or_path)")
 
     @property
+    def unused(self) -> dict[str, str]:
+        return unused.of(self)
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the KL to the reference has a price, or is asked for by naming one."""
-        return self.ppo.kl_coef > 0 or self.roles.ref.model_name_or_path is not None
+        return self.ppo.kl_coef != 0 or self.roles.ref.model_name_or_path is not None
 
     @property
     def method(self) -> on_policy.Method:
@@ -85,11 +90,13 @@ def preview(config: Config) -> None:
 
 def check_signal(config: Config) -> None:
     """Print whether there is anything to learn from."""
+    config = on_policy.prepared(config)
     check_signal_of(config, partial(_trainer, config))
 
 
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, export the actor, and return the final metrics."""
+    config = on_policy.prepared(config)
     return on_policy.run(config, command, partial(_trainer, config))
 
 

@@ -1,0 +1,212 @@
+"""The stages from Python: a model, data and a few settings in; metrics, the model and its tokenizer out.
+
+A thin layer over the recipes that `train.py --stage` runs: the same folder, report, checkpoints and refusals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+
+from hybrid_rlhf.api_inputs import Rows, dotted, rewards_of, rows_of, words
+from hybrid_rlhf.cli import STAGES
+from hybrid_rlhf.config import UserError, check, nearest, parse
+
+Reward = Callable | str | PurePath | list
+
+
+class Training:
+    """One run of a stage. What can be known to be wrong is refused here, before anything is loaded.
+
+    model: a hub id, a folder, a run's folder, or an earlier Training. train_dataset: a path or a list of paths, a
+    datasets.Dataset, or any other iterable of rows (mappings). reward_funcs: one or a list of Python functions as TRL
+    calls them, path.py:name, builtin:name, or the folder of a reward model. settings: a mapping of the stage's options;
+    options: more of them by name, learning_rate=1e-5 as well as train__learning_rate=1e-5.
+    """
+
+    def __init__(self, stage: str, model: object = None, train_dataset: object = None, reward_funcs: object = None,
+                 output_dir: str | PurePath | None = None, settings: Mapping | None = None,
+                 options: Mapping | None = None) -> None:
+        with _one_line():
+            check(int(os.environ.get("WORLD_SIZE", 1)) == 1,
+                  "a run in several processes needs its functions by name in each; use train.py --stage under torchrun")
+            self.stage, row = stage, STAGES[stage]
+            self._recipe = importlib.import_module(row.module)
+            self.functions, paid = rewards_of(reward_funcs, _folder)
+            given = dotted(self._recipe.Config, {**(settings or {}), **paid, **(options or {})})
+            folder = given.get("output_dir") if output_dir is None else str(output_dir)
+            self.output_dir = folder or f"outputs/{stage}"
+            self._rows = rows_of(train_dataset)
+            given |= {"output_dir": self.output_dir} | self._model(model) | self._data()
+            self.config, _ = parse(self._recipe.Config, [*row.preset, *words(given)], prog=f"--stage {stage}")
+        self.metrics: dict[str, float] = {}
+        self._loaded: dict[str, object] = {}
+
+    def train(self) -> dict[str, float]:
+        """Train, or go on with an unfinished run of this folder; returns the final metrics. A run that finished with
+        these settings is left as it is."""
+        from hybrid_rlhf.rewards.functions import handed_over
+
+        with _one_line(), handed_over(self.functions):
+            if isinstance(self._rows, Rows):
+                self._rows.write(self.output_dir)
+            self.metrics = self._recipe.run(self.config, command=f"from Python: stage {self.stage}")
+        self._loaded = {}
+        return self.metrics
+
+    @property
+    def model(self):  # noqa: ANN201 - a transformers class
+        """The trained model, in evaluation mode: a plain transformers model, of one score for a reward model."""
+        from hybrid_rlhf.distributed import device
+        from hybrid_rlhf.models import load
+
+        def read():  # noqa: ANN202
+            opened = load.load_scalar_model if self.stage == "reward" else load.load_causal_lm
+            return opened(load.ModelConfig(self._model_folder()), device()).eval()
+
+        return self._once("model", read)
+
+    @property
+    def tokenizer(self):  # noqa: ANN201 - a transformers class
+        """The trained model's tokenizer, with the chat template that it was trained with."""
+        from hybrid_rlhf.models.tokenizer import load_tokenizer
+
+        return self._once("tokenizer", lambda: load_tokenizer(self._model_folder()))
+
+    def generate(self, prompt: str | list, max_new_tokens: int = 256, temperature: float = 0.0, seed: int = 0,
+                 **sampling: object) -> str | list[str]:
+        """The trained model's answer to a prompt: text or a list of messages; a list of prompts has a list of answers.
+
+        Text is asked as the data was rendered: as a user's turn where the tokenizer has a chat template, unless
+        data.raw. temperature 0 is greedy; sampling: top_p, top_k and what else SamplingConfig has.
+        """
+        from hybrid_rlhf.engine import HybridEngine, SamplingConfig
+        from hybrid_rlhf.models.load import max_positions
+
+        with _one_line():
+            check(self.stage != "reward", "a reward model scores and answers nothing; use .model and .tokenizer")
+            prompts = prompt if isinstance(prompt, list) and not _is_messages(prompt) else [prompt]
+            known = [f.name for f in dataclasses.fields(SamplingConfig) if f.name != "num_samples"]
+            for name in sampling:
+                check(name in known, f"generate: unknown option {name}{nearest(name, known)}; there are "
+                                     f"{', '.join(known)}")
+            ids = [self._ids(each) for each in prompts]
+            room = max_positions(self.model)
+            limits = [max_new_tokens if room is None else min(max_new_tokens, max(1, room - len(i))) for i in ids]
+            engine = self._once("engine", lambda: HybridEngine.for_inference(self.model, self.tokenizer))
+            with engine.inference():
+                drawn = engine.generate(ids, SamplingConfig(max_new_tokens, temperature=temperature, **sampling), seed,
+                                        limits=limits)
+            texts = self.tokenizer.batch_decode(drawn.tokens, skip_special_tokens=True)
+        return texts if prompts is prompt else texts[0]
+
+    def _ids(self, prompt: str | list) -> list[int]:
+        from hybrid_rlhf.data import chat
+
+        check(isinstance(prompt, str) or (isinstance(prompt, list) and _is_messages(prompt)),
+              f"generate: {prompt!r:.60} is no prompt; give text, or a list of messages with role and content")
+        try:
+            return chat.encode_prompt(self.tokenizer, chat.as_turn(self.tokenizer, prompt, self.config.data.raw))
+        except (chat.Refused, KeyError) as error:
+            raise UserError(f"generate: {error}; give messages with role and content") from error
+
+    def __repr__(self) -> str:
+        return f"<stage {self.stage} in {self.output_dir}: {'trained' if self.metrics else 'not trained here yet'}>"
+
+    def _model(self, model: object) -> dict[str, str]:
+        """The settings that name the model to start from."""
+        if model is None:
+            return {}
+        check(isinstance(model, (str, PurePath, Training)),
+              f"model is a {type(model).__name__}; give a hub id, a folder or an earlier training (save_pretrained "
+              "makes a folder)")
+        from hybrid_rlhf.training.wiring import model_folder
+
+        path = _folder(model)
+        return {"model.model_name_or_path": model_folder(path) if self.stage in ("sft", "conditional_sft") else path}
+
+    def _data(self) -> dict[str, object]:
+        if self._rows is None:
+            return {}
+        return {"data.sources": [self._rows.path(self.output_dir)] if isinstance(self._rows, Rows) else self._rows}
+
+    def _model_folder(self) -> str:
+        from hybrid_rlhf.run import runfile
+        from hybrid_rlhf.training.wiring import model_folder
+
+        with _one_line():
+            check((Path(self.output_dir) / runfile.RUN_FILE).exists(),
+                  f"{self.output_dir} holds no model yet; call train() first")
+            runfile.require_finished(self.output_dir, self.config.stage)
+            return model_folder(self.output_dir)
+
+    def _once(self, name: str, read: Callable[[], object]) -> object:
+        if name not in self._loaded:
+            with _one_line():
+                self._loaded[name] = read()
+        return self._loaded[name]
+
+
+@contextmanager
+def _one_line():  # noqa: ANN202
+    """A UserError leaves without the frames inside: its message is what the user needs."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error)) from None
+
+
+def _folder(given: object) -> str:
+    return given.output_dir if isinstance(given, Training) else str(given)
+
+
+def _is_messages(prompt: list) -> bool:
+    return bool(prompt) and all(isinstance(turn, Mapping) for turn in prompt)
+
+
+def SFTTrainer(model: object, train_dataset: object = None, *, output_dir: str | None = None,  # noqa: N802
+               settings: Mapping | None = None, **options: object) -> Training:
+    """Supervised fine-tuning on demonstrations: --stage sft."""
+    return Training("sft", model, train_dataset, None, output_dir, settings, options)
+
+
+def RewardTrainer(model: object = None, train_dataset: object = None, *, output_dir: str | None = None,  # noqa: N802
+                  settings: Mapping | None = None, **options: object) -> Training:
+    """A reward model from preference pairs: --stage reward."""
+    return Training("reward", model, train_dataset, None, output_dir, settings, options)
+
+
+def DPOTrainer(model: object = None, train_dataset: object = None, *, loss_type: str | None = None,  # noqa: N802
+               output_dir: str | None = None, settings: Mapping | None = None, **options: object) -> Training:
+    """Direct preference optimisation on pairs: --stage dpo; loss_type: ipo, hinge, kto, orpo or simpo."""
+    return Training(_variant(loss_type, "dpo", "loss_type", ("sigmoid",)), model, train_dataset, None, output_dir,
+                    settings, options)
+
+
+def GRPOTrainer(model: object = None, train_dataset: object = None, reward_funcs: Reward | None = None,  # noqa: N802
+                *, method: str | None = None, output_dir: str | None = None, settings: Mapping | None = None,
+                **options: object) -> Training:
+    """On-policy training without a critic: --stage grpo; method: dr_grpo, rloo, reinforce_pp, gspo or cispo."""
+    return Training(_variant(method, "grpo", "method", ()), model, train_dataset, reward_funcs, output_dir, settings,
+                    options)
+
+
+def PPOTrainer(model: object = None, train_dataset: object = None, reward_funcs: Reward | None = None,  # noqa: N802
+               *, output_dir: str | None = None, settings: Mapping | None = None, **options: object) -> Training:
+    """PPO with a critic, against a reward model, functions, or both: --stage ppo."""
+    return Training("ppo", model, train_dataset, reward_funcs, output_dir, settings, options)
+
+
+def _variant(given: str | None, usual: str, name: str, same: tuple[str, ...]) -> str:
+    """The stage of a variant's name."""
+    if given in (None, usual, *same):
+        return usual
+    module = STAGES[usual].module
+    known = [stage for stage, row in STAGES.items() if row.module == module and stage not in ("ppo", usual)]
+    with _one_line():
+        check(given in known, f"{name} is {given!r}; choose {', '.join([usual, *known])}")
+    return given

@@ -1,0 +1,151 @@
+"""What is given from Python, in the form that the settings of a stage have: rows as a file, options by dotted name."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path, PurePath
+
+from hybrid_rlhf.config import UserError, check, nearest
+from hybrid_rlhf.data.source import Source
+from hybrid_rlhf.run.runfile import ROWS_FOLDER
+
+
+@dataclasses.dataclass
+class Rows:
+    """Rows from memory as the text of a jsonl file, whose name says what is in it: other rows are another file, so that
+    a run knows whether it has these."""
+
+    text: str
+
+    def path(self, output_dir: str) -> str:
+        return str(Path(output_dir) / ROWS_FOLDER / f"{hashlib.sha256(self.text.encode()).hexdigest()[:12]}.jsonl")
+
+    def write(self, output_dir: str) -> None:
+        """Beside the run, where its settings look for them."""
+        path = Path(self.path(output_dir))
+        if not path.exists():
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(self.text, encoding="utf-8")
+            except OSError as error:
+                raise UserError(f"cannot write {path}: {error.strerror}; give another output_dir") from error
+
+
+def rows_of(data: object) -> Rows | str | list | dict | None:
+    """Paths and sources as they are; rows from memory as Rows. Raises UserError for what is neither."""
+    if data is None or isinstance(data, (str, PurePath)) or _is_source(data):
+        return str(data) if isinstance(data, PurePath) else data
+    if isinstance(data, Mapping):  # splits of a data set, or columns
+        raise UserError(f"train_dataset is a mapping of {', '.join(map(str, list(data)[:5]))}; give one of its parts, "
+                        "or a list of rows")
+    check(isinstance(data, Iterable), f"train_dataset is a {type(data).__name__}; give a path, a datasets.Dataset or a "
+                                      "list of rows")
+    items = list(data)
+    if items and all(isinstance(item, (str, PurePath)) or _is_source(item) for item in items):
+        return [str(item) if isinstance(item, PurePath) else item for item in items]
+    check(bool(items), "train_dataset is empty: no row in it; give rows")
+    return Rows("".join(_line(row, number) for number, row in enumerate(items, 1)))
+
+
+def _is_source(item: object) -> bool:
+    """Whether a mapping names a place of rows and is none itself."""
+    return isinstance(item, Mapping) and "path" in item and set(item) <= {f.name for f in dataclasses.fields(Source)}
+
+
+def _line(row: object, number: int) -> str:
+    check(isinstance(row, Mapping), f"train_dataset: row {number} is a {type(row).__name__}; a row is a mapping of "
+                                    "columns, such as {'prompt': ..., 'completion': ...}")
+
+    def plain(value: object) -> object:
+        if hasattr(value, "tolist"):  # numpy, torch
+            return value.tolist()
+        raise UserError(f"train_dataset: row {number} holds a {type(value).__name__}; give text, numbers, lists and "
+                        "mappings")
+
+    return json.dumps(dict(row), ensure_ascii=False, default=plain) + "\n"
+
+
+def rewards_of(given: object, folder: Callable[[object], str]) -> tuple[dict[str, Callable], dict[str, object]]:
+    """Functions by the name that the settings know them by, and the settings; folder: the path of a reward model."""
+    items = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    functions: dict[str, Callable] = {}
+    names, models = [], []
+    for item in items:
+        if isinstance(item, str) and ":" in item:
+            names.append(item)
+        elif callable(item):
+            name = _free_name(item, functions)
+            functions[name] = item
+            names.append(f"python:{name}")
+        else:
+            models.append(folder(item))
+    check(len(models) <= 1, f"reward_funcs: {' and '.join(models)} are two reward models; give one, and others by "
+                            "reward__models")
+    return functions, ({"reward.functions": names} if names else {}) | (
+        {"roles.reward.model_name_or_path": models[0]} if models else {})
+
+
+def _free_name(function: Callable, taken: Mapping) -> str:
+    name = re.sub(r"\W+", "_", getattr(function, "__name__", type(function).__name__)).strip("_") or "function"
+    numbered = (f"{name}_{i}" for i in range(2, len(taken) + 3))
+    return name if name not in taken else next(n for n in numbered if n not in taken)
+
+
+def dotted(config_class: type, given: Mapping, prefix: str = "") -> dict[str, object]:
+    """Options by their dotted names. A section may be a mapping; __ stands for a dot; a name alone is the option of
+    that name that lies least deep, where there is one only (learning_rate: the actor's, where there is one)."""
+    known = dict(_options(config_class))
+    sections = {name.rpartition(".")[0] for name in known}
+    found: dict[str, object] = {}
+    for key, value in given.items():
+        name = f"{prefix}{str(key).replace('__', '.')}"
+        if name in sections and isinstance(value, Mapping):
+            found |= dotted(config_class, value, f"{name}.")
+        else:
+            found[name if name in known else _meant(name, known, is_alone=not prefix)] = value
+    return found
+
+
+# Where what lies least deep is not what is meant, and TRL's names; of the stages that have these options.
+SHORT = {"learning_rate": "roles.actor.learning_rate", "num_generations": "ppo.sampling.num_samples",
+         "max_completion_length": "ppo.sampling.max_new_tokens"}
+
+
+def _options(config_class: type, prefix: str = "") -> Iterator[tuple[str, type]]:
+    for name, kind in typing.get_type_hints(config_class).items():
+        if dataclasses.is_dataclass(kind):
+            yield from _options(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", kind
+
+
+def _meant(name: str, known: Mapping, is_alone: bool) -> str:
+    """The option that `name` is short for; UserError where there is none, or several as good."""
+    if is_alone and SHORT.get(name) in known:
+        return SHORT[name]
+    close = [option for option in known if is_alone and option.endswith(f".{name}")]
+    least = min((option.count(".") for option in close), default=0)
+    best = [option for option in close if option.count(".") == least]
+    short = nearest(name, [*known, *(option.rpartition(".")[2] for option in known)])
+    check(bool(best), f"unknown option {name}{short}; train.py --stage NAME --help lists them")
+    check(len(best) == 1, f"{name} may be {' or '.join(best)}; write {best[0].replace('.', '__') if best else ''}")
+    return best[0]
+
+
+def words(options: Mapping[str, object]) -> list[str]:
+    """The options as words of a command line."""
+    return [f"--{name}={_text(name, value)}" for name, value in options.items()]
+
+
+def _text(name: str, value: object) -> str:
+    if isinstance(value, (str, PurePath)):
+        return str(value)
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name} is {value!r:.60}; give text, a number, a list or a mapping") from error

@@ -1,0 +1,38 @@
+"""How alike the answers to unlike prompts are, by hand: across prompts, and not within one prompt's own samples."""
+
+import pytest
+import torch
+
+from hybrid_rlhf.rollout import Prompts, Rollout
+
+
+def rollout(prompts: list[list[int]], completions: list[str]) -> Rollout:
+    size = len(prompts)
+    made = Rollout.from_responses(Prompts(prompts, ["x"] * size), [[5, 3]] * size, [True] * size, 0, completions)
+    made.scores = torch.zeros(size)
+    return made
+
+
+def measured(prompts: list[list[int]], completions: list[str]) -> tuple[float, float]:
+    found = rollout(prompts, completions).metrics().compute()
+    return found["completions/distinct_answers"], found["completions/top3_share"]
+
+
+def test_of_eight_prompts_the_distinct_answers_and_the_share_of_the_three_commonest():
+    answers = ["a", "a", "a", "b", "b ", "c", "d", "e"]  # a blank at the end is no other answer
+    assert measured([[i] for i in range(8)], answers) == (5 / 8, 6 / 8)
+
+
+def test_samples_of_one_prompt_may_be_alike_and_are_compared_with_other_prompts_only():
+    four = [[i] for i in range(4) for _ in range(3)]
+    sure = [answer for answer in "abcd" for _ in range(3)]  # each prompt has an answer of its own, thrice
+    assert measured(four, sure) == (1.0, 3 / 4)
+    assert measured(four, ["yes", "no", "perhaps"] * 4) == (1 / 4, 1.0)  # all prompts alike, each sample different
+    mixed = ["a", "a", "x", "b", "a", "y", "a", "c", "z", "d", "d", "z"]  # rounds a b a d, a a c d and x y z z
+    assert measured(four, mixed) == (pytest.approx((3 + 3 + 3) / 12), pytest.approx(1.0))
+
+
+def test_a_prompt_that_comes_twice_is_one_prompt_and_one_alone_says_nothing():
+    assert measured([[1], [2], [1], [2]], ["a", "a", "b", "b"]) == (1 / 2, 1.0)
+    found = rollout([[1], [1]], ["a", "b"]).metrics().compute()
+    assert "completions/distinct_answers" not in found and found["completions/empty_ratio"] == 0
