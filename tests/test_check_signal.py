@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_rlhf.cli import main
+from tests.stage_options import used
 from tests.test_stages import COMMON, WORDS
 from tests.tiny import own_cache, save_tiny
 
@@ -37,7 +38,7 @@ def place(tmp_path_factory) -> Path:
 
 def checked(place: Path, capsys, stage: str, function: str, *more: str) -> str:
     """What --check_signal prints on stdout."""
-    assert main(["--stage", stage, "--check_signal", "--output_dir", str(place / "out"), *COMMON,
+    assert main(["--stage", stage, "--check_signal", "--output_dir", str(place / "out"), *used(stage, COMMON),
                  "--model.model_name_or_path", f"{place}/base", f"--data.sources=[{{path: {place}/prompts.jsonl}}]",
                  "--train.per_device_train_batch_size", "2", f"--reward.functions={place}/pay.py:{function}",
                  *more]) == 0
@@ -79,7 +80,7 @@ def test_a_stage_that_does_not_sample_refuses_the_switch(place, capsys):
 
 def test_the_report_of_a_run_begins_with_what_its_first_rollout_scored(place, capsys):
     out = place / "run"
-    assert main(["--stage", "grpo", "--output_dir", str(out), *COMMON, "--train.max_steps", "2",
+    assert main(["--stage", "grpo", "--output_dir", str(out), *used("grpo", COMMON), "--train.max_steps", "2",
                  "--model.model_name_or_path", f"{place}/base", f"--data.sources=[{{path: {place}/prompts.jsonl}}]",
                  "--train.per_device_train_batch_size", "2", f"--reward.functions={place}/pay.py:alternating",
                  "--ppo.sampling.max_new_tokens", "4", "--ppo.sampling.num_samples", "4"]) == 0
