@@ -38,7 +38,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def run(place, stage: str, source: str, *more: str) -> None:
-    assert main(["--stage", stage, "--output_dir", f"{place}/{stage}", "--data.sources", f"{place}/{source}", *LENGTHS,
+    assert main(["--stage", stage, "--output_dir", f"{place}/{stage}", *used(stage, LENGTHS), "--data.sources", f"{place}/{source}",
                  "--model.dtype", "float32", *(word.replace("PLACE", str(place)) for word in more)]) == 0
 
 
@@ -78,6 +78,7 @@ def test_rows_left_out_by_max_samples_and_sources_without_use_are_told(place) ->
     config = DataConfig([f"{place}/pairs.jsonl", f"{place}/prompts.jsonl"], eval_fraction=0, max_samples=9)
     lines = summary(datasets.build(config, "reward", tokenizer, 0).report)
     assert lines == ["data: 60 rows read, 9 to train on, 0 held out (chosen from 60 by weights and data.max_samples)",
+                     "data: 60 prompts of plain text rendered as user turns (data.raw true keeps them as they are)",
                      f"data: nothing for this stage in {place}/prompts.jsonl"]
 
 
@@ -131,7 +132,7 @@ def test_the_spread_of_scores_is_that_of_rows_that_the_reward_model_has_not_seen
 
 
 def test_prompts_of_ppo_are_shown_before_there_is_a_reward_model(place, capsys) -> None:
-    argv = ["--stage", "ppo", "--output_dir", f"{place}/ppo", "--data.sources", f"{place}/prompts.jsonl", *LENGTHS]
+    argv = ["--stage", "ppo", "--output_dir", f"{place}/ppo", "--data.sources", f"{place}/prompts.jsonl"]
     assert main([*argv, "--model.model_name_or_path", f"{place}/model", "--preview"]) == 0
     assert "ppo example 1: prompt of" in capsys.readouterr().out
 
@@ -160,7 +161,7 @@ def no_network(monkeypatch):
 
 @pytest.mark.parametrize(("options", "said"), [
     (["--model.model_name_or_path", "some/model"], "some/model"),
-    (["--model.model_name_or_path", "PLACE/model", *LENGTHS, "--data.sources", "some/rows"], "data.sources: some/rows"),
+    (["--model.model_name_or_path", "PLACE/model", "--data.sources", "some/rows"], "data.sources: some/rows"),
 ])
 def test_a_hub_id_without_a_network_fails_at_once_in_one_line(place, no_network, capsys, options, said) -> None:
     begin = time.perf_counter()
