@@ -7,6 +7,7 @@ import socket
 import time
 
 import pytest
+from stage_options import used
 from tiny import own_cache, save_tiny, tiny_tokenizer
 
 from hybrid_rlhf import hub
@@ -38,8 +39,9 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def run(place, stage: str, source: str, *more: str) -> None:
-    assert main(["--stage", stage, "--output_dir", f"{place}/{stage}", *used(stage, LENGTHS), "--data.sources", f"{place}/{source}",
-                 "--model.dtype", "float32", *(word.replace("PLACE", str(place)) for word in more)]) == 0
+    assert main(["--stage", stage, "--output_dir", f"{place}/{stage}", *used(stage, LENGTHS),
+                 "--data.sources", f"{place}/{source}", "--model.dtype", "float32",
+                 *(word.replace("PLACE", str(place)) for word in more)]) == 0
 
 
 TRAIN = ["--model.model_name_or_path", "PLACE/model", "--train.max_steps", "1", "--train.num_fixed_prompts", "0",
