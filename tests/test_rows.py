@@ -51,12 +51,13 @@ TRAIN = ["--model.model_name_or_path", "PLACE/model", "--train.max_steps", "1", 
 def test_a_file_for_one_stage_is_trained_on_whole_and_the_run_begins_with_the_count(place, capsys) -> None:
     run(place, "sft", "demos.jsonl", *TRAIN, "--data.eval_fraction", "0")
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("data:", "warning:", "note:"))]
-    assert lines == ["data: 60 rows read, 60 to train on, 0 held out"]
+    assert lines == ["data: 60 rows read, 60 to train on, 0 held out",
+                     "data: 60 prompts of plain text rendered as user turns (data.raw true keeps them as they are)"]
 
 
 def test_rows_that_a_split_leaves_to_other_stages_are_told_with_the_way_to_keep_them(place, capsys) -> None:
     run(place, "sft", "demos.jsonl", *TRAIN, "--data.split=[2, 4, 4]", "--data.eval_fraction", "0")
-    first, second = [s for s in capsys.readouterr().err.splitlines() if s.startswith(("data:", "note:", "warning:"))]
+    first, _, second = [s for s in capsys.readouterr().err.splitlines() if s.startswith(("data:", "note:", "warning:"))]
     kept = int(first.split(" rows read, ")[1].split()[0])
     assert 0 < kept < 30 and first.endswith(f"{60 - kept} left to other stages")
     assert second.startswith(f"note: {60 - kept} of 60 rows") and "data.split null gives this stage every row" in second
@@ -163,7 +164,8 @@ def no_network(monkeypatch):
 
 @pytest.mark.parametrize(("options", "said"), [
     (["--model.model_name_or_path", "some/model"], "some/model"),
-    (["--model.model_name_or_path", "PLACE/model", "--data.sources", "some/rows"], "data.sources: some/rows"),
+    (["--model.model_name_or_path", "PLACE/model", "--data.max_length", "64", "--data.sources", "some/rows"],
+     "data.sources: some/rows"),
 ])
 def test_a_hub_id_without_a_network_fails_at_once_in_one_line(place, no_network, capsys, options, said) -> None:
     begin = time.perf_counter()
