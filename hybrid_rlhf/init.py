@@ -176,7 +176,8 @@ def _sampled(method: str, roles: tuple[str, ...], indent: str = "  ") -> list[st
     rates = [line for role in roles for line in
              (f"  {role}:", _option(method, f"roles.{role}.learning_rate", indent="    "))]
     coefficient = _option(method, "ppo.kl_coef", "raise it where answers get strange: it holds the model to its start")
-    return [f"{indent}max_steps: 200", prompts, "roles:", *rates, "ppo:", coefficient, "  sampling:",
+    steps = _option(method, "train.max_steps", "each one samples and learns", indent)
+    return [steps, prompts, "roles:", *rates, "ppo:", coefficient, "  sampling:",
             "    max_new_tokens: 256  # of an answer"]
 
 

@@ -228,3 +228,17 @@ def test_a_finished_run_is_a_model_for_init(tmp_path, capsys) -> None:
         assert main(words) == code
     assert "is not finished (running)" in capsys.readouterr().err
     assert yaml.safe_load((tmp_path / "mine.yaml").read_text())["model"]["model_name_or_path"] == str(tmp_path / "run")
+
+
+def test_a_stage_that_samples_runs_a_number_of_steps_unless_epochs_are_given(models, tmp_path) -> None:
+    def lengths(**given) -> tuple:
+        train = defaults.resolve(step3_ppo.Config(output_dir=str(tmp_path / "out"), model=models["large"],
+                                                  train=TrainConfig(**given))).train
+        return train.max_steps, train.num_train_epochs
+
+    assert (lengths(), lengths(num_train_epochs=2), lengths(max_steps=7)) == ((100, None), (-1, 2), (7, None))
+    (tmp_path / "out").mkdir()  # an unfinished run that went by epochs goes on by them
+    (tmp_path / "out" / "run.json").write_text(json.dumps(
+        {"format": 1, "stage": "ppo", "status": "stopped", "config": {"train": {"num_train_epochs": 1.0,
+                                                                                "max_steps": -1}}}))
+    assert lengths() == (-1, 1.0)

@@ -35,9 +35,10 @@ def _missing_eos_penalty(config: object) -> float:
     return 1.0 if config.reward.has_model(config.roles) else 0.0
 
 
+_STEPS = "train.max_steps"  # taken where train.num_train_epochs is not given either: few prompts are no short run
 _ROWS = {"train.num_train_epochs": 1.0, "train.per_device_train_batch_size": 8}
 _DPO = {"train.learning_rate": Rate(1e-6, 1e-5)} | _ROWS
-_SAMPLED = {"roles.actor.learning_rate": Rate(1e-6, 2e-5)} | _ROWS
+_SAMPLED = {"roles.actor.learning_rate": Rate(1e-6, 2e-5), _STEPS: 100, "train.per_device_train_batch_size": 8}
 _POLICY = _SAMPLED | {"ppo.num_ppo_epochs": 1, "ppo.num_minibatches": 1,
                       "ppo.missing_eos_penalty": _missing_eos_penalty}
 _GROUPS = _POLICY | {"ppo.kl_coef": 0.04}  # 8 prompts and 8 responses to each
@@ -78,11 +79,10 @@ def resolve(config: object, start: ModelConfig | None = None) -> object:
 
     start: the model that the run starts from, where an earlier stage of the same command has not left it yet.
     """
-    row = TABLE.get(method_of(config), {})
-    missing = [option for option in row if value_of(config, option) is None]
+    row, recorded, found = TABLE.get(method_of(config), {}), _recorded(config), {}
+    missing = _missing(config, row, recorded)
     if not missing:
         return config
-    recorded, found = _recorded(config), {}
     is_small = None
     for option in missing:
         value = reduce(lambda part, name: (part or {}).get(name), option.split("."), recorded)
@@ -98,13 +98,23 @@ def resolve(config: object, start: ModelConfig | None = None) -> object:
     return config
 
 
+def _missing(config: object, row: dict, recorded: dict) -> list[str]:
+    """The options of the row that are left open. A run's length is open where neither steps nor epochs are given, and
+    an earlier run of this folder may have gone by epochs."""
+    missing = [option for option in row if value_of(config, option) is None]
+    if _STEPS in row and config.train.max_steps == -1 and config.train.num_train_epochs is None:
+        by_epochs = recorded.get("train", {}).get("num_train_epochs") is not None
+        missing.append("train.num_train_epochs" if by_epochs else _STEPS)
+    return missing
+
+
 def told(config: object) -> str:
     """The values that the run goes by of all options that the table has for its method, given or filled in."""
     found = {option: value_of(config, option) for option in TABLE.get(method_of(config), {})}
     rates = [(TABLE[method_of(config)][option], value) for option, value in found.items() if option.endswith("_rate")]
     is_small = any(value in (SMALL_FACTOR * rate.full, SMALL_FACTOR * rate.lora) for rate, value in rates)
     note = f" (rates {SMALL_FACTOR} times the usual ones, for a model so small)" if is_small else ""
-    return ", ".join(f"{option} {value:g}" for option, value in found.items() if value is not None) + note
+    return ", ".join(f"{option} {value:g}" for option, value in found.items() if value not in (None, -1)) + note
 
 
 def _recorded(config: object) -> dict:

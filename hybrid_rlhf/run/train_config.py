@@ -26,7 +26,8 @@ class TrainConfig:
         lr_scheduler_type: cosine, linear, constant or constant_with_warmup.
         warmup_ratio: Share of the optimizer steps during which the rate rises linearly.
         num_train_epochs: Passes over the data; null goes by the method.
-        max_steps: Number of steps; if positive it wins over num_train_epochs.
+        max_steps: Number of steps; if positive it wins over num_train_epochs. -1 goes by the epochs, and where they are
+            null too by the method.
         max_seconds: Stop after the step that reaches this time; null has no limit.
         per_device_train_batch_size: Rows (prompts for PPO) per process and accumulation step; null goes by the method.
         gradient_accumulation_steps: Multiplies the rows of an optimizer step.
