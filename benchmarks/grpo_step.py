@@ -77,7 +77,7 @@ class Ours:
                       RolesConfig(actor=ActorConfig(learning_rate=1e-5)), ZeroConfig(),
                       TrainConfig(), 1.0, seed=0)
         roles, _ = build(parts, {"actor": start, "ref": start}, Layout((("actor",), ("ref",)), "model"), tokenizer,
-                         1000, (0.0, 1.0))
+                         {"actor": 1000}, None)
         engine, generate = roles.actor.engine, roles.actor.engine.generate
         engine.eos_ids = []  # lengths are the benchmark's
         engine.generate = lambda *given, **named: generate(*given, **named | {"limits": limits})

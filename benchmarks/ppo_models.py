@@ -94,7 +94,7 @@ def roles_of(place: Path, *, lora: bool, share: str, micro_batch_tokens: int, is
                         lora=LORA if lora else LoraConfig())
     parts = Parts(model, roles, ZeroConfig(micro_batch_tokens=micro_batch_tokens), TrainConfig(), 1.0, seed=0)
     vocab = _vocab(base)
-    built = build(parts, starts, layout, Tokenizer(vocab), 1000, (0.0, 1.0))
+    built = build(parts, starts, layout, Tokenizer(vocab), dict.fromkeys(("actor", "critic"), 1000), None)
     built[0].actor.engine.eos_ids = []  # lengths are the benchmark's
     return built
 

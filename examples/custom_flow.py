@@ -29,9 +29,8 @@ def step(roles, source, prompts, sampling, seed):  # noqa: ANN001, ANN201
 
 
 def run(config, command=""):  # noqa: ANN001, ANN201
-    config = on_policy.prepared(config)
-    return on_policy.run(config, command, lambda run: FlowTrainer(step, run.roles, run.source, config.ppo.sampling,
-                                                                  config.seed))
+    return on_policy.run(on_policy.prepared(config), command, lambda run: FlowTrainer(
+        step, run.roles, run.source, config.ppo.sampling, config.seed))
 
 
 if __name__ == "__main__":

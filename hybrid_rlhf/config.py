@@ -77,7 +77,7 @@ def parse(config_class: type, argv: list[str], *, prog: str, description: str = 
     _hide(parser, unused)
     _check_plain(config_class, argv)
     try:
-        values = parser.parse_args(_emptied_first(_with_nulls(config_class, argv)))
+        values = parser.parse_args(_with_nulls(config_class, _emptied_first(argv)))
         parts = dict(vars(parser.instantiate(values)))
     except UserError:
         raise

@@ -45,7 +45,7 @@ def settings(line: str) -> object:
     program, *words = shlex.split(line)
     assert program == "hybrid-rlhf"
     name, rest = cli._take_stage(words, "hybrid-rlhf")
-    return parse(MODULES[name].Config, rest, prog="test")[0]
+    return parse(MODULES[name].Config, rest, prog="test", unused=cli.unused_by(name))[0]
 
 
 def test_after_sft_comes_the_reward_model_on_the_run_s_own_pairs_with_the_same_adapters(place, capsys):

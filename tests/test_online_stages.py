@@ -94,7 +94,8 @@ def test_a_run_of_a_variant_is_found_finished_and_a_later_stage_starts_from_it(p
     assert main(["--stage", "rloo", "--config", f"{named}/config.yaml", "--output_dir", f"{place}/runs/other"]) == 2
     assert "give --stage grpo" in capsys.readouterr().err
     after = place / "runs" / "after"
-    assert main(["--stage", "rejection", "--output_dir", str(after), *COMMON, "--model.model_name_or_path", str(named),
+    assert main(["--stage", "rejection", "--output_dir", str(after), *used("rejection", COMMON),
+                 "--model.model_name_or_path", str(named),
                  f"--data.sources=[{{path: {place}/ppo.jsonl}}]", "--train.max_steps", "1",
                  "--rejection.sampling.max_new_tokens", "4",
                  "--roles.reward.model_name_or_path", f"{place}/runs/reward"]) == 0

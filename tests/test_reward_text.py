@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from stage_options import used
 from test_shared_base import COMMON, PPO, WORDS
 from tiny import save_tiny, tiny_scalar_model, tiny_tokenizer
 
@@ -60,10 +61,10 @@ def test_ppo_of_a_llama_actor_against_a_gpt2_reward_with_its_own_tokenizer(tmp_p
     model.config.pad_token_id = 0
     model.save_pretrained(tmp_path / "judge")
     tokenizer.save_pretrained(tmp_path / "judge")
-    argv = ["--stage", "ppo", "--output_dir", f"{tmp_path}/ppo", *COMMON, *PPO, f"--data.cache_dir={tmp_path}/cache",
-            f"--data.sources=[{{path: {tmp_path}/rows.jsonl}}]", "--model.lora.r", "4",
-            "--model.model_name_or_path", save_tiny(tmp_path / "base"), "--roles.reward.model_name_or_path",
-            f"{tmp_path}/judge"]
+    argv = ["--stage", "ppo", "--output_dir", f"{tmp_path}/ppo", *used("ppo", COMMON), *PPO,
+            f"--data.cache_dir={tmp_path}/cache", f"--data.sources=[{{path: {tmp_path}/rows.jsonl}}]",
+            "--model.lora.r", "4", "--model.model_name_or_path", save_tiny(tmp_path / "base"),
+            "--roles.reward.model_name_or_path", f"{tmp_path}/judge"]
     assert main(argv) == 0
     said = capfd.readouterr().err
     assert "reads the responses as text" in said and "sharing: actor with ref with critic" in said

@@ -7,6 +7,7 @@ import socket
 import time
 
 import pytest
+from stage_options import used
 from tiny import own_cache, save_tiny, tiny_tokenizer
 
 from hybrid_rlhf import hub
@@ -38,8 +39,9 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def run(place, stage: str, source: str, *more: str) -> None:
-    assert main(["--stage", stage, "--output_dir", f"{place}/{stage}", "--data.sources", f"{place}/{source}", *LENGTHS,
-                 "--model.dtype", "float32", *(word.replace("PLACE", str(place)) for word in more)]) == 0
+    assert main(["--stage", stage, "--output_dir", f"{place}/{stage}", *used(stage, LENGTHS),
+                 "--data.sources", f"{place}/{source}", "--model.dtype", "float32",
+                 *(word.replace("PLACE", str(place)) for word in more)]) == 0
 
 
 TRAIN = ["--model.model_name_or_path", "PLACE/model", "--train.max_steps", "1", "--train.num_fixed_prompts", "0",
@@ -49,12 +51,13 @@ TRAIN = ["--model.model_name_or_path", "PLACE/model", "--train.max_steps", "1", 
 def test_a_file_for_one_stage_is_trained_on_whole_and_the_run_begins_with_the_count(place, capsys) -> None:
     run(place, "sft", "demos.jsonl", *TRAIN, "--data.eval_fraction", "0")
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("data:", "warning:", "note:"))]
-    assert lines == ["data: 60 rows read, 60 to train on, 0 held out"]
+    assert lines == ["data: 60 rows read, 60 to train on, 0 held out",
+                     "data: 60 prompts of plain text rendered as user turns (data.raw true keeps them as they are)"]
 
 
 def test_rows_that_a_split_leaves_to_other_stages_are_told_with_the_way_to_keep_them(place, capsys) -> None:
     run(place, "sft", "demos.jsonl", *TRAIN, "--data.split=[2, 4, 4]", "--data.eval_fraction", "0")
-    first, second = [s for s in capsys.readouterr().err.splitlines() if s.startswith(("data:", "note:", "warning:"))]
+    first, _, second = [s for s in capsys.readouterr().err.splitlines() if s.startswith(("data:", "note:", "warning:"))]
     kept = int(first.split(" rows read, ")[1].split()[0])
     assert 0 < kept < 30 and first.endswith(f"{60 - kept} left to other stages")
     assert second.startswith(f"note: {60 - kept} of 60 rows") and "data.split null gives this stage every row" in second
@@ -78,6 +81,7 @@ def test_rows_left_out_by_max_samples_and_sources_without_use_are_told(place) ->
     config = DataConfig([f"{place}/pairs.jsonl", f"{place}/prompts.jsonl"], eval_fraction=0, max_samples=9)
     lines = summary(datasets.build(config, "reward", tokenizer, 0).report)
     assert lines == ["data: 60 rows read, 9 to train on, 0 held out (chosen from 60 by weights and data.max_samples)",
+                     "data: 60 prompts of plain text rendered as user turns (data.raw true keeps them as they are)",
                      f"data: nothing for this stage in {place}/prompts.jsonl"]
 
 
@@ -131,7 +135,7 @@ def test_the_spread_of_scores_is_that_of_rows_that_the_reward_model_has_not_seen
 
 
 def test_prompts_of_ppo_are_shown_before_there_is_a_reward_model(place, capsys) -> None:
-    argv = ["--stage", "ppo", "--output_dir", f"{place}/ppo", "--data.sources", f"{place}/prompts.jsonl", *LENGTHS]
+    argv = ["--stage", "ppo", "--output_dir", f"{place}/ppo", "--data.sources", f"{place}/prompts.jsonl"]
     assert main([*argv, "--model.model_name_or_path", f"{place}/model", "--preview"]) == 0
     assert "ppo example 1: prompt of" in capsys.readouterr().out
 
@@ -160,7 +164,8 @@ def no_network(monkeypatch):
 
 @pytest.mark.parametrize(("options", "said"), [
     (["--model.model_name_or_path", "some/model"], "some/model"),
-    (["--model.model_name_or_path", "PLACE/model", *LENGTHS, "--data.sources", "some/rows"], "data.sources: some/rows"),
+    (["--model.model_name_or_path", "PLACE/model", "--data.max_length", "64", "--data.sources", "some/rows"],
+     "data.sources: some/rows"),
 ])
 def test_a_hub_id_without_a_network_fails_at_once_in_one_line(place, no_network, capsys, options, said) -> None:
     begin = time.perf_counter()

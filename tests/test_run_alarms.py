@@ -162,7 +162,7 @@ def test_the_report_has_alarms_in_words_and_the_last_metrics(tmp_path) -> None:
     found = conclude(tmp_path, "ppo")
     text = (tmp_path / "report.md").read_text()
     assert [a.name for a in found] == ["not a number", "KL"]
-    assert text.startswith("# Report of stage ppo\n\nBefore the first update: mean score")
+    assert text.startswith("# Report of stage ppo\n\nBefore the first update, mean score")
     assert "\n\n## Alarms\n\n- **not a number**: eval/reward_std was not" in text
     assert "- **KL**: the policy is" in text
     assert "| held out (step 40) | |" in text and "| reward | 2.5 |" in text and "| reward_std | not a number |" in text

@@ -100,10 +100,11 @@ def test_a_preference_over_several_turns_trains_the_assistant_s_and_not_the_user
     masks = batch.loss_mask.tolist()
     assert trained(tokenizer, batch.input_ids[0].tolist(), masks[0]) == said
     assert trained(tokenizer, batch.input_ids[1].tolist(), masks[1]) == "A tree.<|im_end|>"
-    labelled = built([row], "kto").train
-    batch = collate_labelled(list(labelled), 0, 64)
-    for sequences, expected in ((batch.sequences, [said, "A tree.<|im_end|>"]),
-                                (batch.mismatched, ["A tree.<|im_end|>", said])):
+    other = {"prompt": "What is tall?", "chosen": "A house.", "rejected": "No."}
+    labelled = [r for r in built([row, other], "kto").train if r["label"]]
+    batch = collate_labelled(labelled, 0, 64)
+    for sequences, expected in ((batch.sequences, [said, "A house.<|im_end|>"]),
+                                (batch.mismatched, ["A house.<|im_end|>", said])):
         assert [trained(tokenizer, ids, mask) for ids, mask in zip(
             sequences.input_ids.tolist(), sequences.loss_mask.tolist(), strict=True)] == expected
     cut = collate_labelled(list(labelled), 0, len(labelled[1]["input_ids"]) + 3).mismatched  # the longer one is cut
