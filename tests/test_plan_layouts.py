@@ -16,7 +16,9 @@ from hybrid_rlhf.models.lora import LoraConfig
 from hybrid_rlhf.run import footprint, plan_table
 from hybrid_rlhf.run.footprint import Activations, Sizes
 from hybrid_rlhf.run.plan import LIBRARIES, Generation, Line, Plan, Role, make_plan
+from hybrid_rlhf.run.train_config import TrainConfig
 from hybrid_rlhf.run.training_state import StateBytes, state_bytes
+from hybrid_rlhf.trainers.ppo import PPOConfig
 from hybrid_rlhf.training import step1_sft, step3_ppo
 from hybrid_rlhf.training.fitting import choose
 
@@ -180,7 +182,8 @@ def test_models_among_the_reward_sources_are_counted(tmp_path, folder) -> None:
 
 
 def ppo_of(**model: object) -> step3_ppo.Config:
-    return step3_ppo.Config(model=ModelConfig("somewhere", **model))
+    return step3_ppo.Config(model=ModelConfig("somewhere", **model), train=TrainConfig(per_device_train_batch_size=8),
+                            ppo=PPOConfig(num_ppo_epochs=1, num_minibatches=1, kl_coef=0.1))
 
 
 def priced(config: object, *, is_exact: bool = True) -> list[Plan]:

@@ -15,6 +15,7 @@ from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.engine import OptimizerConfig, SamplingConfig, ZeroConfig
 from hybrid_rlhf.roles import Actor, Reference, Roles
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
+from tests.stage_options import used
 from tests.test_stages import COMMON, PPO, WORDS
 from tests.test_trainers import PROMPTS, SFT_ROWS, Source, count_of, policy, settings
 from tests.tiny import save_tiny, tiny_tokenizer
@@ -133,9 +134,10 @@ def test_the_launcher_reads_the_texts_of_stage_ptx(tmp_path, capsys):
     (tmp_path / "pay.py").write_text("def short(completions, **_):\n    return [-len(c) / 100 for c in completions]\n")
     prompts, texts = (f"{{path: {tmp_path}/{n}.jsonl, stages: [{s}]}}" for n, s in (("prompts", "ppo"),
                                                                                    ("texts", "ptx")))
-    words = ["--stage", "reinforce_pp", "--output_dir", f"{tmp_path}/out", *COMMON, *PPO[:4],
+    words = ["--stage", "reinforce_pp", "--output_dir", f"{tmp_path}/out",
+             *used("reinforce_pp", [*COMMON, "--ppo.ptx_coef", "1"]), *PPO[:4],
              f"--data.cache_dir={tmp_path}/cache", "--model.model_name_or_path", save_tiny(tmp_path / "base"),
-             "--ppo.ptx_coef", "1", "--train.max_steps", "2", f"--reward.functions=['{tmp_path}/pay.py:short']"]
+             "--train.max_steps", "2", f"--reward.functions=['{tmp_path}/pay.py:short']"]
     assert main([*words, f"--data.sources=[{prompts}]"]) == 2
     assert "no data source for stage ptx" in capsys.readouterr().err
     assert main([*words, f"--data.sources=[{prompts}, {texts}]", "--preview"]) == 0
@@ -147,8 +149,8 @@ def test_the_launcher_reads_the_texts_of_stage_ptx(tmp_path, capsys):
 
 
 def test_the_plan_counts_texts_longer_than_the_samples(tmp_path, capsys):
-    words = ["--stage", "reinforce_pp", "--plan", "--model.model_name_or_path", save_tiny(tmp_path / "base"), *COMMON,
-             *PPO[:2], "--reward.functions=['builtin:length_penalty']"]
+    words = ["--stage", "reinforce_pp", "--plan", "--model.model_name_or_path", save_tiny(tmp_path / "base"),
+             *used("reinforce_pp", COMMON), *PPO[:2], "--reward.functions=['builtin:length_penalty']"]
     needs = []
     for more in ([], ["--ppo.ptx_coef", "1", "--data.max_length", "200"]):
         assert main([*words, *more]) == 0

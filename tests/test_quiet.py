@@ -45,6 +45,7 @@ def test_a_filter_that_python_was_given_stands(monkeypatch):
 def test_deepspeed_does_not_say_that_there_is_no_accelerator_and_says_the_rest(caplog):
     quiet_libraries()
     logger = logging.getLogger("DeepSpeed")
+    caplog.set_level(logging.WARNING, logger="DeepSpeed")  # an earlier test may have run it at another
     logger.addHandler(caplog.handler)
     logger.warning("Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it.")
     logger.warning("something is wrong")

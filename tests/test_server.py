@@ -141,8 +141,8 @@ def test_scores_are_those_of_transformers_and_of_the_reward_service_client(serve
     tokenizer = AutoTokenizer.from_pretrained(reward_folder)
     question = [{"role": "user", "content": "What?"}]
     made = rollout(("red", "blue cat", "a longer answer than these"), prompt=["p", question, question])
-    texts = ["pred<|im_end|>", *(f"<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n{a}<|im_end|>"
-                                 for a in ("blue cat", "a longer answer than these"))]
+    texts = [f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n{a}<|im_end|>"
+             for q, a in (("p", "red"), ("What?", "blue cat"), ("What?", "a longer answer than these"))]
     with torch.no_grad():
         want = [float(model(tokenizer(t, return_tensors="pt")["input_ids"]).logits) for t in texts]
     assert checked_scores(ServiceSource(f"{served.url}/score"), made).tolist() == pytest.approx(want, abs=1e-5)

@@ -136,7 +136,7 @@ def test_conditional_sft_trains_on_every_answer_with_its_score_in_the_prompt(pla
     assert main(["--stage", "conditional_sft", "--preview", "--model.model_name_or_path", f"{place}/base",
                  f"--data.sources=[{{path: {place}/ranked.jsonl}}]", *COMMON, *more]) == 0
     shown = capfd.readouterr().out
-    assert all(part in shown for part in ("[2.5]:⟦red", "[-1.0]:⟦no", "[0.0]:⟦never"))
+    assert all(part in shown for part in ("[2.5]:", "⟦red", "[-1.0]:", "⟦no", "[0.0]:", "⟦never"))
     out = launch(place, "conditional_sft", "conditional", *more, data="ranked")
     steps = [row for row in lines(out) if "loss" in row]
     assert json.loads((out / "run.json").read_text())["stage"] == "conditional_sft"
