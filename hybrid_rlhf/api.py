@@ -67,7 +67,9 @@ class Training:
 
         def read():  # noqa: ANN202
             opened = load.load_scalar_model if self.stage == "reward" else load.load_causal_lm
-            return opened(load.ModelConfig(self._model_folder()), device()).eval()
+            own = self.config.model
+            return opened(load.ModelConfig(self._model_folder(), dtype=own.dtype,
+                                           trust_remote_code=own.trust_remote_code), device()).eval()
 
         return self._once("model", read)
 

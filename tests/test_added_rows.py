@@ -211,8 +211,9 @@ def test_tokens_that_a_template_adds_are_known_by_their_ids(tmp_path):
     assert added_ids(loaded) == []
     loaded.add_tokens(["<|one|>", "<|two|>"], special_tokens=True)
     assert added_ids(loaded) == [300, 301]
-    ensure_template(loaded)  # whose markers this vocabulary has
-    assert added_ids(loaded) == [300, 301]
+    ensure_template(loaded)  # its markers are in this vocabulary, and a model without a template never saw them
+    assert loaded.convert_ids_to_tokens(added_ids(loaded)) == ["<|im_start|>", "<|im_end|>", "<|one|>", "<|two|>"]
+    assert added_ids(load_tokenizer(save_tiny(tmp_path / "chat"))) == []  # its template came with it
 
 
 def test_peft_s_auto_model_makes_room_for_added_tokens_by_the_tokenizer_beside_the_adapter(tmp_path):

@@ -45,10 +45,11 @@ def place(tmp_path_factory):
 
 
 def run(place, stage: str, *more: str, base: str = "base", rate: str = "2e-2", steps: str = "40") -> int:
+    own = ["--roles.actor.learning_rate"] if stage == "ppo" else ["--data.max_length", "64", "--train.learning_rate"]
     return main(["--stage", stage, "--output_dir", str(place / stage), "--data.sources",
-                 f"[{{path: {place}/{stage}.jsonl}}]", "--data.split", "null", "--data.cache_dir", str(place / "cache"),
-                 "--model.lora.r", "16", "--train.learning_rate", rate, "--train.max_steps", steps,
-                 "--train.per_device_train_batch_size", "8", "--data.max_length", "64",
+                 f"[{{path: {place}/{stage}.jsonl}}]", "--data.cache_dir", str(place / "cache"),
+                 "--model.lora.r", "16", *own, rate, "--train.max_steps", steps,
+                 "--train.per_device_train_batch_size", "8",
                  "--model.model_name_or_path", str(place / base), *more])
 
 

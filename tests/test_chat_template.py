@@ -216,3 +216,28 @@ def test_a_row_that_the_template_cannot_show_is_refused_with_the_reason(tokenize
         encode(tokenizer, CHAT[:2], "x")
     with pytest.raises(Refused, match="no assistant turn"):
         compose_messages(tokenizer, CHAT[:2])
+
+
+def with_bos(tokenizer):
+    """The tokenizer as one that begins every text with BOS, as Gemma's and Llama 3's do."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.bos_token = "<|endoftext|>"
+    bos = (tokenizer.bos_token, tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+    return tokenizer
+
+
+def test_chatml_for_a_base_that_begins_every_text_with_bos_begins_with_it_too_and_once():
+    tokenizer = with_bos(tiny_tokenizer())
+    ensure_template(tokenizer)
+    ids = encode(tokenizer, CHAT[:2], CHAT[2:3]).ids
+    assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_a_plain_text_that_was_rendered_already_and_begins_with_bos_gets_no_second_one():
+    tokenizer = with_bos(tiny_tokenizer())
+    for prompt in ("What is", "<|endoftext|>What is"):
+        row = encode(tokenizer, prompt, " red")
+        assert row.ids[0] == tokenizer.bos_token_id and row.ids.count(tokenizer.bos_token_id) == 1
+        assert encode_prompt(tokenizer, prompt).count(tokenizer.bos_token_id) == 1

@@ -57,11 +57,13 @@ def test_null_goes_by_the_stage_by_adapters_and_by_the_size_of_the_model(models,
 
 
 def test_the_values_that_a_run_goes_by_are_told_and_why_the_rate_of_a_small_model_is_high(models, tmp_path) -> None:
-    def told(model: str) -> str:
-        return defaults.told(defaults.resolve(step1_sft.Config(output_dir=str(tmp_path / "out"), model=models[model])))
+    def told(model: str, made=lambda model: model) -> str:
+        config = step1_sft.Config(output_dir=str(tmp_path / "out"), model=made(models[model]))
+        return defaults.told(defaults.resolve(config))
 
     rest = "train.num_train_epochs 3, train.per_device_train_batch_size 8"
     assert told("large") == f"train.learning_rate 2e-05, {rest}"
+    assert told("large", with_lora) == f"train.learning_rate 0.0002, {rest}"  # adapters' own: ten times the other
     assert told("small") == f"train.learning_rate 0.0002, {rest} (rates 10 times the usual ones, for a model so small)"
 
 

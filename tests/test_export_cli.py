@@ -177,10 +177,11 @@ def test_the_card_says_what_the_run_was(tmp_path):
     text = card_text("mine", {
         "stage": "sft", "command": "train.py --stage sft", "metrics": {"eval/loss": 1.25, "time/step": 3.0},
         "config": {"seed": 3, "model": {"model_name_or_path": str(base), "lora": {"r": 8}},
-                   "train": {"learning_rate": 1e-4}, "data": {"sources": [{"path": "/home/me/secret/rows.jsonl"}]}},
+                   "train": {"learning_rate": 1e-4, "num_train_epochs": None},
+                   "roles": {"actor": {"learning_rate": 2e-5}, "critic": {"learning_rate": None}}, "data": {"sources": [{"path": "/home/me/secret/rows.jsonl"}]}},
         "facts": {"data": {"train": 10}}, "versions": {"torch": "2.13"}})
     assert text.startswith("---\nlibrary_name: transformers\n")
-    for part in ("license: apache-2.0", "rows.jsonl", "LoRA r 8", "| eval/loss | 1.25 |", "`train.py --stage sft`",
+    for part in ("license: apache-2.0", "rows.jsonl", "learning_rate 0.0001, actor learning_rate 2e-05, LoRA r 8", "| eval/loss | 1.25 |", "`train.py --stage sft`",
                  "torch 2.13", "train 10"):
         assert part in text
     assert "/home/me" not in text

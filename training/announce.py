@@ -24,7 +24,7 @@ from hybrid_rlhf.training import defaults, wiring
 
 # Settings that a later stage is given as the earlier one had them: without them it would need another machine.
 CARRIED = ("model.lora.r", "model.load_in_4bit", "model.load_in_8bit", "model.dtype", "model.trust_remote_code",
-           "data.split")
+           "data.split", "data.raw")
 PLACEHOLDERS = {"reward": "PAIRS.jsonl", "ppo": "PROMPTS.jsonl"}  # where the run's own data does not serve
 
 

@@ -113,7 +113,7 @@ def told(config: object) -> str:
     """The values that the run goes by of all options that the table has for its method, given or filled in."""
     found = {option: value_of(config, option) for option in TABLE.get(method_of(config), {})}
     rates = [(TABLE[method_of(config)][option], value) for option, value in found.items() if option.endswith("_rate")]
-    is_small = any(value in (SMALL_FACTOR * rate.full, SMALL_FACTOR * rate.lora) for rate, value in rates)
+    is_small = any(value == SMALL_FACTOR * (rate.lora if config.model.lora.r else rate.full) for rate, value in rates)
     note = f" (rates {SMALL_FACTOR} times the usual ones, for a model so small)" if is_small else ""
     return ", ".join(f"{option} {value:g}" for option, value in found.items() if value not in (None, -1)) + note
 

@@ -56,21 +56,27 @@ class Encoded(NamedTuple):
 def ensure_template(tokenizer, template: str | None = None, set_eos: bool = False) -> bool:  # noqa: ANN001
     """Give `tokenizer` a chat template: `template` (text, or a file's path), its own, or ChatML if it has none.
 
-    ChatML brings its two markers as special tokens. With set_eos, or where there is none, and only where ChatML had
-    to be written, <|im_end|> becomes the end-of-sequence token. Returns whether tokens were added (embeddings must then
-    grow). Raises UserError for a template that does not compile.
+    ChatML brings its two markers as special tokens, behind BOS where the tokenizer puts one before every text. With
+    set_eos, or where there is none, and only where ChatML had to be written, <|im_end|> becomes the end-of-sequence
+    token. Returns whether tokens were added (embeddings must then grow). Raises UserError for a template that does not
+    compile.
     """
     if template is not None:
         tokenizer.chat_template = _checked(_template_text(template))
         return False
     if tokenizer.chat_template:
         return False
-    tokenizer.chat_template = CHATML
+    tokenizer.chat_template = ("{{- bos_token -}}" if _begins_with_bos(tokenizer) else "") + CHATML
     missing = [m for m in CHATML_MARKERS if m not in tokenizer.get_vocab()]
     num_added = tokenizer.add_tokens(missing, special_tokens=True) if missing else 0
     if set_eos or tokenizer.eos_token is None:
         tokenizer.eos_token = CHATML_MARKERS[1]
     return num_added > 0
+
+
+def _begins_with_bos(tokenizer) -> bool:  # noqa: ANN001
+    """Whether every text that the model was trained on began with BOS, as Gemma's and Llama 3's did."""
+    return tokenizer.bos_token_id is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
 
 
 def _template_text(template: str) -> str:
@@ -152,9 +158,12 @@ def encode_all(tokenizer, rendered: Sequence[Rendered], append_eos: bool = True)
     append_eos: whether plain texts get one; messages always do, unless their template has an end of turn of its own.
     """
     out: list[Encoded | None] = [None] * len(rendered)
-    for is_plain in (False, True):
-        rows = [i for i, r in enumerate(rendered) if r.is_plain == is_plain]
-        for i, (ids, ends) in zip(rows, _tokenize(tokenizer, [rendered[i] for i in rows], is_plain), strict=True):
+    bos = getattr(tokenizer, "bos_token", None)
+    # the tokenizer's own BOS is for plain texts, but for those that were rendered already and begin with it
+    adds = [r.is_plain and not (bos and r.text.startswith(bos)) for r in rendered]
+    for special in (False, True):
+        rows = [i for i, each in enumerate(adds) if each == special]
+        for i, (ids, ends) in zip(rows, _tokenize(tokenizer, [rendered[i] for i in rows], special), strict=True):
             out[i] = _mark(tokenizer, rendered[i], ids, ends, append_eos)
     return out
 

@@ -28,10 +28,10 @@ def save(model: nn.Module, state: dict[str, torch.Tensor], folder: str | Path) -
     hidden = [(owner, name, vars(owner).pop(name)) for owner, name in
               ((model, "hf_quantizer"), (model.config, "quantization_config")) if name in vars(owner)]
     try:
-        own = model.config.dtype
+        own, written = model.config.dtype, next(v.dtype for v in state.values() if v.is_floating_point())
         with dropout_in_config(model):
-            model.save_pretrained(folder, state_dict=state)
-            model.config.dtype = next(v.dtype for v in state.values() if v.is_floating_point())
+            model.save_pretrained(folder, state_dict=state)  # which may empty the mapping
+            model.config.dtype = written
             model.config.save_pretrained(folder)
         model.config.dtype = own
     finally:

@@ -11,7 +11,7 @@ from hybrid_rlhf.models.load import check_folder, first_line
 from hybrid_rlhf.models.template import dialect_of, special_ids
 
 CHATML_MARKERS = ("<|im_start|>", "<|im_end|>")
-_known: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> the ids that it had when it was loaded
+_known: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> the ids and the chat template that it was loaded with
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False):  # noqa: ANN201 - a transformers class
@@ -29,13 +29,21 @@ def load_tokenizer(path: str, trust_remote_code: bool = False):  # noqa: ANN201 
         raise UserError(f"cannot load a tokenizer from {path}: {first_line(error)}; "
                         "give model.tokenizer_name_or_path") from error
     set_pad_token(tokenizer)
-    _known[tokenizer] = frozenset(tokenizer.get_vocab().values())
+    _known[tokenizer] = frozenset(tokenizer.get_vocab().values()), tokenizer.chat_template
     return tokenizer
 
 
 def added_ids(tokenizer) -> list[int]:  # noqa: ANN001
-    """Ids of the tokens that `tokenizer` has been given since `load_tokenizer`, such as a chat template's markers."""
-    return sorted(set(tokenizer.get_vocab().values()) - _known[tokenizer]) if tokenizer in _known else []
+    """Ids of the tokens that mean nothing to the model yet: those that `tokenizer` has been given since
+    `load_tokenizer`, and the special ones of its first chat template, which a base may have (SmolLM2's has ChatML's
+    markers) and was never trained on."""
+    ids, template = _known.get(tokenizer, (None, None))
+    if ids is None:
+        return []
+    found = set(tokenizer.get_vocab().values()) - ids
+    if not template and (now := str(tokenizer.chat_template or "")):
+        found |= {i for token, i in special_ids(tokenizer).items() if token in now and token != tokenizer.bos_token}
+    return sorted(found)
 
 
 def set_pad_token(tokenizer) -> bool:  # noqa: ANN001

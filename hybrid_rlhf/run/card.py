@@ -77,7 +77,10 @@ def _data(run: dict) -> list[str]:
 
 def _settings(run: dict) -> list[str]:
     train = run["config"].get("train") or {}
-    shown = [f"{name} {train[name]}" for name in _SHOWN if name in train]
+    shown = [f"{name} {train[name]}" for name in _SHOWN if train.get(name) is not None]
+    roles = run["config"].get("roles") or {}
+    shown += [f"{role} learning_rate {rate}" for role in ("actor", "critic")
+              if (rate := (roles.get(role) or {}).get("learning_rate")) is not None]
     lora = (run["config"].get("model") or {}).get("lora") or {}
     shown += [f"LoRA r {lora['r']}"] if lora.get("r") else ["all weights"]
     return ["- settings: " + ", ".join([*shown, f"seed {run['config'].get('seed')}"])]
