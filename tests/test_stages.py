@@ -29,7 +29,7 @@ COMMON = ["--model.dtype", "float32", "--data.split", "null", "--data.eval_fract
           "--data.max_prompt_length", "32", "--train.max_steps", "3", "--train.per_device_train_batch_size", "8",
           "--train.learning_rate", "1e-3", "--train.logging_steps", "1"]
 PPO = ["--ppo.sampling.max_new_tokens", "6", "--roles.actor.learning_rate", "1e-3", "--roles.critic.learning_rate",
-       "1e-3", "--ppo.num_ppo_epochs", "1"]
+       "1e-3", "--ppo.num_ppo_epochs", "1", "--ppo.num_minibatches", "1"]
 # sequences of uneven length, the short ones right-padded; 3 is EOS, 0 is pad
 ROWS = [[5, 9, 12, 40, 41, 3], [7, 70, 3], [100, 101, 102, 103, 104, 105, 106, 3]]
 

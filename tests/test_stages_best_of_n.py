@@ -11,6 +11,7 @@ import yaml
 
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.training import on_policy
+from tests.stage_options import used
 from tests.test_stages import COMMON, WORDS
 from tests.tiny import own_cache, save_tiny
 
@@ -39,7 +40,8 @@ def place(tmp_path_factory) -> Path:
 
 
 def words(place: Path, stage: str, out: str, *more: str) -> list[str]:
-    return ["--stage", stage, "--output_dir", f"{place}/{out}", *COMMON, "--model.model_name_or_path", f"{place}/base",
+    return ["--stage", stage, "--output_dir", f"{place}/{out}", *used(stage, COMMON),
+            "--model.model_name_or_path", f"{place}/base",
             f"--data.sources=[{{path: {place}/rows.jsonl}}]", "--roles.actor.learning_rate", "1e-2",
             "--train.max_steps", "2", "--train.per_device_train_batch_size", "5",
             f"--reward.functions=['{place}/pay.py:vowels']", *MORE[stage], *more]
@@ -111,7 +113,7 @@ def test_the_preview_shows_prompts_and_one_response_makes_no_pair(place, capfd) 
     assert main(words(place, "online_dpo", "shown", "--online.sampling.num_samples", "1")) == 2
     assert "num_samples is 1; a pair is made of two" in capfd.readouterr().err
     assert main(words(place, "rejection", "shown", "--roles.critic.learning_rate", "1")) == 2
-    assert "roles.critic.learning_rate: stage rejection as it is set up has no critic" in capfd.readouterr().err
+    assert "roles.critic.learning_rate is not used by --stage rejection; this method has no critic" in capfd.readouterr().err
 
 
 def test_what_either_stage_leaves_may_be_trained_on(place) -> None:
