@@ -10,7 +10,7 @@ from pathlib import Path
 
 import methods
 import pytest
-from methods_settings import COMMON, METHODS
+from methods_settings import METHODS, common
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -23,7 +23,7 @@ def start(learned) -> dict[str, float]:
 def trained(learned: Path, name: str) -> dict[str, float]:
     """accuracy, score, kl and length of the method's policy on held-out prompts."""
     words = [w.replace("BESIDE", str(learned)) for w in METHODS[name]]
-    methods.launch(["--stage", name, "--seed", "0", *COMMON, *words], learned / name)
+    methods.launch(["--stage", name, "--seed", "0", *common(name), *words], learned / name)
     return methods.measured(str(learned), 0, name)
 
 
