@@ -113,7 +113,8 @@ def test_the_preview_shows_prompts_and_one_response_makes_no_pair(place, capfd) 
     assert main(words(place, "online_dpo", "shown", "--online.sampling.num_samples", "1")) == 2
     assert "num_samples is 1; a pair is made of two" in capfd.readouterr().err
     assert main(words(place, "rejection", "shown", "--roles.critic.learning_rate", "1")) == 2
-    assert "roles.critic.learning_rate is not used by --stage rejection; this method has no critic" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "roles.critic.learning_rate is not used by --stage rejection; this method has no critic" in said
 
 
 def test_what_either_stage_leaves_may_be_trained_on(place) -> None:

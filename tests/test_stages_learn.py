@@ -48,7 +48,8 @@ def test_plain_transformers_recites_what_sft_learned_and_ends(memorised) -> None
     tokenizer = AutoTokenizer.from_pretrained(memorised / "model")
     model = AutoModelForCausalLM.from_pretrained(memorised / "model").eval()
     for prompt, answer in PAIRS.items():
-        ids = torch.tensor([tokenizer(prompt).input_ids])
+        asked = [{"role": "user", "content": prompt}]  # as strings are trained where there is a template
+        ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt")["input_ids"]
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)[0]
         assert tokenizer.decode(out[ids.shape[1]:], skip_special_tokens=True).strip() == answer
         assert out[-1] == tokenizer.eos_token_id

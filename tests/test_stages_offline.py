@@ -117,7 +117,7 @@ def test_with_adapters_the_reference_is_the_base_itself_and_the_numbers_are_thos
 def test_a_rerun_of_a_finished_run_does_nothing_and_the_plan_knows_the_reference(place, capfd) -> None:
     launch(place, "ipo", "twice")
     launch(place, "ipo", "twice")
-    assert "this dpo run is finished; nothing to do" in capfd.readouterr().err
+    assert "this ipo run is finished; nothing to do" in capfd.readouterr().err
     argv = ["--stage", "dpo", "--plan", "--model.model_name_or_path", f"{place}/base", *COMMON]
     assert main([*argv, f"--data.sources=[{{path: {place}/pairs.jsonl}}]"]) == 0
     out = capfd.readouterr().out
