@@ -51,7 +51,7 @@ def start(words: list[str], folder: Path = ROOT, **env: str) -> subprocess.Popen
 
 def ended(started: subprocess.Popen) -> subprocess.CompletedProcess:
     try:
-        out, err = started.communicate(timeout=150)
+        out, err = started.communicate(timeout=240)
     except subprocess.TimeoutExpired:
         started.terminate()  # the launcher ends its processes; killed, it would leave them
         out, err = started.communicate(timeout=60)

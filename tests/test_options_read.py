@@ -19,7 +19,8 @@ TRAIN = ["--train.max_steps", "2", "--train.per_device_train_batch_size", "4"]
 # read elsewhere than from the settings: of the record by the reporter, and where the disk refuses a checkpoint
 ELSEWHERE = {"report_to": "hybrid_rlhf/run/report.py", "train.max_failed_saves": "hybrid_rlhf/run/saving.py"}
 LORA, EPOCH = ["--model.lora.r=2"], ["--train.max_steps=-1", "--train.per_device_train_batch_size=16"]
-FUNCTION = ["--reward.functions=builtin:length_penalty"]
+FUNCTION = ["--reward.functions=builtin:length_penalty",
+            "--reward.options={length_penalty: {max_tokens: 4, buffer: 2}}"]
 SERVICE = ["--reward.url=http://127.0.0.1:9/score", "--reward.retries=0"]
 OFFLINE = [[*LORA], EPOCH]
 SAMPLED = [[*LORA], [*FUNCTION, *EPOCH], SERVICE]
