@@ -19,7 +19,7 @@ from tests.rank_checks import LAYOUTS
 from tests.stage_options import used
 from tests.tiny import save_tiny
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]  # the first test waits for every run of both ranks
 ROOT = Path(__file__).parents[1]
 WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the moon", "tree", "old book", "wind"]
 RUNS = {"sft": "sft", "reward": "reward", "ppo": "ppo", "lora_reward": "reward", "lora_ppo": "ppo", "grpo": "grpo",
