@@ -19,27 +19,23 @@ _START = "--model.model_name_or_path=START"
 _ALL = ["--data.split=null", "--train.num_fixed_prompts=0", "--train.save_minutes=0", "--train.logging_steps=1",
         "--train.max_eval_batches=1", "--data.eval_fraction=0.02", "--train.warmup_ratio=0"]
 _ANSWERS = [_START, *_ALL, "--data.sources=[{path: SUMS/train.jsonl}]", "--ppo.sampling.max_new_tokens=12",
-            "--ppo.sampling.num_samples=8", "--train.per_device_train_batch_size=8", "--train.max_steps=20",
+            "--ppo.sampling.num_samples=8", "--train.per_device_train_batch_size=8", "--train.max_steps=24",
             "--train.lr_scheduler_type=constant"]
 _SUMS = [*_ANSWERS, "--reward.functions=builtin:numeric_match"]
-_GROUPS = [*_SUMS, "--ppo.num_ppo_epochs=1", "--ppo.kl_coef=0.04"]
-_CRITIC = ["--roles.critic.learning_rate=3e-5", "--ppo.kl_coef=0.04", "--ppo.num_ppo_epochs=1"]
-_FULL, _LORA = "--roles.actor.learning_rate=1e-5", "--roles.actor.learning_rate=1e-4"
 _PAIRS = [*_ALL, "--data.sources=[{path: SUMS/pairs.jsonl}]", "--train.max_steps=40",
           "--train.per_device_train_batch_size=8"]
 
 EXPERIMENTS: dict[str, Experiment] = {
-    "grpo": Experiment("grpo", [*_GROUPS, _FULL], SEEDS),
-    "rloo": Experiment("rloo", [*_GROUPS, _FULL], SEEDS),
-    "ppo": Experiment("ppo", [*_SUMS, _FULL, *_CRITIC], SEEDS),
-    "grpo_lora16": Experiment("grpo", [*_GROUPS, _LORA, "--model.lora.r=16"]),
-    "grpo_lora1": Experiment("grpo", [*_GROUPS, _LORA, "--model.lora.r=1"]),
-    "dpo": Experiment("dpo", [_START, *_PAIRS, "--train.learning_rate=1e-5"]),
+    "grpo": Experiment("grpo", _SUMS, SEEDS),
+    "rloo": Experiment("rloo", _SUMS, SEEDS),
+    "ppo": Experiment("ppo", _SUMS, SEEDS),
+    "grpo_lora16": Experiment("grpo", [*_SUMS, "--model.lora.r=16"]),
+    "grpo_lora1": Experiment("grpo", [*_SUMS, "--model.lora.r=1"]),
+    "dpo": Experiment("dpo", [_START, *_PAIRS]),
     "base_sft": Experiment("sft", ["--model.model_name_or_path=BASE", *_ALL, "--train.max_steps=40",
-                                   "--data.sources=[{path: SUMS/talks.jsonl}]", "--train.learning_rate=2e-5",
-                                   "--train.per_device_train_batch_size=8"]),
-    "reward": Experiment("reward", [_START, *_PAIRS, "--train.learning_rate=2e-5"]),
-    "ppo_reward_model": Experiment("ppo", [*_ANSWERS, _FULL, *_CRITIC,
-                                           "--roles.reward.model_name_or_path=BESIDE/reward"]),
-    "grpo_bf16": Experiment("grpo", [*_GROUPS, _FULL, "--model.dtype=bfloat16"]),
+                                   "--train.per_device_train_batch_size=8",
+                                   "--data.sources=[{path: SUMS/talks.jsonl}]"]),
+    "reward": Experiment("reward", [_START, *_PAIRS]),
+    "ppo_reward_model": Experiment("ppo", [*_ANSWERS, "--roles.reward.model_name_or_path=BESIDE/reward"]),
+    "grpo_bf16": Experiment("grpo", [*_SUMS, "--model.dtype=bfloat16"]),
 }

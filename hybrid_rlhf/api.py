@@ -6,6 +6,7 @@ A thin layer over the recipes that `train.py --stage` runs: the same folder, rep
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
 import os
 from collections.abc import Callable, Mapping
@@ -57,6 +58,7 @@ class Training:
                 self._rows.write(self.output_dir)
             self.metrics = self._recipe.run(self.config, command=f"from Python: stage {self.stage}")
         self._loaded = {}
+        _free_memory()
         return self.metrics
 
     @property
@@ -161,6 +163,15 @@ def _one_line():  # noqa: ANN202
         yield
     except UserError as error:
         raise UserError(str(error)) from None
+
+
+def _free_memory() -> None:
+    """What training held lies in cycles of references, which Python frees late: the model is loaded again beside it."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _folder(given: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import json
 import re
 import typing
@@ -81,13 +82,22 @@ def rewards_of(given: object, folder: Callable[[object], str]) -> tuple[dict[str
         elif callable(item):
             name = _free_name(item, functions)
             functions[name] = item
-            names.append(f"python:{name}")
+            names.append(f"python:{name}{_version(item)}")
         else:
             models.append(folder(item))
     check(len(models) <= 1, f"reward_funcs: {' and '.join(models)} are two reward models; give one, and others by "
                             "reward__models")
     return functions, ({"reward.functions": names} if names else {}) | (
         {"roles.reward.model_name_or_path": models[0]} if models else {})
+
+
+def _version(function: Callable) -> str:
+    """A mark of the function's text, where Python knows it: other rewards make another run."""
+    try:
+        text = inspect.getsource(function if hasattr(function, "__name__") else type(function))
+    except (OSError, TypeError):
+        return ""
+    return f"@{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def _free_name(function: Callable, taken: Mapping) -> str:

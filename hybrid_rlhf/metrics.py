@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 
 from torch import Tensor
 
 from hybrid_rlhf.distributed import gather_over_ranks, world_size
 
-State = list[float]  # "mean": [sum of value * weight, weight]; "std": [count, mean, squares]; else [value, is any]
+# "mean": [sum of value * weight, weight]; "std": [count, mean, squares]; "min", "max": [value, is any];
+# "distinct", "top3": how often each item was seen
+State = list[float] | dict[str, int]
 
 
 def _mean(a: State, b: State) -> State:
@@ -33,10 +37,20 @@ def _largest(a: State, b: State) -> State:
     return max((s for s in (a, b) if s[1]), key=lambda s: s[0], default=a)
 
 
-_MERGE: dict[str, Callable[[State, State], State]] = {"mean": _mean, "std": _std, "min": _least, "max": _largest}
+def _counts(a: State, b: State) -> State:
+    return Counter(a) + Counter(b)
+
+
+def _top3_share(counts: State) -> float | None:
+    return sum(sorted(counts.values())[-3:]) / sum(counts.values()) if counts else None
+
+
+_MERGE: dict[str, Callable[[State, State], State]] = {
+    "mean": _mean, "std": _std, "min": _least, "max": _largest, "distinct": _counts, "top3": _counts}
 _VALUE: dict[str, Callable[[State], float | None]] = {
     "mean": lambda s: s[0] / s[1] if s[1] else None, "std": lambda s: (s[2] / s[0]) ** 0.5 if s[0] else None,
-    "min": lambda s: s[0] if s[1] else None, "max": lambda s: s[0] if s[1] else None}
+    "min": lambda s: s[0] if s[1] else None, "max": lambda s: s[0] if s[1] else None,
+    "distinct": lambda s: len(s) / sum(s.values()) if s else None, "top3": _top3_share}
 
 
 class Metrics:
@@ -60,11 +74,15 @@ class Metrics:
             return self._pool(name, kind, [float(values.numel()), float(values.mean()), float(squares)])
         return self._pool(name, kind, [float(values.min() if kind == "min" else values.max()), 1.0])
 
+    def add_items(self, name: str, items: Iterable[str], kind: str) -> Metrics:
+        """Record the share of different items ("distinct"), or that of the three commonest ("top3"), among all."""
+        return self._pool(name, kind, Counter(items))
+
     def _pool(self, name: str, kind: str, state: State) -> Metrics:
         known = self._states.get(name)
         if known is not None and known[0] != kind:
             raise ValueError(f"{name} was recorded as a {known[0]} and now as a {kind}")
-        self._states[name] = (kind, list(state) if known is None else _MERGE[kind](known[1], state))
+        self._states[name] = (kind, copy(state) if known is None else _MERGE[kind](known[1], state))
         return self
 
     def __add__(self, other: Metrics) -> Metrics:
@@ -76,9 +94,9 @@ class Metrics:
 
     def renamed(self, names: dict[str, str]) -> Metrics:
         """The same metrics, those in `names` under another name."""
-        copy = Metrics()
-        copy._states = {names.get(n, n): (kind, list(state)) for n, (kind, state) in self._states.items()}
-        return copy
+        other = Metrics()
+        other._states = {names.get(n, n): (kind, copy(state)) for n, (kind, state) in self._states.items()}
+        return other
 
     def over_ranks(self) -> Metrics:
         """The same metrics pooled over all processes; a name that only some hold counts what those have seen."""

@@ -147,29 +147,19 @@ class Rollout:
         """Mean over sequences of sum_t (logprobs - ref_logprobs), in nats: the estimate of KL(actor || ref)."""
         return float(masked_sum(self.logprobs - self.ref_logprobs, self.action_mask) / max(len(self), 1))
 
-    def distinct_pairs(self) -> tuple[float, int]:
-        """Distinct-2 (1510.03055) of the responses' tokens: different pairs of neighbours over all pairs, and their
-        number. It falls with the number of responses too, so it compares only between equal batches."""
-        ids, both = self.response_ids.long(), self.action_mask[:, 1:] & self.action_mask[:, :-1]
-        pairs = (ids[:, :-1] << 32 | ids[:, 1:])[both]
-        return len(pairs.unique()) / max(len(pairs), 1), len(pairs)
-
-    def answers_by_round(self) -> list[list[str]]:
-        """The responses' texts in rounds, each with one to every different prompt. What a prompt's own samples have in
-        common is no matter here: two texts of a round answer unlike prompts."""
-        of_prompt: dict[tuple, list[str]] = {}
+    def _add_variety(self, metrics: Metrics) -> None:
+        """How alike the responses are: distinct-2 of tokens (1510.03055), and the answers of unlike prompts, of which
+        what a prompt's own samples have in common is no part. All fall with the number of responses."""
+        ids, both = self.response_ids.tolist(), self.action_mask[:, 1:] & self.action_mask[:, :-1]
+        pairs = (f"{row[t]} {row[t + 1]}" for row, where in zip(ids, both, strict=True) for t in where.nonzero()[:, 0])
+        metrics.add_items("completions/distinct_2", pairs, "distinct")
+        asked = Counter()  # how often each prompt was seen: its n-th response is compared with the others' n-th
+        answers = []
         for ids, text in zip(self.prompts.ids, self.completions, strict=True) if self.completions else ():
-            of_prompt.setdefault(tuple(ids), []).append(text.strip())
-        longest = max(map(len, of_prompt.values()), default=0)
-        return [[texts[i] for texts in of_prompt.values() if len(texts) > i] for i in range(longest)]
-
-    def _add_answers(self, metrics: Metrics) -> None:
-        """How alike the responses to unlike prompts are; as distinct_2, it compares only between equal batches."""
-        for texts in self.answers_by_round():
-            commonest = Counter(texts).most_common()
-            if len(texts) > 1:
-                metrics.add("completions/distinct_answers", len(commonest) / len(texts), len(texts))
-                metrics.add("completions/top3_share", sum(n for _, n in commonest[:3]) / len(texts), len(texts))
+            answers.append((asked[tuple(ids)], text.strip()))
+            asked[tuple(ids)] += 1
+        metrics.add_items("completions/distinct_answers", (f"{n} {text}" for n, text in answers), "distinct")
+        metrics.add_items("completions/top3_share", (text for _, text in answers), "top3")
 
     def metrics(self) -> Metrics:
         """What every on-policy method reports of its samples (names follow TRL)."""
@@ -190,8 +180,7 @@ class Rollout:
         metrics.add("completions/clipped_ratio", (~self.has_eos).float().mean(), size)
         if self.completions:
             metrics.add("completions/empty_ratio", sum(not text.strip() for text in self.completions) / size, size)
-        metrics.add("completions/distinct_2", *self.distinct_pairs())
-        self._add_answers(metrics)
+        self._add_variety(metrics)
         if self.ref_logprobs is not None:
             metrics.add("kl", self.mean_kl(), size)
             metrics.add("objective/kl", self.mean_kl(), size)

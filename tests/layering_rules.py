@@ -73,7 +73,7 @@ DOORS = {
 ANYWHERE = {"torch", "numpy", "safetensors", "rich", "yaml", "jinja2"}  # and the standard library
 LAZY = {"accelerate", "bitsandbytes", "datasets", "deepspeed", "gguf", "huggingface_hub",
         "matplotlib", "peft", "tokenizers", "transformers"}
-MAX_FILE, MAX_FUNCTION = 300, 40
+MAX_FILE, MAX_FUNCTION = 400, 40
 # Words that say nothing, or that mean two things elsewhere; the glossary has the ones to use.
 NOT_A_NAME = {"args", "ans", "experience", "helper", "helpers", "manager", "seq", "strategy", "util", "utils"}
 

@@ -28,11 +28,23 @@ def test_samples_of_one_prompt_may_be_alike_and_are_compared_with_other_prompts_
     sure = [answer for answer in "abcd" for _ in range(3)]  # each prompt has an answer of its own, thrice
     assert measured(four, sure) == (1.0, 3 / 4)
     assert measured(four, ["yes", "no", "perhaps"] * 4) == (1 / 4, 1.0)  # all prompts alike, each sample different
-    mixed = ["a", "a", "x", "b", "a", "y", "a", "c", "z", "d", "d", "z"]  # rounds a b a d, a a c d and x y z z
-    assert measured(four, mixed) == (pytest.approx((3 + 3 + 3) / 12), pytest.approx(1.0))
+    mixed = ["a", "a", "x", "b", "a", "y", "a", "c", "z", "d", "d", "z"]  # first samples a b a d, second a a c d
+    assert measured(four, mixed) == (pytest.approx((3 + 3 + 3) / 12), pytest.approx((4 + 2 + 2) / 12))  # a, d and z
 
 
-def test_a_prompt_that_comes_twice_is_one_prompt_and_one_alone_says_nothing():
+def test_a_prompt_that_comes_twice_is_one_prompt_and_one_alone_is_like_no_other():
     assert measured([[1], [2], [1], [2]], ["a", "a", "b", "b"]) == (1 / 2, 1.0)
     found = rollout([[1], [1]], ["a", "b"]).metrics().compute()
-    assert "completions/distinct_answers" not in found and found["completions/empty_ratio"] == 0
+    assert found["completions/distinct_answers"] == 1 and found["completions/empty_ratio"] == 0
+
+
+def test_two_processes_count_together():
+    one, two = (rollout([[i]] * 2, ["a", text]).metrics() for i, text in enumerate("bc"))
+    found = (one + two).compute()
+    assert found["completions/distinct_answers"] == 3 / 4  # a a, and b c
+    assert found["completions/distinct_2"] == 1 / 4  # 5 3 four times
+
+
+def test_without_answers_nothing_is_said_of_them():
+    found = rollout([[1], [1]], []).metrics().compute()
+    assert "completions/top3_share" not in found

@@ -96,7 +96,15 @@ def test_functions_of_the_program_pay_and_are_given_the_columns(place) -> None:
     assert trainer.config.roles.actor.learning_rate == 1e-4 and trainer.config.ppo.sampling.num_samples == 2
     assert set(seen) <= set(range(8)) and len(seen) >= 8
     record = json.loads((place / "runs/grpo/run.json").read_text())
-    assert record["config"]["reward"]["functions"] == ["python:length", "python:wanted"] and metrics
+    named = record["config"]["reward"]["functions"]
+    assert [name.partition("@")[0] for name in named] == ["python:length", "python:wanted"] and metrics
+    assert "rewards/length/mean" in metrics and "rewards/wanted/mean" in metrics
+    length = lambda completions, **rest: [0.0] * len(completions)  # noqa: E731 - another function of the same name
+    length.__name__ = "length"
+    other = GRPOTrainer("my-model", rows, [length, wanted], output_dir="runs/grpo", num_generations=2,
+                        max_new_tokens=4, reward__weights=[1.0, 2.0], learning_rate=1e-4, **SHORT)
+    with pytest.raises(UserError, match=r"finished run with other settings \(reward.functions\)"):
+        other.train()
     with pytest.raises(UserError, match="length was given from Python, and nothing gives it here"):
         open_functions(["python:length"], {}, 1.0)
 

@@ -241,11 +241,8 @@ def test_experts_idle_on_one_process_under_zero_3_hang_nobody_and_the_gradient_i
         assert measured[case]["weights"] < 1e-5 and measured[case]["moved"] > 1e-3
 
 
-OF_ONE = ("completions/top3_share",)  # of a process's own texts, until they are gathered
-
-
 def metrics(folder: Path, name: str = "metrics.jsonl") -> list[dict]:
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith((*CLOCKED, *OF_ONE))}
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(CLOCKED)}
             for line in (folder / name).read_text().splitlines()]
 
 

@@ -26,12 +26,18 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Rewards:
+    functions: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class Config:
     output_dir: str = ""
     seed: int = 0
     resume: str = "auto"
     report_to: list[str] = field(default_factory=list)
     train: Part = field(default_factory=Part)
+    reward: Rewards = field(default_factory=Rewards)
 
 
 def finish(folder, stage: str = "sft", config: Config | None = None, tokenizer=None, **facts) -> runfile.RunRecord:
@@ -67,6 +73,22 @@ def test_no_path_in_run_json_leads_out_of_the_folder_when_it_is_moved(tmp_path):
     (tmp_path / "here").rename(tmp_path / "there")
     assert runfile.read_run(tmp_path / "there").output_dir == str(tmp_path / "there")
     assert "output_dir" not in json.loads((tmp_path / "there" / "run.json").read_text()), "the folder says where it is"
+
+
+def test_a_run_whose_reward_function_has_changed_since_is_refused_finished_or_not(tmp_path):
+    code, config = tmp_path / "rewards.py", Config(reward=Rewards([f"{tmp_path / 'rewards.py'}:score"]))
+    code.write_text("def score(completions):\n    return [1.0] * len(completions)\n")
+    finish(tmp_path / "run", config=config)
+    assert runfile.finished(tmp_path / "run", "sft", config).is_finished
+    code.write_text("def score(completions):\n    return [2.0] * len(completions)\n")
+    assert "rewards.py has changed since the run in output_dir" in refused(
+        runfile.finished, tmp_path / "run", "sft", config)
+    unfinished = runfile.start(tmp_path / "other", "sft", config, "the command")
+    unfinished.close("stopped")
+    code.write_text("def score(completions):\n    return [3.0] * len(completions)\n")
+    assert "rewards.py has changed" in refused(runfile.start, tmp_path / "other", "sft", config, "the command")
+    again = dataclasses.replace(config, resume="never")
+    assert not runfile.start(tmp_path / "other", "sft", again, "the command").is_finished
 
 
 def test_a_finished_run_is_left_as_it_is_and_says_so(tmp_path, capsys):

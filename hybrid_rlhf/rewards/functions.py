@@ -140,15 +140,15 @@ def handed_over(functions: Mapping[str, Callable]) -> Iterator[None]:
 
 
 def open_functions(given: list[str], options: dict[str, dict], timeout: float) -> list[FunctionSource]:
-    """The sources that each `path.py:name`, `builtin:name` or `python:name` (of those handed over) names; options by
-    name. A second one of a name is name_2.
+    """The sources that each `path.py:name`, `builtin:name` or `python:name@version` (of those handed over) names;
+    options by name. A second one of a name is name_2.
 
     A file is run once. Raises UserError for what cannot be had.
     """
     modules: dict[str, ModuleType] = {}
     found: list[FunctionSource] = []
     for text in given:
-        path, _, name = text.rpartition(":")
+        path, _, name = text.partition("@")[0].rpartition(":") if text.startswith("python:") else text.rpartition(":")
         check(bool(path and name), f"reward.functions: {text!r} names no function; give path.py:name, or builtin:name "
                                    f"with one of {', '.join(BUILTINS)}")
         count = sum(f.function_name == name for f in found) + 1

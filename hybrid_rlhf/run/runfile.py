@@ -39,8 +39,8 @@ class RunRecord:
     status: one of STATUSES. config: the run's settings. metrics: the last step's and the final evaluation's; a number
     that was not finite is None. facts: what later stages need: tokenizer and chat_template (sha256 each), base_model,
     data (counts of rows), score_statistics (mean, std; of a reward run). started, finished: UTC, ISO 8601. seconds:
-    from start to end, over all processes that it took. error: why it failed. resumes_from: not in the file: the
-    checkpoint from which this process goes on.
+    from start to end, over all processes that it took. error: why it failed. code: sha256 of the files of reward
+    functions. resumes_from: not in the file: the checkpoint from which this process goes on.
     """
 
     resumes_from: ClassVar[Path | None] = None
@@ -58,6 +58,7 @@ class RunRecord:
     finished: str | None = None
     seconds: float = 0.0
     error: str | None = None
+    code: dict = dataclasses.field(default_factory=dict)
     format: int = FORMAT
 
     @property
@@ -115,6 +116,10 @@ def finished(output_dir: str | Path, stage: str, config: object) -> RunRecord | 
     check(old.stage == stage, f"output_dir {output_dir} holds a {old.stage} run; choose another folder for {stage}")
     if wanted == "never":
         return None
+    for path, known in old.code.items():
+        check(code_of(settings).get(path, known) == known,
+              f"{path} has changed since the run in output_dir {output_dir}; choose another output_dir, or give "
+              "--resume never to run it again")
     if not old.is_finished or wanted != "auto":
         path = resume.find(folder, wanted, lambda _text: None, is_thorough=False)
         if path is not None:
@@ -200,7 +205,8 @@ def _found(folder: Path) -> RunRecord | None:
 
 def _begin(folder: Path, stage: str, settings: dict, command: str) -> RunRecord:
     """A new record in `folder`. run.json comes first: from then on everything beside it is known to be ours."""
-    record = RunRecord(str(folder), stage, command=command, config=settings, started=_now(), versions=_versions())
+    record = RunRecord(str(folder), stage, command=command, config=settings, started=_now(), versions=_versions(),
+                       code=code_of(settings))
     record._clock = time.monotonic()
     if is_main():
         try:
@@ -217,6 +223,14 @@ def _begin(folder: Path, stage: str, settings: dict, command: str) -> RunRecord:
         except OSError as error:
             raise UserError(f"cannot write to output_dir {folder}: {error.strerror}; give another folder") from error
     return record
+
+
+def code_of(settings: dict) -> dict[str, str]:
+    """sha256 of each file that reward.functions names, by its path; other rewards make another run."""
+    named = settings.get("reward", {}).get("functions") or []
+    files = {text.rpartition(":")[0] for text in ([named] if isinstance(named, str) else named)}
+    return {name: hashlib.sha256(Path(name).read_bytes()).hexdigest()
+            for name in sorted(files) if name.endswith(".py") and Path(name).is_file()}
 
 
 def _write_settings(folder: Path, settings: dict) -> None:
