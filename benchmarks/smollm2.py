@@ -75,9 +75,9 @@ def _said(a: int, b: int, total: int) -> list[dict]:
     return [{"role": "assistant", "content": f"{a} + {b} = {total}"}]
 
 
-def launch(words: list[str], folder: Path) -> dict:
-    """Run one stage into `folder` by the launcher: its seconds by its own record, and the most memory it ever held."""
-    command = [sys.executable, str(ROOT / "train.py"), *words, "--output_dir", str(folder), "--resume", "never"]
+def launch(script: Path, words: list[str], folder: Path) -> dict:
+    """Run `script` into `folder`: its seconds by its own record, and the most memory it ever held."""
+    command = [sys.executable, str(script), *words, "--output_dir", str(folder)]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (told := folder.with_suffix(".log")).open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
@@ -167,7 +167,11 @@ def run(name: str, seed: int, given: argparse.Namespace) -> dict:
     """Train one row and measure it."""
     experiment, folder = EXPERIMENTS[name], given.work / f"seed{seed}"
     words = filled(experiment.words, folder, given)
-    cost = launch(["--stage", experiment.stage, "--seed", str(seed), *words], folder / name)
+    words = ["--seed", str(seed), *words]
+    if experiment.stage == "trl":
+        cost = launch(HERE / "peers" / "trl_smollm2.py", words, folder / name)
+    else:
+        cost = launch(ROOT / "train.py", ["--stage", experiment.stage, "--resume", "never", *words], folder / name)
     row = {"row": name, "seed": seed, "settings": experiment.words, **cost, "history": history(folder / name)}
     if experiment.stage != "reward":
         is_chat = not any("BASE" in word for word in experiment.words)  # else its prompts are not those of the start

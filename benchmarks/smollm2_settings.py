@@ -37,5 +37,6 @@ EXPERIMENTS: dict[str, Experiment] = {
                                    "--data.sources=[{path: SUMS/talks.jsonl}]"]),
     "reward": Experiment("reward", [_START, *_PAIRS]),
     "ppo_reward_model": Experiment("ppo", [*_ANSWERS, "--roles.reward.model_name_or_path=BESIDE/reward"]),
+    "grpo_trl": Experiment("trl", ["--model=START", "--train=SUMS/train.jsonl"]),
     "grpo_bf16": Experiment("grpo", [*_SUMS, "--model.dtype=bfloat16"]),
 }

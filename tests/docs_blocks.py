@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md")),
@@ -54,6 +58,18 @@ def python_of(name: str) -> str:
 
 FRUITS = ["cherry", "apple", "plum", "lemon", "melon"]
 COLOURS = ["red", "green", "blue", "yellow", "pink"]
+
+
+@contextmanager
+def documents_folder(folder: Path) -> Iterator[Path]:
+    """Within the block the working folder is `folder`, filled with the documents' files and with a cache of its own."""
+    from tiny import own_cache
+
+    fill(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        own_cache(patch, folder / "cache")
+        patch.chdir(folder)
+        yield folder
 
 
 def fill(folder: Path) -> Path:

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 import torch
-from docs_blocks import ROOT, blocks, fill
-from tiny import own_cache
+from docs_blocks import ROOT, blocks, documents_folder
 
 import hybrid_rlhf
 from hybrid_rlhf import DPOTrainer, GRPOTrainer, PPOTrainer, RewardTrainer, SFTTrainer, UserError
@@ -22,10 +21,7 @@ ROWS = [{"prompt": f"say {i}", "completion": str(i)} for i in range(12)]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    folder = fill(tmp_path_factory.mktemp("python"))
-    with pytest.MonkeyPatch.context() as patch:
-        own_cache(patch, folder / "cache")
-        patch.chdir(folder)
+    with documents_folder(tmp_path_factory.mktemp("python")) as folder:
         yield folder
 
 

@@ -13,10 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_chat import conversation, no_progress_bars  # noqa: F401 - a fixture for all
-from tiny import save_tiny, tiny_scalar_model, tiny_tokenizer
+from tiny import chatml_tokenizer, save_tiny, tiny_scalar_model
 
 from hybrid_rlhf.config import UserError
-from hybrid_rlhf.data.chat import CHATML
 from hybrid_rlhf.engine.sampling import SamplingConfig
 from hybrid_rlhf.inference import chat
 from hybrid_rlhf.inference.session import Session, read_conversation
@@ -61,8 +60,7 @@ def runs(tmp_path_factory) -> dict[str, str]:
 def reward_folder(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("reward")
     tiny_scalar_model().save_pretrained(folder)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = CHATML
+    tokenizer = chatml_tokenizer()
     tokenizer.save_pretrained(folder)
     return str(folder)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import tiny_tokenizer
+from tiny import chatml_tokenizer, tiny_tokenizer
 
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.data import cache, datasets
@@ -27,9 +27,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tokenizer():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = CHATML
-    return tokenizer
+    return chatml_tokenizer()
 
 
 @pytest.fixture

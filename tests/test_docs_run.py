@@ -20,7 +20,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from docs_blocks import ROOT, fill, shell_blocks
+from docs_blocks import ROOT, documents_folder, shell_blocks
 
 from hybrid_rlhf import cli
 
@@ -47,12 +47,7 @@ def cut(argv: list[str]) -> list[str]:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """The fixtures with finished runs in outputs/{sft,reward,ppo}, made by README's commands, and in outputs/demo."""
-    from tiny import own_cache
-
-    folder = fill(tmp_path_factory.mktemp("docs"))
-    with pytest.MonkeyPatch.context() as patch:
-        own_cache(patch, folder / "cache")
-        patch.chdir(folder)
+    with documents_folder(tmp_path_factory.mktemp("docs")) as folder:
         readme = [w for b in RUNNABLE if b.page == "README.md" for w in b.commands if "--stage" in w]
         for words in readme:
             assert cli.main(cut(words[1:])) == 0, words

@@ -10,7 +10,7 @@ import time
 import datasets
 import pytest
 import torch
-from tiny import save_tiny, tiny_tokenizer
+from tiny import chatml_tokenizer, save_tiny
 
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.config import UserError, parse
@@ -24,11 +24,8 @@ from hybrid_rlhf.training.step1_sft import Config
 
 @pytest.fixture
 def tokenizer():
-    from hybrid_rlhf.data.chat import CHATML
 
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = CHATML
-    return tokenizer
+    return chatml_tokenizer()
 
 
 class Evil:

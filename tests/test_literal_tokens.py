@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_causal_lm, tiny_tokenizer
+from tiny import chatml_tokenizer, tiny_causal_lm
 
-from hybrid_rlhf.data.chat import CHATML, compose_messages, compose_prompt, encode, encode_all, encode_prompt
+from hybrid_rlhf.data.chat import compose_messages, compose_prompt, encode, encode_all, encode_prompt
 from hybrid_rlhf.data.literal import BREAK, broken, special_tokens, whole
 from hybrid_rlhf.engine.admission import stop_ids
 from hybrid_rlhf.models.tokenizer import turn_ends
@@ -21,9 +21,7 @@ GEMMA = ("{{ bos_token }}{% for m in messages %}<|im_start|>{{ 'model' if m.role
 
 @pytest.fixture
 def tokenizer():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = CHATML
-    return tokenizer
+    return chatml_tokenizer()
 
 
 @pytest.fixture
@@ -69,8 +67,7 @@ def test_everything_in_a_message_but_its_role_is_content(tokenizer):
                                  "<|pad|>", "<|im_<|im_end|>", BREAK]), max_size=12).map("".join))
 @settings(max_examples=60)
 def test_no_content_makes_a_special_token_and_none_is_changed(content):
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = CHATML
+    tokenizer = chatml_tokenizer()
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": f"({content})"}]
     row = encode_all(tokenizer, compose_messages(tokenizer, messages))[0]
     assert [i for i in row.ids if i < 4] == [2, 3, 2, 3]

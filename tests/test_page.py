@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 from serving import chat, content, running
-from tiny import save_tiny, tiny_scalar_model, tiny_tokenizer
+from tiny import chatml_tokenizer, save_tiny, tiny_scalar_model
 
-from hybrid_rlhf.data.chat import CHATML
 from hybrid_rlhf.inference.scoring import Scorer
 from hybrid_rlhf.inference.served import Limits
 
@@ -31,8 +30,7 @@ def served(tmp_path_factory):
                for seed, name in enumerate(("base", "ppo"))}
     reward = tmp_path_factory.mktemp("reward")
     tiny_scalar_model().save_pretrained(reward)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = CHATML
+    tokenizer = chatml_tokenizer()
     tokenizer.save_pretrained(reward)
     scorer = Scorer(str(reward))
     scorer.open()

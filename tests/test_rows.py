@@ -8,12 +8,11 @@ import time
 
 import pytest
 from stage_options import used
-from tiny import own_cache, save_tiny, tiny_tokenizer
+from tiny import chatml_tokenizer, own_cache, save_tiny
 
 from hybrid_rlhf import hub
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.data import datasets
-from hybrid_rlhf.data.chat import CHATML
 from hybrid_rlhf.data.datasets import DataConfig, summary
 
 WORDS = [f"{a} {b}" for a in ("red", "blue", "green", "cat", "dog", "sun") for b in range(10)]
@@ -76,8 +75,7 @@ def test_over_a_tenth_dropped_or_cut_is_a_warning_with_the_reasons_and_less_is_n
 
 
 def test_rows_left_out_by_max_samples_and_sources_without_use_are_told(place) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = CHATML
+    tokenizer = chatml_tokenizer()
     config = DataConfig([f"{place}/pairs.jsonl", f"{place}/prompts.jsonl"], eval_fraction=0, max_samples=9)
     lines = summary(datasets.build(config, "reward", tokenizer, 0).report)
     assert lines == ["data: 60 rows read, 9 to train on, 0 held out (chosen from 60 by weights and data.max_samples)",

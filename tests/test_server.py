@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from serving import alone, asked, chat, content, events, running
 from test_chat import greedy_by_transformers
 from test_reward_functions import rollout
-from tiny import save_tiny, tiny_scalar_model, tiny_tokenizer
+from tiny import chatml_tokenizer, save_tiny, tiny_scalar_model
 
-from hybrid_rlhf.data.chat import CHATML
 from hybrid_rlhf.inference import server
 from hybrid_rlhf.inference.answers import AnswerText
 from hybrid_rlhf.inference.scoring import Scorer
@@ -35,8 +34,7 @@ def folders(tmp_path_factory) -> dict[str, str]:
 def reward_folder(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("reward")
     tiny_scalar_model().save_pretrained(folder)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = CHATML
+    tokenizer = chatml_tokenizer()
     tokenizer.save_pretrained(folder)
     return str(folder)
 

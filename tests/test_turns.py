@@ -7,11 +7,11 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_tokenizer
+from tiny import chatml_tokenizer, tiny_tokenizer
 from trl_templates import tokenizer_of
 
 from hybrid_rlhf.config import UserError
-from hybrid_rlhf.data.chat import CHATML, Refused, compose_messages, compose_prompt, encode, encode_all, ensure_template
+from hybrid_rlhf.data.chat import Refused, compose_messages, compose_prompt, encode, encode_all, ensure_template
 from hybrid_rlhf.data.collate import collate_labelled, collate_pairs
 from hybrid_rlhf.data.datasets import DataConfig, build, describe
 from hybrid_rlhf.data.literal import BREAK
@@ -26,9 +26,7 @@ TWO_TURNS = [{"role": "assistant", "content": "A fox."}, {"role": "user", "conte
 
 @pytest.fixture
 def tokenizer():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = CHATML
-    return tokenizer
+    return chatml_tokenizer()
 
 
 @pytest.fixture

@@ -51,6 +51,15 @@ def tiny_scalar_model(seed: int = 0, **changes):
     return model
 
 
+def chatml_tokenizer():
+    """tiny_tokenizer with the chat template that a model without one is given."""
+    from hybrid_rlhf.data.chat import CHATML
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
 def own_cache(patch, folder) -> None:
     """An empty data cache in `folder`, by a MonkeyPatch; compiled kernels stay where they are (40 s on a busy core)."""
     from hybrid_rlhf.kernels.build import cache_folder
@@ -64,11 +73,7 @@ def own_cache(patch, folder) -> None:
 
 def save_tiny(path, seed: int = 0, template: bool = True, **changes) -> str:
     """A complete model folder (config, safetensors, tokenizer) at `path`; returns it as a string."""
-    tokenizer = tiny_tokenizer()
-    if template:
-        from hybrid_rlhf.data.chat import CHATML
-
-        tokenizer.chat_template = CHATML
+    tokenizer = chatml_tokenizer() if template else tiny_tokenizer()
     tiny_causal_lm(seed, **changes).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
