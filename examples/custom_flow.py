@@ -22,10 +22,10 @@ def step(roles, source, prompts, sampling, seed):  # noqa: ANN001, ANN201
     paid = (rollout.scores - price).view(-1, sampling.num_samples)
     rollout.advantages = (paid - paid.mean(1, keepdim=True)).view(-1, 1) * rollout.action_mask
 
-    def loss(tokens, rows, count):  # noqa: ANN001, ANN202
-        return -(tokens.logprobs * rows.advantages[rows.action_mask]).sum() / count, {}
+    def loss_fn(scores, rows, totals):  # noqa: ANN001, ANN202
+        return -(scores.logprobs * rows.advantages[rows.action_mask]).sum() / totals.num_actions, {}
 
-    return rollout, roles.actor.update(rollout, loss)
+    return rollout, roles.actor.update(rollout, loss_fn)
 
 
 def run(config, command=""):  # noqa: ANN001, ANN201

@@ -215,13 +215,13 @@ class Ranking:
         # log-probabilities are taken at temperature 1; at another one the sampler's are of another distribution
         self.gate = DriftGate("auto" if sampling.temperature == 1 else "recompute")
         self.num_steps = 0
-        self.newest: Rollout | None = None
+        self.last_rollout: Rollout | None = None
 
     def sample(self, prompts: Prompts, metrics: Metrics) -> tuple[Rollout, Tensor]:
         """num_samples responses to each prompt, and their scores (B,) to rank by: NaN where every source skipped."""
         rollout = collect(prompts, self.roles, self.source, self.sampling, self.seed * 1_000_003 + self.num_steps,
                           metrics, self.gate, may_skip=True)
-        self.num_steps, self.newest = self.num_steps + 1, rollout
+        self.num_steps, self.last_rollout = self.num_steps + 1, rollout
         return rollout, missing_eos(rollout.scores, rollout.has_eos, self.missing_eos_penalty)
 
     def evaluate(self, batches: Iterable[Prompts]) -> Metrics:
@@ -230,7 +230,7 @@ class Ranking:
 
     def samples(self, count: int = 4) -> list[dict]:
         """The first responses of the newest round, for people; the score of a skipped one is None."""
-        return samples_of(self.newest, count)
+        return samples_of(self.last_rollout, count)
 
     def state(self) -> dict:
         """For a checkpoint, with the roles' own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 
@@ -63,6 +63,12 @@ class Metrics:
         """Record `value`, the mean of `weight` observations. A weight of zero records nothing but the name."""
         value, weight = float(value), float(weight)
         return self._pool(name, "mean", [value * weight, weight] if weight else [0.0, 0.0])
+
+    def add_all(self, observed: Mapping[str, tuple[float | Tensor, float | Tensor]]) -> Metrics:
+        """`add` of each name's (value, weight)."""
+        for name, (value, weight) in observed.items():
+            self.add(name, value, weight)
+        return self
 
     def add_spread(self, name: str, values: Tensor, kind: str) -> Metrics:
         """Record the "std" (divided by n), "min" or "max" of all observations; those of none record only the name."""

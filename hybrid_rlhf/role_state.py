@@ -44,9 +44,14 @@ def states(roles: Mapping[str, Trained | None]) -> dict:
 
 
 def load_states(roles: Mapping[str, Trained | None], state: Mapping) -> None:
-    """Go on where `states` was taken, with the limits that memory taught, state["learnt"]."""
+    """Go on where `states` was taken, with the limits that running out of memory set."""
     for name, role in roles.items():
         if role and role.engine.training:
             load_training_state(role, state[name])
-    for name, limits in state["learnt"].items():
-        roles[name].engine.learnt = dict(limits)
+    for name, limits in oom_limits(state).items():
+        roles[name].engine.oom_limits = dict(limits)
+
+
+def oom_limits(state: Mapping) -> dict:
+    """The limits in a checkpoint, which earlier releases called "learnt"."""
+    return state["oom_limits"] if "oom_limits" in state else state["learnt"]

@@ -16,17 +16,19 @@ from torch import Tensor
 
 from hybrid_rlhf import role_state
 from hybrid_rlhf.distributed import place_over_ranks, sum_over_ranks
-from hybrid_rlhf.engine import HybridEngine, SamplingConfig, micro_batches
+from hybrid_rlhf.engine import HybridEngine, SamplingConfig
+from hybrid_rlhf.engine.accumulate import Rows, accumulate
 from hybrid_rlhf.engine.average import WeightAverage
-from hybrid_rlhf.measuring import kin, measure, per_action, per_sequence, summed
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.policy import PolicyModule, TokenScores
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.routing import expert_shares
 from hybrid_rlhf.scalar_roles import Critic, Reward
+from hybrid_rlhf.scoring import per_action, per_sequence, prefix_groups, score, summed
 from hybrid_rlhf.tensors import SequenceBatch, pad_right
 
-__all__ = ["Actor", "Critic", "Mixed", "PolicyModule", "Reference", "Reward", "Roles", "TokenScores", "WeightAverage"]
+__all__ = ["Actor", "AuxiliaryLoss", "Critic", "PolicyModule", "Reference", "Reward", "Roles", "TokenScores",
+           "WeightAverage"]
 
 
 @dataclass
@@ -43,16 +45,16 @@ class Reference:
         return per_action(self.engine, rollout, self.max_tokens, lambda rows: self.engine(rows).logprobs)
 
     def sequence_logprobs(self, batch: SequenceBatch) -> Tensor:
-        """(B,): the summed log-probabilities of each row's marked tokens, without gradients."""
+        """(B,): the summed log-probabilities of each row's loss tokens, without gradients."""
         return per_sequence(self.engine, batch, self.max_tokens)
 
 
-class Mixed(NamedTuple):
+class AuxiliaryLoss(NamedTuple):
     """Rows of another stream in an actor's optimizer step, at temperature 1: `weight` times the sum of
-    `loss(TokenScores, their token count over all ranks)`."""
+    `loss_fn(TokenScores, their token count over all ranks)`."""
 
     batch: SequenceBatch
-    loss: Callable
+    loss_fn: Callable
     weight: float
 
 
@@ -92,69 +94,71 @@ class Actor:
         """(B, R) log-probabilities of the sampled tokens under the present weights."""
         return per_action(self.engine, rollout, self.max_tokens, lambda rows: self.engine(rows).logprobs)
 
-    def update(self, minibatch: Rollout, loss: Callable, mixed: Mixed | None = None) -> Metrics:
-        """One optimizer step. `loss(TokenScores, rows of the minibatch, action count over all ranks)`."""
-        batch, count = minibatch.sequences(self.engine.pad_id), sum_over_ranks(minibatch.action_mask.sum())
+    def update(self, minibatch: Rollout, loss_fn: Callable, auxiliary: AuxiliaryLoss | None = None) -> Metrics:
+        """One optimizer step. loss_fn(TokenScores, rows of the minibatch, its Totals) -> their share of the loss, and
+        {metric: (mean, weight)}."""
+        totals = minibatch.totals()
 
-        def micro(tokens: TokenScores, index: Tensor) -> tuple[Tensor, dict]:
-            return loss(tokens, minibatch.rows(index).to(self.engine.device), count)
+        def policy_loss(scores: TokenScores, index: Tensor) -> tuple[Tensor, dict]:
+            return loss_fn(scores, minibatch.rows(index).to(self.engine.device), totals)
 
-        parts = [self._part(batch, micro, with_entropy=True)]
-        if mixed is not None:
-            size = sum_over_ranks(mixed.batch.loss_mask[:, 1:].sum())
-            parts.append(self._part(mixed.batch, lambda tokens, _: mixed.loss(tokens, size), mixed.weight,
-                                    temperature=1.0))
-        return micro_batches.update(self.engine, self.max_tokens, *parts)
+        rows = [self._rows(minibatch.sequences(self.engine.pad_id), policy_loss, with_entropy=True)]
+        if auxiliary is not None:
+            num_tokens = sum_over_ranks(auxiliary.batch.loss_mask[:, 1:].sum())
+            rows.append(self._rows(auxiliary.batch, lambda scores, _: auxiliary.loss_fn(scores, num_tokens),
+                                   auxiliary.weight, temperature=1.0))
+        return accumulate(self.engine, self.max_tokens, *rows)
 
-    def fit_tokens(self, batch: SequenceBatch, loss: Callable) -> Metrics:
-        """One optimizer step on the marked tokens. `loss(TokenScores, token count over all ranks)`."""
-        count = sum_over_ranks(batch.loss_mask[:, 1:].sum())
-        return micro_batches.update(self.engine, self.max_tokens,
-                                    self._part(batch, lambda tokens, _: loss(tokens, count)))
+    def fit_tokens(self, batch: SequenceBatch, loss_fn: Callable) -> Metrics:
+        """One optimizer step on the loss tokens. `loss_fn(TokenScores, token count over all ranks)`."""
+        num_tokens = sum_over_ranks(batch.loss_mask[:, 1:].sum())
+        rows = self._rows(batch, lambda scores, _: loss_fn(scores, num_tokens))
+        return accumulate(self.engine, self.max_tokens, rows)
 
-    def _part(self, batch: SequenceBatch, loss: Callable, weight: float = 1.0, **options: float) -> micro_batches.Part:
-        """The rows of `batch` and `weight` times `loss(TokenScores, index)` with, for experts, the router's loss of the
-        same rows."""
-        total = sum_over_ranks(batch.attention_mask.sum())
+    def _rows(self, batch: SequenceBatch, loss_fn: Callable, weight: float = 1.0, **options: float) -> Rows:
+        """The rows of `batch` with `weight` times `loss_fn(TokenScores, index)` and, for experts, the router's loss of
+        the same rows."""
+        num_tokens = sum_over_ranks(batch.attention_mask.sum())
         shares = expert_shares(self.engine, batch, self.max_tokens)
 
-        def share(index: Tensor) -> tuple[Tensor, dict]:
+        def micro_batch_loss(index: Tensor) -> tuple[Tensor, dict]:
             rows = batch.rows(index).to(self.engine.device)
-            tokens = self.engine(rows, expert_shares=shares(len(rows)), **options)
-            value, observed = self._with_router(*loss(tokens, index), tokens, rows, total)
-            return weight * value, observed
+            scores = self.engine(rows, expert_shares=shares(len(rows)), **options)
+            loss, observed = self._with_router_loss(*loss_fn(scores, index), scores, rows, num_tokens)
+            return weight * loss, observed
 
-        return micro_batches.Part(batch.attention_mask.sum(1), share, kin(self.engine, batch))
+        return Rows(batch.attention_mask.sum(1), micro_batch_loss, prefix_groups(self.engine, batch))
 
-    def _with_router(self, value: Tensor, observed: dict, tokens: TokenScores, rows: SequenceBatch,
-                     total: Tensor) -> tuple[Tensor, dict]:
-        """A share of the loss with these rows' router loss, as a share of `total` real tokens, where there is one."""
-        if tokens.router_loss is None:
-            return value, observed
+    def _with_router_loss(self, loss: Tensor, observed: dict, scores: TokenScores, rows: SequenceBatch,
+                          num_tokens: Tensor) -> tuple[Tensor, dict]:
+        """A share of the loss with these rows' router loss, as a share of num_tokens real ones, where there is one."""
+        if scores.router_loss is None:
+            return loss, observed
         size = rows.attention_mask.sum()
-        return (value + self.engine.module.router.coefficient * tokens.router_loss * size / total.to(size.device),
-                observed | {"aux_loss": (tokens.router_loss.detach(), size)})
+        share = scores.router_loss * size / num_tokens.to(size.device)
+        return (loss + self.engine.module.router.coefficient * share,
+                observed | {"aux_loss": (scores.router_loss.detach(), size)})
 
-    def fit_sequences(self, batch: SequenceBatch, groups: Tensor, loss: Callable) -> Metrics:
+    def fit_sequences(self, batch: SequenceBatch, groups: Tensor, loss_fn: Callable) -> Metrics:
         """One optimizer step on whole responses. groups (G, k) long: rows that stay together, such as a pair's.
 
-        `loss(logprobs (k, g), index of groups (g,))`: the summed log-probabilities of the marked tokens of each row.
+        `loss_fn(logprobs (k, g), index of groups (g,))`: the summed log-probabilities of the loss tokens of each row.
         """
-        widths = batch.attention_mask.sum(1)[groups].amax(1) * groups.shape[1]  # a group costs k rows of its longest
-        total = sum_over_ranks(batch.attention_mask.sum())
+        lengths = batch.attention_mask.sum(1)[groups].amax(1) * groups.shape[1]  # a group costs k rows of its longest
+        num_tokens = sum_over_ranks(batch.attention_mask.sum())
         shares = expert_shares(self.engine, batch, self.max_tokens)
-        kin(self.engine, batch)  # tried before the first forward, so that a resumed run computes as the first one did
+        prefix_groups(self.engine, batch)  # tried before the first forward, so that a resumed run computes the same
 
-        def share(index: Tensor) -> tuple[Tensor, dict]:
+        def micro_batch_loss(index: Tensor) -> tuple[Tensor, dict]:
             rows = batch.rows(groups[index].T.reshape(-1)).to(self.engine.device)
-            tokens = self.engine(rows, expert_shares=shares(len(rows)))
-            found = loss(summed(tokens, rows).view(-1, len(index)), index)
-            return self._with_router(*found, tokens, rows, total)
+            scores = self.engine(rows, expert_shares=shares(len(rows)))
+            loss, observed = loss_fn(summed(scores, rows).view(-1, len(index)), index)
+            return self._with_router_loss(loss, observed, scores, rows, num_tokens)
 
-        return micro_batches.update(self.engine, self.max_tokens, micro_batches.Part(widths, share))
+        return accumulate(self.engine, self.max_tokens, Rows(lengths, micro_batch_loss))
 
     def sequence_logprobs(self, batch: SequenceBatch) -> Tensor:
-        """(B,): the summed log-probabilities of each row's marked tokens, without gradients."""
+        """(B,): the summed log-probabilities of each row's loss tokens, without gradients."""
         return per_sequence(self.engine, batch, self.max_tokens)
 
     def average(self, decay: float) -> WeightAverage:
@@ -163,9 +167,9 @@ class Actor:
 
     @torch.no_grad()
     def score_tokens(self, batch: SequenceBatch, **options: float) -> Sequence[TokenScores]:
-        """TokenScores of the marked tokens, micro-batch by micro-batch, without gradients. options: the module's."""
-        return [found for _, found in measure(self.engine, batch, self.max_tokens,
-                                               lambda rows: self.engine(rows, **options))]
+        """TokenScores of the loss tokens, micro-batch by micro-batch, without gradients. options: the module's."""
+        return [scores for _, scores in score(self.engine, batch, self.max_tokens,
+                                              lambda rows: self.engine(rows, **options))]
 
 
 @dataclass
@@ -176,15 +180,15 @@ class Roles:
     ref: Reference | None = None
     critic: Critic | None = None
 
-    def learnt(self) -> dict[str, dict[str, int]]:
-        """What running out of memory taught each role's engine: part of a checkpoint, for it moves the rounding."""
-        return {name: dict(role.engine.learnt) for name, role in vars(self).items() if role}
+    def oom_limits(self) -> dict[str, dict[str, int]]:
+        """Each engine's limits after running out of memory: part of a checkpoint, for they move the rounding."""
+        return {name: dict(role.engine.oom_limits) for name, role in vars(self).items() if role}
 
     def state(self) -> dict:
-        """For a checkpoint: what is trained of each role, under its name, `learnt`, and the scale of a new critic's
+        """For a checkpoint: what is trained of each role, under its name, `oom_limits`, and the scale of a new critic's
         values. Tensors are no copies."""
         scale = {"value_scale": [self.critic.mean, self.critic.std]} if self.critic and self.critic.is_new else {}
-        return role_state.states(vars(self)) | {"learnt": self.learnt()} | scale
+        return role_state.states(vars(self)) | {"oom_limits": self.oom_limits()} | scale
 
     def load_state(self, state: Mapping) -> None:
         """Go on where `state` was taken (other keys are left alone); ValueError where it is of other weights."""

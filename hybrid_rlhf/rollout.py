@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hybrid_rlhf.distributed import sum_over_ranks
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.tensors import SequenceBatch, length_mask, masked_sum, pad_right
 
@@ -43,21 +45,30 @@ class Prompts:
                        {k: [v[i] for i in index] for k, v in self.columns.items()})
 
 
+class Totals(NamedTuple):
+    """Counts of a minibatch over all processes: its losses are divided by them, so that no split moves the gradient."""
+
+    num_actions: Tensor
+    num_sequences: Tensor
+
+
 @dataclass
 class Rollout:
     """B sampled sequences and all that PPO needs to know of them. R is the longest response.
 
-    response_ids (B, R), right-padded; action_mask (B, R) bool, sampled tokens up to and including EOS; has_eos (B,)
-    bool, whether the response ended by itself. The rest is filled in by `collect` and the trainer; shapes as in the
-    glossary: logprobs, ref_logprobs, values, rewards, advantages, returns (B, R); scores (B,), NaN where a method that
-    allows it has none. source_scores: (B,) of each reward source, NaN where it skipped a response. is_clipped (B,)
-    bool: whether the score, put on stage 2's scale, was bounded there. shaped_scores (B,): what each response is paid
-    but for the KL. numbers: (B,) each sequence's place among those of all processes, where that is not the order of
-    processes.
+    response_ids (B, R), right-padded: everything after the prompt. response_mask (B, R) bool: its real tokens.
+    action_mask (B, R) bool: the tokens that the policy sampled, the end of each turn included; it has holes where a
+    tool or an environment wrote. has_eos (B,) bool: whether the response ended by itself. The rest is filled in by
+    `collect` and the trainer; shapes as in the glossary: logprobs, ref_logprobs, values, rewards, advantages, returns
+    (B, R); scores (B,), NaN where a method that allows it has none. source_scores: (B,) of each reward source, NaN
+    where it skipped a response. is_clipped (B,) bool: whether the score, put on stage 2's scale, was bounded there.
+    shaped_scores (B,): what each response is paid but for the KL. numbers: (B,) each sequence's place among those of
+    all processes, where that is not the order of processes.
     """
 
     prompts: Prompts
     response_ids: Tensor
+    response_mask: Tensor
     action_mask: Tensor
     has_eos: Tensor
     completions: list[str] = field(default_factory=list)
@@ -76,24 +87,30 @@ class Rollout:
 
     @classmethod
     def from_responses(cls, prompts: Prompts, responses: Sequence[Sequence[int]], has_eos: Sequence[bool],
-                       pad_id: int, completions: list[str]) -> Rollout:
-        """Build the record from token lists; the masks come from lengths. An empty response is not allowed."""
-        lengths = torch.tensor([len(r) for r in responses])
-        mask = length_mask(lengths)
-        return cls(prompts, pad_right(responses, pad_id), mask, torch.tensor(has_eos, dtype=torch.bool), completions)
+                       pad_id: int, completions: list[str],
+                       is_sampled: Sequence[Sequence[bool]] | None = None) -> Rollout:
+        """Build the record from token lists; the masks come from lengths. An empty response is not allowed.
+
+        is_sampled: of each response's tokens, which the policy sampled (None: all of them).
+        """
+        mask = length_mask(torch.tensor([len(r) for r in responses]))
+        actions = mask if is_sampled is None else pad_right(is_sampled, False, torch.bool)
+        return cls(prompts, pad_right(responses, pad_id), mask, actions, torch.tensor(has_eos, dtype=torch.bool),
+                   completions)
 
     def __len__(self) -> int:
         return self.response_ids.shape[0]
 
     def sequences(self, pad_id: int) -> SequenceBatch:
         """Prompts and responses as right-padded sequences (B, T) whose loss_mask marks the actions."""
-        lengths = self.action_mask.sum(1).tolist()
-        responses = [row[:n] for row, n in zip(self.response_ids.tolist(), lengths, strict=True)]
-        rows = [p + r for p, r in zip(self.prompts.ids, responses, strict=True)]
-        total = torch.tensor([len(r) for r in rows])
-        mask = length_mask(total)
-        prompt_part = length_mask(torch.tensor([len(p) for p in self.prompts.ids]), mask.shape[1])
-        return SequenceBatch(pad_right(rows, pad_id), mask, mask & ~prompt_part)
+        lengths = self.response_mask.sum(1).tolist()
+        rows, marks = [], []
+        for prompt, n, ids, actions in zip(self.prompts.ids, lengths, self.response_ids.tolist(),
+                                           self.action_mask.tolist(), strict=True):
+            rows.append(prompt + ids[:n])
+            marks.append([False] * len(prompt) + actions[:n])
+        mask = length_mask(torch.tensor([len(row) for row in rows]))
+        return SequenceBatch(pad_right(rows, pad_id), mask, pad_right(marks, False, torch.bool))
 
     def rows(self, index: Tensor) -> Rollout:
         """The sequences `index` (a long tensor), in that order."""
@@ -142,6 +159,11 @@ class Rollout:
         rows[first + torch.arange(len(self)) if self.numbers is None else self.numbers] = torch.arange(len(self))
         for piece in order.split(size):
             yield self.rows(rows[piece][rows[piece] >= 0])
+
+    def totals(self) -> Totals:
+        """What the losses of a minibatch are divided by. Every process calls it."""
+        counts = sum_over_ranks(torch.stack([self.action_mask.sum(), torch.tensor(len(self))]))
+        return Totals(*counts.unbind())
 
     def mean_kl(self) -> float:
         """Mean over sequences of sum_t (logprobs - ref_logprobs), in nats: the estimate of KL(actor || ref)."""

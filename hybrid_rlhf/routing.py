@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.distributed import gather_over_ranks, world_size
-from hybrid_rlhf.engine import HybridEngine, micro_batches
+from hybrid_rlhf.engine import HybridEngine, accumulate
 from hybrid_rlhf.tensors import SequenceBatch
 
 
@@ -39,7 +39,7 @@ def _counted(engine: HybridEngine, batch: SequenceBatch, max_tokens: int) -> Ten
     engine.module.eval()
     bare = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))  # no token is scored
     with engine.active():
-        for _, found in micro_batches.measure(
+        for _, found in accumulate.score(
                 engine, batch.attention_mask.sum(1), max_tokens,
                 lambda index: engine(bare.rows(index).to(engine.device), with_choices=True).choices):
             counts.append(found.cpu())

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.distributed import sum_over_ranks, world_size
-from hybrid_rlhf.engine import HybridEngine, micro_batches
-from hybrid_rlhf.engine.memory import peak_in
-from hybrid_rlhf.measuring import kin, measure, per_action
+from hybrid_rlhf.distributed import sum_over_ranks
+from hybrid_rlhf.engine import HybridEngine
+from hybrid_rlhf.engine.accumulate import Rows, accumulate
 from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.rollout import Rollout
-from hybrid_rlhf.tensors import SequenceBatch, last_true, predicting, scatter
+from hybrid_rlhf.scoring import per_action, prefix_groups, score
+from hybrid_rlhf.tensors import SequenceBatch, last_true, predicting
 
 
 @dataclass
@@ -57,77 +57,18 @@ class Critic:
         """(B, R): the value before each action."""
         return per_action(self.engine, rollout, self.max_tokens, lambda rows: predicting(self.engine(rows), rows))
 
-    def update(self, minibatch: Rollout, loss: Callable) -> Metrics:
-        """One optimizer step. `loss(new_values (N,), rows of the minibatch, action count over all ranks)`."""
-        batch = minibatch.sequences(self.engine.pad_id)
-        return self._update(minibatch, batch, loss, lambda index: self._values_of(batch, index))
+    def update(self, minibatch: Rollout, loss_fn: Callable) -> Metrics:
+        """One optimizer step. loss_fn(new_values (N,), rows of the minibatch, its Totals) -> their share of the loss,
+        and {metric: (mean, weight)}."""
+        batch, totals = minibatch.sequences(self.engine.pad_id), minibatch.totals()
 
-    def can_measure_in_update(self, rollout: Rollout) -> bool:
-        """Whether `first_update` may stand for `values` and an `update` with the whole rollout: no other process waits
-        in between, and all forwards together, which then wait for their backwards, fit a micro-batch's tokens."""
-        if world_size() > 1 or self.engine.training is None or self.engine.training.stage:
-            return False
-        batch = rollout.sequences(self.engine.pad_id)
-        lengths = batch.attention_mask.sum(1)
-        budget = micro_batches.budget(self.engine, micro_batches.UPDATE, self.max_tokens)
-        return sum(len(g) * int(lengths[g].max()) for g in self._groups(batch)) <= budget
+        def micro_batch_loss(index: Tensor) -> tuple[Tensor, dict]:
+            rows = batch.rows(index).to(self.engine.device)
+            new_values = predicting(self.engine(rows), rows)
+            return loss_fn(new_values, minibatch.rows(index).to(self.engine.device), totals)
 
-    def first_update(self, rollout: Rollout, ready: Callable[[Tensor], None], loss: Callable,
-                     metrics: Metrics) -> Metrics:
-        """`values` and `update` with the rollout whole, by one forward of each row: the one that is trained on.
-
-        `ready(values (B, R))` is called with them before the first loss is asked for; it fills in what the loss reads,
-        rollout.values among it. metrics receives the peak of the forwards.
-        """
-        batch = rollout.sequences(self.engine.pad_id)
-        waiting: list[tuple[Tensor, Tensor]] = []  # rows and their new values, whose backward is to come
-        has_tried = False
-
-        def measured() -> Tensor:
-            nonlocal has_tried
-            waiting.clear()
-            if has_tried:  # and memory ran out: the values first, then micro-batch by micro-batch
-                values = self.values(rollout)
-                self.engine.module.train()
-                return values
-            has_tried, out = True, torch.zeros(rollout.action_mask.shape)
-            for index in self._groups(batch):
-                waiting.append((index, self._values_of(batch, index)))
-                out[index] = scatter(waiting[-1][1].detach().float().cpu(), rollout.action_mask[index])
-            return out
-
-        def new_values(index: Tensor) -> Tensor:
-            if rollout.values is None:
-                with peak_in(metrics, "critic/score", self.engine.device):
-                    values = measured()
-                ready(values)
-            if waiting and torch.equal(waiting[0][0], index):
-                return waiting.pop(0)[1]
-            waiting.clear()
-            return self._values_of(batch, index)
-
-        return self._update(rollout, batch, loss, new_values)
-
-    def _groups(self, batch: SequenceBatch) -> list[Tensor]:
-        """The micro-batches of an update."""
-        return micro_batches.groups(self.engine, micro_batches.UPDATE, batch.attention_mask.sum(1), self.max_tokens,
-                                    kin(self.engine, batch))
-
-    def _values_of(self, batch: SequenceBatch, index: Tensor) -> Tensor:
-        """(N,): the value before each action of these rows."""
-        rows = batch.rows(index).to(self.engine.device)
-        return predicting(self.engine(rows), rows)
-
-    def _update(self, rollout: Rollout, batch: SequenceBatch, loss: Callable,
-                new_values: Callable[[Tensor], Tensor]) -> Metrics:
-        count = sum_over_ranks(rollout.action_mask.sum())
-
-        def share(index: Tensor) -> tuple[Tensor, dict]:
-            values = new_values(index)  # before the rows are read, for it may fill them in
-            return loss(values, rollout.rows(index).to(self.engine.device), count)
-
-        return micro_batches.update(self.engine, self.max_tokens, micro_batches.Part(
-            batch.attention_mask.sum(1), share, kin(self.engine, batch)))
+        return accumulate(self.engine, self.max_tokens, Rows(
+            batch.attention_mask.sum(1), micro_batch_loss, prefix_groups(self.engine, batch)))
 
 
 @dataclass
@@ -144,28 +85,29 @@ class Reward:
     def score(self, batch: SequenceBatch) -> Tensor:
         """(B,) fp32 scores on the CPU, without gradients."""
         out = torch.zeros(len(batch))
-        for index, found in measure(self.engine, batch, self.max_tokens, lambda rows: _last(self.engine(rows), rows)):
-            out[index] = found.cpu()
+        for index, scores in score(self.engine, batch, self.max_tokens, lambda rows: _last(self.engine(rows), rows)):
+            out[index] = scores.cpu()
         return out
 
     def score_rollout(self, rollout: Rollout) -> Tensor:
         """(B,) scores of prompt and response together."""
         return self.score(rollout.sequences(self.engine.pad_id))
 
-    def update(self, batch: SequenceBatch, pairs: Tensor, loss: Callable) -> Metrics:
+    def update(self, batch: SequenceBatch, pairs: Tensor, loss_fn: Callable) -> Metrics:
         """One optimizer step on pairs. pairs (P, 2) long: rows of chosen and rejected.
 
-        A pair is never torn apart: micro-batches are made of pairs. `loss(chosen (p,), rejected (p,), index of pairs)`.
+        A pair is never torn apart: micro-batches are made of pairs. loss_fn(chosen (p,), rejected (p,), index of pairs)
+        -> their share of the loss, and {metric: (mean, weight)}.
         """
-        lengths, related = batch.attention_mask.sum(1), kin(self.engine, batch)
-        widths = lengths[pairs].amax(1) * 2  # a pair costs two rows of its longer side
+        lengths, groups = batch.attention_mask.sum(1), prefix_groups(self.engine, batch)
 
-        def share(index: Tensor) -> tuple[Tensor, dict]:
+        def micro_batch_loss(index: Tensor) -> tuple[Tensor, dict]:
             rows = batch.rows(pairs[index].T.reshape(-1)).to(self.engine.device)
-            return loss(*_last(self.engine(rows), rows).chunk(2), index)
+            return loss_fn(*_last(self.engine(rows), rows).chunk(2), index)
 
-        return micro_batches.update(self.engine, self.max_tokens, micro_batches.Part(
-            widths, share, None if related is None else related[pairs[:, 0]]))
+        return accumulate(self.engine, self.max_tokens, Rows(
+            lengths[pairs].amax(1) * 2, micro_batch_loss,  # a pair costs two rows of its longer side
+            None if groups is None else groups[pairs[:, 0]]))
 
 
 def _last(scores: Tensor, rows: SequenceBatch) -> Tensor:

@@ -117,12 +117,12 @@ def token_budget_groups(lengths: Tensor, max_tokens: int, group_tokens: float = 
     return groups[::-1]
 
 
-def kindred_groups(kin: Tensor, lengths: Tensor, max_tokens: int) -> list[Tensor]:
-    """Row indices in groups whose padded size stays within max_tokens (one row at least), rows of one number in `kin`
-    (B,) next to each other: for rows that share what they have in common."""
+def prefix_groups_within(prefix_groups: Tensor, lengths: Tensor, max_tokens: int) -> list[Tensor]:
+    """Row indices in groups whose padded size stays within max_tokens (one row at least), rows of one group of
+    prefix_groups (B,) next to each other, since they share tokens."""
     groups: list[list[int]] = [[]]
     longest = 0
-    for i in torch.argsort(kin, stable=True).tolist():
+    for i in torch.argsort(prefix_groups, stable=True).tolist():
         longest = max(longest, int(lengths[i]))
         if groups[-1] and (len(groups[-1]) + 1) * longest > max_tokens:
             groups.append([])

@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import torch
-
 from hybrid_rlhf.config import UserError
 from hybrid_rlhf.data.chat import Refused, Text
 from hybrid_rlhf.rewards.classifier import ClassifierSource
@@ -33,9 +31,8 @@ class Scorer:
     def score(self, prompts: list[Text], completions: list[str]) -> list[float]:
         """One score each, of prompt and whole response. UserError for what the model cannot read."""
         count = len(prompts)
-        rollout = Rollout(Prompts([[]] * count, [""] * count, {"prompt": prompts}),
-                          torch.zeros(count, 1, dtype=torch.long), torch.ones(count, 1, dtype=torch.bool),
-                          torch.ones(count, dtype=torch.bool), completions)
+        rollout = Rollout.from_responses(Prompts([[]] * count, [""] * count, {"prompt": prompts}), [[0]] * count,
+                                         [True] * count, 0, completions)
         try:
             scores = list(map(float, self.source.score(rollout)))
         except Refused as error:

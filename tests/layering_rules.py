@@ -23,7 +23,7 @@ ROOMS = {
     "inference": (5, (f"{H}.inference",)),
     "rewards": (4, (f"{H}.rewards",)),
     "run": (4, (f"{H}.run",)),
-    "roles": (3, (f"{H}.roles", f"{H}.scalar_roles", f"{H}.measuring", f"{H}.role_state", f"{H}.policy",
+    "roles": (3, (f"{H}.roles", f"{H}.scalar_roles", f"{H}.scoring", f"{H}.role_state", f"{H}.policy",
                   f"{H}.routing", f"{H}.layout")),
     "debug": (3, (f"{H}.debug",)),
     "engine": (2, (f"{H}.engine",)),

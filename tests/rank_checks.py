@@ -133,7 +133,7 @@ def check_memory() -> dict:
     plain, out = plain_run("sgd", 1e9), {}
     for stage in (0, 1):
         actor, measured = trained("sgd", 1e9, full_at=30 if rank() == 1 else None, zero_stage=stage)
-        out[str(stage)] = compare(actor, measured, plain) | {"learnt": actor.engine.learnt.get("update")}
+        out[str(stage)] = compare(actor, measured, plain) | {"learnt": actor.engine.oom_limits.get("update")}
     return out
 
 

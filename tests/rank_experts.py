@@ -11,7 +11,7 @@ from hybrid_rlhf.engine.zero import gathered
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from hybrid_rlhf.roles import Actor, PolicyModule
 from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right
-from tests.tiny import tiny_causal_lm
+from tests.tiny import optimizer_step, tiny_causal_lm
 
 KINDS = {"mixtral": dict(num_local_experts=8, num_experts_per_tok=2, router_aux_loss_coef=0.1),
          "qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8,
@@ -108,7 +108,7 @@ def one_expert_each() -> dict:
     twin = Chosen()
     before, states = trained_weights(twin), torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))
     engine = under_zero_3(HybridEngine(model))
-    engine.update([rank()], lambda which: engine(states[which], (2, 1)[which]).square().mean() / 2)
+    optimizer_step(engine, [rank()], lambda which: engine(states[which], (2, 1)[which]).square().mean() / 2)
     sum(twin(states[which], (2, 1)[which]).square().mean() / 2 for which in (0, 1)).backward()
     with torch.no_grad():
         for parameter in twin.parameters():

@@ -5,7 +5,7 @@ import copy
 import peft
 import pytest
 import torch
-from tiny import save_tiny, tiny_causal_lm, tiny_scalar_model
+from tiny import optimizer_step, save_tiny, tiny_causal_lm, tiny_scalar_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybrid_rlhf.config import UserError
@@ -113,7 +113,7 @@ def test_rows_move_as_under_plain_torch_at_every_zero_stage(stage):
     engine = HybridEngine(model).prepare_training(OptimizerConfig(learning_rate=1e-2, max_grad_norm=1e9),
                                                   lambda step: 1.0, ZeroConfig(stage))
     for _ in range(3):
-        engine.update([None], lambda _: (engine(input_ids=IDS, use_cache=False).logits ** 2).mean())
+        optimizer_step(engine, [None], lambda _: (engine(input_ids=IDS, use_cache=False).logits ** 2).mean())
         oracle.zero_grad()
         loss(twin).backward()
         oracle.step()

@@ -18,7 +18,7 @@ from hybrid_rlhf.trainers.ppo import PPOConfig
 from tests.stage_options import used
 from tests.test_stages import COMMON, PPO, WORDS
 from tests.test_trainers import PROMPTS, ppo, settings
-from tests.tiny import save_tiny, tiny_causal_lm
+from tests.tiny import optimizer_step, save_tiny, tiny_causal_lm
 
 DECAY = 0.9
 
@@ -31,7 +31,7 @@ def engine_of(stage: int | None, dtype: torch.dtype) -> HybridEngine:
 
 def step(engine: HybridEngine, seed: int) -> None:
     ids = torch.randint(4, 300, (2, 8), generator=torch.Generator().manual_seed(seed))
-    engine.update([ids], lambda piece: engine(piece).logits.float().logsumexp(-1).mean())
+    optimizer_step(engine, [ids], lambda piece: engine(piece).logits.float().logsumexp(-1).mean())
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, torch.float32), (None, torch.bfloat16), (1, torch.float32),

@@ -86,12 +86,13 @@ def test_the_scale_of_the_values_goes_on_with_the_run_and_bounds_their_move():
     second.load_state(first.state())
     spread = (100 * 143 / 12) ** 0.5  # of twelve numbers, each 10 from the next: 34.5
     assert (second.roles.critic.mean, second.roles.critic.std) == (115.0, pytest.approx(spread))
-    torch.testing.assert_close(second.roles.critic.values(first.newest), first.roles.critic.values(first.newest))
-    rows = first.newest.rows(torch.tensor([0]))
+    last = first.last_rollout
+    torch.testing.assert_close(second.roles.critic.values(last), first.roles.critic.values(last))
+    rows = last.rows(torch.tensor([0]))
     old = rows.values[rows.action_mask]
     rows.returns = rows.values + 10 * spread
     for move, clipped in ((0.1, 0.0), (0.3, 1.0)):  # of standard deviations of the scores, towards the return
-        observed = first.critic_loss(old + move * spread, rows, rows.action_mask.sum())[1]
+        observed = first.critic_loss(old + move * spread, rows, rows.totals())[1]
         assert observed["value/clip_fraction"][0] == clipped
 
 

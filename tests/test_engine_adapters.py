@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from test_adapters import base_with
-from tiny import tiny_causal_lm, tiny_scalar_model
+from tiny import optimizer_step, tiny_causal_lm, tiny_scalar_model
 from torch import nn
 
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
@@ -72,7 +72,7 @@ def test_two_engines_on_one_module_step_as_two_models_do_under_plain_torch(stage
     norms = {name: [] for name in engines}
     for _ in range(3):
         for name, engine in engines.items():
-            norms[name].append(engine.update(pieces, _loss(engine)))
+            norms[name].append(optimizer_step(engine, pieces, _loss(engine)))
     for name in engines:
         twin = base_with("actor", "critic")
         twin._peft_wrapper.set_adapter(name)
@@ -97,7 +97,8 @@ def test_an_engine_that_leaves_the_device_between_phases_trains_to_the_same_bits
     for _ in range(3):
         norms = []
         for engine in engines:
-            norms.append(engine.update(pieces, lambda rows, engine=engine: engine(BATCH.rows(rows)).square().mean()))
+            norms.append(optimizer_step(
+                engine, pieces, lambda rows, engine=engine: engine(BATCH.rows(rows)).square().mean()))
             with torch.no_grad():
                 engine(BATCH)
         assert norms[0] == norms[1]
@@ -129,7 +130,7 @@ def test_the_8_bit_optimizer_runs_at_every_stage_near_adamw_and_its_moments_are_
         engine = trained(HybridEngine(ScalarModel(tiny_scalar_model())), stage=stage, optim=optim)
         start = [p.detach().clone() for p in engine.module.parameters()]
         for _ in range(3):
-            engine.update([torch.tensor([0, 1])], lambda _rows, engine=engine: engine(BATCH).square().mean())
+            optimizer_step(engine, [torch.tensor([0, 1])], lambda _rows, engine=engine: engine(BATCH).square().mean())
         ends[optim] = torch.cat([(p - q).flatten() for p, q in zip(engine.module.parameters(), start, strict=True)])
     assert (ends["adamw"] - ends["adamw_8bit"]).norm() < 0.15 * ends["adamw"].norm()
     moments = engine.training.state()["own"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny import optimizer_step
 from torch import nn
 
 from hybrid_rlhf.config import NotFinite
@@ -43,7 +44,7 @@ def rows(step: int) -> torch.Tensor:
 
 
 def train(engine: HybridEngine, step: int, factor: float = 1e-3) -> float:
-    return engine.update([rows(step)], lambda x: (engine(x).float() ** 2).sum() * factor)
+    return optimizer_step(engine, [rows(step)], lambda x: (engine(x).float() ** 2).sum() * factor)
 
 
 def scale(engine: HybridEngine) -> float:

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tiny import optimizer_step
 from torch import nn
 
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig, masters
@@ -21,7 +22,7 @@ def net() -> nn.Module:
 def trained(stage=0, pieces=(12,), module=None, **optimizer) -> tuple[HybridEngine, list[float]]:
     settings = OptimizerConfig(**{"learning_rate": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.3} | optimizer)
     engine = HybridEngine(module or net()).prepare_training(settings, lambda step: 1.0 / (1 + step), ZeroConfig(stage))
-    return engine, [engine.update(list(zip(x.split(pieces), y.split(pieces), strict=True)), lambda piece: loss(
+    return engine, [optimizer_step(engine, list(zip(x.split(pieces), y.split(pieces), strict=True)), lambda piece: loss(
         engine, *piece)) for x, y in STEPS]
 
 
@@ -109,7 +110,7 @@ def test_a_failed_pass_leaves_no_sum_behind():
         return loss(engine, *piece)
 
     with pytest.raises(ZeroDivisionError):
-        engine.update([(x, y), None], failing)
+        optimizer_step(engine, [(x, y), None], failing)
     assert all(p.grad is None for p in engine.module.parameters())
     assert not engine.training._masters._summed
     assert torch.equal(engine.training.state()["weights"]["0.weight"], twin["weights"]["0.weight"])
@@ -174,7 +175,7 @@ def test_an_embeddings_gradient_by_rows_is_the_dense_one(is_tied, pieces, monkey
         engine.training._optimizer.param_groups[0]["lr"] = 0.0
         engine.training.set_learning_rate(0.0)
         calls.clear()
-        engine.update(ids.split(pieces), lambda rows: predicted(engine, rows))
+        optimizer_step(engine, ids.split(pieces), lambda rows: predicted(engine, rows))
         assert len(calls) == len(pieces)
         for name, gradient in wanted.items():
             assert (found[name] - gradient).norm() <= 0.01 * gradient.norm(), name

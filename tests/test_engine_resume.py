@@ -6,10 +6,12 @@ import copy
 
 import pytest
 import torch
+from tiny import optimizer_step
 from torch import nn
 
 from hybrid_rlhf.config import NotFinite
-from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig, micro_batches
+from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.engine.accumulate import Rows, accumulate
 from hybrid_rlhf.engine.zero import gathered
 from hybrid_rlhf.run import checkpoint
 
@@ -32,7 +34,8 @@ def train(engine: HybridEngine, steps, factor: float = 1.0) -> list[float]:
     norms = []
     for step in steps:
         x = torch.randn(6, 64, generator=torch.Generator().manual_seed(step)).to(dtype)
-        norms.append(engine.update(list(x.split([2, 4])), lambda piece: (engine(piece).float() ** 2).sum() * factor))
+        norms.append(optimizer_step(
+            engine, list(x.split([2, 4])), lambda piece: (engine(piece).float() ** 2).sum() * factor))
     return norms
 
 
@@ -96,8 +99,8 @@ def test_skipped_updates_are_counted_and_too_many_in_a_row_end_the_run():
     def update() -> dict:
         factor = next(factors)
         x = torch.randn(4, 64)
-        part = micro_batches.Part(torch.ones(4), lambda rows: ((engine(x[rows]) ** 2).sum() * factor, {}))
-        return micro_batches.update(engine, 100, part).compute()
+        rows = Rows(torch.ones(4), lambda index: ((engine(x[index]) ** 2).sum() * factor, {}))
+        return accumulate(engine, 100, rows).compute()
 
     found = [update() for _ in range(4)]
     assert [f["train/skipped_updates"] for f in found] == [0, 1, 1, 2]

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tiny import optimizer_step
 from torch import nn
 
 from hybrid_rlhf.config import UserError
@@ -32,7 +33,7 @@ def test_weights_after_three_steps_equal_plain_torch_for_every_stage_and_any_spl
     oracle = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=1)
     for step in range(3):
         x, y = torch.randn(12, 6), torch.randn(12, 1) * 5
-        norm = engine.update(list(zip(x.split(pieces), y.split(pieces), strict=True)),
+        norm = optimizer_step(engine, list(zip(x.split(pieces), y.split(pieces), strict=True)),
                              lambda piece: ((engine(piece[0]) - piece[1]) ** 2).sum() / 12)
         oracle.zero_grad()
         ((twin(x) - y) ** 2).mean().backward()
@@ -74,7 +75,7 @@ def test_frozen_weights_get_no_gradient_and_do_not_move(stage):
     module[0].weight.requires_grad_(False)
     before = module[0].weight.detach().clone()
     engine = _engine(module, stage, weight_decay=0.5)
-    engine.update([torch.randn(4, 6)], lambda x: engine(x).sum())
+    optimizer_step(engine, [torch.randn(4, 6)], lambda x: engine(x).sum())
     assert torch.equal(module[0].weight, before) and module[0].weight.grad is None
 
 
@@ -82,7 +83,7 @@ def test_frozen_weights_get_no_gradient_and_do_not_move(stage):
 def test_the_state_holds_weights_and_moments_by_parameter(stage):
     module, _ = _pair()
     engine = _engine(module, stage)
-    engine.update([torch.randn(4, 6)], lambda x: engine(x).sum())
+    optimizer_step(engine, [torch.randn(4, 6)], lambda x: engine(x).sum())
     state = engine.training.state()
     names = {n for n, _ in module.named_parameters()}
     assert state["num_steps"] == 1

@@ -1,7 +1,6 @@
 """Whole gradients of every stage: any token budget, padded or alone, chunked logits or whole, against plain torch."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from test_trainers import SFT_ROWS, policy, ppo, scalar, settings
 
 from hybrid_rlhf import policy as policy_module
 from hybrid_rlhf.data.collate import collate_pairs, collate_sft
-from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig, micro_batches
+from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig, accumulate
 from hybrid_rlhf.roles import Actor, Critic, Reward
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.tensors import token_budget_groups
@@ -86,8 +85,7 @@ def test_actor(max_tokens, chunk, rollout, monkeypatch):
     monkeypatch.setattr(policy_module, "chunk_rows", lambda *_: chunk)
     engine, trainer = policy(), ppo(settings())
     twin = copy.deepcopy(engine.model)
-    loss = partial(trainer.actor_loss, num_sequences=len(rollout))
-    Actor(still(engine), None, max_tokens).update(rollout, loss)
+    Actor(still(engine), None, max_tokens).update(rollout, trainer.actor_loss)
     losses, clipped = [], 0
     for row, ids, start, size in actions(rollout):
         logprobs = twin(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -142,5 +140,5 @@ def test_a_large_model_is_spared_padding_and_a_small_one_forwards():
     for width in (8, 4096):
         engine = HybridEngine(torch.nn.Linear(width, width))
         sizes[width] = [(len(rows), int(lengths[rows].max())) for rows, _ in
-                        micro_batches.measure(engine, lengths, 8192, lambda rows: rows)]
+                        accumulate.score(engine, lengths, 8192, lambda rows: rows)]
     assert sizes == {8: [(16, 120)], 4096: [(4, 120), (12, 60)]}

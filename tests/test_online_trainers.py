@@ -89,7 +89,7 @@ def test_long_responses_pay_the_overlong_penalty():
     trainer = ppo(settings(overlong_penalty=2.0, overlong_buffer=4), Source(
         lambda r: torch.zeros(len(r))))
     trainer.step(PROMPTS)
-    rollout = trainer.newest
+    rollout = trainer.last_rollout
     lengths = rollout.action_mask.sum(1)
     expected = -2.0 * ((lengths - 6).clamp(min=0) / 4)
     torch.testing.assert_close(rollout.shaped_scores, expected)
@@ -126,7 +126,7 @@ def test_groups_that_teach_nothing_are_replaced_from_new_prompts():
     trainer = online(settings(sampling=GROUPED, estimator="grpo", max_refills=5), varied_if(lambda t: t != "flat"),
                      more=lambda: next(fresh))
     metrics = trainer.step(prompts_of("a", "flat", "flat")).compute()
-    rollout = trainer.newest
+    rollout = trainer.last_rollout
     assert rollout.prompts.texts == ["a"] * 4 + ["c"] * 4 + ["d"] * 4  # what was accepted, in its order; no more
     assert rollout.prompts.columns["n"] == [0] * 4 + [1] * 4 + [0] * 4
     assert (metrics["refill/rounds"], metrics["refill/filled"]) == (2, 1)
@@ -142,7 +142,7 @@ def test_what_was_accepted_is_trained_on_when_the_rounds_end_and_nothing_accepte
     trainer = online(settings(sampling=GROUPED, estimator="grpo", max_refills=2), varied_if(lambda t: t != "flat"),
                      more=given.pop)
     metrics = trainer.step(prompts_of("flat", "b", "flat")).compute()
-    assert len(given) == 7 and trainer.newest.prompts.texts == ["b"] * 4 and metrics["grad_norm"] > 0
+    assert len(given) == 7 and trainer.last_rollout.prompts.texts == ["b"] * 4 and metrics["grad_norm"] > 0
     assert metrics["refill/filled"] == pytest.approx(1 / 3)
     assert len(trainer._sample(prompts_of("flat", "flat", "flat"), Metrics())) == 12
     assert len(given) == 5

@@ -46,7 +46,7 @@ def test_a_step_that_was_split_has_the_gradient_of_one_that_fitted(stage, where,
             for name in ("loss", "grad_norm", "num_tokens", "mean_token_accuracy"):
                 assert found[name] == pytest.approx(expected[name], rel=1e-6), name
     assert_equal_states(short.policy.engine.training.state(), plain.policy.engine.training.state())
-    assert short.policy.engine.learnt == {"update": 5} == short.state()["learnt"]  # 24 -> 12 -> 2 x 5 -> 5
+    assert short.policy.engine.oom_limits == {"update": 5} == short.state()["oom_limits"]  # 24 -> 12 -> 2 x 5 -> 5
     assert (expected["micro_batch_tokens"], found["micro_batch_tokens"]) == (8192, 5)
     told = [r.message for r in caplog.records]
     assert "the actor's update: a micro-batch of 24 tokens (3 x 8) does not fit; from now on at most 12" in told[0]
@@ -92,8 +92,8 @@ def test_a_whole_ppo_step_short_of_memory_in_scoring_and_updating_is_the_step_th
             metrics = trainer.step(PROMPTS).compute()
         outcomes.append((metrics, trainer.state()))
     plain, state = outcomes[0][1], outcomes[1][1]
-    assert set(state["learnt"]["actor"]) == set(state["learnt"]["critic"]) == {"update"}
-    assert set(state["learnt"]["ref"]) == {"score"} and plain["learnt"]["ref"] == {}
+    assert set(state["oom_limits"]["actor"]) == set(state["oom_limits"]["critic"]) == {"update"}
+    assert set(state["oom_limits"]["ref"]) == {"score"} and plain["oom_limits"]["ref"] == {}
     for name, value in outcomes[0][0].items():
         if not name.startswith(CLOCKED):
             assert outcomes[1][0][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
@@ -102,7 +102,7 @@ def test_a_whole_ppo_step_short_of_memory_in_scoring_and_updating_is_the_step_th
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     resumed = ppo(settings())
     resumed.load_state(state)
-    assert resumed.roles.learnt() == state["learnt"]
+    assert resumed.roles.oom_limits() == state["oom_limits"]
 
 
 def test_one_row_that_does_not_fit_is_an_error_that_names_its_tokens_and_what_to_change():
@@ -122,7 +122,7 @@ def test_other_errors_pass_and_leave_no_gradient_behind():
     with pytest.raises(ZeroDivisionError):
         trainer.step(collate_sft(SFT_ROWS, 0))
     handle.remove()
-    assert not trainer.policy.engine.learnt
+    assert not trainer.policy.engine.oom_limits
     for each in (trainer, twin):
         each.step(collate_sft(SFT_ROWS, 0))
     assert_equal_states(trainer.policy.engine.training.state(), twin.policy.engine.training.state())
@@ -157,7 +157,7 @@ def test_a_cache_that_cannot_be_allocated_gets_half_the_slots_and_draws_the_same
         found = engine.generate(prompts, sampling, seed=3)
         again = engine.generate(prompts, sampling, seed=3)
         assert found.tokens == expected.tokens == again.tokens
-        assert engine.learnt == {"slots": 4} and engine.describe()["slots"] == 4
+        assert engine.oom_limits == {"slots": 4} and engine.describe()["slots"] == 4
         assert "while the actor generates: 8 slots of 10 tokens" in caplog.text
         monkeypatch.setattr(KeyValueRows, "allocate", lambda *_: (_ for _ in ()).throw(out_of_memory()))
         engine._cache = None

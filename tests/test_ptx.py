@@ -63,7 +63,7 @@ def test_the_step_is_the_sum_of_both_losses_by_hand_whatever_the_token_budget(sc
     model = trainer.roles.actor.engine.model
     twin = copy.deepcopy(model)
     metrics = trainer.step(PROMPTS).compute()
-    ptx, rollout = plain_ptx_loss(twin), trainer.newest
+    ptx, rollout = plain_ptx_loss(twin), trainer.last_rollout
     coef = 2.0
     if scale == "relative":
         coef *= rollout.advantages[rollout.action_mask].abs().mean().item() / ptx.item()

@@ -9,11 +9,11 @@ from tiny import tiny_causal_lm, tiny_scalar_model
 from hybrid_rlhf.data.collate import collate_pairs
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.models.heads import ScalarModel
-from hybrid_rlhf.models.shared_prefix import kinship, packing, sharing_is_exact
+from hybrid_rlhf.models.shared_prefix import packing, prefix_groups, sharing_is_exact
 from hybrid_rlhf.policy import PolicyModule
 from hybrid_rlhf.roles import Actor, Critic, Reward
 from hybrid_rlhf.rollout import Prompts, Rollout
-from hybrid_rlhf.tensors import SequenceBatch, kindred_groups, length_mask, pad_right
+from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right, prefix_groups_within
 from hybrid_rlhf.trainers.reward import RewardTrainer
 
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12], [5, 6, 7, 8, 9], [11, 12], [5, 6, 7, 8, 9], [21, 22, 23]]
@@ -78,15 +78,15 @@ def test_checkpointed_activations_are_recomputed_without_sharing():
 
 def test_rows_that_share_too_little_are_left_as_they_are():
     assert packing(batch_of([[1], [2], [3]], [[4, 5]] * 3)) is None
-    assert kinship(batch_of([[1, 2], [1, 3], [4, 5]], [[4, 5]] * 3)) is None
-    assert kinship(batch_of()).tolist() == [0, 1, 0, 1, 0, 5]
+    assert prefix_groups(batch_of([[1, 2], [1, 3], [4, 5]], [[4, 5]] * 3)) is None
+    assert prefix_groups(batch_of()).tolist() == [0, 1, 0, 1, 0, 5]
 
 
-def test_kindred_rows_stay_together_within_the_budget():
-    kin, lengths = torch.tensor([0, 1, 0, 1, 4]), torch.tensor([10, 4, 8, 6, 2])
-    assert [g.tolist() for g in kindred_groups(kin, lengths, 100)] == [[0, 2, 1, 3, 4]]
-    assert [g.tolist() for g in kindred_groups(kin, lengths, 20)] == [[0, 2], [1, 3, 4]]
-    assert [g.tolist() for g in kindred_groups(kin, lengths, 1)] == [[0], [2], [1], [3], [4]]
+def test_rows_of_one_prefix_stay_together_within_the_budget():
+    groups, lengths = torch.tensor([0, 1, 0, 1, 4]), torch.tensor([10, 4, 8, 6, 2])
+    assert [g.tolist() for g in prefix_groups_within(groups, lengths, 100)] == [[0, 2, 1, 3, 4]]
+    assert [g.tolist() for g in prefix_groups_within(groups, lengths, 20)] == [[0, 2], [1, 3, 4]]
+    assert [g.tolist() for g in prefix_groups_within(groups, lengths, 1)] == [[0], [2], [1], [3], [4]]
 
 
 def actor(max_tokens: int, shares: bool) -> Actor:
@@ -103,8 +103,8 @@ def test_an_actor_s_update_does_not_move_with_sharing_or_the_token_budget(max_to
     rollout = Rollout.from_responses(Prompts(PROMPTS, [""] * 6), RESPONSES, [False] * 6, 0, [""] * 6)
     first, second = actor(max_tokens, True), actor(8192, False)
 
-    def loss(tokens, rows, count):
-        return -(tokens.logprobs * (rows.response_ids[rows.action_mask] % 3 - 1)).sum() / count, {}
+    def loss(tokens, rows, totals):
+        return -(tokens.logprobs * (rows.response_ids[rows.action_mask] % 3 - 1)).sum() / totals.num_actions, {}
 
     torch.testing.assert_close(first.logprobs(rollout), second.logprobs(rollout), rtol=1e-4, atol=1e-5)
     norms = [a.update(rollout, loss).compute()["grad_norm"] for a in (first, second)]
@@ -168,8 +168,8 @@ def test_a_critic_s_step_does_not_move_with_sharing():
     rollout = Rollout.from_responses(Prompts(PROMPTS, [""] * 6), RESPONSES, [False] * 6, 0, [""] * 6)
     first, second = (Critic(scalar_engine(shares), 64) for shares in (True, False))
 
-    def loss(values, rows, count):
-        return (values - rows.response_ids[rows.action_mask] % 3).square().sum() / count, {}
+    def loss(values, rows, totals):
+        return (values - rows.response_ids[rows.action_mask] % 3).square().sum() / totals.num_actions, {}
 
     torch.testing.assert_close(first.values(rollout), second.values(rollout), rtol=1e-5, atol=1e-5)
     for critic in (first, second):

@@ -91,7 +91,7 @@ def scores_over(run: PPOTrainer, steps: int) -> list[torch.Tensor]:
     out = []
     for _ in range(steps):
         run.step(PROMPTS)
-        out.append(run.newest.scores)
+        out.append(run.last_rollout.scores)
     return out
 
 
@@ -112,5 +112,5 @@ def test_ppo_raises_the_reward_that_a_token_pays(free) -> None:
 def test_the_price_of_kl_holds_ppo_near_the_reference(free) -> None:
     held = trainer(ShareOfToken(77), kl_coef=1.0)  # the most that can be earned is 1, the price of one nat
     scores_over(held, 40)
-    assert free[0].newest.mean_kl() > 10
-    assert abs(held.newest.mean_kl()) < 1
+    assert free[0].last_rollout.mean_kl() > 10
+    assert abs(held.last_rollout.mean_kl()) < 1

@@ -202,7 +202,7 @@ def test_ref_and_reward_do_not_move_and_a_critic_s_step_does_not_touch_the_actor
     for engine, old in zip(fixed, before, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(old, engine.module.parameters(), strict=True))
     actor = weights(trainer.roles.actor.engine)
-    trainer.roles.critic.update(trainer.newest, trainer.critic_loss)
+    trainer.roles.critic.update(trainer.last_rollout, trainer.critic_loss)
     assert all(torch.equal(a, b) for a, b in zip(actor, trainer.roles.actor.engine.module.parameters(), strict=True))
 
 
@@ -233,7 +233,7 @@ def test_scores_that_nobody_normalised_are_paid_whole_and_teach():
     marks = Source(lambda rollout: 60.0 + 10 * count_of(42).score(rollout))  # of a function that marks up to 100
     trainer = ppo(settings(score_clip=5.0, normalise_scores=True), marks)
     metrics = trainer.step(PROMPTS).compute()
-    assert trainer.newest.shaped_scores.min() >= 60 and trainer.newest.rewards.max() >= 59
+    assert trainer.last_rollout.shaped_scores.min() >= 60 and trainer.last_rollout.rewards.max() >= 59
     assert "score/clip_fraction" not in metrics and metrics["grad_norm"] > 0
 
 

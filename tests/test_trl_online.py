@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -67,7 +66,7 @@ def our_loss(given: dict, **settings: object) -> tuple:
     for index in (torch.tensor([0, 3]), torch.tensor([1, 2])):
         rows = rollout.rows(index)
         scores = TokenScores(new[index][rows.action_mask], None, None)
-        loss, _ = partial(trainer.actor_loss, num_sequences=4)(scores, rows, MASK.sum())
+        loss, _ = trainer.actor_loss(scores, rows, rollout.totals())
         loss.backward()
         total += loss.detach()
     return total, new.grad, rollout.advantages[:, 0]

@@ -60,6 +60,14 @@ def chatml_tokenizer():
     return tokenizer
 
 
+def optimizer_step(engine, pieces, loss) -> float:
+    """One optimizer step, a micro-batch for each piece with loss(piece) as its share; returns the gradient's norm."""
+    from hybrid_rlhf.engine.accumulate import Rows, accumulate
+
+    rows = Rows(torch.ones(len(pieces), dtype=torch.long), lambda index: (loss(pieces[int(index)]), {}))
+    return accumulate(engine, 1, rows).compute().get("grad_norm", float("nan"))
+
+
 def own_cache(patch, folder) -> None:
     """An empty data cache in `folder`, by a MonkeyPatch; compiled kernels stay where they are (40 s on a busy core)."""
     from hybrid_rlhf.kernels.build import cache_folder

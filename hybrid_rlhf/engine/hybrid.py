@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +14,10 @@ from torch.distributed import ProcessGroup
 from hybrid_rlhf.distributed import RankGroup, max_over_ranks
 from hybrid_rlhf.engine.admission import check_generates, check_lengths, fitting_slots, stop_ids
 from hybrid_rlhf.engine.batches import GenerateBatches
+from hybrid_rlhf.engine.dummy_forward import dummy_batch, zero_of
 from hybrid_rlhf.engine.graphs import Capture, capture_for, probe_capture
-from hybrid_rlhf.engine.idle import idle_batch, zero_of
 from hybrid_rlhf.engine.kv_cache import SlotCache
-from hybrid_rlhf.engine.memory import explained, fewer_slots, release
+from hybrid_rlhf.engine.memory import fewer_slots, release
 from hybrid_rlhf.engine.modes import evaluating
 from hybrid_rlhf.engine.offload import IdleOffload, Turn, module_tensors
 from hybrid_rlhf.engine.optimizers import OptimizerConfig
@@ -33,7 +32,6 @@ from hybrid_rlhf.engine.together import agreed, as_group, draw_together
 from hybrid_rlhf.engine.training_forms import training_forms
 from hybrid_rlhf.engine.zero import ZeroConfig, ZeroFrozen, ZeroTraining, gathered, is_partitioned
 
-Piece = TypeVar("Piece")
 _log = logging.getLogger(__name__)
 
 
@@ -43,11 +41,11 @@ class HybridEngine:
     module: what training calls; its forward returns the numbers of a role. model: the Hugging Face causal model inside
     it that generates (None for a module that only scores). A fresh engine is in training mode; without an optimizer
     it can be called but not updated. max_batch: sequences decoded at once; max_kv_bytes: the most that their cache may
-    take (None: what is free). name: whose it is, for messages. learnt: what running out of memory taught, phase -> most
-    tokens of a micro-batch, "slots" -> sequences decoded at once. tp: ranks (or a torch process group) that generate
-    together, each with its shard of the weights; they call `inference` and `generate` in step. adapter: a context that
-    makes the engine's own low-rank adapter the active one, where its module shares a base with others. capture:
-    how decode steps are recorded (engine/graphs.py); "auto": as CUDA graphs on a card, None: not at all.
+    take (None: what is free). name: whose it is, for messages. oom_limits: set by running out of memory: phase ->
+    most tokens of a micro-batch, "slots" -> sequences decoded at once. tp: ranks (or a torch process group) that
+    generate together, each with its shard of the weights; they call `inference` and `generate` in step. adapter: a
+    context that makes the engine's own low-rank adapter the active one, where its module shares a base with others.
+    capture: how decode steps are recorded (engine/graphs.py); "auto": as CUDA graphs on a card, None: not at all.
     """
 
     def __init__(self, module: nn.Module, model: nn.Module | None = None, *, eos_ids: Sequence[int] = (),
@@ -55,7 +53,7 @@ class HybridEngine:
                  tp: RankGroup | ProcessGroup | None = None, capture: Capture | str | None = "auto",
                  adapter: Callable[[], AbstractContextManager] = nullcontext) -> None:
         self.module, self.model, self.name = module, model, name
-        self.learnt: dict[str, int] = {}
+        self.oom_limits: dict[str, int] = {}
         self.ranks, self._capture = as_group(tp), capture
         if self.ranks and model is not None:
             check_generates(model)
@@ -78,7 +76,7 @@ class HybridEngine:
 
     def prepare_training(self, optimizer: OptimizerConfig, schedule: Callable[[int], float], zero: ZeroConfig,
                          parameters: dict[str, nn.Parameter] | None = None) -> HybridEngine:
-        """Put the trainable parameters under ZeRO; after this `update` works.
+        """Put the trainable parameters under ZeRO; after this accumulate() works.
 
         parameters: those that this engine trains, where others train some of the same module (None: all trainable).
         """
@@ -182,7 +180,7 @@ class HybridEngine:
         capacity = max((len(prompt) + limit for _, prompt, limit, _ in asked), default=0)
         while asked:
             requests = [Request(*each) for each in asked]
-            slots = min(self.max_batch, len(asked), self.learnt.get("slots", len(asked)))
+            slots = min(self.max_batch, len(asked), self.oom_limits.get("slots", len(asked)))
             try:
                 if self._runner.path == "generate":
                     slots = fitting_slots(self._runner, slots, capacity, self.max_kv_bytes)
@@ -198,9 +196,9 @@ class HybridEngine:
             except Exception as error:
                 if self.ranks:  # the others are in the middle of a step
                     raise
-                self.learnt["slots"] = fewer_slots(slots, capacity, error)
+                self.oom_limits["slots"] = fewer_slots(slots, capacity, error)
                 _log.warning("out of memory while the %s generates: %d slots of %d tokens do not fit; from now on at "
-                             "most %d", self.name, slots, capacity, self.learnt["slots"])
+                             "most %d", self.name, slots, capacity, self.oom_limits["slots"])
             self._cache = cache = None
             release()
         return []
@@ -252,31 +250,6 @@ class HybridEngine:
         with self.active():
             return (self.training or self._frozen or self.module)(*inputs, **named)
 
-    def update(self, pieces: Sequence[Piece], loss: Callable[[Piece], Tensor]) -> float:
-        """Forward and backward for each piece of a minibatch, then one optimizer step; returns the gradient norm.
-
-        `loss(piece)` is that piece's share of the minibatch's loss, so that the split does not move the gradient. When
-        a pass fails, whatever with, no gradient of the minibatch stays behind.
-        """
-        if self.training is None:
-            raise RuntimeError("update() on an engine without an optimizer")
-        with self.active():
-            return self._update(pieces, loss)
-
-    def _update(self, pieces: Sequence[Piece], loss: Callable[[Piece], Tensor]) -> float:
-        self.module.train()
-        try:
-            count = max(self.num_forwards(len(pieces)), 1)  # without a piece too: the others' gradients are to be met
-            for i in range(count):
-                share = loss(pieces[i]) if i < len(pieces) else self.idle_forward()
-                self.training.backward(share, is_last=i == count - 1)
-        except BaseException:
-            self.training.discard_gradients()
-            raise
-        with explained(f"the {self.name}'s optimizer step", "its state does not fit: train fewer weights "
-                       "(model.lora.r) or take a smaller model"):
-            return self.training.step()
-
     def _stops(self, sampling: SamplingConfig) -> list[int]:
         return [*self.eos_ids, *sampling.stop_token_ids, *self._runner.ending_ids]
 
@@ -286,9 +259,9 @@ class HybridEngine:
         stage = self.training.stage if self.training else 3 * is_partitioned(self.module)
         return max_over_ranks(num_own) if stage >= 2 else num_own
 
-    def idle_forward(self) -> Tensor:
+    def dummy_forward(self) -> Tensor:
         """A forward that only keeps step with other processes; returns a zero whose gradient is zero everywhere."""
-        return zero_of(self(idle_batch(self.pad_id, self.device)))
+        return zero_of(self(dummy_batch(self.pad_id, self.device)))
 
     def _require_inference(self, what: str) -> None:
         if not self.is_inference:

@@ -50,13 +50,14 @@ def beginnings(batch: SequenceBatch) -> list[tuple[int, bytes]]:
     return [(n, row[:n].tobytes()) for n, row in zip(lengths, ids, strict=True)]
 
 
-def kinship(batch: SequenceBatch) -> Tensor | None:
-    """(B,) long: the number of the first row that begins as this one does; None where that would save too little."""
+def prefix_groups(batch: SequenceBatch) -> Tensor | None:
+    """(B,) long: the group of rows with one prefix that each is in, named by its first row; None where sharing it saves
+    too little."""
     first: dict[tuple[int, bytes], int] = {}
     keys = beginnings(batch)
-    kin = torch.tensor([first.setdefault(key, i) for i, key in enumerate(keys)])
+    groups = torch.tensor([first.setdefault(key, i) for i, key in enumerate(keys)])
     saved = sum(n for n, _ in keys) - sum(n for n, _ in first)
-    return kin if saved >= LEAST_SAVED * int(batch.attention_mask.sum()) else None
+    return groups if saved >= LEAST_SAVED * int(batch.attention_mask.sum()) else None
 
 
 def packing(batch: SequenceBatch) -> Packing | None:

@@ -92,7 +92,7 @@ async def _awaited(answer):  # noqa: ANN001, ANN202
 def inputs(rollout: Rollout) -> dict[str, list]:
     """prompts, completions, completion_ids and the dataset's columns as lists of B values, as TRL names them."""
     prompts = rollout.prompts.columns.get("prompt") or rollout.prompts.texts
-    lengths = rollout.action_mask.sum(1).tolist()
+    lengths = rollout.response_mask.sum(1).tolist()
     own = {"prompts": list(prompts),
            "completions": [said(p, c) for p, c in zip(prompts, rollout.completions, strict=True)],
            "completion_ids": [row[:n] for row, n in zip(rollout.response_ids.tolist(), lengths, strict=True)]}

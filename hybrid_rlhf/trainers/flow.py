@@ -31,7 +31,7 @@ class FlowTrainer:
         ranking = self.ranking
         seed = ranking.seed * 1_000_003 + ranking.num_steps
         rollout, metrics = self.flow(self.roles, self.source, prompts, self.sampling, seed)
-        ranking.num_steps, ranking.newest = ranking.num_steps + 1, rollout
+        ranking.num_steps, ranking.last_rollout = ranking.num_steps + 1, rollout
         return metrics + rollout.metrics()
 
     def evaluate(self, batches: Iterable[Prompts]) -> Metrics:

@@ -14,7 +14,7 @@ from hybrid_rlhf.config import check, nearest
 from hybrid_rlhf.data.collate import LabelledBatch, PairBatch
 from hybrid_rlhf.distributed import sum_over_ranks
 from hybrid_rlhf.metrics import Metrics
-from hybrid_rlhf.role_state import load_training_state, training_state
+from hybrid_rlhf.role_state import load_training_state, oom_limits, training_state
 from hybrid_rlhf.roles import Actor, Reference
 from hybrid_rlhf.tensors import SequenceBatch
 
@@ -150,13 +150,13 @@ class OfflineTrainer:
     def state(self) -> dict:
         """Everything that the next step depends on; the tensors are no copies."""
         return {"policy": training_state(self.policy),
-                "learnt": {name: dict(role.engine.learnt) for name, role in self._roles().items()}}
+                "oom_limits": {name: dict(role.engine.oom_limits) for name, role in self._roles().items()}}
 
     def load_state(self, state: Mapping) -> None:
         """Go on where `state` was taken."""
         load_training_state(self.policy, state["policy"])
         for name, role in self._roles().items():
-            role.engine.learnt = dict(state["learnt"][name])
+            role.engine.oom_limits = dict(oom_limits(state)[name])
 
     def _roles(self) -> dict[str, Actor | Reference]:
         return {"policy": self.policy} | ({"reference": self.reference} if self.reference is not None else {})

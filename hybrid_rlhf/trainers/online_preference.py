@@ -84,8 +84,8 @@ class OnlinePreferenceTrainer:
         if self.needs_pairs:
             return PairBatch(sequences, torch.zeros(len(best))), start
         pairs = torch.tensor(mismatches(rollout.prompts.ids, chosen.tolist()), dtype=torch.long).view(-1, 2)
-        others = replace(rollout.rows(pairs[:, 0]), response_ids=rollout.response_ids[pairs[:, 1]],
-                         action_mask=rollout.action_mask[pairs[:, 1]])
+        response = ("response_ids", "response_mask", "action_mask")
+        others = replace(rollout.rows(pairs[:, 0]), **{n: getattr(rollout, n)[pairs[:, 1]] for n in response})
         return LabelledBatch(sequences, others.sequences(pad_id), torch.arange(len(rows)) < len(best)), start
 
     def evaluate(self, batches: Iterable[Prompts]) -> Metrics:

@@ -6,7 +6,6 @@ Its relatives without a critic are the same loop with another row of ESTIMATORS 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,8 +23,8 @@ from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.role_state import scale_schedule, schedule_at
-from hybrid_rlhf.roles import Mixed, Roles, TokenScores
-from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.roles import AuxiliaryLoss, Roles, TokenScores
+from hybrid_rlhf.rollout import Prompts, Rollout, Totals
 from hybrid_rlhf.tensors import SequenceBatch, masked_mean
 from hybrid_rlhf.trainers.ppo_config import PPOConfig
 
@@ -62,16 +61,19 @@ class PPOTrainer:
         self.average = roles.actor.average(config.ema_decay) if config.ema else None
         self.gate = DriftGate(config.old_logprobs_from, config.max_logprob_drift)
         self.num_steps = 0
-        self.newest: Rollout | None = None
+        self.last_rollout: Rollout | None = None
 
     def step(self, prompts: Prompts) -> Metrics:
         metrics = Metrics()
         self._set_schedules(prompts)
         rollout = self._sample(prompts, metrics)
-        valued = self._value(rollout, metrics)
-        self.newest = rollout
+        if self.roles.critic:
+            self.roles.critic.begin(rollout.shaped_scores)
+            measure_values(rollout, self.roles, metrics)
+        self.estimate(rollout, metrics)
+        self.last_rollout = rollout
         with metrics.timer("train"):
-            updated = self.update(rollout, valued)
+            updated = self.update(rollout)
         metrics.add("kl_coef", self.kl_coef.value)
         if self.roles.ref and not self.is_warming_up:  # the start's KL of 0 says nothing of the price
             self.kl_coef.update(*mean_over_ranks(rollout.mean_kl(), len(rollout)))
@@ -111,26 +113,6 @@ class PPOTrainer:
             return first
         return refill(first, size, config.max_refills, lambda number: sample(self.more(), number), metrics)
 
-    def _value(self, rollout: Rollout, metrics: Metrics) -> Metrics | None:
-        """Fill in the critic's values, and what is estimated from them.
-
-        Where the first minibatch is the whole rollout, the forward that measures them is the one that the critic's
-        first update trains on: that update is made here, before the actor's, and what it reports is returned.
-        """
-        critic = self.roles.critic
-        if critic:
-            critic.begin(rollout.shaped_scores)
-        if critic and self._minibatch_size(len(rollout)) >= len(rollout) and critic.can_measure_in_update(rollout):
-            def ready(values: Tensor) -> None:
-                rollout.values = values
-                self.estimate(rollout, metrics)
-
-            with metrics.timer("train"):
-                return critic.first_update(rollout, ready, self.critic_loss, metrics)
-        if critic:
-            measure_values(rollout, self.roles, metrics)
-        return self.estimate(rollout, metrics)
-
     @torch.no_grad()
     def estimate(self, rollout: Rollout, metrics: Metrics) -> None:
         """Fill in rewards, advantages and returns, once per rollout."""
@@ -160,9 +142,8 @@ class PPOTrainer:
                 rollout.action_mask.sum(1), config.sampling.max_new_tokens, config.overlong_buffer)
         rollout.shaped_scores = missing_eos(scores, rollout.has_eos, config.missing_eos_penalty)
 
-    def update(self, rollout: Rollout, valued: Metrics | None = None) -> Metrics:
-        """num_ppo_epochs passes over the rollout in shuffled minibatches: the actor's step, then the critic's (of which
-        the first may have been made, and have reported `valued`).
+    def update(self, rollout: Rollout) -> Metrics:
+        """num_ppo_epochs passes over the rollout in shuffled minibatches: the actor's step, then the critic's.
 
         The order is one of all processes' sequences, so that how many processes share them moves no gradient. With
         early_stop_kl the passes end after a minibatch that finds the actor too far from where it sampled.
@@ -172,8 +153,8 @@ class PPOTrainer:
         minibatches = (m for _ in activity.epochs(config.num_ppo_epochs)
                        for m in rollout.shuffled(self._minibatch_size(total), self.rng, first, total))
         for minibatch in minibatches:
-            observed, valued = self._update_on(minibatch, valued), None
-            metrics = metrics + observed
+            observed = self._update_on(minibatch)
+            metrics += observed
             if limit is not None or config.update_kl is not None:
                 kl = observed.over_ranks().compute().get("policy/approx_kl", 0.0)
             is_stopped = limit is not None and kl > limit
@@ -184,79 +165,77 @@ class PPOTrainer:
             self.rate.update(kl)
         return metrics if limit is None else metrics.add("policy/early_stop", float(is_stopped))
 
-    def _update_on(self, minibatch: Rollout, valued: Metrics | None) -> Metrics:
+    def _update_on(self, minibatch: Rollout) -> Metrics:
         """The optimizer steps of one minibatch: the actor's, unless the critic warms up, and the critic's."""
         metrics = Metrics()
         if not self.is_warming_up:
-            num_sequences = sum_over_ranks(torch.tensor(len(minibatch)))
-            mixed = self._pretraining(minibatch, num_sequences)
-            metrics += self.roles.actor.update(minibatch, partial(self.actor_loss, num_sequences=num_sequences), mixed)
-            if mixed is not None:
-                metrics.add("ptx/coef", mixed.weight)
+            auxiliary = self._pretraining(minibatch)
+            metrics += self.roles.actor.update(minibatch, self.actor_loss, auxiliary)
+            if auxiliary is not None:
+                metrics.add("ptx/coef", auxiliary.weight)
             if self.average is not None:
                 self.average.update()
         if self.roles.critic:
-            found = self.roles.critic.update(minibatch, self.critic_loss) if valued is None else valued
-            metrics += found.renamed({n: f"value/{n.removeprefix('train/')}" for n in _UPDATED})
+            critic_metrics = self.roles.critic.update(minibatch, self.critic_loss)
+            metrics += critic_metrics.renamed({n: f"value/{n.removeprefix('train/')}" for n in _UPDATED})
         return metrics
 
-    def _pretraining(self, minibatch: Rollout, num_sequences: Tensor) -> Mixed | None:
+    def _pretraining(self, minibatch: Rollout) -> AuxiliaryLoss | None:
         """The next rows of the pretraining stream, and the factor of their loss in the actor's step."""
         if self.ptx is None:
             return None
         batch = self.ptx.next()
-        scale = 1.0 if self.config.ptx_scale == "fixed" else self._relative(minibatch, num_sequences, batch)
-        return Mixed(batch, _ptx_loss, self.config.ptx_coef * scale)
+        scale = 1.0 if self.config.ptx_scale == "fixed" else self._relative(minibatch, batch)
+        return AuxiliaryLoss(batch, _ptx_loss, self.config.ptx_coef * scale)
 
-    def _relative(self, minibatch: Rollout, num_sequences: Tensor, batch: SequenceBatch) -> float:
+    def _relative(self, minibatch: Rollout, batch: SequenceBatch) -> float:
         """The size of the policy loss over the pretraining loss, both of this optimizer step, over all processes.
 
         The size is the policy loss with |advantage| for every action's loss, which is what they are at ratio 1: the
         loss itself is about 0 there, its actions' shares in balance.
         """
         mask = minibatch.action_mask
-        shares = self._denominator(mask, sum_over_ranks(mask.sum()), num_sequences)
+        denominator = self._denominator(mask, minibatch.totals())
         scores = self.roles.actor.score_tokens(batch, temperature=1.0)
-        own = [(minibatch.advantages[mask].abs() / shares).sum(), -sum(s.logprobs.double().sum() for s in scores),
+        own = [(minibatch.advantages[mask].abs() / denominator).sum(), -sum(s.logprobs.double().sum() for s in scores),
                sum(s.logprobs.numel() for s in scores)]
         size, loss, count = sum_over_ranks(torch.tensor([float(x) for x in own], dtype=torch.float64)).tolist()
         return size / max(loss / max(count, 1), 1e-8)
 
-    def _denominator(self, mask: Tensor, count: Tensor, num_sequences: Tensor | int) -> Tensor | float:
-        """What each action's loss is divided by; mask (B, R) of these rows, the counts of the whole minibatch."""
-        return denominators(self.config.averaging, mask.nonzero()[:, 0], num_actions=count,
-                            num_sequences=num_sequences, length=self.config.sampling.max_new_tokens)
+    def _denominator(self, mask: Tensor, totals: Totals) -> Tensor | float:
+        """What each action's loss is divided by; mask (B, R) of these rows, the totals of the whole minibatch."""
+        return denominators(self.config.averaging, mask.nonzero()[:, 0], num_actions=totals.num_actions,
+                            num_sequences=totals.num_sequences, length=self.config.sampling.max_new_tokens)
 
     def _minibatch_size(self, num_sequences: int) -> int:
         return self.config.minibatch_size or -(-num_sequences // self.config.num_minibatches)
 
-    def actor_loss(self, tokens: TokenScores, rows: Rollout, count: Tensor, num_sequences: Tensor | int,
-                   ) -> tuple[Tensor, dict]:
-        """The loss of these rows as a share of a minibatch of `count` actions and num_sequences, and what to report."""
+    def actor_loss(self, tokens: TokenScores, rows: Rollout, totals: Totals) -> tuple[Tensor, dict]:
+        """The loss of these rows as a share of the minibatch's, and what to report."""
         config, mask = self.config, rows.action_mask
         owner = mask.nonzero()[:, 0]  # (N,)
-        share = self._denominator(mask, count, num_sequences)
+        denominator = self._denominator(mask, totals)
         weights = None if config.importance == "none" else importance_weights(
             rows.logprobs[mask], rows.sampled_logprobs[mask], owner, level=config.importance, cap=config.importance_cap)
         loss, observed = policy_loss(tokens.logprobs, rows.logprobs[mask], rows.advantages[mask], owner=owner,
                                      kind=config.policy_loss, cliprange=config.clipranges, dual_clip=config.dual_clip,
-                                     denominator=share, weights=weights)
+                                     denominator=denominator, weights=weights)
         size = int(mask.sum())
         if weights is not None:
             observed["policy/importance"] = (weights.mean(), size)
         if not config.kl_in_reward and self.roles.ref:
-            term = kl_loss(tokens.logprobs, rows.ref_logprobs[mask], config.kl_kind, share)
+            term = kl_loss(tokens.logprobs, rows.ref_logprobs[mask], config.kl_kind, denominator)
             loss = loss + self.kl_coef.value * term
         if tokens.entropy is not None:
             observed["entropy"] = (tokens.entropy.detach().mean(), size)
             if config.entropy_coef:
-                loss = loss + config.entropy_coef * entropy_loss(tokens.entropy, denominator=count)
+                loss = loss + config.entropy_coef * entropy_loss(tokens.entropy, denominator=totals.num_actions)
         return loss, observed
 
-    def critic_loss(self, new_values: Tensor, rows: Rollout, count: Tensor) -> tuple[Tensor, dict]:
-        """Clipped value loss of these rows as a share of `count` actions, and what to report."""
+    def critic_loss(self, new_values: Tensor, rows: Rollout, totals: Totals) -> tuple[Tensor, dict]:
+        """Clipped value loss of these rows as a share of the minibatch's, and what to report."""
         mask, limit = rows.action_mask, self.config.cliprange_value
-        loss, observed = value_loss(new_values, rows.values[mask], rows.returns[mask], denominator=count,
+        loss, observed = value_loss(new_values, rows.values[mask], rows.returns[mask], denominator=totals.num_actions,
                                     cliprange_value=None if limit is None else limit * self.roles.critic.std)
         return self.config.vf_coef * loss, observed
 
@@ -269,8 +248,8 @@ class PPOTrainer:
         return self.seed * 1_000_003 + self.num_steps
 
     def samples(self, count: int = 4) -> list[dict]:
-        """The first responses of the newest rollout, for people."""
-        return samples_of(self.newest, count)
+        """The first responses of the last rollout, for people."""
+        return samples_of(self.last_rollout, count)
 
     def _parts(self) -> dict[str, object]:
         """What has a state of its own beside the roles, by its name there. Each has state() and load_state()."""

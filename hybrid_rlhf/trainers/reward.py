@@ -11,7 +11,7 @@ from hybrid_rlhf.algorithms.preference import bradley_terry
 from hybrid_rlhf.data.collate import PairBatch
 from hybrid_rlhf.distributed import sum_over_ranks
 from hybrid_rlhf.metrics import Metrics
-from hybrid_rlhf.role_state import load_training_state, training_state
+from hybrid_rlhf.role_state import load_training_state, oom_limits, training_state
 from hybrid_rlhf.roles import Reward
 
 
@@ -51,12 +51,12 @@ class RewardTrainer:
 
     def state(self) -> dict:
         """Everything that the next step depends on; the tensors are no copies."""
-        return {"reward": training_state(self.reward), "learnt": dict(self.reward.engine.learnt)}
+        return {"reward": training_state(self.reward), "oom_limits": dict(self.reward.engine.oom_limits)}
 
     def load_state(self, state: Mapping) -> None:
         """Go on where `state` was taken."""
         load_training_state(self.reward, state["reward"])
-        self.reward.engine.learnt = dict(state["learnt"])
+        self.reward.engine.oom_limits = dict(oom_limits(state))
 
 
 def _pair_rows(batch: PairBatch) -> Tensor:

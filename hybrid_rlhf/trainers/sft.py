@@ -10,7 +10,7 @@ from torch import Tensor
 from hybrid_rlhf.algorithms.likelihood import imitation_loss
 from hybrid_rlhf.distributed import sum_over_ranks
 from hybrid_rlhf.metrics import Metrics
-from hybrid_rlhf.role_state import load_training_state, training_state
+from hybrid_rlhf.role_state import load_training_state, oom_limits, training_state
 from hybrid_rlhf.roles import Actor, TokenScores
 from hybrid_rlhf.tensors import SequenceBatch
 
@@ -50,9 +50,9 @@ class SFTTrainer:
     def state(self) -> dict:
         """Everything that the next step depends on; the tensors are no copies."""
         return {"policy": training_state(self.policy), "num_tokens": self.num_tokens,
-                "learnt": dict(self.policy.engine.learnt)}
+                "oom_limits": dict(self.policy.engine.oom_limits)}
 
     def load_state(self, state: Mapping) -> None:
         """Go on where `state` was taken."""
         load_training_state(self.policy, state["policy"])
-        self.num_tokens, self.policy.engine.learnt = int(state["num_tokens"]), dict(state["learnt"])
+        self.num_tokens, self.policy.engine.oom_limits = int(state["num_tokens"]), dict(oom_limits(state))

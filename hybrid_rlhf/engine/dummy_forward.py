@@ -8,7 +8,7 @@ from torch import Tensor
 from hybrid_rlhf.tensors import SequenceBatch
 
 
-def idle_batch(pad_id: int, device: torch.device) -> SequenceBatch:
+def dummy_batch(pad_id: int, device: torch.device) -> SequenceBatch:
     """The least there is to compute: one sequence of two tokens, of which one is predicted."""
     ids = torch.full((1, 2), pad_id, device=device)
     real = torch.ones_like(ids, dtype=torch.bool)
