@@ -60,7 +60,7 @@ smollm2-results: $(STAMP)
 crash: $(STAMP)
 	$(BIN)/python -m tests.crash.thirty --markdown docs/results/crash.md
 
-.PHONY: demo test test-slow lint install clean stage-files errors docs
+.PHONY: demo test test-slow lint install clean docs
 
 demo: $(STAMP)
 	$(BIN)/python train.py --stage all --seed $(SEED)
@@ -75,17 +75,11 @@ test-slow: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
 
-stage-files: $(STAMP)
-	$(BIN)/python examples/stages/write.py
-
 # Coverage-guided fuzzing of loaders, schema detection, configuration and the server's body: SECONDS for each target.
 .PHONY: fuzz
 fuzz: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
 	$(BIN)/python tests/fuzz/run.py --seconds $(or $(SECONDS),240)
-
-errors: $(STAMP)
-	$(BIN)/python docs/write_errors.py
 
 # The API reference as HTML, from the docstrings, in outputs/api.
 docs: $(STAMP)

@@ -1,6 +1,4 @@
-"""Write docs/errors.md: every message that is the user's to mend, read from the source, with what would fit.
-
-    python docs/write_errors.py            # writes the page beside this file
+"""Every message that is the user's to mend, read from the source, and whether it says what would fit.
 
 A message is the text of UserError(...), check(..., text), BadAnswer, BadScore, ExportDiffers, ApiError and Refused, or
 of a function that only wraps one of these. Fields of f-strings stand as {name}. The cure is what stands behind the
@@ -11,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -19,28 +16,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 ERRORS = {"UserError": 0, "BadAnswer": 0, "BadScore": 0, "ExportDiffers": 0, "Refused": 0, "ApiError": 1, "check": 1,
           "SaveError": 0, "NotFinite": 0}
-# Where each room's messages come from, in the order of a user's day. The first row that matches a file takes it.
-ROOMS = [
-    ("Command line and settings", ("hybrid_rlhf/cli.py", "hybrid_rlhf/config.py", "hybrid_rlhf/init.py",
-                                   "hybrid_rlhf/doctor.py")),
-    ("Data", ("hybrid_rlhf/data",)),
-    ("Models", ("hybrid_rlhf/models",)),
-    ("Stages and roles", ("training", "hybrid_rlhf/trainers", "hybrid_rlhf/algorithms", "hybrid_rlhf/collect.py",
-                          "hybrid_rlhf/roles.py", "hybrid_rlhf/layout.py", "hybrid_rlhf/policy.py",
-                          "hybrid_rlhf/rollout.py", "hybrid_rlhf/routing.py")),
-    ("Rewards", ("hybrid_rlhf/rewards",)),
-    ("Training, memory, generating", ("hybrid_rlhf/engine", "hybrid_rlhf/kernels")),
-    ("Runs, plans, reports, checkpoints, export", ("hybrid_rlhf/run", "hybrid_rlhf/exporter.py")),
-    ("Chat", ("inference/chat.py", "inference/commands.py", "inference/conversation.py", "inference/session.py",
-              "inference/voices.py", "inference/columns.py")),
-    ("Server", ("inference",)),
-    ("Everything else", ("",)),
-]
 CURE = re.compile(r"\b(?:must|needed|needs?|choose|give|takes?|there (?:is|are)|it has|at least|at most|known|use|only|"
                   r"pip install|reads? )\b|\{nearest\}|\{close\}|\{columns\}")
 TRANSPARENT = {"str", "repr", "len", "said", "first_line", "_first_line", "type", "one_line", "join", "sorted", "list",
                "tuple", "float", "int", "min", "max", "set"}
-DROPPED, UNHEARD = "Rows that are dropped and counted", ("the client has left",)
+UNHEARD = ("the client has left",)
 
 
 class Message(NamedTuple):
@@ -146,50 +126,3 @@ def all_messages() -> list[Message]:
 def cureless() -> list[Message]:
     """Messages that say what is wrong and not what would fit. Refused rows are reported by their reason alone."""
     return [m for m in all_messages() if m.kind != "Refused" and "; " not in m.text and not CURE.search(m.text)]
-
-
-def room_of(message: Message) -> str:
-    if message.kind == "Refused":
-        return DROPPED
-    return next(room for room, places in ROOMS if any(message.file.startswith(place) for place in places))
-
-
-def page() -> str:
-    """docs/errors.md."""
-    groups: dict[str, dict[tuple[str, str], None]] = {}
-    for message in all_messages():
-        what, _, cure = message.text.partition("; ")
-        groups.setdefault(room_of(message), {})[what, cure] = None
-    lines = [INTRODUCTION]
-    for room in (name for name, _ in ROOMS if name in groups):
-        lines += ["", f"## {room}", "", "| message | cure |", "|---|---|"]
-        lines += [f"| {shown(what)} | {shown(cure) if cure else 'as it says'} |" for what, cure in groups[room]]
-    lines += ["", f"## {DROPPED}", "", "Not errors: such a row is left out, and the run says how many and why.", ""]
-    lines += [f"- {shown(what)}" for what, _ in groups[DROPPED]]
-    return "\n".join(lines) + "\n"
-
-
-def shown(text: str) -> str:
-    """A text as code in a table's cell; what only suggests a nearest name is left out."""
-    text = re.sub(r"\{(?:nearest|close)\}", "", text).replace("|", "\\|")
-    return f"`` {text} ``" if "`" in text else f"`{text}`"
-
-
-INTRODUCTION = """\
-# Error messages
-
-Everything that hybrid_rlhf says of your input, with what mends it; words in braces stand for what differs from case
-to case. It is one line and the exit code is 2 (the server answers with a status and OpenAI's error object), before
-weights are read wherever that can be. Unknown options, wrong types and missing values are said by the option's
-name, its type and the nearest known name. A traceback and exit code 1 are a fault of ours: please report it.
-
-Written from the source by `python docs/write_errors.py` (`make errors`); a test compares."""
-
-
-def main() -> int:
-    (ROOT / "docs" / "errors.md").write_text(page(), encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
