@@ -113,3 +113,15 @@ def test_a_run_that_a_source_stopped_has_trained_nothing_on_it_and_the_same_comm
     assert len(resumed) == 3 and [r["reward"] for r in resumed] == [r["reward"] for r in whole]
     weights = [(place.folder / out / "model" / "model.safetensors").read_bytes() for out in ("failed", "whole")]
     assert weights[0] == weights[1]
+
+
+def test_a_function_of_one_s_own_that_is_given_messages_is_told_so_in_a_line(capsys):
+    from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
+    from hybrid_rlhf.training.reward_sources import check_columns
+
+    own = FunctionSource("polite", lambda completions: [0.0] * len(completions))
+    check_columns([own], {"prompt": "say red", "prompt_ids": [1]})
+    check_columns(open_functions(["builtin:numeric_match"], {}, 1.0), {"prompt": [{"role": "user"}], "answer": "1"})
+    assert capsys.readouterr().err == ""
+    check_columns([own], {"prompt": [{"role": "user", "content": "say red"}]})
+    assert "polite get completions as lists of one message" in capsys.readouterr().err

@@ -168,7 +168,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     tokenizers = {name: _tokenizer(config, path) for name, path in models.items()}
     rows, why = asked_prompts.which_rows(config.evaluate.rows, config.data, models.values())
     asked, report = asked_prompts.in_common(config.data, tokenizers, rows, config.evaluate.num_prompts, config.seed)
-    reward_sources.check_columns(others, next(iter(asked.values())).columns)
+    columns = next(iter(asked.values())).columns
+    reward_sources.check_columns(others, {name: values[0] for name, values in columns.items()})
     record = runfile.start(config.output_dir, config.stage, config, command)
     asked_prompts.tell(len(next(iter(asked.values()))), why or rows.replace("_", " "), report)
     collect_as_usual()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from hybrid_rlhf.config import check, nearest
+from hybrid_rlhf.distributed import is_main
 from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.rewards import RewardSource
+from hybrid_rlhf.rewards.builtin import BUILTINS
 from hybrid_rlhf.rewards.classifier import ClassifierSource
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
 from hybrid_rlhf.rewards.mixture import Mixture, Part
@@ -93,11 +96,17 @@ def _classifier(path: str, config: RewardConfig, raw: bool) -> ClassifierSource:
     return ClassifierSource(folder, name, raw=raw, **options)
 
 
-def check_columns(sources: list[RewardSource], columns: Iterable[str]) -> None:
-    """UserError where a function needs a column that the rows of the data do not have."""
-    names = [c for c in columns if c not in ("prompt", "prompt_ids", "text")]
-    for source in (s for s in sources if isinstance(s, FunctionSource)):
+def check_columns(sources: list[RewardSource], row: Mapping) -> None:
+    """UserError where a function needs a column that `row` of the data does not have; one line where it is given
+    messages, for a function that expects text may score them all 0."""
+    names = [c for c in row if c not in ("prompt", "prompt_ids", "text")]
+    functions = [s for s in sources if isinstance(s, FunctionSource)]
+    for source in functions:
         source.check_columns(names)
+    own = [s.name for s in functions if type(s.function) not in BUILTINS.values()]
+    if own and not isinstance(row.get("prompt", ""), str) and is_main():
+        print(f"reward: {', '.join(own)} get completions as lists of one message, as the data's prompts are messages: "
+              "the text is completion[0]['content']", file=sys.stderr)
 
 
 def combine(config: RewardConfig, model: ModelSource | None, others: list[RewardSource], scale: Scale | None
