@@ -78,7 +78,7 @@ setup(
     python_requires=">=3.10",
     packages=packages(),
     package_dir={f"hybrid_rlhf.{room}": room for room in ROOMS},
-    package_data={"": [f"**/*.{kind}" for kind in ("yaml", "yml", "cpp", "h", "jinja", "html", "css", "js")]},
+    package_data={"": [f"**/*.{kind}" for kind in ("typed", "yaml", "yml", "cpp", "h", "jinja", "html", "css", "js")]},
     install_requires=RUNTIME,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["hybrid-rlhf = hybrid_rlhf.cli:main"]},
