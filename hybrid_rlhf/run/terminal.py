@@ -195,11 +195,13 @@ def held(values: dict[str, float]) -> str:
 
 
 def sample_lines(sample: dict, width: int) -> list[str]:
-    """A sample on two lines of at most `width` columns. Behind a response stand its score and whether it is empty or
-    did not end by itself, however much of its text has to be cut for that."""
-    notes = {"completion": "".join(f"  ({note})" for note in remarks(sample))}
-    return [one_line(f"{name:>10}: {sample[name]}", width - len(notes.get(name, ""))) + notes.get(name, "")
-            for name in ("prompt", "completion") if name in sample]
+    """A sample on two lines of at most `width` columns: the end of the prompt, where the question is, and the beginning
+    of the response, with its score and whether it is empty or did not end by itself."""
+    lines = [last_line(f"{'prompt':>10}: ", sample["prompt"], width)] if "prompt" in sample else []
+    if "completion" in sample:
+        notes = "".join(f"  ({note})" for note in remarks(sample))
+        lines.append(one_line(f"{'completion':>10}: {sample['completion']}", width - len(notes)) + notes)
+    return lines
 
 
 def remarks(sample: dict) -> list[str]:
@@ -218,6 +220,18 @@ def one_line(text: str, width: int) -> str:
     indent = text[: len(text) - len(text.lstrip(" "))]
     text = neutralise(indent + " ".join(text.split()))
     return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)).rstrip() + "…"
+
+
+def last_line(label: str, text: str, width: int) -> str:
+    """As one_line, behind `label`; of a text that is too long the end is shown."""
+    from rich.cells import cell_len
+
+    text = one_line(text.strip(), 1 << 30)
+    if cell_len(label + text) <= width:
+        return label + text
+    while cell_len(label + text) >= width:
+        text = text[max(1, (cell_len(label + text) - width) // 2):]
+    return f"{label}…{text}"
 
 
 def short(name: str) -> str:
