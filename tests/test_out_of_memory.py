@@ -103,6 +103,10 @@ def test_a_whole_ppo_step_short_of_memory_in_scoring_and_updating_is_the_step_th
     resumed = ppo(settings())
     resumed.load_state(state)
     assert resumed.roles.oom_limits() == state["oom_limits"]
+    older = {("learnt" if name == "oom_limits" else name): value for name, value in state.items()}
+    resumed = ppo(settings())
+    resumed.load_state(older)  # as checkpoints called it before
+    assert resumed.roles.oom_limits() == state["oom_limits"]
 
 
 def test_one_row_that_does_not_fit_is_an_error_that_names_its_tokens_and_what_to_change():
