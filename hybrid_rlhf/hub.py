@@ -26,6 +26,14 @@ def stay_offline_if_unreachable() -> None:
             sys.modules[module].HF_HUB_OFFLINE = True
 
 
+def advice(path: str) -> str:
+    """What would fit in place of `path`, from which no model can be read."""
+    if not _is_offline():
+        return "give a folder with config.json, or a hub id"
+    return (f"the hub is out of reach: give a folder with config.json, or download it first where there is a network "
+            f"(hf download {path})")
+
+
 def _is_offline() -> bool:
     return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")
                for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))

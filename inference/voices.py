@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -63,7 +64,21 @@ def chain_of(path: str) -> Chain:
 def model_folder(path: str) -> Path:
     """A run's folder stands for the model in it."""
     folder = Path(path)
-    return folder / "model" if (folder / "run.json").exists() and (folder / "model").is_dir() else folder
+    if not (folder / "run.json").exists() or not (folder / "model").is_dir():
+        return folder
+    _tell_unfinished(folder)
+    return folder / "model"
+
+
+def _tell_unfinished(run: Path) -> None:
+    """A line on stderr where the model in a run's folder is not that of the run that its record tells of."""
+    try:
+        status = json.loads((run / "run.json").read_text(encoding="utf-8"))["status"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return
+    if status != "finished":
+        print(f"note: the run in {run} is not finished ({status}); the model there is of a run before it",
+              file=sys.stderr)
 
 
 def open_voices(places: dict[str, str], sampling: SamplingConfig, seed: int = 0,

@@ -126,10 +126,14 @@ def test_the_spread_of_scores_is_that_of_rows_that_the_reward_model_has_not_seen
     held_out = sum(datasets.is_held_out(f"say {w}", 0.3) for w in WORDS)
     found = facts["score_statistics"]
     assert (found["on"], found["count"]) == ("held-out demonstrations", held_out)
-    assert "the spread of the scores" not in capsys.readouterr().err
+    assert "on the scale of" not in capsys.readouterr().err
     run(place, "reward", "pairs.jsonl", *TRAIN, "--data.eval_fraction", "0.05")
     few = sum(datasets.is_held_out(f"say {w}", 0.05) for w in WORDS)
-    assert 0 < few < 16 and f"is that of {few} held-out demonstrations" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert 0 < few < 16
+    assert f"of the answers in 60 pairs, training ones among them, for there are only {few} held" in said
+    found = json.loads((place / "reward" / "run.json").read_text())["facts"]["score_statistics"]
+    assert found["count"] == 120 and found["std"] > 0
 
 
 def test_prompts_of_ppo_are_shown_before_there_is_a_reward_model(place, capsys) -> None:

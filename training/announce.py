@@ -121,6 +121,8 @@ def _next(config: object, record: runfile.RunRecord) -> str:
     words = ["--stage", stage, "--data.sources", _sources(config.data, stage)]
     words += [word for option in CARRIED for word in _carried(config, option)]
     target = folder.parent / stage
+    if target.exists():  # of another run
+        target = folder.parent / f"{folder.name}-{stage}"
     start = folder if stage == "reward" else record.facts["base_model"]
     if not _is_found(start, target, "sft"):
         words += ["--model.model_name_or_path", str(start)]

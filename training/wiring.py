@@ -75,8 +75,10 @@ def open_tokenizer(model: ModelConfig, data: DataConfig, stage: str, seed: int):
 
 
 def give_template(tokenizer, data: DataConfig, stage: str) -> None:  # noqa: ANN001
-    """A chat template where messages are to be rendered; plain text needs none and gets no new tokens."""
-    if data.chat_template or datasets.is_conversational(data, stage):
+    """A chat template where messages are to be rendered, and where SFT makes an assistant of questions and answers in
+    plain text (not data.raw). Text that goes on needs none and gets no new tokens."""
+    is_dialogue = stage == "sft" and not data.raw and datasets.has_plain_prompts(data, stage)
+    if data.chat_template or is_dialogue or datasets.is_conversational(data, stage):
         chat.ensure_template(tokenizer, data.chat_template)
 
 

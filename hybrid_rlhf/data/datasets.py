@@ -156,9 +156,11 @@ def open_sources(config: DataConfig, stage: str) -> list[Opened]:
     serving = [o for o in opened if TRAININGS[stage] in KINDS[o.form.kind]]
     for each in opened:
         needed = each.source.stages or not serving
+        others = [name for name in each.rows[0] if name not in each.form.required]
+        cure = f", or say what {' and '.join(others)} are by the source's `columns`" if others else ""
         check(each in serving or not needed,
               f"{each.source.path} is {each.form.name} data ({', '.join(each.form.required)}), which holds no "
-              f"{TRAININGS[stage]}s for stage {stage}; give other data, or name its stages by `stages`")
+              f"{TRAININGS[stage]}s for stage {stage}; give other data{cure}")
     return serving
 
 

@@ -12,6 +12,7 @@ from pickle import PickleError
 import torch
 from torch import nn
 
+from hybrid_rlhf import hub
 from hybrid_rlhf.config import UserError, check, nearest
 from hybrid_rlhf.hub import stay_offline_if_unreachable
 from hybrid_rlhf.models import complete, quantize
@@ -290,8 +291,8 @@ def configuration(config: ModelConfig):  # noqa: ANN201 - a transformers class
     try:
         found = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"cannot read the configuration of {path}: {first_line(error)}; "
-                        "give a folder with config.json, or a hub id") from error
+        raise UserError(f"cannot read the configuration of {path}: {first_line(error).rstrip('.')}; "
+                        f"{hub.advice(path)}") from error
     check(not getattr(found, "is_encoder_decoder", False),
           f"{path} is an encoder-decoder ({found.model_type}); a causal language model is needed")
     complete.check_plain_weights(found, path, config.quantize)

@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from hybrid_rlhf import hub
 from hybrid_rlhf.config import UserError, check
 from hybrid_rlhf.models.dropout import disable_dropout
 from hybrid_rlhf.models.load import PRESETS, ModelConfig, check_folder, prepare, resolve_dtype
@@ -84,8 +85,8 @@ def read_config(model: ModelConfig):  # noqa: ANN201 - a transformers class
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot read the configuration of {path}: {first}; "
-                        "give a folder with config.json, or a hub id") from error
+        raise UserError(f"cannot read the configuration of {path}: {first.rstrip('.')}; "
+                        f"{hub.advice(path)}") from error
     check(not getattr(config, "is_encoder_decoder", False),
           f"{path} is an encoder-decoder ({config.model_type}); a causal language model is needed")
     _configs[path] = config
@@ -126,6 +127,7 @@ def empty_model(config, model: ModelConfig, device: torch.device, *, is_scalar: 
         with no_init_weights(), torch.device("meta"), _quiet():
             made = getattr(transformers, kind).from_config(
                 settings, dtype=resolve_dtype(model.dtype, device), trust_remote_code=model.trust_remote_code, **named)
+            made.tie_weights()  # which transformers leaves out where nothing is initialised
     except (ValueError, ImportError) as error:
         raise UserError(f"{config.model_type}: {str(error).strip().splitlines()[0]}; "
                         "--plan needs a model that transformers can build") from error

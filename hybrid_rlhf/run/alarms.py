@@ -288,8 +288,8 @@ def answered(answers: Sequence[dict], limits: Limits | None = None) -> list[Alar
     if not ended or endless <= (limits or Limits()).max_clipped * len(ended):
         return []
     return [Alarm("endless answers", f"{endless} of {len(ended)} answers to the fixed prompts did not end by "
-                                     "themselves: the model has not learned to stop. Train longer, or at a higher "
-                                     "rate; raise max_new_tokens if its answers are longer than that.")]
+                                     "themselves. Raise max_new_tokens if its answers are longer than that; else the "
+                                     "model has not learned to stop: train longer, or at a higher rate.")]
 
 
 CHECKS: tuple[Callable[[History, Limits], list[Alarm]], ...] = (

@@ -85,7 +85,7 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
                     if is_best and path:
                         checkpoint.keep_best(path)
                 if is_stopped or (is_last and _any(bool(interrupts))):  # the second: during evaluation or saving
-                    raise Stopped(f"stopped after step {step} of {total_steps}; {_where(path)}")
+                    raise Stopped(f"stopped after step {step} of {total_steps}; {_where(path, record)}")
                 if is_last:
                     break
             reporter.answered(step, answers)
@@ -93,9 +93,10 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
     return saver.values | {"time/per_step": (time.perf_counter() - started) / max(1, step - first)}
 
 
-def _where(path: Path | None) -> str:
+def _where(path: Path | None, record: RunRecord) -> str:
     """How the run goes on; the path last, for people to copy."""
-    return f"the same command goes on there; the checkpoint is {path}" if path else (
+    never = " without --resume never" if record.config.get("resume") == "never" else ""
+    return f"the same command{never} goes on there; the checkpoint is {path}" if path else (
         "no checkpoint of it could be saved: the same command goes on from an earlier one, or begins again")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hybrid_rlhf import activity
 from hybrid_rlhf.distributed import is_main
+from hybrid_rlhf.run.first_step import first_lines
 from hybrid_rlhf.run.lines import Lines
 from hybrid_rlhf.run.random_state import undisturbed
 from hybrid_rlhf.run.runfile import RunRecord
@@ -72,6 +73,9 @@ class Reporter:
         if is_logged:
             self._track(step, values)
         self.progress.step(step, values, is_logged=is_logged, samples=newest)
+        for line in first_lines([{"step": step, **values}]):  # of the first step only
+            if line.startswith("Verdict: ") and not line.startswith("Verdict: healthy"):
+                self.say(f"warning: before the first update: {line.removeprefix('Verdict: ')}")
 
     @undisturbed()
     def answered(self, step: int, answers: Callable[[], list[dict]] | None) -> None:

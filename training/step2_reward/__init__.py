@@ -20,7 +20,7 @@ from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.reward import RewardTrainer
 from hybrid_rlhf.training import announce, answers, defaults, unused, wiring
 
-FEW_STATISTICS = 16  # rows: with fewer the spread of their scores is a guess
+FEW_STATISTICS = 16  # rows; the spread of fewer scores is a guess
 NUM_STATISTICS = 512  # sequences whose scores give the mean and spread that stage 3 normalises by
 
 
@@ -148,10 +148,14 @@ def score_statistics(role: Reward, config: Config, tokenizer, data: datasets.Sta
     except UserError:  # no source holds demonstrations
         rows, where = _unseen(data, False)
         batch, where = collate.collate_pairs(rows, tokenizer.pad_token_id).sequences, f"{where}pairs"
+    if len(rows) < FEW_STATISTICS:  # whose spread is a guess: good and bad answers together are too wide rather
+        few = f"{len(rows)} {where}"
+        rows = [part[i] for part in (data.held_out, data.train) for i in range(len(part))][:NUM_STATISTICS]
+        batch, where = collate.collate_pairs(rows, tokenizer.pad_token_id).sequences, "pairs, training ones among them"
+        if is_main():
+            print(f"warning: stage ppo will put scores on the scale of the answers in {len(rows)} {where}, for there "
+                  f"are only {few}; raise data.eval_fraction or give more rows", file=sys.stderr)
     scores = role.score(batch)
-    if len(rows) < FEW_STATISTICS and is_main():
-        print(f"warning: the spread of the scores, by which stage ppo divides them, is that of {len(rows)} {where}; "
-              "raise data.eval_fraction or give more rows", file=sys.stderr)
     spread = float(scores.std(correction=0))
     return {"mean": float(scores.mean()), "std": spread if spread > 1e-6 else 1.0, "count": len(scores), "on": where}
 
