@@ -269,7 +269,7 @@ def _one_line(error: Exception, known: list[str], unused: Mapping[str, str], pro
     name = f"{group.group(1)}.{name}" if group else name
     if meant := next((text for option, text in unused.items() if _is_below(name, (option,))), None):
         return f"{name} is not used by {prog[prog.find('--stage'):]}; {meant}"
-    section = name.partition(".")[0]
-    if section != name and not any(option.startswith(f"{section}.") for option in known):
+    section, close = name.partition(".")[0], nearest(name, known)
+    if not close and section != name and not any(option.startswith(f"{section}.") for option in known):
         return f"unknown option {name}: {prog[prog.find('--stage'):]} has no {section} options; --help lists its own"
-    return f"unknown option {name}{nearest(name, known) or '; --help lists all options'}"
+    return f"unknown option {name}{close or '; --help lists all options'}"
