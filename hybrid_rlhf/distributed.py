@@ -45,7 +45,7 @@ def init_process_group() -> None:
     os.environ.setdefault("LOCAL_RANK", "0")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if "RANK" in os.environ:
+    if {"RANK", "MASTER_ADDR"} <= os.environ.keys():  # accelerate leaves RANK alone behind in a process of its own
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

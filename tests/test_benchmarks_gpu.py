@@ -31,6 +31,7 @@ def test_the_benchmark_runs_dry_without_what_its_machine_lacks(tmp_path):
     assert "DIFFERENT" not in done.stdout and done.stdout.count(" equal ") == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["llama-8b-qlora", pytest.param("opt-1.3b-full", marks=pytest.mark.slow)])
 def test_ppo_steps_run_dry_and_tell_their_parts(case, tmp_path):
     done = subprocess.run([sys.executable, "benchmarks/gpu_ppo.py", "--dry-run", "--out", str(tmp_path), "--cases",

@@ -74,7 +74,8 @@ def argv_of(folder: Path, where: str, batch: int, *more: str) -> dict[str, list[
     lora = ["--model.model_name_or_path", f"{folder}/{where}/sft", "--model.lora.r", "4"]
     extra = {"sft": ["--model.model_name_or_path", f"{folder}/base"], "reward": [], "ppo": ppo,
              "lora_reward": [*lora, "--train.learning_rate", "0.5"],
-             "lora_ppo": [*lora, *ppo, "--roles.reward.model_name_or_path", f"{folder}/{where}/lora_reward",
+             "lora_ppo": [*lora, *ppo, "--ppo.num_ppo_epochs", "1", "--ppo.num_minibatches", "1",
+                          "--roles.reward.model_name_or_path", f"{folder}/{where}/lora_reward",
                           "--roles.share_base", "true"], "grpo": grpo, "dpo": [],
              "online_dpo": ["--online.sampling.max_new_tokens", "6", "--roles.actor.learning_rate", "0.05"],
              "rejection": ["--rejection.sampling.max_new_tokens", "6", "--rejection.sampling.num_samples", "3",

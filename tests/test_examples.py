@@ -29,6 +29,7 @@ def example(monkeypatch, tmp_path):
     return module
 
 
+@pytest.mark.slow
 def test_thirty_lines_of_python_run_the_three_stages_without_the_launcher(example, tmp_path, monkeypatch, capfd
                                                                           ) -> None:
     text = SCRIPT.read_text()

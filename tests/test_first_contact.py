@@ -66,7 +66,8 @@ def test_tied_weights_are_counted_once(tmp_path):
       "builtin:length_penalty"], "builtin:length_penalty needs max_tokens and buffer; give reward.options"),
 ])
 def test_a_mistake_is_one_line_with_what_would_fit(place, monkeypatch, capsys, words, said):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # for what is imported from here on, and for what was before
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     odd = [{"prompt": question, "good": answer, "bad": "no"} for question, answer in PAIRS]
     (place / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in odd))
     assert main(words) == 2

@@ -72,6 +72,7 @@ def test_other_flags_another_processor_or_another_torch_is_another_build(source,
     assert len(found) == 4
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_processes_that_start_together_build_once(source, cache):
     code = textwrap.dedent(f"""

@@ -169,6 +169,7 @@ def test_a_reward_model_with_experts_tells_its_pairs_apart(kind):
     assert seen[-1]["loss"] < 0.1 < seen[0]["loss"] and seen[-1]["accuracy"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_adapters", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ppo_learns_to_say_rewarded_tokens_by_a_model_with_experts(kind, has_adapters):

@@ -22,6 +22,7 @@ def _check(found: dict, least: int) -> None:
     assert found["descriptors"][1] <= found["descriptors"][0] + 5
 
 
+@pytest.mark.slow
 def test_a_small_crowd_gets_right_answers_and_leaves_nothing_behind(model, tmp_path):
     with served(model, "--max_context", "200", "--max_batch", "4", "--max_queue", "8") as (url, pid):
         _check(crowd(url, pid, 2.0, 16, str(tmp_path), patience=0.5), 1)

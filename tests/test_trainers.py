@@ -244,12 +244,14 @@ def test_gamma_and_lam_stay_what_they_were_and_kl_coef_adapts_once_per_step():
     assert trainer.kl_coef.value == pytest.approx(0.1 * (1 - 0.2 * 12 / 100))  # no KL yet: the full step down
 
 
+@pytest.mark.slow
 def test_ppo_learns_to_say_a_rewarded_token():
     trainer = ppo(settings(num_ppo_epochs=4, num_minibatches=2, kl_coef=0.0), count_of(42), rate=1e-2)
     scores = [trainer.step(PROMPTS).compute()["reward"] for _ in range(40)]
     assert sum(scores[-5:]) / 5 > 10 * max(sum(scores[:5]) / 5, 0.2)
 
 
+@pytest.mark.slow
 def test_a_high_price_of_kl_keeps_the_actor_near_the_reference():
     far, near = (ppo(settings(num_ppo_epochs=2, num_minibatches=2, kl_coef=c), count_of(42), rate=1e-2)
                  for c in (0.0, 2.0))

@@ -80,7 +80,7 @@ def _of_scores(signal: RewardSignal) -> str:
     if signal.is_constant:
         if signal.mean == 0:
             return (f"{_prompts(0, signal)} ever score above 0: no method can learn this; begin with SFT, or an easier "
-                    "task (of a penalty, 0 says that there is nothing to mend)")
+                    "task")
         if signal.mean == 1 and signal.is_binary:
             return "solved: every response scores 1, and nothing is left to learn; take harder prompts"
         return f"every response scores {signal.mean:.4g}: no method can learn from that; look at the reward"

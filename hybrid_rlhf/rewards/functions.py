@@ -188,13 +188,13 @@ def _builtin(name: str, source: str, options: dict) -> Callable:
     check(name in BUILTINS, f"reward.functions: there is no builtin:{name}{nearest(name, BUILTINS)}; there are "
                             f"{', '.join(BUILTINS)}")
     known = list(BUILTINS[name].__dataclass_fields__)
+    for key in options:
+        check(key in known, f"reward.options.{source}: there is no {key}{nearest(key, known)}; there are "
+                            f"{', '.join(known)}")
     missing = [n for n, f in BUILTINS[name].__dataclass_fields__.items() if n not in options
                and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
     check(not missing, f"reward.functions: builtin:{name} needs {' and '.join(missing)}; give reward.options "
                        f"'{{{source}: {{{', '.join(f'{n}: ...' for n in missing)}}}}}'")
-    for key in options:
-        check(key in known, f"reward.options.{source}: there is no {key}{nearest(key, known)}; there are "
-                            f"{', '.join(known)}")
     try:
         return BUILTINS[name](**options)
     except (TypeError, ValueError) as error:
