@@ -33,6 +33,12 @@ def watched(monkeypatch, width: int = 80) -> None:
         monkeypatch.setenv(name, value)
 
 
+def test_metrics_of_one_last_part_are_told_apart_in_the_line_of_held_out_rows(capsys, clock):
+    with Progress("dpo", ("rewards/margins",), 3) as progress:
+        progress.evaluated(3, {"eval/loss": 0.5, "eval/rewards/chosen": 0.25, "eval/logps/chosen": -18.5})
+    assert "held out: loss 0.5  rewards/chosen 0.25  logps/chosen -18.5" in capsys.readouterr().err
+
+
 def test_into_a_pipe_go_plain_lines_and_nothing_to_stdout(capsys, clock):
     with Progress("ppo", KEYS, 10) as progress:
         for step in (1, 2):
@@ -43,7 +49,7 @@ def test_into_a_pipe_go_plain_lines_and_nothing_to_stdout(capsys, clock):
     assert out == ""
     first, second, last = err.splitlines()
     assert first == "ppo 2/10  reward 0.1235  kl 2  mean_length 13.25  4:00 left"
-    assert second == "ppo 2/10  held out: reward 0.5  kl 1.5  std 0.25", "kl is said once"
+    assert second == "ppo 2/10  held out: reward 0.5  kl 1.5  x/std 0.25", "kl is said once"
     assert last.startswith("ppo: 2 steps in 1:00, ") and last.endswith("iB of memory at most")
 
 

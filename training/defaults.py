@@ -5,6 +5,7 @@ docs/guide/hyperparameters.md says which values are the literature's and which w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
@@ -93,6 +94,7 @@ def resolve(config: object, start: ModelConfig | None = None) -> object:
             if is_small is None:
                 is_small = _is_small(start or _start(config))
             value = (value.lora if config.model.lora.r else value.full) * (SMALL_FACTOR if is_small else 1)
+            value = float(f"{value:.6g}")  # 1e-5, where the product is 9.999999999999999e-06
         found[option] = value
     for option, value in found.items():
         config = with_value(config, option, value)
@@ -113,7 +115,8 @@ def told(config: object) -> str:
     """The values that the run goes by of all options that the table has for its method, given or filled in."""
     found = {option: value_of(config, option) for option in TABLE.get(method_of(config), {})}
     rates = [(TABLE[method_of(config)][option], value) for option, value in found.items() if option.endswith("_rate")]
-    is_small = any(value == SMALL_FACTOR * (rate.lora if config.model.lora.r else rate.full) for rate, value in rates)
+    is_small = any(math.isclose(value or 0, SMALL_FACTOR * (rate.lora if config.model.lora.r else rate.full))
+                   for rate, value in rates)
     note = f" (rates {SMALL_FACTOR} times the usual ones, for a model so small)" if is_small else ""
     return ", ".join(f"{option} {value:g}" for option, value in found.items() if value not in (None, -1)) + note
 

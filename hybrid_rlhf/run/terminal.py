@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from hybrid_rlhf import activity
@@ -84,9 +86,9 @@ class Progress:
             return
         first = [k for k in self.keys if k in named]
         taken = {short(k) for k in first}  # kl and objective/kl would both be called kl
-        order = first + [k for k in named if k not in first and short(k) not in taken]
+        order = (first + [k for k in named if k not in first and short(k) not in taken])[:6]
         self._print(f"{self.stage} {step}/{self.total}  held out: "
-                    + "  ".join(f"{short(k)} {number(named[k])}" for k in order[:6]), style="green")
+                    + "  ".join(f"{name} {number(named[k])}" for k, name in _names(order).items()), style="green")
 
     def alarms(self, texts: list[str]) -> None:
         """What went wrong, a line each."""
@@ -232,6 +234,13 @@ def last_line(label: str, text: str, width: int) -> str:
     while cell_len(label + text) >= width:
         text = text[max(1, (cell_len(label + text) - width) // 2):]
     return f"{label}…{text}"
+
+
+def _names(metrics: Sequence[str]) -> dict[str, str]:
+    """Metrics as one line names them: by their last part, and by all of it where two have the same."""
+    last = Counter(map(short, metrics))
+    return {name: short(name) if last[short(name)] == 1 and short(name) not in ("mean", "std") else name
+            for name in metrics}
 
 
 def short(name: str) -> str:
