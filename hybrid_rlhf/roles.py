@@ -85,7 +85,7 @@ class Actor:
         ended = [reason == "eos" for reason in generation.finish_reasons]
         texts = self.tokenizer.batch_decode(
             [row[: len(row) - int(end)] for row, end in zip(generation.tokens, ended, strict=True)],
-            skip_special_tokens=True)
+            skip_special_tokens=True) if ended else []  # of no texts it makes one
         rollout = Rollout.from_responses(prompts, generation.tokens, ended, self.engine.pad_id, texts)
         rollout.sampled_logprobs = pad_right(generation.logprobs, 0.0, torch.float32)
         return rollout

@@ -2,7 +2,12 @@
 
 import pytest
 import torch
+from tiny import tiny_causal_lm, tiny_tokenizer
 
+from hybrid_rlhf.collect import signal_of
+from hybrid_rlhf.engine import HybridEngine, SamplingConfig
+from hybrid_rlhf.policy import PolicyModule
+from hybrid_rlhf.roles import Actor
 from hybrid_rlhf.rollout import Prompts, Rollout
 
 
@@ -43,6 +48,17 @@ def test_two_processes_count_together():
     found = (one + two).compute()
     assert found["completions/distinct_answers"] == 3 / 4  # a a, and b c
     assert found["completions/distinct_2"] == 1 / 4  # 5 3 four times
+
+
+def test_a_process_without_prompts_has_a_rollout_of_none_and_says_nothing():
+    model = tiny_causal_lm()
+    actor = Actor(HybridEngine(PolicyModule(model), model, eos_ids=[3], pad_id=0), tiny_tokenizer())
+    with actor.inference():
+        made = actor.generate(Prompts([], []), SamplingConfig(max_new_tokens=2), 0)
+    made.scores = torch.zeros(0)
+    assert len(made) == 0 and made.completions == []
+    assert signal_of(made, 2).num_prompts == 0
+    assert "completions/mean_length" not in made.metrics().compute()
 
 
 def test_without_answers_nothing_is_said_of_them():

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {"hybrid_rlhf": "hybrid_rlhf", "training": "hybrid_rlhf/training", "inference": "hybrid_rlhf/inference"}
-DATA = (".py", ".yaml", ".yml", ".cpp", ".h", ".jinja", ".html", ".css", ".js")
+DATA = (".py", ".typed", ".yaml", ".yml", ".cpp", ".h", ".jinja", ".html", ".css", ".js")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from tests.crash.place import argv_of, prepare, run
 from tests.tiny import save_tiny
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 COUNTED = ("import atexit, resource as r, sys\n"
