@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import mean
 
-from smollm2_settings import EXPERIMENTS
+from smollm2_settings import COMMON, EXPERIMENTS
 
 from hybrid_rlhf.run.evaluate import wilson
 
@@ -80,10 +80,11 @@ def means(found: dict) -> list[str]:
 
 
 def settings(found: dict) -> list[str]:
-    """Each row's own command line, without what all have."""
+    """What all rows of ours were given, and each row's own command line without it."""
     there = [name for name in EXPERIMENTS if any(r["row"] == name for r in found["rows"])]
-    return ["| row | command |", "|---|---|",
-            *(f"| {n} | `--stage {EXPERIMENTS[n].stage} {' '.join(EXPERIMENTS[n].words)}` |" for n in there)]
+    rest = {n: " ".join(word for word in EXPERIMENTS[n].words if word not in COMMON) for n in there}
+    return [f"Every run of ours has `{' '.join(COMMON)}`.", "", "| row | command |", "|---|---|",
+            *(f"| {n} | `--stage {EXPERIMENTS[n].stage} {rest[n]}` |" for n in there)]
 
 
 def missing(found: dict) -> list[str]:

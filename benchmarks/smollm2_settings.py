@@ -16,13 +16,13 @@ class Experiment(NamedTuple):
 
 SEEDS = (0, 1, 2)
 _START = "--model.model_name_or_path=START"
-_ALL = ["--data.split=null", "--train.num_fixed_prompts=0", "--train.save_minutes=0", "--train.logging_steps=1",
-        "--train.max_eval_batches=1", "--data.eval_fraction=0.02", "--train.warmup_ratio=0"]
-_ANSWERS = [_START, *_ALL, "--data.sources=[{path: SUMS/train.jsonl}]", "--ppo.sampling.max_new_tokens=12",
+COMMON = ["--data.split=null", "--train.num_fixed_prompts=0", "--train.save_minutes=0", "--train.logging_steps=1",
+          "--train.max_eval_batches=1", "--data.eval_fraction=0.02", "--train.warmup_ratio=0"]
+_ANSWERS = [_START, *COMMON, "--data.sources=[{path: SUMS/train.jsonl}]", "--ppo.sampling.max_new_tokens=12",
             "--ppo.sampling.num_samples=8", "--train.per_device_train_batch_size=8", "--train.max_steps=24",
             "--train.lr_scheduler_type=constant"]
 _SUMS = [*_ANSWERS, "--reward.functions=builtin:numeric_match"]
-_PAIRS = [*_ALL, "--data.sources=[{path: SUMS/pairs.jsonl}]", "--train.max_steps=40",
+_PAIRS = [*COMMON, "--data.sources=[{path: SUMS/pairs.jsonl}]", "--train.max_steps=40",
           "--train.per_device_train_batch_size=8"]
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -32,7 +32,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "grpo_lora16": Experiment("grpo", [*_SUMS, "--model.lora.r=16"]),
     "grpo_lora1": Experiment("grpo", [*_SUMS, "--model.lora.r=1"]),
     "dpo": Experiment("dpo", [_START, *_PAIRS]),
-    "base_sft": Experiment("sft", ["--model.model_name_or_path=BASE", *_ALL, "--train.max_steps=40",
+    "base_sft": Experiment("sft", ["--model.model_name_or_path=BASE", *COMMON, "--train.max_steps=40",
                                    "--train.per_device_train_batch_size=8",
                                    "--data.sources=[{path: SUMS/talks.jsonl}]"]),
     "reward": Experiment("reward", [_START, *_PAIRS]),
