@@ -19,7 +19,7 @@ from tests.rank_checks import LAYOUTS
 from tests.stage_options import used
 from tests.tiny import save_tiny
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]  # the first test waits for every run of both ranks
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]  # the first test waits for every run of both ranks
 ROOT = Path(__file__).parents[1]
 WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the moon", "tree", "old book", "wind"]
 RUNS = {"sft": "sft", "reward": "reward", "ppo": "ppo", "lora_reward": "reward", "lora_ppo": "ppo", "grpo": "grpo",
@@ -51,7 +51,7 @@ def start(words: list[str], folder: Path = ROOT, **env: str) -> subprocess.Popen
 
 def ended(started: subprocess.Popen) -> subprocess.CompletedProcess:
     try:
-        out, err = started.communicate(timeout=240)
+        out, err = started.communicate(timeout=420)
     except subprocess.TimeoutExpired:
         started.terminate()  # the launcher ends its processes; killed, it would leave them
         out, err = started.communicate(timeout=60)
@@ -74,7 +74,9 @@ def argv_of(folder: Path, where: str, batch: int, *more: str) -> dict[str, list[
     lora = ["--model.model_name_or_path", f"{folder}/{where}/sft", "--model.lora.r", "4"]
     extra = {"sft": ["--model.model_name_or_path", f"{folder}/base"], "reward": [], "ppo": ppo,
              "lora_reward": [*lora, "--train.learning_rate", "0.5"],
+             # one update of one micro-batch: ZeRO 3 gathers each of the adapters' modules by itself, 5 s a pass by gloo
              "lora_ppo": [*lora, *ppo, "--ppo.num_ppo_epochs", "1", "--ppo.num_minibatches", "1",
+                          "--engine.micro_batch_tokens", "1000",
                           "--roles.reward.model_name_or_path", f"{folder}/{where}/lora_reward",
                           "--roles.share_base", "true"], "grpo": grpo, "dpo": [],
              "online_dpo": ["--online.sampling.max_new_tokens", "6", "--roles.actor.learning_rate", "0.05"],

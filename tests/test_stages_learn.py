@@ -19,6 +19,9 @@ PAIRS = {"what is the sky": "blue", "what is the sea": "green", "name a pet": "a
          "who lives in a wood": "a red fox", "say nothing": "no", "last word of sun cat": "cat", "first": "once upon"}
 
 
+pytestmark = pytest.mark.slow  # learning
+
+
 @pytest.fixture(scope="module")
 def memorised(tmp_path_factory):
     """The folder of an SFT run that saw eight demonstrations again and again."""

@@ -14,6 +14,9 @@ from tests.crash.place import Nursery, argv_of, difference, prepare, rows_of, th
 STAGES = ("sft", "reward", "ppo")
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("crash"))
@@ -36,7 +39,7 @@ def straight(place, nurseries):
     return done
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, 2)])
+@pytest.mark.parametrize("seed", range(3))
 def test_three_stages_killed_at_random_moments_end_as_the_ones_that_were_not(place, nurseries, straight, seed):
     """Twice in the midst of a save and twice by the clock, then to the end; --stage all goes on where it was. By the
     clock a machine that has become idle meanwhile may be done already, so those come last. The first is in the second
