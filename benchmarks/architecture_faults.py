@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from hybrid_rlhf.engine.attend import SlotAttention
-from hybrid_rlhf.engine.kv_cache import StateRows
+from hybrid_rlhf.engine.decode.attention import SlotAttention
+from hybrid_rlhf.engine.decode.kv_cache import StateRows
 
 
 @contextmanager

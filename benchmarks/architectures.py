@@ -32,11 +32,11 @@ from architecture_faults import FAULTS
 from tiny_configs import all_types, tiny_model
 from torch import Tensor, nn
 
-from hybrid_rlhf.config import UserError
-from hybrid_rlhf.engine import runner as runner_module
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.engine.decode import runner as runner_module
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
+from hybrid_rlhf.engine.decode.scheduler import stream
 from hybrid_rlhf.engine.hybrid import HybridEngine
-from hybrid_rlhf.engine.sampling import SamplingConfig
-from hybrid_rlhf.engine.scheduler import stream
 from hybrid_rlhf.kernels import REFERENCE, cpu, ops_for
 from hybrid_rlhf.kernels.ops import Ops
 

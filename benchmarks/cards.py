@@ -19,10 +19,10 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-from hybrid_rlhf.config import parse
-from hybrid_rlhf.run.amounts import Cards
-from hybrid_rlhf.run.plan import Plan
-from hybrid_rlhf.training import planning, step3_ppo
+from hybrid_rlhf.core.config import parse
+from hybrid_rlhf.memory_plan.amounts import Cards
+from hybrid_rlhf.memory_plan.plan import Plan
+from hybrid_rlhf.training import memory_options, step3_ppo
 
 CARDS = (8, 12, 16, 24, 48, 80)  # GiB
 TOKENS = (4096, 2048, 1024)
@@ -55,7 +55,7 @@ def plan_of(folder: str, way: str, gib: int, tokens: int) -> Plan:
         f"--model.model_name_or_path={folder}", f"--roles.reward.model_name_or_path={folder}", "--model.dtype=bfloat16",
         "--model.gradient_checkpointing=true", "--data.max_prompt_length=512", "--ppo.sampling.max_new_tokens=512",
         "--train.per_device_train_batch_size=8", f"--engine.micro_batch_tokens={tokens}", *WAYS[way]], prog="cards")
-    plan, = planning.plans_of(config, planning.Place.of(Cards(1, 1, gib << 30)))
+    plan, = memory_options.plans_of(config, memory_options.Place.of(Cards(1, 1, gib << 30)))
     return plan
 
 

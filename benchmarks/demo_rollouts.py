@@ -25,7 +25,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 from harness import machine, write_rows
 
 _BY_GENERATE = """
-from hybrid_rlhf.engine.runner import Runner
+from hybrid_rlhf.engine.decode.runner import Runner
 Runner._try = lambda self, path: "refused, to be measured without it"
 """
 _RUN = """

@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import nn
 
-from hybrid_rlhf.engine.graphs import called
+from hybrid_rlhf.engine.decode.cuda_graphs import called
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.hybrid import HybridEngine
-from hybrid_rlhf.engine.sampling import SamplingConfig
 
 OPT = dict(model_type="opt", hidden_size=2048, word_embed_proj_dim=2048, num_hidden_layers=24, num_attention_heads=32,
            ffn_dim=8192, vocab_size=50272, max_position_embeddings=2048)

@@ -34,7 +34,7 @@ from gpu import machine
 from harness import write_rows
 from ppo_models import SHAPES, make_folders, prompts_of, roles_of, trainer_of
 
-from hybrid_rlhf.engine.memory import meter
+from hybrid_rlhf.engine.device_memory import meter
 
 GAIN = 1.05  # by which twice the batch must be faster to be tried twice more
 

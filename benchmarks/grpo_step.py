@@ -24,15 +24,15 @@ from harness import Times, alternate, machine, step_parser, write_rows
 from peers.trl_grpo import TrlGRPO
 from ppo_models import SHAPES, make_folders
 
+from hybrid_rlhf.core.allocator import keep_freed_blocks
 from hybrid_rlhf.engine import SamplingConfig, ZeroConfig
-from hybrid_rlhf.layout import ActorConfig, Layout, RolesConfig, Start
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.rewards.functions import FunctionSource
+from hybrid_rlhf.roles.sharing import ActorConfig, Layout, RolesConfig, Start
 from hybrid_rlhf.rollout import Prompts
-from hybrid_rlhf.run.allocator import keep_freed_blocks
-from hybrid_rlhf.run.fit import TrainConfig
+from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
-from hybrid_rlhf.training.four_roles import Parts, build
+from hybrid_rlhf.training.build_roles import Parts, build
 
 PROMPTS, SAMPLES, PROMPT, RESPONSE, MEAN, BETA = 2, 8, 36, 64, 24, 0.04
 CASES = {"fixed": False, "ragged": True, "rloo": False}  # whether responses are ragged

@@ -15,7 +15,7 @@ from pathlib import Path
 import methods
 from methods_settings import OF_PROMPTS
 
-from hybrid_rlhf.run import summary
+from hybrid_rlhf.report import summary
 
 
 def words(folder: str, seed: int, kl_coef: float) -> list[str]:

@@ -31,11 +31,11 @@ import torch
 from harness import machine, status, write_rows
 from ppo_models import LORA, make_folders, prompts_of, roles_of, trainer_of
 
-from hybrid_rlhf.engine.memory import meter
+from hybrid_rlhf.core.allocator import give_back_freed_blocks, keep_freed_blocks
+from hybrid_rlhf.engine.device_memory import meter
+from hybrid_rlhf.memory_plan.plan import Generation, Role, make_plan
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
-from hybrid_rlhf.run.allocator import give_back_freed_blocks, keep_freed_blocks
-from hybrid_rlhf.run.plan import Generation, Role, make_plan
 
 SHAPE, ROWS, PROMPT, RESPONSE, TOKENS = "llama134m", 16, 128, 64, 384
 CPU = torch.device("cpu")
@@ -87,10 +87,10 @@ def policy(place: Path) -> torch.nn.Module:
 
 def run_activations(place: Path) -> dict:
     """One micro-batch of the LoRA actor, forward and backward, beyond the model itself."""
-    from hybrid_rlhf.engine.training_forms import training_forms
+    from hybrid_rlhf.core.tensors import SequenceBatch
+    from hybrid_rlhf.engine.train.patches import training_forms
     from hybrid_rlhf.models.lora import add_lora
     from hybrid_rlhf.roles import PolicyModule
-    from hybrid_rlhf.tensors import SequenceBatch
 
     model = policy(place)
     add_lora(model, LORA)

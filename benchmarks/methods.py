@@ -78,29 +78,30 @@ def start(folder: str, seed: int) -> dict[str, float]:
 
 def measured(folder: str, seed: int, name: str) -> dict[str, float]:
     """accuracy, score, kl and length of a policy's answers to the held-out prompts."""
-    from hybrid_rlhf.collect import SamplingConfig
     from hybrid_rlhf.data import collate, datasets
     from hybrid_rlhf.data.datasets import DataConfig
     from hybrid_rlhf.data.sources import Source
     from hybrid_rlhf.models.load import ModelConfig
     from hybrid_rlhf.rewards.model import ModelSource
     from hybrid_rlhf.roles import Reference, Reward
-    from hybrid_rlhf.training import measure, wiring
+    from hybrid_rlhf.rollout.collect import SamplingConfig
+    from hybrid_rlhf.training import builders, scored_answers
 
     def model(stage: str) -> ModelConfig:
         return ModelConfig(f"{folder}/{stage}/model", dtype="float32")
 
     data = DataConfig([Source("demo/prompts")], split=[4, 3, 3], eval_fraction=0.08, max_length=64,
                       max_prompt_length=40, cache_dir=str(Path(folder).parent / "cache"))
-    tokenizer = wiring.open_tokenizer(model(name), data, "ppo", seed)
+    tokenizer = builders.open_tokenizer(model(name), data, "ppo", seed)
     rows = datasets.build(data, "ppo", tokenizer, seed).held_out
     prompts = collate.collate_prompts([rows[i] for i in range(min(NUM_PROMPTS, len(rows)))])
-    asked = measure.in_words(prompts, PROMPT[name], tokenizer) if name in PROMPT else None
-    rollout = measure.respond(measure.open_actor(model(name), tokenizer), prompts, SamplingConfig(max_new_tokens=16),
-                              seed, asked)
-    reward = Reward(wiring.scalar_engine(wiring.open_scalar(model("reward"), tokenizer), tokenizer))
-    measure.judge(rollout, ModelSource(reward), Reference(measure.open_actor(model("sft"), tokenizer).engine))
-    return {"accuracy": round(measure.share(measure.is_right("demo", rollout)), 4),
+    asked = scored_answers.in_words(prompts, PROMPT[name], tokenizer) if name in PROMPT else None
+    actor = scored_answers.open_actor(model(name), tokenizer)
+    rollout = scored_answers.respond(actor, prompts, SamplingConfig(max_new_tokens=16), seed, asked)
+    reward = Reward(builders.scalar_engine(builders.open_scalar(model("reward"), tokenizer), tokenizer))
+    start = scored_answers.open_actor(model("sft"), tokenizer)
+    scored_answers.judge(rollout, ModelSource(reward), Reference(start.engine))
+    return {"accuracy": round(scored_answers.share(scored_answers.is_right("demo", rollout)), 4),
             "score": round(float(rollout.scores.mean()), 4), "kl": round(rollout.mean_kl(), 4),
             "length": round(float(rollout.action_mask.sum(1).float().mean()), 2)}
 

@@ -29,15 +29,15 @@ from harness import alternate, machine, step_parser, write_rows
 from peers.process import PeerProcess, python_for
 from ppo_models import LORA, SHAPES, make_folders
 
+from hybrid_rlhf.core.allocator import keep_freed_blocks
 from hybrid_rlhf.data.collate import collate_pairs, collate_sft
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.roles import Actor, Reference
-from hybrid_rlhf.run.allocator import keep_freed_blocks
-from hybrid_rlhf.run.fit import TrainConfig
+from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer
 from hybrid_rlhf.trainers.sft import SFTTrainer
-from hybrid_rlhf.training import wiring
+from hybrid_rlhf.training import builders
 
 PAIRS, PIECE, ROWS, ROW, BETA, EOS = 4, (16, 200), 8, (32, 400), 0.1, 2
 COPIES = 40  # of a step's rows in the peer's data, so that it never ends an epoch within a run
@@ -66,9 +66,9 @@ def engine_of(base: Path, tokenizer, lora: bool):  # noqa: ANN001, ANN201
     """A policy's engine as the stages wire it."""
     settings = {"lora": LORA} if lora else {}
     model = ModelConfig(model_name_or_path=str(base), dtype="bfloat16", **settings)
-    engine = wiring.policy_engine(wiring.open_policy(model, tokenizer, 0, dropout=True), tokenizer)
+    engine = builders.policy_engine(builders.open_policy(model, tokenizer, 0, dropout=True), tokenizer)
     train = TrainConfig(learning_rate=1e-6, lr_scheduler_type="constant")
-    engine.prepare_training(wiring.optimizer_of(train, train.learning_rate), wiring.schedule_of(train, 1000),
+    engine.prepare_training(builders.optimizer_of(train, train.learning_rate), builders.schedule_of(train, 1000),
                             ZeroConfig())
     return engine
 
@@ -85,9 +85,9 @@ def dpo(shape: str, place: Path, threads: int) -> Case:
                        dict(model=str(place / "base"), tokenizer=str(place / "tokenizer"),
                             pairs=str(place / "pairs.json"), batch=PAIRS, beta=BETA, out=str(place / "trl")), threads)
     policy = Actor(engine_of(place / "base", tokenizer, False), tokenizer, tokens)
-    frozen = wiring.open_policy(ModelConfig(model_name_or_path=str(place / "base"), dtype="bfloat16"), tokenizer, 0,
-                                dropout=False).requires_grad_(False)
-    trainer = OfflineTrainer(policy, Reference(wiring.policy_engine(frozen, tokenizer), tokens), DPOConfig(beta=BETA))
+    frozen = builders.open_policy(ModelConfig(model_name_or_path=str(place / "base"), dtype="bfloat16"), tokenizer, 0,
+                                  dropout=False).requires_grad_(False)
+    trainer = OfflineTrainer(policy, Reference(builders.policy_engine(frozen, tokenizer), tokens), DPOConfig(beta=BETA))
     rows = [{"chosen_ids": [*p, *c, EOS], "rejected_ids": [*p, *r, EOS], "num_prompt_tokens": len(p)}
             for p, c, r in zip(prompts, chosen, rejected, strict=True)]
     answered = sum(len(c) + len(r) + 2 for c, r in zip(chosen, rejected, strict=True))

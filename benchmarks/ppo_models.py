@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 
 from hybrid_rlhf.engine import SamplingConfig, ZeroConfig
-from hybrid_rlhf.layout import ActorConfig, CriticConfig, RolesConfig, Start, resolve
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, save_adapter
 from hybrid_rlhf.rewards.model import ModelSource
+from hybrid_rlhf.roles.sharing import ActorConfig, CriticConfig, RolesConfig, Start, resolve
 from hybrid_rlhf.rollout import Prompts
-from hybrid_rlhf.run.fit import TrainConfig
+from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
-from hybrid_rlhf.training.four_roles import Parts, build
+from hybrid_rlhf.training.build_roles import Parts, build
 
 SHAPES = {
     "opt125m": ("opt", dict(hidden_size=768, ffn_dim=3072, num_hidden_layers=12, num_attention_heads=12,

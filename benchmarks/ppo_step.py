@@ -30,7 +30,7 @@ from harness import Times, alternate, bandwidth, machine, matrix_rate, write_row
 from peers.plain_ppo import PlainPPO
 from ppo_models import LORA, SHAPES, make_folders, prompts_of, roles_of, trainer_of
 
-from hybrid_rlhf.run.allocator import keep_freed_blocks
+from hybrid_rlhf.core.allocator import keep_freed_blocks
 
 ROWS, PROMPT, RESPONSE, MEAN = 8, 64, 64, 24
 CASES = {"full": (False, False), "lora": (True, False), "ragged": (False, True), "ragged_lora": (True, True)}

@@ -30,14 +30,14 @@ from harness import alternate, machine, step_parser, write_rows
 from peers.trl_offline import TrlReward
 from ppo_models import SHAPES, make_folders
 
+from hybrid_rlhf.core.allocator import keep_freed_blocks
 from hybrid_rlhf.data.collate import collate_pairs
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.roles import Reward
-from hybrid_rlhf.run.allocator import keep_freed_blocks
-from hybrid_rlhf.run.fit import TrainConfig
+from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.reward import RewardTrainer
-from hybrid_rlhf.training import wiring
+from hybrid_rlhf.training import builders
 
 PAIRS, SHORTEST, LONGEST = 4, 16, 200
 Pair = tuple[list[int], list[int]]
@@ -60,9 +60,10 @@ class Ours:
 
     def __init__(self, folder: Path, tokenizer, pairs: list[Pair], prompts: list[int]) -> None:  # noqa: ANN001
         model = ModelConfig(model_name_or_path=str(folder), dtype="bfloat16")
-        engine = wiring.scalar_engine(wiring.open_scalar(model, tokenizer), tokenizer)
+        engine = builders.scalar_engine(builders.open_scalar(model, tokenizer), tokenizer)
         train, zero = TrainConfig(learning_rate=1e-6, lr_scheduler_type="constant"), ZeroConfig()
-        engine.prepare_training(wiring.optimizer_of(train, train.learning_rate), wiring.schedule_of(train, 1000), zero)
+        engine.prepare_training(builders.optimizer_of(train, train.learning_rate), builders.schedule_of(train, 1000),
+                                zero)
         self.trainer = RewardTrainer(Reward(engine, zero.micro_batch_tokens))
         self.rows = [{"chosen_ids": c, "rejected_ids": r, "num_prompt_tokens": n}
                      for (c, r), n in zip(pairs, prompts, strict=True)]

@@ -31,8 +31,8 @@ from peers.process import python_for
 from rollout_floor import floor_of
 from torch import nn
 
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.hybrid import HybridEngine
-from hybrid_rlhf.engine.sampling import SamplingConfig
 
 SHAPE_134M = dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
                   num_key_value_heads=12, vocab_size=32000, max_position_embeddings=512)

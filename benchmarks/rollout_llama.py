@@ -54,8 +54,8 @@ def is_installed(python: str) -> bool:
 
 def write_model(model: nn.Module, folder: Path) -> Path:
     """The model as GGUF. Its tokenizer, which llama.cpp wants and nobody asks here, is one of few tokens."""
+    from hybrid_rlhf.export.gguf import write_gguf
     from hybrid_rlhf.models.tokenizer import train_tokenizer
-    from hybrid_rlhf.run.gguf import write_gguf
 
     dtype = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}[next(model.parameters()).dtype]
     model.save_pretrained(folder)

@@ -40,10 +40,10 @@ from harness import alternate, machine, status, write_rows
 from peers.process import ENVIRONMENT
 from ppo_models import SHAPES, make_folders, prompts_of, roles_of, trainer_of
 
+from hybrid_rlhf.core.allocator import give_back_freed_blocks, keep_freed_blocks
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
-from hybrid_rlhf.engine.memory import meter
+from hybrid_rlhf.engine.device_memory import meter
 from hybrid_rlhf.rollout import Prompts
-from hybrid_rlhf.run.allocator import give_back_freed_blocks, keep_freed_blocks
 
 
 class Point(NamedTuple):

@@ -141,7 +141,7 @@ async def contents(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 def engine_rate(folder: str, clients: int) -> tuple[float, float]:
     """Tokens per second of the engine alone on the same prompts, all at once, and the most that is possible."""
-    from hybrid_rlhf.engine.sampling import SamplingConfig
+    from hybrid_rlhf.engine.decode.sampling import SamplingConfig
     from hybrid_rlhf.inference.conversation import open_conversation
 
     sampling = SamplingConfig(max_new_tokens=TOKENS, min_new_tokens=TOKENS)

@@ -34,14 +34,14 @@ from harness import Times, alternate, machine, status, step_parser, write_rows
 from peers.trl_offline import TrlSFT
 from ppo_models import SHAPES, make_folders
 
+from hybrid_rlhf.core.allocator import give_back_freed_blocks, keep_freed_blocks
 from hybrid_rlhf.data.collate import collate_sft
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.roles import Actor
-from hybrid_rlhf.run.allocator import give_back_freed_blocks, keep_freed_blocks
-from hybrid_rlhf.run.fit import TrainConfig
+from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.sft import SFTTrainer
-from hybrid_rlhf.training import wiring
+from hybrid_rlhf.training import builders
 
 SHORTEST, LONGEST, LENGTH, BATCH, ROWS = 32, 400, 512, 4, 240
 SIDES = ("ours", "ours_frugal", "trl", "trl_checkpointing")
@@ -61,10 +61,11 @@ class Ours:
 
     def __init__(self, base: Path, tokenizer, batches: list[list[list[int]]], micro: int) -> None:  # noqa: ANN001
         model = ModelConfig(model_name_or_path=str(base), dtype="bfloat16")
-        engine = wiring.policy_engine(wiring.open_policy(model, tokenizer, 0, dropout=True), tokenizer)
+        engine = builders.policy_engine(builders.open_policy(model, tokenizer, 0, dropout=True), tokenizer)
         train = TrainConfig(learning_rate=1e-6, lr_scheduler_type="constant")
         zero = ZeroConfig(micro_batch_tokens=micro)
-        engine.prepare_training(wiring.optimizer_of(train, train.learning_rate), wiring.schedule_of(train, 1000), zero)
+        engine.prepare_training(builders.optimizer_of(train, train.learning_rate), builders.schedule_of(train, 1000),
+                                zero)
         self.trainer = SFTTrainer(Actor(engine, tokenizer, zero.micro_batch_tokens))
         self.batches, self.number, self.pad = batches, count(), tokenizer.pad_token_id
 

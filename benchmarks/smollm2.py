@@ -102,20 +102,20 @@ def measured(model: Path, start: Path | None, task: Path, instructions: Path | N
     """A model on the test's sums, greedy and sampled, its KL to the start, and the perplexity of ordinary answers."""
     import torch
 
-    from hybrid_rlhf.collect import SamplingConfig
     from hybrid_rlhf.data import collate, datasets
     from hybrid_rlhf.data.datasets import DataConfig
     from hybrid_rlhf.data.sources import Source
     from hybrid_rlhf.models.load import ModelConfig
     from hybrid_rlhf.rewards.builtin import NumericMatch
-    from hybrid_rlhf.training import measure, wiring
+    from hybrid_rlhf.rollout.collect import SamplingConfig
+    from hybrid_rlhf.training import builders, scored_answers
 
     config = ModelConfig(str(model), dtype="float32")
     data = DataConfig([Source(str(task / "test.jsonl"))], split=None, eval_fraction=0.0, max_prompt_length=96)
-    tokenizer = wiring.open_tokenizer(config, data, "ppo", 0)
+    tokenizer = builders.open_tokenizer(config, data, "ppo", 0)
     rows = datasets.build(data, "ppo", tokenizer, 0).train
     prompts = collate.collate_prompts([rows[i] for i in range(len(rows))])
-    actor = measure.open_actor(config, tokenizer)
+    actor = scored_answers.open_actor(config, tokenizer)
     found: dict = {"items": len(rows)}
     for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
         with torch.no_grad(), actor.inference():
@@ -134,11 +134,11 @@ def _nats(rollout: Rollout, actor: Actor, start: Path, tokenizer) -> float:  # n
     """Mean over the sampled answers of their log-probability over the start's."""
     from hybrid_rlhf.models.load import ModelConfig
     from hybrid_rlhf.roles import Reference
-    from hybrid_rlhf.training import measure
+    from hybrid_rlhf.training import scored_answers
 
-    reference = Reference(measure.open_actor(ModelConfig(str(start), dtype="float32"), tokenizer).engine)
+    reference = Reference(scored_answers.open_actor(ModelConfig(str(start), dtype="float32"), tokenizer).engine)
     rollout.logprobs, rollout.ref_logprobs = actor.logprobs(rollout), reference.logprobs(rollout)
-    return round(sum(measure.nats_from(rollout)) / len(rollout), 4)
+    return round(sum(scored_answers.nats_from(rollout)) / len(rollout), 4)
 
 
 def perplexity(model: Path, instructions: Path) -> float:

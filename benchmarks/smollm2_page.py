@@ -7,7 +7,7 @@ from statistics import mean
 
 from smollm2_settings import COMMON, EXPERIMENTS
 
-from hybrid_rlhf.run.evaluate import wilson
+from hybrid_rlhf.report.compare import wilson
 
 HEAD = """# SmolLM2-135M-Instruct
 

@@ -35,14 +35,14 @@ def prepare(place: Path) -> None:
     from hybrid_rlhf.data.demo import demonstrations
     from hybrid_rlhf.models.load import ModelConfig
     from hybrid_rlhf.models.tokenizer import train_tokenizer
-    from hybrid_rlhf.training import wiring
+    from hybrid_rlhf.training import builders
 
     found = [{name: messages[0]["content"] + end for (name, messages), end in zip(row.items(), ("\n", ""), strict=True)}
              for row in demonstrations()[:512]]
     (place / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in found), encoding="utf-8")
     tokenizer = train_tokenizer([r["prompt"] + r["completion"] for r in found], 512)
     model = ModelConfig(preset="demo", vocab_size=512, dtype="float32")
-    wiring.open_policy(model, tokenizer, 0, dropout=False).save_pretrained(place / "model")
+    builders.open_policy(model, tokenizer, 0, dropout=False).save_pretrained(place / "model")
     tokenizer.save_pretrained(place / "model")
 
 

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from tiny_configs import all_types, tiny_model
 
-from hybrid_rlhf.config import UserError
-from hybrid_rlhf.distributed import RankGroup, consecutive_ranks
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.distributed import RankGroup, consecutive_ranks
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 
 PROMPTS = [[(3 + 7 * i + 5 * j * j) % 90 + 5 for j in range(n)] for i, n in enumerate((7, 1, 9, 2, 5))]

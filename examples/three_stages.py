@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hybrid_rlhf.data.datasets import DataConfig, Source
 from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.run.fit import TrainConfig
+from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.ppo_config import PPOConfig, SamplingConfig
 from hybrid_rlhf.training import step1_sft, step2_reward, step3_ppo
 

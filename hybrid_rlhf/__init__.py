@@ -19,7 +19,7 @@ def __getattr__(name: str) -> object:
     if name in _FROM_PYTHON:
         return getattr(importlib.import_module(f"{__name__}.api"), name)
     if name == "UserError":
-        return importlib.import_module(f"{__name__}.config").UserError
+        return importlib.import_module(f"{__name__}.core.config").UserError
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

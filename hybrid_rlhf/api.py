@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 
 from hybrid_rlhf.api_inputs import Rows, dotted, rewards_of, rows_of, words
 from hybrid_rlhf.cli import STAGES, unused_by
-from hybrid_rlhf.config import UserError, check, nearest, parse
+from hybrid_rlhf.core.config import UserError, check, nearest, parse
 
 Reward = Callable | str | PurePath | list
 
@@ -64,7 +64,7 @@ class Training:
     @property
     def model(self):  # noqa: ANN201 - a transformers class
         """The trained model, in evaluation mode: a plain transformers model, of one score for a reward model."""
-        from hybrid_rlhf.distributed import device
+        from hybrid_rlhf.core.distributed import device
         from hybrid_rlhf.models import load
 
         def read():  # noqa: ANN202
@@ -129,7 +129,7 @@ class Training:
         check(isinstance(model, (str, PurePath, Training)),
               f"model is a {type(model).__name__}; give a hub id, a folder or an earlier training (save_pretrained "
               "makes a folder)")
-        from hybrid_rlhf.training.wiring import model_folder
+        from hybrid_rlhf.training.builders import model_folder
 
         path = _folder(model)
         return {"model.model_name_or_path": model_folder(path) if self.stage in ("sft", "conditional_sft") else path}
@@ -141,7 +141,7 @@ class Training:
 
     def _model_folder(self) -> str:
         from hybrid_rlhf.run import runfile
-        from hybrid_rlhf.training.wiring import model_folder
+        from hybrid_rlhf.training.builders import model_folder
 
         with _one_line():
             check((Path(self.output_dir) / runfile.RUN_FILE).exists(),

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
 
-from hybrid_rlhf.config import UserError, check, nearest
+from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.data.source import Source
 from hybrid_rlhf.run.runfile import ROWS_FOLDER
 

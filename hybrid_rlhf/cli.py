@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
-from hybrid_rlhf.collector import collect_as_usual, collect_seldom
-from hybrid_rlhf.config import UserError, check, nearest, parse
-from hybrid_rlhf.quiet import quiet_libraries
+from hybrid_rlhf.core.config import UserError, check, nearest, parse
+from hybrid_rlhf.core.quiet import quiet_libraries
+from hybrid_rlhf.core.startup import collect_as_usual, collect_seldom
 
 
 class Stage(NamedTuple):
@@ -72,8 +72,9 @@ STAGES |= {
 STAGES |= {"evaluate": Stage("hybrid_rlhf.training.evaluate", "two or more models on held-out prompts, side by side")}
 IDENTITIES = ("dpo.loss_type", "ppo.estimator", "ppo.policy_loss")  # what the name of a variant says
 SWITCHES = ("preview", "check_signal", "plan", "memory", "cards")  # what a stage may be asked in place of a run
-COMMANDS = {"chat": "hybrid_rlhf.inference.chat", "doctor": "hybrid_rlhf.doctor", "init": "hybrid_rlhf.init",
-            "export": "hybrid_rlhf.exporter", "serve": "hybrid_rlhf.inference.server"}
+COMMANDS = {"chat": "hybrid_rlhf.inference.chat.repl", "doctor": "hybrid_rlhf.commands.doctor",
+            "init": "hybrid_rlhf.commands.init", "export": "hybrid_rlhf.commands.export",
+            "serve": "hybrid_rlhf.inference.server.serve"}
 
 USAGE = """usage: {prog} --stage STAGE [--config FILE.yaml] [--dotted.key value ...]
        {prog} chat --model DIR
@@ -108,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         collect_seldom()
         return _train(argv)
     except UserError as error:
-        from hybrid_rlhf.visible import neutralise
+        from hybrid_rlhf.core.text_safety import neutralise
 
         return _fail(2, neutralise(" ".join(f"error: {error}".split())))
     except KeyboardInterrupt:
@@ -129,7 +130,7 @@ def _join() -> None:
     """Meet the other processes of a launcher before anything can go wrong, and leave the terminal to the first."""
     if not _is_one_of_several():
         return
-    from hybrid_rlhf import distributed, failure
+    from hybrid_rlhf.core import distributed, failure
 
     try:
         failure.join()
@@ -142,7 +143,7 @@ def _join() -> None:
 
 def _fail(code: int, message: str) -> int:
     if _is_one_of_several():
-        from hybrid_rlhf.failure import fail
+        from hybrid_rlhf.core.failure import fail
 
         return fail(code, message)
     print(message, file=sys.stderr)
@@ -190,14 +191,14 @@ def _train(argv: list[str]) -> int:
 
 def unused_by(name: str) -> dict[str, str]:
     """Options that a stage's parts have and the stage never reads, with what is meant instead."""
-    from hybrid_rlhf.training import unused
+    from hybrid_rlhf.training import unread_options
 
     row, said = STAGES[name], {}
     for word in row.preset:
         option, _, value = word.removeprefix("--").partition("=")
         if option in IDENTITIES:
             said[option.split(".")[1]] = value
-    return unused.NEVER_READ[row.name or name] | unused.of_method(**said)
+    return unread_options.NEVER_READ[row.name or name] | unread_options.of_method(**said)
 
 
 def _check_variant(name: str, row: Stage, config: object) -> None:
@@ -213,8 +214,8 @@ def _check_variant(name: str, row: Stage, config: object) -> None:
 
 def _plan(config: object, switches: dict) -> tuple[object, int]:
     """What --plan and --memory ask for: the settings to go on with, and the exit code to stop with."""
-    from hybrid_rlhf.run.amounts import parse_bytes, parse_cards
-    from hybrid_rlhf.training.planning import carry_out
+    from hybrid_rlhf.memory_plan.amounts import parse_bytes, parse_cards
+    from hybrid_rlhf.training.memory_options import carry_out
 
     memory, cards = switches["memory"], switches["cards"]
     check(cards is None or memory is None, "--cards and --memory: a plan for cards knows their memory; leave out one")
@@ -225,21 +226,21 @@ def _plan(config: object, switches: dict) -> tuple[object, int]:
 
 def _hold_little() -> None:
     """Where memory was named, it counts for more than the time that the system takes to map blocks again."""
-    from hybrid_rlhf.run.allocator import give_back_freed_blocks
+    from hybrid_rlhf.core.allocator import give_back_freed_blocks
 
     give_back_freed_blocks()
 
 
 def _hold_freed() -> None:
-    from hybrid_rlhf.run.allocator import keep_freed_blocks
+    from hybrid_rlhf.core.allocator import keep_freed_blocks
 
     keep_freed_blocks()
 
 
 def _run(stage: ModuleType, config: object, command: str) -> int:
-    from hybrid_rlhf.distributed import shutdown
-    from hybrid_rlhf.run.fit import Stopped
-    from hybrid_rlhf.run.interrupts import stops_as_by_hand
+    from hybrid_rlhf.core.distributed import shutdown
+    from hybrid_rlhf.run.loop import Stopped
+    from hybrid_rlhf.run.signals import stops_as_by_hand
     from hybrid_rlhf.training import announce
 
     code = 0
@@ -268,7 +269,7 @@ def _take_preset(argv: list[str]) -> tuple[list[str], list[str]]:
     place = next((i for i, word in enumerate(argv) if word.split("=")[0] == "--preset"), None)
     if place is None:
         return [], argv
-    from hybrid_rlhf.training.cards import flags
+    from hybrid_rlhf.memory_plan.presets import flags
 
     _, has_value, value = argv[place].partition("=")
     after = argv[place + 1:] if has_value else argv[place + 2:]

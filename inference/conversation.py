@@ -10,12 +10,12 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from hybrid_rlhf.config import UserError, check
+from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.distributed import device
 from hybrid_rlhf.data.chat import Refused, encode_prompt
-from hybrid_rlhf.distributed import device
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.hybrid import HybridEngine
-from hybrid_rlhf.engine.sampling import SamplingConfig
-from hybrid_rlhf.inference.terminal import pieces
+from hybrid_rlhf.inference.detokenizer import pieces
 from hybrid_rlhf.models.load import ModelConfig, check_folder, load_causal_lm, max_positions
 from hybrid_rlhf.models.tokenizer import load_tokenizer
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hybrid_rlhf.metrics import Metrics
+from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.run import checkpoint, runfile
-from hybrid_rlhf.run.fit import TrainConfig, fit
+from hybrid_rlhf.run.loop import TrainConfig, fit
 
 
 @dataclass(frozen=True)

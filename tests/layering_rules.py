@@ -1,4 +1,4 @@
-"""The plan of the house as rules: floors, circles, doors, nevers, sizes and names, read from the source by ast.
+"""The architecture as rules: layers, circles, dependencies, sizes and names, read from the source by ast.
 
 Every rule is one function from the root of a checkout to a list of faults, one sentence each.
 """
@@ -14,61 +14,55 @@ from typing import NamedTuple
 
 H = "hybrid_rlhf"
 
-# room: (floor, its modules). A room imports from itself and from lower floors.
-ROOMS = {
-    "doors": (8, ("train", f"{H}.api", f"{H}.api_inputs", f"{H}.cli", f"{H}.doctor", f"{H}.exporter", f"{H}.init")),
+# package: (layer, its modules). A package imports from itself and from lower layers. The first row that fits counts.
+PACKAGES = {
+    "entry points": (8, ("train", f"{H}.api", f"{H}.api_inputs", f"{H}.cli", f"{H}.commands")),
     "training": (7, (f"{H}.training",)),
     "trainers": (6, (f"{H}.trainers",)),
-    "collect": (5, (f"{H}.collect",)),
-    "inference": (5, (f"{H}.inference",)),
+    "inference": (6, (f"{H}.inference",)),
+    "collect": (5, (f"{H}.rollout.collect",)),
+    "run": (5, (f"{H}.run",)),
     "rewards": (4, (f"{H}.rewards",)),
-    "run": (4, (f"{H}.run",)),
-    "roles": (3, (f"{H}.roles", f"{H}.scalar_roles", f"{H}.scoring", f"{H}.role_state", f"{H}.policy",
-                  f"{H}.routing", f"{H}.layout")),
-    "debug": (3, (f"{H}.debug",)),
+    "report": (4, (f"{H}.report",)),
+    "export": (4, (f"{H}.export",)),
+    "memory_plan": (4, (f"{H}.memory_plan",)),
+    "roles": (3, (f"{H}.roles",)),
     "engine": (2, (f"{H}.engine",)),
     "algorithms": (2, (f"{H}.algorithms",)),
     "data": (2, (f"{H}.data",)),
-    "rollout": (1.5, (f"{H}.rollout",)),  # above metrics, below data, whose loader yields its Prompts
-    "metrics": (1, (f"{H}.metrics",)),
+    "record": (1.5, (f"{H}.rollout",)),  # below data, whose loader yields its Prompts, and below roles, which fill it
     "models": (1, (f"{H}.models",)),
     "kernels": (1, (f"{H}.kernels",)),
-    "config": (0, (f"{H}.config", f"{H}.nested")),
-    "distributed": (0, (f"{H}.distributed", f"{H}.failure")),
-    "tensors": (0, (f"{H}.tensors",)),
-    "visible": (0, (f"{H}.visible",)),
-    "hub": (0, (f"{H}.hub",)),
-    "collector": (0, (f"{H}.collector",)),
-    "activity": (0, (f"{H}.activity",)),
-    "quiet": (0, (f"{H}.quiet",)),
+    "core": (0, (f"{H}.core",)),
 }
-# room: (what it never imports, except). Where the floors alone would allow it.
+# package: (what it never imports, except). Where the layers alone would allow it.
 NEVERS = {
-    "algorithms": ((H,), (f"{H}.algorithms", f"{H}.tensors")),
-    "inference": ((f"{H}.trainers", f"{H}.run", f"{H}.collect"), ()),
+    "algorithms": ((H,), (f"{H}.algorithms", f"{H}.core.tensors")),
+    "inference": ((f"{H}.trainers", f"{H}.run", f"{H}.rollout.collect"), ()),
     # The settings of the sampler are a frozen record that trainers hand on; the machinery behind them stays out.
-    "trainers": ((f"{H}.engine", f"{H}.models", f"{H}.trainers"), (f"{H}.engine.sampling", f"{H}.trainers.ppo_config")),
+    "trainers": ((f"{H}.engine", f"{H}.models", f"{H}.trainers"),
+                 (f"{H}.engine.decode.sampling", f"{H}.trainers.ppo_config")),
 }
 # dependency: the modules (or packages) that may import it.
-DOORS = {
-    "accelerate": (f"{H}.run", f"{H}.engine.memory"),
+DEPENDENCIES = {
+    "accelerate": (f"{H}.report.trackers", f"{H}.engine.device_memory", f"{H}.run"),
     "bitsandbytes": (f"{H}.models.quantize",),
     "datasets": (f"{H}.data.sources",),
-    "deepspeed": (f"{H}.engine.zero",),
-    "fastapi": (f"{H}.inference",),
-    "gguf": (f"{H}.run.gguf",),
-    "huggingface_hub": (f"{H}.exporter",),
-    "jsonargparse": (f"{H}.cli", f"{H}.config"),
-    "matplotlib": (f"{H}.run",),
-    "packaging": (f"{H}.doctor",),
+    "deepspeed": (f"{H}.engine.train.zero",),
+    "fastapi": (f"{H}.inference.server",),
+    "gguf": (f"{H}.export.gguf",),
+    "huggingface_hub": (f"{H}.commands.export",),
+    "jsonargparse": (f"{H}.cli", f"{H}.core.config"),
+    "matplotlib": (f"{H}.report.plots",),
+    "packaging": (f"{H}.commands.doctor",),
     "peft": (f"{H}.models.lora",),
-    "pydantic": (f"{H}.inference.protocol",),  # fastapi brings it and starlette
-    "starlette": (f"{H}.inference",),
+    "pydantic": (f"{H}.inference.server.protocol",),  # fastapi brings it and starlette
+    "starlette": (f"{H}.inference.server",),
     "tokenizers": (f"{H}.models",),
-    "transformers": (f"{H}.models.attention", f"{H}.models.load", f"{H}.models.backbone",
+    "transformers": (f"{H}.models.hf_attention", f"{H}.models.load", f"{H}.models.backbone",
                      f"{H}.models.saving", f"{H}.models.shapes", f"{H}.models.tokenizer"),
     "triton": (f"{H}.kernels",),
-    "uvicorn": (f"{H}.inference",),
+    "uvicorn": (f"{H}.inference.server",),
 }
 ANYWHERE = {"torch", "numpy", "safetensors", "rich", "yaml", "jinja2"}  # and the standard library
 LAZY = {"accelerate", "bitsandbytes", "datasets", "deepspeed", "gguf", "huggingface_hub",
@@ -86,7 +80,7 @@ class Arrow(NamedTuple):
 
 
 def modules_of(root: Path) -> dict[str, Path]:
-    """Module name -> file: the library, the rooms at the top under the names they are installed by, and train.py."""
+    """Module name -> file: the library, training/ and inference/ as they are installed, and train.py."""
     found = {"train": root / "train.py"} if (root / "train.py").exists() else {}
     for folder, prefix in ((H, H), ("training", f"{H}.training"), ("inference", f"{H}.inference")):
         for path in sorted((root / folder).rglob("*.py")):
@@ -120,7 +114,7 @@ def targets(node: ast.AST, package: str, known: dict[str, Path]) -> list[str]:
 
 
 def arrows(known: dict[str, Path]) -> list[Arrow]:
-    """Every import in the house, wherever it stands."""
+    """Every import of ours, wherever it stands."""
 
     def visit(node: ast.AST, name: str, package: str, is_lazy: bool) -> Iterator[Arrow]:
         for child in ast.iter_child_nodes(node):
@@ -135,8 +129,8 @@ def arrows(known: dict[str, Path]) -> list[Arrow]:
             for arrow in visit(parse(path), name, name if path.stem == "__init__" else name.rpartition(".")[0], False)]
 
 
-def room_of(module: str) -> str | None:
-    return next((room for room, (_, owned) in ROOMS.items() if within(module, owned)), None)
+def package_of(module: str) -> str | None:
+    return next((package for package, (_, owned) in PACKAGES.items() if within(module, owned)), None)
 
 
 def is_ours(module: str) -> bool:
@@ -144,18 +138,18 @@ def is_ours(module: str) -> bool:
 
 
 def upward(root: Path) -> list[str]:
-    """Imports that do not go down, and modules that no room owns. The package root imports nothing of ours
+    """Imports that do not go down, and modules of no package. The package root imports nothing of ours
     but, on first use, the trainers."""
     known, faults = modules_of(root), []
     for name in known:
-        if name not in (H, *ROOMS) and room_of(name) is None:
-            faults.append(f"{name} belongs to no room: give it a floor in the plan")
+        if name not in (H, *PACKAGES) and package_of(name) is None:
+            faults.append(f"{name} belongs to no package: give it a layer in PACKAGES")
     for source, target, line, _ in arrows(known):
         if not is_ours(target) or target == H:
             continue
-        here, there = room_of(source), room_of(target)
-        if here != there and (here is None or there is None or ROOMS[there][0] >= ROOMS[here][0]):
-            faults.append(f"{source}:{line} imports {target}, which is not on a lower floor")
+        here, there = package_of(source), package_of(target)
+        if here != there and (here is None or there is None or PACKAGES[there][0] >= PACKAGES[here][0]):
+            faults.append(f"{source}:{line} imports {target}, which is not on a lower layer")
     return faults
 
 
@@ -182,23 +176,23 @@ def circles(root: Path) -> list[str]:
 
 def nevers(root: Path) -> list[str]:
     def is_wrong(arrow: Arrow) -> bool:
-        never, allowed = NEVERS.get(room_of(arrow.source) or "", ((), ()))
+        never, allowed = NEVERS.get(package_of(arrow.source) or "", ((), ()))
         return within(arrow.target, never) and not within(arrow.target, allowed)
 
-    return [f"{a.source}:{a.line} imports {a.target}: {room_of(a.source)} never does"
+    return [f"{a.source}:{a.line} imports {a.target}: {package_of(a.source)} never does"
             for a in arrows(modules_of(root)) if is_wrong(a)]
 
 
-def doors(root: Path) -> list[str]:
-    """Other people's packages outside their door, at the top of a file where they must wait, or undeclared."""
+def dependencies(root: Path) -> list[str]:
+    """Other people's packages imported elsewhere, at the top of a file where they must wait, or undeclared."""
     faults = []
     for source, target, line, is_lazy in arrows(modules_of(root)):
         package = target.split(".")[0]
         if is_ours(target) or package in sys.stdlib_module_names or package in ANYWHERE:
             continue
-        if not within(source, DOORS.get(package, ())):
-            door = " or ".join(DOORS.get(package, ("nowhere: it is no dependency of the library",)))
-            faults.append(f"{source}:{line} imports {package}, whose door is {door}")
+        if not within(source, DEPENDENCIES.get(package, ())):
+            where = " or ".join(DEPENDENCIES.get(package, ("nowhere: it is no dependency of the library",)))
+            faults.append(f"{source}:{line} imports {package}, whose place is {where}")
         elif package in LAZY and not is_lazy:
             faults.append(f"{source}:{line} imports {package} at the top of the file; do it inside the function")
     return faults
@@ -237,6 +231,15 @@ def names_in(tree: ast.Module) -> Iterator[tuple[str, int]]:
             yield node.attr, node.lineno
 
 
+def twins(root: Path) -> list[str]:
+    """Modules of one name in different packages: nobody knows which one is meant."""
+    places: dict[str, list[str]] = {}
+    for module, path in modules_of(root).items():
+        if not path.stem.startswith("__"):
+            places.setdefault(path.stem, []).append(module)
+    return [f"{' and '.join(found)} have one name" for found in places.values() if len(found) > 1]
+
+
 def names(root: Path) -> list[str]:
     faults = []
     for module, path in modules_of(root).items():
@@ -255,4 +258,4 @@ def inheritance(root: Path) -> list[str]:
             for module, node in classes for base in bases[node.name] if base in bases and base not in harmless]
 
 
-RULES: list[Callable[[Path], list[str]]] = [upward, circles, nevers, doors, sizes, names, inheritance]
+RULES: list[Callable[[Path], list[str]]] = [upward, circles, nevers, dependencies, sizes, twins, names, inheritance]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
-from hybrid_rlhf.engine.zero import gathered
+from hybrid_rlhf.engine.train.zero import gathered
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from hybrid_rlhf.roles import Actor, PolicyModule
-from hybrid_rlhf.training import wiring
+from hybrid_rlhf.training import builders
 from tests.rank_rows import STEPS, moved, own_rows, plain_loss, relative, rows_of, tokens_allowed
 from tests.tiny import tiny_causal_lm
 
@@ -94,7 +94,7 @@ def masters_by_hand() -> tuple[dict, dict, list[float]]:
 
 def masks() -> dict:
     """The same weights everywhere, other dropout masks on each process."""
-    wiring.seed_everything(3)
+    builders.seed_everything(3)
     weight = torch.randn(4)
-    wiring.seed_dropout(3)
+    builders.seed_dropout(3)
     return {"weight": weight.tolist(), "mask": torch.nn.functional.dropout(torch.ones(64), 0.5).tolist()}

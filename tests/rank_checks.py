@@ -18,16 +18,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from hybrid_rlhf import failure, policy
 from hybrid_rlhf.algorithms.preference import bradley_terry
 from hybrid_rlhf.cli import main
-from hybrid_rlhf.config import UserError
-from hybrid_rlhf.distributed import consecutive_ranks, gather_over_ranks, rank, sum_over_ranks
+from hybrid_rlhf.core import failure
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.distributed import consecutive_ranks, gather_over_ranks, rank, sum_over_ranks
+from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
-from hybrid_rlhf.engine.zero import gathered
+from hybrid_rlhf.engine.train.zero import gathered
 from hybrid_rlhf.models.heads import ScalarModel
-from hybrid_rlhf.roles import Actor, PolicyModule, Reward
-from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right
+from hybrid_rlhf.roles import Actor, PolicyModule, Reward, policy_module
 from tests.rank_adapters import check_adapters
 from tests.rank_experts import check_experts
 from tests.rank_rows import STEPS, moved, own_rows, plain_loss, relative, rows_of, tokens_allowed
@@ -108,7 +108,7 @@ def compare(actor: Actor, found: dict, plain: dict) -> dict:
 def check_layouts() -> dict:
     plain, clipped, adam = plain_run("sgd", 1e9), plain_run("sgd", 0.5), plain_run("adamw", 0.5)
     out = {name: compare(*trained("sgd", 1e9, **layout), plain) for name, layout in LAYOUTS.items()}
-    with patched(policy, "chunk_rows", lambda *_: 5):
+    with patched(policy_module, "chunk_rows", lambda *_: 5):
         out["zero 3, logits in chunks"] = compare(*trained("sgd", 1e9, zero_stage=3), plain)
     for stage in range(4):
         out[f"zero {stage}"] = compare(*trained("sgd", 0.5, zero_stage=stage), clipped)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hybrid_rlhf.distributed import rank
+from hybrid_rlhf.core.distributed import rank
+from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
-from hybrid_rlhf.engine.zero import gathered
+from hybrid_rlhf.engine.train.zero import gathered
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from hybrid_rlhf.roles import Actor, PolicyModule
-from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right
 from tests.tiny import optimizer_step, tiny_causal_lm
 
 KINDS = {"mixtral": dict(num_local_experts=8, num_experts_per_tok=2, router_aux_loss_coef=0.1),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hybrid_rlhf.distributed import rank
-from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right
+from hybrid_rlhf.core.distributed import rank
+from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 
 STEPS = 3
 SPLITS = [(4, 4), (8, 0), (3, 5)]  # rows of the two processes, step by step

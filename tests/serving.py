@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import httpx
 import uvicorn
 
-from hybrid_rlhf.engine.sampling import SamplingConfig
-from hybrid_rlhf.inference.app import make_app
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.inference.conversation import Conversation, open_conversation
-from hybrid_rlhf.inference.guard import PatientProtocol
-from hybrid_rlhf.inference.served import Limits, Served
-from hybrid_rlhf.inference.worker import Lane, Worker
+from hybrid_rlhf.inference.server.app import make_app
+from hybrid_rlhf.inference.server.guard import PatientProtocol
+from hybrid_rlhf.inference.server.served_model import Limits, Served
+from hybrid_rlhf.inference.server.worker import Lane, Worker
 
 
 @contextmanager

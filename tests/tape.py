@@ -55,7 +55,7 @@ def _put(old: object, new: object) -> None:
 
 
 class TapeCapture:
-    """A capture (engine/graphs.py) by tapes; counts recordings and replays."""
+    """A capture (engine/decode/cuda_graphs.py) by tapes; counts recordings and replays."""
 
     def __init__(self) -> None:
         self.recordings = self.replays = 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import tiny_causal_lm
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.models.adapters import Adapters
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, load_adapter, lora_layers, save_adapter
 

@@ -8,9 +8,10 @@ import torch
 from tiny import optimizer_step, save_tiny, tiny_causal_lm, tiny_scalar_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
-from hybrid_rlhf.engine.zero import gathered
+from hybrid_rlhf.engine.train.zero import gathered
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.adapters import Adapters
 from hybrid_rlhf.models.added_rows import holders
@@ -19,7 +20,6 @@ from hybrid_rlhf.models.lora import LoraConfig, add_lora, copy_adapter, load_ada
 from hybrid_rlhf.models.merging import merged_state_dict
 from hybrid_rlhf.models.tokenizer import added_ids, load_tokenizer
 from hybrid_rlhf.roles import PolicyModule
-from hybrid_rlhf.tensors import SequenceBatch
 
 NEW = [301, 300]  # of 302: in no order, as a tokenizer may have them
 IDS = torch.tensor([[5, 300, 7, 8, 301, 9]])
@@ -217,7 +217,7 @@ def test_tokens_that_a_template_adds_are_known_by_their_ids(tmp_path):
 
 
 def test_peft_s_auto_model_makes_room_for_added_tokens_by_the_tokenizer_beside_the_adapter(tmp_path):
-    from hybrid_rlhf.run.export import export
+    from hybrid_rlhf.export.folder import export
 
     folder = save_tiny(tmp_path / "base")
     tokenizer = load_tokenizer(folder)
@@ -235,7 +235,7 @@ def test_peft_s_auto_model_makes_room_for_added_tokens_by_the_tokenizer_beside_t
 
 def test_a_reward_model_s_adapter_has_its_head_and_plain_peft_gives_its_scores(tmp_path):
     from hybrid_rlhf import cli
-    from hybrid_rlhf.run.export import export
+    from hybrid_rlhf.export.folder import export
 
     folder = save_tiny(tmp_path / "base")
     tokenizer = load_tokenizer(folder)

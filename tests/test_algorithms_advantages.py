@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.algorithms.advantages import ESTIMATORS, explained_variance, gae, whiten
-from hybrid_rlhf.tensors import length_mask
+from hybrid_rlhf.core.tensors import length_mask
 
 NAN = math.nan
 

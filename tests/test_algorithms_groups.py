@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybrid_rlhf.algorithms.advantages import ESTIMATORS
-from hybrid_rlhf.tensors import length_mask
+from hybrid_rlhf.core.tensors import length_mask
 
 NAN = math.nan
 MASK = length_mask([2, 1, 3, 3])

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from hybrid_rlhf.algorithms import likelihood
 from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs
-from hybrid_rlhf.tensors import SequenceBatch, length_mask, predicted, predicting
+from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, predicted, predicting
 
 HIDDEN, VOCABULARY = 5, 11
 

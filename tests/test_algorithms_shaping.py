@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.algorithms.shaping import missing_eos, normalise, shape_rewards
-from hybrid_rlhf.tensors import length_mask
+from hybrid_rlhf.core.tensors import length_mask
 
 
 def test_every_action_pays_its_kl_and_the_last_one_earns_the_score():

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from hybrid_rlhf import cli
-from hybrid_rlhf.config import parse
+from hybrid_rlhf.core.config import parse
 from hybrid_rlhf.run.runfile import RunRecord
 from hybrid_rlhf.training import announce, preferences, step1_sft, step2_reward, step3_ppo
 

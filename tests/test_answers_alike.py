@@ -4,11 +4,11 @@ import pytest
 import torch
 from tiny import tiny_causal_lm, tiny_tokenizer
 
-from hybrid_rlhf.collect import signal_of
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
-from hybrid_rlhf.policy import PolicyModule
 from hybrid_rlhf.roles import Actor
+from hybrid_rlhf.roles.policy_module import PolicyModule
 from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.rollout.collect import signal_of
 
 
 def rollout(prompts: list[list[int]], completions: list[str]) -> Rollout:

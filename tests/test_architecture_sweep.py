@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from hybrid_rlhf.engine import runner
+from hybrid_rlhf.engine.decode import runner
 from hybrid_rlhf.kernels import REFERENCE, ops_for
 
 WHOLE = ("llama", "mistral", "qwen2", "qwen3", "cwm")

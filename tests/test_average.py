@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from hybrid_rlhf.cli import main
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
-from hybrid_rlhf.engine.average import WeightAverage
-from hybrid_rlhf.engine.zero import gathered
+from hybrid_rlhf.engine.train.ema import WeightAverage
+from hybrid_rlhf.engine.train.zero import gathered
 from hybrid_rlhf.trainers.ppo import PPOConfig
 from tests.stage_options import used
 from tests.test_stages import COMMON, PPO, WORDS

@@ -10,14 +10,14 @@ import torch
 from test_offline import plain_pair_loss
 
 from hybrid_rlhf.algorithms.preference import LOSSES, best_and_worst, best_at_least
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.engine import SamplingConfig
-from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.roles import Actor, Reference, Roles
 from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer
 from hybrid_rlhf.trainers.online_preference import OnlineConfig, OnlinePreferenceTrainer
-from hybrid_rlhf.trainers.rejection import RejectionConfig, RejectionTrainer
+from hybrid_rlhf.trainers.rejection_sampling import RejectionConfig, RejectionTrainer
 from tests.test_trainers import PROMPTS, Source, count_of, policy, trained, weights
 from tests.tiny import tiny_tokenizer
 

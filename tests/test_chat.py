@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from tiny import tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
 
-from hybrid_rlhf.config import UserError
-from hybrid_rlhf.engine.sampling import SamplingConfig
-from hybrid_rlhf.inference import chat
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.text_safety import neutralise
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
+from hybrid_rlhf.inference.chat import repl
+from hybrid_rlhf.inference.chat.session import Session
 from hybrid_rlhf.inference.conversation import Conversation, check_can_chat
-from hybrid_rlhf.inference.session import Session
-from hybrid_rlhf.visible import neutralise
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -84,7 +84,7 @@ def conversation(*answers: str, interrupt_after: int | None = None, **changes) -
 def typed(monkeypatch, capsys, talk: Conversation, *lines: str) -> tuple[int, str, str]:
     """Pipe `lines` into the loop; returns the exit code, stdout and stderr."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
-    code = chat.talk(Session({"m": talk}))
+    code = repl.talk(Session({"m": talk}))
     return code, *capsys.readouterr()
 
 
@@ -203,7 +203,7 @@ def greedy_by_transformers(folder: Path, prompt: str, num_tokens: int) -> str:
 def test_one_prompt_prints_the_greedy_answer_of_transformers_and_nothing_else(model_folder):
     flags = ("--model", str(model_folder), "--prompt", "Hello?", "--temperature", "0", "--max_new_tokens", "20")
     plain = {k: v for k, v in os.environ.items() if k != "HF_HUB_DISABLE_PROGRESS_BARS"}
-    done = subprocess.run([sys.executable, "inference/chat.py", *flags], cwd=ROOT, env=plain, capture_output=True,
+    done = subprocess.run([sys.executable, "inference/chat", *flags], cwd=ROOT, env=plain, capture_output=True,
                           text=True, encoding="utf-8")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == neutralise(greedy_by_transformers(model_folder, "Hello?", 20)) + "\n"
@@ -212,7 +212,7 @@ def test_one_prompt_prints_the_greedy_answer_of_transformers_and_nothing_else(mo
 def test_piped_turns_repeat_with_the_seed_and_come_one_per_question(model_folder, monkeypatch, capsys):
     def answers(*flags: str) -> str:
         monkeypatch.setattr(sys, "stdin", io.StringIO("one?\n/set top_k=50\n\nöne?\n"))
-        assert chat.main(["--model", str(model_folder), "--max_new_tokens", "8", "--temperature", "1", *flags]) == 0
+        assert repl.main(["--model", str(model_folder), "--max_new_tokens", "8", "--temperature", "1", *flags]) == 0
         out, err = capsys.readouterr()
         assert "top_k=50" in err
         return out
@@ -223,7 +223,7 @@ def test_piped_turns_repeat_with_the_seed_and_come_one_per_question(model_folder
 
 
 def test_a_reader_that_leaves_early_causes_no_complaint(model_folder):
-    command = f"{sys.executable} inference/chat.py --model {model_folder} --max_new_tokens 64 | head -c 1"
+    command = f"{sys.executable} inference/chat --model {model_folder} --max_new_tokens 64 | head -c 1"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, input=b"a\nb\nc\nd\n", capture_output=True)
     assert done.stdout
     assert b"Traceback" not in done.stderr
@@ -231,7 +231,7 @@ def test_a_reader_that_leaves_early_causes_no_complaint(model_folder):
 
 
 def test_control_c_in_a_real_process_ends_an_answer_and_the_next_line_is_answered(model_folder):
-    process = subprocess.Popen([sys.executable, "inference/chat.py", "--model", str(model_folder)], cwd=ROOT,
+    process = subprocess.Popen([sys.executable, "inference/chat", "--model", str(model_folder)], cwd=ROOT,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # jobs ignore it
     process.stdin.write(b"/set max_new_tokens=8000 min_new_tokens=8000\none?\n")
@@ -277,7 +277,7 @@ def test_a_folder_that_is_no_model_is_refused_in_one_line(model_folder, tmp_path
     folders = wrong_folders(tmp_path, model_folder)
     capsys.readouterr()
     for name, (folder, reason) in folders.items():
-        assert chat.main(["--model", str(folder), "--prompt", "x"]) == 2, name
+        assert repl.main(["--model", str(folder), "--prompt", "x"]) == 2, name
         out, err = capsys.readouterr()
         assert (out, err.count("\n"), err.startswith("error: ")) == ("", 1, True), (name, err)
         assert reason in err, name
@@ -294,6 +294,6 @@ def test_a_hub_id_is_not_taken_for_a_missing_folder():
     (["--model", "x", "--top_p", "2"], "top_p is 2"),
 ])
 def test_wrong_flags_are_refused_in_one_line(flags, reason, capsys):
-    assert chat.main(flags) == 2
+    assert repl.main(flags) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n"), reason in err) == ("", 1, True), err

@@ -15,18 +15,18 @@ from hypothesis import strategies as st
 from test_chat import conversation, no_progress_bars  # noqa: F401 - a fixture for all
 from tiny import chatml_tokenizer, save_tiny, tiny_scalar_model
 
-from hybrid_rlhf.config import UserError
-from hybrid_rlhf.engine.sampling import SamplingConfig
-from hybrid_rlhf.inference import chat
-from hybrid_rlhf.inference.session import Session, read_conversation
-from hybrid_rlhf.inference.voices import Chain, chain_of, open_voices
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
+from hybrid_rlhf.inference.chat import repl
+from hybrid_rlhf.inference.chat.session import Session, read_conversation
+from hybrid_rlhf.inference.chat_models import Chain, chain_of, open_voices
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers, save_adapter
 from hybrid_rlhf.models.merging import merged_state_dict
 
 
 def typed(monkeypatch, capsys, session: Session, *lines: str) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
-    code = chat.talk(session)
+    code = repl.talk(session)
     return code, *capsys.readouterr()
 
 
@@ -150,7 +150,7 @@ def test_a_message_may_have_several_lines(monkeypatch, capsys):
 def test_the_score_is_the_reward_models(monkeypatch, capsys, reward_folder):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from hybrid_rlhf.inference.scoring import Scorer
+    from hybrid_rlhf.inference.scorer import Scorer
 
     session = Session({"m": conversation("cat", "dog")}, scorer=Scorer(reward_folder))
     session.scorer.open()
@@ -190,7 +190,7 @@ def test_a_file_that_is_no_conversation_is_refused_in_one_line(tmp_path_factory,
 def test_columns_stand_beside_each_other_and_hold_no_escape_sequences():
     from rich.console import Console
 
-    from hybrid_rlhf.inference.columns import table
+    from hybrid_rlhf.inference.chat.columns import table
 
     console = Console(file=io.StringIO(), width=60, highlight=False)
     console.print(table({"sft": "a red\nfox", "ppo": "a blue fox"}, {"sft": "score 0.1", "ppo": "score 0.9"}))
@@ -204,7 +204,7 @@ def test_piped_questions_to_two_runs_over_the_real_door(runs, capsys, monkeypatc
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello?\n"))
     flags = ["--model", f"sft={runs['sft']}", f"ppo={runs['ppo']}", "--max_new_tokens", "6", "--temperature", "0"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("/compare Hello?\n"))
-    assert chat.main(flags) == 0
+    assert repl.main(flags) == 0
     out = capsys.readouterr().out
     assert out.startswith("sft:\n")
     assert "\nppo:\n" in out

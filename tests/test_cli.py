@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from hybrid_rlhf.cli import STAGES, SWITCHES, main, unused_by
-from hybrid_rlhf.config import UserError, parse
+from hybrid_rlhf.core.config import UserError, parse
 from hybrid_rlhf.training import all_stages, step1_sft, step3_ppo
 from tests.tiny import save_tiny
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.models.load import ModelConfig, configuration, load_causal_lm, load_classifier, load_scalar_model
 from tests.tiny import save_tiny, tiny_causal_lm, tiny_scalar_model
 

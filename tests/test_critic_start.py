@@ -10,9 +10,9 @@ import torch
 
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.engine import HybridEngine
-from hybrid_rlhf.layout import Start
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.roles import Critic
+from hybrid_rlhf.roles.sharing import Start
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.training import on_policy
 from tests.test_trainers import PROMPTS, Source, ppo, settings, trained

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tiny import tiny_tokenizer
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.tensors import predicted
+from hybrid_rlhf.core.text_safety import neutralise
 from hybrid_rlhf.data.chat import CHATML
 from hybrid_rlhf.data.collate import collate_pairs, collate_prompts, collate_sft, pack
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.data.preview import marked, preview
 from hybrid_rlhf.data.sources import Source
-from hybrid_rlhf.tensors import predicted
-from hybrid_rlhf.visible import neutralise
 
 EOS = 3
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.chat import Refused
 from hybrid_rlhf.data.schema import FORMATS, KINDS, Example, detect, read_row
 from hybrid_rlhf.data.transcripts import common_text, parse

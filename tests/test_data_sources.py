@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import sources
 from hybrid_rlhf.data.files import PARSERS, read_file
 from hybrid_rlhf.data.sources import Source, read

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import chatml_tokenizer, tiny_tokenizer
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import cache, datasets
 from hybrid_rlhf.data.blend import blend, deal, deal_key, is_held_out
 from hybrid_rlhf.data.chat import CHATML

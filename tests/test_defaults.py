@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from hybrid_rlhf.cli import main
-from hybrid_rlhf.config import UserError
-from hybrid_rlhf.layout import ActorConfig, RolesConfig
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.options import value_of
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
-from hybrid_rlhf.nested import value_of
-from hybrid_rlhf.run.fit import TrainConfig
+from hybrid_rlhf.roles.sharing import ActorConfig, RolesConfig
+from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.offline import DPOConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig
 from hybrid_rlhf.training import defaults, preferences, step1_sft, step3_ppo

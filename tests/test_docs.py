@@ -33,7 +33,7 @@ def place(tmp_path_factory):
 
 def parse_stage(argv: list[str]) -> object:
     """The settings of a stage's command line, checked as a run would check them before it begins."""
-    from hybrid_rlhf.config import parse
+    from hybrid_rlhf.core.config import parse
 
     name, rest = cli._take_stage(argv, "train.py")
     preset, rest = cli._take_preset(rest)
@@ -52,14 +52,14 @@ def parse_command(words: list[str]) -> None:
         program, rest = words[0], words[1:]
     if program.endswith("python"):
         program, rest = rest[0], rest[1:]
-    if program in ("inference/chat.py", "inference/server.py"):
+    if program in ("inference/chat", "inference/server"):
         rest = ["chat" if "chat" in program else "serve", *rest]
     if program == "make":
         assert all(re.search(rf"^{w}:", (ROOT / "Makefile").read_text(), re.M) for w in rest if "=" not in w)
     elif program == "pip":
         parse_pip(rest)
     elif program == "curl":
-        from hybrid_rlhf.inference.protocol import read_chat
+        from hybrid_rlhf.inference.server.protocol import read_chat
 
         read_chat(json.loads(rest[rest.index("-d") + 1]))
     elif rest and rest[0] in cli.COMMANDS:
@@ -92,7 +92,7 @@ def test_every_command_of_the_documents_is_one_that_the_program_takes(block, pla
 
 
 def test_a_command_with_a_misspelt_option_would_be_noticed(place) -> None:
-    from hybrid_rlhf.config import UserError
+    from hybrid_rlhf.core.config import UserError
 
     with pytest.raises(UserError, match=r"did you mean data\.sources"):
         parse_command(["python", "train.py", "--stage", "sft", "--data.source", "[]"])
@@ -198,7 +198,9 @@ def test_every_option_of_ours_in_coming_from_exists() -> None:
 def test_serve_takes_a_run_s_folder_as_chat_does(tmp_path, monkeypatch) -> None:
     from types import SimpleNamespace
 
-    from hybrid_rlhf.inference import conversation, server
+    from hybrid_rlhf.inference import conversation
+    from hybrid_rlhf.inference.named_models import NamedModel
+    from hybrid_rlhf.inference.server import serve
 
     (tmp_path / "sft" / "model").mkdir(parents=True)
     (tmp_path / "sft" / "run.json").write_text("{}")
@@ -209,7 +211,7 @@ def test_serve_takes_a_run_s_folder_as_chat_does(tmp_path, monkeypatch) -> None:
         return SimpleNamespace(engine=None, max_positions=None, tokenizer=None)
 
     monkeypatch.setattr(conversation, "open_conversation", note)
-    monkeypatch.setattr("hybrid_rlhf.inference.worker.Lane", lambda *_: None)
+    monkeypatch.setattr("hybrid_rlhf.inference.server.worker.Lane", lambda *_: None)
     for path in (tmp_path / "sft", tmp_path / "sft" / "model"):
-        server.open_model(server.Place("sft", str(path)), SimpleNamespace(max_context=8, max_batch=1))
+        serve.open_model(NamedModel("sft", str(path)), SimpleNamespace(max_context=8, max_batch=1))
     assert opened == [str(tmp_path / "sft" / "model")] * 2

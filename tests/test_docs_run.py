@@ -63,7 +63,7 @@ def run(words: list[str], monkeypatch) -> None:
     program, rest = words[0], words[1:]
     if program.endswith("python"):
         program, rest = rest[0], rest[1:]
-    if program == "inference/chat.py":
+    if program == "inference/chat":
         rest = ["chat", *rest]
     if program == "make":
         subprocess.run(["make", "-n", "-C", str(ROOT), *rest], check=True, capture_output=True)

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybrid_rlhf import cli, doctor
+from hybrid_rlhf import cli
+from hybrid_rlhf.commands import doctor
 
 
 @pytest.fixture

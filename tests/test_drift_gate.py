@@ -6,12 +6,12 @@ import pytest
 import torch
 from tiny import tiny_causal_lm, tiny_tokenizer
 
-from hybrid_rlhf.collect import DriftGate, collect
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
-from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.roles import Actor, PolicyModule, Roles
 from hybrid_rlhf.rollout import Prompts
+from hybrid_rlhf.rollout.collect import DriftGate, collect
 from hybrid_rlhf.trainers.ppo import PPOConfig
 
 IDS = [[5 + i, 6 + 2 * i, 7] for i in range(12)]

@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.models.dropout import check_trains_as_it_evaluates, disable_dropout
 from hybrid_rlhf.models.load import ModelConfig, load_causal_lm
 from hybrid_rlhf.models.saving import save
-from hybrid_rlhf.training import wiring
+from hybrid_rlhf.training import builders
 from tests.tiny import save_tiny, tiny_causal_lm, tiny_tokenizer
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
@@ -57,7 +57,7 @@ def test_the_comparison_moves_no_generator_and_leaves_the_mode(dtype):
 
 def test_a_policy_is_opened_without_dropout_or_with_it_as_the_stage_wants(tmp_path):
     folder, tokenizer = save_tiny(tmp_path, kind="gpt_bigcode", **KINDS["gpt_bigcode"]), tiny_tokenizer()
-    quiet, noisy = (wiring.open_policy(ModelConfig(folder), tokenizer, 0, dropout=dropout).train()
+    quiet, noisy = (builders.open_policy(ModelConfig(folder), tokenizer, 0, dropout=dropout).train()
                     for dropout in (False, True))
     assert torch.equal(quiet(IDS).logits, quiet(IDS).logits)
     assert not torch.equal(noisy(IDS).logits, noisy(IDS).logits)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import tiny_causal_lm
 
-from hybrid_rlhf.engine.activations import saved_on_cpu
+from hybrid_rlhf.engine.train.activation_offload import saved_on_cpu
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

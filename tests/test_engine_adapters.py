@@ -8,11 +8,11 @@ from test_adapters import base_with
 from tiny import optimizer_step, tiny_causal_lm, tiny_scalar_model
 from torch import nn
 
+from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
 from hybrid_rlhf.models.adapters import Adapters
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.roles import PolicyModule
-from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [14, 15]]
 ROWS = [[5, 6, 7, 8, 3], [9, 10, 11, 3]]

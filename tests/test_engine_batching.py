@@ -7,9 +7,9 @@ import pytest
 import torch
 from architectures import build
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
-from hybrid_rlhf.engine.runner import Runner
+from hybrid_rlhf.engine.decode.runner import Runner
 
 PROMPTS = [[(3 + 7 * i + 5 * j * j) % 90 + 5 for j in range(1 + (5 * i) % 11)] for i in range(64)]
 SETTINGS = SamplingConfig(max_new_tokens=12)

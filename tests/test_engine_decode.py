@@ -5,7 +5,7 @@ import torch
 from architectures import ARCHITECTURES, VOCAB, build
 
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
-from hybrid_rlhf.engine.attend import SlotAttention
+from hybrid_rlhf.engine.decode.attention import SlotAttention
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 
 PROMPTS = [[(3 + 7 * i + 5 * j * j) % 90 + 5 for j in range(n)] for i, n in enumerate((7, 1, 9, 2, 5))]

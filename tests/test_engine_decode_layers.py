@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hybrid_rlhf.engine.decode_layers import _ROWS
+from hybrid_rlhf.engine.decode.fused_layers import _ROWS
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.hybrid import HybridEngine
-from hybrid_rlhf.engine.sampling import SamplingConfig
 from hybrid_rlhf.kernels import REFERENCE, cpu, ops_for, reference
 from tests.tiny import tiny_causal_lm
 
@@ -192,7 +192,7 @@ def test_weights_are_read_where_they_are_and_hooks_and_adapters_are_respected():
 def over_slots(model, monkeypatch, layer=reference.DecodeLayer):
     """The engine of a model in inference mode's first use, with whole layers in fp32 wherever the test runs."""
     ops = REFERENCE._replace(linear=F.linear, linear_dtypes=frozenset([torch.float32]), decode_layer=layer)
-    monkeypatch.setattr("hybrid_rlhf.engine.runner.ops_for", lambda _device: ops)
+    monkeypatch.setattr("hybrid_rlhf.engine.decode.runner.ops_for", lambda _device: ops)
     made = engine(model)
     with made.inference():
         tokens = made.generate(PROMPTS, GREEDY).tokens

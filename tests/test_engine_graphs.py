@@ -13,9 +13,10 @@ from test_engine_batching import PROMPTS, SETTINGS
 from test_engine_decode import EAGER, GREEDY, _greedy, _oracle
 from test_engine_decode import PROMPTS as FIVE
 
-from hybrid_rlhf.engine import HybridEngine, SamplingConfig, runner
-from hybrid_rlhf.engine.graphs import called, num_rows
-from hybrid_rlhf.engine.kv_cache import Step
+from hybrid_rlhf.engine import HybridEngine, SamplingConfig
+from hybrid_rlhf.engine.decode import runner
+from hybrid_rlhf.engine.decode.cuda_graphs import called, num_rows
+from hybrid_rlhf.engine.decode.kv_cache import Step
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 
 TAPED = [kind for kind in ARCHITECTURES if kind not in ("mixtral", "qwen3_moe", "qwen2", "phi3")]

@@ -10,8 +10,8 @@ from architectures import build
 from torch import Tensor
 
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
-from hybrid_rlhf.engine.runner import Runner
-from hybrid_rlhf.engine.scheduler import stream
+from hybrid_rlhf.engine.decode.runner import Runner
+from hybrid_rlhf.engine.decode.scheduler import stream
 from hybrid_rlhf.kernels.reference import exponentials, random_words
 
 PROMPTS = [[(3 + 7 * i + 5 * j * j) % 90 + 5 for j in range(1 + (5 * i) % 11)] for i in range(64)]

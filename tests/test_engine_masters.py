@@ -7,7 +7,8 @@ import torch
 from tiny import optimizer_step
 from torch import nn
 
-from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig, masters
+from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.engine.train import adamw_master
 from hybrid_rlhf.run import checkpoint
 
 STEPS = [(torch.randn(12, 6, generator=torch.Generator().manual_seed(s)).bfloat16(),
@@ -58,7 +59,7 @@ def by_hand(pieces) -> tuple[nn.Module, dict, list[float]]:
 @pytest.mark.parametrize("pieces", [[12], [3, 4, 5]])
 @pytest.mark.parametrize("piece", [7, 1 << 19])  # also where a tensor is stepped in parts
 def test_three_steps_are_those_of_torch_adamw_on_fp32_masters(pieces, optim, piece, monkeypatch):
-    monkeypatch.setitem(masters._PIECE, "cpu", piece)
+    monkeypatch.setitem(adamw_master._PIECE, "cpu", piece)
     engine, norms = trained(pieces=pieces, optim=optim)
     module, expected, their_norms = by_hand(pieces)
     assert engine.training.stage == 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import tiny_causal_lm, tiny_tokenizer
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]]

@@ -9,10 +9,10 @@ import torch
 from tiny import optimizer_step
 from torch import nn
 
-from hybrid_rlhf.config import NotFinite
+from hybrid_rlhf.core.config import NotFinite
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
-from hybrid_rlhf.engine.accumulate import Rows, accumulate
-from hybrid_rlhf.engine.zero import gathered
+from hybrid_rlhf.engine.train.accumulate import Rows, accumulate
+from hybrid_rlhf.engine.train.zero import gathered
 from hybrid_rlhf.run import checkpoint
 
 # stage, dtype, optimizer, offload

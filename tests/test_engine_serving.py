@@ -7,11 +7,11 @@ import random
 import pytest
 from architectures import build
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
-from hybrid_rlhf.engine.graphs import called
-from hybrid_rlhf.engine.request import Request
-from hybrid_rlhf.engine.runner import Runner
+from hybrid_rlhf.engine.decode.cuda_graphs import called
+from hybrid_rlhf.engine.decode.request import Request
+from hybrid_rlhf.engine.decode.runner import Runner
 
 PROMPTS = [[(3 + 7 * i + 5 * j * j) % 90 + 5 for j in range(1 + (5 * i) % 11)] for i in range(40)]
 SETTINGS = [dict(), dict(temperature=0), dict(temperature=0.7, top_p=0.9), dict(top_k=5, repetition_penalty=1.3),

@@ -7,9 +7,9 @@ import torch
 from tiny import optimizer_step
 from torch import nn
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
-from hybrid_rlhf.engine.zero import gathered
+from hybrid_rlhf.engine.train.zero import gathered
 
 
 def _pair(seed: int = 0) -> tuple[nn.Module, nn.Module]:
@@ -63,7 +63,7 @@ def test_sixteen_bit_weights_at_stage_0_are_refused_where_we_keep_no_masters(mon
     for dtype, optim in ((torch.float16, "adamw"), (torch.bfloat16, "sgd")):
         with pytest.raises(UserError, match="zero_stage 1"):
             _engine(_pair()[0].to(dtype), 0, optim=optim)
-    monkeypatch.setattr("hybrid_rlhf.engine.zero_config.world_size", lambda: 2)
+    monkeypatch.setattr("hybrid_rlhf.engine.train.zero_config.world_size", lambda: 2)
     assert ZeroConfig().stage(torch.bfloat16) == 1
     with pytest.raises(UserError, match="2 process"):
         ZeroConfig(0).stage(torch.bfloat16)

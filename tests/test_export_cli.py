@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_rlhf import cli, exporter
+from hybrid_rlhf import cli
+from hybrid_rlhf.commands import export
 from hybrid_rlhf.data.chat import CHATML
+from hybrid_rlhf.export import ollama
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers, save_adapter
-from hybrid_rlhf.run import ollama
 from tests.tiny import save_tiny
 
 LLAMA_3 = ("{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}"
@@ -108,7 +109,7 @@ def test_an_export_that_differs_leaves_nothing(tmp_path, monkeypatch, capsys):
         real(model, {k: v * 1.1 if "down_proj" in k else v for k, v in state.items()}, folder)
 
     monkeypatch.setattr(saving, "save", damaged)
-    assert exporter.main(["--model", base, "--output_dir", str(tmp_path / "out")]) == 1
+    assert export.main(["--model", base, "--output_dir", str(tmp_path / "out")]) == 1
     assert "differ by" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base"]
 
@@ -118,7 +119,7 @@ def test_half_precision_stays_and_is_within_its_rounding(tmp_path):
 
     base = save_tiny(tmp_path / "base", dtype=torch.bfloat16)
     adapter = adapter_of(base, tmp_path / "adapter")
-    assert exporter.main(["--model", adapter, "--output_dir", str(tmp_path / "out")]) == 0
+    assert export.main(["--model", adapter, "--output_dir", str(tmp_path / "out")]) == 0
     assert {v.dtype for v in load_file(tmp_path / "out/model.safetensors").values()} == {torch.bfloat16}
 
 
@@ -160,16 +161,16 @@ def test_pushing_uploads_the_folder_privately_and_a_refusal_is_one_line(tmp_path
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     base = save_tiny(tmp_path / "base")
-    assert exporter.main(["--model", base, "--output_dir", str(tmp_path / "a"), "--push_to_hub", "me/mine"]) == 0
+    assert export.main(["--model", base, "--output_dir", str(tmp_path / "a"), "--push_to_hub", "me/mine"]) == 0
     assert "https://huggingface.co/me/mine" in capsys.readouterr().out
     assert calls[0] == ("me/mine", {"private": True, "exist_ok": True})
     assert calls[1]["folder_path"] == tmp_path / "a"
-    assert exporter.main(["--model", base, "--output_dir", str(tmp_path / "b"), "--push_to_hub", "taken/name"]) == 2
+    assert export.main(["--model", base, "--output_dir", str(tmp_path / "b"), "--push_to_hub", "taken/name"]) == 2
     assert "403 Forbidden" in capsys.readouterr().err
 
 
 def test_the_card_says_what_the_run_was(tmp_path):
-    from hybrid_rlhf.run.card import card_text
+    from hybrid_rlhf.export.model_card import card_text
 
     base = tmp_path / "base"
     base.mkdir()

@@ -7,10 +7,10 @@ import torch
 from safetensors import safe_open
 from tiny import save_tiny, tiny_tokenizer
 
+from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
-from hybrid_rlhf.run.export import export
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_rlhf.config import UserError
-from hybrid_rlhf.run.gguf import check_convertible, interleaved, llama3_factors, write_gguf
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.export.gguf import check_convertible, interleaved, llama3_factors, write_gguf
 from tests.tiny import save_tiny, tiny_config
 
 KINDS = {"llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {"head_dim": 16},

@@ -8,7 +8,7 @@ import pytest
 from tiny import save_tiny, tiny_causal_lm
 
 from hybrid_rlhf.cli import main
-from hybrid_rlhf.inference.voices import model_folder
+from hybrid_rlhf.inference.chat_models import model_folder
 from hybrid_rlhf.models import shapes
 from hybrid_rlhf.models.load import ModelConfig
 

@@ -13,7 +13,7 @@ import torch
 from tiny import chatml_tokenizer, save_tiny
 
 from hybrid_rlhf.cli import main
-from hybrid_rlhf.config import UserError, parse
+from hybrid_rlhf.core.config import UserError, parse
 from hybrid_rlhf.data import sources
 from hybrid_rlhf.data.datasets import DataConfig, build
 from hybrid_rlhf.data.sources import Source

@@ -11,9 +11,10 @@ import pytest
 import yaml
 from tiny import save_tiny
 
-from hybrid_rlhf import cli, init
-from hybrid_rlhf.config import UserError, parse
-from hybrid_rlhf.training import cards
+from hybrid_rlhf import cli
+from hybrid_rlhf.commands import init
+from hybrid_rlhf.core.config import UserError, parse
+from hybrid_rlhf.memory_plan import presets
 
 ROWS = {"sft": {"prompt": "p", "completion": "c"}, "ppo": {"prompt": "p", "chosen": "c", "rejected": "r"},
         "dpo": {"prompt": "p", "chosen": "c", "rejected": "r"}, "grpo": {"prompt": "1+1", "answer": "2"}}
@@ -37,7 +38,7 @@ def flags(tmp_path, start, goal="dpo", card="8gb", **more) -> list[str]:
 
 
 @pytest.mark.parametrize("goal", init.GOALS)
-@pytest.mark.parametrize("card", cards.CARDS)
+@pytest.mark.parametrize("card", presets.CARDS)
 def test_what_it_writes_is_a_config_of_its_stage_with_the_cards_settings(tmp_path, model, goal, card, capsys):
     assert cli.main(["init", *flags(tmp_path, model, goal, card)]) == 0
     assert f"--config {tmp_path / 'mine.yaml'} --plan" in capsys.readouterr().out
@@ -47,7 +48,7 @@ def test_what_it_writes_is_a_config_of_its_stage_with_the_cards_settings(tmp_pat
     assert config.data.sources[0].path == data_of(tmp_path, goal)
     assert config.model.lora.r == 16
     assert config.model.load_in_4bit == (card in ("8gb", "12gb", "16gb", "24gb"))
-    assert config.engine.micro_batch_tokens == cards.CARDS[card].settings["engine.micro_batch_tokens"]
+    assert config.engine.micro_batch_tokens == presets.CARDS[card].settings["engine.micro_batch_tokens"]
 
 
 def test_every_line_that_may_be_changed_has_a_comment(tmp_path, model):
@@ -101,7 +102,7 @@ def test_without_a_terminal_missing_answers_are_named(tmp_path, model, monkeypat
 # --- cards -----------------------------------------------------------------------------------------------------------
 
 def test_a_card_is_found_by_its_memory():
-    assert [cards.closest(g) for g in (None, 5.8, 7.9, 11.6, 15.7, 23.6, 44.5, 79.2, 140)] == [
+    assert [presets.closest(g) for g in (None, 5.8, 7.9, 11.6, 15.7, 23.6, 44.5, 79.2, 140)] == [
         "cpu", "8gb", "8gb", "12gb", "16gb", "24gb", "24gb", "80gb", "80gb"]
 
 
@@ -110,7 +111,7 @@ def test_every_stage_takes_every_cards_settings(stage):
     row = cli.STAGES[stage]
     if stage == "evaluate":
         pytest.skip("it trains nothing")
-    for name in cards.CARDS:
+    for name in presets.CARDS:
         found, rest = cli._take_preset(["--preset", name, "--seed", "3"])
         config, _ = parse(importlib.import_module(row.module).Config, [*row.preset, *found, *rest], prog="x")
         assert (config.seed, config.model.lora.r) == (3, 16)
@@ -144,21 +145,21 @@ def shape(folder, size: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n, row in cards.CARDS.items() if row.gib])
+@pytest.mark.parametrize("name", [n for n, row in presets.CARDS.items() if row.gib])
 def test_the_size_that_a_card_is_said_to_hold_fits_by_plan(tmp_path, name):
-    from hybrid_rlhf.run.amounts import Cards
-    from hybrid_rlhf.training import planning, step3_ppo
+    from hybrid_rlhf.memory_plan.amounts import Cards
+    from hybrid_rlhf.training import memory_options, step3_ppo
 
-    row, folder = cards.CARDS[name], shape(tmp_path / "m", cards.CARDS[name].fits)
+    row, folder = presets.CARDS[name], shape(tmp_path / "m", presets.CARDS[name].fits)
     config, _ = parse(step3_ppo.Config, [
-        *cards.flags(name), f"--model.model_name_or_path={folder}", "--model.dtype=bfloat16",
+        *presets.flags(name), f"--model.model_name_or_path={folder}", "--model.dtype=bfloat16",
         f"--roles.reward.model_name_or_path={folder}", "--data.max_prompt_length=512",
         "--ppo.sampling.max_new_tokens=512", "--train.per_device_train_batch_size=8"], prog="x")
-    plan, = planning.plans_of(config, planning.Place.of(Cards(1, 1, row.gib << 30)))
+    plan, = memory_options.plans_of(config, memory_options.Place.of(Cards(1, 1, row.gib << 30)))
     assert plan.short <= 0, f"{plan.peak / 2**30:.1f} GiB in {plan.peak_phase}"
     assert dataclasses.replace(plan, available=None).peak > 0.3 * row.gib * 2**30 * (row.gib < 40)
 
 
 def test_user_errors_of_cards_name_the_option():
     with pytest.raises(UserError, match="--card 7gb: choose"):
-        cards.card("7gb", "--card")
+        presets.card("7gb", "--card")

@@ -9,7 +9,7 @@ from tiny import chatml_tokenizer, tiny_causal_lm
 
 from hybrid_rlhf.data.chat import compose_messages, compose_prompt, encode, encode_all, encode_prompt
 from hybrid_rlhf.data.literal import BREAK, broken, special_tokens, whole
-from hybrid_rlhf.engine.admission import stop_ids
+from hybrid_rlhf.engine.decode.admission import stop_ids
 from hybrid_rlhf.models.tokenizer import turn_ends
 from hybrid_rlhf.rewards.model import read_by
 

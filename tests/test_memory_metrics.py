@@ -11,9 +11,9 @@ import pytest
 import torch
 from tiny import tiny_causal_lm, tiny_tokenizer
 
+from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
-from hybrid_rlhf.engine.memory import PeakMeter, peak_in
-from hybrid_rlhf.metrics import Metrics
+from hybrid_rlhf.engine.device_memory import PeakMeter, peak_in
 
 CPU = torch.device("cpu")
 PIECE = b"\1" * 2**20
@@ -57,7 +57,7 @@ def test_blocks_of_one_name_count_the_largest() -> None:
 
 @needs_proc
 def test_a_kernel_that_refuses_to_set_the_mark_back_counts_what_is_resident(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr("hybrid_rlhf.engine.memory._CLEAR", tmp_path)  # a folder: writing raises OSError
+    monkeypatch.setattr("hybrid_rlhf.engine.device_memory._CLEAR", tmp_path)  # a folder: writing raises OSError
     meter = PeakMeter()
     with meter.block(CPU) as found:
         touch(400)
@@ -66,7 +66,7 @@ def test_a_kernel_that_refuses_to_set_the_mark_back_counts_what_is_resident(monk
 
 def test_a_system_without_marks_records_nothing(monkeypatch, tmp_path) -> None:
     for name in ("_CLEAR", "_STATUS"):
-        monkeypatch.setattr(f"hybrid_rlhf.engine.memory.{name}", tmp_path / "none" / name)
+        monkeypatch.setattr(f"hybrid_rlhf.engine.device_memory.{name}", tmp_path / "none" / name)
     metrics = Metrics()
     with peak_in(metrics, "actor/update", CPU):
         touch(1)

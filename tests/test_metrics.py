@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrid_rlhf.metrics import Metrics
+from hybrid_rlhf.core.metrics import Metrics
 
 
 def test_a_mean_is_divided_by_its_own_weight():

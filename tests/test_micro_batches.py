@@ -6,12 +6,13 @@ import pytest
 import torch
 from test_trainers import SFT_ROWS, policy, ppo, scalar, settings
 
-from hybrid_rlhf import policy as policy_module
+from hybrid_rlhf.core.tensors import token_budget_groups
 from hybrid_rlhf.data.collate import collate_pairs, collate_sft
-from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig, accumulate
+from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.engine.train import accumulate
 from hybrid_rlhf.roles import Actor, Critic, Reward
+from hybrid_rlhf.roles import policy_module as policy_module
 from hybrid_rlhf.rollout import Prompts, Rollout
-from hybrid_rlhf.tensors import token_budget_groups
 from hybrid_rlhf.trainers.reward import RewardTrainer
 from hybrid_rlhf.trainers.sft import SFTTrainer
 

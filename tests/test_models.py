@@ -4,7 +4,8 @@ import pytest
 import torch
 from tiny import save_tiny, tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models import tokenizer as tokenizer_of
 from hybrid_rlhf.models.backbone import check_head, hidden_states, own_head, packing_is_exact
@@ -12,7 +13,6 @@ from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from hybrid_rlhf.models.merging import merged_state_dict
-from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right
 
 
 def _batch(rows):

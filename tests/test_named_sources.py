@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hybrid_rlhf.config import UserError, parse
+from hybrid_rlhf.core.config import UserError, parse
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.source import Source
 from hybrid_rlhf.data.sources import read

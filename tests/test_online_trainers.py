@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.engine import SamplingConfig
-from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Actor, Reference, Roles
 from hybrid_rlhf.rollout import Prompts

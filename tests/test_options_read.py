@@ -17,7 +17,7 @@ COMMON = ["--model.dtype", "float32", "--data.eval_fraction", "0.2", "--data.max
           "--data.max_prompt_length", "32"]
 TRAIN = ["--train.max_steps", "2", "--train.per_device_train_batch_size", "4"]
 # read elsewhere than from the settings: of the record by the reporter, and where the disk refuses a checkpoint
-ELSEWHERE = {"report_to": "hybrid_rlhf/run/report.py", "train.max_failed_saves": "hybrid_rlhf/run/saving.py"}
+ELSEWHERE = {"report_to": "hybrid_rlhf/run/reporter.py", "train.max_failed_saves": "hybrid_rlhf/run/checkpointing.py"}
 LORA, EPOCH = ["--model.lora.r=2"], ["--train.max_steps=-1", "--train.per_device_train_batch_size=16"]
 FUNCTION = ["--reward.functions=builtin:length_penalty",
             "--reward.options={length_penalty: {max_tokens: 4, buffer: 2}}"]

@@ -8,10 +8,10 @@ from shortage import little_memory, out_of_memory
 from test_trainers import PROMPTS, SFT_ROWS, count_of, ppo, scalar, settings
 from tiny import tiny_causal_lm
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.collate import collate_pairs, collate_sft
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
-from hybrid_rlhf.engine.kv_cache import KeyValueRows
+from hybrid_rlhf.engine.decode.kv_cache import KeyValueRows
 from hybrid_rlhf.roles import Actor, PolicyModule, Reward
 from hybrid_rlhf.trainers.reward import RewardTrainer
 from hybrid_rlhf.trainers.sft import SFTTrainer

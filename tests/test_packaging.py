@@ -132,8 +132,8 @@ def run(*command: object, cwd: Path) -> subprocess.CompletedProcess:
 def assert_the_command_works(folder: Path, elsewhere: Path) -> None:
     """From a directory far from the checkout: help, a refusal of the launcher's, one of the chat's."""
     python, command = folder / "bin" / "python", folder / "bin" / "hybrid-rlhf"
-    imported = run(python, "-c", "import hybrid_rlhf.cli, hybrid_rlhf.training.step1_sft, hybrid_rlhf.inference.chat",
-                   cwd=elsewhere)
+    modules = "hybrid_rlhf.cli, hybrid_rlhf.training.step1_sft, hybrid_rlhf.inference.chat.repl"
+    imported = run(python, "-c", f"import {modules}", cwd=elsewhere)
     assert imported.returncode == 0, imported.stderr
     assert run(python, "-c", "import training", cwd=elsewhere).returncode == 1
     assert run(python, "-c", "import inference", cwd=elsewhere).returncode == 1

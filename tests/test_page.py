@@ -14,8 +14,8 @@ import pytest
 from serving import chat, content, running
 from tiny import chatml_tokenizer, save_tiny, tiny_scalar_model
 
-from hybrid_rlhf.inference.scoring import Scorer
-from hybrid_rlhf.inference.served import Limits
+from hybrid_rlhf.inference.scorer import Scorer
+from hybrid_rlhf.inference.server.served_model import Limits
 
 DRIVER, BROWSER = shutil.which("chromedriver"), shutil.which("chromium") or shutil.which("google-chrome")
 AXE = Path(os.environ.get("AXE") or Path.home() / ".cache/hybrid_rlhf/npm/node_modules/axe-core/axe.min.js")

@@ -8,16 +8,16 @@ import pytest
 import torch
 from tiny import save_tiny, tiny_causal_lm, tiny_config, tiny_tokenizer
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
-from hybrid_rlhf.engine.training_forms import training_forms
+from hybrid_rlhf.engine.train.patches import training_forms
+from hybrid_rlhf.memory_plan import table, trace
+from hybrid_rlhf.memory_plan.plan import LIBRARIES, Generation, Line, Plan, Role, make_plan, parse_bytes, size_text
 from hybrid_rlhf.models import shapes
 from hybrid_rlhf.models.backbone import hidden_states
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
-from hybrid_rlhf.run import footprint, plan_table
-from hybrid_rlhf.run.plan import LIBRARIES, Generation, Line, Plan, Role, make_plan, parse_bytes, size_text
-from hybrid_rlhf.tensors import SequenceBatch
 
 CPU = torch.device("cpu")
 
@@ -54,16 +54,16 @@ def test_sizes_for_people() -> None:
 
 
 def test_weights_and_adapters_are_those_of_the_model(folder) -> None:
-    plain = footprint.sizes(model_of(folder), CPU)
+    plain = trace.sizes(model_of(folder), CPU)
     real = tiny_causal_lm()
     assert plain.weight_bytes == sum(t.numel() * 4 for t in [*real.parameters(), *real.buffers()])
     assert plain.trained == sum(p.numel() for p in real.parameters())
     lora = LoraConfig(r=4)
     add_lora(real, lora)
-    adapted = footprint.sizes(model_of(folder, lora=lora), CPU)
+    adapted = trace.sizes(model_of(folder, lora=lora), CPU)
     trained = sum(p.numel() for p in real.parameters() if p.requires_grad)
     assert (adapted.adapter_bytes, adapted.trained, adapted.weight_bytes) == (trained * 4, trained, plain.weight_bytes)
-    scalar = footprint.sizes(model_of(folder, lora=lora), CPU, is_scalar=True)
+    scalar = trace.sizes(model_of(folder, lora=lora), CPU, is_scalar=True)
     assert scalar.trained == trained + 32  # the head
     assert scalar.weight_bytes == plain.weight_bytes - 300 * 32 * 4
 
@@ -73,14 +73,14 @@ def test_a_quantised_base_takes_what_its_blocks_take(folder) -> None:
     lora = LoraConfig(r=4)
     numbers = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32)
     rows = 2 * (32 + 16 + 16 + 32 + 64 + 64 + 32)
-    plain, in_4, in_8 = (footprint.sizes(model_of(folder, lora=lora, **q), CPU).weight_bytes
+    plain, in_4, in_8 = (trace.sizes(model_of(folder, lora=lora, **q), CPU).weight_bytes
                          for q in ({}, {"load_in_4bit": True}, {"load_in_8bit": True}))
     assert plain - in_4 == 4 * numbers - numbers // 2 - 4 * numbers // 64
     assert plain - in_8 == 4 * numbers - numbers - 4 * rows
 
 
 def test_the_cache_of_a_token_is_layers_times_heads_times_their_size(folder) -> None:
-    per_token, per_sequence = footprint.cache_bytes(model_of(folder), CPU)
+    per_token, per_sequence = trace.cache_bytes(model_of(folder), CPU)
     assert (per_token, per_sequence) == (2 * 2 * 8 * 2 * 4, 0)  # layers, key-value heads, head size, both, fp32
     model = tiny_causal_lm()
     model.generation_config.eos_token_id = None
@@ -99,7 +99,7 @@ def test_saved_activations_are_those_that_autograd_saves(tmp_path, kind, checkpo
     changes = dict(kind=kind) if kind != "mamba" else dict(kind=kind, state_size=8)
     tiny_config(**changes).save_pretrained(tmp_path)
     settings = model_of(str(tmp_path), gradient_checkpointing=checkpointing)
-    predicted = footprint.activations(settings, CPU, 4, 24).saved
+    predicted = trace.activations(settings, CPU, 4, 24).saved
     model = tiny_causal_lm(**changes).train()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -120,9 +120,9 @@ def test_saved_activations_are_those_that_autograd_saves(tmp_path, kind, checkpo
 def test_a_deep_model_is_counted_from_two_shallow_ones(tmp_path, monkeypatch) -> None:
     tiny_config(num_hidden_layers=20).save_pretrained(tmp_path)
     settings = model_of(str(tmp_path), lora=LoraConfig(r=4))
-    quick = footprint.activations(settings, CPU, 4, 32), footprint.sizes(settings, CPU)
-    monkeypatch.setattr(footprint, "_depths", lambda _: (20,))
-    slow = footprint._traced_model(settings, CPU, 4, 32, False, True), footprint.sizes.__wrapped__(settings, CPU)
+    quick = trace.activations(settings, CPU, 4, 32), trace.sizes(settings, CPU)
+    monkeypatch.setattr(trace, "_depths", lambda _: (20,))
+    slow = trace._traced_model(settings, CPU, 4, 32, False, True), trace.sizes.__wrapped__(settings, CPU)
     assert slow[0].saved == pytest.approx(quick[0].saved, rel=1e-6)
     assert slow[0].peak == pytest.approx(quick[0].peak, rel=0.01)
     assert slow[1] == quick[1]
@@ -131,7 +131,7 @@ def test_a_deep_model_is_counted_from_two_shallow_ones(tmp_path, monkeypatch) ->
 def test_logits_are_counted_as_chunks(folder) -> None:
     """Beyond one chunk of 128 MiB more tokens take no more logits: only their hidden states' gradients and numbers."""
     chunk = 2**27 // (300 * 4)
-    one, four = (footprint.logit_bytes(model_of(folder), CPU, n * chunk, trains=False) for n in (1, 4))
+    one, four = (trace.logit_bytes(model_of(folder), CPU, n * chunk, trains=False) for n in (1, 4))
     assert one > 2**26
     assert four - one < 3 * chunk * 160
 
@@ -142,7 +142,7 @@ def test_roles_score_in_turns_and_stay_side_by_side() -> None:
                                   Line("b", "activations", {"score": 6})), available=25)
     assert plan.total("score") == 10 + 10 + 7
     assert plan.short == 2
-    assert "short by 0 KiB" in plan_table.verdict(plan)
+    assert "short by 0 KiB" in table.verdict(plan)
 
 
 def test_a_plan_adds_up(folder) -> None:
@@ -151,14 +151,14 @@ def test_a_plan_adds_up(folder) -> None:
                 generation=Generation(slots=4, prompt=16, response=8))
     plan = make_plan("ppo", [role], CPU, available=10**9)
     lines = {line.kind: line.phases for line in plan.lines}
-    count = footprint.sizes(model_of(folder), CPU).trained
+    count = trace.sizes(model_of(folder), CPU).trained
     assert plan.phases == ("generate", "score", "train actor", "step actor")
     assert lines["optimizer"] == dict.fromkeys(plan.phases, 8 * count)
     assert lines["gradients"]["step actor"] == 4 * count
     assert lines["KV cache"] == {"generate": 4 * 24 * 256}
     assert lines["logits"]["generate"] == 4 * 300 * 8
     assert plan.total("step actor") == lines["weights"]["step actor"] + 12 * count + LIBRARIES["cpu"]
-    assert plan_table.verdict(plan).startswith("fits: needs ")
+    assert table.verdict(plan).startswith("fits: needs ")
 
 
 def test_a_table_is_plain_where_nobody_looks_and_rich_where_somebody_does(folder) -> None:
@@ -171,7 +171,7 @@ def test_a_table_is_plain_where_nobody_looks_and_rich_where_somebody_does(folder
 
     plain, rich = io.StringIO(), Terminal()
     for stream in (plain, rich):
-        plan_table.show(plan, stream=stream)
+        table.show(plan, stream=stream)
     assert "│" not in plain.getvalue()
     assert "│" in rich.getvalue()
     for text in (plain.getvalue(), rich.getvalue()):
@@ -182,17 +182,17 @@ def test_a_table_is_plain_where_nobody_looks_and_rich_where_somebody_does(folder
 def test_a_real_update_takes_what_the_plan_says(tmp_path) -> None:
     """The tiny model really trained by an engine, in the fused forms that it finds, all storages counted."""
     from hybrid_rlhf.roles import Actor
-    from hybrid_rlhf.training import wiring
+    from hybrid_rlhf.training import builders
 
     path = save_tiny(tmp_path / "model")
     settings = model_of(path)
     tokenizer = tiny_tokenizer()
-    model = wiring.open_policy(settings, tokenizer, 0, dropout=False)
+    model = builders.open_policy(settings, tokenizer, 0, dropout=False)
     known = [*model.parameters(), *model.buffers()]
     ids = torch.randint(4, 300, (16, 96))
     batch = SequenceBatch(ids, torch.ones_like(ids, dtype=torch.bool), torch.ones_like(ids, dtype=torch.bool))
-    with footprint.LiveBytes(tuple(known)) as live:
-        engine = wiring.policy_engine(model, tokenizer)
+    with trace.LiveBytes(tuple(known)) as live:
+        engine = builders.policy_engine(model, tokenizer)
         engine.prepare_training(OptimizerConfig(), lambda _: 1.0, ZeroConfig())
         actor = Actor(engine, tokenizer, 8 * 96)
         for _ in range(2):
@@ -200,7 +200,7 @@ def test_a_real_update_takes_what_the_plan_says(tmp_path) -> None:
             actor.fit_tokens(batch, lambda tokens, count: (-tokens.logprobs.sum() / count, {}))
     role = Role("policy", settings, 96, 8, predicted=95, trains=True, scores=False)
     plan = make_plan("sft", [role], CPU, None)
-    weights = footprint.sizes(settings, CPU).weight_bytes
+    weights = trace.sizes(settings, CPU).weight_bytes
     assert live.peak <= plan.total("train policy") - weights - LIBRARIES["cpu"] <= 1.15 * live.peak
 
 
@@ -211,28 +211,28 @@ def test_two_layers_say_what_all_of_them_take(tmp_path, monkeypatch, kind, setti
     """Layers that are alike are counted from one and two; the whole model traced is the oracle, to the byte."""
     tiny_config(kind=kind, num_hidden_layers=5).save_pretrained(tmp_path)
     model = ModelConfig(str(tmp_path), dtype="bfloat16", **settings)
-    assert footprint._depths(model) == footprint.EQUAL
-    quick = footprint._traced_model(model, CPU, 4, 32, False, True), footprint.cache_bytes.__wrapped__(model, CPU)
-    monkeypatch.setattr(footprint, "_depths", lambda _: (5,))
-    assert quick == (footprint._traced_model(model, CPU, 4, 32, False, True),
-                     footprint.cache_bytes.__wrapped__(model, CPU))
+    assert trace._depths(model) == trace.EQUAL
+    quick = trace._traced_model(model, CPU, 4, 32, False, True), trace.cache_bytes.__wrapped__(model, CPU)
+    monkeypatch.setattr(trace, "_depths", lambda _: (5,))
+    assert quick == (trace._traced_model(model, CPU, 4, 32, False, True),
+                     trace.cache_bytes.__wrapped__(model, CPU))
 
 
 def test_layers_that_differ_are_not_counted_from_two(tmp_path) -> None:
     tiny_config(kind="qwen2", num_hidden_layers=6, sliding_window=8, use_sliding_window=True,
                 layer_types=["full_attention", "sliding_attention"] * 3).save_pretrained(tmp_path)
-    assert footprint._depths(ModelConfig(str(tmp_path))) == (6,)
+    assert trace._depths(ModelConfig(str(tmp_path))) == (6,)
 
 
 def test_adapters_for_counting_are_pefts(tmp_path, monkeypatch) -> None:
     """Parameters and traced bytes with our stand-in for peft's layers, and with peft's."""
     tiny_config().save_pretrained(tmp_path)
     model = ModelConfig(str(tmp_path), dtype="bfloat16", lora=LoraConfig(r=4, dropout=0.1))
-    ours = [footprint._traced_model(model, CPU, 4, 32, dropout, True) for dropout in (False, True)]
-    count = footprint._adapters.__wrapped__(model, CPU)
+    ours = [trace._traced_model(model, CPU, 4, 32, dropout, True) for dropout in (False, True)]
+    count = trace._adapters.__wrapped__(model, CPU)
     monkeypatch.setattr(shapes, "add_empty_adapters", lambda *_: False)
-    assert ours == [footprint._traced_model(model, CPU, 4, 32, dropout, True) for dropout in (False, True)]
-    assert count == footprint._adapters.__wrapped__(model, CPU)
+    assert ours == [trace._traced_model(model, CPU, 4, 32, dropout, True) for dropout in (False, True)]
+    assert count == trace._adapters.__wrapped__(model, CPU)
 
 
 def test_a_prefill_keeps_no_layers_keys() -> None:
@@ -241,7 +241,7 @@ def test_a_prefill_keeps_no_layers_keys() -> None:
     for depth in (2, 6):
         model = tiny_causal_lm(num_hidden_layers=depth)
         engine = HybridEngine.for_inference(model, tiny_tokenizer())
-        with engine.inference(), footprint.LiveBytes(tuple(model.parameters())) as live:
+        with engine.inference(), trace.LiveBytes(tuple(model.parameters())) as live:
             cache = engine._runner.new_cache(4, 70)
             for _ in range(2):  # the first allocates the cache
                 live.peak = before = live.now

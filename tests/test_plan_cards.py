@@ -11,12 +11,12 @@ import torch
 import yaml
 
 from hybrid_rlhf.cli import main
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.memory_plan import presets as presets
+from hybrid_rlhf.memory_plan import trace
+from hybrid_rlhf.memory_plan.amounts import Cards, parse_cards
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
-from hybrid_rlhf.run import footprint
-from hybrid_rlhf.run.amounts import Cards, parse_cards
-from hybrid_rlhf.training import cards as presets
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -50,8 +50,8 @@ def test_weights_by_hand_in_bf16_and_in_4_bits(tmp_path) -> None:
     """Llama 8B by hand: 8,030,261,248 weights, of which 2 x 128,256 x 4,096 in the embeddings and the head, and
     65 x 4,096 in norms, stay in 16 bits; half a byte and an fp32 scale per 64 of the others."""
     folder = cards.write_shape("8B", tmp_path)
-    plain, packed = (footprint.sizes(ModelConfig(folder, dtype="bfloat16", lora=LoraConfig(r=16), load_in_4bit=is_4bit),
-                                     torch.device("cuda")) for is_4bit in (False, True))
+    plain, packed = (trace.sizes(ModelConfig(folder, dtype="bfloat16", lora=LoraConfig(r=16), load_in_4bit=is_4bit),
+                                 torch.device("cuda")) for is_4bit in (False, True))
     kept = 2 * 128256 * 4096 + 65 * 4096
     assert plain.weight_bytes == pytest.approx(2 * 8_030_261_248, rel=1e-6)
     assert packed.weight_bytes == pytest.approx(2 * kept + (8_030_261_248 - kept) * (0.5 + 4 / 64), rel=1e-6)

@@ -10,17 +10,17 @@ import torch
 from tiny import tiny_config
 
 from hybrid_rlhf.engine import OptimizerConfig, ZeroConfig
-from hybrid_rlhf.engine.zero import ZeroTraining
+from hybrid_rlhf.engine.train.zero import ZeroTraining
+from hybrid_rlhf.memory_plan import table, trace
+from hybrid_rlhf.memory_plan.formulas import StateBytes, state_bytes
+from hybrid_rlhf.memory_plan.plan import LIBRARIES, Generation, Line, Plan, Role, make_plan
+from hybrid_rlhf.memory_plan.search import choose
+from hybrid_rlhf.memory_plan.trace import Activations, Sizes
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
-from hybrid_rlhf.run import footprint, plan_table
-from hybrid_rlhf.run.footprint import Activations, Sizes
-from hybrid_rlhf.run.plan import LIBRARIES, Generation, Line, Plan, Role, make_plan
 from hybrid_rlhf.run.train_config import TrainConfig
-from hybrid_rlhf.run.training_state import StateBytes, state_bytes
 from hybrid_rlhf.trainers.ppo import PPOConfig
 from hybrid_rlhf.training import step1_sft, step3_ppo
-from hybrid_rlhf.training.fitting import choose
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -36,10 +36,10 @@ def folder(tmp_path_factory) -> str:
 @pytest.fixture
 def counted(monkeypatch) -> ModelConfig:
     """A model of 20,000 bf16 weights, the largest 9,600, whose activations a hand can add up."""
-    monkeypatch.setattr(footprint, "sizes", lambda *_args, **_named: Sizes(40_000, 0, 20_000, BF16, 300, 2, 19_200))
-    monkeypatch.setattr(footprint, "activations", lambda *_args, **_named: Activations(5000, 6000, 700))
-    monkeypatch.setattr(footprint, "logit_bytes", lambda *_args, **_named: 100)
-    monkeypatch.setattr(footprint, "cache_bytes", lambda *_args: (256, 0))
+    monkeypatch.setattr(trace, "sizes", lambda *_args, **_named: Sizes(40_000, 0, 20_000, BF16, 300, 2, 19_200))
+    monkeypatch.setattr(trace, "activations", lambda *_args, **_named: Activations(5000, 6000, 700))
+    monkeypatch.setattr(trace, "logit_bytes", lambda *_args, **_named: 100)
+    monkeypatch.setattr(trace, "cache_bytes", lambda *_args: (256, 0))
     return ModelConfig("somewhere", dtype="bfloat16")
 
 
@@ -81,7 +81,7 @@ def test_state_bytes_are_those_of_deepspeed(dtype, stage, optim, offload) -> Non
     count = 16 * 128 * 128
     expected = state_bytes(count, dtype, stage, 1, optim, offload)
     weights = dtype.itemsize * {0: 0, 1: 2, 2: 2, 3: 1}[stage]  # that DeepSpeed moves, with a copy of them below ZeRO 3
-    with footprint.LiveBytes(tuple(module.parameters())) as live:
+    with trace.LiveBytes(tuple(module.parameters())) as live:
         training = ZeroTraining(module, OptimizerConfig(optim=optim), lambda _: 1.0,
                                 ZeroConfig(zero_stage=stage, offload=offload))
 
@@ -146,7 +146,7 @@ def test_a_role_that_waits_elsewhere_counts_in_its_own_phases(counted) -> None:
     cache, prefill, logits = 4 * 24 * 256, 700 * 64 // 48, 4 * 300 * 6
     assert both.total("generate") == 40_000 + 16 * 20_000 + cache + prefill + logits + LIBRARIES["cuda"]
     stream = io.StringIO()
-    plan_table.show(both, (), stream)
+    table.show(both, (), stream)
     assert "kept in the CPU's memory for each process: 0.4 MiB" in stream.getvalue()
     assert set(lines_of(make_plan("ppo", [actor, ref], CPU, None), "ref")["weights"].values()) == {40_000}
 
@@ -154,7 +154,7 @@ def test_a_role_that_waits_elsewhere_counts_in_its_own_phases(counted) -> None:
 def test_adapters_are_counted_in_the_dtype_they_are_made_in(folder) -> None:
     """bf16, with masters, moments and sums in fp32 also where processes are several, for they are few."""
     model = model_of(folder, lora=LoraConfig(r=1, target_modules=["q_proj"]))
-    found = footprint.sizes(model, CPU)
+    found = trace.sizes(model, CPU)
     assert (found.trained_dtype, found.adapter_bytes) == (BF16, 2 * found.trained)
     role = Role("policy", model, 24, 2, predicted=8, trains=True, scores=False)
     plan = make_plan("sft", [role], CPU, None, world=2)
@@ -235,8 +235,8 @@ def test_a_frozen_base_is_quantised_when_nothing_cheaper_fits() -> None:
 def test_what_was_chosen_is_a_table_with_reasons() -> None:
     AVAILABLE[0] = 100
     stream = io.StringIO()
-    plan_table.show_changes(choose(step1_sft.Config(model=ModelConfig("somewhere")), priced, has_host=True).changes,
-                            stream)
+    table.show_changes(choose(step1_sft.Config(model=ModelConfig("somewhere")), priced, has_host=True).changes,
+                       stream)
     rows = stream.getvalue().splitlines()
     assert rows[0].split() == ["setting", "given", "chosen", "why"]
     assert any(row.startswith("engine.offload") and "[optimizer" in row and "slower" in row for row in rows)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybrid_rlhf.cli import main
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.collate import collate_sft
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.engine import OptimizerConfig, SamplingConfig, ZeroConfig

@@ -7,14 +7,14 @@ import pytest
 import torch
 from tiny import save_tiny, tiny_scalar_model, tiny_tokenizer
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
+from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers
 from hybrid_rlhf.models.merging import merged_state_dict
 from hybrid_rlhf.models.quantize import adamw_8bit, dequantised, quantized_layers
-from hybrid_rlhf.run.export import export
 
 KINDS = ("4bit", "8bit")
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])

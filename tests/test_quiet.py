@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_rlhf.core.quiet import quiet_libraries
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.quiet import quiet_libraries
 from tests.tiny import save_tiny, tiny_causal_lm
 
 ROOT = Path(__file__).resolve().parents[1]

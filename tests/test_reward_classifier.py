@@ -7,7 +7,7 @@ import torch
 from test_reward_functions import rollout
 from tiny import tiny_tokenizer
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.rewards.classifier import ClassifierSource
 
 PROMPTS = ["say cat ", "say ", "the moon "]

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.rewards import BadAnswer, BadScore, checked_scores
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
 from hybrid_rlhf.rewards.mixture import Mixture, Part

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from test_reward_functions import rollout
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.rewards import BadAnswer, checked_scores, part_scores
 from hybrid_rlhf.rewards.service import ServiceSource
 

@@ -9,7 +9,7 @@ from test_shared_base import COMMON, PPO, WORDS
 from tiny import save_tiny, tiny_scalar_model, tiny_tokenizer
 
 from hybrid_rlhf.cli import main
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.models.heads import ScalarModel

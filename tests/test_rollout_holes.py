@@ -13,9 +13,9 @@ from hybrid_rlhf.algorithms.advantages import ESTIMATORS, whiten
 from hybrid_rlhf.algorithms.shaping import shape_rewards
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.models.heads import ScalarModel
-from hybrid_rlhf.policy import PolicyModule
 from hybrid_rlhf.rewards.functions import inputs
 from hybrid_rlhf.roles import Actor, Critic
+from hybrid_rlhf.roles.policy_module import PolicyModule
 from hybrid_rlhf.rollout import Prompts, Rollout
 
 # two turns with a tool's three tokens between them; one turn; a tool's answer last, and nothing sampled after it

@@ -10,8 +10,8 @@ import pytest
 from stage_options import used
 from tiny import chatml_tokenizer, own_cache, save_tiny
 
-from hybrid_rlhf import hub
 from hybrid_rlhf.cli import main
+from hybrid_rlhf.core import hub
 from hybrid_rlhf.data import datasets
 from hybrid_rlhf.data.datasets import DataConfig, summary
 

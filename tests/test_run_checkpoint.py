@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.run import checkpoint
 
 STATE = {"trainer": {"actor": {"weights": {"a.weight": torch.arange(6.0).view(2, 3)}, "num_steps": 7},

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.run import checkpoint, runfile, tensor_file
 from hybrid_rlhf.run.checkpoint import SaveError
 from tests.counting import Killed, killed, left, runner
@@ -55,7 +55,7 @@ def test_a_disk_that_stays_full_ends_the_run_and_room_lets_it_go_on(go, tmp_path
 
 
 def test_lines_that_a_full_disk_refuses_wait_and_none_is_lost_or_doubled(go, tmp_path, monkeypatch, capfd):
-    from hybrid_rlhf.run import lines
+    from hybrid_rlhf.run import json_lines
 
     go("straight")
 
@@ -76,7 +76,7 @@ def test_lines_that_a_full_disk_refuses_wait_and_none_is_lost_or_doubled(go, tmp
         def __getattr__(self, name: str):
             return getattr(self.file, name)
 
-    monkeypatch.setattr(lines, "open", lambda *given, **named: Full(open(*given, **named)), raising=False)  # noqa: SIM115
+    monkeypatch.setattr(json_lines, "open", lambda *given, **named: Full(open(*given, **named)), raising=False)  # noqa: SIM115
     go("run")
     assert left(tmp_path / "run") == left(tmp_path / "straight")
     assert "its lines wait for room" in capfd.readouterr().err

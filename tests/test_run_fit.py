@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from hybrid_rlhf.config import UserError
-from hybrid_rlhf.metrics import Metrics
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.run import checkpoint, runfile
-from hybrid_rlhf.run.fit import Stopped, TrainConfig, fit
+from hybrid_rlhf.run.loop import Stopped, TrainConfig, fit
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from hybrid_rlhf.run import plots, summary
-from hybrid_rlhf.run.plots import SUBJECTS, lines_of, smooth
+from hybrid_rlhf.report import plots, summary
+from hybrid_rlhf.report.plots import SUBJECTS, lines_of, smooth
 
 HOSTILE = "<script>alert(1)</script> | a\x1b[31m ![x](http://evil) `b`"
 

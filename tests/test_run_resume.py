@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybrid_rlhf.config import NotFinite, UserError
+from hybrid_rlhf.core.config import NotFinite, UserError
 from hybrid_rlhf.run import checkpoint, lock, runfile, tensor_file
-from hybrid_rlhf.run.fit import Stopped
+from hybrid_rlhf.run.loop import Stopped
 from tests.counting import Killed, killed, left, runner
 
 
@@ -167,7 +167,7 @@ def hour_glass(monkeypatch, minutes_per_save: float = 0.0):
     def pass_minutes(count: float) -> None:
         now[0] += 60 * count
 
-    monkeypatch.setattr("hybrid_rlhf.run.saving.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("hybrid_rlhf.run.checkpointing.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(checkpoint, "save", save)
     return pass_minutes
 
@@ -191,7 +191,7 @@ def test_a_run_saves_by_the_clock_unless_told_otherwise(go, tmp_path, monkeypatc
 
 def test_only_the_main_process_looks_at_the_clock(go, tmp_path, monkeypatch):
     pass_minutes = hour_glass(monkeypatch)
-    monkeypatch.setattr("hybrid_rlhf.run.fit.is_main", lambda: False)
+    monkeypatch.setattr("hybrid_rlhf.run.loop.is_main", lambda: False)
     go("run", {2: lambda: pass_minutes(60)}, save_steps=0)
     assert [p.name for p in checkpoint.steps(tmp_path / "run" / "checkpoints")] == ["step-00000009"]
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from hybrid_rlhf import activity
-from hybrid_rlhf.run import terminal
-from hybrid_rlhf.run.terminal import Progress
+from hybrid_rlhf.core import activity
+from hybrid_rlhf.report import terminal
+from hybrid_rlhf.report.terminal import Progress
 
 KEYS = ("reward", "kl", "completions/mean_length")
 VALUES = {"reward": 0.123456, "kl": 2.0, "completions/mean_length": 13.25, "other": 9.0}

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from hybrid_rlhf.algorithms.kl import UpdateRate
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer
 from hybrid_rlhf.trainers.online_preference import OnlineConfig, OnlinePreferenceTrainer
-from hybrid_rlhf.trainers.rejection import RejectionConfig, RejectionTrainer
+from hybrid_rlhf.trainers.rejection_sampling import RejectionConfig, RejectionTrainer
 from tests.test_online_trainers import GROUPED, online, prompts_of, varied_if
 from tests.test_trainers import PROMPTS, Source, count_of, ppo, settings
 

@@ -15,10 +15,11 @@ from test_chat import greedy_by_transformers
 from test_reward_functions import rollout
 from tiny import chatml_tokenizer, save_tiny, tiny_scalar_model
 
-from hybrid_rlhf.inference import server
-from hybrid_rlhf.inference.answers import AnswerText
-from hybrid_rlhf.inference.scoring import Scorer
-from hybrid_rlhf.inference.served import Limits
+from hybrid_rlhf.inference.named_models import named_models
+from hybrid_rlhf.inference.response_text import AnswerText
+from hybrid_rlhf.inference.scorer import Scorer
+from hybrid_rlhf.inference.server import serve
+from hybrid_rlhf.inference.server.served_model import Limits
 from hybrid_rlhf.rewards import checked_scores
 from hybrid_rlhf.rewards.service import ServiceSource
 
@@ -237,13 +238,13 @@ def test_a_key_is_asked_for_where_there_is_one(folders):
     (["--model", "x", "--host", "127.0.0.256"], "lets other machines in"),
 ])
 def test_wrong_flags_are_refused_in_one_line(flags, reason, capsys):
-    assert server.main([*flags, "--port", "0"] if "--port" not in flags else flags) == 2
+    assert serve.main([*flags, "--port", "0"] if "--port" not in flags else flags) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n"), reason in err) == ("", 1, True), err
 
 
 def test_a_port_in_use_is_refused_before_anything_is_loaded(served, capsys):
-    assert server.main(["--model", "x", "--port", str(served.port)]) == 2
+    assert serve.main(["--model", "x", "--port", str(served.port)]) == 2
     assert "cannot listen" in capsys.readouterr().err
 
 
@@ -251,9 +252,9 @@ def test_a_port_in_use_is_refused_before_anything_is_loaded(served, capsys):
     (["outputs/demo/ppo/model"], ["outputs/demo/ppo/model"]), (["a=x", "b=y/z"], ["a", "b"]),
     (["org/name"], ["org/name"])])
 def test_names_of_models(given, names):
-    assert [p.name for p in server.places(given)] == names
+    assert [p.name for p in named_models(given)] == names
 
 
 def test_a_folder_called_model_is_named_after_its_run(tmp_path):
     (tmp_path / "ppo" / "model").mkdir(parents=True)
-    assert [p.name for p in server.places([str(tmp_path / "ppo" / "model")])] == ["ppo"]
+    assert [p.name for p in named_models([str(tmp_path / "ppo" / "model")])] == ["ppo"]

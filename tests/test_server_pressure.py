@@ -14,10 +14,10 @@ import pytest
 from serving import asked, chat, running, until
 from tiny import save_tiny, tiny_tokenizer
 
-from hybrid_rlhf.engine.request import Request
-from hybrid_rlhf.inference import guard, replies, worker
-from hybrid_rlhf.inference.served import Limits
-from hybrid_rlhf.inference.worker import Job, Lane, Worker
+from hybrid_rlhf.engine.decode.request import Request
+from hybrid_rlhf.inference.server import guard, replies, worker
+from hybrid_rlhf.inference.server.served_model import Limits
+from hybrid_rlhf.inference.server.worker import Job, Lane, Worker
 
 
 def _open_stream(port: int, **settings) -> socket.socket:

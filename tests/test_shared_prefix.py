@@ -6,14 +6,14 @@ import pytest
 import torch
 from tiny import tiny_causal_lm, tiny_scalar_model
 
+from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right, prefix_groups_within
 from hybrid_rlhf.data.collate import collate_pairs
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.models.shared_prefix import packing, prefix_groups, sharing_is_exact
-from hybrid_rlhf.policy import PolicyModule
 from hybrid_rlhf.roles import Actor, Critic, Reward
+from hybrid_rlhf.roles.policy_module import PolicyModule
 from hybrid_rlhf.rollout import Prompts, Rollout
-from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right, prefix_groups_within
 from hybrid_rlhf.trainers.reward import RewardTrainer
 
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12], [5, 6, 7, 8, 9], [11, 12], [5, 6, 7, 8, 9], [21, 22, 23]]

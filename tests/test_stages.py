@@ -15,10 +15,10 @@ import torch
 import yaml
 
 from hybrid_rlhf.cli import main
+from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.roles import Reward
-from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.training import on_policy, step1_sft, step2_reward, step3_ppo
 from tests.stage_options import used
 from tests.tiny import own_cache, save_tiny, tiny_tokenizer

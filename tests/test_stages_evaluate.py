@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybrid_rlhf.cli import main
-from hybrid_rlhf.training import measure
+from hybrid_rlhf.training import scored_answers
 from tests.tiny import save_tiny
 
 WORDS = [f"say {a} {b}" for a in ("red", "blue", "green", "cat") for b in ("dog", "fox", "sun", "moon", "tree")]
@@ -61,8 +61,8 @@ def test_a_copy_is_not_told_apart_and_other_weights_are(place, capsys) -> None:
 def test_kl_is_that_of_plain_transformers_on_the_same_tokens(place, monkeypatch) -> None:
     from transformers import AutoModelForCausalLM
 
-    kept, judge = [], measure.judge
-    monkeypatch.setattr(measure, "judge", lambda rollout, *rest: (judge(rollout, *rest), kept.append(rollout)))
+    kept, judge = [], scored_answers.judge
+    monkeypatch.setattr(scored_answers, "judge", lambda rollout, *rest: (judge(rollout, *rest), kept.append(rollout)))
     found = evaluated(place, "kl", "PLACE/one, PLACE/two", *PAID, "--evaluate.batch_size", "12")
     assert [len(r) for r in kept] == [12, 8, 12, 8]
     models = [AutoModelForCausalLM.from_pretrained(place / name).eval() for name in ("two", "one")]
@@ -120,8 +120,8 @@ def test_a_model_with_other_tokens_is_judged_by_its_words_and_has_no_kl(place, r
 
 
 def test_the_stage_2_model_judges_and_a_template_is_for_the_policy_alone(place, reward, monkeypatch) -> None:
-    kept, respond = [], measure.respond
-    monkeypatch.setattr(measure, "respond", lambda actor, prompts, *rest: kept.append(rest[-1]) or respond(
+    kept, respond = [], scored_answers.respond
+    monkeypatch.setattr(scored_answers, "respond", lambda actor, prompts, *rest: kept.append(rest[-1]) or respond(
         actor, prompts, *rest))
     found = evaluated(place, "judged", "plain=PLACE/one, asked=PLACE/copy",
                       "--evaluate.prompt_templates={asked: 'Score 1. {prompt}'}")

@@ -72,7 +72,7 @@ except SystemExit:
 def test_an_answer_needs_no_library_for_training_or_data(place):
     program = """
 import sys
-from hybrid_rlhf.inference.chat import main
+from hybrid_rlhf.inference.chat.repl import main
 print([main(sys.argv[1:])] + [m for m in {never} if m in sys.modules])
 """
     lines = said(program, (*NEVER, "deepspeed", "fastapi", "uvicorn"), "--model", str(place / "model"), "--prompt",

@@ -9,7 +9,7 @@ import pytest
 from trl_templates import CALLS, CONVERSATIONS, SAID, SYSTEM, THOUGHTS, USER, names, tokenizer_of
 
 from hybrid_rlhf.data.chat import Refused, compose_messages, encode_all, encode_prompt
-from hybrid_rlhf.engine.admission import stop_ids
+from hybrid_rlhf.engine.decode.admission import stop_ids
 from hybrid_rlhf.models.template import dialect_of
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,9 +11,9 @@ import torch
 from architectures import build
 from tp_ranks import GREEDY, KINDS, PROMPTS, SAMPLED, adapted, changes_of, engine_of, step, with_adapters
 
-from hybrid_rlhf.config import UserError
-from hybrid_rlhf.distributed import consecutive_ranks
-from hybrid_rlhf.engine.tensor_parallel import check_configured
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.distributed import consecutive_ranks
+from hybrid_rlhf.engine.decode.tensor_parallel import check_configured
 
 pytestmark = pytest.mark.dist
 HALVED = [k for k in KINDS if k != "phi3"]  # its plan keeps attention whole: query, key and value are one layer

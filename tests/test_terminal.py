@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_causal_lm, tiny_tokenizer
 
-from hybrid_rlhf.inference.terminal import pieces
-from hybrid_rlhf.visible import neutralise
+from hybrid_rlhf.core.text_safety import neutralise
+from hybrid_rlhf.inference.detokenizer import pieces
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -77,7 +77,7 @@ def test_at_a_real_terminal_control_c_stops_an_answer_and_then_only_hints(tmp_pa
     if pid == 0:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job would ignore it
         os.chdir(ROOT)
-        os.execv(sys.executable, [sys.executable, "inference/chat.py", "--model", str(tmp_path)])
+        os.execv(sys.executable, [sys.executable, "inference/chat", "--model", str(tmp_path)])
     seen = b""
 
     def expect(word: bytes) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.collate import collate_pairs, collate_sft
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
 from hybrid_rlhf.models.dropout import disable_dropout

@@ -8,15 +8,15 @@ from test_adapters import base_with
 from tiny import tiny_causal_lm
 from torch.nn import functional as F
 
+from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.engine import HybridEngine
-from hybrid_rlhf.engine.training_forms import training_forms
+from hybrid_rlhf.engine.train.patches import training_forms
 from hybrid_rlhf.kernels import cpu
 from hybrid_rlhf.models.adapters import Adapters
 from hybrid_rlhf.models.dropout import disable_dropout
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from hybrid_rlhf.models.lora_products import fused_adapters
 from hybrid_rlhf.roles import PolicyModule
-from hybrid_rlhf.tensors import SequenceBatch
 
 # Largest relative difference of a gradient (by norm) from fp64's; torch's own kernel is at 1e-6, 4e-3 and 6e-4.
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -95,7 +95,7 @@ def test_a_model_trains_to_the_same_gradients_as_by_its_own_attention(kind, sett
 def test_an_engine_takes_our_attention_in_training_and_leaves_sdpa_as_it_was(monkeypatch):
     from transformers.modeling_utils import AttentionInterface
 
-    import hybrid_rlhf.engine.training_forms as forms
+    import hybrid_rlhf.engine.train.patches as forms
 
     before, calls, ops = AttentionInterface._global_mapping["sdpa"], [], forms.ops_for("cpu")
 
@@ -113,7 +113,7 @@ def test_an_engine_takes_our_attention_in_training_and_leaves_sdpa_as_it_was(mon
 
 
 def test_calls_that_are_not_plainly_causal_keep_their_own_attention():
-    from hybrid_rlhf.engine.training_forms import attend
+    from hybrid_rlhf.engine.train.patches import attend
 
     def original(*_given, **_named):
         return "original", None

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hybrid_rlhf.algorithms.advantages import ESTIMATORS
+from hybrid_rlhf.core.tensors import length_mask, masked_sum
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.roles import Roles, TokenScores
 from hybrid_rlhf.rollout import Prompts, Rollout
-from hybrid_rlhf.tensors import length_mask, masked_sum
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
 
 pytest.importorskip("trl")

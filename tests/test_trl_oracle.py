@@ -15,7 +15,7 @@ from trl_oracle import trl_reward_loss, trl_sft_loss
 
 from hybrid_rlhf.algorithms.likelihood import token_logprobs
 from hybrid_rlhf.algorithms.preference import bradley_terry
-from hybrid_rlhf.tensors import SequenceBatch, last_true, length_mask, pad_right, predicted, predicting
+from hybrid_rlhf.core.tensors import SequenceBatch, last_true, length_mask, pad_right, predicted, predicting
 
 PAD, VOCABULARY, TOLERANCE = 0, 64, 1e-5
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from test_offline import EOS, POLICY, model, plain, trainer
 
+from hybrid_rlhf.core.tensors import length_mask, pad_right
 from hybrid_rlhf.data.collate import collate_pairs
-from hybrid_rlhf.tensors import length_mask, pad_right
 from hybrid_rlhf.trainers.offline import DPOConfig
 
 trl = pytest.importorskip("trl.experimental.orpo.orpo_trainer").ORPOTrainer

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tiny import chatml_tokenizer, tiny_tokenizer
 from trl_templates import tokenizer_of
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.chat import Refused, compose_messages, compose_prompt, encode, encode_all, ensure_template
 from hybrid_rlhf.data.collate import collate_labelled, collate_pairs
 from hybrid_rlhf.data.datasets import DataConfig, build, describe

@@ -62,7 +62,7 @@ def chatml_tokenizer():
 
 def optimizer_step(engine, pieces, loss) -> float:
     """One optimizer step, a micro-batch for each piece with loss(piece) as its share; returns the gradient's norm."""
-    from hybrid_rlhf.engine.accumulate import Rows, accumulate
+    from hybrid_rlhf.engine.train.accumulate import Rows, accumulate
 
     rows = Rows(torch.ones(len(pieces), dtype=torch.long), lambda index: (loss(pieces[int(index)]), {}))
     return accumulate(engine, 1, rows).compute().get("grad_norm", float("nan"))

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from architectures import build
 
-from hybrid_rlhf.config import UserError
-from hybrid_rlhf.distributed import consecutive_ranks
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.distributed import consecutive_ranks
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
-from hybrid_rlhf.engine.runner import Runner
+from hybrid_rlhf.engine.decode.runner import Runner
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "mixtral", "qwen3_moe")

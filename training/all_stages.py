@@ -9,24 +9,24 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hybrid_rlhf.config import check
+from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data import datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine import ZeroConfig
-from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.run.fit import TrainConfig
+from hybrid_rlhf.roles.sharing import RolesConfig
+from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig
 from hybrid_rlhf.training import (
-    compare,
+    builders,
     defaults,
     on_policy,
     reward_sources,
+    stage_comparison,
     step1_sft,
     step2_reward,
     step3_ppo,
-    unused,
-    wiring,
+    unread_options,
 )
 from hybrid_rlhf.training.step2_reward import RewardConfig
 
@@ -86,17 +86,17 @@ class Config:
     roles: RolesConfig = field(default_factory=RolesConfig)
     reward_sources: reward_sources.RewardConfig = field(default_factory=reward_sources.RewardConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
-    compare: compare.CompareConfig = field(default_factory=compare.CompareConfig)
+    compare: stage_comparison.CompareConfig = field(default_factory=stage_comparison.CompareConfig)
 
     def __post_init__(self) -> None:
-        unused.refuse(self)
+        unread_options.refuse(self)
         unknown = [s for s in self.run_stages if s not in ORDER]
         check(not unknown and bool(self.run_stages),
               f"run_stages is {self.run_stages}; choose one or more of {', '.join(ORDER)}")
 
     @property
     def unused(self) -> dict[str, str]:
-        return unused.of(self)
+        return unread_options.of(self)
 
 
 def default_config(argv: list[str]) -> str | None:
@@ -121,7 +121,7 @@ def stage_configs(config: Config) -> dict[str, object]:
             shared |= {"reward": config.reward_sources, "roles": _paying(config)}
         shared |= {"stage": name, "output_dir": str(Path(config.output_dir) / name),
                    "model": models.get(name, later), "train": getattr(config.stages, name)}
-        out[name] = recipes[name].Config(**unused.without(name, shared))
+        out[name] = recipes[name].Config(**unread_options.without(name, shared))
     return out
 
 
@@ -139,7 +139,7 @@ def preview(config: Config) -> None:
     from hybrid_rlhf.data.preview import preview as show
 
     for name in config.run_stages:
-        show(config.data, name, wiring.open_tokenizer(config.model, config.data, "sft", config.seed))
+        show(config.data, name, builders.open_tokenizer(config.model, config.data, "sft", config.seed))
 
 
 def check_all(config: Config, configs: dict[str, object]) -> None:
@@ -151,9 +151,9 @@ def check_all(config: Config, configs: dict[str, object]) -> None:
         reward_sources.open_sources(configs["ppo"].reward, configs["ppo"].roles)
         on_policy.check_more_data(configs["ppo"], config.model)
     for name in configs:
-        wiring.require_data(config.data, name)
+        builders.require_data(config.data, name)
         datasets.open_sources(config.data, name)
-    wiring.check_lengths(config.model, **lengths)
+    builders.check_lengths(config.model, **lengths)
 
 
 def run(config: Config, command: str = "") -> dict:
@@ -170,4 +170,4 @@ def run(config: Config, command: str = "") -> dict:
         gc.collect()
     if list(configs) != list(ORDER):
         return {"seconds": seconds}
-    return compare.run(config, configs, seconds, command)
+    return stage_comparison.run(config, configs, seconds, command)

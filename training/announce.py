@@ -9,18 +9,18 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.distributed import device, is_main
 from hybrid_rlhf.data import datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.data.source import Source
-from hybrid_rlhf.distributed import device, is_main
 from hybrid_rlhf.engine import HybridEngine
-from hybrid_rlhf.engine.parameters import count_parameters
+from hybrid_rlhf.engine.train.parameters import count_parameters
+from hybrid_rlhf.report.summary import PAGE
+from hybrid_rlhf.report.terminal import duration
 from hybrid_rlhf.run import runfile
-from hybrid_rlhf.run.summary import PAGE
-from hybrid_rlhf.run.terminal import duration
-from hybrid_rlhf.training import defaults, wiring
+from hybrid_rlhf.training import builders, defaults
 
 # Settings that a later stage is given as the earlier one had them: without them it would need another machine.
 CARRIED = ("model.lora.r", "model.load_in_4bit", "model.load_in_8bit", "model.dtype", "model.trust_remote_code",
@@ -84,7 +84,7 @@ def after(config: object, program: str) -> None:
     record = runfile.read_run(folder)
     program = _started_by(program)
     adapter = f", the adapter alone: {folder / 'adapter'}" if (folder / "adapter").exists() else ""
-    lines = [f"model: {folder / wiring.MODEL_FOLDER}{adapter}", f"report: {folder / PAGE}",
+    lines = [f"model: {folder / builders.MODEL_FOLDER}{adapter}", f"report: {folder / PAGE}",
              f"chat: {program} {_chat(record)}", f"next: {program} {_next(config, record)}"]
     print(*lines, sep="\n", file=sys.stderr)
 
@@ -99,7 +99,7 @@ def _chat(record: runfile.RunRecord) -> str:
     such runs; of a reward model, with that run."""
     own, parent = str(Path(record.output_dir)), _run_or_none(record.facts.get("base_model"))
     if record.stage == "reward":
-        model = parent or wiring.model_folder(record.facts["base_model"])
+        model = parent or builders.model_folder(record.facts["base_model"])
         return f"chat --model {shlex.quote(model)} --reward_model {shlex.quote(own)}"
     reward = _run_or_none(record.facts.get("reward_model"))
     names = {Path(path).name: path for path in (parent, own) if path}

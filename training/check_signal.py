@@ -14,14 +14,14 @@ from dataclasses import replace
 import torch
 
 from hybrid_rlhf.algorithms.reward_signal import RewardSignal, figures, verdict
-from hybrid_rlhf.collect import samples_of, signal_of
+from hybrid_rlhf.core.distributed import is_main, max_over_ranks
 from hybrid_rlhf.data import collate
-from hybrid_rlhf.distributed import is_main, max_over_ranks
+from hybrid_rlhf.report.terminal import duration, number, sample_lines
 from hybrid_rlhf.rewards import part_scores
 from hybrid_rlhf.rollout import Rollout
-from hybrid_rlhf.run.fit import Trainer
-from hybrid_rlhf.run.terminal import duration, number, sample_lines
-from hybrid_rlhf.training import on_policy, wiring
+from hybrid_rlhf.rollout.collect import samples_of, signal_of
+from hybrid_rlhf.run.loop import Trainer
+from hybrid_rlhf.training import builders, on_policy
 
 NUM_PROMPTS, MIN_RESPONSES = 32, 8
 PROMPTS_AT_ONCE, MAX_SECONDS = 8, 30.0  # of sampling; at least PROMPTS_AT_ONCE are asked
@@ -30,7 +30,7 @@ WIDTH = 118  # of a sample's lines
 
 def check(config: on_policy.Config, make_trainer: Callable[[on_policy.Opened], Trainer]) -> RewardSignal:
     """Sample, score, take one step, and print what that says; every process takes part, the main one prints."""
-    wiring.seed_everything(config.seed)
+    builders.seed_everything(config.seed)
     opened = on_policy.open_run(config)
     trainer, sampling = make_trainer(opened), config.method.sampling
     sampling = replace(sampling, num_samples=max(sampling.num_samples, MIN_RESPONSES))

@@ -12,12 +12,12 @@ from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.options import value_of, with_value
 from hybrid_rlhf.models import shapes
 from hybrid_rlhf.models.load import ModelConfig, configuration
-from hybrid_rlhf.nested import value_of, with_value
 from hybrid_rlhf.run import runfile
-from hybrid_rlhf.training import wiring
+from hybrid_rlhf.training import builders
 
 
 class Rate(NamedTuple):
@@ -135,7 +135,7 @@ def _start(config: object) -> ModelConfig:
         return config.model
     actor = config.roles.actor.model_name_or_path if hasattr(config, "roles") else None
     path = actor or config.model.model_name_or_path or str(Path(config.output_dir).parent / "sft")
-    return replace(config.model, model_name_or_path=wiring.model_folder(path))
+    return replace(config.model, model_name_or_path=builders.model_folder(path))
 
 
 def _is_small(model: ModelConfig) -> bool:

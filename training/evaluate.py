@@ -9,23 +9,24 @@ from pathlib import Path
 
 import numpy as np
 
-from hybrid_rlhf.collector import collect_as_usual
-from hybrid_rlhf.config import check, nearest
+from hybrid_rlhf.core.config import check, nearest
+from hybrid_rlhf.core.distributed import world_size
+from hybrid_rlhf.core.startup import collect_as_usual
 from hybrid_rlhf.data.datasets import DataConfig
-from hybrid_rlhf.distributed import world_size
 from hybrid_rlhf.engine import SamplingConfig
-from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.report import compare
+from hybrid_rlhf.report.compare import Answered, Method
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Reference, Reward
+from hybrid_rlhf.roles.sharing import RolesConfig
 from hybrid_rlhf.rollout import Prompts, Rollout
-from hybrid_rlhf.run import evaluate, runfile
-from hybrid_rlhf.run.evaluate import Answered, Method
-from hybrid_rlhf.run.fit import on_record
-from hybrid_rlhf.training import asked_prompts, measure, reward_sources, unused, wiring
-from hybrid_rlhf.training.asked_prompts import ROWS
+from hybrid_rlhf.run import runfile
+from hybrid_rlhf.run.loop import on_record
+from hybrid_rlhf.training import builders, evaluation_prompts, reward_sources, scored_answers, unread_options
+from hybrid_rlhf.training.evaluation_prompts import ROWS
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
 
@@ -62,7 +63,7 @@ class EvaluateConfig:
     num_resamples: int = 10_000
 
     def __post_init__(self) -> None:
-        measure.check_checker(self.checker, "evaluate.checker")
+        scored_answers.check_checker(self.checker, "evaluate.checker")
         check(self.rows in ROWS, f"evaluate.rows is {self.rows!r}; choose {', '.join(ROWS)}")
         for name in ("num_prompts", "batch_size", "num_resamples"):
             value = getattr(self, name)
@@ -103,11 +104,11 @@ class Config:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
 
     def __post_init__(self) -> None:
-        unused.refuse(self)
+        unread_options.refuse(self)
 
     @property
     def unused(self) -> dict[str, str]:
-        return unused.of(self)
+        return unread_options.of(self)
 
 
 def contenders(config: Config) -> dict[str, str]:
@@ -123,7 +124,7 @@ def contenders(config: Config) -> dict[str, str]:
         check(bool(name) and bool(path), f"evaluate.models: {entry!r} is neither PATH nor NAME=PATH; "
                                          "write it as one of them")
         check(name not in found, f"evaluate.models: two are called {name}; name them, as in {name}_2={path}")
-        found[name] = wiring.predecessor(path, config.output_dir, "sft", "evaluate.models")
+        found[name] = builders.predecessor(path, config.output_dir, "sft", "evaluate.models")
     for name in config.evaluate.prompt_templates:
         check(name in found, f"evaluate.prompt_templates: no model is called {name}{nearest(name, found)}; there are "
                              f"{', '.join(found)}")
@@ -135,8 +136,8 @@ def _own_name(path: Path, others: list[Path]) -> str:
     parts = [p for p in path.parts if p != "/"]
     for size in range(1, len(parts) + 1):
         tail = parts[-size:]
-        if tail != [wiring.MODEL_FOLDER] and not any(list(o.parts[-size:]) == tail for o in others):
-            return "/".join(tail).removesuffix(f"/{wiring.MODEL_FOLDER}")
+        if tail != [builders.MODEL_FOLDER] and not any(list(o.parts[-size:]) == tail for o in others):
+            return "/".join(tail).removesuffix(f"/{builders.MODEL_FOLDER}")
     return str(path)
 
 
@@ -144,34 +145,35 @@ def preview(config: Config) -> None:
     """Print rendered prompts, in the first model's tokens."""
     from hybrid_rlhf.data.preview import preview as show
 
-    wiring.require_data(config.data, "evaluate")
+    builders.require_data(config.data, "evaluate")
     model = next(iter(contenders(config).values()))
-    show(config.data, "ppo", wiring.open_tokenizer(_settings(config, model), config.data, "ppo", config.seed))
+    show(config.data, "ppo", builders.open_tokenizer(_settings(config, model), config.data, "ppo", config.seed))
 
 
 def _settings(config: Config, path: str) -> ModelConfig:
-    return dataclasses.replace(config.model, model_name_or_path=wiring.model_folder(path))
+    return dataclasses.replace(config.model, model_name_or_path=builders.model_folder(path))
 
 
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Answer, score, compare; writes evaluate.json and evaluate.md in output_dir and returns each model's score."""
-    wiring.require_data(config.data, "evaluate")
+    builders.require_data(config.data, "evaluate")
     check(world_size() == 1, "evaluate runs in one process; start it without torchrun or deepspeed")
     done = runfile.finished(config.output_dir, config.stage, config)
     if done:
         return done.metrics
     models, reference = contenders(config), config.evaluate.reference
-    reference = wiring.predecessor(reference, config.output_dir, "sft", "evaluate.reference") if reference else next(
+    reference = builders.predecessor(reference, config.output_dir, "sft", "evaluate.reference") if reference else next(
         iter(models.values()))
     others = reward_sources.open_sources(config.reward, config.roles, config.data.raw)
     reward = _reward_path(config)
     tokenizers = {name: _tokenizer(config, path) for name, path in models.items()}
-    rows, why = asked_prompts.which_rows(config.evaluate.rows, config.data, models.values())
-    asked, report = asked_prompts.in_common(config.data, tokenizers, rows, config.evaluate.num_prompts, config.seed)
+    rows, why = evaluation_prompts.which_rows(config.evaluate.rows, config.data, models.values())
+    asked, report = evaluation_prompts.in_common(config.data, tokenizers, rows, config.evaluate.num_prompts,
+                                                 config.seed)
     columns = next(iter(asked.values())).columns
     reward_sources.check_columns(others, {name: values[0] for name, values in columns.items()})
     record = runfile.start(config.output_dir, config.stage, config, command)
-    asked_prompts.tell(len(next(iter(asked.values()))), why or rows.replace("_", " "), report)
+    evaluation_prompts.tell(len(next(iter(asked.values()))), why or rows.replace("_", " "), report)
     collect_as_usual()
     with on_record(record):
         judges = _Judges(config, others, reward, reference)
@@ -186,17 +188,17 @@ def _reward_path(config: Config) -> str | None:
     """The stage-2 run or model, where it takes part."""
     if not config.reward.has_model(config.roles):
         return None
-    return wiring.predecessor(config.roles.reward.model_name_or_path, config.output_dir, "reward",
-                              "roles.reward.model_name_or_path (or reward.functions instead of a model)")
+    return builders.predecessor(config.roles.reward.model_name_or_path, config.output_dir, "reward",
+                                "roles.reward.model_name_or_path (or reward.functions instead of a model)")
 
 
 def _tokenizer(config: Config, path: str):  # noqa: ANN202
     """A model's tokenizer, once its settings and lengths are known to fit."""
     model = _settings(config, path)
-    wiring.check_dtype(model)
+    builders.check_dtype(model)
     longest = config.data.max_prompt_length + config.evaluate.sampling.max_new_tokens
-    wiring.check_lengths(model, **{"data.max_prompt_length + evaluate.sampling.max_new_tokens": longest})
-    return wiring.open_tokenizer(model, config.data, "ppo", config.seed)
+    builders.check_lengths(model, **{"data.max_prompt_length + evaluate.sampling.max_new_tokens": longest})
+    return builders.open_tokenizer(model, config.data, "ppo", config.seed)
 
 
 class _Judges:
@@ -207,24 +209,25 @@ class _Judges:
         self.role = self.reader = None
         if reward is not None:
             self.reader = _tokenizer(config, reward)
-            scalar = wiring.open_scalar(_settings(config, reward), self.reader)
-            self.role = Reward(wiring.scalar_engine(scalar, self.reader))
-        actor = measure.open_actor(_settings(config, reference), _tokenizer(config, reference),
-                                   config.evaluate.sampling.temperature)
+            scalar = builders.open_scalar(_settings(config, reward), self.reader)
+            self.role = Reward(builders.scalar_engine(scalar, self.reader))
+        actor = scored_answers.open_actor(_settings(config, reference), _tokenizer(config, reference),
+                                          config.evaluate.sampling.temperature)
         self.engine = actor.engine
-        self.scale = wiring.score_statistics_of(reward) if reward else {}
+        self.scale = builders.score_statistics_of(reward) if reward else {}
 
     def answers(self, name: str, path: str, tokenizer, prompts: Prompts) -> Answered:  # noqa: ANN001
         """One model's answers to the prompts, judged. The model is gone when this returns."""
         given, source = self.config.evaluate, self._source(path)
-        reference = None if wiring.difference(path, self.reference, self.config.data, "ppo") else Reference(self.engine)
-        actor = measure.open_actor(_settings(self.config, path), tokenizer, given.sampling.temperature)
+        is_alike = builders.difference(path, self.reference, self.config.data, "ppo") is None
+        reference = Reference(self.engine) if is_alike else None
+        actor = scored_answers.open_actor(_settings(self.config, path), tokenizer, given.sampling.temperature)
         template, rollouts = given.prompt_templates.get(name), []
         for first in range(0, len(prompts), given.batch_size):
             some = prompts.rows(range(first, min(first + given.batch_size, len(prompts))))
-            asked = measure.in_words(some, template, tokenizer, self.config.data.raw) if template else None
-            rollouts.append(measure.respond(actor, some, given.sampling, self.config.seed + first, asked))
-            measure.judge(rollouts[-1], source, reference)
+            asked = scored_answers.in_words(some, template, tokenizer, self.config.data.raw) if template else None
+            rollouts.append(scored_answers.respond(actor, some, given.sampling, self.config.seed + first, asked))
+            scored_answers.judge(rollouts[-1], source, reference)
         del actor
         gc.collect()
         return _answered(name, path, rollouts, given)
@@ -233,7 +236,7 @@ class _Judges:
         """What answers in this model's tokens are scored by; a reward model with another tokenizer reads text."""
         model = None
         if self.role is not None:
-            differs = wiring.difference(path, self.reward, self.config.data, "ppo")
+            differs = builders.difference(path, self.reward, self.config.data, "ppo")
             model = ModelSource(self.role, tokenizer=self.reader if differs else None, raw=self.config.data.raw)
         scale = Scale(self.scale["mean"], self.scale["std"]) if self.scale else None
         return reward_sources.combine(self.config.reward, model, self.others, scale)[0]
@@ -252,20 +255,20 @@ def _answered(name: str, path: str, rollouts: list[Rollout], given: EvaluateConf
         {part: table([r.source_scores[part] for r in rollouts]) for part in rollouts[0].source_scores},
         [texts[i : i + size] for i in range(0, len(texts), size)],
         [n for r in rollouts for n in r.action_mask.sum(1).tolist()], [e for r in rollouts for e in r.has_eos.tolist()],
-        None if rollouts[0].ref_logprobs is None else [n for r in rollouts for n in measure.nats_from(r)],
-        [right for r in rollouts for right in measure.is_right(given.checker, r)] if given.checker else None)
+        None if rollouts[0].ref_logprobs is None else [n for r in rollouts for n in scored_answers.nats_from(r)],
+        [right for r in rollouts for right in scored_answers.is_right(given.checker, r)] if given.checker else None)
 
 
 def _tell(config: Config, answered: list[Answered], prompts: Prompts, how: dict[str, str]) -> dict[str, float]:
     """Write the comparison, print it, and return the score of each model."""
     given = config.evaluate
-    found = evaluate.compare(answered, Method(given.confidence, given.num_resamples, config.seed))
+    found = compare.compare(answered, Method(given.confidence, given.num_resamples, config.seed))
     facts = {"prompts": f"{len(prompts)} ({how['rows']})", "answers_per_prompt":
              given.sampling.num_samples, "temperature": given.sampling.temperature, "seed": config.seed,
              "reward_sources": ", ".join(answered[0].parts), "reference_of_kl": how["reference_of_kl"]}
-    shown = evaluate.examples([words_of(p) for p in prompts.columns["prompt"]], answered, given.num_examples)
-    evaluate.write(Path(config.output_dir), found, shown, facts)
-    evaluate.show(found, shown[:3], Path(config.output_dir))
+    shown = compare.examples([words_of(p) for p in prompts.columns["prompt"]], answered, given.num_examples)
+    compare.write(Path(config.output_dir), found, shown, facts)
+    compare.show(found, shown[:3], Path(config.output_dir))
     return {f"score/{model.name}": float(model.scores.mean()) for model in answered}
 
 

@@ -8,24 +8,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from hybrid_rlhf.collect import SamplingConfig
-from hybrid_rlhf.config import check
+from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.distributed import is_main, main_first
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
-from hybrid_rlhf.distributed import is_main, main_first
 from hybrid_rlhf.engine import ZeroConfig
-from hybrid_rlhf.layout import RolesConfig, Start
+from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Roles
+from hybrid_rlhf.roles.sharing import RolesConfig, Start
+from hybrid_rlhf.rollout.collect import SamplingConfig
 from hybrid_rlhf.run import runfile
-from hybrid_rlhf.run.export import export
-from hybrid_rlhf.run.fit import TrainConfig, Trainer, fit, on_record
-from hybrid_rlhf.training import announce, answers, defaults, reward_sources, wiring
-from hybrid_rlhf.training.four_roles import Parts, Sources, build, check_roles
+from hybrid_rlhf.run.loop import TrainConfig, Trainer, fit, on_record
+from hybrid_rlhf.training import announce, builders, defaults, fixed_prompts, reward_sources
+from hybrid_rlhf.training.build_roles import Parts, Sources, build, check_roles
 from hybrid_rlhf.training.plain_prompts import tell_other_form
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
@@ -99,8 +99,8 @@ def find_actor(config: Config) -> str:
     """The run or model that the policy starts from; UserError where there is none."""
     check(config.model.preset is None, f"model.preset: {config.stage} starts from a trained model; give "
                                        "model.model_name_or_path or run --stage sft and --stage reward first")
-    return wiring.predecessor(config.roles.actor.model_name_or_path or config.model.model_name_or_path,
-                              config.output_dir, "sft", "model.model_name_or_path")
+    return builders.predecessor(config.roles.actor.model_name_or_path or config.model.model_name_or_path,
+                                config.output_dir, "sft", "model.model_name_or_path")
 
 
 def find_sources(config: Config) -> Sources:
@@ -109,16 +109,16 @@ def find_sources(config: Config) -> Sources:
     actor = find_actor(config)
     reward, own = None, config.model.tokenizer_name_or_path
     if config.reward.has_model(roles):
-        reward = wiring.predecessor(roles.reward.model_name_or_path, config.output_dir, "reward",
-                                    "roles.reward.model_name_or_path (or reward.functions instead of a model)")
+        reward = builders.predecessor(roles.reward.model_name_or_path, config.output_dir, "reward",
+                                      "roles.reward.model_name_or_path (or reward.functions instead of a model)")
         tell_other_form(reward, config.data, method.data_stage)
-    reads_text = reward not in (actor, None) and wiring.difference(actor, reward, config.data, method.data_stage, own)
+    reads_text = reward not in (actor, None) and builders.difference(actor, reward, config.data, method.data_stage, own)
     found = Sources(actor, reward, (roles.ref.model_name_or_path or actor) if method.needs_ref else None,
                     (roles.critic.model_name_or_path or (actor if reads_text or not reward else reward))
                     if method.needs_critic else None, bool(reads_text))
     for other in dict.fromkeys((found.ref, found.critic)):  # both of them read the actor's token ids
         if other not in (actor, reward, None):
-            wiring.check_pair(actor, other, config.data, method.data_stage, own)
+            builders.check_pair(actor, other, config.data, method.data_stage, own)
     check(not (reads_text and reward in (found.ref, found.critic)),
           f"{actor} and {reward} do not fit together: their {reads_text} differ, and a critic or reference reads the "
           "actor's tokens")
@@ -126,7 +126,7 @@ def find_sources(config: Config) -> Sources:
 
 
 def actor_model(config: Config, sources: Sources) -> ModelConfig:
-    return replace(config.model, model_name_or_path=wiring.model_folder(sources.actor))
+    return replace(config.model, model_name_or_path=builders.model_folder(sources.actor))
 
 
 def parts_of(config: Config) -> Parts:
@@ -138,14 +138,14 @@ def preview(config: Config) -> None:
     from hybrid_rlhf.data.preview import preview as show
 
     config = prepared(config)
-    model = replace(config.model, model_name_or_path=wiring.model_folder(find_actor(config)))
+    model = replace(config.model, model_name_or_path=builders.model_folder(find_actor(config)))
     for stage in (config.method.data_stage, *config.method.also_reads):
-        show(config.data, stage, wiring.open_tokenizer(model, config.data, stage, config.seed))
+        show(config.data, stage, builders.open_tokenizer(model, config.data, stage, config.seed))
 
 
 def prepared(config: Config) -> Config:
     """The settings of a run that has data, with nothing left to be decided."""
-    wiring.require_data(config.data, config.stage)
+    builders.require_data(config.data, config.stage)
     return defaults.resolve(config)
 
 
@@ -154,24 +154,24 @@ def run(config: Config, command: str, make_trainer: Callable[[Opened], Trainer])
     done = runfile.finished(config.output_dir, config.stage, config)
     if done:
         return done.metrics
-    wiring.seed_everything(config.seed)
+    builders.seed_everything(config.seed)
     opened = open_run(config)
     trainer, roles = make_trainer(opened), opened.roles
-    record = wiring.start(config, command, opened.data, *opened.more.values())
+    record = builders.start(config, command, opened.data, *opened.more.values())
     engines = {role: handle.engine for role, handle in (("actor", roles.actor), ("critic", roles.critic)) if handle}
     announce.before(config, engines, opened.sources.actor, opened.num_steps, opened.loader)
     with on_record(record):  # a failing export is on the record too
-        prompts = answers.first_prompts(opened.data, config.train.num_fixed_prompts)
+        prompts = fixed_prompts.first_prompts(opened.data, config.train.num_fixed_prompts)
         # a function or service of the user's is asked for what is trained on and for evaluations, and for nothing else
         source = opened.source if isinstance(opened.source, ModelSource) else None
-        said = prompts and answers.of_policy(roles.actor, prompts, config.method.sampling, source,
-                                             ends=[config.data.append_eos] * len(prompts))
+        said = prompts and fixed_prompts.of_policy(roles.actor, prompts, config.method.sampling, source,
+                                                   ends=[config.data.append_eos] * len(prompts))
         metrics = fit(trainer, opened.loader, opened.held_out, config.train, record, opened.num_steps, said)
-        _leave(roles, opened, config, wiring.MODEL_FOLDER)
+        _leave(roles, opened, config, builders.MODEL_FOLDER)
         average = getattr(trainer, "average", None)  # of the weights, where the method keeps one
         if average is not None:
             with average.in_model():
-                _leave(roles, opened, config, f"{wiring.MODEL_FOLDER}_ema")
+                _leave(roles, opened, config, f"{builders.MODEL_FOLDER}_ema")
         record.finish(metrics, tokenizer=opened.tokenizer, base_model=opened.sources.actor,
                       reward_model=opened.sources.reward, data=opened.data.report,
                       **{f"{stage}_data": data.report for stage, data in opened.more.items()})
@@ -189,24 +189,24 @@ def open_run(config: Config) -> Opened:
     method, others = config.method, reward_sources.open_sources(config.reward, config.roles, config.data.raw)
     sources = find_sources(config)
     model = actor_model(config, sources)
-    wiring.check_tensor_parallel(config.roles.actor.tp or 1, model)
+    builders.check_tensor_parallel(config.roles.actor.tp or 1, model)
     longest = config.data.max_prompt_length + method.sampling.max_new_tokens
     for path in dict.fromkeys(p for p in (sources.actor, sources.reward, sources.ref, sources.critic) if p):
-        wiring.check_lengths(replace(model, model_name_or_path=wiring.model_folder(path)),
-                             **{f"data.max_prompt_length + {method.section}.sampling.max_new_tokens": longest})
+        builders.check_lengths(replace(model, model_name_or_path=builders.model_folder(path)),
+                               **{f"data.max_prompt_length + {method.section}.sampling.max_new_tokens": longest})
     check_more_data(config, model)
     starts, layout = check_roles(parts_of(config), sources)
-    tokenizer = wiring.open_tokenizer(model, config.data, config.method.data_stage, config.seed)
+    tokenizer = builders.open_tokenizer(model, config.data, config.method.data_stage, config.seed)
     for stage in method.also_reads:
-        wiring.give_template(tokenizer, config.data, stage)
+        builders.give_template(tokenizer, config.data, stage)
     reader = _open_reader(config, sources)
     with main_first():  # the others find its tables in the cache
         data = datasets.build(config.data, method.data_stage, tokenizer, config.seed)
         more = {stage: datasets.build(config.data, stage, tokenizer, config.seed) for stage in method.also_reads}
     reward_sources.check_columns(others, data.train[0])
-    loader = wiring.train_loader(data.train, config.train, config.seed, collate.collate_prompts)
-    held_out = wiring.eval_loader(data.held_out, config.train, config.seed, collate.collate_prompts)
-    steps = wiring.total_steps(config.train, len(loader))
+    loader = builders.train_loader(data.train, config.train, config.seed, collate.collate_prompts)
+    held_out = builders.eval_loader(data.held_out, config.train, config.seed, collate.collate_prompts)
+    steps = builders.total_steps(config.train, len(loader))
     scale = _score_scale(config, sources)
     warmup = _critic_warmup_steps(method, starts, steps)
     num_updates = {"actor": (steps - warmup) * method.num_updates, "critic": steps * method.num_updates}
@@ -220,7 +220,7 @@ def check_more_data(config: Config, model: ModelConfig) -> None:
     """UserError where the data of Method.also_reads is missing, or longer than the model."""
     for stage in config.method.also_reads:
         datasets.open_sources(config.data, stage)
-        wiring.check_lengths(model, **{"data.max_length": config.data.max_length})
+        builders.check_lengths(model, **{"data.max_length": config.data.max_length})
 
 
 def _open_reader(config: Config, sources: Sources):  # noqa: ANN202 - a transformers class
@@ -230,14 +230,14 @@ def _open_reader(config: Config, sources: Sources):  # noqa: ANN202 - a transfor
     if is_main():
         print(f"the reward model {sources.reward} has a tokenizer or template of its own and reads the responses as "
               f"text{f'; the critic starts from {sources.critic}' if sources.critic else ''}", file=sys.stderr)
-    model = replace(config.model, model_name_or_path=wiring.model_folder(sources.reward), tokenizer_name_or_path=None)
-    return wiring.open_tokenizer(model, config.data, config.method.data_stage, config.seed)
+    model = replace(config.model, model_name_or_path=builders.model_folder(sources.reward), tokenizer_name_or_path=None)
+    return builders.open_tokenizer(model, config.data, config.method.data_stage, config.seed)
 
 
 def _score_scale(config: Config, sources: Sources) -> Scale | None:
     """What scores of the reward model are put on; None leaves them as they are."""
     is_wanted = sources.reward and config.method.normalise_scores
-    found = wiring.score_statistics_of(sources.reward) if is_wanted else {}
+    found = builders.score_statistics_of(sources.reward) if is_wanted else {}
     if not found:
         return None
     check(found["std"] > 0, f"roles.reward.model_name_or_path: {sources.reward} gave all demonstrations one score "

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from hybrid_rlhf.algorithms.preference import LOSSES
-from hybrid_rlhf.config import check
+from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine import ZeroConfig
-from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.run.fit import TrainConfig
+from hybrid_rlhf.roles.sharing import RolesConfig
+from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer
 from hybrid_rlhf.trainers.online_preference import OnlineConfig, OnlinePreferenceTrainer
-from hybrid_rlhf.training import on_policy, unused
+from hybrid_rlhf.training import on_policy, unread_options
 from hybrid_rlhf.training.check_signal import check as check_signal_of
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
@@ -55,14 +55,14 @@ class Config:
     dpo: DPOConfig = field(default_factory=DPOConfig)
 
     def __post_init__(self) -> None:
-        unused.refuse(self)
+        unread_options.refuse(self)
         given = self.roles.given("ref")
         check(LOSSES[self.dpo.loss_type].needs_reference or not given,
               f"{', '.join(given)}: stage {self.stage} as it is set up has no ref; leave it out")
 
     @property
     def unused(self) -> dict[str, str]:
-        return unused.of(self)
+        return unread_options.of(self)
 
     @property
     def method(self) -> on_policy.Method:

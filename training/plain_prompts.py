@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from hybrid_rlhf.core.distributed import is_main
 from hybrid_rlhf.data import datasets
 from hybrid_rlhf.data.datasets import DataConfig
-from hybrid_rlhf.distributed import is_main
 from hybrid_rlhf.run import runfile
 
 

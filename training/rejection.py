@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
-from hybrid_rlhf.config import check
+from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine import ZeroConfig
-from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.run.fit import TrainConfig
-from hybrid_rlhf.trainers.rejection import RejectionConfig, RejectionTrainer
-from hybrid_rlhf.training import on_policy, unused
+from hybrid_rlhf.roles.sharing import RolesConfig
+from hybrid_rlhf.run.loop import TrainConfig
+from hybrid_rlhf.trainers.rejection_sampling import RejectionConfig, RejectionTrainer
+from hybrid_rlhf.training import on_policy, unread_options
 from hybrid_rlhf.training.check_signal import check as check_signal_of
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
@@ -51,14 +51,14 @@ class Config:
     rejection: RejectionConfig = field(default_factory=RejectionConfig)
 
     def __post_init__(self) -> None:
-        unused.refuse(self)
+        unread_options.refuse(self)
         given = self.roles.given("ref")
         check(self.rejection.measure_kl or not given,
               f"{', '.join(given)}: stage {self.stage} as it is set up has no ref; leave it out")
 
     @property
     def unused(self) -> dict[str, str]:
-        return unused.of(self)
+        return unread_options.of(self)
 
     @property
     def method(self) -> on_policy.Method:

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from hybrid_rlhf.config import check, nearest
-from hybrid_rlhf.distributed import is_main
-from hybrid_rlhf.layout import RolesConfig
+from hybrid_rlhf.core.config import check, nearest
+from hybrid_rlhf.core.distributed import is_main
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.builtin import BUILTINS
 from hybrid_rlhf.rewards.classifier import ClassifierSource
@@ -18,7 +17,8 @@ from hybrid_rlhf.rewards.mixture import Mixture, Part
 from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.rewards.service import ServiceSource
-from hybrid_rlhf.training import wiring
+from hybrid_rlhf.roles.sharing import RolesConfig
+from hybrid_rlhf.training import builders
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def open_sources(config: RewardConfig, roles: RolesConfig, raw: bool = False) ->
 
 
 def _classifier(path: str, config: RewardConfig, raw: bool) -> ClassifierSource:
-    folder = wiring.model_folder(path)
+    folder = builders.model_folder(path)
     name = PurePath(path).name
     options = config.options.get(name, {})
     for key in options:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.tensors import masked_sum
+from hybrid_rlhf.core.tensors import masked_sum
 
 Reduce = Callable[[Tensor], Tensor]  # the sum of a tensor over all ranks
 

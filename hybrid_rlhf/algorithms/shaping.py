@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.tensors import last_true
+from hybrid_rlhf.core.tensors import last_true
 
 
 def shape_rewards(scores: Tensor, kl: Tensor, kl_coef: float, action_mask: Tensor) -> Tensor:

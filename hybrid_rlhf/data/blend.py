@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections.abc import Sequence
 
-from hybrid_rlhf.config import check
+from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data.chat import Text
 from hybrid_rlhf.data.schema import Example
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
-from hybrid_rlhf.data import table
+from hybrid_rlhf.data import row_file
 
 Tables = tuple[Sequence[dict], Sequence[dict], dict]  # train, held-out, counts
 
@@ -58,7 +58,7 @@ def load(path: Path) -> Tables | None:
         return None
     tables = []
     for name in ("train", "held_out"):
-        rows = table.read(path / name) if counts[name] else []
+        rows = row_file.read(path / name) if counts[name] else []
         if rows is None or len(rows) != counts[name]:
             shutil.rmtree(path, ignore_errors=True)
             return None
@@ -72,7 +72,7 @@ def store(path: Path, tables: Tables) -> None:
     try:
         for name, rows in (("train", train), ("held_out", held_out)):
             if rows:
-                table.save(rows, path / name)
+                row_file.save(rows, path / name)
         path.mkdir(parents=True, exist_ok=True)
         scratch = path / f"counts.{os.getpid()}"
         scratch.write_text(json.dumps(counts), encoding="utf-8")

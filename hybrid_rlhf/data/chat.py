@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from hybrid_rlhf.config import UserError, check
+from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.data.literal import BREAK, whole
 from hybrid_rlhf.data.turns import Refused, Text, answers_of, render, render_prompt
 from hybrid_rlhf.models.template import dialect_of

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.rollout import Prompts
-from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right
 
 
 @dataclass

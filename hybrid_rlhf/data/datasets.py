@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from hybrid_rlhf.config import check, nearest
+from hybrid_rlhf.core.config import check, nearest
 from hybrid_rlhf.data import cache, chat, sources
 from hybrid_rlhf.data.blend import SHARES, Blend, blend, deal, deal_key, is_held_out
 from hybrid_rlhf.data.chat import Refused

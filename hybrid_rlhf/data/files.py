@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from hybrid_rlhf.config import UserError, check
+from hybrid_rlhf.core.config import UserError, check
 
 Rows = list[dict]
 MAX_DEPTH = 100  # levels of lists and objects in a row

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from hybrid_rlhf.config import check
+from hybrid_rlhf.core.config import check
 
 
 class Loader:

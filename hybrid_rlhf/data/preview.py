@@ -9,8 +9,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from hybrid_rlhf.core.text_safety import neutralise
 from hybrid_rlhf.data.datasets import DataConfig, StageData, build
-from hybrid_rlhf.visible import neutralise
 
 _TRAINED = "bold green"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from hybrid_rlhf.visible import neutralise
+from hybrid_rlhf.core.text_safety import neutralise
 
 LOST = 0.1  # share of the rows whose loss is worth a line of its own
 

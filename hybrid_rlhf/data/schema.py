@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import transcripts
 from hybrid_rlhf.data.chat import Refused, Text
 from hybrid_rlhf.data.files import loads

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import PurePath
 
-from hybrid_rlhf.config import check, nearest
+from hybrid_rlhf.core.config import check, nearest
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from hybrid_rlhf.config import UserError, check, nearest
+from hybrid_rlhf.core.config import UserError, check, nearest
+from hybrid_rlhf.core.hub import stay_offline_if_unreachable
 from hybrid_rlhf.data.files import PARSERS, kind_of, read_file
 from hybrid_rlhf.data.source import Source
-from hybrid_rlhf.hub import stay_offline_if_unreachable
 
 # Generated on the spot, no file and no network: name -> module:function, a function () -> list of rows.
 EMBEDDED = {f"demo/{name}": f"hybrid_rlhf.data.demo:{name}" for name in ("demonstrations", "preferences", "prompts")}

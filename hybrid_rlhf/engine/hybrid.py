@@ -11,26 +11,26 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hybrid_rlhf.distributed import RankGroup, max_over_ranks
-from hybrid_rlhf.engine.admission import check_generates, check_lengths, fitting_slots, stop_ids
-from hybrid_rlhf.engine.batches import GenerateBatches
-from hybrid_rlhf.engine.dummy_forward import dummy_batch, zero_of
-from hybrid_rlhf.engine.graphs import Capture, capture_for, probe_capture
-from hybrid_rlhf.engine.kv_cache import SlotCache
-from hybrid_rlhf.engine.memory import fewer_slots, release
+from hybrid_rlhf.core.distributed import RankGroup, max_over_ranks
+from hybrid_rlhf.engine.decode.admission import check_generates, check_lengths, fitting_slots, stop_ids
+from hybrid_rlhf.engine.decode.cuda_graphs import Capture, capture_for, probe_capture
+from hybrid_rlhf.engine.decode.hf_batches import GenerateBatches
+from hybrid_rlhf.engine.decode.kv_cache import SlotCache
+from hybrid_rlhf.engine.decode.request import Request
+from hybrid_rlhf.engine.decode.runner import Runner
+from hybrid_rlhf.engine.decode.sampling import Generation, SamplingConfig
+from hybrid_rlhf.engine.decode.scheduler import Scheduler
+from hybrid_rlhf.engine.decode.serving import Serving, open_serving
+from hybrid_rlhf.engine.decode.streaming import Conversation
+from hybrid_rlhf.engine.decode.tensor_parallel import check_shardable
+from hybrid_rlhf.engine.decode.tp_sync import agreed, as_group, draw_together
+from hybrid_rlhf.engine.device_memory import fewer_slots, release
 from hybrid_rlhf.engine.modes import evaluating
-from hybrid_rlhf.engine.offload import IdleOffload, Turn, module_tensors
-from hybrid_rlhf.engine.optimizers import OptimizerConfig
-from hybrid_rlhf.engine.request import Request
-from hybrid_rlhf.engine.runner import Runner
-from hybrid_rlhf.engine.sampling import Generation, SamplingConfig
-from hybrid_rlhf.engine.scheduler import Scheduler
-from hybrid_rlhf.engine.serving import Serving, open_serving
-from hybrid_rlhf.engine.streaming import Conversation
-from hybrid_rlhf.engine.tensor_parallel import check_shardable
-from hybrid_rlhf.engine.together import agreed, as_group, draw_together
-from hybrid_rlhf.engine.training_forms import training_forms
-from hybrid_rlhf.engine.zero import ZeroConfig, ZeroFrozen, ZeroTraining, gathered, is_partitioned
+from hybrid_rlhf.engine.train.dummy_forward import dummy_batch, zero_of
+from hybrid_rlhf.engine.train.offload import IdleOffload, Turn, module_tensors
+from hybrid_rlhf.engine.train.optimizers import OptimizerConfig
+from hybrid_rlhf.engine.train.patches import training_forms
+from hybrid_rlhf.engine.train.zero import ZeroConfig, ZeroFrozen, ZeroTraining, gathered, is_partitioned
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class HybridEngine:
     most tokens of a micro-batch, "slots" -> sequences decoded at once. tp: ranks (or a torch process group) that
     generate together, each with its shard of the weights; they call `inference` and `generate` in step. adapter: a
     context that makes the engine's own low-rank adapter the active one, where its module shares a base with others.
-    capture: how decode steps are recorded (engine/graphs.py); "auto": as CUDA graphs on a card, None: not at all.
+    capture: how decode steps are recorded (decode/cuda_graphs.py); "auto": as CUDA graphs on a card, None: not at all.
     """
 
     def __init__(self, module: nn.Module, model: nn.Module | None = None, *, eos_ids: Sequence[int] = (),

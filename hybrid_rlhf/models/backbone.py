@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from hybrid_rlhf.models.attention import forward_parameters
-from hybrid_rlhf.tensors import SequenceBatch
+from hybrid_rlhf.core.tensors import SequenceBatch
+from hybrid_rlhf.models.hf_attention import forward_parameters
 
 
 def hidden_states(model: nn.Module, batch: SequenceBatch) -> Tensor:

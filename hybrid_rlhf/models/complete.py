@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from hybrid_rlhf.config import UserError, check
+from hybrid_rlhf.core.config import UserError, check
 
 _log = logging.getLogger(__name__)
 

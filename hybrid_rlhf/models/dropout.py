@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from hybrid_rlhf.config import check
+from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.models.backbone import hidden_states
-from hybrid_rlhf.tensors import SequenceBatch
 
 _BOUNDS = {torch.float32: 1e-3}  # of a relative difference of hidden states; in 16 bits the path may round otherwise
 _BOUND = 0.03

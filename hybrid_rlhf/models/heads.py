@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.models.backbone import hidden_states
 from hybrid_rlhf.models.shared_prefix import distinct_states, packing, sharing_is_exact
-from hybrid_rlhf.tensors import SequenceBatch
 
 
 class ScalarModel(nn.Module):

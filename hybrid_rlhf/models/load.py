@@ -12,9 +12,9 @@ from pickle import PickleError
 import torch
 from torch import nn
 
-from hybrid_rlhf import hub
-from hybrid_rlhf.config import UserError, check, nearest
-from hybrid_rlhf.hub import stay_offline_if_unreachable
+from hybrid_rlhf.core import hub
+from hybrid_rlhf.core.config import UserError, check, nearest
+from hybrid_rlhf.core.hub import stay_offline_if_unreachable
 from hybrid_rlhf.models import complete, quantize
 from hybrid_rlhf.models.lora import LoraConfig, check_targets
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hybrid_rlhf.config import UserError, check
+from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.models import added_rows
 
 if not torch.cuda.is_available():  # peft looks for deepspeed, which says on stdout that it found no accelerator

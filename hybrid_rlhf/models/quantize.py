@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 
 SETTINGS = {"4bit": dict(load_in_4bit=True, bnb_4bit_quant_type="nf4"), "8bit": dict(load_in_8bit=True)}
 

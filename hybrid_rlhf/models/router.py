@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.models.backbone import own_router_loss, router_coefficient
-from hybrid_rlhf.tensors import SequenceBatch
 
 _log = logging.getLogger(__name__)
 _KNOWN: WeakKeyDictionary[nn.Module, Router | None] = WeakKeyDictionary()

@@ -16,8 +16,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from hybrid_rlhf import hub
-from hybrid_rlhf.config import UserError, check
+from hybrid_rlhf.core import hub
+from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.models.dropout import disable_dropout
 from hybrid_rlhf.models.load import PRESETS, ModelConfig, check_folder, prepare, resolve_dtype
 from hybrid_rlhf.models.lora import LoraConfig, adapter_dtype, add_lora, lora_layers

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hybrid_rlhf.models.attention import forward_parameters, sdpa_replaced
-from hybrid_rlhf.tensors import SequenceBatch, length_mask, token_budget_groups
+from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, token_budget_groups
+from hybrid_rlhf.models.hf_attention import forward_parameters, sdpa_replaced
 
 _BLOCK_TOKENS = 32  # what another block costs in attention, in tokens of padding
 LEAST_SAVED = 0.1  # of the batch's tokens with padding: below, spreading out costs as much as it saves

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from weakref import WeakKeyDictionary
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.models.load import check_folder, first_line
 from hybrid_rlhf.models.template import dialect_of, special_ids
 

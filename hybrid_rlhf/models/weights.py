@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hybrid_rlhf.config import UserError, check
+from hybrid_rlhf.core.config import UserError, check
 
 _PIECE = 4096  # bytes
 _MAX_HEADER = 100_000_000  # bytes; safetensors itself takes no larger one

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 
-from hybrid_rlhf.config import check
+from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data.demo import is_correct
 
 # A sign counts where no word, number or bracket ends before it: "10-5" ends in 5. Thousands need groups of three.

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from hybrid_rlhf.config import check, nearest
+from hybrid_rlhf.core.config import check, nearest
+from hybrid_rlhf.core.distributed import device
+from hybrid_rlhf.core.tensors import length_mask, pad_right
 from hybrid_rlhf.data.chat import Text
-from hybrid_rlhf.distributed import device
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.tokenizer import load_tokenizer
 from hybrid_rlhf.rewards.model import read_by
 from hybrid_rlhf.rollout import Rollout
-from hybrid_rlhf.tensors import length_mask, pad_right
 
 BATCH_SIZE = 32
 READS = ("text", "pair", "completion")

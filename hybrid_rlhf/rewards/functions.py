@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
-from hybrid_rlhf.config import UserError, check, nearest
+from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.data.chat import Text
 from hybrid_rlhf.rewards import BadAnswer, shown
 from hybrid_rlhf.rewards.builtin import BUILTINS

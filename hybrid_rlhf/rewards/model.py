@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.config import check
+from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.chat import Rendered, Text
 from hybrid_rlhf.data.literal import broken
@@ -15,7 +16,6 @@ from hybrid_rlhf.models.load import max_positions
 from hybrid_rlhf.models.tokenizer import turn_ends
 from hybrid_rlhf.roles import Reward
 from hybrid_rlhf.rollout import Rollout
-from hybrid_rlhf.tensors import SequenceBatch, length_mask, pad_right
 
 
 @dataclass

@@ -9,7 +9,7 @@ import urllib.request
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from hybrid_rlhf.config import check
+from hybrid_rlhf.core.config import check
 from hybrid_rlhf.rewards import BadAnswer
 from hybrid_rlhf.rewards.deadline import within
 from hybrid_rlhf.rewards.functions import inputs, one_line

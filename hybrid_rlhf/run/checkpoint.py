@@ -16,8 +16,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hybrid_rlhf.config import UserError
-from hybrid_rlhf.distributed import gather_over_ranks, is_main, rank, world_size
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.distributed import gather_over_ranks, is_main, rank, world_size
 from hybrid_rlhf.run import tensor_file
 from hybrid_rlhf.run.state_tree import Stored, split, whole
 from hybrid_rlhf.run.tensor_file import TensorFile

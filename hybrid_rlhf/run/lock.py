@@ -6,7 +6,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from hybrid_rlhf.config import UserError
+from hybrid_rlhf.core.config import UserError
 
 _held: dict[Path, int] = {}  # folder -> the open file that bears this process's lock
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from hybrid_rlhf.distributed import device
+from hybrid_rlhf.core.distributed import device
 
 
 def state() -> dict:

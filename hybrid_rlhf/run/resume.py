@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hybrid_rlhf.config import check
-from hybrid_rlhf.distributed import world_size
+from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.run import checkpoint
 from hybrid_rlhf.run.state_tree import whole
 

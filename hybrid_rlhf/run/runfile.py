@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from hybrid_rlhf import __version__
-from hybrid_rlhf.config import UserError, check
-from hybrid_rlhf.distributed import barrier, gather_over_ranks, is_main
+from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.distributed import barrier, gather_over_ranks, is_main
+from hybrid_rlhf.core.strict_json import plain, to_json
+from hybrid_rlhf.export.model_card import write_card
+from hybrid_rlhf.report.trackers import check_trackers
 from hybrid_rlhf.run import checkpoint, lock, resume
-from hybrid_rlhf.run.card import write_card
-from hybrid_rlhf.run.strict_json import plain, to_json
-from hybrid_rlhf.run.trackers import check_trackers
 
 RUN_FILE, SETTINGS_FILE, FORMAT = "run.json", "config.yaml", 1
 STATUSES = ("running", "finished", "stopped", "failed")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybrid_rlhf.algorithms.schedule import KINDS
-from hybrid_rlhf.config import check, nearest
-from hybrid_rlhf.engine.optimizers import OPTIMIZERS
+from hybrid_rlhf.core.config import check, nearest
+from hybrid_rlhf.engine.train.optimizers import OPTIMIZERS
 
 
 @dataclass(frozen=True)

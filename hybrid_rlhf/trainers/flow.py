@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from hybrid_rlhf.collect import Ranking, SamplingConfig
-from hybrid_rlhf.metrics import Metrics
+from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.rollout.collect import Ranking, SamplingConfig
 
 Step = Callable[[Roles, RewardSource, Prompts, SamplingConfig, int], tuple[Rollout, Metrics]]
 

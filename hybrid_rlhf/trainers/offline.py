@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.algorithms.preference import LOSSES, kto_kl
-from hybrid_rlhf.config import check, nearest
+from hybrid_rlhf.core.config import check, nearest
+from hybrid_rlhf.core.distributed import sum_over_ranks
+from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.data.collate import LabelledBatch, PairBatch
-from hybrid_rlhf.distributed import sum_over_ranks
-from hybrid_rlhf.metrics import Metrics
-from hybrid_rlhf.role_state import load_training_state, oom_limits, training_state
 from hybrid_rlhf.roles import Actor, Reference
-from hybrid_rlhf.tensors import SequenceBatch
+from hybrid_rlhf.roles.role_state import load_training_state, oom_limits, training_state
 
 SMOOTHED = ("sigmoid", "simpo")
 

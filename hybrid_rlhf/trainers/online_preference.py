@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.algorithms.preference import best_and_worst
-from hybrid_rlhf.collect import Ranking, SamplingConfig
-from hybrid_rlhf.config import check
+from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.distributed import sum_over_ranks
+from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.data.collate import LabelledBatch, PairBatch, mismatches
-from hybrid_rlhf.distributed import sum_over_ranks
-from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.rewards import RewardSource
-from hybrid_rlhf.role_state import schedule_at
 from hybrid_rlhf.roles import Roles
+from hybrid_rlhf.roles.role_state import schedule_at
 from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.rollout.collect import Ranking, SamplingConfig
 
 
 @dataclass(frozen=True)

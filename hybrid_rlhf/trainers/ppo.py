@@ -10,22 +10,22 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from hybrid_rlhf import activity
 from hybrid_rlhf.algorithms.advantages import ESTIMATORS, explained_variance, whiten
 from hybrid_rlhf.algorithms.kl import AdaptiveKL, FixedKL, UpdateRate, kl_estimate, kl_loss
 from hybrid_rlhf.algorithms.likelihood import imitation_loss
 from hybrid_rlhf.algorithms.policy import denominators, entropy_loss, importance_weights, policy_loss, value_loss
 from hybrid_rlhf.algorithms.shaping import missing_eos, overlong, shape_rewards
-from hybrid_rlhf.collect import DriftGate, collect, collect_held_out, measure_values, refill, samples_of
+from hybrid_rlhf.core import activity
+from hybrid_rlhf.core.distributed import mean_over_ranks, place_over_ranks, sum_over_ranks
+from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.core.tensors import SequenceBatch, masked_mean
 from hybrid_rlhf.data.loader import Loader
-from hybrid_rlhf.distributed import mean_over_ranks, place_over_ranks, sum_over_ranks
-from hybrid_rlhf.metrics import Metrics
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.scale import Scale
-from hybrid_rlhf.role_state import scale_schedule, schedule_at
 from hybrid_rlhf.roles import AuxiliaryLoss, Roles, TokenScores
+from hybrid_rlhf.roles.role_state import scale_schedule, schedule_at
 from hybrid_rlhf.rollout import Prompts, Rollout, Totals
-from hybrid_rlhf.tensors import SequenceBatch, masked_mean
+from hybrid_rlhf.rollout.collect import DriftGate, collect, collect_held_out, measure_values, refill, samples_of
 from hybrid_rlhf.trainers.ppo_config import PPOConfig
 
 _UPDATED = ("grad_norm", "learning_rate", "micro_batch_tokens", "train/skipped_updates")  # of both roles

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from hybrid_rlhf.algorithms import kl
 from hybrid_rlhf.algorithms.advantages import ESTIMATORS
 from hybrid_rlhf.algorithms.policy import AGGREGATIONS, POLICY_LOSSES
-from hybrid_rlhf.collect import OLD_LOGPROBS, SamplingConfig
-from hybrid_rlhf.config import check, nearest
+from hybrid_rlhf.core.config import check, nearest
+from hybrid_rlhf.rollout.collect import OLD_LOGPROBS, SamplingConfig
 
 
 @dataclass(frozen=True)

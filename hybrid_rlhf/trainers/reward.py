@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.algorithms.preference import bradley_terry
+from hybrid_rlhf.core.distributed import sum_over_ranks
+from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.data.collate import PairBatch
-from hybrid_rlhf.distributed import sum_over_ranks
-from hybrid_rlhf.metrics import Metrics
-from hybrid_rlhf.role_state import load_training_state, oom_limits, training_state
 from hybrid_rlhf.roles import Reward
+from hybrid_rlhf.roles.role_state import load_training_state, oom_limits, training_state
 
 
 class RewardTrainer:

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from hybrid_rlhf.algorithms.likelihood import imitation_loss
-from hybrid_rlhf.distributed import sum_over_ranks
-from hybrid_rlhf.metrics import Metrics
-from hybrid_rlhf.role_state import load_training_state, oom_limits, training_state
+from hybrid_rlhf.core.distributed import sum_over_ranks
+from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.roles import Actor, TokenScores
-from hybrid_rlhf.tensors import SequenceBatch
+from hybrid_rlhf.roles.role_state import load_training_state, oom_limits, training_state
 
 
 class SFTTrainer:

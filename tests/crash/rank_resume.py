@@ -11,10 +11,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from hybrid_rlhf import failure
 from hybrid_rlhf.cli import main
-from hybrid_rlhf.distributed import rank, shutdown
-from hybrid_rlhf.run import fit
+from hybrid_rlhf.core import failure
+from hybrid_rlhf.core.distributed import rank, shutdown
+from hybrid_rlhf.run import loop
 
 
 class Killed(BaseException):
@@ -23,7 +23,7 @@ class Killed(BaseException):
 
 def dying(argv: list[str], last: int) -> None:
     """Run the command line, and die in step `last` after its update."""
-    step, count = fit._step, [0]
+    step, count = loop._step, [0]
 
     def counted(*given):
         count[0] += 1
@@ -32,13 +32,13 @@ def dying(argv: list[str], last: int) -> None:
             raise Killed
         return found
 
-    fit._step = counted
+    loop._step = counted
     try:
         main(argv)
     except Killed:
         pass
     finally:
-        fit._step = step
+        loop._step = step
 
 
 if __name__ == "__main__":

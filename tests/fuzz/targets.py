@@ -13,13 +13,13 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from hybrid_rlhf.config import UserError, parse
+from hybrid_rlhf.core.config import UserError, parse
 from hybrid_rlhf.data import chat, sources
 from hybrid_rlhf.data.chat import Refused
 from hybrid_rlhf.data.examples import MAKERS, Counts, Lengths
 from hybrid_rlhf.data.schema import FORMATS, KINDS, detect, read_row
 from hybrid_rlhf.data.sources import Source
-from hybrid_rlhf.inference.protocol import ApiError, read_chat, read_json, read_score
+from hybrid_rlhf.inference.server.protocol import ApiError, read_chat, read_json, read_score
 from hybrid_rlhf.models.weights import fingerprint
 from hybrid_rlhf.run.runfile import read_run
 

@@ -7,20 +7,20 @@ from functools import partial
 from pathlib import Path
 
 from hybrid_rlhf.algorithms.preference import LOSSES
-from hybrid_rlhf.config import check
+from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.distributed import main_first
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.datasets import DataConfig
-from hybrid_rlhf.distributed import main_first
 from hybrid_rlhf.engine import ZeroConfig
+from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.models.adapters import Adapters
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
 from hybrid_rlhf.roles import Actor, Reference
 from hybrid_rlhf.run import runfile
-from hybrid_rlhf.run.export import export
-from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
+from hybrid_rlhf.run.loop import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer
-from hybrid_rlhf.training import announce, answers, defaults, unused, wiring
+from hybrid_rlhf.training import announce, builders, defaults, fixed_prompts, unread_options
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Config:
     dpo: DPOConfig = field(default_factory=DPOConfig)
 
     def __post_init__(self) -> None:
-        unused.refuse(self)
+        unread_options.refuse(self)
         train = self.train
         check(LOSSES[self.dpo.loss_type].needs_pairs or train.per_device_train_batch_size is None
               or train.rows_per_step >= 2,
@@ -62,7 +62,7 @@ class Config:
 
     @property
     def unused(self) -> dict[str, str]:
-        return unused.of(self)
+        return unread_options.of(self)
 
 
 def data_stage(config: Config) -> str:
@@ -74,8 +74,8 @@ def start_model(config: Config) -> tuple[str, ModelConfig]:
     """The path of the stage-1 run or model, and the model settings that name its weights."""
     check(config.model.preset is None, f"model.preset: {data_stage(config)} starts from a trained model; give "
                                        "model.model_name_or_path or run --stage sft first")
-    path = wiring.predecessor(config.model.model_name_or_path, config.output_dir, "sft", "model.model_name_or_path")
-    return path, replace(config.model, model_name_or_path=wiring.model_folder(path))
+    path = builders.predecessor(config.model.model_name_or_path, config.output_dir, "sft", "model.model_name_or_path")
+    return path, replace(config.model, model_name_or_path=builders.model_folder(path))
 
 
 def reference_model(model: ModelConfig) -> ModelConfig:
@@ -87,31 +87,31 @@ def preview(config: Config) -> None:
     """Print rendered examples of the data with the trained tokens marked."""
     from hybrid_rlhf.data.preview import preview as show
 
-    wiring.require_data(config.data, data_stage(config))
+    builders.require_data(config.data, data_stage(config))
     _, model = start_model(config)
     stage = data_stage(config)
-    show(config.data, stage, wiring.open_tokenizer(model, config.data, stage, config.seed))
+    show(config.data, stage, builders.open_tokenizer(model, config.data, stage, config.seed))
 
 
 def open_roles(config: Config, model: ModelConfig, tokenizer, steps: int) -> tuple[Actor, Reference | None]:  # noqa: ANN001
     """The policy under its optimizer and the reference: its base without the adapter, or a frozen copy."""
-    causal = wiring.open_policy(model, tokenizer, config.seed, dropout=False)
+    causal = builders.open_policy(model, tokenizer, config.seed, dropout=False)
     needs_reference, tokens = LOSSES[config.dpo.loss_type].needs_reference, config.engine.micro_batch_tokens
     adapters = Adapters(causal) if model.lora.r and needs_reference else None
     turns = [{}, {}]
     if adapters:
         adapters.train_only(adapters.names)
         turns = [{"adapter": partial(adapters.use, name)} for name in (adapters.names[0], None)]
-    engine = wiring.policy_engine(causal, tokenizer, **turns[0])
-    engine.prepare_training(wiring.optimizer_of(config.train, config.train.learning_rate),
-                            wiring.schedule_of(config.train, steps), config.engine)
+    engine = builders.policy_engine(causal, tokenizer, **turns[0])
+    engine.prepare_training(builders.optimizer_of(config.train, config.train.learning_rate),
+                            builders.schedule_of(config.train, steps), config.engine)
     policy = Actor(engine, tokenizer, tokens)
     if not needs_reference:
         return policy, None
     if adapters:
-        return policy, Reference(wiring.policy_engine(causal, tokenizer, **turns[1]), tokens)
-    copy = wiring.open_policy(reference_model(model), tokenizer, config.seed, dropout=False).requires_grad_(False)
-    frozen = wiring.policy_engine(copy, tokenizer)
+        return policy, Reference(builders.policy_engine(causal, tokenizer, **turns[1]), tokens)
+    copy = builders.open_policy(reference_model(model), tokenizer, config.seed, dropout=False).requires_grad_(False)
+    frozen = builders.policy_engine(copy, tokenizer)
     if config.engine.zero_stage == 3:
         frozen.prepare_frozen(config.engine)
     return policy, Reference(frozen, tokens)
@@ -119,32 +119,33 @@ def open_roles(config: Config, model: ModelConfig, tokenizer, steps: int) -> tup
 
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, export to output_dir/model, and return the final metrics."""
-    wiring.require_data(config.data, data_stage(config))
+    builders.require_data(config.data, data_stage(config))
     config = defaults.resolve(config)
     done = runfile.finished(config.output_dir, config.stage, config)
     if done:
         return done.metrics
-    wiring.seed_everything(config.seed)
+    builders.seed_everything(config.seed)
     base, model = start_model(config)
-    wiring.check_model(model, config.engine, config.train.optim)
-    wiring.check_lengths(model, data__max_length=config.data.max_length)
+    builders.check_model(model, config.engine, config.train.optim)
+    builders.check_lengths(model, data__max_length=config.data.max_length)
     stage = data_stage(config)
-    tokenizer = wiring.open_tokenizer(model, config.data, stage, config.seed)
+    tokenizer = builders.open_tokenizer(model, config.data, stage, config.seed)
     with main_first():  # the others find its tables in the cache
         data = datasets.build(config.data, stage, tokenizer, config.seed)
     collated = _collation(config, tokenizer.pad_token_id)
-    loader = wiring.train_loader(data.train, config.train, config.seed, collated)
-    held_out = wiring.eval_loader(data.held_out, config.train, config.seed, collated)
-    steps = wiring.total_steps(config.train, len(loader))
+    loader = builders.train_loader(data.train, config.train, config.seed, collated)
+    held_out = builders.eval_loader(data.held_out, config.train, config.seed, collated)
+    steps = builders.total_steps(config.train, len(loader))
     policy, reference = open_roles(config, model, tokenizer, steps)
     trainer = OfflineTrainer(policy, reference, config.dpo)
-    record = wiring.start(config, command, data)
+    record = builders.start(config, command, data)
     announce.before(config, {"policy": policy.engine}, base, steps, loader)
     with on_record(record):  # a failing export is on the record too
-        said = answers.of_demonstrations(policy, data, config.train.num_fixed_prompts, config.data.max_length)
+        said = fixed_prompts.of_demonstrations(policy, data, config.train.num_fixed_prompts, config.data.max_length)
         metrics = fit(trainer, loader, held_out, config.train, record, steps, said)
         with policy.engine.active():
-            export(policy.engine.model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER, policy.engine.eos_ids)
+            export(policy.engine.model, tokenizer, Path(config.output_dir) / builders.MODEL_FOLDER,
+                   policy.engine.eos_ids)
         record.finish(metrics, tokenizer=tokenizer, base_model=base, data=data.report)
     return metrics
 

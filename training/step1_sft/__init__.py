@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.distributed import main_first
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.datasets import DataConfig
-from hybrid_rlhf.distributed import main_first
 from hybrid_rlhf.engine import ZeroConfig
+from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.models.backbone import packing_is_exact
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.roles import Actor
 from hybrid_rlhf.run import runfile
-from hybrid_rlhf.run.export import export
-from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
+from hybrid_rlhf.run.loop import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.sft import SFTTrainer
-from hybrid_rlhf.training import announce, answers, defaults, unused, wiring
+from hybrid_rlhf.training import announce, builders, defaults, fixed_prompts, unread_options
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,11 @@ class Config:
     engine: ZeroConfig = field(default_factory=ZeroConfig)
 
     def __post_init__(self) -> None:
-        unused.refuse(self)
+        unread_options.refuse(self)
 
     @property
     def unused(self) -> dict[str, str]:
-        return unused.of(self)
+        return unread_options.of(self)
 
 
 def start_model(config: Config) -> ModelConfig:
@@ -59,50 +60,52 @@ def start_model(config: Config) -> ModelConfig:
     given = config.model.model_name_or_path
     if given is None:
         return config.model
-    path = wiring.predecessor(given, config.output_dir, "sft", "model.model_name_or_path")
-    return replace(config.model, model_name_or_path=wiring.model_folder(path))
+    path = builders.predecessor(given, config.output_dir, "sft", "model.model_name_or_path")
+    return replace(config.model, model_name_or_path=builders.model_folder(path))
 
 
 def preview(config: Config) -> None:
     """Print rendered examples of the data with the trained tokens marked."""
     from hybrid_rlhf.data.preview import preview as show
 
-    wiring.require_data(config.data, config.stage)
-    show(config.data, config.stage, wiring.open_tokenizer(start_model(config), config.data, config.stage, config.seed))
+    builders.require_data(config.data, config.stage)
+    tokenizer = builders.open_tokenizer(start_model(config), config.data, config.stage, config.seed)
+    show(config.data, config.stage, tokenizer)
 
 
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, export to output_dir/model, and return the final metrics (also in output_dir/run.json)."""
-    wiring.require_data(config.data, config.stage)
+    builders.require_data(config.data, config.stage)
     config = defaults.resolve(config)
     done = runfile.finished(config.output_dir, config.stage, config)
     if done:
         return done.metrics
-    wiring.seed_everything(config.seed)
+    builders.seed_everything(config.seed)
     start = start_model(config)
-    wiring.check_model(start, config.engine, config.train.optim)
-    wiring.check_lengths(start, data__max_length=config.data.max_length)
-    tokenizer = wiring.open_tokenizer(start, config.data, config.stage, config.seed)
+    builders.check_model(start, config.engine, config.train.optim)
+    builders.check_lengths(start, data__max_length=config.data.max_length)
+    tokenizer = builders.open_tokenizer(start, config.data, config.stage, config.seed)
     with main_first():  # the others find its tables in the cache
         data = datasets.build(config.data, config.stage, tokenizer, config.seed)
-    model = wiring.open_policy(start, tokenizer, config.seed, dropout=True)
+    model = builders.open_policy(start, tokenizer, config.seed, dropout=True)
     if config.data.packing and not packing_is_exact(model):
-        raise wiring.UserError(f"data.packing: {type(model).__name__} lets packed samples see each other; turn it off")
+        raise UserError(f"data.packing: {type(model).__name__} lets packed samples see each other; turn it off")
     length = config.data.max_length if config.data.packing else None
     pad = tokenizer.pad_token_id
-    loader = wiring.train_loader(data.train, config.train, config.seed, lambda r: collate.collate_sft(r, pad, length))
-    held_out = wiring.eval_loader(data.held_out, config.train, config.seed, lambda r: collate.collate_sft(r, pad))
-    steps = wiring.total_steps(config.train, len(loader))
-    engine = wiring.policy_engine(model, tokenizer)
-    engine.prepare_training(wiring.optimizer_of(config.train, config.train.learning_rate),
-                            wiring.schedule_of(config.train, steps), config.engine)
+    loader = builders.train_loader(data.train, config.train, config.seed, lambda r: collate.collate_sft(r, pad, length))
+    held_out = builders.eval_loader(data.held_out, config.train, config.seed, lambda r: collate.collate_sft(r, pad))
+    steps = builders.total_steps(config.train, len(loader))
+    engine = builders.policy_engine(model, tokenizer)
+    engine.prepare_training(builders.optimizer_of(config.train, config.train.learning_rate),
+                            builders.schedule_of(config.train, steps), config.engine)
     trainer = SFTTrainer(Actor(engine, tokenizer, config.engine.micro_batch_tokens))
-    record = wiring.start(config, command, data)
+    record = builders.start(config, command, data)
     announce.before(config, {"policy": engine}, config.model.model_name_or_path or config.model.preset, steps, loader)
     with on_record(record):  # a failing export is on the record too
-        said = answers.of_demonstrations(trainer.policy, data, config.train.num_fixed_prompts, config.data.max_length)
+        said = fixed_prompts.of_demonstrations(trainer.policy, data, config.train.num_fixed_prompts,
+                                               config.data.max_length)
         metrics = fit(trainer, loader, held_out, config.train, record, steps, said)
-        export(model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER, engine.eos_ids)
+        export(model, tokenizer, Path(config.output_dir) / builders.MODEL_FOLDER, engine.eos_ids)
         record.finish(metrics, tokenizer=tokenizer, base_model=config.model.model_name_or_path or config.model.preset,
                       data=data.report)
     return metrics

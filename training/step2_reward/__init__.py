@@ -6,19 +6,19 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hybrid_rlhf.config import UserError, check
+from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.distributed import is_main, main_first
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.datasets import DataConfig
-from hybrid_rlhf.distributed import is_main, main_first
 from hybrid_rlhf.engine import ZeroConfig
+from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.weights import identity
 from hybrid_rlhf.roles import Reward
 from hybrid_rlhf.run import runfile
-from hybrid_rlhf.run.export import export
-from hybrid_rlhf.run.fit import TrainConfig, fit, on_record
+from hybrid_rlhf.run.loop import TrainConfig, fit, on_record
 from hybrid_rlhf.trainers.reward import RewardTrainer
-from hybrid_rlhf.training import announce, answers, defaults, unused, wiring
+from hybrid_rlhf.training import announce, builders, defaults, fixed_prompts, unread_options
 
 FEW_STATISTICS = 16  # rows; the spread of fewer scores is a guess
 NUM_STATISTICS = 512  # sequences whose scores give the mean and spread that stage 3 normalises by
@@ -70,65 +70,65 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
 
     def __post_init__(self) -> None:
-        unused.refuse(self)
+        unread_options.refuse(self)
 
     @property
     def unused(self) -> dict[str, str]:
-        return unused.of(self)
+        return unread_options.of(self)
 
 
 def start_model(config: Config) -> tuple[str, ModelConfig]:
     """The path of the stage-1 run or model, and the model settings that name its weights."""
     check(config.model.preset is None, "model.preset: a reward model starts from a trained model; give "
                                        "model.model_name_or_path or run --stage sft first")
-    path = wiring.predecessor(config.model.model_name_or_path, config.output_dir, "sft", "model.model_name_or_path")
-    return path, replace(config.model, model_name_or_path=wiring.model_folder(path))
+    path = builders.predecessor(config.model.model_name_or_path, config.output_dir, "sft", "model.model_name_or_path")
+    return path, replace(config.model, model_name_or_path=builders.model_folder(path))
 
 
 def preview(config: Config) -> None:
     """Print rendered examples of the data with the trained tokens marked."""
     from hybrid_rlhf.data.preview import preview as show
 
-    wiring.require_data(config.data, "reward")
+    builders.require_data(config.data, "reward")
     _, model = start_model(config)
-    show(config.data, "reward", wiring.open_tokenizer(model, config.data, "reward", config.seed))
+    show(config.data, "reward", builders.open_tokenizer(model, config.data, "reward", config.seed))
 
 
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, measure the score's mean and spread on demonstrations, export, and return the final metrics."""
-    wiring.require_data(config.data, "reward")
+    builders.require_data(config.data, "reward")
     config = defaults.resolve(config)
     done = runfile.finished(config.output_dir, "reward", config)
     if done:
         return done.metrics
-    wiring.seed_everything(config.seed)
+    builders.seed_everything(config.seed)
     base, model_config = start_model(config)
-    wiring.check_model(model_config, config.engine, config.train.optim)
-    wiring.check_lengths(model_config, data__max_length=config.data.max_length)
-    tokenizer = wiring.open_tokenizer(model_config, config.data, "reward", config.seed)
+    builders.check_model(model_config, config.engine, config.train.optim)
+    builders.check_lengths(model_config, data__max_length=config.data.max_length)
+    tokenizer = builders.open_tokenizer(model_config, config.data, "reward", config.seed)
     with main_first():  # the others find its tables in the cache
         data = datasets.build(config.data, "reward", tokenizer, config.seed)
-    model = wiring.open_scalar(model_config, tokenizer, new_head_std=config.reward.head_std)
-    wiring.seed_dropout(config.seed)
+    model = builders.open_scalar(model_config, tokenizer, new_head_std=config.reward.head_std)
+    builders.seed_dropout(config.seed)
 
     def pairs(rows: list[dict]) -> collate.PairBatch:
         return collate.collate_pairs(rows, tokenizer.pad_token_id)
 
-    loader = wiring.train_loader(data.train, config.train, config.seed, pairs)
-    held_out = wiring.eval_loader(data.held_out, config.train, config.seed, pairs)
-    steps = wiring.total_steps(config.train, len(loader))
-    engine = wiring.scalar_engine(model, tokenizer)
-    engine.prepare_training(wiring.optimizer_of(config.train, config.train.learning_rate),
-                            wiring.schedule_of(config.train, steps), config.engine)
+    loader = builders.train_loader(data.train, config.train, config.seed, pairs)
+    held_out = builders.eval_loader(data.held_out, config.train, config.seed, pairs)
+    steps = builders.total_steps(config.train, len(loader))
+    engine = builders.scalar_engine(model, tokenizer)
+    engine.prepare_training(builders.optimizer_of(config.train, config.train.learning_rate),
+                            builders.schedule_of(config.train, steps), config.engine)
     role = Reward(engine, config.engine.micro_batch_tokens)
     trainer = RewardTrainer(role, config.reward.center_coef)
-    record = wiring.start(config, command, data)
+    record = builders.start(config, command, data)
     announce.before(config, {"reward": engine}, base, steps, loader)
     with on_record(record):  # a failing export is on the record too
-        scored = answers.of_reward(role, tokenizer, data, config.train.num_fixed_prompts)
+        scored = fixed_prompts.of_reward(role, tokenizer, data, config.train.num_fixed_prompts)
         metrics = fit(trainer, loader, held_out, config.train, record, steps, scored)
         statistics = score_statistics(role, config, tokenizer, data)
-        export(model, tokenizer, Path(config.output_dir) / wiring.MODEL_FOLDER, [tokenizer.eos_token_id])
+        export(model, tokenizer, Path(config.output_dir) / builders.MODEL_FOLDER, [tokenizer.eos_token_id])
         record.finish(metrics, tokenizer=tokenizer, base_model=base, data=data.report, score_statistics=statistics,
                       base_weights=identity(model_config.model_name_or_path))
     return metrics

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from hybrid_rlhf.config import UserError, check
+from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.distributed import rank, world_size
 from hybrid_rlhf.data import collate
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
-from hybrid_rlhf.distributed import rank, world_size
 from hybrid_rlhf.engine import ZeroConfig
-from hybrid_rlhf.layout import RolesConfig
 from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.run.fit import TrainConfig
+from hybrid_rlhf.roles.sharing import RolesConfig
+from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
-from hybrid_rlhf.training import on_policy, unused
+from hybrid_rlhf.training import on_policy, unread_options
 from hybrid_rlhf.training.check_signal import check as check_signal_of
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
@@ -57,7 +57,7 @@ class Config:
         if all(n is not None for n in (self.train.per_device_train_batch_size, self.ppo.num_ppo_epochs,
                                        self.ppo.num_minibatches)):
             updates_per_step(self)  # refuses a minibatch that no rollout can fill
-        unused.refuse(self)
+        unread_options.refuse(self)
         ref = self.roles.given("ref")
         check(self.needs_reference or not ref,
               f"{', '.join(ref)}: ppo.kl_coef is 0, so no reference is loaded; leave it out, or name the reference "
@@ -65,7 +65,7 @@ class Config:
 
     @property
     def unused(self) -> dict[str, str]:
-        return unused.of(self)
+        return unread_options.of(self)
 
     @property
     def needs_reference(self) -> bool:

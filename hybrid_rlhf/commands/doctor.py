@@ -1,0 +1,203 @@
+"""hybrid-rlhf doctor: what this machine has, what is missing, and the command that mends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+from hybrid_rlhf.core.config import UserError, door_flags, parse_door
+
+MISSING = 3  # exit code: something that every run needs is not there
+OLDEST_PYTHON = (3, 10)
+FEW_GIB = {"memory": 4, "disk": 10}  # below these a line is a warning: the demo runs, a 1B model does not
+# What an extra of setup.py is for, in words.
+EXTRAS = {"quantize": "4- and 8-bit bases and optimizers", "report": "plots and TensorBoard", "serve": "the server",
+          "gguf": "export for llama.cpp and Ollama"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. state: ok, warning (something is slower or not possible), missing (nothing runs).
+
+    cure: a command or a sentence; empty where nothing is to be done.
+    """
+
+    name: str
+    state: str
+    found: str
+    cure: str = ""
+
+
+def examine(*, compile_kernels: bool = True) -> list[Finding]:
+    """Every finding, in the order of the report. compile_kernels: build the C++ kernels if they are not cached."""
+    checks: list[Callable[[], Iterator[Finding]]] = [_python, _packages, _compiler,
+                                                     lambda: _kernels(compile_kernels), _device, _memory, _disk]
+    return [finding for check in checks for finding in check()]
+
+
+def _python() -> Iterator[Finding]:
+    is_new = sys.version_info >= OLDEST_PYTHON
+    oldest = ".".join(map(str, OLDEST_PYTHON))
+    yield Finding("Python", "ok" if is_new else "missing",
+                  f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+                  "" if is_new else f"install Python {oldest} or newer")
+
+
+def _packages() -> Iterator[Finding]:
+    """The declared dependencies, and the extras as one line each."""
+    from packaging.requirements import Requirement
+
+    try:
+        declared = [Requirement(text) for text in requires("hybrid-rlhf") or []]
+    except PackageNotFoundError:
+        yield Finding("hybrid-rlhf", "warning", "runs from a folder; its dependencies cannot be told",
+                      "pip install -e .")
+        return
+    for requirement in declared:
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield _package(requirement, "missing", f'pip install "{requirement.name}{requirement.specifier}"')
+    for extra, purpose in EXTRAS.items():
+        wanted = [r for r in declared if r.marker and r.marker.evaluate({"extra": extra})
+                  and not r.marker.evaluate({"extra": ""})]
+        if not wanted:
+            yield Finding(f"extra: {extra}", "warning", "not declared by this installation, which is an older one",
+                          "pip install -e . (or install the newest release)")
+            continue
+        found = [_package(r, "warning", "") for r in wanted]
+        is_whole = all(f.state == "ok" for f in found)
+        yield Finding(f"extra: {extra}", "ok" if is_whole else "warning",
+                      f"{purpose}: " + ", ".join(f"{f.name} {f.found}" for f in found),
+                      "" if is_whole else f'pip install "hybrid-rlhf[{extra}]"')
+
+
+def _package(requirement: object, state: str, cure: str) -> Finding:
+    try:
+        there = version(requirement.name)
+    except PackageNotFoundError:
+        return Finding(requirement.name, state, "not installed", cure)
+    if requirement.specifier.contains(there, prereleases=True):
+        return Finding(requirement.name, "ok", there)
+    return Finding(requirement.name, state, f"{there}, outside the tested range {requirement.specifier}", cure)
+
+
+def _compiler() -> Iterator[Finding]:
+    compiler = shutil.which(os.environ.get("CXX", "c++").split()[0])
+    yield Finding("C++ compiler", "ok" if compiler else "warning", compiler or "none on PATH",
+                  "" if compiler else "apt install g++ (or your system's package); without it sampling on the CPU "
+                                      "takes the slower torch path")
+
+
+def _kernels(compile_kernels: bool) -> Iterator[Finding]:
+    from hybrid_rlhf.kernels.build import cache_folder
+
+    folder = cache_folder()
+    is_built = any(folder.glob("*/*.so"))
+    if not compile_kernels and not is_built:
+        yield Finding("CPU kernels", "warning", f"not compiled yet (cache: {folder})",
+                      "hybrid-rlhf doctor compiles them; so does the first run, in about half a minute")
+        return
+    from hybrid_rlhf.kernels import ops_for
+
+    name = ops_for("cpu").name
+    yield Finding("CPU kernels", "warning" if name.startswith("reference") else "ok", f"{name}, cache: {folder}",
+                  "mend what the line says, then run doctor again" if name.startswith("reference") else "")
+
+
+def _device() -> Iterator[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or torch.version.hip
+        yield Finding("GPU", "warning", f"none seen by torch {torch.__version__}: runs use the CPU",
+                      "" if built else "with an NVIDIA card, install a CUDA build: pip install torch --index-url "
+                                       "https://download.pytorch.org/whl/cu130")
+        return
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        major, minor = torch.cuda.get_device_capability(index)
+        has_bf16 = major >= 8
+        yield Finding(f"GPU {index}", "ok" if has_bf16 else "warning",
+                      f"{torch.cuda.get_device_name(index)}, {_gib(free)} of {_gib(total)} free, "
+                      f"capability {major}.{minor}",
+                      "" if has_bf16 else "no bf16 on this card: give --model.dtype float16")
+
+
+def _memory() -> Iterator[Finding]:
+    import torch
+
+    from hybrid_rlhf.engine.decode.kv_cache import free_bytes
+
+    free = free_bytes(torch.device("cpu"))
+    if free is None:
+        yield Finding("memory", "warning", "the system does not tell what is free")
+        return
+    is_little = free < FEW_GIB["memory"] * 2**30
+    yield Finding("memory", "warning" if is_little else "ok", f"{_gib(free)} free, {os.cpu_count()} cores",
+                  "close other programs; --plan says what a run needs" if is_little else "")
+
+
+def _disk() -> Iterator[Finding]:
+    from hybrid_rlhf.kernels.build import cache_folder
+
+    hub = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    for name, place in (("disk: here", Path.cwd()), ("disk: model cache", hub), ("disk: kernels", cache_folder())):
+        there = next(p for p in (place, *place.parents) if p.exists())
+        free = shutil.disk_usage(there).free
+        is_little, is_locked = free < FEW_GIB["disk"] * 2**30, not os.access(there, os.W_OK)
+        cure = "free some space; a checkpoint of full fine-tuning holds 12 bytes or more a weight" if is_little else ""
+        cure = f"{there} cannot be written: choose another (HF_HOME, HYBRID_RLHF_CACHE, --output_dir)" if is_locked \
+            else cure
+        yield Finding(name, "warning" if is_little or is_locked else "ok", f"{_gib(free)} free at {place}", cure)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def show(findings: list[Finding]) -> None:
+    """The table on stdout, and below it what to do."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in ("", "", "found"):
+        table.add_column(title, overflow="fold")
+    marks = {"ok": ("ok", "green"), "warning": ("note", "yellow"), "missing": ("MISSING", "bold red")}
+    for finding in findings:
+        table.add_row(Text(*marks[finding.state]), Text(finding.name), Text(finding.found))
+    console = Console(highlight=False)
+    console.print(table)
+    cures = [f for f in findings if f.cure]
+    if cures:
+        console.print("\nwhat would mend it:")
+    for finding in cures:
+        console.print(Text(f"  {finding.name}: {finding.cure}"))
+    num_missing = sum(f.state == "missing" for f in findings)
+    console.print(f"\n{num_missing} missing: nothing runs before that is mended" if num_missing
+                  else "\neverything that a run needs is here")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The door; returns 0, or 3 where something that every run needs is missing."""
+    flags = door_flags("doctor", __doc__)
+    flags.add_argument("--json", action="store_true", help="print the findings as JSON")
+    flags.add_argument("--no_compile", action="store_true", help="do not compile the C++ kernels")
+    try:
+        options = parse_door(flags, argv)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    findings = examine(compile_kernels=not options.no_compile)
+    if options.json:
+        print(json.dumps([asdict(f) for f in findings], indent=1))
+    else:
+        show(findings)
+    return MISSING if any(f.state == "missing" for f in findings) else 0

@@ -1,0 +1,193 @@
+"""hybrid-rlhf export: a run, model or adapter as a folder for plain transformers, and for llama.cpp and Ollama."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybrid_rlhf.core.config import UserError, check, door_flags, parse_door
+
+if TYPE_CHECKING:
+    from hybrid_rlhf.run.runfile import RunRecord
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    flags = door_flags("export", __doc__)
+    flags.add_argument("--model", metavar="DIR", help="a run's folder, its model/ or its adapter/, any LoRA adapter")
+    flags.add_argument("--output_dir", metavar="DIR", help="new or empty folder for the result")
+    flags.add_argument("--base", metavar="DIR", help="base model of an adapter, if it is not where its file says")
+    flags.add_argument("--gguf", metavar="TYPE", help="also one GGUF file for llama.cpp: f32, f16, bf16 or q8_0")
+    flags.add_argument("--ollama", action="store_true", help="also a Modelfile (and a GGUF file if none is asked)")
+    flags.add_argument("--push_to_hub", metavar="ID", help="upload the folder to this hub id (private; needs a login)")
+    flags.add_argument("--public", action="store_true", help="make the uploaded repository public")
+    options = parse_door(flags, argv)
+    check(options.model is not None, "export: no model; give --model DIR, such as --model outputs/demo/ppo")
+    check(options.output_dir is not None, "export: no place for the result; give --output_dir DIR")
+    return options
+
+
+def find(path: str) -> tuple[Path, RunRecord | None]:
+    """The folder with weights (or the adapter) that `path` means, and the run it comes from if there is one."""
+    from hybrid_rlhf.models.lora import is_adapter
+    from hybrid_rlhf.run.runfile import RUN_FILE, read_run
+
+    folder = Path(path).expanduser()
+    check(folder.is_dir(), f"export: {path} is no folder; give a run's folder, its model/ or its adapter/")
+    run = next((p for p in (folder, folder.parent) if (p / RUN_FILE).exists()), None)
+    record = read_run(run) if run else None
+    if run == folder:
+        check(record.is_finished, f"export: the {record.stage} run in {path} is not finished ({record.status}); "
+                                  "run it again, it goes on where it stopped")
+        folder = folder / "model"
+    check((folder / "config.json").exists() or is_adapter(folder),
+          f"export: {path} holds neither a model (config.json) nor an adapter (adapter_config.json); "
+          "give a run's folder, its model/ or its adapter/")
+    return folder, record
+
+
+def export(options: argparse.Namespace) -> list[Path]:
+    """Do what the flags say; returns what was written. Nothing is left under output_dir if a check fails."""
+    from hybrid_rlhf.export.gguf import check_convertible
+
+    source, record = find(options.model)
+    target = Path(options.output_dir).expanduser()
+    check(not target.exists() or (target.is_dir() and not any(target.iterdir())),
+          f"export: {target} is not empty; choose a new folder")
+    check(target.resolve() != source.resolve(), "export: --output_dir is the model itself; choose a new folder")
+    base = _base_of(source, options.base)
+    wanted = options.gguf or ("f16" if options.ollama else None)
+    if wanted:
+        check_convertible(base or source, wanted)
+    beside = target.with_name(target.name + ".tmp")
+    shutil.rmtree(beside, ignore_errors=True)
+    try:
+        _write(source, base, beside, record)
+        written = [target]
+        if wanted:
+            written.append(target / _gguf(beside, target.name, wanted).name)
+        if options.ollama:
+            written.append(target / _modelfile(beside, f"{target.name}-{wanted}.gguf").name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists():
+            target.rmdir()
+        beside.rename(target)
+    except OSError as error:
+        raise UserError(f"export: cannot write {target}: {error.strerror or error}; "
+                        "give another --output_dir") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return written
+
+
+def _base_of(source: Path, given: str | None) -> str | None:
+    """The base model of an adapter; None where `source` is a whole model."""
+    from hybrid_rlhf.models.load import check_folder
+
+    if (source / "config.json").exists():
+        check(given is None, f"export: {source} is a whole model, and --base is for adapters; leave it out")
+        return None
+    base = given or json.loads((source / "adapter_config.json").read_text(encoding="utf-8")).get(
+        "base_model_name_or_path")
+    check(bool(base), f"export: the adapter {source} does not say which model it is for; give --base DIR")
+    check_folder(base)
+    return base
+
+
+def _write(source: Path, base: str | None, folder: Path, record: RunRecord | None) -> None:
+    """The merged model, tokenizer and card in `folder`, compared in a fresh process with the model as it was."""
+    import torch
+
+    from hybrid_rlhf.export import verify
+    from hybrid_rlhf.export.folder import dtype_to_write, in_dtype
+    from hybrid_rlhf.export.model_card import write_card
+    from hybrid_rlhf.models.load import ModelConfig, configuration, load_causal_lm, load_scalar_model, prepare
+    from hybrid_rlhf.models.lora import load_adapter, lora_layers, task_of
+    from hybrid_rlhf.models.merging import merged_state_dict
+    from hybrid_rlhf.models.saving import save
+    from hybrid_rlhf.models.tokenizer import load_tokenizer
+
+    place = ModelConfig(model_name_or_path=base or str(source), dtype="float32")
+    settings = configuration(place)
+    is_reward = any("SequenceClassification" in name for name in settings.architectures or [])
+    is_reward = is_reward or bool(base and task_of(source) == "SEQ_CLS")
+    model = (load_scalar_model if is_reward else load_causal_lm)(place).eval()
+    tokenizer = load_tokenizer(str(source) if _has_tokenizer(source) else base)
+    if base:
+        prepare(model, place, len(tokenizer))
+        load_adapter(model, source, "default")
+    live = verify.answers(model, tokenizer)
+    dtype = getattr(settings, "dtype", None) or torch.float32
+    state = merged_state_dict(model) if lora_layers(model) else model.state_dict()
+    dtype = dtype_to_write(model, state, dtype) if base else dtype
+    save(model, in_dtype(state, dtype), folder)
+    tokenizer.save_pretrained(folder)
+    difference = verify.compare(live, folder, type(model).__name__, dtype)
+    print(f"reloaded in a fresh process: tokens equal, logits within {difference:.2g} (relative)", file=sys.stderr)
+    if record is not None:
+        write_card(folder, Path(record.output_dir).resolve().name, asdict(record))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+
+
+def _gguf(folder: Path, name: str, dtype: str) -> Path:
+    from hybrid_rlhf.export.gguf import write_gguf
+
+    return write_gguf(folder, folder / f"{name}-{dtype}.gguf", dtype, name)
+
+
+def _modelfile(folder: Path, weights: str) -> Path:
+    """A Modelfile beside the weights, with the template where Ollama's language can say it."""
+    from hybrid_rlhf.data.chat import render
+    from hybrid_rlhf.export import ollama
+    from hybrid_rlhf.models.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(str(folder))
+    bos = tokenizer.bos_token or ""
+    turns = ollama.turns_of(lambda m: render(tokenizer, m, add_generation_prompt=True), bos) \
+        if tokenizer.chat_template else None
+    starts_with_bos = bool(bos) and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+    if turns and starts_with_bos and turns.opening == bos:  # llama.cpp puts it there
+        turns = replace(turns, opening="")
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text = ollama.modelfile(f"./{weights}", turns, [tokenizer.eos_token],
+                            {"num_ctx": min(4096, settings["max_position_embeddings"])})
+    return ollama.write_modelfile(folder, text)
+
+
+def push(folder: Path, name: str, *, is_public: bool) -> str:
+    """Upload `folder` to the hub; returns its address. Raises UserError with the hub's own words."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi()
+    try:
+        api.create_repo(name, private=not is_public, exist_ok=True)
+        return str(api.upload_folder(repo_id=name, folder_path=folder, commit_message="hybrid_rlhf export"))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise UserError(f"export: the hub refused {name}: {' '.join(str(error).split())}; the folder {folder} is "
+                        "complete") from error
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The door; returns 0, or 2 with one line where the input is wrong."""
+    from hybrid_rlhf.export.folder import ExportDiffers
+
+    try:
+        options = parse(argv)
+        for path in export(options):
+            print(path)
+        if options.push_to_hub:
+            print(push(Path(options.output_dir).expanduser(), options.push_to_hub, is_public=options.public))
+    except UserError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except ExportDiffers as error:  # ours, or a model that no folder can hold: nothing was left behind
+        print(f"error: {error}; nothing was written", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,232 @@
+"""hybrid-rlhf init: five questions, or five flags, and a commented YAML for one's own data and card."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from hybrid_rlhf.core.config import UserError, check, door_flags, nearest, parse_door
+
+
+class Goal(NamedTuple):
+    """help: what one gets. stage: the launcher's. needs: what a row of the data must be good for (data/schema)."""
+
+    help: str
+    stage: str
+    needs: tuple[str, ...]
+
+
+GOALS = {
+    "sft": Goal("imitate conversations or prompts with answers", "sft", ("demonstration",)),
+    "ppo": Goal("all three stages from preferences: imitate, learn what is preferred, PPO", "all",
+                ("demonstration", "pair", "prompt")),
+    "dpo": Goal("learn from preferences directly, without a reward model", "dpo", ("pair",)),
+    "grpo": Goal("learn from prompts with answers that a program can check", "grpo", ("prompt",)),
+}
+FIELDS = ("goal", "data", "model", "card", "output_dir")
+
+
+def questions() -> dict[str, tuple[str, str]]:
+    """field -> (what to ask, the answer of an empty line)."""
+    goals = "\n".join(f"  {name:5} {goal.help}" for name, goal in GOALS.items())
+    card = found_card()
+    return {
+        "goal": (f"What should the model learn from?\n{goals}\nGoal", "ppo"),
+        "data": ("Your data: a file (jsonl, json, csv, parquet), a folder, or a hub id", ""),
+        "model": ("The model to start from: a folder, a finished run or a hub id", "Qwen/Qwen2.5-0.5B-Instruct"),
+        "card": (f"Memory of the card: 8gb, 12gb, 16gb, 24gb, 48gb, 80gb, or cpu (found here: {card})", card),
+        "output_dir": ("Folder for the results", "outputs/mine"),
+    }
+
+
+def found_card() -> str:
+    """The preset for this machine's first GPU, or cpu."""
+    import torch
+
+    from hybrid_rlhf.memory_plan.presets import closest
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    return closest(torch.cuda.get_device_properties(0).total_memory / 2**30)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    flags = door_flags("init", __doc__)
+    flags.add_argument("--goal", help=", ".join(f"{name}: {goal.help}" for name, goal in GOALS.items()))
+    flags.add_argument("--data", metavar="PATH", help="a file, a folder or a hub id")
+    flags.add_argument("--model", metavar="DIR", help="the model to start from: a folder, a finished run or a hub id")
+    flags.add_argument("--card", help="8gb, 12gb, 16gb, 24gb, 48gb, 80gb or cpu")
+    flags.add_argument("--output_dir", metavar="DIR", help="folder for the results")
+    flags.add_argument("--file", default="mine.yaml", help="where to write the settings (%(default)s)")
+    return parse_door(flags, argv)
+
+
+def ask(given: dict[str, str | None], read: Callable[[str], str] = input) -> dict[str, str]:
+    """The answers: those given by flags, the others asked for; one that does not fit is asked for again."""
+    answers: dict[str, str] = {}
+    for name, (question, usual) in questions().items():
+        value = given[name]
+        while value is None:
+            value = read(f"{question}{f' [{usual}]' if usual else ''}: ").strip() or usual
+            try:
+                examine(name, value, answers)
+            except UserError as error:
+                print(f"  {error}", file=sys.stderr)
+                value = None
+        answers[name] = value
+    return answers
+
+
+def examine(name: str, value: str, before: dict[str, str]) -> None:
+    """UserError if `value` cannot be the answer to the question `name`; before: the answers so far."""
+    from hybrid_rlhf.memory_plan.presets import card
+    from hybrid_rlhf.models.load import check_folder
+    from hybrid_rlhf.training import builders
+
+    if name == "goal":
+        check(value in GOALS, f"--goal {value}: choose {', '.join(GOALS)}{nearest(value, GOALS)}")
+    elif name == "data":
+        _examine_data(value, GOALS[before["goal"]])
+    elif name == "model":
+        check(bool(value), "--model is empty; give a folder, a finished run or a hub id")
+        check_folder(builders.model_folder(builders.predecessor(value, "", "sft", "--model")))
+    elif name == "card":
+        card(value, "--card")
+    else:
+        check(bool(value) and not Path(value).is_file(), f"--output_dir {value!r} is no folder; give another")
+
+
+def _examine_data(path: str, goal: Goal) -> None:
+    """Read local data and see what its rows are good for; a hub id is looked at when the run starts."""
+    from hybrid_rlhf.data.schema import KINDS, detect
+    from hybrid_rlhf.data.sources import Source, read
+
+    check(bool(path), "--data is empty; give a file, a folder or a hub id")
+    if not Path(path).expanduser().exists() and path.count("/") == 1 and not path.startswith((".", "~", "/")):
+        return
+    rows = read(Source(path))
+    form = detect(rows[0].keys(), path)
+    lacks = [need for need in goal.needs if need not in KINDS[form.kind]]
+    check(not lacks, f"{path} has {form.name} rows, which make no {' and no '.join(lacks)}; this goal needs "
+                     f"{', '.join(goal.needs)} rows")
+
+
+def settings_text(answers: dict[str, str]) -> str:
+    """The YAML, with a comment to every line that may want to be changed."""
+    goal, path = GOALS[answers["goal"]], answers["data"]
+    lines = [f"# {goal.help}. Try it: python train.py --stage {goal.stage} --config THIS --plan",
+             f"# Every other option with its default: python train.py --stage {goal.stage} --help",
+             f"output_dir: {_quoted(answers['output_dir'])}", "seed: 0", *_model(answers), "data:", "  sources:"]
+    if goal.stage == "all":
+        lines += [f"    - {{path: {_quoted(path)}, stages: [{stage}]}}" for stage in ("sft", "reward", "ppo")]
+        lines += ["  split: [2, 4, 4]  # shares of the prompts: no prompt of one stage is seen in another"]
+    else:
+        lines += [f"    - {{path: {_quoted(path)}}}"]
+    if goal.stage in ("all", "grpo"):
+        lines += ["  max_prompt_length: 256  # longer prompts are dropped and counted"]
+    if goal.stage != "grpo":
+        lines += ["  max_length: 1024  # tokens of prompt and answer; longer rows are dropped and counted"]
+    return "\n".join([*lines, *_sections(goal.stage), ""])
+
+
+def _model(answers: dict[str, str]) -> list[str]:
+    from hybrid_rlhf.memory_plan.presets import card
+
+    row = card(answers["card"])
+    size = f"; {row.fits} of the Qwen2.5 family is about the largest for PPO" if row.gib else ""
+    lines = [f"model:  # settings for {answers['card']}{size}",
+             f"  model_name_or_path: {_quoted(answers['model'])}"]
+    sections = {"model": lines, "engine": ["engine:"]}
+    for option, value in row.settings.items():
+        section, _, name = option.partition(".")
+        shown = f"lora: {{r: {value}}}" if name == "lora.r" else f"{name}: {str(value).lower()}"
+        sections[section].append(f"  {shown}  # {row.why[option]}")
+    return [*sections["model"], *sections["engine"]]
+
+
+def _quoted(text: str) -> str:
+    """A YAML string, in quotes where YAML would read something else."""
+    import yaml
+
+    return yaml.safe_dump(text, default_flow_style=True, width=10**6).strip().removesuffix("...").strip()
+
+
+def _option(method: str, option: str, comment: str = "", indent: str = "  ") -> str:
+    """A line with a default of training/defaults.py. Rates stay null: they go by the model too."""
+    from hybrid_rlhf.training.defaults import TABLE, Rate
+
+    value, name = TABLE[method][option], option.rpartition(".")[2]
+    if isinstance(value, Rate):
+        return f"{indent}{name}: null  # by the table: {value.lora:g} for adapters, {value.full:g} for all weights"
+    return f"{indent}{name}: {value:g}{f'  # {comment}' if comment else ''}"
+
+
+def _schedule(method: str, indent: str = "  ") -> list[str]:
+    return [_option(method, "train.learning_rate", indent=indent),
+            _option(method, "train.num_train_epochs", "passes over the data", indent),
+            _option(method, "train.per_device_train_batch_size", "rows of an optimizer step, on each process", indent)]
+
+
+def _sampled(method: str, roles: tuple[str, ...], indent: str = "  ") -> list[str]:
+    """Steps and prompts of a method that samples, its rates, and the KL coefficient."""
+    prompts = _option(method, "train.per_device_train_batch_size", "prompts of a step, on each process", indent)
+    rates = [line for role in roles for line in
+             (f"  {role}:", _option(method, f"roles.{role}.learning_rate", indent="    "))]
+    coefficient = _option(method, "ppo.kl_coef", "raise it where answers get strange: it holds the model to its start")
+    steps = _option(method, "train.max_steps", "each one samples and learns", indent)
+    return [steps, prompts, "roles:", *rates, "ppo:", coefficient, "  sampling:",
+            "    max_new_tokens: 256  # of an answer"]
+
+
+def _sections(stage: str) -> list[str]:
+    """The stage's own sections."""
+    if stage == "all":
+        return ["stages:", "  sft:", *_schedule("sft", "    "), "  reward:", *_schedule("reward", "    "), "  ppo:",
+                *_sampled("ppo", ("actor", "critic"), "    ")]
+    if stage == "grpo":
+        return ["reward:", "  functions: [\"builtin:numeric_match\"]  # or your own, such as [pay.py:name]",
+                "  options: {numeric_match: {column: answer}}  # the column with the right answer", "train:",
+                *_sampled("grpo", ("actor",)), "    num_samples: 8  # answers to each prompt, compared with each other"]
+    own = ["dpo:", "  beta: 0.1  # how strongly the model is held to its start"] if stage == "dpo" else []
+    return ["train:", *_schedule(stage), "  eval_steps: 100  # steps between two evaluations", *own]
+
+
+def write(answers: dict[str, str], file: str) -> Path:
+    """Write the settings. UserError where the file is there already or cannot be written."""
+    path = Path(file).expanduser()
+    check(not path.exists(), f"init: {path} exists; choose another --file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(settings_text(answers), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"init: cannot write {path}: {error.strerror}; give another --file") from error
+    return path
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The door; returns 0, 2 with one line where the input is wrong, 130 where the user left."""
+    try:
+        options = vars(parse(argv))
+        check(not Path(options["file"]).expanduser().exists(), f"init: {options['file']} exists; choose another --file")
+        given, known = {name: options[name] for name in FIELDS}, {}
+        for name in FIELDS:
+            if given[name] is not None and (name != "data" or given["goal"] is not None):
+                examine(name, given[name], known | {"goal": given["goal"] or ""})
+        check(sys.stdin.isatty() or all(given.values()),
+              f"init: nobody to ask; give {', '.join('--' + n for n in FIELDS if not given[n])}")
+        answers = ask(given)
+        path = write(answers, options["file"])
+    except UserError as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, EOFError):
+        print("\nnothing was written", file=sys.stderr)
+        return 130
+    stage = GOALS[answers["goal"]].stage
+    print(f"{path} written. Next:\n  hybrid-rlhf --stage {stage} --config {path} --preview   what the model will see\n"
+          f"  hybrid-rlhf --stage {stage} --config {path} --plan      whether it fits\n"
+          f"  hybrid-rlhf --stage {stage} --config {path}             train")
+    return 0

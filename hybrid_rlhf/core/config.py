@@ -1,0 +1,275 @@
+"""Errors that are the user's, and the one way a command line becomes frozen dataclasses."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+from argparse import ArgumentError
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import NoReturn
+
+from hybrid_rlhf.core.options import may_be_null, nulls_in, sections
+
+
+class UserError(Exception):
+    """The user's input is wrong. The message is one line: what, where, what would fit. The doors exit with code 2.
+
+    is_before_update: raised in a training step before it has changed any weight.
+    """
+
+    is_before_update = False
+
+
+class NotFinite(UserError):
+    """Losses or gradients have not been finite for so long that the run ends."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """' (did you mean X?)' for the known name most like `name`, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def check(condition: bool, message: str) -> None:
+    """Raise UserError(message) unless `condition` holds; for value checks beside the value."""
+    if not condition:
+        raise UserError(message)
+
+
+def door_flags(name: str, description: str) -> argparse.ArgumentParser:
+    """The flags of the command `hybrid-rlhf NAME`. What argparse refuses is a UserError that begins with the name."""
+    flags = argparse.ArgumentParser(f"hybrid-rlhf {name}", description=description.splitlines()[0], allow_abbrev=False)
+
+    def refuse(message: str) -> NoReturn:
+        raise UserError(f"{name}: {message}")
+
+    flags.error = refuse
+    return flags
+
+
+def parse_door(flags: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """The options of such a command; UserError, with the nearest flag, for one that there is not."""
+    options, unknown = flags.parse_known_args(argv)
+    if unknown:
+        close = nearest(unknown[0].split("=")[0], re.findall(r"--\w+", flags.format_usage()))
+        raise UserError(f"{flags.prog.split()[-1]}: unknown argument {unknown[0]}{close}; --help lists them")
+    return options
+
+
+def parse(config_class: type, argv: list[str], *, prog: str, description: str = "",
+          default_config: str | None = None, extra: Iterable[str] = (), unused: Mapping[str, str] = MappingProxyType({})
+          ) -> tuple[object, dict]:
+    """Command line -> (a frozen `config_class`, {flag: its value}).
+
+    Later wins: the class's defaults, `default_config` (a YAML file), `--config FILE` and dotted overrides in the order
+    of the command line. `extra` names flags that are the door's own: switches (bool) and those of _VALUES (text, None
+    if not given). unused: options or sections that this stage never reads -> what is meant instead; they are not in the
+    help, and an error where they are given. none stands for null wherever null may stand.
+
+    Raises UserError, in one line and with the nearest name, for unknown keys, wrong types and values that a part's own
+    check refuses.
+    """
+    parser = _parser(config_class, prog, description, default_config, extra)
+    _hide(parser, unused)
+    _check_plain(config_class, argv)
+    try:
+        values = parser.parse_args(_with_nulls(config_class, _emptied_first(argv)))
+        parts = dict(vars(parser.instantiate(values)))
+    except UserError:
+        raise
+    except RecursionError as error:
+        raise UserError(_TOO_DEEP) from error
+    except (ArgumentError, OSError, ValueError, TypeError) as error:
+        raise UserError(_one_line(error, _keys(parser), unused, prog)) from error
+    parts.pop("config", None)
+    return config_class(**{k: v for k, v in parts.items() if k not in extra}), {k: parts[k] for k in extra}
+
+
+def _parser(config_class: type, prog: str, description: str, default_config: str | None, extra: Iterable[str]):  # noqa: ANN202
+    from jsonargparse import ActionConfigFile, ArgumentParser
+
+    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False,
+                            default_config_files=[default_config] if default_config else [])
+    parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of the options below.")
+    for name in extra:
+        if name in _VALUES:
+            parser.add_argument(f"--{name}", type=str, default=None, help=_VALUES[name])
+        else:
+            parser.add_argument(f"--{name}", action="store_true", help=_SWITCHES.get(name, ""))
+    parser.add_class_arguments(config_class)
+    return parser
+
+
+def _hide(parser, options: Iterable[str]) -> None:  # noqa: ANN001
+    """Take options, or whole sections, out of a parser; their parts of the settings keep the defaults."""
+    gone = tuple(options)
+    for action in [a for a in parser._actions if _is_below(a.dest, gone)]:
+        parser._actions.remove(action)
+        for flag in action.option_strings:
+            del parser._option_string_actions[flag]
+        for group in parser._action_groups:
+            if action in group._group_actions:
+                group._group_actions.remove(action)
+    parser._action_groups = [g for g in parser._action_groups if g._group_actions]
+
+
+def _is_below(name: str, options: Iterable[str]) -> bool:
+    return any(name == option or name.startswith(f"{option}.") for option in options)
+
+
+def _with_nulls(config_class: type, argv: list[str]) -> list[str]:
+    """argv, and the files that it names, with null for every none that stands where null may stand."""
+    out = []
+    for word, before in zip(argv, ["", *argv], strict=False):
+        key, has_value, value = word.partition("=")
+        if not (word.startswith("--") and has_value):
+            key, value = before, word
+        if key == "--config" and value != key and (has_value or before == "--config"):
+            settings = _read_yaml(value)
+            if (changed := nulls_in(config_class, settings)) != settings:
+                value = json.dumps(changed, default=str)
+        elif value.lower() == "none" and may_be_null(config_class, key.removeprefix("--")):
+            value = "null"
+        out.append(f"{key}={value}" if word.startswith("--") and has_value else value)
+    return out
+
+
+def _check_plain(config_class: type, argv: list[str]) -> None:
+    """UserError for settings that the parser would take as the name of a class to import, or of another file."""
+    known = sections(config_class)
+    for word, after in zip(argv, [*argv, ""][1:], strict=True):
+        key, has_value, value = word.partition("=")
+        value = value if has_value else after
+        if key == "--config":
+            _check_plain_value(f"--config {value}", "", _read_yaml(value) if value else {}, known)
+        elif key.startswith("--"):
+            name = key[2:].rstrip("+")
+            is_text = name in known or value.lstrip().startswith(("{", "["))
+            _check_plain_value(key, name, _loaded(value) if is_text else None, known)
+
+
+def _check_plain_value(where: str, name: str, value: object, sections: set[str]) -> None:
+    """The same of one value. name: its dotted name; sections: those of options that are sections."""
+    check(name not in sections or value is None or isinstance(value, dict),
+          f"{where}: {name or 'the file'} is a section; give a mapping of its options, or --{name}.OPTION")
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        check(key not in ("class_path", "init_args"), f"{where}: {key} in {name or 'the settings'}; settings name no "
+                                                      "classes, give the options themselves")
+        check(name or key != "config", f"{where}: a file of settings cannot name another; give --config once for each")
+        _check_plain_value(where, f"{name}.{key}".lstrip("."), inner, sections)
+    for inner in value if isinstance(value, list) else ():
+        _check_plain_value(where, f"{name}[]", inner, sections)
+
+
+def _loaded(text: str) -> object:
+    """A value of the command line as YAML reads it; what it cannot read is the parser's to refuse."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return None
+
+
+def _emptied_first(argv: list[str]) -> list[str]:
+    """argv with `--key=[]` before every list, on the command line or in a file: a list replaces the one before it.
+
+    jsonargparse merges two lists of equal length item by item: a source would keep the columns of the one it replaces.
+    """
+    out = []
+    for word, after in zip(argv, [*argv, ""][1:], strict=True):
+        key, has_value, value = word.partition("=")
+        value = value if has_value else after
+        if key == "--config" and value:
+            out += [f"--{name}=[]" for name in _lists(_read_yaml(value))]
+        elif key.startswith("--") and not key.endswith("+") and value.lstrip().startswith("["):
+            out.append(f"{key}=[]")
+        out.append(word)
+    return out
+
+
+def _lists(settings: dict, prefix: str = "") -> Iterator[str]:
+    """Dotted names of the lists in nested settings."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _lists(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            yield f"{prefix}{key}"
+
+
+def _read_yaml(path: str) -> dict:
+    """UserError with file and line for a file that is no YAML mapping: the parser's own message names neither."""
+    import yaml
+
+    try:
+        value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read --config {path}: {error.strerror}; give a YAML file") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--config {path} is no text in UTF-8; give a YAML file") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark else ""
+        raise UserError(f"--config {path}{where}: not valid YAML ({getattr(error, 'problem', error)}); "
+                        "mend that line") from error
+    except (RecursionError, ValueError) as error:  # ValueError: a date of month 13, a number of thousands of digits
+        raise UserError(f"--config {path}: not valid YAML ({str(error)[:100] or 'nested too deeply'}); "
+                        "mend it") from error
+    check(_is_small(value), f"--config {path}: {_TOO_DEEP}")
+    check(isinstance(value, dict), f"--config {path}: a mapping of options such as seed: 1 is needed, found "
+                                   f"{'nothing' if value is None else type(value).__name__}")
+    return value
+
+
+_TOO_DEEP = "the settings refer to themselves, or are nested too deeply; write them flatter"
+
+
+def _is_small(value: object) -> bool:
+    """Whether a value is no deeper and no larger than settings are, aliases written out: ten lines of YAML can say
+    more than a machine holds."""
+    waiting, count = [(value, 1)], 0
+    while waiting:
+        outer, depth = waiting.pop()
+        count += 1
+        if isinstance(outer, (dict, list)):
+            waiting += [(inner, depth + 1) for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        if depth > 30 or count + len(waiting) > 10**5:
+            return False
+    return True
+
+
+_SWITCHES = {"preview": "Print three rendered examples of the stage's data, trained tokens marked, and stop.",
+             "check_signal": "Print whether there is anything to learn from: the scores of several responses to "
+                             "each of a few prompts, and the time of a step; then stop.",
+             "plan": "Print the memory that the run needs, by role and phase, before any weight is loaded, and stop."}
+_VALUES = {"memory": "Memory that the run may use, such as 24GiB: chooses micro-batches, checkpointing, offload and "
+                     "quantisation that fit.",
+           "cards": "With --plan: count for NVIDIA cards that need not be here, hosts x cards x memory of each, such "
+                    "as 2x8x80GiB or 24GiB; nine tenths of that memory are planned with."}
+
+
+def _keys(parser) -> list[str]:  # noqa: ANN001
+    return [a.dest for a in parser._actions if a.dest not in ("help", "==SUPPRESS==")]
+
+
+def _one_line(error: Exception, known: list[str], unused: Mapping[str, str], prog: str) -> str:
+    """jsonargparse's message as one line, with the nearest known key where a key is unknown."""
+    text = re.sub(r"\s+", " ", str(error)).strip().replace("Parser key ", "option ")
+    text = re.sub(r"<class '(\w+)'>", r"\1", text)
+    unknown = re.search(r"[Uu]nrecognized arguments?: -*([\w.\-+]+)|does not accept option '([^']+)'|"
+                        r"Option '([^']+)' is not accepted", text)
+    if not unknown:
+        return text
+    group = re.search(r"Group '([^']+)'", text)
+    name = next(g for g in unknown.groups() if g)
+    name = f"{group.group(1)}.{name}" if group else name
+    if meant := next((text for option, text in unused.items() if _is_below(name, (option,))), None):
+        return f"{name} is not used by {prog[prog.find('--stage'):]}; {meant}"
+    section, close = name.partition(".")[0], nearest(name, known)
+    if not close and section != name and not any(option.startswith(f"{section}.") for option in known):
+        return f"unknown option {name}: {prog[prog.find('--stage'):]} has no {section} options; --help lists its own"
+    return f"unknown option {name}{close or '; --help lists all options'}"

@@ -1,0 +1,130 @@
+"""Weighted sums of named quantities, and timers. A mean is divided by its own weight, never by a count of calls."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+
+from torch import Tensor
+
+from hybrid_rlhf.core.distributed import gather_over_ranks, world_size
+
+# "mean": [sum of value * weight, weight]; "std": [count, mean, squares]; "min", "max": [value, is any];
+# "distinct", "top3": how often each item was seen
+State = list[float] | dict[str, int]
+
+
+def _mean(a: State, b: State) -> State:
+    return [a[0] + b[0], a[1] + b[1]]
+
+
+def _std(a: State, b: State) -> State:
+    """Pooled count, mean and sum of squared deviations (Chan, Golub, LeVeque 1983): nothing cancels."""
+    total, gap = a[0] + b[0], b[1] - a[1]
+    if not total:
+        return a
+    return [total, a[1] + gap * b[0] / total, a[2] + b[2] + gap * gap * a[0] * b[0] / total]
+
+
+def _least(a: State, b: State) -> State:
+    return min((s for s in (a, b) if s[1]), key=lambda s: s[0], default=a)
+
+
+def _largest(a: State, b: State) -> State:
+    return max((s for s in (a, b) if s[1]), key=lambda s: s[0], default=a)
+
+
+def _counts(a: State, b: State) -> State:
+    return Counter(a) + Counter(b)
+
+
+def _top3_share(counts: State) -> float | None:
+    return sum(sorted(counts.values())[-3:]) / sum(counts.values()) if counts else None
+
+
+_MERGE: dict[str, Callable[[State, State], State]] = {
+    "mean": _mean, "std": _std, "min": _least, "max": _largest, "distinct": _counts, "top3": _counts}
+_VALUE: dict[str, Callable[[State], float | None]] = {
+    "mean": lambda s: s[0] / s[1] if s[1] else None, "std": lambda s: (s[2] / s[0]) ** 0.5 if s[0] else None,
+    "min": lambda s: s[0] if s[1] else None, "max": lambda s: s[0] if s[1] else None,
+    "distinct": lambda s: len(s) / sum(s.values()) if s else None, "top3": _top3_share}
+
+
+class Metrics:
+    """Named weighted means, and spreads and extremes. `a + b` pools the observations; `compute` divides at the end."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, tuple[str, State]] = {}  # name -> (kind, state)
+
+    def add(self, name: str, value: float | Tensor, weight: float | Tensor = 1.0) -> Metrics:
+        """Record `value`, the mean of `weight` observations. A weight of zero records nothing but the name."""
+        value, weight = float(value), float(weight)
+        return self._pool(name, "mean", [value * weight, weight] if weight else [0.0, 0.0])
+
+    def add_all(self, observed: Mapping[str, tuple[float | Tensor, float | Tensor]]) -> Metrics:
+        """`add` of each name's (value, weight)."""
+        for name, (value, weight) in observed.items():
+            self.add(name, value, weight)
+        return self
+
+    def add_spread(self, name: str, values: Tensor, kind: str) -> Metrics:
+        """Record the "std" (divided by n), "min" or "max" of all observations; those of none record only the name."""
+        if not values.numel():
+            return self._pool(name, kind, [0.0] * (3 if kind == "std" else 2))
+        values = values.detach().double()
+        if kind == "std":
+            squares = (values - values.mean()).square().sum()
+            return self._pool(name, kind, [float(values.numel()), float(values.mean()), float(squares)])
+        return self._pool(name, kind, [float(values.min() if kind == "min" else values.max()), 1.0])
+
+    def add_items(self, name: str, items: Iterable[str], kind: str) -> Metrics:
+        """Record the share of different items ("distinct"), or that of the three commonest ("top3"), among all."""
+        return self._pool(name, kind, Counter(items))
+
+    def _pool(self, name: str, kind: str, state: State) -> Metrics:
+        known = self._states.get(name)
+        if known is not None and known[0] != kind:
+            raise ValueError(f"{name} was recorded as a {known[0]} and now as a {kind}")
+        self._states[name] = (kind, copy(state) if known is None else _MERGE[kind](known[1], state))
+        return self
+
+    def __add__(self, other: Metrics) -> Metrics:
+        total = Metrics()
+        for source in (self, other):
+            for name, (kind, state) in source._states.items():
+                total._pool(name, kind, state)
+        return total
+
+    def renamed(self, names: dict[str, str]) -> Metrics:
+        """The same metrics, those in `names` under another name."""
+        other = Metrics()
+        other._states = {names.get(n, n): (kind, copy(state)) for n, (kind, state) in self._states.items()}
+        return other
+
+    def over_ranks(self) -> Metrics:
+        """The same metrics pooled over all processes; a name that only some hold counts what those have seen."""
+        if world_size() == 1:
+            return self
+        total = Metrics()
+        for states in gather_over_ranks(self._states):
+            for name, (kind, state) in states.items():
+                total._pool(name, kind, state)
+        return total
+
+    def compute(self) -> dict[str, float]:
+        """Each name's weighted mean (or spread, or extreme); names without any weight are left out."""
+        values = {n: _VALUE[kind](state) for n, (kind, state) in self._states.items()}
+        return {n: v for n, v in values.items() if v is not None}
+
+    @contextmanager
+    def timer(self, name: str) -> Iterator[None]:
+        """Record the seconds that the block took as `time/{name}`; blocks of one name add up."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            before = self._states.get(f"time/{name}", ("mean", [0.0, 1.0]))[1]
+            self._states[f"time/{name}"] = ("mean", [before[0] + time.perf_counter() - start, 1.0])

@@ -1,0 +1,1 @@
+"""Inference mode: continuous batching over slots of a KV cache, kernels, tensor parallelism."""

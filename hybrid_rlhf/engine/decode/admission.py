@@ -1,0 +1,72 @@
+"""What is refused before it runs: models that do not generate, requests that are too long, caches that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.engine.decode.kv_cache import free_bytes
+from hybrid_rlhf.engine.decode.runner import Runner
+from hybrid_rlhf.models.tokenizer import turn_ends
+
+
+def fitting_slots(runner: Runner, wanted: int, capacity: int, max_bytes: int | None) -> int:
+    """How many of the `wanted` slots of `capacity` columns fit in memory. Raises UserError where not even one does."""
+    each = runner.bytes_per_column * (capacity + (runner.capture is not None)) + runner.bytes_per_slot
+    allowed = _allowed_bytes(runner, max_bytes)
+    if allowed is None or each == 0:
+        return wanted
+    if each > allowed:
+        raise UserError(f"the cache of one request of {capacity} tokens takes {each / 2**20:.1f} MiB and only "
+                        f"{allowed / 2**20:.1f} MiB may be used; shorten the prompt or max_new_tokens")
+    return min(wanted, int(allowed / each))
+
+
+def fitting_capacity(runner: Runner, needed: int, wanted: int, max_bytes: int | None) -> int:
+    """How many of the `wanted` columns one slot gets; `needed` at least, or UserError."""
+    fitting_slots(runner, 1, needed, max_bytes)
+    allowed = _allowed_bytes(runner, max_bytes)
+    if allowed is None or runner.bytes_per_column == 0:
+        return wanted
+    return max(needed, min(wanted, int((allowed - runner.bytes_per_slot) / runner.bytes_per_column)))
+
+
+def _allowed_bytes(runner: Runner, max_bytes: int | None) -> int | None:
+    """What a cache may take: nine tenths of what is free, and no more than it was granted. None: nobody knows."""
+    free = free_bytes(runner.device)
+    return min((b for b in (max_bytes, free and int(0.9 * free)) if b is not None), default=None)
+
+
+def check_generates(model: nn.Module) -> None:
+    """Raise UserError for a model that is no causal language model."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UserError(f"{type(model).__name__} is an encoder-decoder; a causal language model is needed to generate")
+    if model.get_output_embeddings() is None and not type(model).__name__.endswith("ForCausalLM"):
+        raise UserError(f"{type(model).__name__} has no language model head; a causal language model is needed")
+
+
+def check_lengths(runner: Runner, prompts: list[list[int]], limits: Sequence[int]) -> None:
+    """UserError for a request that the model has no positions for, or with nothing to do."""
+    allowed = getattr(runner.model.config.get_text_config(), "max_position_embeddings", None)
+    if min(map(len, prompts), default=1) == 0:
+        raise UserError("an empty prompt: there is no token to continue from")
+    if min(limits, default=1) < 1:
+        raise UserError("a limit of 0 new tokens: at least one token must be sampled")
+    for token in runner.ending_ids:
+        if any(token in prompt for prompt in prompts):
+            raise UserError(f"a prompt holds the pad token {token}, which has no position in "
+                            f"{type(runner.model).__name__}; remove it")
+    length, limit = max(((len(p), n) for p, n in zip(prompts, limits, strict=True)), key=sum, default=(0, 0))
+    if allowed is not None and length + limit > allowed:
+        raise UserError(f"a prompt of {length} tokens and max_new_tokens {limit} exceed the model's {allowed} "
+                        "positions; shorten one of them")
+
+
+def stop_ids(model: nn.Module, tokenizer) -> list[int]:  # noqa: ANN001
+    """All tokens that end a response: the tokenizer's eos, the ends of a turn in its chat template, and those of the
+    model's generation_config."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    configured = configured if isinstance(configured, list) else [configured]
+    return sorted({i for i in [tokenizer.eos_token_id, *turn_ends(tokenizer), *configured] if i is not None})

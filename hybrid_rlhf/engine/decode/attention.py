@@ -1,0 +1,111 @@
+"""The attention and mask functions that inference mode plugs into a model: they read the step from the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hybrid_rlhf.engine.decode.kv_cache import SlotCache, Step
+from hybrid_rlhf.kernels import Ops
+
+# What a model may hand on that says nothing new: positions are in the step, windows and chunks in the mask.
+SAID_ALREADY = frozenset(("position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
+                           "sliding_window", "past_key_values", "cache_position", "position_embeddings",
+                           "output_router_logits", "layer_idx", "shared_kv_states", "is_causal"))
+MAX_OWN_PROMPT = 1024  # tokens: up to here bf16 takes 0.2-0.4 and fp32 0.55-0.75 of torch's time
+
+
+class SlotAttention:
+    """Attention over slots. `cache` is set before each forward; what was learned of each layer stays."""
+
+    def __init__(self, ops: Ops, causal: Callable) -> None:
+        self.ops, self._causal = ops, causal
+        self.cache: SlotCache | None = None
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+               scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None,
+               s_aux: Tensor | None = None, **others: object) -> tuple[Tensor, None]:
+        """transformers' attention interface: (B, H, Q, D) -> (B, Q, H, Dv), None.
+
+        Raises TypeError for an argument that it does not know, rather than attend as if it were not there.
+        """
+        unknown = [n for n, v in others.items() if v is not None and n not in SAID_ALREADY]
+        if unknown:
+            raise TypeError(f"attention with {', '.join(unknown)}")
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        step = self.cache.step
+        layer = step.owner_of(key, value)
+        if step.is_prefill:
+            if layer is not None:  # from the next token on, this function may write the columns of the layer
+                self.cache.fused_cache_write.add(layer.index)
+            mask = self._dense_mask(attention_mask, step)
+            if (mask is None and softcap is None and s_aux is None and self.ops.causal_attention
+                    and query.shape[2] <= MAX_OWN_PROMPT):
+                return self.ops.causal_attention(query, key, value, scaling=scaling), None
+            return dense_attention(query, key, value, mask, scaling, softcap, s_aux), None
+        if layer is not None:
+            if _is_row_mask(attention_mask):
+                row_mask = None if attention_mask is None else attention_mask[:, 0, 0]
+                return self.ops.decode_attention(
+                    query, key, value, layer.keys, layer.values, self.cache.row_slots(), step.positions[:, 0],
+                    step.width, scaling=scaling, softcap=softcap, sinks=s_aux, mask=row_mask), None
+            layer.write(key, value)
+            key, value = layer.columns()
+        return dense_attention(query, key, value, self._dense_mask(attention_mask, step), scaling, softcap, s_aux), None
+
+    def _dense_mask(self, mask: Tensor | None, step: Step) -> Tensor | None:
+        """None stays None in a prefill from the start, whose causal mask needs no tensor."""
+        if mask is not None or (step.is_prefill and not step.offset):
+            return mask
+        places = step.places
+        return torch.arange(step.width, device=places.device) <= places[:, None, :, None]
+
+    def mask(self, *, batch_size: int, q_length: int, kv_length: int, mask_function: Callable,
+             local_size: int | None = None, **_others: object) -> Tensor | None:
+        """transformers' mask interface: (B, 1, Q, W) bool, or None where the mask is plainly causal."""
+        if mask_function is self._causal or (local_size is not None and kv_length <= local_size):
+            return None
+        return self.bool_mask(batch_size=batch_size, q_length=q_length, kv_length=kv_length,
+                              mask_function=mask_function)
+
+    def bool_mask(self, *, batch_size: int, kv_length: int, mask_function: Callable, **_others: object) -> Tensor:
+        """The mask evaluated at each row's own positions: true where a token may look."""
+        positions = self.cache.step.places
+        rows = torch.arange(batch_size, device=positions.device)[:, None, None, None]
+        columns = torch.arange(kv_length, device=positions.device)[None, None, None]
+        seen = mask_function(rows, torch.zeros_like(rows[:1]), positions[:, None, :, None], columns)
+        # a model may add a window of its own but no sight of what lies ahead or is not yet written
+        return (seen & (columns <= positions[:, None, :, None])).expand(batch_size, 1, -1, -1)
+
+    def float_mask(self, *, dtype: torch.dtype = torch.float32, **named: object) -> Tensor:
+        """The same as numbers to add: 0 or the smallest of the dtype."""
+        seen = self.bool_mask(**named)
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def _is_row_mask(mask: Tensor | None) -> bool:
+    return mask is None or (mask.dtype == torch.bool and mask.shape[1:3] == (1, 1))
+
+
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float,
+                    softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
+    """(B, H, Q, D), (B, K, W, D), (B, K, W, Dv) -> (B, Q, H, Dv). mask None is causal, with Q = W."""
+    if softcap is None and sinks is None:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling,
+                                             enable_gqa=query.shape[1] != key.shape[1])
+        return out.transpose(1, 2)
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
+    scores = (query @ key.mT).float() * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]].to(query.dtype)
+    return (weights @ value).transpose(1, 2)

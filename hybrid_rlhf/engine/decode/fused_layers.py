@@ -1,0 +1,177 @@
+"""Whole decoder layers in one call of the kernels, in decode steps of models whose layers are of the kernels' form.
+
+The form is Llama's: a norm, attention by four matrices over rotary positions, a norm, a gated MLP, both added to what
+went in. It is not recognised by name: a layer with these parts and no others is run over random slots beside
+the kernel, and is swapped only where outputs and cache agree to rounding. Prompts, masked steps, layers that anybody
+hooks into, adapters and quantized weights go the model's own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_rlhf.engine.decode.attention import SAID_ALREADY
+from hybrid_rlhf.engine.decode.kv_cache import KeyValueRows, StateRows, Step
+from hybrid_rlhf.kernels.fusions import are_close, is_gelu
+
+_CHILDREN = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION, _HEAD_NORMS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_norm", "k_norm")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_ROWS = 3  # of the trial
+
+
+class Form(NamedTuple):
+    """A layer that the kernel may compute: where its parts are, and what the trial found out about it."""
+
+    layer: nn.Module
+    index: int
+    adds_one: bool
+    is_gelu: bool
+
+    def matrices(self) -> list[nn.Module]:
+        return [getattr(self.layer.self_attn, n) for n in _ATTENTION] + [getattr(self.layer.mlp, n) for n in _MLP]
+
+    def norms(self) -> list[nn.Module | None]:
+        return [self.layer.input_layernorm, self.layer.post_attention_layernorm,
+                *(getattr(self.layer.self_attn, n, None) for n in _HEAD_NORMS)]
+
+    def kernel(self, make: Callable) -> Callable:
+        """The kernel over the layer's weights as they are now."""
+        matrices, norms = self.matrices(), self.norms()
+        return make([m.weight for m in matrices], [m.bias for m in matrices], [n and n.weight for n in norms],
+                    eps=_eps(norms[0]), adds_one=self.adds_one, scaling=self.layer.self_attn.scaling,
+                    is_gelu=self.is_gelu)
+
+    def is_free(self) -> bool:
+        """Whether nobody has replaced or hooked into a part of it meanwhile."""
+        return all("forward" not in vars(m) and (m is self.layer or not (m._forward_hooks or m._forward_pre_hooks))
+                   for m in self.layer.modules())
+
+
+def find_decode_layers(runner) -> list[Form]:  # noqa: ANN001 - a Runner
+    """The layers of the runner's model that its kernels compute as the model does. Inside `runner.plugged_in`."""
+    if runner.ops.decode_layer is None or runner.is_stateful:
+        return []
+    found: list[Form] = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        forms = [form for layer in runner.model.modules() if (form := _form(layer, runner.ops.linear_dtypes))]
+        widths = _angle_widths(runner, forms) if forms else {}
+        for form in forms:
+            if widths.get(form.layer) == _head_dim(form):
+                tries = (form._replace(adds_one=adds_one) for adds_one in (False, True))
+                found += [right for right in tries if _is_right(runner, right)][:1]
+    return found
+
+
+@contextmanager
+def decode_layers(forms: list[Form], make: Callable | None) -> Iterator[int]:
+    """Within the block decode steps go through these layers by the kernel; yields how many do."""
+    free = [form for form in forms if form.is_free()]
+    for form in free:
+        form.layer.forward = _forward(form, form.kernel(make))
+    try:
+        yield len(free)
+    finally:
+        for form in free:
+            del form.layer.forward
+
+
+def _forward(form: Form, kernel: Callable) -> Callable:
+    original, index, most, dtype = form.layer.forward, form.index, kernel.max_rows, form.matrices()[0].weight.dtype
+
+    def forward(hidden_states: Tensor, attention_mask: Tensor | None = None, past_key_values: object = None,
+                position_embeddings: tuple[Tensor, Tensor] | None = None, **others: object):  # noqa: ANN202
+        step = getattr(past_key_values, "step", None)
+        if (step is None or step.is_prefill or attention_mask is not None or position_embeddings is None
+                or hidden_states.dtype != dtype or len(hidden_states) > most
+            or index not in past_key_values.fused_cache_write or past_key_values.layers[index].keys is None
+                or any(v is not None and n not in SAID_ALREADY for n, v in others.items())):
+            return original(hidden_states, attention_mask=attention_mask, past_key_values=past_key_values,
+                            position_embeddings=position_embeddings, **others)
+        rows = past_key_values.layers[index]
+        return kernel(hidden_states, *position_embeddings, rows.keys, rows.values, past_key_values.row_slots(),
+                      step.positions[:, 0], step.width)
+
+    return forward
+
+
+def _eps(norm: nn.Module) -> float | None:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+def _form(layer: nn.Module, dtypes: frozenset[torch.dtype]) -> Form | None:
+    """The layer as the kernel's form, if it has the parts of one."""
+    children = dict(layer.named_children())
+    if set(children) != _CHILDREN or not isinstance(getattr(layer.self_attn, "layer_idx", None), int):
+        return None
+    attention, mlp = dict(layer.self_attn.named_children()), dict(layer.mlp.named_children())
+    if set(attention) - set(_HEAD_NORMS) != set(_ATTENTION) or set(mlp) - {"act_fn"} != set(_MLP):
+        return None
+    gelu = is_gelu(layer.mlp.act_fn) if hasattr(layer.mlp, "act_fn") else None
+    if gelu is None or not isinstance(getattr(layer.self_attn, "scaling", None), float):
+        return None
+    form = Form(layer, layer.self_attn.layer_idx, False, gelu)
+    norms = [n for n in form.norms() if n is not None]
+    is_plain = (all(type(m) is nn.Linear for m in form.matrices())
+                and all(_is_norm(n) and _eps(n) == _eps(norms[0]) for n in norms)
+                and len({p.dtype for p in layer.parameters()} | {norms[0].weight.dtype}) == 1
+                and norms[0].weight.dtype in dtypes and norms[0].weight.device.type == "cpu")
+    return form if is_plain and form.layer.self_attn.q_proj.weight.numel() else None
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return (type(module).__name__.endswith("RMSNorm") and isinstance(getattr(module, "weight", None), nn.Parameter)
+            and module.weight.dim() == 1 and isinstance(_eps(module), float))
+
+
+def _head_dim(form: Form) -> int:
+    return getattr(form.layer.self_attn, "head_dim", 0)
+
+
+def _angle_widths(runner, forms: list[Form]) -> dict[nn.Module, int]:  # noqa: ANN001 - a Runner
+    """How many dimensions of a head the model's own angles rotate, by layer. GLM-4's rotate half of them, by code that
+    would rotate all if it were given that many angles: the trial of a layer alone cannot tell."""
+    widths: dict[nn.Module, int] = {}
+
+    def note(layer: nn.Module, _inputs: tuple, named: dict) -> None:
+        angles = named.get("position_embeddings")
+        if isinstance(angles, tuple):
+            widths[layer] = angles[0].shape[-1]
+
+    with ExitStack() as stack:
+        for form in forms:
+            stack.callback(form.layer.register_forward_pre_hook(note, with_kwargs=True).remove)
+        runner.prefill(runner.new_cache(1, 2), [[0]], [0], [0])
+    return widths
+
+
+def _is_right(runner, form: Form) -> bool:  # noqa: ANN001 - a Runner
+    """Whether the layer itself and the kernel, over slots with random columns, give and store the same."""
+    like = form.matrices()[1].weight
+    cache = runner.new_cache(_ROWS, 8)
+    try:
+        rows = cache.layers[form.index]
+        if not isinstance(rows, KeyValueRows) or isinstance(rows, StateRows):
+            return False
+        dim = _head_dim(form)
+        rows.keys, rows.values = (torch.randn(_ROWS, len(like) // dim, 8, dim).to(like) for _ in range(2))
+        ours = rows.keys.clone(), rows.values.clone()
+        angles = tuple(torch.randn(_ROWS, 1, dim).to(like) for _ in range(2))
+        x = 0.05 * torch.randn(_ROWS, 1, like.shape[1])  # small, so that what the layer adds is not rounded away
+        step = Step(torch.tensor([[2], [6], [0]]), 7, slots=torch.tensor([2, 0, 1]))
+        cache.fused_cache_write.add(form.index)
+        want = runner.through_layer(form.layer, cache, step, x.to(like), angles)
+        if not isinstance(want, Tensor):
+            return False
+        got = form.kernel(runner.ops.decode_layer)(x.to(like), *angles, *ours, cache.row_slots(), step.positions[:, 0],
+                                                   step.width)
+        bound = 1e-5 if like.dtype == torch.float32 else 2.0**-6
+        return are_close((want - x.to(like), rows.keys, rows.values), (got - x.to(like), *ours), bound)
+    except Exception:  # whatever a stranger's layer raises, it is not of this form
+        return False

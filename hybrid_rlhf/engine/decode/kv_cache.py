@@ -1,0 +1,299 @@
+"""The cache of the decode engine: S slots, one sequence each, column = position, nothing padded on the left.
+
+A layer allocates itself from the first keys it sees, so that grouped heads, latent attention and per-layer sizes need
+no table. Sliding-window layers are kept at full length; the mask makes the window. Convolution and recurrent states
+are one row per slot.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_rlhf.models.hf_attention import LayerKind, cache_class, derived, layer_kinds
+
+
+@dataclass
+class Step:
+    """The forward under way. slots (B,) int64: where each row lives; None says row b is slot b.
+
+    positions (B, Q) int64, the columns of the tokens (-1: an idle row, if has_idle); width: columns that attention may
+    look at. In a prefill of N prompts row source[i] is stored in slot targets[i], and offset columns are there already.
+    `fresh` knows which keys a layer handed out, and does not keep them: over all layers they are a second cache.
+    """
+
+    positions: Tensor
+    width: int
+    slots: Tensor | None = None
+    is_prefill: bool = False
+    source: Tensor | None = None
+    targets: Tensor | None = None
+    offset: int = 0
+    has_idle: bool = False
+    fresh: dict[int, tuple[KeyValueRows, weakref.ref, weakref.ref]] = field(default_factory=dict)
+
+    def hand_out(self, layer: KeyValueRows, key: Tensor, value: Tensor) -> None:
+        self.fresh[id(key)] = (layer, weakref.ref(key), weakref.ref(value))
+
+    def owner_of(self, key: Tensor, value: Tensor) -> KeyValueRows | None:
+        """The layer that handed out just these tensors in this forward, or None."""
+        layer, *own = self.fresh.get(id(key), (None,))
+        return layer if layer and own[0]() is key and own[1]() is value else None
+
+    @property
+    def places(self) -> Tensor:
+        """The positions as models may see them: an idle row stands where a sequence begins."""
+        return self.positions.clamp(min=0) if self.has_idle else self.positions
+
+
+class KeyValueRows:
+    """Keys and values (S, heads, C, dim) of one layer."""
+
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, owner: SlotCache, index: int, kind: LayerKind) -> None:
+        self.owner, self.index, self.is_sliding = owner, index, kind.is_sliding
+        self.is_initialized = True
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self.indexer_keys: Tensor | None = None
+
+    def allocate(self, key: Tensor, value: Tensor) -> None:
+        """Zeros, not noise: attention multiplies masked columns by weights of zero, and zero times NaN is NaN."""
+        size = (self.owner.num_slots, key.shape[1], self.owner.num_columns)
+        self.keys = key.new_zeros(*size, key.shape[-1])
+        self.values = value.new_zeros(*size, value.shape[-1])
+
+    def update(self, key: Tensor, value: Tensor, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor]:
+        """Store the new columns and return those to attend to; or leave the writing to the attention function."""
+        if self.keys is None:
+            self.allocate(key, value)
+        step = self.owner.step
+        if step.is_prefill:
+            for rows, new in ((self.keys, key), (self.values, value)):
+                new = new if step.source is None else new[step.source]
+                rows.narrow(2, step.offset, key.shape[2]).index_copy_(0, step.targets, new)
+            if step.offset:
+                return self.keys[step.targets, :, : step.width], self.values[step.targets, :, : step.width]
+        if step.is_prefill or self.index in self.owner.fused_cache_write:
+            step.hand_out(self, key, value)
+            return key, value
+        self.write(key, value)
+        return self.columns()
+
+    def write(self, key: Tensor, value: Tensor) -> None:
+        """Store one new token per row; an idle row's position -1 is the last column, a spare one."""
+        step = self.owner.step
+        slots, columns = self.owner.row_slots(), step.positions[:, 0]
+        self.keys[slots, :, columns] = key[:, :, 0]
+        self.values[slots, :, columns] = value[:, :, 0]
+
+    def columns(self) -> tuple[Tensor, Tensor]:
+        """The first `width` columns of the step's rows: views where rows and slots agree."""
+        step = self.owner.step
+        rows = slice(0, len(step.positions)) if step.slots is None else step.slots
+        return self.keys[rows, :, : step.width], self.values[rows, :, : step.width]
+
+    def update_indexer(self, key: Tensor) -> Tensor:
+        """The same for the index keys (B, Q, dim) of sparse attention, kept as (S, 1, C, dim)."""
+        if self.indexer_keys is None:
+            self.indexer_keys = key.new_zeros(self.owner.num_slots, 1, self.owner.num_columns, key.shape[-1])
+        step, rows, new = self.owner.step, self.indexer_keys, key[:, None]
+        if step.is_prefill:
+            new = new if step.source is None else new[step.source]
+            rows.narrow(2, step.offset, key.shape[1]).index_copy_(0, step.targets, new)
+            return rows[step.targets, 0, : step.width] if step.offset else key
+        slots = self.owner.row_slots()
+        rows[slots, 0, step.positions[:, 0]] = key[:, 0]
+        return rows[slots, 0, : step.width]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.step.width, 0
+
+    def get_seq_length(self) -> int:
+        return self.owner.get_seq_length()
+
+    def get_max_length(self) -> int:
+        return self.owner.capacity
+
+    def lazy_initialization(self, *_args: object, **_kwargs: object) -> None:
+        """Nothing: `update` allocates."""
+
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.keys, self.values, self.indexer_keys) if t is not None]
+
+
+class StateRows:
+    """Convolution and recurrent states of one layer, (S, ...) each. A prefill fills rows from prompts of one length; a
+    decode step of B rows goes on with the first B slots, which models may also write in place.
+
+    `conv_states`, `recurrent_states` and `has_previous_state` are what transformers' Cache reads.
+    """
+
+    is_compileable = False
+    supports_early_init = False
+    record_past = False
+
+    def __init__(self, owner: SlotCache, index: int, kind: LayerKind) -> None:
+        self.owner, self.index, self.number_of_states = owner, index, kind.num_states
+        self.stored: dict[str, dict[int, Tensor | None]] = {
+            name: dict.fromkeys(range(kind.num_states)) for name in ("conv", "recurrent")}
+
+    def begin(self, is_prefill: bool) -> None:
+        """A prefill starts from nothing; a decode step from what is stored."""
+        empty, rows = dict.fromkeys(range(self.number_of_states)), len(self.owner.step.positions)
+        self.conv_states, self.recurrent_states = (dict(empty) if is_prefill else {
+            i: None if state is None else state[:rows] for i, state in self.stored[name].items()}
+            for name in ("conv", "recurrent"))
+        self.has_previous_state = dict.fromkeys(empty, not is_prefill)
+
+    def _store(self, name: str, index: int, state: Tensor) -> Tensor:
+        """Put states in their rows; returns what the model goes on with."""
+        if self.stored[name][index] is None:
+            self.stored[name][index] = state.new_zeros(self.owner.num_slots, *state.shape[1:])
+        rows, step = self.stored[name][index], self.owner.step
+        if step.is_prefill:
+            rows.index_copy_(0, step.targets, state.contiguous() if step.source is None else state[step.source])
+            return state
+        return rows[: len(state)].copy_(state)
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None,
+                          **_kwargs: object) -> Tensor:
+        """Append the new columns; keep the last conv_kernel_size and return all that the convolution looks at."""
+        if self.has_previous_state[state_idx]:
+            kernel = self.conv_states[state_idx].shape[-1]
+            whole = torch.cat([self.conv_states[state_idx], conv_states], -1)
+        else:
+            kernel = conv_kernel_size or conv_states.shape[-1]
+            whole = nn.functional.pad(conv_states, (max(0, kernel - conv_states.shape[-1]), 0))
+            self.has_previous_state[state_idx] = True
+        self._store("conv", state_idx, whole[..., -kernel:])
+        return whole
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **_kwargs: object) -> Tensor:
+        return self._store("recurrent", state_idx, recurrent_states)
+
+    def lazy_initialization(self, *_args: object, **_kwargs: object) -> None:
+        """Nothing: `_store` allocates."""
+
+    def tensors(self) -> list[Tensor]:
+        return [t for states in self.stored.values() for t in states.values() if t is not None]
+
+    def clear(self, slots: Tensor) -> None:
+        for states in self.stored.values():
+            for state in states.values():
+                if state is not None:
+                    state.index_fill_(0, slots, 0)
+
+
+class SlotCache:
+    """The cache of all layers. fused_cache_write: layers whose decode columns the attention function writes.
+    has_spare: one more column, for idle rows. steps: what is recorded over this cache's tensors (cuda_graphs.py).
+    """
+
+    def __init__(self, kinds: list[LayerKind], num_slots: int, capacity: int, device: torch.device,
+                 fused_cache_write: set[int], has_spare: bool = False) -> None:
+        self.num_slots, self.capacity, self.num_columns = num_slots, capacity, capacity + has_spare
+        self.steps = None
+        self.fused_cache_write = fused_cache_write
+        self.all_slots = torch.arange(num_slots, device=device)
+        self.layer_class_to_replicate, self.offloading = None, False
+        self._myself = weakref.proxy(self)  # for layers: a circle would keep the memory until Python looks for one
+        self.layers = [_layer(self._myself, i, kind) for i, kind in enumerate(kinds)]
+        self.step: Step | None = None
+
+    def begin(self, step: Step) -> None:
+        """Announce the next forward."""
+        self.step = step
+        for layer in self.layers:
+            if isinstance(layer, StateRows):
+                layer.begin(step.is_prefill)
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: object, **kwargs: object):  # noqa: ANN201
+        while layer_idx >= len(self.layers):  # decoders cut from encoder-decoders count their layers elsewhere
+            self.layers.append(_layer(self._myself, len(self.layers), _PLAIN))
+        return self.layers[layer_idx].update(key, value, *args, **kwargs)
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """MiniMax's name for the state of a layer; None in a prefill, which starts from nothing."""
+        layer = self.layers[layer_idx]
+        return layer.recurrent_states[0] if isinstance(layer, StateRows) else None
+
+    def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
+        self.layers[layer_idx].update_recurrent_state(state)
+
+    def row_slots(self) -> Tensor:
+        """The slot of each row of the step."""
+        return self.all_slots[: len(self.step.positions)] if self.step.slots is None else self.step.slots
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns before the step's tokens, for models that count them instead of reading position_ids."""
+        return self.step.width - self.step.positions.shape[1]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.step.width, 0
+
+    def copy_columns(self, sources: Tensor, targets: Tensor, width: int) -> None:
+        """Copy the first `width` columns from slots to other slots, for a prompt that is stored already."""
+        for layer in self.layers:
+            if isinstance(layer, KeyValueRows):
+                for rows in KeyValueRows.tensors(layer):
+                    view = rows.narrow(rows.ndim - 2, 0, width)
+                    view.index_copy_(0, targets, view[sources])
+
+    def clear_states(self, slots: Tensor) -> None:
+        for layer in self.layers:
+            if isinstance(layer, StateRows):
+                layer.clear(slots)
+
+    def num_bytes(self, is_growing: bool | None = None) -> int:
+        """Bytes held: by what grows with the length (True), by the states (False), or by both."""
+        kinds = {True: (KeyValueRows,), False: (StateRows,), None: (KeyValueRows, StateRows)}[is_growing]
+        tensors = [t for layer in self.layers for kind in kinds if isinstance(layer, kind) for t in kind.tensors(layer)]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _layer(owner: SlotCache, index: int, kind: LayerKind) -> object:
+    if not kind.has_keys and not kind.num_states:
+        return derived((_Nothing,), kind.base)()
+    if kind.has_keys and kind.num_states:
+        layer = derived((StateRows, KeyValueRows), kind.base)(owner, index, kind)
+        KeyValueRows.__init__(layer, owner, index, kind)
+        return layer
+    return derived((KeyValueRows if kind.has_keys else StateRows,), kind.base)(owner, index, kind)
+
+
+_PLAIN = LayerKind(True, 0, False, "CacheLayerMixin")
+
+
+class _Nothing:
+    """A layer that keeps nothing (an MLP, or one that reads another layer's keys)."""
+
+    def __init__(self) -> None:
+        self.keys = self.values = None
+        self.is_initialized = True
+
+
+def make_cache(model: nn.Module, num_slots: int, capacity: int, device: torch.device,
+               fused_cache_write: set[int], has_spare: bool = False) -> SlotCache:
+    """An empty cache for `model`. Raises NotImplementedError for a model that brings a cache class of its own."""
+    kinds = layer_kinds(model)
+    return derived((SlotCache,), cache_class(model))(kinds, num_slots, capacity, device, fused_cache_write,
+                                                       has_spare)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that is really free on `device`, or None where that cannot be told."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch gives it back at need
+        return torch.cuda.mem_get_info(device)[0] + unused
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None

@@ -1,0 +1,84 @@
+"""Decoders that need a hand to run over slots: what is put in is undone on leaving the mode, and whether it is right is
+for the probe to say. Nobody is adapted by a rewritten forward: only positions and the attention itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+from torch import Tensor, nn
+
+from hybrid_rlhf.engine.decode.attention import SlotAttention
+from hybrid_rlhf.models.hf_attention import forward_parameters
+
+
+def has_own_attention_adapted(model: nn.Module) -> bool:
+    """Whether our attention can take the place of one that transformers' registry does not reach."""
+    return any(_name(module) in _ATTENTIONS for module in model.modules())
+
+
+def counters(model: nn.Module) -> list[nn.Module]:
+    """Position embeddings that count one position for the whole batch but would take each row's own (BART's kin)."""
+    if "position_ids" in forward_parameters(model):
+        return []
+    return [m for m in model.modules() if forward_parameters(m) >= {"past_key_values_length", "position_ids"}]
+
+
+@contextmanager
+def adapted(model: nn.Module, attention: SlotAttention, with_attention: bool) -> Iterator[None]:
+    """Within the block, rows stand at the positions of `attention`'s step and, with_attention, attend by it."""
+    with ExitStack() as stack:
+        for module in counters(model):
+            for hook in _placed(module, attention):
+                stack.callback(hook.remove)
+        own = [m for m in model.modules() if with_attention and _name(m) in _ATTENTIONS]
+        for index, module in enumerate(own):
+            module._attn = _ATTENTIONS[_name(module)](module, index, attention)
+            stack.callback(delattr, module, "_attn")
+        yield
+
+
+def _name(module: nn.Module) -> str:
+    return f"{type(module).__module__.rpartition('.')[2]}.{type(module).__name__}"
+
+
+def _placed(module: nn.Module, attention: SlotAttention) -> list:
+    """Such a module looks up one row of positions: it is given those of all rows in a line, cut into rows again."""
+
+    def line_up(_module: nn.Module, inputs: tuple, named: dict) -> tuple[tuple, dict]:
+        return inputs[:1], {"position_ids": attention.cache.step.positions.flatten()}
+
+    def cut(_module: nn.Module, _inputs: tuple, embedded: Tensor) -> Tensor:
+        return embedded.reshape(*attention.cache.step.positions.shape, -1)
+
+    return [module.register_forward_pre_hook(line_up, with_kwargs=True), module.register_forward_hook(cut)]
+
+
+def _gpt_neo(module: nn.Module, _index: int, attention: SlotAttention) -> Callable:
+    """GPT-Neo multiplies without a scale, and every second layer looks back over a window."""
+    window = module.config.window_size if module.attention_type == "local" else None
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, None]:
+        step = attention.cache.step
+        if window is not None and step.width > window:
+            attention_mask = attention.bool_mask(batch_size=len(query), kv_length=step.width,
+                                                 mask_function=lambda _b, _h, q, k: k > q - window)
+        return attention.attend(module, query, key, value, attention_mask, scaling=1.0)[0].transpose(1, 2), None
+
+    return attend
+
+
+def _openai_gpt(module: nn.Module, index: int, attention: SlotAttention) -> Callable:
+    """GPT-1 has no cache of its own; its keys come as (B, H, D, Q)."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, _mask: None = None, _weights: bool = False) -> list[Tensor]:
+        key, value = attention.cache.update(key.transpose(2, 3), value, index)
+        scaling = value.shape[-1] ** -0.5 if module.scale else 1.0
+        return [attention.attend(module, query, key, value, None, scaling=scaling)[0].transpose(1, 2)]
+
+    return attend
+
+
+_ATTENTIONS: dict[str, Callable] = {"modeling_gpt_neo.GPTNeoSelfAttention": _gpt_neo,
+                                    "modeling_openai.Attention": _openai_gpt}

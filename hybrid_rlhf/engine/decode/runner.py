@@ -1,0 +1,297 @@
+"""A model's own Hugging Face forward over slots: prefill, decode, and the probe that says whether it can be trusted.
+
+Every token goes through the model exactly once as written by its authors; what is ours is attention, masks and cache.
+The last token of a prompt is left to the first decode step, so that prefills need no head and no ragged gather, and the
+samples of one prompt differ in nothing before their first draw.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.distributed import RankGroup
+from hybrid_rlhf.core.tensors import pad_right
+from hybrid_rlhf.engine.decode.attention import SlotAttention
+from hybrid_rlhf.engine.decode.fused_layers import Form, decode_layers, find_decode_layers
+from hybrid_rlhf.engine.decode.hf_generate import cache_growth, forced_logits
+from hybrid_rlhf.engine.decode.kv_cache import SlotCache, Step, make_cache
+from hybrid_rlhf.engine.decode.model_overrides import adapted, counters, has_own_attention_adapted
+from hybrid_rlhf.engine.decode.parity import (
+    PROBE_LENGTHS,
+    logits_over_slots,
+    plain_logits,
+    probe_bound,
+    probe_sequences,
+    relative_difference,
+)
+from hybrid_rlhf.engine.decode.tensor_parallel import gathers_logits, sharded
+from hybrid_rlhf.engine.decode.tp_sync import agreed, leaving_nobody_waiting
+from hybrid_rlhf.engine.train.zero import is_partitioned
+from hybrid_rlhf.kernels import Ops, ops_for
+from hybrid_rlhf.kernels.fusions import Fusions, find_fusions
+from hybrid_rlhf.kernels.products import own_products
+from hybrid_rlhf.models.hf_attention import (
+    causal_mask_function,
+    custom_attention,
+    forward_parameters,
+    layer_kinds,
+    own_attention,
+    takes_custom_attention,
+    without_padding_check,
+)
+from hybrid_rlhf.models.lora_products import fused_adapters
+
+_log = logging.getLogger(__name__)
+
+
+class Runner:
+    """One model over slots. path: how its attention runs, found by `probe`.
+
+    "native": our attention function. "eager": the model's own attention, with our cache and masks. "generate": neither
+    gives the model's own logits, and its sequences must be made by transformers' generate; `reasons` says why, and
+    `keeps_cache` whether generate gives them with the model's own cache or only by reading everything again.
+    ranks: the tensor-parallel group over which the model is spread within the mode (None: this process alone).
+    """
+
+    def __init__(self, model: nn.Module, ranks: RankGroup | None = None) -> None:
+        self.model, self._ranks = model, ranks
+        self._group: RankGroup | None = None  # `ranks` once the probe of the whole model is done
+        self.device = next(model.parameters()).device
+        self.ops: Ops = ops_for(self.device.type)
+        self.path = "unknown"
+        self.reasons: dict[str, str] = {}  # path -> why it was not taken
+        self.is_stateful = False
+        self.keeps_cache = True
+        self.first_position = 0  # position id of a sequence's first token
+        self.ending_ids: list[int] = []  # tokens after which this model's own positions are no longer ours
+        self.bytes_per_column = self.bytes_per_slot = 0.0  # of a slot: what grows with its length, and what does not
+        self.capture = None  # what records decode steps over static buffers (cuda_graphs.py), once tried
+        self._direct: set[int] = set()
+        self._attention = SlotAttention(self.ops, causal_mask_function())
+        self.fusions = Fusions()
+        self.layers: list[Form] = []  # that decode steps pass through in one call
+        self._inside = False
+
+    # -- the mode ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def plugged_in(self) -> Iterator[Runner]:
+        """Within the block the model runs over slots; its configuration is as before afterwards, whatever happens."""
+        with ExitStack() as stack:
+            if self._group:
+                stack.enter_context(sharded(self.model, self._group))
+            else:
+                stack.enter_context(decode_layers(self.layers, self.ops.decode_layer))
+            stack.enter_context(own_products(self.model, self.ops.linear, self.ops.linear_dtypes))
+            stack.enter_context(self.fusions.swapped())
+            if not self._group:  # shards of adapters are not the layers' own parameters
+                stack.enter_context(fused_adapters(self.model, self.ops.adapted_linear, self.ops.linear_dtypes))
+            stack.enter_context(without_padding_check(self.model))
+            if self.path == "native":
+                name = f"hybrid_rlhf_{id(self)}"
+                stack.enter_context(custom_attention(self.model, name, self._attention.attend, self._attention.mask))
+            if self.path in ("native", "eager"):
+                stack.enter_context(adapted(self.model, self._attention, with_attention=self.path == "native"))
+            self._inside = True
+            try:
+                yield self
+            finally:
+                self._inside, self._attention.cache = False, None  # the cache's memory goes back
+
+    def new_cache(self, num_slots: int, capacity: int) -> SlotCache:
+        """An empty cache; its layers allocate themselves from the first keys they see."""
+        cache = make_cache(self.model, num_slots, capacity, self.device, self._direct, self.capture is not None)
+        if self.is_stateful:  # a decode step reads its states before it writes any, so they must be there
+            self.prefill(cache, [[0]], [0], [0])
+            cache.clear_states(cache.all_slots)
+        return cache
+
+    def measure(self, cache: SlotCache) -> None:
+        """Note what a slot costs, from a cache whose layers have all been allocated."""
+        self.bytes_per_column = cache.num_bytes(is_growing=True) / (cache.num_slots * cache.num_columns)
+        self.bytes_per_slot = cache.num_bytes(is_growing=False) / cache.num_slots
+
+    def prefill(self, cache: SlotCache, prompts: Sequence[Sequence[int]], source: Sequence[int],
+                targets: Sequence[int], offset: int = 0) -> None:
+        """Store the columns of N prompts: prompt source[i] in slot targets[i]. Prompts are padded on the right.
+
+        offset: columns that the slots hold already (the same for all).
+        """
+        ids = pad_right(prompts, 0).to(self.device)
+        positions = torch.arange(offset, offset + ids.shape[1], device=self.device).expand(len(prompts), -1)
+        is_plain = list(source) == list(range(len(prompts)))
+        step = Step(positions, offset + ids.shape[1], is_prefill=True, offset=offset,
+                    source=None if is_plain else torch.tensor(source, device=self.device),
+                    targets=torch.tensor(targets, device=self.device))
+        base = self.model.base_model
+        body = base if self._cache_name(base) else self.model  # without the head, for nobody reads its logits
+        self._forward(body, cache, step, ids)
+
+    def decode(self, cache: SlotCache, tokens: Tensor, positions: Tensor, width: int, slots: Tensor | None,
+               has_idle: bool = False) -> Tensor:
+        """One token per row: tokens (B,), positions (B,) int64 -> logits (B, V). slots None: row b is slot b.
+        has_idle: rows at position -1 do not count."""
+        step = Step(positions[:, None], width, slots, has_idle=has_idle)
+        logits = self._forward(self.model, cache, step, tokens[:, None]).logits[:, -1]
+        return self._group.firsts(logits) if self._group and not self._gathers else logits
+
+    @torch.no_grad()
+    def _forward(self, module: nn.Module, cache: SlotCache, step: Step, ids: Tensor):  # noqa: ANN202
+        self.check_inside()
+        cache.begin(step)
+        self._attention.cache = cache
+        named = {"use_cache": True} | {name: cache for name in (self._cache_name(module),) if name}
+        if self._takes_positions(module):
+            named["position_ids"] = step.places + self.first_position if self.first_position else step.places
+        if self.path == "eager":
+            with own_attention(self._attention.float_mask, self._attention.bool_mask):
+                return module(input_ids=ids, **named)
+        return module(input_ids=ids, **named)
+
+    def through_layer(self, layer: nn.Module, cache: SlotCache, step: Step, hidden: Tensor,
+                      angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Hidden states (B, 1, H) behind one decoder layer, by its own code, in a step over `cache`."""
+        cache.begin(step)
+        self._attention.cache = cache
+        return layer(hidden, attention_mask=None, position_ids=step.places, past_key_values=cache, use_cache=True,
+                     position_embeddings=angles)
+
+    def check_inside(self) -> None:
+        """Raise RuntimeError outside of `plugged_in`."""
+        if not self._inside:
+            raise RuntimeError("a step of inference outside inference(): the mode has ended")
+
+    def _cache_name(self, module: nn.Module) -> str | None:
+        known = forward_parameters(module)
+        return next((n for n in ("past_key_values", "cache_params") if n in known), None)
+
+    def _takes_positions(self, module: nn.Module) -> bool:
+        return "position_ids" in forward_parameters(module)
+
+    # -- the probe ---------------------------------------------------------------------------------------------------
+
+    def probe(self) -> None:
+        """Find the fastest path whose logits, over ragged slots, are those of the model's plain forward. Where the
+        model is to be spread over ranks, that is tried on each of them alone, then together: UserError on all ranks
+        where it does not hold.
+        """
+        if not self._ranks:
+            self._find_path()
+            return
+        with leaving_nobody_waiting(self._ranks):
+            truth = self._probe_alone()
+            self._group, self._gathers = self._ranks, gathers_logits(self.model)
+            ours = self._logits_together()
+            difference = max(agreed(self._ranks, lambda: relative_difference(ours, truth)))
+            check(difference < probe_bound(self.model), f"{self._described()} differs from the plain forward by "
+                                                        f"{difference:.2g}; use tp 1")
+
+    def _described(self) -> str:
+        return f"{type(self.model).__name__} over {self._ranks.degree} ranks"
+
+    def _probe_alone(self) -> Tensor:
+        """The plain forward's logits; the path is found on each rank for itself, where each has the whole model."""
+        if is_partitioned(self.model):
+            self.path, self.is_stateful = "native", any(kind.num_states for kind in layer_kinds(self.model))
+            return plain_logits(self.model, self.device)
+        paths = agreed(self._ranks, lambda: self._find_path() or self.path)
+        check("generate" not in paths and len(set(paths)) == 1,
+              f"{type(self.model).__name__} does not run on the decode engine ({self.reasons}); use tp 1")
+        return plain_logits(self.model, self.device)
+
+    def _logits_together(self) -> Tensor:
+        try:
+            with self.plugged_in():
+                return logits_over_slots(self)
+        except Exception as error:
+            self._ranks.abandon()  # the others may be waiting
+            raise UserError(f"{self._described()} does not run ({said(error)}); use tp 1") from error
+
+    def _find_path(self) -> None:
+        self.fusions = find_fusions(self.model, self.ops.fused)
+        pad_id = getattr(self.model.config.get_text_config(), "pad_token_id", None)
+        for path in ("native", "eager"):
+            for self.first_position in (0, *((pad_id + 1,) if pad_id is not None else ())):  # RoBERTa's kin start there
+                reason = self._try(path)
+                if reason is None:
+                    self.path = path
+                    self.reasons.pop(path, None)
+                    self._find_layers()
+                    self.ending_ids = [pad_id] if self.first_position else []  # there a pad has no position at all
+                    for what, why in self.reasons.items():
+                        _log.warning("%s keeps its own %s in inference mode: %s", type(self.model).__name__,
+                                     "attention" if what == "native" else what, why)
+                    return
+                self.reasons.setdefault(path, reason)
+                if "differ" not in reason:
+                    break
+        self._probe_generate()
+        _log.warning("%s does not run on the decode engine (%s); it is sampled by transformers' generate%s",
+                     type(self.model).__name__, "; ".join(f"{p}: {r}" for p, r in self.reasons.items()),
+                     "" if self.keeps_cache else " without a cache")
+
+    def _find_layers(self) -> None:
+        """Take whole layers by the kernels where they are right one by one and, over the probe, together."""
+        if self.path != "native":
+            return
+        with self.plugged_in(), torch.no_grad():
+            self.layers = find_decode_layers(self)
+        if self.layers and (reason := self._try("native")):
+            self.layers, self.reasons["decode layers"] = [], reason
+        if self.layers:
+            self.fusions.counts["decode_layer"] = len(self.layers)
+
+    def _probe_generate(self) -> None:
+        """Take the path of generate, without a cache where only that gives the plain forward's logits.
+
+        Raises UserError where neither does: what was sampled would not be what is trained.
+        """
+        self.path, sequences = "generate", probe_sequences(self.model)
+        for self.keeps_cache in (True, False):
+            try:
+                with self.plugged_in():
+                    ours = forced_logits(self.model, sequences, PROBE_LENGTHS, self.keeps_cache)
+                reason = self.disagreement(ours, "in generate")
+            except Exception as error:  # whatever a stranger's forward raises, the path is not for it
+                reason = said(error)
+            if reason is None:
+                if self.keeps_cache:
+                    self.bytes_per_column, self.bytes_per_slot = cache_growth(self.model)
+                return
+            self.reasons["generate" if self.keeps_cache else "generate without a cache"] = reason
+        raise UserError(f"{type(self.model).__name__} cannot generate here: "
+                        + "; ".join(f"{p}: {r}" for p, r in self.reasons.items()))
+
+    def _try(self, path: str) -> str | None:
+        """None if `path` gives the model's own logits, or why not."""
+        self._direct.clear()
+        self.path = path
+        if path == "native" and not (takes_custom_attention(self.model) or has_own_attention_adapted(self.model)):
+            return "its attention cannot be replaced"
+        if hasattr(self.model.config, "decoder_layers") and not (
+                self._takes_positions(self.model) or counters(self.model)):
+            # said outright, for in 16 bits the probe is too coarse to see small position embeddings
+            return "a decoder cut from an encoder-decoder counts one position for the whole batch"
+        try:
+            self.is_stateful = any(kind.num_states for kind in layer_kinds(self.model))
+            with self.plugged_in():
+                ours = logits_over_slots(self)
+        except Exception as error:  # whatever a stranger's forward raises, the path is not for it
+            return said(error)
+        return self.disagreement(ours, "over slots")
+
+    def disagreement(self, ours: Tensor, where: str) -> str | None:
+        """None if the probe's logits are those of the model's plain forward, or how far they are off."""
+        difference = relative_difference(ours, plain_logits(self.model, self.device))
+        return None if difference < probe_bound(self.model) else (
+            f"its logits {where} differ from the plain forward by {difference:.2g}")
+
+
+def said(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

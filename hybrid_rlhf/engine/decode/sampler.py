@@ -1,0 +1,69 @@
+"""Tokens from logits under one configuration: what a decode step does behind the model's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
+from hybrid_rlhf.kernels import Ops
+
+
+def draw_key(sampling: SamplingConfig) -> tuple:
+    """What of the settings changes a draw; two with the same key draw the same."""
+    return (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty,
+            sampling.min_new_tokens)
+
+
+class Drawing:
+    """Draws by the kernels. stops: tokens that end a response. Two with the same `key` draw the same."""
+
+    def __init__(self, ops: Ops, sampling: SamplingConfig, stops: Iterable[int], device: torch.device) -> None:
+        stops = sorted(stops)
+        self.sampling = sampling
+        self.settings = dict(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
+                             min_p=sampling.min_p, repetition_penalty=sampling.repetition_penalty)
+        self.key = (*draw_key(sampling), *stops)
+        self._sample = ops.sample
+        self._stop_ids = torch.tensor(stops, dtype=torch.long, device=device)
+
+    def __call__(self, logits: Tensor, streams: Tensor, counts: Tensor, seen: Tensor | None = None,
+                 has_young: bool = False) -> tuple[Tensor, Tensor]:
+        """logits (B, V), streams and counts (B,), seen (B, >= V) -> tokens (B,), logprobs (B,); marks them as seen.
+
+        has_young: some rows may not stop yet, for they have not reached min_new_tokens.
+        """
+        seen = seen if seen is None else seen[:, : logits.shape[1]]
+        tokens, logprobs = self._sample(logits, streams, counts, **self.settings, seen=seen,
+                                        forbidden=self._forbidden(logits, counts) if has_young else None)
+        if seen is not None:
+            seen.scatter_(1, tokens[:, None], True)
+        return tokens, logprobs
+
+    def _forbidden(self, logits: Tensor, counts: Tensor) -> Tensor | None:
+        """Stop tokens, in rows that have not reached min_new_tokens."""
+        if not len(self._stop_ids):
+            return None
+        forbidden = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+        is_young = (counts < self.sampling.min_new_tokens)[:, None].expand(-1, len(self._stop_ids))
+        return forbidden.index_copy_(1, self._stop_ids, is_young.contiguous())
+
+
+class MixedDrawing:
+    """Rows under several settings, each drawn as it is under its own alone. parts: (rows (b,) int64, what draws)."""
+
+    def __init__(self, parts: list[tuple[Tensor, Drawing]]) -> None:
+        self._parts = parts
+
+    def __call__(self, logits: Tensor, streams: Tensor, counts: Tensor, seen: Tensor | None = None,
+                 has_young: bool = False) -> tuple[Tensor, Tensor]:
+        """As `Drawing`: all rows must be in one of the parts."""
+        tokens, logprobs = torch.empty_like(streams), logits.new_empty(len(streams), dtype=torch.float32)
+        for rows, draw in self._parts:
+            mine = None if seen is None else seen[rows]
+            tokens[rows], logprobs[rows] = draw(logits[rows], streams[rows], counts[rows], mine, has_young)
+            if seen is not None:
+                seen[rows] = mine
+        return tokens, logprobs

@@ -1,0 +1,272 @@
+"""Continuous batching: a fixed number of slots, finished sequences leave at once, waiting prompts enter.
+
+What a request draws depends on its own tokens, its number and the seed, never on who shares the batch or in which slot
+it runs: random numbers are counted by (stream of the request, tokens drawn so far).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.engine.decode.cuda_graphs import STEPS_PER_LOOK, steps_of
+from hybrid_rlhf.engine.decode.kv_cache import SlotCache
+from hybrid_rlhf.engine.decode.request import Request, check_finite, stream
+from hybrid_rlhf.engine.decode.runner import Runner
+from hybrid_rlhf.engine.decode.sampler import Drawing, MixedDrawing, draw_key
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
+
+MAX_PREFILL_TOKENS = 4096  # of one forward, padding included
+_MAX_DRAWINGS = 64  # settings that are remembered
+_STEPS_PER_SYNC = {"cuda": STEPS_PER_LOOK}  # how many steps run before the host looks at the tokens; 1 elsewhere
+
+
+@dataclass
+class _Batch:
+    """The requests that run, one row each, and their tensors; rebuilt when someone enters or leaves."""
+
+    live: list[tuple[int, Request]]  # row, request; the other rows are idle
+    tokens: Tensor  # the tokens to be read next
+    positions: Tensor  # their columns
+    counts: Tensor  # tokens drawn so far
+    streams: Tensor
+    slot_ids: Tensor | None
+    width: int  # columns that the next step looks at
+    steps_left: int  # until the first of them reaches its limit
+    has_young: bool  # some had not reached min_new_tokens when the batch was made
+    draw: Drawing | MixedDrawing
+
+
+class Scheduler:
+    """Runs requests through the slots of one cache. stops: tokens that end a response (they are part of it).
+
+    Requests enter by `submit` and leave by ending or by `drop`, at any time between two calls of `step`. is_eager: a
+    waiting request enters as soon as a slot is free, for somebody reads along; else entries are gathered.
+    """
+
+    def __init__(self, runner: Runner, cache: SlotCache, sampling: SamplingConfig,
+                 stops: Sequence[int], is_eager: bool = False) -> None:
+        self.runner, self.cache, self.sampling = runner, cache, sampling
+        self.stops, self.device, self.is_eager = frozenset(stops), runner.device, is_eager
+        self._drawings: dict[tuple, Drawing] = {}
+        self._static = steps_of(runner, cache)
+        self._loaded: _Batch | None = None
+        self._waiting: deque[Request] = deque()
+        self._running: dict[int, Request] = {}  # slot -> request
+        self._batch: _Batch | None = None  # None: someone has entered or left
+        self._free = deque(range(cache.num_slots))
+        self._stored: dict[int, Sequence[int]] = {}  # slot -> the prompt whose columns it still holds
+        self._seen: Tensor | None = None
+        self._stream = lru_cache(4 * cache.num_slots + 64)(stream)
+        self._steps = STEPS_PER_LOOK if self._static else _STEPS_PER_SYNC.get(self.device.type, 1)
+
+    def run(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Draw everything, into the requests; yields whenever they have grown, by one token each or by some.
+
+        Raises UserError when the model's logits are not finite.
+        """
+        self.submit(requests)
+        while self.step():
+            yield
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self._waiting.extend(requests)
+
+    def drop(self, request: Request) -> None:
+        """Forget a request, waiting or running; its slot is free. Nothing where it has ended."""
+        self._waiting = deque(r for r in self._waiting if r is not request)
+        self._leave([slot for slot, running in self._running.items() if running is request])
+
+    def step(self) -> bool:
+        """One token for every running request, or some, after the waiting ones that may have entered; False when all
+        is done. Raises UserError when the model's logits are not finite."""
+        if self._should_admit():
+            self._running |= self._admit()
+            self._batch = None
+        if not self._running:
+            return False
+        if self._batch is None:
+            self._batch = self._rows()
+        if self._advance(self._batch):
+            self._leave([slot for slot, request in self._running.items() if self._has_ended(request)])
+        return True
+
+    def _leave(self, slots: list[int]) -> None:
+        for slot in slots:
+            del self._running[slot]
+            self._free.append(slot)
+        if slots:
+            self._batch = None
+        if self.runner.is_stateful:  # every slot below the last one in use is a row
+            self._free = deque(sorted(self._free))
+
+    def _has_ended(self, request: Request) -> bool:
+        return len(request.tokens) >= request.limit or request.tokens[-1] in self.stops
+
+    # -- entering ----------------------------------------------------------------------------------------------------
+
+    def _should_admit(self) -> bool:
+        """A prefill reads all weights once, so it waits until a quarter of the slots is free."""
+        if not self._waiting or not self._free:
+            return False
+        enough = 1 if self.is_eager else min(len(self._waiting), max(1, self.cache.num_slots // 4))
+        return not self._running or len(self._free) >= enough
+
+    def _admit(self) -> dict[int, Request]:
+        """Give waiting requests the free slots, store their prompts (each distinct one once); slot -> request."""
+        count = min(len(self._waiting), len(self._free))
+        entering = {self._free.popleft(): self._waiting.popleft() for _ in range(count)}
+        wanted: dict[tuple[int, ...], list[int]] = {}
+        for slot, request in entering.items():
+            if not request.is_stored:
+                wanted.setdefault(tuple(request.prompt), []).append(slot)
+        if not self.runner.is_stateful:  # a state has moved on with its response; columns stay
+            self._copy_stored(wanted)
+        self.cache.clear_states(torch.tensor([s for slots in wanted.values() for s in slots], dtype=torch.long,
+                                             device=self.device))
+        for prompts in self._buckets([p for p, slots in wanted.items() if len(p) > 1 and slots]):
+            pairs = [(i, slot) for i, prompt in enumerate(prompts) for slot in wanted[prompt]]
+            self.runner.prefill(self.cache, [p[:-1] for p in prompts], [i for i, _ in pairs], [s for _, s in pairs])
+        self._stored.update({slot: request.prompt for slot, request in entering.items()})
+        self._mark_seen({s: r for s, r in entering.items() if self._settings(r).repetition_penalty != 1})
+        return entering
+
+    def _copy_stored(self, wanted: dict[tuple[int, ...], list[int]]) -> None:
+        """Slots whose prompt another slot still holds are filled from there, and taken out of `wanted`."""
+        holders = {tuple(prompt): slot for slot, prompt in self._stored.items()}
+        entering = {slot for slots in wanted.values() for slot in slots}
+        for prompt, slots in wanted.items():
+            holder = next((s for s in slots if tuple(self._stored.get(s, ())) == prompt), holders.get(prompt))
+            if holder is None or (holder in entering and holder not in slots):
+                continue
+            targets = [s for s in slots if s != holder]
+            if targets and len(prompt) > 1:
+                ids = torch.tensor([[holder] * len(targets), targets], device=self.device)
+                self.cache.copy_columns(ids[0], ids[1], len(prompt) - 1)
+            wanted[prompt] = []
+
+    def _buckets(self, prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
+        """Prompts in groups of like length, so that little padding is computed."""
+        if self.runner.is_stateful:  # padding would run through the state
+            for length, group in groupby(sorted(prompts, key=len), key=len):
+                alike, most = list(group), max(1, MAX_PREFILL_TOKENS // length)
+                yield from (alike[i : i + most] for i in range(0, len(alike), most))
+            return
+        bucket: list[tuple[int, ...]] = []
+        for prompt in sorted(prompts, key=len, reverse=True):
+            tokens = (len(bucket) + 1) * len(bucket[0]) if bucket else 0
+            if bucket and (tokens > MAX_PREFILL_TOKENS or (tokens > 256 and len(prompt) < 0.75 * len(bucket[0]))):
+                yield bucket
+                bucket = []
+            bucket.append(prompt)
+        if bucket:
+            yield bucket
+
+    def _mark_seen(self, entering: dict[int, Request]) -> None:
+        if entering and self._seen is None:
+            size = self.runner.model.config.get_text_config().vocab_size
+            self._seen = torch.zeros(self.cache.num_slots, size, dtype=torch.bool, device=self.device)
+        for slot, request in entering.items():
+            self._seen[slot] = False
+            self._seen[slot, torch.tensor(request.prompt, device=self.device)] = True
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def _rows(self) -> _Batch:
+        """Rows for the running requests, in slot order; where states have no slot table, row b is slot b."""
+        running = self._running
+        slots = list(range(max(running) + 1)) if self.runner.is_stateful else sorted(running)
+        idle = Request(0, [0], 0)
+        requests = [running.get(slot, idle) for slot in slots]
+        rows = [(r.tokens[-1] if r.tokens else r.prompt[-1], len(r.prompt) + len(r.tokens) - 1, len(r.tokens),
+                 self._stream(r.seed, r.number)) for r in requests]
+        tokens, positions, counts, streams = torch.tensor(rows, device=self.device).T.contiguous().unbind(0)
+        is_plain = slots == list(range(len(slots)))
+        live = [(i, r) for i, r in enumerate(requests) if r.limit]
+        return _Batch(live, tokens, positions, counts, streams,
+                      slot_ids=None if is_plain else torch.tensor(slots, device=self.device),
+                      width=max(len(r.prompt) + len(r.tokens) for _, r in live),
+                      steps_left=min(r.limit - len(r.tokens) for _, r in live),
+                      has_young=any(len(r.tokens) < self._settings(r).min_new_tokens for _, r in live),
+                      draw=self._drawing(requests))
+
+    def _settings(self, request: Request) -> SamplingConfig:
+        return request.sampling or self.sampling
+
+    def _drawing(self, requests: list[Request]) -> Drawing | MixedDrawing:
+        """What draws for these rows: one for all, or one for each of their settings."""
+        rows: dict[tuple, list[int]] = {}
+        if len(self._drawings) > _MAX_DRAWINGS:
+            self._drawings.clear()
+        for i, request in enumerate(requests):
+            settings = self._settings(request)
+            key = draw_key(settings)
+            if key not in self._drawings:
+                self._drawings[key] = Drawing(self.runner.ops, settings, self.stops, self.device)
+            rows.setdefault(key, []).append(i)
+        if len(rows) == 1:
+            return self._drawings[next(iter(rows))]
+        return MixedDrawing([(torch.tensor(index, device=self.device), self._drawings[key])
+                             for key, index in rows.items()])
+
+    def _advance(self, batch: _Batch) -> bool:
+        """Some steps without looking, then a look: drop what was drawn past an end. True if some request has ended.
+
+        This runs for every token, so it walks over the requests only where it must.
+        """
+        steps = min(self._steps, batch.steps_left)
+        if self._static and isinstance(batch.draw, Drawing):
+            drawn = self._replay(batch, steps)
+        else:
+            queued = [self._step(batch, batch.width + i) for i in range(steps)]
+            drawn = [(tokens.tolist(), logprobs.tolist()) for tokens, logprobs in queued]
+        batch.steps_left -= steps
+        batch.width += steps
+        has_ended = batch.steps_left == 0
+        for tokens, logprobs in drawn:
+            if not math.isfinite(sum(logprobs)):
+                for row, request in batch.live:
+                    if not (request.tokens and self._has_ended(request)):
+                        check_finite(logprobs[row], request)
+            if has_ended or not self.stops.isdisjoint(tokens):
+                has_ended = True
+                for row, request in batch.live:
+                    if not request.tokens or not self._has_ended(request):
+                        request.tokens.append(tokens[row])
+                        request.logprobs.append(logprobs[row])
+                continue
+            for row, request in batch.live:
+                request.tokens.append(tokens[row])
+                request.logprobs.append(logprobs[row])
+        return has_ended
+
+    def _step(self, batch: _Batch, width: int) -> tuple[Tensor, Tensor]:
+        """One token for every row; leaves the batch ready for the next."""
+        logits = self.runner.decode(self.cache, batch.tokens, batch.positions, width, batch.slot_ids)
+        seen = self._seen if self._seen is None or batch.slot_ids is None else self._seen[batch.slot_ids]
+        seen = seen if seen is None else seen[: len(logits)]
+        tokens, logprobs = batch.draw(logits, batch.streams, batch.counts, seen, batch.has_young)
+        if seen is not None and batch.slot_ids is not None:
+            self._seen[batch.slot_ids] = seen
+        batch.tokens, batch.positions, batch.counts = tokens, batch.positions + 1, batch.counts + 1
+        return tokens, logprobs
+
+    def _replay(self, batch: _Batch, num_steps: int) -> Iterator[tuple[list[int], list[float]]]:
+        """Steps over static buffers, of which the host sees the tokens only."""
+        has_seen = self._seen is not None
+        rows = slice(len(batch.tokens)) if batch.slot_ids is None else batch.slot_ids
+        if batch is not self._loaded:
+            self._static.load(batch.tokens, batch.positions, batch.counts, batch.streams, batch.slot_ids,
+                              self._seen[rows] if has_seen else None)
+            self._loaded = batch
+        drawn = self._static.run(num_steps, batch.draw, batch.draw.key, has_seen, batch.has_young)
+        if has_seen:
+            self._seen[rows] = self._static.seen
+        return drawn

@@ -1,0 +1,1 @@
+"""Training mode: micro-batches, ZeRO, optimizers, offload."""

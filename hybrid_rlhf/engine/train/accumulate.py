@@ -1,0 +1,171 @@
+"""One optimizer step over a minibatch: micro-batches within a token budget, a backward pass after each, then the step.
+
+Each micro-batch's loss is its share of the minibatch's, so the gradient does not depend on the split. When a
+micro-batch runs out of memory the budget becomes half its size. Scoring goes on with the rows that are left. A step
+starts its minibatch again without gradients: a backward pass that failed has left some of its own. The limits are kept
+in `engine.oom_limits`, phase -> most tokens, for later steps and for checkpoints (they move the rounding).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from math import isfinite
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.core.config import NotFinite, UserError
+from hybrid_rlhf.core.distributed import world_size
+from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.core.tensors import prefix_groups_within, token_budget_groups
+from hybrid_rlhf.engine.device_memory import explained, is_out_of_memory, peak_in, release
+from hybrid_rlhf.engine.hybrid import HybridEngine
+
+Found = TypeVar("Found")
+
+_log = logging.getLogger(__name__)
+
+# What starting a forward and backward costs, in tokens times weights: about 20 ms of the device's products. Reading the
+# weights once more comes to about 64 tokens everywhere.
+_PASS_WEIGHTS = {"cpu": 5e9}
+UPDATE, SCORE = "update", "score"  # the phases: with gradients and without
+
+
+class Rows(NamedTuple):
+    """Rows of a minibatch, to be split into micro-batches.
+
+    lengths (N,): tokens of each. micro_batch_loss(index of rows) -> (their share of the minibatch's loss, {metric:
+    (mean, weight)}). prefix_groups (N,): rows of one number share a prefix and are kept together.
+    """
+
+    lengths: Tensor
+    micro_batch_loss: Callable[[Tensor], tuple[Tensor, dict[str, tuple[Tensor, float]]]]
+    prefix_groups: Tensor | None = None
+
+
+def accumulate(engine: HybridEngine, max_tokens: int, *minibatch: Rows) -> Metrics:
+    """One optimizer step over all rows of the minibatch.
+
+    Returns the metrics of the micro-batches, grad_norm, learning_rate, micro_batch_tokens (the budget in force) and
+    the peak of memory in bytes. Raises UserError where a single row does not fit in memory, and whatever a loss raises;
+    no gradient is left behind.
+    """
+    training, learning_rate = engine.training, engine.training.learning_rate
+    while True:
+        budget, metrics, lengths = token_budget(engine, UPDATE, max_tokens), Metrics(), None
+        micro_batches = [(rows, index) for rows in minibatch
+                         for index in split(engine, rows.lengths, budget, rows.prefix_groups)]
+        num_passes = max(1, engine.num_forwards(len(micro_batches)))  # under ZeRO 2 and 3 as many on every process
+        engine.module.train()
+        try:
+            with engine.active(), peak_in(metrics, f"{engine.name.split()[0]}/{UPDATE}", engine.device):
+                for i in range(num_passes):
+                    if i < len(micro_batches):
+                        rows, index = micro_batches[i]
+                        lengths = rows.lengths[index]
+                        loss, observed = rows.micro_batch_loss(index)
+                        metrics.add_all(observed)
+                    else:
+                        loss = engine.dummy_forward()
+                    training.backward(loss, is_last=i == num_passes - 1)
+                norm = _optimizer_step(engine)
+        except BaseException as error:
+            training.discard_gradients()
+            if lengths is None:
+                raise
+            halve_budget(engine, UPDATE, lengths, error)
+        else:
+            return _report(engine, norm, metrics).add("learning_rate", learning_rate).add("micro_batch_tokens", budget)
+        release()
+
+
+def _optimizer_step(engine: HybridEngine) -> float:
+    """The norm of the gradient before clipping."""
+    with explained(f"the {engine.name}'s optimizer step", "its state does not fit: train fewer weights "
+                   "(model.lora.r) or take a smaller model"):
+        return engine.training.step()
+
+
+def token_budget(engine: HybridEngine, phase: str, max_tokens: int) -> int:
+    """The most tokens of a micro-batch in `phase`: as set, or fewer where memory has run out before."""
+    return min(max_tokens, engine.oom_limits.get(phase, max_tokens))
+
+
+def split(engine: HybridEngine, lengths: Tensor, budget: int, prefix_groups: Tensor | None) -> list[Tensor]:
+    """Indices of rows in micro-batches, cut where less padding is worth another forward (and backward)."""
+    if prefix_groups is not None:  # rows that share tokens stay together, and padding costs nothing
+        return prefix_groups_within(prefix_groups, lengths, budget)
+    if world_size() > 1:  # forwards may wait for those of other processes: as few as possible
+        return token_budget_groups(lengths, budget)
+    size = max(1, sum(p.numel() for p in engine.module.parameters()))
+    return token_budget_groups(lengths, budget, 64 + _PASS_WEIGHTS.get(engine.device.type, 1.5e12) // size)
+
+
+def score(engine: HybridEngine, lengths: Tensor, max_tokens: int, score_fn: Callable[[Tensor], Found],
+          prefix_groups: Tensor | None = None) -> Iterator[tuple[Tensor, Found]]:
+    """(index of rows, score_fn(index)) for micro-batches that hold every row once; nothing is trained.
+
+    lengths (N,): tokens of each row; prefix_groups as in Rows. A micro-batch that runs out of memory is split, and so
+    are those after it. Raises UserError where a single row does not fit.
+    """
+    waiting = split(engine, lengths, token_budget(engine, SCORE, max_tokens), prefix_groups)
+    num_dummies = engine.num_forwards(len(waiting)) - len(waiting)  # agreed on before the first, for all meet in each
+    while waiting:
+        try:
+            found = score_fn(waiting[0])
+        except Exception as error:
+            budget = halve_budget(engine, SCORE, lengths[waiting[0]], error)
+        else:
+            yield waiting.pop(0), found
+            continue
+        release()
+        rows = torch.cat(waiting)
+        groups = None if prefix_groups is None else prefix_groups[rows]
+        waiting = [rows[index] for index in split(engine, lengths[rows], budget, groups)]
+    for _ in range(num_dummies):
+        engine.dummy_forward()
+
+
+def _report(engine: HybridEngine, norm: float, metrics: Metrics) -> Metrics:
+    """`metrics` with grad_norm, where it is a number, and how many updates were skipped because it was none.
+
+    Raises NotFinite after too many in a row. Every process counts the same.
+    """
+    training = engine.training
+    if training.num_skipped_in_a_row:
+        _log.warning("the %s's gradient is not finite (norm %s): update %d is skipped, %d in a row", engine.name, norm,
+                     training.num_steps, training.num_skipped_in_a_row)
+    if training.num_skipped_in_a_row >= training.max_skipped_in_a_row:
+        raise NotFinite(f"the {engine.name}'s gradient was not finite in {training.num_skipped_in_a_row} updates in a "
+                        "row; lower train.learning_rate, or look at the data")
+    metrics.add("grad_norm", norm, weight=1.0) if isfinite(norm) else metrics.add("grad_norm", 0.0, weight=0.0)
+    return metrics.add_spread("train/skipped_updates", torch.tensor([float(training.num_skipped)]), "max")
+
+
+def halve_budget(engine: HybridEngine, phase: str, lengths: Tensor, error: BaseException) -> int:
+    """Half the tokens of the micro-batch of `lengths` that ran out of memory, kept as a limit.
+
+    Raises `error` if it is not about memory, and UserError where nothing can be split.
+    """
+    if not is_out_of_memory(error):
+        raise error
+    longest, size = int(lengths.max()), len(lengths) * int(lengths.max())
+    what = f"out of memory in the {engine.name}'s {phase}: a micro-batch of {size} tokens ({len(lengths)} x {longest})"
+    if len(lengths) == 1:
+        raise UserError(f"{what} is a single row and cannot be split; shorten it (data.max_length, or "
+                        "data.max_prompt_length and max_new_tokens), set model.gradient_checkpointing true, or train "
+                        "fewer weights (model.lora.r)") from error
+    if _waits_for_others(engine, phase):
+        raise UserError(f"{what} does not fit, and other processes are in the midst of the same pass; set "
+                        f"engine.micro_batch_tokens to {size // 2} or less and start again") from error
+    engine.oom_limits[phase] = size // 2
+    _log.warning("%s does not fit; from now on at most %d tokens", what, size // 2)
+    return size // 2
+
+
+def _waits_for_others(engine: HybridEngine, phase: str) -> bool:
+    """Whether a pass of this phase talks to other processes before its end, so that one alone cannot repeat it."""
+    stage = engine.training.stage if engine.training else 0
+    return world_size() > 1 and stage >= (2 if phase == UPDATE else 3)

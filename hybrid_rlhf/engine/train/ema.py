@@ -1,0 +1,102 @@
+"""A moving average of trained weights (Polyak and Juditsky 1992; DeepSpeed-Chat's EMA of the actor), in fp32.
+
+Each process averages what its own optimizer steps: the fp32 masters or weights whole at ZeRO 0, its flat part of them
+at ZeRO 1 to 3. So nothing is sent about in an update, and an adapter's average is as small as the adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_rlhf.core.distributed import rank
+from hybrid_rlhf.engine.hybrid import HybridEngine
+
+
+class WeightAverage:
+    """average <- decay average + (1 - decay) weight, from the weights as they are when it is made."""
+
+    def __init__(self, engine: HybridEngine, decay: float) -> None:
+        if engine.training is None or not 0 <= decay < 1:
+            raise ValueError(f"an average with decay {decay} of {'' if engine.training else 'un'}trained weights")
+        self.engine, self.decay = engine, decay
+        with engine.active():
+            self._averages = {name: weight.detach().clone() for name, weight in self._stepped().items()}
+
+    def _stepped(self) -> dict[str, Tensor]:
+        """The fp32 weights that this process's optimizer steps, by parameter, or flat by group."""
+        training = self.engine.training
+        if training.stage == 0:
+            state = training._optimizer.state
+            return {name: state.get(p, {}).get("master", p.data) for name, p in training.parameters.items()}
+        optimizer = training.engine.optimizer
+        parts = (optimizer.fp32_partitioned_groups_flat if training.stage == 3 else
+                 optimizer.single_partition_of_fp32_groups)
+        return {f"group {i}": part.data for i, part in enumerate(parts)}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After an optimizer step."""
+        with self.engine.active():
+            for name, weight in self._stepped().items():
+                self._averages[name].lerp_(weight.float(), 1 - self.decay)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The average whole, by parameter, in fp32 on the CPU. Every process calls it, for each may hold a part."""
+        with self.engine.active():
+            self._exchange()
+            try:
+                return self.engine.training.state()["weights"]
+            finally:
+                self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """The optimizer's weights and their average change places, bit for bit."""
+        for name, weight in self._stepped().items():
+            own = weight.clone()
+            weight.copy_(self._averages[name])
+            self._averages[name].copy_(own)
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Within the block the model's weights are the average, rounded to their dtype; after it, what they were.
+
+        Every process enters; nothing may be trained inside.
+        """
+        whole = self.weights()
+        with self.engine.active(), torch.no_grad():
+            places = [place for name, p in self.engine.training.parameters.items() for place in _places(p, whole[name])]
+            before = [(held, held.clone()) for held, _ in places]
+            for held, value in places:
+                held.copy_(value)
+            try:
+                yield
+            finally:
+                for held, own in before:
+                    held.copy_(own)
+
+    def state(self) -> dict:
+        """This process's part, for a checkpoint; no copies."""
+        return {"averages": dict(self._averages)}
+
+    def load_state(self, state: Mapping) -> None:
+        """Go on where `state` was taken, on as many processes."""
+        for name, average in self._averages.items():
+            average.copy_(state["averages"][name])
+
+
+def _places(parameter: nn.Parameter, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Where this process keeps a parameter, and the part of `whole` that belongs there: all of it, or, under ZeRO 3,
+    its flat part, and all of it besides where it is whole at the moment."""
+    if not hasattr(parameter, "ds_tensor"):
+        yield parameter.data, whole
+        return
+    part, flat = parameter.ds_tensor, whole.flatten()
+    mine = flat[rank() * part.numel():(rank() + 1) * part.numel()]
+    yield part.data[:len(mine)], mine
+    if parameter.data.numel() == flat.numel():
+        yield parameter.data, whole.view(parameter.data.shape)

@@ -1,0 +1,141 @@
+"""A trained model as a folder that plain transformers loads: safetensors, tokenizer with template, generation settings.
+
+It has the dtype of the files that training began with, unless one was asked for (model.dtype), or rounding to it would
+take away what was learned. Adapters are merged in fp32 into the original weights, also where the base was held in fewer
+bits: what was written is then the live model without its quantisation error, and may be quantised again. It is loaded
+again and compared with the live model, over the weights that it was merged into, before it gets its name: one that
+differs is not left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_rlhf.core.distributed import barrier, is_main
+from hybrid_rlhf.engine.train.zero import gathered
+from hybrid_rlhf.models.lora import lora_layers, save_adapter
+from hybrid_rlhf.models.merging import merged_state_dict
+from hybrid_rlhf.models.quantize import multiplying_by, quantized_layers
+from hybrid_rlhf.models.saving import original_weights, reload_like, save, share_kept
+
+MERGE_FILE = "merge.json"
+# Largest difference of logits, relative to the largest logit, that rounding to a dtype explains.
+BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
+LEAST_KEPT = 0.9  # of what was learned, in the dtype of the base
+_log = logging.getLogger(__name__)
+
+
+class ExportDiffers(RuntimeError):
+    """The folder just written does not give the live model's numbers."""
+
+
+def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) -> Path:  # noqa: ANN001
+    """Write `model` (causal or sequence classification) and `tokenizer` to `folder`, replacing what was there.
+
+    With LoRA the folder holds the merged model, and `adapter` (adapter_ema for model_ema) beside it the adapter and the
+    tokenizer, as peft reads them; of a quantised base, merge.json in it says into which weights ("original", or
+    "dequantised" where those are gone) and how far the live model's logits are from the written one's (relative). Only
+    the main process writes; all must call, for under ZeRO 3 each holds a part. Raises ExportDiffers if the reloaded
+    folder's outputs differ from the live model's.
+    """
+    folder = Path(folder)
+    adapter = folder.with_name(folder.name.replace("model", "adapter"))
+    with gathered(model):
+        if is_main():
+            beside = folder.with_name(folder.name + ".tmp")
+            shutil.rmtree(beside, ignore_errors=True)
+            held = _logits(model)
+            originals = original_weights(model) if quantized_layers(model) else None
+            with multiplying_by(model, originals) if originals else nullcontext():
+                dtype = _write(model, tokenizer, beside, eos_ids)
+                gap = _difference(held, _compare(model, beside, dtype))
+            shutil.rmtree(folder, ignore_errors=True)
+            beside.rename(folder)
+            if lora_layers(model):
+                save_adapter(model, adapter)
+                tokenizer.save_pretrained(adapter)  # by which peft's AutoPeftModel makes room for added tokens
+            if quantized_layers(model):
+                facts = {"into": "original" if originals else "dequantised", "difference": gap}
+                (adapter / MERGE_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        barrier()
+    return folder
+
+
+def is_on_a_grid(run: str | Path) -> bool:
+    """Whether the model of a run over a quantised base lies on the quantisation's grid, as one not merged into the
+    original weights does."""
+    path = Path(run) / "adapter" / MERGE_FILE
+    return not path.exists() or json.loads(path.read_text(encoding="utf-8"))["into"] != "original"
+
+
+def _write(model: nn.Module, tokenizer, folder: Path, eos_ids: list[int]) -> torch.dtype:  # noqa: ANN001
+    """Returns the dtype of the weights."""
+    state = merged_state_dict(model) if lora_layers(model) else model.state_dict()
+    settings = getattr(model, "generation_config", None)
+    if settings is not None:
+        settings.eos_token_id = eos_ids if len(eos_ids) > 1 else eos_ids[0]
+        settings.pad_token_id = tokenizer.pad_token_id
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.config.eos_token_id = tokenizer.eos_token_id
+    dtype = dtype_to_write(model, state, getattr(model, "file_dtype", None) or model.dtype)
+    save(model, in_dtype(state, dtype), folder)
+    tokenizer.save_pretrained(folder)
+    return dtype
+
+
+def dtype_to_write(model: nn.Module, state: dict[str, Tensor], wanted: torch.dtype) -> torch.dtype:
+    """`wanted`, or the dtype that `model` is held in: where that is no wider, and where `wanted` would lose more than a
+    tenth of what was learned, which is said."""
+    held = model.dtype
+    if wanted.itemsize >= held.itemsize:
+        return held
+    kept = share_kept(model, state, wanted)
+    if kept < LEAST_KEPT:
+        _log.warning("exported in %s: rounded to the base's %s, %.0f%% of what was learned would be left",
+                     *(str(d).removeprefix("torch.") for d in (held, wanted)), 100 * max(0.0, kept))
+        return held
+    return wanted
+
+
+def in_dtype(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """`state` with its numbers in `dtype`; tied weights stay one tensor."""
+    made: dict[int, Tensor] = {}
+    return {k: made.setdefault(v.data_ptr(), v.to(dtype)) if v.is_floating_point() and v.numel() else v
+            for k, v in state.items()}
+
+
+@torch.no_grad()
+def _logits(model: nn.Module) -> Tensor:
+    """What a model says of one fixed row, in fp32: of some tokens, and of the last, which may be added ones."""
+    vocab = model.get_input_embeddings().num_embeddings
+    ids = torch.cat([(torch.arange(24) * 7 + 5) % vocab, torch.arange(vocab)[-4:]])[None]
+    ids = ids.to(next(model.parameters()).device)
+    was_training = model.training
+    model.eval()
+    logits = model(input_ids=ids, use_cache=False).logits.float()
+    model.train(was_training)
+    return logits
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max() / one.abs().max().clamp(min=1e-6))
+
+
+def _compare(model: nn.Module, folder: Path, dtype: torch.dtype) -> Tensor:
+    """The folder's logits, after they were found to be the live model's within the rounding of `dtype`, the folder's,
+    or of the live model's own."""
+    device = next(model.parameters()).device
+    live, again = _logits(model), _logits(reload_like(model, folder).to(device))
+    bound = max(BOUNDS[dtype], BOUNDS[model.dtype])
+    difference = _difference(live, again)
+    if not difference <= bound:
+        raise ExportDiffers(f"{folder}: reloaded outputs differ from the live model's by {difference:.3g} (relative); "
+                            f"at most {bound} is rounding: please report it")
+    return again

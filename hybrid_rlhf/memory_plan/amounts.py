@@ -1,0 +1,63 @@
+"""Amounts of memory, read and written."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hybrid_rlhf.core.config import check
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
+          "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """'24GiB', '24 GB', '512M' or a plain number of bytes -> bytes. Raises UserError that names `option`.
+
+    K, M, G, T and KiB... count by 1024; kB, MB, GB, TB by 1000.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
+    unit = found and found.group(2).lower()
+    check(found is not None and unit in _UNITS,
+          f"{option} {text!r} is no amount of memory; write a number and a unit, such as 24GiB, 24GB or 800MiB")
+    size = int(float(found.group(1)) * _UNITS[unit])
+    check(size > 0, f"{option} {text!r} is no memory at all; write a positive amount such as 24GiB")
+    check(unit != "" or size >= 2**20, f"{option} {text!r} is {size} bytes; a unit is missing, as in {text.strip()}GiB")
+    return size
+
+
+@dataclass(frozen=True)
+class Cards:
+    """What a plan is made for without being there: processes, one a card of `memory` bytes. usable: of a card; the rest
+    is left to the driver, to what the allocator cannot join, and to a plan's own error."""
+
+    hosts: int
+    per_host: int
+    memory: int
+
+    @property
+    def world(self) -> int:
+        return self.hosts * self.per_host
+
+    @property
+    def usable(self) -> int:
+        return self.memory * 9 // 10
+
+
+def parse_cards(text: str, option: str) -> Cards:
+    """'80GiB', '8x80GiB' or '2x8x80GiB' (hosts, cards of each, memory of a card). Raises UserError that names `option`.
+    """
+    *counts, memory = text.lower().split("x")
+    check(len(counts) <= 2 and all(re.fullmatch(r"\s*[1-9]\d{0,4}\s*", c) for c in counts),
+          f"{option} {text!r} names no cards; write hosts x cards x memory, such as 2x8x80GiB, 8x80GiB or 24GiB")
+    hosts, per_host = [1, 1, *map(int, counts)][-2:]
+    return Cards(hosts, per_host, parse_bytes(memory, option))
+
+
+def size_text(size: float) -> str:
+    """Bytes for people: '1.5 GiB', '300 MiB', '12 KiB'."""
+    for unit, power in (("GiB", 30), ("MiB", 20)):
+        if size >= 2**power * (1 if power > 20 else 0.1):
+            value = size / 2**power
+            return f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
+    return f"{size / 2**10:.0f} KiB"

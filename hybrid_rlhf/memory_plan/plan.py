@@ -1,0 +1,267 @@
+"""The memory plan: bytes by role and phase, known before any weight is loaded.
+
+A recipe says which roles there are and how large their micro-batches can become; this module counts. What is resident
+follows from formulas (training_state.py, `cache_bytes`), what a forward and backward keep from the model's own code run
+on tensors without memory (footprint.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from hybrid_rlhf.memory_plan import trace
+from hybrid_rlhf.memory_plan.amounts import parse_bytes, size_text
+from hybrid_rlhf.memory_plan.formulas import stage_of, state_bytes
+from hybrid_rlhf.models.load import ModelConfig
+
+__all__ = ["DOES_NOT_FIT", "Generation", "Line", "Plan", "Role", "make_plan", "parse_bytes", "size_text"]
+
+KINDS = ("weights", "adapters", "optimizer", "gradients", "gathered", "KV cache", "activations", "logits")
+PASSING = ("gathered", "activations", "logits")  # given back before the next role computes
+DOES_NOT_FIT = 3  # exit code of --plan
+MAX_PREFILL_TOKENS = 4096  # of one forward, as in engine/decode/scheduler.py
+MAX_LIVE = 10**9  # elements that ZeRO 3 keeps gathered for their next use
+# What libraries hold for themselves. CPU: 33 MB of products that oneDNN compiles for the shapes it meets, 13 of
+# modules, the rest in the heap between small tensors (docs/results/memory.md). A card: cuBLAS's workspaces.
+LIBRARIES = {"cpu": 64 << 20, "cuda": 64 << 20}
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How a role samples: `slots` sequences at once, of at most prompt + response tokens each, over `tp` processes that
+    hold a part of the heads each."""
+
+    slots: int
+    prompt: int
+    response: int
+    tp: int = 1
+
+
+@dataclass(frozen=True)
+class Role:
+    """One model of a run. length: tokens of the longest row; rows: rows of that length in the largest micro-batch.
+
+    predicted: tokens of a row that get a log-probability (0 for a scalar model), in training with their entropy if
+    `entropy`. trains: whether an optimizer moves it. scores: whether it is asked for numbers between generation and
+    update. base: the role whose weights it shares; is_shared: whether any other computes on its weights. offload: as
+    engine.offload. waits: whether all of it is in the CPU's memory while others compute. labels: of a classifier that
+    is no decoder of ours (0: not one). has_average: whether a moving average of its weights is kept. texts: (rows,
+    length) of other rows that it trains on as well, each token of which gets a log-probability and no entropy.
+    """
+
+    name: str
+    model: ModelConfig
+    length: int
+    rows: int
+    predicted: int = 0
+    trains: bool = False
+    scores: bool = True
+    entropy: bool = False
+    dropout: bool = False
+    zero_stage: int | None = None
+    generation: Generation | None = None
+    base: str | None = None
+    is_shared: bool = False
+    optim: str = "adamw"
+    offload: tuple[str, ...] = ()
+    waits: bool = False
+    labels: int = 0
+    has_average: bool = False
+    texts: tuple[int, int] | None = None
+
+    @property
+    def is_scalar(self) -> bool:
+        return self.predicted == 0
+
+
+@dataclass(frozen=True)
+class Line:
+    """Bytes of one kind for one role, by phase; a phase that is not named has none. passes: whether they are given
+    back before the next role computes."""
+
+    role: str
+    kind: str
+    phases: dict[str, int]
+    passes: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run needs on one process's device. available: bytes that it may use (None: unknown). host: bytes that
+    offloading keeps in the CPU's memory, for this process."""
+
+    title: str
+    phases: tuple[str, ...]
+    lines: tuple[Line, ...]
+    available: int | None
+    notes: tuple[str, ...] = field(default=())
+    host: int = 0
+
+    def total(self, phase: str) -> int:
+        """Roles score one after another, so of what scoring takes and gives back the largest counts."""
+        passing: dict[str, int] = {}
+        for line in self.lines:
+            if line.passes or line.kind in PASSING:
+                passing[line.role] = passing.get(line.role, 0) + line.phases.get(phase, 0)
+        staying = sum(x.phases.get(phase, 0) for x in self.lines if not (x.passes or x.kind in PASSING))
+        return staying + max(passing.values(), default=0)
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=self.total)
+
+    @property
+    def peak(self) -> int:
+        return self.total(self.peak_phase)
+
+    @property
+    def short(self) -> int:
+        """Bytes that are missing; 0 or less where it fits, or where nobody knows what there is."""
+        return self.peak - self.available if self.available is not None else 0
+
+
+def make_plan(title: str, roles: Iterable[Role], device: torch.device, available: int | None, world: int = 1,
+              notes: Iterable[str] = (), *, is_exact: bool = True) -> Plan:
+    """Count everything that `roles` need; reads configurations only. Raises UserError where one cannot be read.
+
+    is_exact False: see footprint.activations.
+    """
+    roles = list(roles)
+    phases = _phases(roles)
+    lines, host = [], 0
+    for role in roles:
+        needs = _Needs(role, device, world, is_exact)
+        for kind, found in needs.by_phase(phases).items():
+            if any(found.values()):
+                lines.append(Line(role.name, kind, found, passes=needs.waits))
+        host += needs.host
+    own = LIBRARIES.get(device.type, 0)
+    lines.append(Line("process", "libraries", dict.fromkeys(phases, own)))
+    return Plan(title, phases, tuple(lines), available, tuple(notes), host)
+
+
+def _phases(roles: list[Role]) -> tuple[str, ...]:
+    """Phases of one step, in order."""
+    first = [*(["generate"] if any(r.generation for r in roles) else []), "score"]
+    first = first if any(r.scores for r in roles) else first[:-1]
+    return (*first, *(f"{verb} {r.name}" for r in roles if r.trains for verb in ("train", "step")))
+
+
+class _Needs:
+    """What one role needs, per process. always: kind -> bytes in every phase; now: kind -> phase -> bytes; host: bytes
+    that offloading moves to the CPU's memory, which on a CPU is the same and moves nothing."""
+
+    def __init__(self, role: Role, device: torch.device, world: int, is_exact: bool) -> None:
+        self.role, self.device, self.world = role, device, world
+        self.always = dict.fromkeys(("weights", "adapters", "optimizer"), 0)
+        self.now: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
+        self.host, self.is_host = 0, device.type == "cpu"
+        self.waits = role.waits and not self.is_host
+        if role.labels:
+            self._add_classifier()
+            return
+        self.sizes = trace.sizes(role.model, device, is_scalar=role.is_scalar)
+        self.is_exact = is_exact
+        self.always["adapters"] = self.sizes.adapter_bytes
+        is_small = 10 * self.sizes.trained * self.sizes.itemsize < self.sizes.weight_bytes  # as in engine/train/zero.py
+        self.stage = stage_of(self.sizes.trained_dtype, role.zero_stage, world, role.optim, role.offload,
+                              is_small=is_small)
+        self.act = self._activations(role.rows, role.length)
+        self._add_weights()
+        if role.trains:
+            self._add_training()
+        if role.scores:
+            self.now["activations"]["score"] = self.act.scoring
+            if role.predicted:
+                self.now["logits"]["score"] = trace.logit_bytes(role.model, device, role.rows * role.predicted,
+                                                                trains=False)
+        if role.generation:
+            self._add_generation()
+        if self.waits:
+            self.host += sum(self.always.values())
+
+    def by_phase(self, phases: tuple[str, ...]) -> dict[str, dict[str, int]]:
+        """kind -> phase -> bytes. A role that waits elsewhere is there in its own phases only."""
+        own = {phase for found in self.now.values() for phase in found}
+        there = [p for p in phases if p in own or not self.waits]
+        return {kind: dict.fromkeys(there, self.always[kind]) if kind in self.always else self.now[kind]
+                for kind in KINDS}
+
+    def _activations(self, rows: int, length: int) -> trace.Activations:
+        role = self.role
+        return trace.activations(role.model, self.device, rows, length, dropout=role.dropout, trains=role.trains,
+                                 is_exact=self.is_exact, is_partitioned=self.stage == 3)
+
+    def _offloaded(self, count: int) -> int:
+        """Bytes on the device of `count` that are kept in the CPU's memory."""
+        if self.is_host:
+            return count
+        self.host += count
+        return 0
+
+    def _add_weights(self) -> None:
+        """Whole, or under ZeRO 3 a part; then what is gathered counts too: nearly all of what the next layers use, one
+        layer of a base that roles share, and all weights for a rollout."""
+        role, whole = self.role, self.sizes.weight_bytes
+        is_away = "parameters" in role.offload and not self.is_host
+        if self.stage < 3 or (self.world == 1 and not is_away):
+            self.always["weights"] = 0 if role.base else whole
+            return
+        part = 0 if role.base else whole // self.world
+        self.always["weights"] = self._offloaded(part) if is_away else part
+        at_once = self.sizes.largest if role.is_shared else min(whole, MAX_LIVE * self.sizes.itemsize)
+        tp = role.generation.tp if role.generation else 1
+        sampled = whole if tp == 1 else whole // tp + self.sizes.largest  # shards, and the embeddings whole
+        phases = {**({"score": at_once} if role.scores else {}),
+                  **({f"train {role.name}": at_once} if role.trains else {}),
+                  **({"generate": sampled} if role.generation else {})}
+        self.now["gathered"] = phases
+
+    def _add_classifier(self) -> None:
+        """A model that scores text: its weights, and a batch's activations as long as our tokens say it is."""
+        role = self.role
+        self.always["weights"], self.now["activations"]["score"] = trace.classifier_bytes(
+            role.model, self.device, role.labels, role.rows, role.length)
+
+    def _add_training(self) -> None:
+        """A micro-batch takes the most at one of three moments: in the head, when all activations are there; in the
+        backbone's backward, when the head's are gone; and at the end, when gradients are reduced and activations
+        gone."""
+        role = self.role
+        state = state_bytes(self.sizes.trained, self.sizes.trained_dtype, self.stage, self.world, role.optim,
+                            role.offload)
+        train, step = f"train {role.name}", f"step {role.name}"
+        forms = [(role.rows, role.length, role.predicted, role.entropy)]
+        forms += [(*role.texts, role.texts[1] - 1, False)] if role.texts else []
+        found = [self._micro_batch(*form) for form in forms]
+        kept, logits, _ = max(found, key=lambda each: each[0] + each[1])
+        self.host += max(each[2] for each in found)
+        average = 4 * self.sizes.trained // (self.world if self.stage else 1) if role.has_average else 0
+        away = average if "optimizer" in role.offload else 0
+        self.always["optimizer"] = state.optimizer + average - away + self._offloaded(state.host + away)
+        self.now["activations"][train], self.now["logits"][train] = kept, logits
+        self.now["gradients"][train] = max(state.gradients, state.closing - kept - logits)
+        self.now["gradients"][step] = state.stepping
+
+    def _micro_batch(self, rows: int, length: int, predicted: int, entropy: bool) -> tuple[int, int, int]:
+        """Bytes of one: activations, logits, and what of it waits in the CPU's memory."""
+        role, act, logits = self.role, self._activations(rows, length), 0
+        if predicted:
+            logits = trace.logit_bytes(role.model, self.device, rows * predicted, trains=True, entropy=entropy)
+        if "activations" in role.offload and not self.is_host:
+            return max(act.scoring, act.peak - act.saved), logits, act.saved
+        return max(act.saved, act.peak - logits), logits, 0
+
+    def _add_generation(self) -> None:
+        """The cache of all slots at full length; a prefill, which takes per token what scoring takes; one row of logits
+        per slot, in the model's dtype and in fp32."""
+        role, sampling = self.role, self.role.generation
+        tokens = min(sampling.slots * sampling.prompt, max(MAX_PREFILL_TOKENS, sampling.prompt))
+        per_token, per_sequence = trace.cache_bytes(role.model, self.device)
+        whole = per_token * (sampling.prompt + sampling.response) + per_sequence
+        self.now["KV cache"]["generate"] = sampling.slots * whole // sampling.tp
+        self.now["activations"]["generate"] = round(self.act.scoring * tokens / (role.rows * role.length))
+        self.now["logits"]["generate"] = sampling.slots * self.sizes.vocab * (4 + self.sizes.itemsize)

@@ -1,0 +1,61 @@
+"""Settings by the memory of a card, for --preset and `hybrid-rlhf init`. A card is one row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hybrid_rlhf.core.config import check, nearest
+
+
+@dataclass(frozen=True)
+class Card:
+    """gib: memory of the device; None: the computer's own, of which nothing is said. fits: the largest shape of the
+    Qwen2.5 family whose PPO step (four roles on one base, 8 x (512 + 512) tokens) --plan finds room for in nine tenths
+    of it. settings: options that every stage has, with their values. why: for the comments of a file that init writes.
+    """
+
+    gib: int | None
+    fits: str
+    settings: dict[str, object] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
+
+
+_ADAPTERS = {"model.lora.r": 16}
+_RECOMPUTED = _ADAPTERS | {"model.gradient_checkpointing": True}
+_QUANTISED = _RECOMPUTED | {"model.load_in_4bit": True}
+_WHY = {
+    "model.lora.r": "adapters of this rank are trained and the base is frozen; 0 trains all weights and takes far more",
+    "model.load_in_4bit": "the frozen base in 4 bits (NF4)",
+    "model.gradient_checkpointing": "activations are computed again instead of kept: less memory, one more forward",
+    "engine.micro_batch_tokens": "tokens of one forward and backward; changes no gradient, only memory and speed",
+}
+CARDS = {
+    "cpu": Card(None, "", _ADAPTERS | {"engine.micro_batch_tokens": 1024}, _WHY),
+    "8gb": Card(8, "3B", _QUANTISED | {"engine.micro_batch_tokens": 1024}, _WHY),
+    "12gb": Card(12, "7B", _QUANTISED | {"engine.micro_batch_tokens": 2048}, _WHY),
+    "16gb": Card(16, "14B", _QUANTISED | {"engine.micro_batch_tokens": 2048}, _WHY),
+    "24gb": Card(24, "14B", _QUANTISED | {"engine.micro_batch_tokens": 8192}, _WHY),
+    "48gb": Card(48, "14B", _RECOMPUTED | {"engine.micro_batch_tokens": 8192}, _WHY),
+    "80gb": Card(80, "32B", _RECOMPUTED | {"engine.micro_batch_tokens": 4096}, _WHY),
+}
+
+
+def card(name: str, option: str = "--preset") -> Card:
+    """The row of that name. Raises UserError, with the nearest, for another."""
+    check(name in CARDS, f"{option} {name}: choose {', '.join(CARDS)}{nearest(name, CARDS)}")
+    return CARDS[name]
+
+
+def flags(name: str) -> list[str]:
+    """The options of a card as a command line has them; what is given after them wins."""
+    return [f"--{option}={str(value).lower() if isinstance(value, bool) else value}"
+            for option, value in card(name).settings.items()]
+
+
+def closest(gib: float | None) -> str:
+    """The largest row whose memory a device of `gib` has, or nearly has (cards hold a little less than their name
+    says); the smallest for a smaller one, "cpu" for none."""
+    if gib is None:
+        return "cpu"
+    sizes = {name: row.gib for name, row in CARDS.items() if row.gib}
+    return max((name for name, size in sizes.items() if size <= 1.07 * gib), key=sizes.get, default="8gb")

@@ -1,0 +1,79 @@
+"""The memory plan as a table: rich on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TextIO
+
+from hybrid_rlhf.memory_plan.plan import Plan, size_text
+
+
+def show(plan: Plan, advice: Iterable[str] = (), stream: TextIO | None = None) -> None:
+    """Print the table, what there is, and the verdict. advice: flags that would make it fit, if it does not."""
+    stream = stream or sys.stdout
+    rows = [[line.role, line.kind, *(size_text(line.phases[p]) if line.phases.get(p) else "" for p in plan.phases)]
+            for line in plan.lines]
+    total = ["total", "", *(size_text(plan.total(p)) for p in plan.phases)]
+    head = ["role", "bytes of", *plan.phases]
+    if stream.isatty():
+        _rich(plan, head, rows, total, stream)
+    else:
+        _plain(plan, head, rows, total, stream)
+    if plan.host:
+        print(f"kept in the CPU's memory for each process: {size_text(plan.host)}", file=stream)
+    for note in plan.notes:
+        print(note, file=stream)
+    print(verdict(plan, advice), file=stream)
+
+
+def verdict(plan: Plan, advice: Iterable[str] = ()) -> str:
+    """One line: 'fits', or by how much it is short and what would help."""
+    need = f"needs {size_text(plan.peak)} at most ({plan.peak_phase})"
+    if plan.available is None:
+        return f"{need}; the free memory of this device is unknown"
+    there = f"of {size_text(plan.available)}"
+    if plan.short <= 0:
+        return f"fits: {need} {there}"
+    flags = " ".join(advice)
+    return f"short by {size_text(plan.short)}: {need} {there}; " + (
+        f"try {flags}" if flags else "no setting of micro-batches, checkpointing, offload and quantisation that was "
+                                     "tried makes it fit: adapters (--model.lora.r 16), shorter lengths, more "
+                                     "processes (engine.zero_stage 3) or a smaller model would")
+
+
+class Changed(Protocol):
+    option: str
+    given: str
+    chosen: str
+    why: str
+
+
+def show_changes(changes: Sequence[Changed], stream: TextIO) -> None:
+    """Print what was chosen in place of what, and why."""
+    rows = [("setting", "given", "chosen", "why"), *((c.option, c.given, c.chosen, c.why) for c in changes)]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    for row in rows if changes else ():
+        cells = [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]
+        print("  ".join(cells).rstrip(), file=stream)
+
+
+def _rich(plan: Plan, head: list[str], rows: list[list[str]], total: list[str], stream: TextIO) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=plan.title, title_justify="left")
+    for i, name in enumerate(head):
+        table.add_column(name, justify="left" if i < 2 else "right", no_wrap=True)
+    for i, row in enumerate(rows):
+        table.add_row(*row, end_section=i + 1 == len(rows) or rows[i + 1][0] != row[0])
+    table.add_row(*total, style="bold")
+    Console(file=stream).print(table)
+
+
+def _plain(plan: Plan, head: list[str], rows: list[list[str]], total: list[str], stream: TextIO) -> None:
+    print(plan.title, file=stream)
+    widths = [max(len(r[i]) for r in (head, *rows, total)) for i in range(len(head))]
+    for row in (head, *rows, total):
+        cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        print("  ".join(cells).rstrip(), file=stream)

@@ -1,0 +1,289 @@
+"""Bytes that a model's training and scoring keep, counted by running its own code on tensors without memory.
+
+Nothing is guessed from sizes: the forward and backward of the model itself, with its adapters, its checkpointing, the
+fused forms that training takes and our chunked log-probabilities, run on fake tensors, and every storage that they make
+is counted while it lives. How far measured peaks are from it: docs/results/memory.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import wraps
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_rlhf.algorithms import likelihood
+from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs
+from hybrid_rlhf.core.tensors import SequenceBatch
+from hybrid_rlhf.engine.train.patches import attention_by
+from hybrid_rlhf.kernels.fusions import Fusions, find_fusions
+from hybrid_rlhf.kernels.shape_ops import TRIAL, flash, shape_ops
+from hybrid_rlhf.memory_plan.live_bytes import LiveBytes, counting
+from hybrid_rlhf.models import shapes
+from hybrid_rlhf.models.backbone import hidden_states, own_head
+from hybrid_rlhf.models.hf_attention import sdpa_replaced
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.lora import LoraConfig
+from hybrid_rlhf.models.lora_products import fused_adapters
+from hybrid_rlhf.models.lora_shapes import pack
+
+__all__ = ["Activations", "LiveBytes", "Sizes", "activations", "cache_bytes", "classifier_bytes", "logit_bytes",
+           "sizes"]
+
+# Two shallow models stand for a deep one: where all layers are alike, one of them and two; else, beyond MAX_TRACED
+# layers, such that the difference of their depths is a multiple of the periods in use (1, 2, 3, 6), and the smaller has
+# more layers than models keep dense before their experts.
+EQUAL, MAX_TRACED, SHALLOW = (1, 2), 16, (4, 10)
+
+
+def _remembered(function: Callable) -> Callable:
+    """Keep results by the printed arguments: settings hold lists, which have no hash."""
+    kept: dict[str, object] = {}
+
+    @wraps(function)
+    def call(*given: object, **named: object):  # noqa: ANN202 - the function's own
+        key = repr((given, sorted(named.items())))
+        if key not in kept:
+            kept[key] = function(*given, **named)
+        return kept[key]
+
+    return call
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Counts of one model. weight_bytes: of all that is not an adapter; adapter_bytes: of adapters and of the scalar
+    head beside them; trained, trained_dtype: elements that an optimizer moves; vocab: rows of its head; itemsize: bytes
+    of one element of its dtype; largest: bytes of the largest weight."""
+
+    weight_bytes: int
+    adapter_bytes: int
+    trained: int
+    trained_dtype: torch.dtype | None
+    vocab: int
+    itemsize: int
+    largest: int = 0
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of a backbone on rows of one length. saved: what a forward with gradients leaves for the backward; peak:
+    the most in either, gradients of parameters aside; scoring: the most of a forward without gradients."""
+
+    saved: int
+    peak: int
+    scoring: int
+
+
+def _plain(model: ModelConfig) -> ModelConfig:
+    return replace(model, lora=LoraConfig())
+
+
+def _depths(model: ModelConfig) -> tuple[int, ...]:
+    """Depths to trace: the model's own, or two shallow ones. A frozen pattern may name layers that those have not."""
+    layers = shapes.read_config(model).get_text_config().num_hidden_layers
+    if model.freeze or layers <= EQUAL[1]:
+        return (layers,)
+    if _has_equal_layers(replace(_plain(model), load_in_4bit=False, load_in_8bit=False)):
+        return EQUAL
+    return (layers,) if layers <= MAX_TRACED else SHALLOW
+
+
+@_remembered
+def _has_equal_layers(model: ModelConfig) -> bool:
+    return shapes.has_equal_layers(shapes.empty_model(shapes.read_config(model), model, torch.device("cpu"),
+                                                      is_scalar=False))
+
+
+def _deeper(values: list[float], depths: tuple[int, ...], layers: int) -> int:
+    """What grows evenly with the depth, at `layers`, from its values at `depths`."""
+    if len(depths) == 1:
+        return round(values[0])
+    return round(values[1] + (values[1] - values[0]) / (depths[1] - depths[0]) * (layers - depths[1]))
+
+
+@_remembered
+def sizes(model: ModelConfig, device: torch.device, *, is_scalar: bool = False) -> Sizes:
+    """Sizes of the model that `model` describes; reads its configuration only."""
+    config = shapes.read_config(model)
+    plain = shapes.empty_model(config, _plain(model), device, is_scalar=is_scalar)
+    weights = sum(map(_bytes, [*plain.parameters(), *plain.buffers()])) - _packed_away(plain, model)
+    facts = (config.get_text_config().vocab_size, plain.dtype.itemsize, max(map(_bytes, plain.parameters())))
+    if not model.lora.r:
+        trained = [p for p in plain.parameters() if p.requires_grad]
+        return Sizes(weights, 0, sum(p.numel() for p in trained), trained[0].dtype, *facts)
+    head = plain.score.weight if is_scalar else None
+    count, size, dtype = _adapters(model, device)
+    more = (head.numel(), _bytes(head)) if is_scalar else (0, 0)
+    return Sizes(weights - more[1], size + more[1], count + more[0], dtype, *facts)
+
+
+@_remembered
+def classifier_bytes(model: ModelConfig, device: torch.device, labels: int, rows: int, length: int) -> tuple[int, int]:
+    """(weights, activations) of a sequence-classification model, encoder or decoder, with so many labels, that reads
+    `rows` padded texts of `length` tokens at once, or of as many as it has positions for."""
+    config = shapes.read_config(model)
+    empty = shapes.empty_classifier(config, model, device, labels)
+    weights = sum(map(_bytes, [*empty.parameters(), *empty.buffers()]))
+    length = min(length, getattr(config.get_text_config(), "max_position_embeddings", None) or length)
+    with shapes.without_memory(device), counting(shapes.on_device(empty).eval()) as live, torch.no_grad():
+        ids = torch.zeros(rows, length, dtype=torch.long)
+        empty(input_ids=ids, attention_mask=torch.ones_like(ids, dtype=torch.bool))
+    return weights, live.peak
+
+
+@_remembered
+def _adapters(model: ModelConfig, device: torch.device) -> tuple[int, int, torch.dtype]:
+    """(elements, bytes, dtype) of the adapters of `model`."""
+    config = shapes.read_config(model)
+    depths, found = _depths(model), []
+    for depth in depths:
+        empty = shapes.empty_model(shapes.shallow(config, depth), model, device, is_scalar=False)
+        found.append([p for p in empty.parameters() if p.requires_grad])
+    layers = config.get_text_config().num_hidden_layers
+    count, size = (_deeper([sum(f(p) for p in each) for each in found], depths, layers)
+                   for f in (torch.Tensor.numel, _bytes))
+    return count, size, found[0][0].dtype
+
+
+@_remembered
+def cache_bytes(model: ModelConfig, device: torch.device) -> tuple[int, int]:
+    """(bytes per token, bytes per sequence) of the cache that one sequence of `model` fills."""
+    config, plain, found = shapes.read_config(model), _plain(model), []
+    layers = config.get_text_config().num_hidden_layers
+    depths = EQUAL if _depths(plain) == EQUAL else (layers,)
+    for depth in depths:
+        empty = shapes.empty_model(shapes.shallow(config, depth), plain, device, is_scalar=False)
+        with shapes.without_memory(device):
+            found.append(shapes.cache_bytes(shapes.on_device(empty).eval()))
+    per_token, per_sequence = (_deeper(list(values), depths, layers) for values in zip(*found, strict=True))
+    return per_token, per_sequence
+
+
+_traced: dict[str, dict[int, Activations]] = {}
+
+
+def activations(model: ModelConfig, device: torch.device, rows: int, length: int, *, dropout: bool = False,
+                trains: bool = True, is_exact: bool = True, is_partitioned: bool = False) -> Activations:
+    """Activations of the backbone on `rows` rows of `length` tokens. trains: whether training is counted too;
+    is_partitioned: whether by ZeRO 3, whose layers compute in their own forms.
+
+    A scalar model has the same backbone; its head adds one fp32 copy of the hidden states, which no peak contains.
+    is_exact False: counts between two that were traced are taken from the line through them, for a quick search.
+    """
+    held = replace(model, load_in_4bit=False, load_in_8bit=bool(model.quantize))  # in fewer bits, whether 4 or 8
+    key = (held, device, length, dropout, is_partitioned)
+    both = _traced.setdefault(repr((*key, True)), {})
+    if not trains and rows in both:
+        return both[rows]
+    known = both if trains else _traced.setdefault(repr((*key, False)), {})
+    if rows not in known:
+        below, above = ([n for n in known if n < rows], [n for n in known if n > rows])
+        if below and above and not is_exact:
+            return _between(rows, known, max(below), min(above))
+        known[rows] = _traced_model(model, device, rows, length, dropout, trains, is_partitioned)
+    return known[rows]
+
+
+def _between(rows: int, known: dict[int, Activations], low: int, high: int) -> Activations:
+    share = (rows - low) / (high - low)
+    return Activations(*(round(a + (b - a) * share) for a, b in zip(*(
+        (known[n].saved, known[n].peak, known[n].scoring) for n in (low, high)), strict=True)))
+
+
+def _traced_model(model: ModelConfig, device: torch.device, rows: int, length: int, dropout: bool,
+                  trains: bool, is_partitioned: bool = False) -> Activations:
+    config = shapes.read_config(model)
+    depths, found, ops = _depths(model), [], shape_ops(device.type)
+    for i, depth in enumerate(depths if trains else depths[-1:]):  # what scoring takes does not grow with the depth
+        cut = shapes.shallow(config, depth)
+        empty = shapes.empty_model(cut, model, device, is_scalar=False, dropout=dropout)
+        if model.quantize:
+            pack(empty)
+        fusions = Fusions() if is_partitioned else find_fusions(empty, ops.fused, TRIAL)
+        attention = sdpa_replaced(flash) if device.type == "cuda" else attention_by(ops)
+        with shapes.without_memory(device), attention, fusions.swapped():
+            shapes.on_device(empty)
+            with nullcontext() if is_partitioned else fused_adapters(empty):
+                found.append(_trace(empty, rows, length, scores=i + 1 == len(depths) or not trains, trains=trains))
+    layers = config.get_text_config().num_hidden_layers
+    saved = _deeper([f.saved for f in found], depths[: len(found)], layers)
+    on_top = found[-1].peak - found[-1].saved  # one layer's, or the embeddings' business
+    return Activations(saved, saved + on_top, found[-1].scoring)
+
+
+def _packed_away(empty: nn.Module, model: ModelConfig) -> int:
+    """Bytes that quantising saves: every linear layer but the head, in NF4 (half a byte, and an fp32 scale per block of
+    64 numbers: QLoRA, 2305.14314) or in int8 (a byte, and an fp32 scale per row)."""
+    heads = {id(empty.get_output_embeddings()), id(getattr(empty, "score", None))}
+    saved = 0
+    for module in empty.modules():
+        if model.quantize and isinstance(module, nn.Linear) and id(module) not in heads:
+            count = module.weight.numel()
+            packed = count / 2 + 4 * count / 64 if model.quantize == "4bit" else count + 4 * module.out_features
+            saved += round(_bytes(module.weight) - packed)
+    return saved
+
+
+def _trace(model: nn.Module, rows: int, length: int, *, scores: bool, trains: bool) -> Activations:
+    ids = torch.zeros(rows, length, dtype=torch.long)
+    batch = SequenceBatch(ids, ids.bool(), ids.bool())
+    with counting(model.eval()) as scoring, torch.no_grad():
+        if scores:
+            hidden_states(model, batch)
+    if not trains:
+        return Activations(0, 0, scoring.peak)
+    for parameter in model.parameters():  # as after a first micro-batch, so that only activations are counted
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    with counting(model.train()) as training:
+        hidden = hidden_states(model, batch)
+        saved = training.now
+        hidden.backward(torch.zeros_like(hidden))
+    return Activations(saved, training.peak, scoring.peak)
+
+
+@_remembered
+def logit_bytes(model: ModelConfig, device: torch.device, num_tokens: int, *, trains: bool,
+                entropy: bool = False) -> int:
+    """Most bytes that log-probabilities of `num_tokens` tokens take beside their hidden states."""
+    config = shapes.read_config(model)
+    is_frozen = model.lora.r > 0 and model.lora.target_modules == "all-linear"  # which adapts no head
+    model = _plain(model) if is_frozen else model
+    empty = shapes.empty_model(shapes.shallow(config, _depths(model)[0]), model, device, is_scalar=False)
+    if is_frozen:
+        empty.requires_grad_(False)
+    with shapes.without_memory(device):
+        shapes.on_device(empty)
+        hidden = torch.zeros(num_tokens, config.get_text_config().hidden_size, dtype=empty.dtype, requires_grad=trains)
+        targets = torch.zeros(num_tokens, dtype=torch.long)
+        for parameter in empty.parameters():
+            parameter.grad = torch.zeros_like(parameter) if trains and parameter.requires_grad else None
+        with counting(empty) as live, torch.set_grad_enabled(trains), _few_blocks(device):
+            logprobs, spread, _ = token_logprobs(
+                hidden, targets, own_head(empty), with_entropy=entropy,
+                chunk_size=chunk_rows(config.get_text_config().vocab_size, hidden.dtype))
+            if trains:
+                (logprobs + 0 * spread if entropy else logprobs).sum().backward()
+    return live.peak
+
+
+@contextmanager
+def _few_blocks(device: torch.device) -> Iterator[None]:
+    """Within the block log-probabilities go over two blocks of each chunk: all take the same, in the same buffers, and
+    thousands of them would be most of the time that a plan takes. They are of the size that they have on `device`."""
+    original = likelihood._blocks
+    likelihood._blocks = lambda logits: islice(original(logits, device.type), 2)
+    try:
+        yield
+    finally:
+        likelihood._blocks = original
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+

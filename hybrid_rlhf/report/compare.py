@@ -1,0 +1,230 @@
+"""Several models' answers to the same prompts, compared: means and intervals, evaluate.json, evaluate.md, a table.
+
+Scores are paired: every model has answered every prompt. The interval of a mean score and of a difference of means is
+the percentile bootstrap over prompts (paired: a resample takes the same prompts from both models); that of a win rate
+is Wilson's (1927) over prompts, a tie counting as half a win. With several answers per prompt a prompt is still one
+observation, for its answers are not independent.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import NormalDist, fmean
+
+import numpy as np
+
+from hybrid_rlhf.core.strict_json import to_json
+from hybrid_rlhf.core.text_safety import neutralise
+
+Interval = tuple[float, float]
+
+
+@dataclass
+class Answered:
+    """One model's answers to P prompts, S to each, in the prompts' order.
+
+    scores (P, S); parts: (P, S) of each reward source, NaN where it skipped; completions: P lists of S texts. Of each
+    answer, P * S numbers: lengths in tokens, ended (whether by itself), nats (log-probability over the reference's, or
+    None where the reference cannot read the tokens), is_right (or None without a checker).
+    """
+
+    name: str
+    path: str
+    scores: np.ndarray
+    parts: dict[str, np.ndarray]
+    completions: list[list[str]]
+    lengths: Sequence[float]
+    ended: Sequence[bool]
+    nats: Sequence[float] | None = None
+    is_right: Sequence[bool] | None = None
+
+
+@dataclass(frozen=True)
+class Method:
+    """How intervals are made: their coverage, the bootstrap's resamples, its seed."""
+
+    confidence: float = 0.95
+    num_resamples: int = 10_000
+    seed: int = 0
+
+
+@dataclass
+class Comparison:
+    """rows: what is said of each model, the first being what the others are compared with."""
+
+    rows: list[dict] = field(default_factory=list)
+    method: Method = field(default_factory=Method)
+
+
+def wilson(wins: float, count: int, confidence: float = 0.95) -> Interval:
+    """Interval of a proportion, wins out of count (ties may count as half), after Wilson (1927)."""
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    share, scale = wins / count, 1 + z * z / count
+    centre = (share + z * z / (2 * count)) / scale
+    half = z / scale * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def bootstrap(values: np.ndarray, method: Method) -> Interval:
+    """Percentile interval of the mean of (P,) values, one for each prompt. The same seed draws the same prompts, so
+    that intervals of several models stand on the same resamples."""
+    rng = np.random.default_rng(method.seed)
+    means, chunk = [], max(1, 4_000_000 // max(len(values), 1))
+    for first in range(0, method.num_resamples, chunk):
+        size = min(chunk, method.num_resamples - first)
+        means.append(values[rng.integers(len(values), size=(size, len(values)))].mean(1))
+    tail = (1 - method.confidence) / 2
+    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def win_rates(scores: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """(P,): of each prompt, how often an answer scores higher than the other model's answer of the same number; a tie
+    counts as half."""
+    return ((scores > other) + 0.5 * (scores == other)).mean(1)
+
+
+def distinct(completions: Sequence[str], n: int) -> float:
+    """Distinct-n (1510.03055): different n-grams of words over all n-grams, of all completions together."""
+    found = [tuple(words[i : i + n]) for words in (re.findall(r"\w+|[^\w\s]", text.lower()) for text in completions)
+             for i in range(len(words) - n + 1)]
+    return len(set(found)) / len(found) if found else 0.0
+
+
+def compare(models: Sequence[Answered], method: Method) -> Comparison:
+    """What is said of each model, and of each beside the first."""
+    return Comparison([_row(model, models[0] if i else None, method) for i, model in enumerate(models)], method)
+
+
+def _row(model: Answered, first: Answered | None, method: Method) -> dict:
+    texts = [text for answers in model.completions for text in answers]
+    row = {"model": model.name, "path": model.path, "score": float(model.scores.mean()),
+           "score_interval": bootstrap(model.scores.mean(1), method)}
+    if model.is_right is not None:
+        right = np.asarray(model.is_right, float).reshape(model.scores.shape)
+        row |= {"accuracy": float(right.mean()), "accuracy_interval": wilson(right.mean(1).sum(), len(right),
+                                                                               method.confidence)}
+    if first is not None:
+        row |= _beside(model, first, method)
+    if len(model.parts) > 1:
+        row["sources"] = {name: float(np.nanmean(part)) for name, part in model.parts.items() if
+                          not np.isnan(part).all()}
+    return row | {"kl": fmean(model.nats) if model.nats is not None else None, "length": fmean(model.lengths),
+                  "ended": fmean(model.ended), "distinct_1": distinct(texts, 1), "distinct_2": distinct(texts, 2)}
+
+
+def _beside(model: Answered, first: Answered, method: Method) -> dict:
+    """What changed from the first model to this one, on the same prompts."""
+    rates = win_rates(model.scores, first.scores)
+    gains = model.scores.mean(1) - first.scores.mean(1)
+    low, high = wilson(float(rates.sum()), len(rates), method.confidence)
+    gained = bootstrap(gains, method)
+    return {"win_rate": float(rates.mean()), "win_rate_interval": (low, high),
+            "ties": float((model.scores == first.scores).mean()), "score_gain": float(gains.mean()),
+            "score_gain_interval": gained, "is_better": low > 0.5, "is_worse": high < 0.5}
+
+
+def examples(prompts: Sequence[str], models: Sequence[Answered], count: int) -> list[dict]:
+    """The first `count` prompts with each model's first answer and its score."""
+    return [{"prompt": prompts[p], "answers": {m.name: {"completion": m.completions[p][0],
+                                                         "score": float(m.scores[p, 0])} for m in models}}
+            for p in range(min(count, len(prompts)))]
+
+
+def write(folder: Path, found: Comparison, shown: list[dict], facts: dict) -> None:
+    """evaluate.json and evaluate.md in `folder`. facts: what was asked and of whom, in JSON."""
+    method = {"confidence": found.method.confidence, "win_rate": "Wilson over prompts, a tie is half a win",
+              "score": f"percentile bootstrap over prompts, paired, {found.method.num_resamples} resamples"}
+    whole = {**facts, "intervals": method, "models": found.rows, "examples": shown}
+    (folder / "evaluate.json").write_text(to_json(whole, indent=1) + "\n", encoding="utf-8")
+    (folder / "evaluate.md").write_text(page(found, shown, facts), encoding="utf-8")
+
+
+COLUMNS = {"score": "score", "accuracy": "accuracy", "win_rate": "win rate", "score_gain": "score gain", "kl": "KL",
+           "length": "length", "ended": "ended", "distinct_1": "distinct-1", "distinct_2": "distinct-2"}
+
+
+def cells(found: Comparison) -> list[dict[str, str]]:
+    """The table: a row for each model, numbers with their intervals as text."""
+    names = [n for n in COLUMNS if any(row.get(n) is not None for row in found.rows)]
+    decimals = {n: 2 if n in ("score", "score_gain", "kl", "length") else 3 for n in names}
+    return [{"model": row["model"], **{COLUMNS[n]: _number(row.get(n), row.get(f"{n}_interval"), decimals[n])
+                                       for n in names}} for row in found.rows]
+
+
+def _number(value: float | None, interval: Interval | None, decimals: int) -> str:
+    if value is None:
+        return ""
+    return f"{value:.{decimals}f}" + (f" [{interval[0]:.{decimals}f}, {interval[1]:.{decimals}f}]" if interval else "")
+
+
+def verdicts(found: Comparison) -> list[str]:
+    """What the win rates say, a sentence for each model but the first."""
+    percent, first = f"{found.method.confidence:.0%}", found.rows[0]["model"]
+    words = {(True, False): "wins more often than it loses", (False, True): "loses more often than it wins"}
+    return [f"{row['model']} {words.get((row['is_better'], row['is_worse']), 'is not told apart by who wins')} "
+            f"against {first}: {row['win_rate']:.1%} of the prompts "
+            f"({percent} interval {row['win_rate_interval'][0]:.1%} to {row['win_rate_interval'][1]:.1%})"
+            for row in found.rows[1:]]
+
+
+def page(found: Comparison, shown: list[dict], facts: dict) -> str:
+    """The comparison as Markdown."""
+    rows = cells(found)
+    lines = ["# Evaluation", "", *(f"- {name.replace('_', ' ')}: {_plain(value)}" for name, value in facts.items()),
+             "", "| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0]),
+             *("| " + " | ".join((_escaped(row["model"]), *list(row.values())[1:])) + " |" for row in rows), "",
+             *(f"- {_escaped(line)}" for line in verdicts(found)), "",
+             f"Brackets: {found.method.confidence:.0%} intervals. Scores: percentile bootstrap over prompts "
+             f"({found.method.num_resamples} resamples, paired for gains). Win rate and accuracy: Wilson over prompts, "
+             "a tie is half a win.", "", "## Answers side by side", ""]
+    for each in shown:
+        lines += [f"**{_escaped(each['prompt'])}**", "", "| model | score | answer |", "|---|---|---|",
+                  *(f"| {_escaped(name)} | {a['score']:.3f} | {_escaped(a['completion'])} |"
+                    for name, a in each["answers"].items()), ""]
+    return "\n".join(lines)
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _escaped(text: str) -> str:
+    """Text that stays within one cell of a Markdown table, whatever a model wrote."""
+    text = neutralise(" ".join(text.split()))
+    return re.sub(r"([|\\`*_<>\[\]#])", r"\\\1", text)
+
+
+def show(found: Comparison, shown: list[dict], folder: Path) -> None:
+    """The table, the verdicts and a few answers, on stdout."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from hybrid_rlhf.report.terminal import one_line
+
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
+    rows, percent = cells(found), f"{found.method.confidence:.0%}"
+    judged = [n for n in rows[0] if n in ("score", "accuracy", "win rate", "score gain")]
+    described = [n for n in rows[0] if n not in (*judged, "model")]
+    for title, names in ((f"Answers to the same prompts, {percent} intervals", judged), (None, described)):
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)  # two: one is too wide
+        table.add_column("model", overflow="fold")
+        for name in names:
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(*(Text(row[name].replace(" [", "\n[")) for name in ("model", *names)))
+        console.print(table)
+    for line in verdicts(found):
+        console.print(line, soft_wrap=True)
+    for each in shown:
+        console.print(Text(one_line(each["prompt"], console.width), style="cyan"))
+        for name, answer in each["answers"].items():
+            console.print(Text(one_line(f"  {name}: {answer['completion']} ({answer['score']:.2f})", console.width)))
+    console.print(f"written to {folder / 'evaluate.json'} and {folder / 'evaluate.md'}", soft_wrap=True)

@@ -1,0 +1,158 @@
+"""The report as one HTML file: pictures within, nothing loaded from anywhere, light and dark."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from hybrid_rlhf.report.alarms import Alarm
+from hybrid_rlhf.report.first_step import first_lines
+from hybrid_rlhf.report.terminal import duration, number, remarks
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1d1c1a; --ground: #fbfaf8; --line: #d9d5cf; --quiet: #5c5955;
+        --alarm: #9c1f1f; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #ecebe8; --ground: #171819; --line: #3a3c3f; --quiet: #b0ada8; --alarm: #ff9d94; }
+  img { filter: invert(0.9) hue-rotate(180deg); }
+}
+body { margin: 0 auto; max-width: 76rem; padding: 1.5rem; background: var(--ground); color: var(--ink);
+       font: 1rem/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.4rem; }
+h2 { font-size: 1.15rem; margin-top: 2.2rem; border-top: 1px solid var(--line); padding-top: 1rem; }
+h3 { font-size: 1rem; color: var(--quiet); }
+table { border-collapse: collapse; font-size: .9rem; display: block; overflow-x: auto; }
+th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; }
+td.said { white-space: pre-wrap; overflow-wrap: anywhere; max-width: 34rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 1rem; }
+.plots img { width: 100%; border-radius: .4rem; }
+.alarm { color: var(--alarm); } .quiet { color: var(--quiet); } code { overflow-wrap: anywhere; }
+"""
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """All that is told of one run. history: rows of metrics.jsonl. pictures: PNG files; no_pictures: why there are
+    none. before, after: samples, of the same prompts where the run asked. record: the contents of run.json."""
+
+    stage: str
+    alarms: list[Alarm]
+    history: list[dict]
+    pictures: list[Path]
+    no_pictures: str
+    before: list[dict]
+    after: list[dict]
+    record: dict
+
+    @property
+    def last_step(self) -> dict | None:
+        return next((row for row in reversed(self.history) if not _is_evaluation(row)), None)
+
+    @property
+    def held_out(self) -> dict | None:
+        return next((row for row in reversed(self.history) if _is_evaluation(row)), None)
+
+    @property
+    def first_step(self) -> list[str]:
+        """What the first step's rollout said of the task, before any update; empty where nothing was sampled."""
+        return first_lines(self.history)
+
+    @property
+    def said(self) -> list[tuple[str, list[dict]]]:
+        """Tables with their titles: the same prompts before and after side by side, or else what there was of each."""
+        return said(self.before, self.after)
+
+    @property
+    def versions(self) -> str:
+        return ", ".join(f"{name} {text}" for name, text in sorted((self.record.get("versions") or {}).items()))
+
+
+def said(before: list[dict], after: list[dict]) -> list[tuple[str, list[dict]]]:
+    """Tables with their titles of two lists of samples: one table where both answer the same prompts."""
+    asked, again = ([row.get("prompt") for row in rows] for rows in (before, after))
+    if before and asked == again and None not in asked:
+        both = [(f"step {rows[0]['step']}", rows) for rows in (before, after)]
+        if "side" in before[0]:  # a reward model: the words stay, what it thinks of them changes
+            return [("The same responses, scored before and after", [
+                {"prompt": row["prompt"], "response": row["completion"], "was": row.get("side", "")}
+                | {f"score, {step}": rows[i].get("score") for step, rows in both} for i, row in enumerate(before)])]
+        return [("The same prompts before and after", [
+            {"prompt": row["prompt"]} | {step: _scored(rows[i]) for step, rows in both}
+            for i, row in enumerate(before)])]
+    return [(f"{title} (step {rows[0]['step']})",
+             [{"prompt": row.get("prompt"), "response": _ended(row), "score": row.get("score")} for row in rows])
+            for title, rows in (("What it said at the start", before), ("What it said at the end", after)) if rows]
+
+
+def _scored(row: dict) -> str:
+    """A response with what there is to say of it in a line below."""
+    notes = ", ".join(remarks(row))
+    return f"{row['completion']}" + (f"\n({notes})" if notes else "")
+
+
+def _ended(row: dict) -> str | None:
+    """A response, and whether it is empty or did not end; its score has a column of its own."""
+    return _scored(row | {"score": None}) if "completion" in row else None
+
+
+def _is_evaluation(row: dict) -> bool:
+    return any(name.startswith("eval/") for name in row)
+
+
+def html(title: str, chapters: list[Chapter], table: list[dict] | None = None,
+         answers: list[dict] | None = None) -> str:
+    """The whole page. table: rows of what each stage brought, shown first; answers: the same prompts to every model."""
+    parts = [f"<h1>{escape(title)}</h1>"]
+    if table:
+        parts.append(_table(table))
+    if answers:
+        parts.append(f"<h2>The same prompts</h2>{_table(answers)}")
+    if len(chapters) > 1:
+        links = " &middot; ".join(f'<a href="#{escape(c.stage)}">{escape(c.stage)}</a>' for c in chapters)
+        parts.append(f"<nav>{links}</nav>")
+    parts += [_chapter(chapter) for chapter in chapters]
+    return ('<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+            f'content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
+            f"<style>{_STYLE}</style></head><body><main>{''.join(parts)}</main></body></html>\n")
+
+
+def _chapter(run: Chapter) -> str:
+    parts = [f'<section id="{escape(run.stage)}"><h2>Stage {escape(run.stage)}</h2>']
+    taken = run.last_step["step"] if run.last_step else 0
+    parts.append(f'<p class="quiet">{taken} steps'
+                 + (f" in {duration(run.record['seconds'])}" if run.record.get("seconds") else "") + "</p>")
+    parts += [f"<p>{escape(line)}</p>" for line in run.first_step]
+    parts += [f'<p class="alarm"><strong>{escape(a.name)}</strong>: {escape(a.text)}</p>' for a in run.alarms] or [
+        '<p class="quiet">None of the alarms went off.</p>']
+    parts.append(f'<p>{escape(run.no_pictures)}</p>' if run.no_pictures else
+                 f'<div class="plots">{"".join(map(_image, run.pictures))}</div>')
+    for title, rows in run.said:
+        parts.append(f"<h3>{escape(title)}</h3>" + _table(rows))
+    for title, row in (("Last step", run.last_step), ("Held out", run.held_out)):
+        if row:
+            values = [{"metric": name.removeprefix("eval/"), "value": value} for name, value in sorted(row.items())]
+            parts.append(f"<details><summary>{title}: all metrics</summary>{_table(values)}</details>")
+    parts.append(f"<p><code>{escape(run.record.get('command', ''))}</code></p>"
+                 f'<p class="quiet">{escape(run.versions)}</p></section>')
+    return "".join(parts)
+
+
+def _image(path: Path) -> str:
+    data = base64.b64encode(path.read_bytes()).decode("ascii")
+    return f'<img alt="{escape(path.stem.replace("_", " "))}" src="data:image/png;base64,{data}">'
+
+
+def _table(rows: list[dict]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    head = "".join(f'<th scope="col">{escape(name.replace("_", " "))}</th>' for name in names)
+    body = "".join(f"<tr>{''.join(_value(row.get(name)) for name in names)}</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return f'<td class="number">{number(value)}</td>'
+    return f'<td class="said">{escape("" if value is None else str(value))}</td>'

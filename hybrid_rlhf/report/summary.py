@@ -1,0 +1,115 @@
+"""What a run came to: report.md and report.html, with alarms in words, curves, words before and after, and metrics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hybrid_rlhf.report.alarms import Alarm, answered, find
+from hybrid_rlhf.report.html import Chapter, html
+from hybrid_rlhf.report.plots import draw
+from hybrid_rlhf.report.terminal import number, one_line
+
+REPORT, PAGE, METRICS = "report.md", "report.html", "metrics.jsonl"
+SAMPLES, ANSWERS = "samples.jsonl", "answers.jsonl"
+NUM_SHOWN = 4  # samples
+_SILENT = "None of the alarms went off."
+
+
+def conclude(folder: Path, stage: str, metrics: str = METRICS) -> list[Alarm]:
+    """Read the run's history, look for alarms, and write plots/, report.md and report.html; returns the alarms."""
+    found = chapter(folder, stage, metrics)
+    (folder / REPORT).write_text(page(found), encoding="utf-8")
+    (folder / PAGE).write_text(html(f"{folder.resolve().name}: stage {stage}", [found]), encoding="utf-8")
+    return found.alarms
+
+
+def compare_stages(folder: Path, stages: list[str], table: list[dict], answers: list[dict]) -> Path:
+    """folder/report.html over the finished stages in folder/STAGE, with `table` (rows of what each brought) on top and
+    below it `answers`, the same prompts as each model answers them."""
+    chapters = [chapter(folder / stage, stage) for stage in stages if (folder / stage / METRICS).exists()]
+    path = folder / PAGE
+    path.write_text(html(folder.resolve().name, chapters, table, answers), encoding="utf-8")
+    return path
+
+
+def chapter(folder: Path, stage: str, metrics: str = METRICS) -> Chapter:
+    """All that is told of the run in `folder`; draws its plots."""
+    history = read_history(folder / metrics)
+    try:
+        pictures, why = draw(history, folder), ""
+    except ImportError:
+        pictures, why = [], "No plots: matplotlib is not installed (pip install 'hybrid-rlhf[report]')."
+    samples, answers = (read_history(path) if (path := folder / name).exists() else [] for name in (SAMPLES, ANSWERS))
+    run = json.loads((folder / "run.json").read_text(encoding="utf-8")) if (folder / "run.json").exists() else {}
+    said = before_and_after(samples, answers)
+    alarms = find(history) + (answered(said[1]) if answers else [])
+    return Chapter(stage, alarms, history, pictures, why, *said, run)
+
+
+def before_and_after(samples: list[dict], answers: list[dict]) -> tuple[list[dict], list[dict]]:
+    """What was said to the same prompts before training and after it; where nobody asked, the first and the last
+    samples of a run. No first ones where there is only one set."""
+    rows = answers or [row for step in sorted({row["step"] for row in samples})
+                       for row in [each for each in samples if each["step"] == step][:NUM_SHOWN]]
+    steps = sorted({row["step"] for row in rows})
+    if not steps:
+        return [], []
+    first, last = ([row for row in rows if row["step"] == step] for step in (steps[0], steps[-1]))
+    return (first if len(steps) > 1 else []), last
+
+
+def read_history(path: Path) -> list[dict]:
+    """The rows of a metrics.jsonl; a torn last line, which a crash leaves, is passed over."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def page(run: Chapter) -> str:
+    """The report as Markdown."""
+    lines = [f"# Report of stage {run.stage}", "", *(f"{line}\n" for line in run.first_step)]
+    lines += ["## Alarms", "", *alarm_lines(run.alarms), "", "## Curves", ""]
+    lines += [f"![{path.stem.replace('_', ' ')}](plots/{path.name})" for path in run.pictures] or [
+        run.no_pictures or "Nothing to draw."]
+    for title, rows in run.said:
+        lines += ["", f"## {title}", "", "| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
+        lines += ["| " + " | ".join(number(v) if isinstance(v, (int, float)) else _cell(v) for v in row.values()) + " |"
+                  for row in rows]
+    lines += ["", "## Metrics", ""]
+    lines += _table("the last step", run.last_step) if run.last_step else ["No step was taken."]
+    lines += ["", *_table("held out", run.held_out)] if run.held_out else []
+    if run.record:
+        lines += ["", "## Made by", "", f"`{run.record.get('command', '')}`", "", run.versions]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: object) -> str:
+    """Text in a cell of a table: one line, nothing in it that Markdown or a terminal would take for its own."""
+    plain = one_line(str(text or ""), 160)
+    return "".join(f"\\{c}" if c in "\\|`*_<>[]!#~" else c for c in plain)
+
+
+def conclude_comparison(folder: Path, title: str, rows: list[dict], found: list[Alarm]) -> None:
+    """folder/report.md of several models compared: alarms, and a table with a row of figures for each model."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [f"# {title}", "", "## Alarms", "", *alarm_lines(found), "", "## Held-out prompts", "",
+             "| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    lines += ["| " + " | ".join(number(v) if isinstance(v := row.get(name), (int, float)) else _cell(v)
+                                for name in names) + " |" for row in rows]
+    (folder / REPORT).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def alarm_lines(found: list[Alarm]) -> list[str]:
+    """Alarms as list items, or the sentence that there are none."""
+    return [f"- **{alarm.name}**: {alarm.text}" for alarm in found] or [_SILENT]
+
+
+def _table(title: str, row: dict) -> list[str]:
+    values = [(name.removeprefix("eval/"), value) for name, value in sorted(row.items()) if name != "step"]
+    return [f"| {title} (step {row['step']}) | |", "|---|---|",
+            *(f"| {name} | {'not a number' if value is None else number(value)} |" for name, value in values)]

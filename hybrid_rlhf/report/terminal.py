@@ -1,0 +1,303 @@
+"""The terminal: a live table with a progress bar when a person watches, plain lines when nobody does. All on stderr."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from hybrid_rlhf.core import activity
+from hybrid_rlhf.core.distributed import device, is_main
+from hybrid_rlhf.core.text_safety import neutralise
+
+_STEP, _COLUMN = 8, 11  # least widths of the table's first and other columns
+NUM_SAMPLES = 2  # in the live view
+PHASES = ("generate", "score", "train", "switch")
+
+
+class Progress:
+    """Progress of one stage. keys: metric names that get a column; total: steps; max_seconds: or as long as that.
+
+    Logged steps stay on the terminal as rows of one table; below them live the current step, the newest samples, where
+    the step's time went, memory by role, and a bar with the time left. Where stderr is no terminal every logged step
+    is one plain line.
+    """
+
+    def __init__(self, stage: str, keys: tuple[str, ...], total: int, max_seconds: float | None = None) -> None:
+        from rich.console import Console
+
+        self.stage, self.keys, self.total, self.max_seconds = stage, keys, total, max_seconds
+        self.console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self.is_live = is_main() and self.console.is_terminal and not self.console.is_dumb_terminal
+        self._live, self._step, self._values, self._samples = None, 0, {}, []
+        self.first = 0  # steps that were done before this process began
+        self._doing, self._shown = "", 0  # _shown: the step of the table's last row
+        self._marks: list[tuple[int, float]] = []  # when steps ended: the first and the last of this process
+        self._columns: tuple[str, ...] = ()
+        self._notice, self._hearing = "", ExitStack()
+        self._started = time.perf_counter()
+
+    def __enter__(self) -> Progress:
+        self._started = time.perf_counter()
+        if self.is_live:
+            from rich.live import Live
+
+            # rich would send what others print to stdout through this console, that is to stderr, even into a pipe
+            self._live = Live(console=self.console, get_renderable=self._frame, refresh_per_second=4, transient=True,
+                              redirect_stdout=sys.stdout.isatty())
+            self._live.start()
+        self._hearing.enter_context(activity.heard_by(self._hear))
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._hearing.close()
+        if self._live is not None:
+            self._live.stop()
+        if self._step > self.first:
+            passed, before = duration(time.perf_counter() - self._started), f" after {self.first}" if self.first else ""
+            self._print(f"{self.stage}: {self._step - self.first} steps{before} in {passed}, {memory(peak_bytes())} of "
+                        "memory at most")
+
+    def step(self, step: int, values: dict[str, float], *, is_logged: bool, samples: list[dict] = ()) -> None:
+        """`step` is done; a logged one stays on the terminal."""
+        self._step, self._values, self._doing = step, values, ""
+        self._marks = [*self._marks[:1], (step, time.perf_counter())]
+        self._samples = samples or self._samples
+        if not is_main() or not is_logged:
+            return
+        if self._live is None:
+            now = "  ".join(f"{short(k)} {number(values[k])}" for k in self.keys if k in values)
+            self._print(f"{self.stage} {step}/{self.total}  {now}{self._left('  ')}")
+            return
+        if not self._columns:
+            self._columns = fitting(tuple(k for k in self.keys if k in values), self.console.width)
+            self._print(self._row("step", [short(k) for k in self._columns]), style="bold")
+        self._print(self._cells(step, values))
+        self._shown = step
+
+    def evaluated(self, step: int, values: dict[str, float]) -> None:
+        """The held-out metrics after `step`: a row of the table, or one line."""
+        named = {k.removeprefix("eval/"): v for k, v in values.items()}
+        if any(k in named for k in self._columns):
+            self._print(self._cells("held out", named), style="green")
+            return
+        first = [k for k in self.keys if k in named]
+        taken = {short(k) for k in first}  # kl and objective/kl would both be called kl
+        order = (first + [k for k in named if k not in first and short(k) not in taken])[:6]
+        self._print(f"{self.stage} {step}/{self.total}  held out: "
+                    + "  ".join(f"{name} {number(named[k])}" for k, name in _names(order).items()), style="green")
+
+    def alarms(self, texts: list[str]) -> None:
+        """What went wrong, a line each."""
+        for text in texts:
+            self._print(f"{self.stage} alarm, {text}", style="bold red")
+
+    def announce(self, text: str) -> None:
+        """Say something at once; may be called by a signal handler, so it never waits for the console."""
+        if self._live is None:
+            os.write(2, f"{text}\n".encode())  # not print: its buffer cannot be entered twice
+        self._notice = text
+
+    def seconds_left(self) -> float:
+        """Estimate from the mean time of a step, the first one of this process excepted: compilers and caches warm up
+        in it. Infinite before the second; never more than max_seconds leaves."""
+        now, left = time.perf_counter(), float("inf")
+        if len(self._marks) > 1:
+            (first, began), (last, ended) = self._marks
+            left = max(0.0, (ended - began) / (last - first) * (self.total - last) - (now - ended))
+        elif self._marks and self._step == self.total:
+            left = 0.0
+        return left if self.max_seconds is None else max(0.0, min(left, self.max_seconds - (now - self._started)))
+
+    def _left(self, before: str) -> str:
+        seconds = self.seconds_left()
+        return "" if seconds == float("inf") else f"{before}{duration(seconds)} left"
+
+    def _hear(self, text: str) -> None:
+        self._doing = text
+
+    def _print(self, text: str, style: str = "") -> None:
+        from rich.text import Text
+
+        if is_main():
+            self.console.print(Text(text, style=style), soft_wrap=self._live is None)
+
+    def _row(self, first: str, cells: list[str]) -> str:
+        widths = [max(_COLUMN, len(short(k))) for k in self._columns]
+        return first.rjust(_STEP) + "".join(f" {c:>{w}}" for c, w in zip(cells, widths, strict=True))
+
+    def _cells(self, first: object, values: dict[str, float]) -> str:
+        return self._row(str(first), [number(values[k]) if k in values else "" for k in self._columns])
+
+    def _frame(self):  # noqa: ANN202 - a rich renderable
+        """What is below the table now."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        is_new = self._columns and self._step > self._shown
+        lines: list = [Text(self._cells(self._step, self._values), style="dim", no_wrap=True)] if is_new else []
+        width = self.console.width
+        for sample in self._samples[:NUM_SAMPLES]:
+            lines += [Text(line, style="cyan", no_wrap=True) for line in sample_lines(sample, width - 1)]
+        lines += [Text(line, no_wrap=True, overflow="ellipsis") for line in (work(self._values), held(self._values))
+                  if line]
+        passed = time.perf_counter() - self._started
+        share = self._step / self.total
+        if self.max_seconds:
+            share = max(share, min(1.0, passed / self.max_seconds))
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(Text(self.stage, style="bold"), ProgressBar(total=1.0, completed=share, width=max(8, width // 4)),
+                    Text(f"{self._step}/{self.total}", no_wrap=True),
+                    Text(f"{duration(passed)} passed{self._left(', ')}", no_wrap=True))
+        lines += [bar, *([Text(self._doing, style="dim")] if self._doing else [])]
+        return Group(*lines, *([Text(self._notice, style="yellow")] if self._notice else []))
+
+
+def fitting(keys: tuple[str, ...], width: int) -> tuple[str, ...]:
+    """As many of `keys` as a terminal of `width` columns has room for, the first ones."""
+    used, kept = _STEP, []
+    for key in keys:
+        used += 1 + max(_COLUMN, len(short(key)))
+        if used >= width:
+            break
+        kept.append(key)
+    return tuple(kept)
+
+
+def work(values: dict[str, float]) -> str:
+    """Where the time of a step went, and how fast it generated: '12300 tokens/s; of 0.86 s: train 71%, score 19%'."""
+    step = values.get("time/step")
+    parts = {short(k): v for k, v in values.items() if k.startswith("time/") and short(k) in PHASES and v}
+    speed = values.get("engine/tokens_per_second")
+    said = [f"{speed:.0f} tokens/s"] if speed else []
+    if step and parts:
+        shares = sorted(parts.items(), key=lambda part: -part[1])
+        said.append(f"of {number(step)} s: " + ", ".join(f"{name} {v / step:.0%}" for name, v in shares))
+    return "; ".join(said)
+
+
+def held(values: dict[str, float]) -> str:
+    """The most memory that each role took in any phase of the step: 'memory: actor 300 MiB (train), ...'. One figure on
+    a CPU, where it is the process's, whoever computes."""
+    sizes = [value for name, value in values.items() if name.startswith("memory/") and name.count("/") == 2]
+    if device().type == "cpu":
+        return f"memory: {memory(max(sizes))}" if sizes else ""
+    most: dict[str, tuple[float, str]] = {}
+    for name, value in values.items():
+        if name.startswith("memory/") and name.count("/") == 2:
+            _, role, phase = name.split("/")
+            most[role] = max(most.get(role, (0.0, "")), (value, phase))
+    return "memory: " + ", ".join(f"{role} {memory(size)} ({phase})" for role, (size, phase) in most.items()) \
+        if most else ""
+
+
+def sample_lines(sample: dict, width: int) -> list[str]:
+    """A sample on two lines of at most `width` columns: the end of the prompt, where the question is, and the beginning
+    of the response, with its score and whether it is empty or did not end by itself."""
+    lines = [last_line(f"{'prompt':>10}: ", sample["prompt"], width)] if "prompt" in sample else []
+    if "completion" in sample:
+        notes = "".join(f"  ({note})" for note in remarks(sample))
+        lines.append(one_line(f"{'completion':>10}: {sample['completion']}", width - len(notes)) + notes)
+    return lines
+
+
+def remarks(sample: dict) -> list[str]:
+    """What there is to say of a response beside its text: score 1.25, empty, did not end."""
+    score = sample.get("score")
+    found = [f"score {number(score)}"] if isinstance(score, (int, float)) else []
+    found += ["empty"] if not str(sample.get("completion", "")).strip() else []
+    return found + (["did not end"] if sample.get("ended") is False else [])
+
+
+def one_line(text: str, width: int) -> str:
+    """`text` on one line of at most `width` columns, white space as single spaces. What could drive
+    the terminal is made visible."""
+    from rich.cells import cell_len, set_cell_size
+
+    indent = text[: len(text) - len(text.lstrip(" "))]
+    text = neutralise(indent + " ".join(text.split()))
+    return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)).rstrip() + "…"
+
+
+def last_line(label: str, text: str, width: int) -> str:
+    """As one_line, behind `label`; of a text that is too long the end is shown."""
+    from rich.cells import cell_len
+
+    text = one_line(text.strip(), 1 << 30)
+    if cell_len(label + text) <= width:
+        return label + text
+    while cell_len(label + text) >= width:
+        text = text[max(1, (cell_len(label + text) - width) // 2):]
+    return f"{label}…{text}"
+
+
+def _names(metrics: Sequence[str]) -> dict[str, str]:
+    """Metrics as one line names them: by their last part, and by all of it where two have the same."""
+    last = Counter(map(short, metrics))
+    return {name: short(name) if last[short(name)] == 1 and short(name) not in ("mean", "std") else name
+            for name in metrics}
+
+
+def short(name: str) -> str:
+    """A metric's last part; enough where a line names its stage."""
+    return name.rsplit("/", 1)[-1]
+
+
+def number(value: float) -> str:
+    """Four significant digits; integers in full."""
+    return str(int(value)) if float(value).is_integer() and abs(value) < 1e9 else f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """7 s, 1:05, 2:00:09; "?" where it is not known."""
+    if seconds != seconds or seconds == float("inf"):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}" if minutes else f"{rest} s"
+
+
+def memory(num_bytes: float) -> str:
+    """Bytes as MiB below one GiB, else GiB."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def peak_bytes() -> int:
+    """The most memory in use so far: the accelerator's where there is one, else this process's."""
+    from hybrid_rlhf.engine.device_memory import meter
+
+    if peak := meter.highest(device()):
+        return peak
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # KiB on Linux
+
+
+def summary_table(rows: list[dict], title: str) -> None:
+    """Print rows (dicts; together their keys are the columns, the first one names the row) as a table on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = list(dict.fromkeys(k for row in rows for k in row))
+    table = Table(title=title, title_justify="left")
+    for place, name in enumerate(columns):
+        table.add_column(name.replace("_", " "), justify="right" if place else "left")
+    for row in rows:
+        table.add_row(*(_cell(row.get(c), [r.get(c) for r in rows]) for c in columns))
+    Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False, emoji=False).print(table)
+
+
+def _cell(value: object, column: list) -> str:
+    """Floats of one column with the same decimals: three, or one where any reaches 10."""
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
+    is_large = any(isinstance(v, float) and abs(v) >= 10 for v in column)
+    return f"{value:.1f}" if is_large else f"{value:.3f}"

@@ -1,0 +1,44 @@
+"""The four roles as handles: what an algorithm may ask of a model, in the algorithm's own shapes.
+
+A role is an engine and what it needs to turn records into the engine's input. Trainers hold roles and know neither
+models nor engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hybrid_rlhf.roles import role_state
+from hybrid_rlhf.roles.actor import Actor, AuxiliaryLoss
+from hybrid_rlhf.roles.critic import Critic
+from hybrid_rlhf.roles.policy_module import PolicyModule, TokenScores
+from hybrid_rlhf.roles.reference_policy import Reference
+from hybrid_rlhf.roles.reward_model import Reward
+
+__all__ = ["Actor", "AuxiliaryLoss", "Critic", "PolicyModule", "Reference", "Reward", "Roles", "TokenScores"]
+
+
+@dataclass
+class Roles:
+    """The models of an on-policy method; ref and critic are None where the method has no use for them."""
+
+    actor: Actor
+    ref: Reference | None = None
+    critic: Critic | None = None
+
+    def oom_limits(self) -> dict[str, dict[str, int]]:
+        """Each engine's limits after running out of memory: part of a checkpoint, for they move the rounding."""
+        return {name: dict(role.engine.oom_limits) for name, role in vars(self).items() if role}
+
+    def state(self) -> dict:
+        """For a checkpoint: what is trained of each role, under its name, `oom_limits`, and the scale of a new critic's
+        values. Tensors are no copies."""
+        scale = {"value_scale": [self.critic.mean, self.critic.std]} if self.critic and self.critic.is_new else {}
+        return role_state.states(vars(self)) | {"oom_limits": self.oom_limits()} | scale
+
+    def load_state(self, state: Mapping) -> None:
+        """Go on where `state` was taken (other keys are left alone); ValueError where it is of other weights."""
+        role_state.load_states(vars(self), state)
+        if self.critic and self.critic.is_new:
+            self.critic.set_scale(*state["value_scale"])

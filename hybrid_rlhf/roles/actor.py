@@ -1,0 +1,145 @@
+"""The actor: the policy that is sampled and trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.core.distributed import place_over_ranks, sum_over_ranks
+from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.core.tensors import SequenceBatch, pad_right
+from hybrid_rlhf.engine import HybridEngine, SamplingConfig
+from hybrid_rlhf.engine.train.accumulate import Rows, accumulate
+from hybrid_rlhf.engine.train.ema import WeightAverage
+from hybrid_rlhf.roles.policy_module import TokenScores
+from hybrid_rlhf.roles.router_balance import expert_shares
+from hybrid_rlhf.roles.scoring import per_action, per_sequence, prefix_groups, score, summed
+from hybrid_rlhf.rollout import Prompts, Rollout
+
+
+class AuxiliaryLoss(NamedTuple):
+    """Rows of another stream in an actor's optimizer step, at temperature 1: `weight` times the sum of
+    `loss_fn(TokenScores, their token count over all ranks)`."""
+
+    batch: SequenceBatch
+    loss_fn: Callable
+    weight: float
+
+
+@dataclass
+class Actor:
+    """The policy: samples, is measured, is updated. tokenizer decodes what was sampled, for people and sources."""
+
+    engine: HybridEngine
+    tokenizer: object
+    max_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        self.engine.name = "actor"
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        with self.engine.inference():
+            yield
+
+    def generate(self, prompts: Prompts, sampling: SamplingConfig, seed: int) -> Rollout:
+        """One response to each prompt (repeat them for groups). Inside `inference()` only.
+
+        Prompts are numbered over all processes: what is drawn does not depend on how many share them.
+        """
+        first, _ = place_over_ranks(len(prompts))
+        numbers = range(first, first + len(prompts))
+        generation = self.engine.generate(prompts.ids, sampling, seed, numbers=numbers)
+        ended = [reason == "eos" for reason in generation.finish_reasons]
+        texts = self.tokenizer.batch_decode(
+            [row[: len(row) - int(end)] for row, end in zip(generation.tokens, ended, strict=True)],
+            skip_special_tokens=True) if ended else []  # of no texts it makes one
+        rollout = Rollout.from_responses(prompts, generation.tokens, ended, self.engine.pad_id, texts)
+        rollout.sampled_logprobs = pad_right(generation.logprobs, 0.0, torch.float32)
+        return rollout
+
+    def logprobs(self, rollout: Rollout) -> Tensor:
+        """(B, R) log-probabilities of the sampled tokens under the present weights."""
+        return per_action(self.engine, rollout, self.max_tokens, lambda rows: self.engine(rows).logprobs)
+
+    def update(self, minibatch: Rollout, loss_fn: Callable, auxiliary: AuxiliaryLoss | None = None) -> Metrics:
+        """One optimizer step. loss_fn(TokenScores, rows of the minibatch, its Totals) -> their share of the loss, and
+        {metric: (mean, weight)}."""
+        totals = minibatch.totals()
+
+        def policy_loss(scores: TokenScores, index: Tensor) -> tuple[Tensor, dict]:
+            return loss_fn(scores, minibatch.rows(index).to(self.engine.device), totals)
+
+        rows = [self._rows(minibatch.sequences(self.engine.pad_id), policy_loss, with_entropy=True)]
+        if auxiliary is not None:
+            num_tokens = sum_over_ranks(auxiliary.batch.loss_mask[:, 1:].sum())
+            rows.append(self._rows(auxiliary.batch, lambda scores, _: auxiliary.loss_fn(scores, num_tokens),
+                                   auxiliary.weight, temperature=1.0))
+        return accumulate(self.engine, self.max_tokens, *rows)
+
+    def fit_tokens(self, batch: SequenceBatch, loss_fn: Callable) -> Metrics:
+        """One optimizer step on the loss tokens. `loss_fn(TokenScores, token count over all ranks)`."""
+        num_tokens = sum_over_ranks(batch.loss_mask[:, 1:].sum())
+        rows = self._rows(batch, lambda scores, _: loss_fn(scores, num_tokens))
+        return accumulate(self.engine, self.max_tokens, rows)
+
+    def _rows(self, batch: SequenceBatch, loss_fn: Callable, weight: float = 1.0, **options: float) -> Rows:
+        """The rows of `batch` with `weight` times `loss_fn(TokenScores, index)` and, for experts, the router's loss of
+        the same rows."""
+        num_tokens = sum_over_ranks(batch.attention_mask.sum())
+        shares = expert_shares(self.engine, batch, self.max_tokens)
+
+        def micro_batch_loss(index: Tensor) -> tuple[Tensor, dict]:
+            rows = batch.rows(index).to(self.engine.device)
+            scores = self.engine(rows, expert_shares=shares(len(rows)), **options)
+            loss, observed = self._with_router_loss(*loss_fn(scores, index), scores, rows, num_tokens)
+            return weight * loss, observed
+
+        return Rows(batch.attention_mask.sum(1), micro_batch_loss, prefix_groups(self.engine, batch))
+
+    def _with_router_loss(self, loss: Tensor, observed: dict, scores: TokenScores, rows: SequenceBatch,
+                          num_tokens: Tensor) -> tuple[Tensor, dict]:
+        """A share of the loss with these rows' router loss, as a share of num_tokens real ones, where there is one."""
+        if scores.router_loss is None:
+            return loss, observed
+        size = rows.attention_mask.sum()
+        share = scores.router_loss * size / num_tokens.to(size.device)
+        return (loss + self.engine.module.router.coefficient * share,
+                observed | {"aux_loss": (scores.router_loss.detach(), size)})
+
+    def fit_sequences(self, batch: SequenceBatch, groups: Tensor, loss_fn: Callable) -> Metrics:
+        """One optimizer step on whole responses. groups (G, k) long: rows that stay together, such as a pair's.
+
+        `loss_fn(logprobs (k, g), index of groups (g,))`: the summed log-probabilities of the loss tokens of each row.
+        """
+        lengths = batch.attention_mask.sum(1)[groups].amax(1) * groups.shape[1]  # a group costs k rows of its longest
+        num_tokens = sum_over_ranks(batch.attention_mask.sum())
+        shares = expert_shares(self.engine, batch, self.max_tokens)
+        prefix_groups(self.engine, batch)  # tried before the first forward, so that a resumed run computes the same
+
+        def micro_batch_loss(index: Tensor) -> tuple[Tensor, dict]:
+            rows = batch.rows(groups[index].T.reshape(-1)).to(self.engine.device)
+            scores = self.engine(rows, expert_shares=shares(len(rows)))
+            loss, observed = loss_fn(summed(scores, rows).view(-1, len(index)), index)
+            return self._with_router_loss(loss, observed, scores, rows, num_tokens)
+
+        return accumulate(self.engine, self.max_tokens, Rows(lengths, micro_batch_loss))
+
+    def sequence_logprobs(self, batch: SequenceBatch) -> Tensor:
+        """(B,): the summed log-probabilities of each row's loss tokens, without gradients."""
+        return per_sequence(self.engine, batch, self.max_tokens)
+
+    def average(self, decay: float) -> WeightAverage:
+        """A moving average of the trained weights, from now on."""
+        return WeightAverage(self.engine, decay)
+
+    @torch.no_grad()
+    def score_tokens(self, batch: SequenceBatch, **options: float) -> Sequence[TokenScores]:
+        """TokenScores of the loss tokens, micro-batch by micro-batch, without gradients. options: the module's."""
+        return [scores for _, scores in score(self.engine, batch, self.max_tokens,
+                                              lambda rows: self.engine(rows, **options))]

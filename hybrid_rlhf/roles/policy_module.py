@@ -1,0 +1,85 @@
+"""What a policy's engine calls: token ids in, what the policy says of the marked tokens out, never whole logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs
+from hybrid_rlhf.core.distributed import max_over_ranks
+from hybrid_rlhf.core.tensors import SequenceBatch, predicted, predicting
+from hybrid_rlhf.engine.train.zero import is_partitioned
+from hybrid_rlhf.kernels import ops_for
+from hybrid_rlhf.models.backbone import hidden_states, hidden_states_and_router_logits, own_head
+from hybrid_rlhf.models.router import router_of
+from hybrid_rlhf.models.shared_prefix import packing, shared_states, sharing_is_exact
+
+
+@dataclass
+class TokenScores:
+    """What a policy says of N marked tokens: logprobs (N,) fp32, entropy (N,) or None, correct (N,) bool (argmax).
+
+    router_loss: how unevenly experts were used (a scalar), with gradients on for a mixture of experts; None elsewhere.
+    choices: (E,) how often each expert was chosen, where that was asked for.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    correct: Tensor
+    router_loss: Tensor | None = None
+    choices: Tensor | None = None
+
+
+class PolicyModule(nn.Module):
+    """A causal model whose forward gives log-probabilities of the marked tokens, from chunks of the logits.
+
+    temperature divides the logits, so that the numbers are those of the policy that was sampled.
+    """
+
+    def __init__(self, model: nn.Module, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.model, self.temperature = model, temperature
+        self.router = router_of(model)
+        self._can_share: bool | None = None
+
+    def can_share(self) -> bool:
+        """Whether rows that begin alike are computed with that beginning once; the first call tries it on the model.
+
+        Until then, and where it is not, `forward` computes every row whole.
+        """
+        if self._can_share is None:
+            self._can_share = self.router is None and sharing_is_exact(self.model)
+        return self._can_share
+
+    def forward(self, batch: SequenceBatch, with_entropy: bool = False, expert_shares: Tensor | None = None,
+                with_choices: bool = False, temperature: float | None = None) -> TokenScores:
+        """expert_shares: (E,) of the minibatch that these rows are a part of (Router.loss). with_choices: count the
+        experts' choices. temperature: None takes the module's own."""
+        router_loss = choices = None
+        if self.router and (with_choices or torch.is_grad_enabled()):
+            hidden, logits = hidden_states_and_router_logits(self.model, batch)
+            if with_choices:
+                choices = self.router.choices(logits, batch)
+            else:
+                router_loss = self.router.loss(self.model, batch, hidden, logits, expert_shares)
+            rows = predicting(hidden, batch)
+        else:
+            rows = self._states(batch)
+        size = chunk_rows(self.model.config.get_text_config().vocab_size, rows.dtype)
+        num_chunks = max(1, -(-len(rows) // size))
+        if is_partitioned(self.model):  # all processes meet in each call of the head, which gathers its weights
+            num_chunks = max_over_ranks(num_chunks)
+        scores = token_logprobs(rows, predicted(batch), own_head(self.model), with_entropy=with_entropy,
+                                temperature=self.temperature if temperature is None else temperature,
+                                chunk_size=size, num_chunks=num_chunks,
+                                score_logits=ops_for(rows.device.type).token_scores)
+        return TokenScores(*scores, router_loss, choices)
+
+    def _states(self, batch: SequenceBatch) -> Tensor:
+        """(N, H): the hidden states that predict the marked tokens."""
+        packed = packing(batch) if self._can_share and batch.position_ids is None else None
+        if packed is None:
+            return predicting(hidden_states(self.model, batch), batch)
+        return shared_states(self.model, batch, packed)

@@ -1,0 +1,30 @@
+"""The reference policy: the frozen model that the actor is held near to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hybrid_rlhf.core.tensors import SequenceBatch
+from hybrid_rlhf.engine import HybridEngine
+from hybrid_rlhf.roles.scoring import per_action, per_sequence
+from hybrid_rlhf.rollout import Rollout
+
+
+@dataclass
+class Reference:
+    """The policy that the actor is held near to. `logprobs(rollout)` -> (B, R)."""
+
+    engine: HybridEngine
+    max_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        self.engine.name = "reference"
+
+    def logprobs(self, rollout: Rollout) -> Tensor:
+        return per_action(self.engine, rollout, self.max_tokens, lambda rows: self.engine(rows).logprobs)
+
+    def sequence_logprobs(self, batch: SequenceBatch) -> Tensor:
+        """(B,): the summed log-probabilities of each row's loss tokens, without gradients."""
+        return per_sequence(self.engine, batch, self.max_tokens)

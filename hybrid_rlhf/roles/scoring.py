@@ -1,0 +1,57 @@
+"""No-grad scoring: micro-batches through a role's engine, and what they say in the shapes of an algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.core.tensors import SequenceBatch, scatter
+from hybrid_rlhf.engine import HybridEngine
+from hybrid_rlhf.engine.train import accumulate
+from hybrid_rlhf.models import shared_prefix
+from hybrid_rlhf.roles.policy_module import TokenScores
+from hybrid_rlhf.rollout import Rollout
+
+
+def score(engine: HybridEngine, batch: SequenceBatch, max_tokens: int, score_fn: Callable) -> Iterator[tuple]:
+    """(row indices, score_fn(rows on the engine's device)) of micro-batches within the token budget, in eval mode."""
+    engine.module.eval()
+    with engine.active():
+        yield from accumulate.score(engine, batch.attention_mask.sum(1), max_tokens,
+                                    lambda index: score_fn(batch.rows(index).to(engine.device)),
+                                    prefix_groups(engine, batch))
+
+
+def prefix_groups(engine: HybridEngine, batch: SequenceBatch) -> Tensor | None:
+    """(B,) the group of rows with one prefix that each is in, where the module computes a prefix once; else None."""
+    module = engine.module
+    if not hasattr(module, "can_share") or not len(batch) or batch.position_ids is not None:
+        return None
+    with engine.active():
+        return shared_prefix.prefix_groups(batch) if module.can_share() else None
+
+
+@torch.no_grad()
+def per_action(engine: HybridEngine, rollout: Rollout, max_tokens: int, score_fn: Callable) -> Tensor:
+    """`score_fn(rows)` -> one value per action, for the whole rollout as (B, R) fp32 on the CPU, zero elsewhere."""
+    sequences = rollout.sequences(engine.pad_id)
+    out = torch.zeros(rollout.action_mask.shape)
+    for index, values in score(engine, sequences, max_tokens, score_fn):
+        out[index] = scatter(values.float().cpu(), rollout.action_mask[index])
+    return out
+
+
+@torch.no_grad()
+def per_sequence(engine: HybridEngine, batch: SequenceBatch, max_tokens: int) -> Tensor:
+    """(B,) fp32 on the CPU: the summed log-probabilities of each row's loss tokens, without gradients."""
+    out = torch.zeros(len(batch))
+    for index, sums in score(engine, batch, max_tokens, lambda rows: summed(engine(rows), rows)):
+        out[index] = sums.cpu()
+    return out
+
+
+def summed(tokens: TokenScores, rows: SequenceBatch) -> Tensor:
+    """(B,): the log-probabilities of each row's loss tokens, added up."""
+    return scatter(tokens.logprobs, rows.loss_mask[:, 1:]).sum(1)

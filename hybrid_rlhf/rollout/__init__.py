@@ -1,0 +1,5 @@
+"""Prompts in, sampled and scored responses out: the record of a rollout, and how it is collected."""
+
+from hybrid_rlhf.rollout.record import Prompts, Rollout, Totals
+
+__all__ = ["Prompts", "Rollout", "Totals"]

@@ -1,0 +1,209 @@
+"""The record of one round of sampling: what was asked, what came back, and what was thought of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hybrid_rlhf.core.distributed import sum_over_ranks
+from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, masked_sum, pad_right
+
+
+@dataclass
+class Prompts:
+    """B prompts, as an on-policy loader yields them.
+
+    ids: token ids with the template's generation marker; texts: the same as text; columns: every other column of the
+    rows, one list of B values each, handed on to reward functions.
+    """
+
+    ids: list[list[int]]
+    texts: list[str]
+    columns: dict[str, list] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def repeat(self, num_samples: int) -> Prompts:
+        """Each prompt `num_samples` times in a row, so that the samples of one prompt (a group) are contiguous."""
+
+        def each(values: Sequence) -> list:
+            return [v for v in values for _ in range(num_samples)]
+
+        return Prompts(each(self.ids), each(self.texts), {k: each(v) for k, v in self.columns.items()})
+
+    def rows(self, index: Sequence[int]) -> Prompts:
+        """The prompts `index`, in that order."""
+        return Prompts([self.ids[i] for i in index], [self.texts[i] for i in index],
+                       {k: [v[i] for i in index] for k, v in self.columns.items()})
+
+
+class Totals(NamedTuple):
+    """Counts of a minibatch over all processes: its losses are divided by them, so that no split moves the gradient."""
+
+    num_actions: Tensor
+    num_sequences: Tensor
+
+
+@dataclass
+class Rollout:
+    """B sampled sequences and all that PPO needs to know of them. R is the longest response.
+
+    response_ids (B, R), right-padded: everything after the prompt. response_mask (B, R) bool: its real tokens.
+    action_mask (B, R) bool: the tokens that the policy sampled, the end of each turn included; it has holes where a
+    tool or an environment wrote. has_eos (B,) bool: whether the response ended by itself. The rest is filled in by
+    `collect` and the trainer; shapes as in the glossary: logprobs, ref_logprobs, values, rewards, advantages, returns
+    (B, R); scores (B,), NaN where a method that allows it has none. source_scores: (B,) of each reward source, NaN
+    where it skipped a response. is_clipped (B,) bool: whether the score, put on stage 2's scale, was bounded there.
+    shaped_scores (B,): what each response is paid but for the KL. numbers: (B,) each sequence's place among those of
+    all processes, where that is not the order of processes.
+    """
+
+    prompts: Prompts
+    response_ids: Tensor
+    response_mask: Tensor
+    action_mask: Tensor
+    has_eos: Tensor
+    completions: list[str] = field(default_factory=list)
+    sampled_logprobs: Tensor | None = None
+    logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    values: Tensor | None = None
+    scores: Tensor | None = None
+    source_scores: dict[str, Tensor] = field(default_factory=dict)
+    is_clipped: Tensor | None = None
+    shaped_scores: Tensor | None = None
+    rewards: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+    numbers: Tensor | None = None
+
+    @classmethod
+    def from_responses(cls, prompts: Prompts, responses: Sequence[Sequence[int]], has_eos: Sequence[bool],
+                       pad_id: int, completions: list[str],
+                       is_sampled: Sequence[Sequence[bool]] | None = None) -> Rollout:
+        """Build the record from token lists; the masks come from lengths. An empty response is not allowed.
+
+        is_sampled: of each response's tokens, which the policy sampled (None: all of them).
+        """
+        mask = length_mask(torch.tensor([len(r) for r in responses]))
+        actions = mask if is_sampled is None else pad_right(is_sampled, False, torch.bool)
+        return cls(prompts, pad_right(responses, pad_id), mask, actions, torch.tensor(has_eos, dtype=torch.bool),
+                   completions)
+
+    def __len__(self) -> int:
+        return self.response_ids.shape[0]
+
+    def sequences(self, pad_id: int) -> SequenceBatch:
+        """Prompts and responses as right-padded sequences (B, T) whose loss_mask marks the actions."""
+        lengths = self.response_mask.sum(1).tolist()
+        rows, marks = [], []
+        for prompt, n, ids, actions in zip(self.prompts.ids, lengths, self.response_ids.tolist(),
+                                           self.action_mask.tolist(), strict=True):
+            rows.append(prompt + ids[:n])
+            marks.append([False] * len(prompt) + actions[:n])
+        mask = length_mask(torch.tensor([len(row) for row in rows]))
+        return SequenceBatch(pad_right(rows, pad_id), mask, pad_right(marks, False, torch.bool))
+
+    def rows(self, index: Tensor) -> Rollout:
+        """The sequences `index` (a long tensor), in that order."""
+        chosen = index.tolist()
+        prompts = self.prompts.rows(chosen)
+        part = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prompts"}
+        part["completions"] = [self.completions[i] for i in chosen] if self.completions else []
+        part["source_scores"] = {k: v[index] for k, v in self.source_scores.items()}
+        part = {k: v[index] if isinstance(v, Tensor) else v for k, v in part.items()}
+        return Rollout(prompts, **part)
+
+    def __add__(self, other: Rollout) -> Rollout:
+        """The sequences of both, these first, padded to the longer of the two widths (with 0, which nobody reads)."""
+        width = max(self.response_ids.shape[1], other.response_ids.shape[1])
+
+        def joined(a: object, b: object) -> object:
+            if isinstance(a, dict):
+                return {key: joined(value, b[key]) for key, value in a.items()}
+            if not isinstance(a, Tensor):
+                return a if a is None else a + b
+            return torch.cat([x if x.ndim == 1 else pad(x, (0, width - x.shape[1])) for x in (a, b)])
+
+        prompts = Prompts(*(joined(getattr(self.prompts, f.name), getattr(other.prompts, f.name))
+                            for f in fields(Prompts)))
+        return Rollout(prompts, **{f.name: joined(getattr(self, f.name), getattr(other, f.name))
+                                   for f in fields(self) if f.name != "prompts"})
+
+    def has_spread(self, group_size: int) -> Tensor:
+        """(groups,) bool: whether a prompt's responses are paid differently. Groups are contiguous rows."""
+        grouped = self.shaped_scores.view(-1, group_size)
+        return grouped.amax(1) > grouped.amin(1)
+
+    def to(self, device: torch.device | str) -> Rollout:
+        part = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Rollout(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in part.items()})
+
+    def shuffled(self, size: int, generator: torch.Generator, first: int = 0, total: int | None = None,
+                 ) -> Iterator[Rollout]:
+        """Pieces of at most `size` sequences in an order drawn from `generator`.
+
+        Where these are numbers first, first + 1, ... (or `numbers`) of `total` over all processes, `size` counts all of
+        them and each piece holds the process's own share of it, empty at times: every process yields as many pieces.
+        """
+        order = torch.randperm(len(self) if total is None else total, generator=generator)
+        rows = torch.full((len(order),), -1)  # number -> row, where it is one of ours
+        rows[first + torch.arange(len(self)) if self.numbers is None else self.numbers] = torch.arange(len(self))
+        for piece in order.split(size):
+            yield self.rows(rows[piece][rows[piece] >= 0])
+
+    def totals(self) -> Totals:
+        """What the losses of a minibatch are divided by. Every process calls it."""
+        counts = sum_over_ranks(torch.stack([self.action_mask.sum(), torch.tensor(len(self))]))
+        return Totals(*counts.unbind())
+
+    def mean_kl(self) -> float:
+        """Mean over sequences of sum_t (logprobs - ref_logprobs), in nats: the estimate of KL(actor || ref)."""
+        return float(masked_sum(self.logprobs - self.ref_logprobs, self.action_mask) / max(len(self), 1))
+
+    def _add_variety(self, metrics: Metrics) -> None:
+        """How alike the responses are: distinct-2 of tokens (1510.03055), and the answers of unlike prompts, of which
+        what a prompt's own samples have in common is no part. All fall with the number of responses."""
+        ids, both = self.response_ids.tolist(), self.action_mask[:, 1:] & self.action_mask[:, :-1]
+        pairs = (f"{row[t]} {row[t + 1]}" for row, where in zip(ids, both, strict=True) for t in where.nonzero()[:, 0])
+        metrics.add_items("completions/distinct_2", pairs, "distinct")
+        asked = Counter()  # how often each prompt was seen: its n-th response is compared with the others' n-th
+        answers = []
+        for ids, text in zip(self.prompts.ids, self.completions, strict=True) if self.completions else ():
+            answers.append((asked[tuple(ids)], text.strip()))
+            asked[tuple(ids)] += 1
+        metrics.add_items("completions/distinct_answers", (f"{n} {text}" for n, text in answers), "distinct")
+        metrics.add_items("completions/top3_share", (text for _, text in answers), "top3")
+
+    def metrics(self) -> Metrics:
+        """What every on-policy method reports of its samples (names follow TRL)."""
+        metrics, size = Metrics(), len(self)
+        lengths = self.action_mask.sum(1).float()
+        scored = self.scores[~torch.isnan(self.scores)]
+        metrics.add("reward", scored.mean(), len(scored))
+        metrics.add_spread("reward_std", scored, "std")
+        for name, scores in self.source_scores.items():  # NaN: skipped
+            scores = scores[~torch.isnan(scores)]
+            metrics.add(f"rewards/{name}/mean", scores.mean(), len(scores))
+            metrics.add_spread(f"rewards/{name}/std", scores, "std")
+        if self.is_clipped is not None:
+            metrics.add("score/clip_fraction", self.is_clipped.float().mean(), size)
+        metrics.add("completions/mean_length", lengths.mean(), size)
+        metrics.add_spread("completions/min_length", lengths, "min")
+        metrics.add_spread("completions/max_length", lengths, "max")
+        metrics.add("completions/clipped_ratio", (~self.has_eos).float().mean(), size)
+        if self.completions:
+            metrics.add("completions/empty_ratio", sum(not text.strip() for text in self.completions) / size, size)
+        self._add_variety(metrics)
+        if self.ref_logprobs is not None:
+            metrics.add("kl", self.mean_kl(), size)
+            metrics.add("objective/kl", self.mean_kl(), size)
+        return metrics.add("objective/score", scored.mean(), len(scored))

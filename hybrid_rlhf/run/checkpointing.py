@@ -1,0 +1,141 @@
+"""A run's checkpoints: what is in one, when one fails, and how a run goes on from one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from hybrid_rlhf.core import activity
+from hybrid_rlhf.core.config import UserError, check, nearest
+from hybrid_rlhf.core.distributed import world_size
+from hybrid_rlhf.run import checkpoint, random_state
+from hybrid_rlhf.run.checkpoint import SaveError
+from hybrid_rlhf.run.reporter import Reporter
+from hybrid_rlhf.run.resume import FOLDER
+from hybrid_rlhf.run.runfile import RunRecord
+from hybrid_rlhf.run.state_tree import whole
+from hybrid_rlhf.run.train_config import TrainConfig
+
+_SAVES_AT_MOST = 0.05  # of the time, where the clock decides
+_SMALL_IS_GOOD = ("loss", "perplexity", "kl")
+
+
+class Saver:
+    """Saves the whole state of a run, and restores it. values: the newest metrics. owes_evaluation: whether the
+    held-out batches are yet to be evaluated after the step that was restored."""
+
+    def __init__(self, trainer, loader, record: RunRecord, config: TrainConfig, total_steps: int) -> None:  # noqa: ANN001
+        self.trainer, self.loader, self.record, self.config = trainer, loader, record, config
+        self.total_steps, self.folder = total_steps, Path(record.output_dir) / FOLDER
+        self.values: dict[str, float] = {}
+        self.owes_evaluation = False
+        self._best: float | None = None
+        self._failed, self._newest = 0, 0  # _newest: the step of the newest checkpoint
+        self._before: tuple = ()
+        self._saved_at, self._took = time.monotonic(), 0.0  # when the last save ended, and its seconds
+
+    def restore(self, saved: Mapping | None) -> int:
+        """Take everything up from a checkpoint, or nothing from None; returns the number of steps that are done."""
+        if saved is None:
+            return 0
+        try:
+            step = int(saved["step"])
+            check(step <= self.total_steps, f"the checkpoint is of step {step}, after the run's last, "
+                                            f"{self.total_steps}; raise train.max_steps or give --resume never")
+            made, here = saved["run"]["data"], self._data()
+            check(made == here, "the rows of the data are not those that the checkpoint was made with; give them as "
+                                "they were, or --resume never to start again")
+            self.loader.load_state(saved["loader"])
+            self.trainer.load_state(saved["trainer"])
+            self.values, self._best = whole(saved["values"]), saved["best"]
+            self.owes_evaluation = bool(saved["owes_evaluation"])
+            random_state.load_state(saved["random"])  # last: nothing above may draw
+        except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+            raise UserError(f"the checkpoint {self.record.resumes_from} does not fit this run: {error}; give --resume "
+                            "never to start again") from error
+        self._newest = step
+        return step
+
+    def mark(self) -> None:
+        """A step begins: where the data and the generators are, should it come to nothing."""
+        self._before = self.loader.state(), random_state.state()
+
+    def save_undone(self, done: int, reporter: Reporter) -> None:
+        """A checkpoint after the `done` steps before one that failed without having changed a weight."""
+        if done > self._newest and world_size() == 1:  # other processes may be anywhere
+            try:
+                path = self.save(done, reporter, position=self._before)
+            except SaveError as error:
+                reporter.say(f"warning: {error}")
+            else:
+                if path:
+                    reporter.say(f"a checkpoint after step {done} is saved; the same command goes on there")
+
+    def is_overdue(self) -> bool:
+        """Whether train.save_minutes have gone by since the last checkpoint, or since the run began."""
+        wait = max(60 * self.config.save_minutes, self._took / _SAVES_AT_MOST)
+        return self.config.save_minutes > 0 and time.monotonic() - self._saved_at >= wait
+
+    def save(self, step: int, reporter: Reporter, *, owes_evaluation: bool = False,
+             position: tuple[dict, dict] | None = None) -> Path | None:
+        """A checkpoint after `step`; None where the disk has no room for it, which is said.
+
+        position: the states of loader and generators, where they are not those of now.
+        Raises SaveError when that has happened config.max_failed_saves times in a row.
+        """
+        began = time.monotonic()
+        activity.doing("saving a checkpoint")
+        try:
+            try:
+                positions = reporter.state()
+            except OSError as error:
+                raise SaveError(f"cannot save a checkpoint in {self.folder}: {error.strerror}; make room "
+                                "there") from error
+            place, drawn = position or (self.loader.state(), random_state.state())
+            state = {"step": step, "trainer": self.trainer.state(), "loader": place, "random": drawn,
+                     "reporter": positions, "values": self.values, "best": self._best,
+                     "owes_evaluation": owes_evaluation, "run": self._run(step)}
+            path = checkpoint.save(self.folder, step, state, keep=self.config.save_total_limit)
+        except SaveError as error:
+            self._failed += 1
+            if self._failed >= self.config.max_failed_saves:
+                raise SaveError(f"{error}; that was the {self._failed}. time in a row") from error
+            reporter.say(f"warning: {error}; training goes on, and the checkpoints there were are still there")
+            return None
+        finally:
+            self._saved_at = time.monotonic()  # of a save that failed too: the next one waits as long
+            self._took = self._saved_at - began
+        self._failed, self._newest = 0, step
+        return path
+
+    def _run(self, step: int) -> dict:
+        """What tells whether another process may go on from here, without its tensors."""
+        return {"stage": self.record.stage, "settings": self.record.config, "world_size": world_size(), "step": step,
+                "total_steps": self.total_steps, "versions": self.record.versions, "data": self._data()}
+
+    def _data(self) -> str | None:
+        return self.loader.fingerprint() if hasattr(self.loader, "fingerprint") else None
+
+    def evaluate(self, held_out, step: int, reporter: Reporter) -> bool:  # noqa: ANN001
+        """Evaluate after `step`; returns whether it is the best so far by config.save_best."""
+        activity.doing("evaluating on held-out rows")
+        batches = held_out.once()
+        if self.config.max_eval_batches is not None:
+            batches = (b for _, b in zip(range(self.config.max_eval_batches), batches, strict=False))
+        found = {f"eval/{name}": value for name, value in self.trainer.evaluate(batches).compute().items()}
+        reporter.evaluated(step, found)
+        self.values |= found
+        return self._is_best(found)
+
+    def _is_best(self, evaluated: dict[str, float]) -> bool:
+        name = self.config.save_best
+        if name is None:
+            return False
+        check(name in evaluated, f"train.save_best is {name!r}, and the evaluation has {', '.join(sorted(evaluated))}"
+                                 f"{nearest(name, evaluated)}")
+        value, sign = evaluated[name], -1 if name.rsplit("/", 1)[-1] in _SMALL_IS_GOOD else 1
+        if value != value or (self._best is not None and value * sign <= self._best * sign):
+            return False
+        self._best = value
+        return True

@@ -1,0 +1,108 @@
+"""What a run writes while it runs: metrics.jsonl, samples.jsonl, answers.jsonl, trackers, lines for the terminal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from hybrid_rlhf.core import activity
+from hybrid_rlhf.core.distributed import is_main
+from hybrid_rlhf.core.strict_json import to_json
+from hybrid_rlhf.report.first_step import first_lines
+from hybrid_rlhf.report.summary import conclude
+from hybrid_rlhf.report.terminal import Progress
+from hybrid_rlhf.report.trackers import start_trackers
+from hybrid_rlhf.run.json_lines import Lines
+from hybrid_rlhf.run.random_state import undisturbed
+from hybrid_rlhf.run.runfile import RunRecord
+
+METRICS, SAMPLES, ANSWERS, TRACKERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl", "trackers"
+
+
+class Reporter:
+    """Every step goes to metrics.jsonl; every config.logging_steps also to terminal, samples.jsonl and trackers.
+
+    A context manager. Only the main process writes; the others' calls do nothing. first: steps that were
+    done before. positions: what `state` gave when the checkpoint was made from which the run goes on; what was written
+    later is cut off.
+    """
+
+    @undisturbed()
+    def __init__(self, record: RunRecord, keys: tuple[str, ...], total_steps: int, config,  # noqa: ANN001
+                 first: int = 0, positions: Mapping[str, int] | None = None) -> None:
+        self.record, self.every, self.total = record, config.logging_steps, total_steps
+        self._positions = positions or {}
+        self.progress = Progress(record.stage, keys, total_steps, config.max_seconds)
+        self.progress.first = first
+        self._files: dict[str, Lines] = {}
+        self._trackers: list = []
+
+    @undisturbed()
+    def __enter__(self) -> Reporter:
+        folder = Path(self.record.output_dir)
+        names = self.record.config.get("report_to") or []
+        self._trackers = start_trackers(names, self.record.stage, folder / TRACKERS, self.record.config)
+        for name in (METRICS, SAMPLES, ANSWERS):
+            path, position = (folder / name, self._positions.get(name)) if is_main() else (os.devnull, None)
+            self._files[name] = Lines(path, self.say, position)
+        self.progress.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.progress.__exit__(*exc)
+        for file in self._files.values():
+            file.close()
+        for tracker in self._trackers:
+            tracker.finish()
+
+    def conclude(self) -> None:
+        """The run ended well: its alarms go to report.md and to the terminal."""
+        if is_main():
+            found = conclude(Path(self.record.output_dir), self.record.stage, METRICS)
+            self.progress.alarms([f"{alarm.name}: {alarm.text}" for alarm in found])
+
+    @undisturbed()
+    def step(self, step: int, values: dict[str, float], samples: Callable[[], list[dict]]) -> None:
+        """One trainer step is done. samples is called only for steps that are logged."""
+        self._write(METRICS, {"step": step, **values})
+        is_logged = step % self.every == 0 or step in (1, self.total)
+        newest = samples() if is_logged or self.progress.is_live else []
+        for sample in newest if is_logged else ():
+            self._write(SAMPLES, {"step": step, **sample})
+        if is_logged:
+            self._track(step, values)
+        self.progress.step(step, values, is_logged=is_logged, samples=newest)
+        for line in first_lines([{"step": step, **values}]):  # of the first step only
+            if line.startswith("Verdict: ") and not line.startswith("Verdict: healthy"):
+                self.say(f"warning: before the first update: {line.removeprefix('Verdict: ')}")
+
+    @undisturbed()
+    def answered(self, step: int, answers: Callable[[], list[dict]] | None) -> None:
+        """What the model says after `step` to the prompts that are always the same."""
+        activity.doing("answering the fixed prompts" if answers else "")
+        for row in answers() if answers else []:
+            self._write(ANSWERS, {"step": step, **row})
+
+    @undisturbed()
+    def evaluated(self, step: int, values: dict[str, float]) -> None:
+        """The held-out metrics after `step`, names beginning with eval/."""
+        self._write(METRICS, {"step": step, **values})
+        self._track(step, values)
+        self.progress.evaluated(step, values)
+
+    def say(self, text: str) -> None:
+        """A line for people, from the main process."""
+        if is_main():
+            self.progress.announce(text)
+
+    def state(self) -> dict[str, int]:
+        """How long the files are, all of it on the disk. Raises OSError where the disk has no room for it."""
+        return {name: file.sync() for name, file in self._files.items()}
+
+    def _write(self, name: str, row: dict) -> None:
+        self._files[name].write(to_json(row))
+
+    def _track(self, step: int, values: dict[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.log(values, step=step)

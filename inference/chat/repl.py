@@ -1,0 +1,205 @@
+"""Chat with a trained model at the terminal: python inference/chat --model DIR, or hybrid-rlhf chat --model DIR.
+
+Answers stream to stdout and everything else goes to stderr, so that a pipe carries the answers alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybrid_rlhf.core.config import UserError, check, door_flags, parse_door
+from hybrid_rlhf.core.startup import collect_as_usual, collect_seldom
+from hybrid_rlhf.core.text_safety import neutralise
+from hybrid_rlhf.inference.named_models import named_models
+
+if TYPE_CHECKING:
+    from hybrid_rlhf.inference.chat.session import Session
+
+BLOCK = '"""'
+
+def parser() -> argparse.ArgumentParser:
+    """The flags. argparse's own way to refuse prints a usage text; here a refusal is a UserError of one line."""
+    flags = door_flags("chat", __doc__)
+    flags.add_argument("--model", nargs="+", action="extend", default=[], metavar="[NAME=]DIR",
+                       help="a run's or a model's folder, such as outputs/demo/ppo (or a hub id); several to compare")
+    flags.add_argument("--reward_model", metavar="DIR", help="a reward model for /score, such as outputs/demo/reward")
+    flags.add_argument("--prompt", help="answer this once, print the answer and nothing else, and end")
+    flags.add_argument("--system", help="system message")
+    flags.add_argument("--max_new_tokens", type=int, default=256, help="longest answer in tokens (%(default)s)")
+    flags.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (%(default)s)")
+    flags.add_argument("--top_p", type=float, default=1.0, help="nucleus of tokens to draw from (%(default)s)")
+    flags.add_argument("--top_k", type=int, default=0, help="draw from the k likeliest, 0 from all (%(default)s)")
+    flags.add_argument("--seed", type=int, default=0, help="the same seed and questions give the same answers")
+    return flags
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    flags = parser()
+    options = parse_door(flags, argv)
+    check(bool(options.model), "chat: no model; give --model DIR, such as --model outputs/demo/ppo/model")
+    return options
+
+
+def notice(text: str) -> None:
+    print(neutralise(text), file=sys.stderr, flush=True)
+
+
+def say(session: Session, text: str) -> None:
+    """Stream the answer of whoever speaks to stdout; an interrupt goes through, after what was said is shown whole.
+
+    Several answer in columns where the terminal has room for them, else one after the other, each under its name.
+    """
+    names = session.speakers()
+    if len(names) == 1:
+        _stream(session, names[0], text)
+        _remark(session, names[0])
+    elif sys.stdout.isatty():
+        from hybrid_rlhf.inference.chat.columns import side_by_side
+
+        side_by_side(session, names, text)
+    else:
+        for name in names:
+            print(f"{neutralise(name)}:", flush=True)
+            _stream(session, name, text)
+            _remark(session, name)
+
+
+def _stream(session: Session, name: str, text: str) -> None:
+    try:
+        with closing(session.voices[name].answer(text)) as answer:
+            for piece in answer:
+                sys.stdout.write(neutralise(piece))
+                sys.stdout.flush()
+    finally:
+        print(flush=True)
+
+
+def _remark(session: Session, name: str) -> None:
+    if session.voices[name].was_cut:
+        notice("(cut: the answer reached its longest length)")
+    score = session.score(name)
+    if score is not None:
+        notice(f"(score {score:.3f})")
+
+
+def lines() -> Iterator[str]:
+    """What the user types or pipes in, without line ends, until the end of input. Three double quotes begin a message
+    of several lines and end it; a backslash at the end of a line joins the next one."""
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal:
+        import readline  # noqa: F401 - gives input() its line editing and history
+    kept: list[str] = []
+    is_block = False
+    while True:
+        try:
+            line = input("...  " if kept or is_block else "you: ") if is_terminal else sys.stdin.readline()
+        except EOFError:
+            return notice("")
+        except KeyboardInterrupt:
+            if not is_terminal:
+                raise
+            notice("\n/exit or Ctrl-D leaves")
+            kept, is_block = [], False
+            continue
+        if not is_terminal and not line:
+            if kept:
+                yield "\n".join(kept)
+            return None
+        line = line.rstrip("\n")
+        if is_block or line.strip().startswith(BLOCK):
+            text = line if is_block else line.strip().removeprefix(BLOCK)
+            is_end = text.rstrip().endswith(BLOCK)
+            kept.append(text.rstrip().removesuffix(BLOCK) if is_end else text)
+            is_block = not is_end
+        else:
+            kept.append(line.removesuffix("\\"))
+        if not is_block and not line.endswith("\\"):
+            yield "\n".join(kept)
+            kept = []
+
+
+def talk(session: Session) -> int:
+    """Turn after turn until /exit or the end of input. Piped input with a faulty line ends with code 2."""
+    from hybrid_rlhf.inference.chat.slash_commands import obey
+
+    num_faults = 0
+    for line in lines():
+        try:
+            question: str | None = line.strip()
+            if line.startswith("/"):
+                if line.split()[0] == "/exit":
+                    break
+                effect = obey(session, line)
+                question = effect.question
+                if effect.said:
+                    notice(effect.said)
+            if question:
+                say(session, question)
+        except UserError as error:
+            num_faults += 1
+            notice(f"error: {error}")
+        except KeyboardInterrupt:
+            notice("(stopped)")
+    return 2 if num_faults and not sys.stdin.isatty() else 0
+
+
+def open_session(options: argparse.Namespace) -> Session:
+    """Load what the flags name. Raises UserError for what cannot chat or judge."""
+    from hybrid_rlhf.engine.decode.sampling import SamplingConfig  # torch: not before the flags are right
+    from hybrid_rlhf.inference.chat.session import Session
+    from hybrid_rlhf.inference.chat_models import model_folder, open_voices
+
+    named = {model.name: model.path for model in named_models(options.model)}
+    sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, temperature=options.temperature,
+                              top_p=options.top_p, top_k=options.top_k)
+    session = Session(open_voices(named, sampling, options.seed, options.system))
+    if options.reward_model:
+        from hybrid_rlhf.inference.scorer import Scorer
+
+        session.scorer = Scorer(str(model_folder(options.reward_model)))
+        session.scorer.open()
+        session.is_scoring = True
+    return session
+
+
+def run(argv: list[str] | None) -> int:
+    options = parse(argv)
+    if all(Path(path.rpartition("=")[2]).is_dir() for path in options.model):
+        # bars are for downloads, and read once, when the libraries are imported
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    collect_seldom()
+    session = open_session(options)
+    collect_as_usual()
+    if options.prompt is not None:
+        session.is_comparing = len(session.voices) > 1
+        if session.is_comparing or session.scorer:
+            say(session, options.prompt)
+        else:  # the answer and nothing else
+            _stream(session, session.current, options.prompt)
+        return 0
+    if sys.stdin.isatty():
+        notice(f"{', '.join(session.voices)}: /help lists the commands, /exit leaves")
+    return talk(session)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The door: returns the exit code (0 done, 2 the user's input is wrong, 130 interrupted)."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # bytes that are no text end no conversation
+    try:
+        return run(argv)
+    except UserError as error:
+        print("error: " + neutralise(" ".join(str(error).split())), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of the pipe has left; keep Python from complaining about it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

@@ -1,0 +1,102 @@
+"""What happens in a chat: the models that answer, their histories, and the reward model that judges."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybrid_rlhf.core.config import UserError, check
+
+if TYPE_CHECKING:
+    from hybrid_rlhf.inference.conversation import Conversation
+    from hybrid_rlhf.inference.scorer import Scorer
+
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass
+class Session:
+    """voices: the models by name, each with a history of its own; current: who answers when not all do.
+
+    is_comparing: every question goes to all of them. scorer: a reward model, whose score is shown while is_scoring.
+    """
+
+    voices: dict[str, Conversation]
+    current: str = ""
+    is_comparing: bool = False
+    scorer: Scorer | None = None
+    is_scoring: bool = False
+    asked: list[str] = field(default_factory=list)  # who answered the last question
+
+    def __post_init__(self) -> None:
+        self.current = self.current or list(self.voices)[-1]
+
+    @property
+    def voice(self) -> Conversation:
+        return self.voices[self.current]
+
+    def speakers(self) -> list[str]:
+        """Who answers the next question."""
+        self.asked = list(self.voices) if self.is_comparing else [self.current]
+        return self.asked
+
+    def score(self, name: str) -> float | None:
+        """The reward model's score of the last answer of `name`; None where none is wanted or there is no answer."""
+        messages = self.voices[name].messages
+        if not self.is_scoring or self.scorer is None or not messages or messages[-1]["role"] != "assistant":
+            return None
+        return self.scorer.score([messages[:-1]], [messages[-1]["content"]])[0]
+
+    def take_back(self) -> str:
+        """Forget the last question and its answers; returns the question. UserError if there is none."""
+        found = [last_question(self.voices[name].messages) for name in self.asked or [self.current]]
+        check(bool(found) and found[0] is not None, "there is no question to take back")
+        for name in self.asked or [self.current]:
+            messages = self.voices[name].messages
+            place = last_question(messages)
+            if place is not None:
+                question = messages[place]["content"]
+                del messages[place:]
+        return question
+
+    def load(self, path: str) -> int:
+        """Go on from a conversation that /save wrote (or any jsonl row with messages); returns how many were read."""
+        messages = read_conversation(path)
+        for voice in self.voices.values():
+            voice.messages = [dict(m) for m in messages]
+        return len(messages)
+
+    def set_system(self, text: str) -> None:
+        """A new system message for every model; each conversation starts anew."""
+        for voice in self.voices.values():
+            voice.system = text or None
+            voice.reset()
+
+    def history(self) -> Iterator[str]:
+        for message in self.voice.messages:
+            yield f"{message['role']}: {message['content']}"
+
+
+def last_question(messages: list[dict[str, str]]) -> int | None:
+    return next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
+
+
+def read_conversation(path: str) -> list[dict[str, str]]:
+    """The messages in the first row of a jsonl file. Raises UserError for anything else."""
+    try:
+        with Path(path).expanduser().open(encoding="utf-8") as file:
+            row = json.loads(file.readline(2**24))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; give a file that /save wrote") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} holds no conversation: its first line is no JSON; "
+                        "give a file that /save wrote") from error
+    messages = row.get("messages") if isinstance(row, dict) else None
+    is_fine = isinstance(messages, list) and messages and all(
+        isinstance(m, dict) and m.get("role") in ROLES and isinstance(m.get("content"), str) for m in messages)
+    check(bool(is_fine), f"{path} holds no conversation: its first row has no messages of role and content; "
+                         "give a file that /save wrote")
+    return [{"role": m["role"], "content": m["content"]} for m in messages]

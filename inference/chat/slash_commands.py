@@ -1,0 +1,150 @@
+"""What a line that begins with a slash does in a chat. A command is one function and one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from hybrid_rlhf.core.config import UserError, check, nearest
+
+if TYPE_CHECKING:
+    from hybrid_rlhf.inference.chat.session import Session
+
+SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens", "seed")
+
+
+class Effect(NamedTuple):
+    """What a command asks of the chat: words for the user, and a question that is to be answered (again)."""
+
+    said: str = ""
+    question: str | None = None
+
+
+class Command(NamedTuple):
+    run: Callable[[Session, str], Effect]
+    help: str
+
+
+def set_values(session: Session, rest: str) -> Effect:
+    """name=value pairs into the sampling settings; the old ones stay if one of them is wrong."""
+    voice = session.voice
+    values = {name: getattr(voice if name == "seed" else voice.sampling, name) for name in SETTINGS}
+    changed = {}
+    for pair in rest.split():
+        name, equals, text = pair.partition("=")
+        check(name in values, f"/set knows no {name}{nearest(name, values)}; there are {', '.join(values)}")
+        check(bool(equals), f"/set takes {name}=VALUE")
+        try:
+            changed[name] = type(values[name])(text)
+        except ValueError as error:
+            kind = "a whole number" if isinstance(values[name], int) else "a number"
+            raise UserError(f"/set {name}={text}: it takes {kind}") from error
+    sampling = replace(voice.sampling, **{k: v for k, v in changed.items() if k != "seed"})
+    for each in session.voices.values():
+        each.sampling, each.seed = sampling, changed.get("seed", each.seed)
+    return Effect("  ".join(f"{name}={value}" for name, value in (values | changed).items()))
+
+
+def reset(session: Session, _rest: str) -> Effect:
+    for voice in session.voices.values():
+        voice.reset()
+    return Effect("the conversation starts anew")
+
+
+def save(session: Session, rest: str) -> Effect:
+    check(bool(rest), "/save takes a file name")
+    session.voice.save(rest)
+    return Effect(f"saved to {rest}")
+
+
+def load(session: Session, rest: str) -> Effect:
+    check(bool(rest), "/load takes a file name")
+    return Effect(f"{session.load(rest)} messages read; go on from here")
+
+
+def system(session: Session, rest: str) -> Effect:
+    session.set_system(rest)
+    return Effect("the conversation starts anew under this system message" if rest else
+                  "the conversation starts anew without a system message")
+
+
+def again(session: Session, _rest: str) -> Effect:
+    return Effect(question=session.take_back())
+
+
+def edit(session: Session, rest: str) -> Effect:
+    check(bool(rest), "/edit takes the question as it should have been")
+    session.take_back()
+    return Effect(question=rest)
+
+
+def undo(session: Session, _rest: str) -> Effect:
+    return Effect(f"taken back: {session.take_back()}")
+
+
+def history(session: Session, _rest: str) -> Effect:
+    return Effect("\n".join(session.history()) or "nothing was said yet")
+
+
+def model(session: Session, rest: str) -> Effect:
+    if rest:
+        check(rest in session.voices, f"no model {rest}{nearest(rest, session.voices)}; there are "
+                                      f"{', '.join(session.voices)}")
+        session.current, session.is_comparing = rest, False
+    return Effect("  ".join(f"[{name}]" if name == session.current else name for name in session.voices))
+
+
+def compare(session: Session, rest: str) -> Effect:
+    """on, off, a question for all (which turns it on), or nothing: switch."""
+    check(len(session.voices) > 1, "/compare needs several models: start with --model base=DIR sft=DIR ppo=DIR")
+    if rest in ("", "on", "off"):
+        session.is_comparing = rest == "on" if rest else not session.is_comparing
+        return Effect(f"{', '.join(session.voices)} answer side by side" if session.is_comparing
+                      else f"{session.current} answers alone")
+    session.is_comparing = True
+    return Effect(question=rest)
+
+
+def score(session: Session, rest: str) -> Effect:
+    check(rest in ("", "on", "off"), "/score takes on or off")
+    check(session.scorer is not None, "/score needs a reward model: start with --reward_model DIR")
+    session.is_scoring = rest == "on" if rest else not session.is_scoring
+    return Effect("each answer is scored" if session.is_scoring else "answers are not scored")
+
+
+def show_help(_session: Session, _rest: str) -> Effect:
+    width = max(len(name) + len(row.help.split("  ")[0]) for name, row in COMMANDS.items()) + 1
+    rows = []
+    for name, row in COMMANDS.items():
+        takes, _, text = row.help.partition("  ")
+        rows.append(f"{f'{name} {takes}'.strip():{width}}  {text}")
+    rows += ["Ctrl-C stops an answer. A message that begins with a slash: put a space before it.",
+             'Three double quotes begin a message of several lines and end it; a line that ends in \\ goes on.']
+    return Effect("\n".join(rows))
+
+
+COMMANDS = {
+    "/again": Command(again, "  another answer to the last question (/regen too)"),
+    "/regen": Command(again, "  the same"),
+    "/edit": Command(edit, "QUESTION  ask this instead of the last question"),
+    "/undo": Command(undo, "  take the last question and its answer back"),
+    "/history": Command(history, "  what was said"),
+    "/reset": Command(reset, "  forget what was said"),
+    "/system": Command(system, "TEXT  another system message (none: without), and start anew"),
+    "/set": Command(set_values, "temperature=0.7 top_p=0.9  change settings; /set alone shows them"),
+    "/model": Command(model, "NAME  who answers, of the models given; alone, who there is"),
+    "/compare": Command(compare, "on|off|QUESTION  all models answer, side by side"),
+    "/score": Command(score, "on|off  the reward model's score of each answer"),
+    "/save": Command(save, "FILE  write the conversation as a jsonl row, which --stage sft reads"),
+    "/load": Command(load, "FILE  go on from such a row"),
+    "/help": Command(show_help, "  this"),
+    "/exit": Command(lambda *_: Effect(), "  leave (so does Ctrl-D)"),
+}
+
+
+def obey(session: Session, line: str) -> Effect:
+    """Do what a line that begins with a slash says. Raises UserError for what it cannot mean."""
+    word, _, rest = line.strip().partition(" ")
+    check(word in COMMANDS, f"no command {word}{nearest(word, COMMANDS)}; /help lists them")
+    return COMMANDS[word].run(session, rest.strip())

@@ -1,0 +1,150 @@
+"""Several trained models to talk to, on one load of their base where they are adapters of one.
+
+A LoRA run leaves its adapter beside the merged model, and the adapter says which model it stands on; that may be
+another run's, with an adapter of its own. Base, SFT and PPO are then the base with no adapter, with one, and with both.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.distributed import device
+from hybrid_rlhf.engine.decode.admission import stop_ids
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
+from hybrid_rlhf.engine.hybrid import HybridEngine
+from hybrid_rlhf.inference.conversation import Conversation, check_can_chat, open_conversation
+from hybrid_rlhf.models.adapters import Adapters
+from hybrid_rlhf.models.load import ModelConfig, load_causal_lm, max_positions
+from hybrid_rlhf.models.lora import is_adapter, load_adapter
+from hybrid_rlhf.models.merging import adapted_weight
+from hybrid_rlhf.models.tokenizer import load_tokenizer
+from hybrid_rlhf.models.weights import read_tensor
+
+_log = logging.getLogger(__name__)
+MAX_DEPTH = 8  # adapters on adapters
+ROUNDING = 0.02  # of a merged weight's largest number, in 16 bits
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A model as a base and the adapters on it, oldest first."""
+
+    root: str
+    adapters: tuple[Path, ...] = ()
+
+
+def chain_of(path: str) -> Chain:
+    """What the model at `path` (a run's folder, a model folder or a hub id) stands on, as far as files say."""
+    folder = model_folder(path)
+    adapters: list[Path] = []
+    for _ in range(MAX_DEPTH):
+        adapter = folder.parent / "adapter"
+        if folder.name != "model" or not is_adapter(adapter):
+            break
+        try:
+            base = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+        except (OSError, ValueError, KeyError):
+            break
+        if not base or not Path(base).is_dir() or Path(base).resolve() == folder.resolve():
+            break
+        adapters.insert(0, adapter)
+        folder = Path(base)
+    return Chain(str(folder), tuple(adapters))
+
+
+def model_folder(path: str) -> Path:
+    """A run's folder stands for the model in it."""
+    folder = Path(path)
+    if not (folder / "run.json").exists() or not (folder / "model").is_dir():
+        return folder
+    _tell_unfinished(folder)
+    return folder / "model"
+
+
+def _tell_unfinished(run: Path) -> None:
+    """A line on stderr where the model in a run's folder is not that of the run that its record tells of."""
+    try:
+        status = json.loads((run / "run.json").read_text(encoding="utf-8"))["status"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return
+    if status != "finished":
+        print(f"note: the run in {run} is not finished ({status}); the model there is of a run before it",
+              file=sys.stderr)
+
+
+def open_voices(places: dict[str, str], sampling: SamplingConfig, seed: int = 0,
+                system: str | None = None) -> dict[str, Conversation]:
+    """A conversation with each of the models at `places` (name -> path), in their order.
+
+    Raises UserError for what cannot chat. Models that share a base are loaded once.
+    """
+    places = {name: str(model_folder(path)) for name, path in places.items()}
+    for path in places.values():
+        check_can_chat(path)
+    chains = {name: chain_of(path) for name, path in places.items()}
+    opened: dict[str, Conversation] = {}
+    for root in dict.fromkeys(chain.root for chain in chains.values()):
+        members = {name: chain for name, chain in chains.items() if chain.root == root}
+        if len(members) > 1 and any(chain.adapters for chain in members.values()):
+            shared = _on_one_base(root, members, places, sampling, seed, system)
+            opened |= shared
+            for name in members.keys() - shared.keys():
+                _log.warning("%s is not %s with its adapters as they are now: it is loaded by itself", name, root)
+    for name, path in places.items():
+        if name not in opened:
+            opened[name] = open_conversation(path, sampling, seed, system)
+    return {name: opened[name] for name in places}
+
+
+def _on_one_base(root: str, members: dict[str, Chain], places: dict[str, str], sampling: SamplingConfig, seed: int,
+                 system: str | None) -> dict[str, Conversation]:
+    """Conversations over one load of `root`. A model that its adapters do not give is left out: it is loaded itself."""
+    tokenizers = {name: load_tokenizer(places[name]) for name in members}
+    model = load_causal_lm(ModelConfig(model_name_or_path=root), device())
+    size = model.get_input_embeddings().num_embeddings
+    members = {name: chain for name, chain in members.items() if len(tokenizers[name]) <= size}
+    folders = list(dict.fromkeys(folder for chain in members.values() for folder in chain.adapters))
+    names = {folder: f"adapter{i}" for i, folder in enumerate(folders)}
+    for folder in folders:
+        try:
+            load_adapter(model, folder, names[folder])
+        except UserError:  # made for another shape of this base: with new tokens, say
+            members = {name: chain for name, chain in members.items() if folder not in chain.adapters}
+    template = next((t.chat_template for t in reversed(tokenizers.values()) if t.chat_template), None)
+    adapters, found = Adapters(model) if folders else None, {}
+    for name, chain in members.items():
+        active = [names[folder] for folder in chain.adapters]
+        if not _is_merge(model, active, places[name]):
+            continue
+        tokenizers[name].chat_template = tokenizers[name].chat_template or template  # an untrained base has none
+        check(bool(tokenizers[name].chat_template), f"{places[name]} has no chat template; "
+                                                    "a model trained here (--stage sft) saves one")
+        engine = HybridEngine(model, model, eos_ids=stop_ids(model, tokenizers[name]), name=name,
+                              pad_id=tokenizers[name].pad_token_id,
+                              **({"adapter": partial(adapters.use, active)} if adapters else {}))
+        found[name] = Conversation(engine, tokenizers[name], sampling, seed=seed, system=system,
+                                   max_positions=max_positions(model))
+    return found
+
+
+@torch.no_grad()
+def _is_merge(model: torch.nn.Module, active: Sequence[str], folder: str) -> bool:
+    """Whether the folder's weights are the base's with these adapters: an SFT that was trained again after PPO is not
+    what PPO stands on. One layer is compared."""
+    if not active:
+        return True
+    name, ours = adapted_weight(model, active)
+    try:
+        theirs = read_tensor(folder, name).to(ours)
+    except UserError:
+        return False
+    return theirs.shape == ours.shape and float((ours - theirs).abs().max()) <= ROUNDING * float(ours.abs().max())

@@ -1,0 +1,52 @@
+"""The text of an answer as it comes from the engine: whole characters, cut before a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from hybrid_rlhf.inference.detokenizer import TokenText
+
+
+class AnswerText:
+    """One answer's text, given out in pieces. What may be the beginning of a stop string is held back.
+
+    has_stopped: a stop string came; it and what follows are not part of the text. num_tokens: tokens read, without the
+    ones in `ends`, which end a response and have no text.
+    """
+
+    def __init__(self, tokenizer, stops: Sequence[str], ends: Collection[int]) -> None:  # noqa: ANN001
+        self._text, self._stops, self._ends = TokenText(tokenizer), tuple(stops), ends
+        self._held = ""
+        self.has_stopped = False
+        self.num_tokens = 0
+
+    def push(self, tokens: Sequence[int], is_last: bool = False) -> str:
+        """The text that has become certain; with is_last all that there is."""
+        out = ""
+        for token in tokens:
+            if self.has_stopped:
+                return out
+            if token not in self._ends:
+                self.num_tokens += 1
+                out += self._certain(self._text.push(token))
+        if is_last and not self.has_stopped:
+            out += self._certain(self._text.flush())
+            out, self._held = out + self._held, ""
+        return out
+
+    def _certain(self, piece: str) -> str:
+        if not self._stops or not piece:
+            return piece
+        text = self._held + piece
+        found = min((at for at in (text.find(stop) for stop in self._stops) if at >= 0), default=-1)
+        if found >= 0:
+            self.has_stopped, self._held = True, ""
+            return text[:found]
+        keep = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep:]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

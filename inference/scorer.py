@@ -1,0 +1,43 @@
+"""A reward model as the server's /score: what rewards/service.py asks for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.data.chat import Refused, Text
+from hybrid_rlhf.rewards.classifier import ClassifierSource
+from hybrid_rlhf.rollout import Prompts, Rollout
+
+PART = 8  # responses scored between two decode steps
+
+
+class Scorer:
+    """The sequence-classification model at `path` with its own tokenizer and template; its scores as they are."""
+
+    def __init__(self, path: str, label: str | None = None) -> None:
+        self.source = ClassifierSource(path, "reward_model", label=label, batch_size=PART)
+
+    def open(self) -> None:
+        self.source.open()
+
+    def parts(self, prompts: list[Text], completions: list[str]) -> Iterator[Callable[[], list[float]]]:
+        """Calls that score them piece by piece, in order."""
+        for start in range(0, len(prompts), PART):
+            yield partial(self.score, prompts[start : start + PART], completions[start : start + PART])
+
+    def score(self, prompts: list[Text], completions: list[str]) -> list[float]:
+        """One score each, of prompt and whole response. UserError for what the model cannot read."""
+        count = len(prompts)
+        rollout = Rollout.from_responses(Prompts([[]] * count, [""] * count, {"prompt": prompts}), [[0]] * count,
+                                         [True] * count, 0, completions)
+        try:
+            scores = list(map(float, self.source.score(rollout)))
+        except Refused as error:
+            raise UserError(f"these messages make no prompt: {error}; "
+                            "send messages that the reward model's template takes") from error
+        if not all(map(math.isfinite, scores)):
+            raise RuntimeError("the reward model's scores are not finite")
+        return scores

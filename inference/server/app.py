@@ -1,0 +1,210 @@
+"""The application: /v1/chat/completions, /v1/models, /health, and /score where there is a reward model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import Receive, Scope, Send
+
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.data.chat import Refused, encode_prompt
+from hybrid_rlhf.engine.decode import request as engine_request
+from hybrid_rlhf.inference.scorer import Scorer
+from hybrid_rlhf.inference.server.guard import Guard, read_body, refuse
+from hybrid_rlhf.inference.server.protocol import ApiError, ChatRequest, read_chat, read_json, read_score
+from hybrid_rlhf.inference.server.replies import Answer, stream, whole
+from hybrid_rlhf.inference.server.served_model import Limits, Served
+from hybrid_rlhf.inference.server.worker import Job, Worker
+
+PAGE = Path(__file__).parent / "page"
+PAGE_HEADERS = [
+    (b"content-security-policy", b"default-src 'self'; img-src data:; object-src 'none'; base-uri 'none'; "
+                                 b"form-action 'self'; frame-ancestors 'none'"),
+    (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"), (b"cache-control", b"no-cache")]
+BODY_SECONDS = 30.0
+
+
+def make_app(models: list[Served], worker: Worker, limits: Limits, *, scorer: Scorer | None = None,
+             api_key: str | None = None, is_local: bool = True) -> Guard:
+    """The whole application; it starts no worker, and stops it at its own end."""
+    server = Server(models, worker, limits, scorer)
+
+    @asynccontextmanager
+    async def life(_app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(worker.stop)
+        server.encoding.shutdown(cancel_futures=True)
+
+    app = FastAPI(title="hybrid_rlhf", lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
+    app.get("/health")(server.health)
+    app.get("/v1/models")(server.list_models)
+    app.get("/v1/models/{name:path}")(server.show_model)
+    app.post("/v1/chat/completions")(server.chat)
+    if scorer is not None:
+        app.post("/score")(server.score)
+    app.add_exception_handler(ApiError, _refused)
+    app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(Exception, _refused)
+    if (PAGE / "index.html").exists():
+        app.mount("/", _with_policy(StaticFiles(directory=PAGE, html=True)))
+    return Guard(app, api_key, is_local)
+
+
+def _with_policy(app: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """The page runs its own script, talks to its own server, and stands in nobody's frame."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *PAGE_HEADERS]
+            await send(message)
+
+        await app(scope, receive, with_headers)
+
+    return answer
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        what = {404: f"there is no {request.url.path[:200]}", 405: f"{request.method} does not fit here"}
+        error = ApiError(error.status_code, what.get(error.status_code, str(error.detail)))
+    elif not isinstance(error, ApiError):  # the guard logs it
+        error = ApiError(500, f"an error of the server ({type(error).__name__}); its log says more")
+
+    async def send_it(send: Send) -> None:
+        await refuse(send, error)
+
+    return Answer(send_it)
+
+
+class Server:
+    """The routes and what they share."""
+
+    def __init__(self, models: list[Served], worker: Worker, limits: Limits, scorer: Scorer | None) -> None:
+        self.models, self.worker, self.limits, self.scorer = {m.name: m for m in models}, worker, limits, scorer
+        self.encoding = ThreadPoolExecutor(1, "encode")  # long prompts must not hold up others' tokens
+        self._num_scoring = 0
+
+    async def health(self) -> Response:
+        state = {"status": "ok" if self.worker.is_alive else "stopped",
+                 "reward_model": self.scorer is not None,
+                 "models": {m.name: {"open": m.num_open, "slots": m.lane.num_slots} for m in self.models.values()}}
+        return JSONResponse(state, 200 if self.worker.is_alive else 503)
+
+    async def list_models(self) -> Response:
+        return JSONResponse({"object": "list", "data": [_described(m) for m in self.models.values()]})
+
+    async def show_model(self, name: str) -> Response:
+        return JSONResponse(_described(self._model(name)))
+
+    async def chat(self, request: Request) -> Response:
+        asked = read_chat(await self._body(request))
+        model = self._model(asked.model)
+        self._take_place(model, asked.num_choices)
+        started = time.monotonic()
+        job: Job | None = None
+
+        def leave() -> None:
+            model.num_open -= asked.num_choices
+            model.seconds.append(time.monotonic() - started)
+            if job is not None:
+                self.worker.drop(model.lane, job)
+
+        try:
+            job = await self._job(model, asked)
+        except BaseException:
+            leave()
+            raise
+        answer = stream if asked.is_stream else whole
+
+        async def work(send: Send) -> None:
+            self.worker.submit(model.lane, job)
+            await answer(send, model, asked, job, lambda i: self.worker.drop(model.lane, job, range(i, i + 1)))
+
+        return Answer(work, leave, self.limits.request_seconds)
+
+    async def score(self, request: Request) -> Response:
+        prompts, completions = read_score(await self._body(request))
+        if self._num_scoring >= self.limits.max_queue:
+            raise ApiError(429, "too many requests for scores; try again", retry_after=1)
+        self._num_scoring += 1
+
+        async def work(send: Send) -> None:
+            scores: list[float] = []
+            for part in self.scorer.parts(prompts, completions):
+                try:
+                    scores += await asyncio.wrap_future(self.worker.call(part))
+                except UserError as error:
+                    raise ApiError(400, str(error)) from None
+            await JSONResponse({"scores": scores})({"type": "http"}, None, send)
+
+        def leave() -> None:
+            self._num_scoring -= 1
+
+        return Answer(work, leave, self.limits.request_seconds)
+
+    # -- what a request needs ----------------------------------------------------------------------------------------
+
+    async def _body(self, request: Request) -> dict:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # a form or plain text is what a foreign web page may send unasked
+            raise ApiError(415, "the body must be JSON (Content-Type: application/json)")
+        return read_json(await read_body(request.receive, request.headers, self.limits.max_body_bytes, BODY_SECONDS))
+
+    def _model(self, name: str | None) -> Served:
+        if name is None and self.models:
+            return next(iter(self.models.values()))
+        if name not in self.models:
+            raise ApiError(404, f"there is no model {name[:100] if name else ''!r}; there are "
+                                f"{', '.join(self.models) or 'none'}", param="model", code="model_not_found")
+        return self.models[name]
+
+    def _take_place(self, model: Served, count: int) -> None:
+        if not self.worker.is_alive:
+            raise ApiError(503, "the server stops or its engine has failed; try again later", retry_after=30)
+        if model.num_open + count > model.lane.num_slots + self.limits.max_queue:
+            raise ApiError(429, f"{model.name} is busy with {model.num_open} requests; try again later",
+                           code="queue_full", retry_after=model.wait())
+        model.num_open += count
+
+    async def _job(self, model: Served, asked: ChatRequest) -> Job:
+        loop, serving = asyncio.get_running_loop(), model.lane.serving
+        try:
+            prompt = await loop.run_in_executor(self.encoding, encode_prompt, model.encoder, asked.messages)
+        except Refused as error:
+            raise ApiError(400, f"these messages make no prompt: {error}; "
+                                "send messages that the model's template takes", param="messages") from None
+        room = model.lane.capacity - len(prompt)
+        most = self.limits.max_prompt_tokens
+        if room < 1 or (most is not None and len(prompt) > most):
+            raise ApiError(400, f"the messages are {len(prompt)} tokens long; send less: with room for an "
+                                f"answer there may be {min(model.lane.capacity - 1, most or model.lane.capacity)}",
+                           param="messages", code="context_length_exceeded")
+        limit = min(asked.limit or self.limits.max_new_tokens, self.limits.max_new_tokens, room)
+        sampling = replace(asked.sampling, max_new_tokens=limit, min_new_tokens=min(asked.least, limit))
+        requests = [engine_request.Request(i, prompt, limit, asked.seed, sampling=sampling)
+                    for i in range(asked.num_choices)]
+        if serving is None:
+            raise ApiError(503, "the engine starts again; try again", retry_after=1)
+        try:
+            serving.check(requests[0])
+        except UserError as error:
+            raise ApiError(400, str(error), param="messages") from None
+        return Job(requests, loop)
+
+
+def _described(model: Served) -> dict:
+    return {"id": model.name, "object": "model", "created": model.created, "owned_by": "hybrid_rlhf",
+            "max_context": model.lane.capacity}

@@ -1,0 +1,141 @@
+"""Serve trained models: python inference/server --model DIR, or hybrid-rlhf serve --model DIR.
+
+OpenAI's chat completions for one model or several, and a reward model's scores for PPO runs elsewhere. It listens on
+this machine only, unless an API key is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+from hybrid_rlhf.core.config import UserError, check, door_flags, parse_door
+from hybrid_rlhf.core.text_safety import neutralise
+from hybrid_rlhf.inference.named_models import NamedModel, named_models
+
+if TYPE_CHECKING:
+    from hybrid_rlhf.inference.server.app import Served
+
+KEY_VARIABLE = "HYBRID_RLHF_API_KEY"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags; a refusal is a UserError of one line."""
+    flags = door_flags("serve", __doc__)
+    flags.add_argument("--model", nargs="+", action="extend", metavar="[NAME=]DIR", default=[],
+                       help="model folders, such as sft=outputs/demo/sft/model ppo=outputs/demo/ppo/model")
+    flags.add_argument("--reward_model", metavar="DIR", help="a reward model, whose scores POST /score gives")
+    flags.add_argument("--reward_label", help="which label of a reward model with several pays")
+    flags.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    flags.add_argument("--port", type=int, default=8000, help="port, 0 for any that is free (%(default)s)")
+    flags.add_argument("--api_key", default=os.environ.get(KEY_VARIABLE),
+                       help=f"what clients must send as Authorization: Bearer KEY; better in {KEY_VARIABLE}, for "
+                            "others on this machine can read command lines")
+    flags.add_argument("--max_batch", type=int, default=16, help="answers drawn at once, by model (%(default)s)")
+    flags.add_argument("--max_queue", type=int, default=64, help="answers that may wait, by model (%(default)s)")
+    flags.add_argument("--max_context", type=int, default=4096, help="most tokens of prompt and answer (%(default)s)")
+    flags.add_argument("--max_prompt_tokens", type=int, help="most tokens of a prompt (max_context - 1)")
+    flags.add_argument("--max_new_tokens", type=int, default=1024, help="longest answer in tokens (%(default)s)")
+    flags.add_argument("--max_body_bytes", type=int, default=2**20, help="largest request (%(default)s)")
+    flags.add_argument("--request_timeout", type=float, default=300.0, help="seconds for an answer (%(default)s)")
+    return flags
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    flags = parser()
+    options = parse_door(flags, argv)
+    check(bool(options.model or options.reward_model), "serve: no model; give --model DIR, such as --model "
+                                                       "outputs/demo/ppo/model, or --reward_model DIR")
+    for name in ("max_batch", "max_context", "max_new_tokens", "max_body_bytes", "request_timeout"):
+        check(getattr(options, name) > 0, f"serve: --{name} is {getattr(options, name)}; it must be positive")
+    check(options.max_queue >= 0, f"serve: --max_queue is {options.max_queue}; it must be 0 or more")
+    check(options.max_prompt_tokens is None or options.max_prompt_tokens > 0,
+          f"serve: --max_prompt_tokens is {options.max_prompt_tokens}; it must be positive")
+    check(0 <= options.port < 2**16, f"serve: --port {options.port} is no port; give one below 65536")
+    check(options.api_key is None or len(options.api_key) >= 8,
+          f"serve: the API key has {len(options.api_key or '')} characters; give 8 at least")
+    return options
+
+
+def listening(host: str, port: int, has_key: bool) -> socket.socket:
+    """A bound socket. UserError for an address that is not ours to take, or not without a key."""
+    from hybrid_rlhf.inference.server.guard import is_loopback
+
+    check(is_loopback(host) or has_key, f"serve: --host {host} lets other machines in; give --api_key (or "
+                                        f"{KEY_VARIABLE}), or stay on 127.0.0.1")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        taken = socket.socket(family, kind, protocol)
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(address)
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"serve: cannot listen on {host} port {port}: {error}; "
+                        "give another --port or --host") from error
+    return taken
+
+
+def open_model(named: NamedModel, options: argparse.Namespace) -> Served:
+    """Load one model. UserError for what cannot chat."""
+    from hybrid_rlhf.engine.decode.sampling import SamplingConfig
+    from hybrid_rlhf.inference.chat_models import model_folder
+    from hybrid_rlhf.inference.conversation import open_conversation
+    from hybrid_rlhf.inference.server.app import Served
+    from hybrid_rlhf.inference.server.worker import Lane
+
+    opened = open_conversation(str(model_folder(named.path)), SamplingConfig())
+    capacity = min(options.max_context, opened.max_positions or options.max_context)
+    return Served(named.name, Lane(opened.engine, options.max_batch, capacity), opened.tokenizer)
+
+
+def run(argv: list[str] | None) -> int:
+    options = parse(argv)
+    found = named_models(options.model)
+    taken = listening(options.host, options.port, options.api_key is not None)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        import uvicorn
+
+        from hybrid_rlhf.inference.server.app import Limits, make_app
+    except ImportError as error:
+        raise UserError(f"serve: {error.name} is not installed; pip install 'hybrid-rlhf[serve]'") from error
+    from hybrid_rlhf.inference.chat_models import model_folder
+    from hybrid_rlhf.inference.scorer import Scorer
+    from hybrid_rlhf.inference.server.guard import PatientProtocol, is_loopback
+    from hybrid_rlhf.inference.server.worker import Worker
+
+    judge = options.reward_model
+    scorer = Scorer(str(model_folder(judge)), options.reward_label) if judge else None
+    models = [open_model(named, options) for named in found]
+    if scorer:
+        scorer.open()
+    worker = Worker([m.lane for m in models])
+    worker.start()
+    limits = Limits(options.max_queue, options.max_new_tokens, options.max_prompt_tokens, options.max_body_bytes,
+                    options.request_timeout)
+    app = make_app(models, worker, limits, scorer=scorer, api_key=options.api_key, is_local=is_loopback(options.host))
+    server = uvicorn.Server(uvicorn.Config(
+        app, http=PatientProtocol, ws="none", lifespan="on", log_level="error", access_log=False, server_header=False,
+        timeout_keep_alive=5, timeout_graceful_shutdown=30))
+    taken.listen(1024)  # who reads the next line and comes at once is not turned away
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    print(f"serving {', '.join([m.name for m in models] + ['/score'] * bool(scorer))} at "
+          f"http://{host}:{taken.getsockname()[1]}", file=sys.stderr, flush=True)
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn ends well, then sends itself the signal once more
+        signal.signal(number, lambda *_: None)
+    server.run(sockets=[taken])
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The door: returns the exit code (0 stopped by a signal, 2 the user's input is wrong, 130 interrupted early)."""
+    try:
+        return run(argv)
+    except UserError as error:
+        print("error: " + neutralise(" ".join(str(error).split())), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130

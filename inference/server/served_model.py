@@ -1,0 +1,43 @@
+"""A model that is served, and what the server allows."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from hybrid_rlhf.inference.server.worker import Lane
+
+
+@dataclass(frozen=True)
+class Limits:
+    """max_queue: requests that may wait beside those that run. max_new_tokens: the longest answer, and its length
+    where nothing else is asked for. request_seconds: from a request's arrival to the end of its answer."""
+
+    max_queue: int = 64
+    max_new_tokens: int = 1024
+    max_prompt_tokens: int | None = None
+    max_body_bytes: int = 2**20
+    request_seconds: float = 300.0
+
+
+@dataclass
+class Served:
+    """One model under its name. num_open: its requests, running or waiting; seconds: what the last ones took."""
+
+    name: str
+    lane: Lane
+    tokenizer: object
+    created: int = field(default_factory=lambda: int(time.time()))
+    num_open: int = 0
+    seconds: deque[float] = field(default_factory=lambda: deque([1.0], maxlen=32))
+
+    def __post_init__(self) -> None:
+        self.encoder = copy.deepcopy(self.tokenizer)  # used in another thread than the one that decodes
+
+    def wait(self) -> int:
+        """Seconds after which there may be room again."""
+        mean = sum(self.seconds) / len(self.seconds)
+        return min(60, max(1, math.ceil(mean * self.num_open / (self.lane.num_slots * 2))))

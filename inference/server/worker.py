@@ -1,0 +1,206 @@
+"""The one thread in which all models of a server compute: requests enter and leave between two decode steps."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.engine.decode.request import Request
+from hybrid_rlhf.engine.decode.serving import Serving
+from hybrid_rlhf.engine.hybrid import HybridEngine
+
+# An eye does not tell tokens apart that come thirty times a second, but every delivery takes the interpreter from the
+# engine's thread, and a core from its products.
+TELL_SECONDS = 0.03
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+# Which request of a job, its new tokens, and whether it has ended; or what went wrong with the whole job.
+Event = tuple[int, list[int], bool] | Exception
+
+
+@dataclass
+class Job:
+    """Requests that one client waits for, and where their tokens go. `loop` is the thread that reads them."""
+
+    requests: list[Request]
+    loop: asyncio.AbstractEventLoop
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    sent: list[int] = field(default_factory=list)  # tokens delivered of each request; -1: it has left
+
+    def __post_init__(self) -> None:
+        self.sent = [0] * len(self.requests)
+
+
+@dataclass
+class Lane:
+    """One model: its engine, at most num_slots requests of `capacity` tokens at once, and the jobs under way."""
+
+    engine: HybridEngine
+    num_slots: int
+    capacity: int
+    serving: Serving | None = None
+    jobs: list[Job] = field(default_factory=list)
+    told_at: float = 0.0  # when all new tokens were last delivered
+
+
+class Worker:
+    """Steps through the lanes in turns, for as long as anybody waits for anything.
+
+    `submit`, `drop` and `call` may be called from any thread; what they ask for is done before the next step. The
+    tokens of one step reach each event loop in one call.
+    """
+
+    def __init__(self, lanes: list[Lane]) -> None:
+        self.lanes = lanes
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._is_stopping = False
+        self._ready: Future[None] = Future()
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Enter inference mode; returns when requests can be taken, or raises what kept it from that."""
+        self._thread.start()
+        self._ready.result()
+
+    def stop(self) -> None:
+        """End the thread after the step under way; whoever still waits is told so."""
+        self._orders.put(self._stop)
+        self._thread.join(timeout=60)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive() and not self._is_stopping
+
+    def submit(self, lane: Lane, job: Job) -> None:
+        self._orders.put(lambda: self._submit(lane, job))
+
+    def drop(self, lane: Lane, job: Job, indexes: range | None = None) -> None:
+        """Forget a job, or some of its requests: their slots are free before the next step."""
+        self._orders.put(lambda: self._drop(lane, job, indexes))
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """`function` between two steps, in the engine's thread."""
+        result: Future[T] = Future()
+
+        def order() -> None:
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(function())
+                except Exception as error:
+                    result.set_exception(error)
+
+        self._orders.put(order)
+        return result
+
+    # -- in the thread -----------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            with ExitStack() as modes:
+                for lane in self.lanes:
+                    modes.enter_context(lane.engine.inference())
+                    lane.serving = lane.engine.serve(lane.num_slots, lane.capacity)
+                self._ready.set_result(None)
+                self._turn_until_stopped()
+                for lane in self.lanes:
+                    lane.serving = None
+        except BaseException as error:
+            if not self._ready.done():
+                self._ready.set_exception(error)
+                return
+            _log.exception("the engine's thread has ended")
+        finally:
+            self._is_stopping = True
+            for lane in self.lanes:
+                self._fail(lane, RuntimeError("the server stops"))
+
+    def _turn_until_stopped(self) -> None:
+        while not self._is_stopping:
+            is_busy = any(lane.jobs for lane in self.lanes)
+            try:
+                order = self._orders.get(block=not is_busy)
+                while not self._is_stopping:
+                    order()
+                    order = self._orders.get_nowait()
+            except queue.Empty:
+                pass
+            for lane in self.lanes:
+                if lane.jobs:
+                    self._step(lane)
+
+    def _stop(self) -> None:
+        self._is_stopping = True
+
+    def _submit(self, lane: Lane, job: Job) -> None:
+        lane.jobs.append(job)
+        for request in job.requests:
+            lane.serving.submit(request)
+
+    def _drop(self, lane: Lane, job: Job, indexes: range | None) -> None:
+        if not any(job is other for other in lane.jobs):
+            return
+        for i in range(len(job.requests)) if indexes is None else indexes:
+            if job.sent[i] >= 0:
+                lane.serving.drop(job.requests[i])
+                job.sent[i] = -1
+        self._forget_done(lane)
+
+    def _forget_done(self, lane: Lane) -> None:
+        lane.jobs = [job for job in lane.jobs if any(sent >= 0 for sent in job.sent)]
+
+    def _step(self, lane: Lane) -> None:
+        try:
+            lane.serving.step()
+        except Exception as error:  # whatever a model's forward raises, the server goes on
+            if not isinstance(error, UserError):
+                _log.exception("a decode step failed")
+            self._fail(lane, error)
+            lane.serving = None  # the memory of its cache goes back before the next one is made
+            lane.serving = lane.engine.serve(lane.num_slots, lane.capacity)
+            return
+        self._tell(lane)
+
+    def _tell(self, lane: Lane) -> None:
+        """The new tokens to whom they are for: first ones and last ones at once, others some at a time."""
+        news: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue, Event]]] = {}
+        has_ended, is_time = False, time.monotonic() - lane.told_at >= TELL_SECONDS
+        for job in lane.jobs:
+            for i, request in enumerate(job.requests):
+                sent, count = job.sent[i], len(request.tokens)
+                if sent < 0 or count == sent:
+                    continue
+                is_last = count >= request.limit or request.tokens[-1] in lane.serving.stops
+                if sent and not (is_last or is_time):
+                    continue
+                news.setdefault(job.loop, []).append((job.events, (i, request.tokens[sent:], is_last)))
+                job.sent[i] = -1 if is_last else count
+                has_ended |= is_last
+        if has_ended:
+            self._forget_done(lane)
+        if is_time:
+            lane.told_at = time.monotonic()
+        for loop, events in news.items():
+            _deliver(loop, events)
+
+    def _fail(self, lane: Lane, error: Exception) -> None:
+        jobs, lane.jobs = lane.jobs, []
+        for job in jobs:
+            _deliver(job.loop, [(job.events, error)])
+
+
+def _deliver(loop: asyncio.AbstractEventLoop, events: list[tuple[asyncio.Queue, Event]]) -> None:
+    def put() -> None:
+        for waiting, event in events:
+            waiting.put_nowait(event)
+
+    with suppress(RuntimeError):  # the loop has been closed: nobody reads
+        loop.call_soon_threadsafe(put)

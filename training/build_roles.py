@@ -1,0 +1,240 @@
+"""The four roles of an on-policy method: where each starts, who shares a base with whom, and their engines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.distributed import device, is_main, world_size
+from hybrid_rlhf.engine import HybridEngine, ZeroConfig
+from hybrid_rlhf.engine.train.zero_config import lowest_stage
+from hybrid_rlhf.models import load
+from hybrid_rlhf.models.adapters import Adapters
+from hybrid_rlhf.models.backbone import check_head
+from hybrid_rlhf.models.dropout import without_dropout
+from hybrid_rlhf.models.heads import BackboneWithHead, head_of, zero_head
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.lora import add_lora, is_adapter, load_adapter
+from hybrid_rlhf.models.weights import identity, read_tensor
+from hybrid_rlhf.rewards.scale import Scale
+from hybrid_rlhf.roles import Actor, Critic, Reference, Reward, Roles
+from hybrid_rlhf.roles.sharing import ROLES, Layout, RoleConfig, RolesConfig, Start, resolve
+from hybrid_rlhf.run import runfile
+from hybrid_rlhf.run.loop import TrainConfig
+from hybrid_rlhf.training import builders
+
+TRAINED = ("actor", "critic")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the roles' weights come from: run folders or models. reads_text: whether the reward model has another
+    tokenizer or template than the actor, and reads text. reward is None where no reward model is among the sources,
+    ref and critic where the method has none."""
+
+    actor: str
+    reward: str | None
+    ref: str | None
+    critic: str | None
+    reads_text: bool = False
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a recipe's configuration that the roles are made of."""
+
+    model: ModelConfig
+    roles: RolesConfig
+    engine: ZeroConfig
+    train: TrainConfig
+    temperature: float
+    seed: int
+
+
+def find_starts(sources: Sources, model: ModelConfig, roles: RolesConfig) -> dict[str, Start]:
+    """The start of each role there is. A reward model trained as an adapter on the actor's own base is that adapter."""
+    folders = {role: builders.model_folder(path) for role in ROLES if (path := getattr(sources, role)) is not None}
+    adapter, story = _adapter_on(sources.reward, folders["actor"]) if model.lora.r and sources.reward else (None, "")
+    starts = {role: Start(folders[role]) for role in ("actor", "ref") if role in folders}
+    for role in (r for r in ("critic", "reward") if r in folders):
+        if getattr(sources, role) == sources.reward:
+            starts[role] = Start(folders["actor"] if adapter else folders["reward"], adapter, folders["reward"],
+                                 story=story)
+        else:
+            starts[role] = Start(folders[role], head=folders[role] if load.has_score(folders[role]) else None)
+    return {role: replace(start, dtype=roles[role].dtype or model.dtype,
+                          quantize=roles[role].quantize or model.quantize or "none") for role, start in starts.items()}
+
+
+def _adapter_on(reward: str, base: str) -> tuple[str | None, str]:
+    """The adapter of the reward run if it was trained on the weights in `base`, or None and why not."""
+    if not (Path(reward) / runfile.RUN_FILE).exists():
+        return None, "a reward model that is no run"
+    folder = Path(reward) / "adapter"
+    if not is_adapter(folder):
+        return None, "its run trained all weights; train it with model.lora.r"
+    if runfile.read_run(reward).facts.get("base_weights") != identity(base):
+        return None, "its run was made on another base; train it on the actor's own"
+    return str(folder), ""
+
+
+def check_roles(parts: Parts, sources: Sources) -> tuple[dict[str, Start], Layout]:
+    """Starts and layout, checked. Raises UserError for what cannot be built; reads no weights to speak of."""
+    starts = find_starts(sources, parts.model, parts.roles)
+    layout, line = resolve(parts.roles, starts, parts.model.lora.r > 0)
+    for role in starts:
+        held = held_as(parts, starts[role])
+        builders.check_dtype(held)
+        builders.check_quantized_once(held)
+        if role == "actor" or (role == "critic" and layout.kind != "head"):
+            load.check_lora(held, f"roles.{role}.quantize {starts[role].quantize}")
+        stage, dtype = layout_of(parts, role).zero_stage, load.resolve_dtype(held.dtype, device())
+        check(role not in TRAINED or stage != 0 or parts.model.lora.r
+              or not lowest_stage(dtype, world_size(), parts.train.optim),
+              f"roles.{role}: zero_stage 0 with {dtype} weights, where DeepSpeed takes a wrong first step; choose 1")
+    stages = {r: layout_of(parts, r).zero_stage == 3 for r in TRAINED if r in starts}
+    check(len(set(stages.values())) == 1 or layout.group("actor") != layout.group("critic"),
+          "roles.actor.zero_stage and roles.critic.zero_stage: on one base both are 3 or neither is; set both alike")
+    if line and is_main():
+        print(line, file=sys.stderr)
+    return starts, layout
+
+
+def held_as(parts: Parts, start: Start) -> ModelConfig:
+    """The settings by which a role's base is loaded."""
+    return replace(parts.model, model_name_or_path=start.base, dtype=start.dtype, preset=None,
+                   load_in_4bit=start.quantize == "4bit", load_in_8bit=start.quantize == "8bit")
+
+
+def layout_of(parts: Parts, role: str) -> ZeroConfig:
+    """How a role's training is laid out: its own settings over those of `engine`."""
+    own: RoleConfig = parts.roles[role]
+    return replace(parts.engine, micro_batch_tokens=own.micro_batch_tokens or parts.engine.micro_batch_tokens,
+                   zero_stage=parts.engine.zero_stage if own.zero_stage is None else own.zero_stage)
+
+
+class Base:
+    """One loaded model and the roles on it: adapters where there are any, and a head for each role that has one."""
+
+    def __init__(self, group: tuple[str, ...], parts: Parts, starts: dict[str, Start], layout: Layout,
+                 tokenizer) -> None:  # noqa: ANN001
+        self.starts, self.kind, self.lora = starts, layout.kind, parts.model.lora
+        trained = [r for r in group if r in TRAINED]
+        self.is_frozen = not trained or self.lora.r > 0 or (trained == ["critic"] and layout.kind == "head")
+        settings = held_as(parts, starts[group[0]])
+        if not trained:
+            settings = replace(settings, gradient_checkpointing=False)
+        if self.is_frozen:
+            settings = replace(settings, freeze=[])
+        self.is_policy = group[0] in ("actor", "ref")
+        new_head_std = 0.0 if group[0] == "critic" and starts["critic"].head is None else None
+        self.model, self.new_ids = self._open(settings, tokenizer, new_head_std)
+        self.heads = {role: self._head(role) for role in group if role in ("critic", "reward")}
+        for role in group:
+            self._adapt(role, parts.seed)
+        without_dropout(self.model)
+        self.adapters = Adapters(self.model) if hasattr(self.model, "_peft_wrapper") else None
+        if self.is_frozen:
+            self.model.requires_grad_(False)
+        if self.adapters:
+            self.adapters.train_only(trained)
+
+    def _open(self, settings: ModelConfig, tokenizer,  # noqa: ANN001
+              new_head_std: float | None) -> tuple[nn.Module, list[int]]:
+        model = (load.load_causal_lm(settings, device()) if self.is_policy else
+                 load.load_scalar_model(settings, device(), new_head_std, tokenizer.pad_token_id))
+        new_ids = builders.prepare(model, settings, tokenizer)
+        if self.is_policy:
+            check_head(model)
+        return model, new_ids
+
+    def _head(self, role: str) -> nn.Module:
+        """The scalar head of a role: the model's own where all of it is trained, else one in fp32 beside it. A critic's
+        new one is of zeros: it predicts 0 until it has learned better, whatever the scale of the hidden states."""
+        start, is_trained = self.starts[role], role == "critic"
+        if not self.is_frozen:
+            return self.model.score
+        if start.head and start.head == start.base and not self.is_policy:
+            return head_of(self.model.score.weight.detach(), is_trained=is_trained).to(device())
+        if start.head:
+            return head_of(read_tensor(start.head, "score.weight"), is_trained=is_trained).to(device())
+        return zero_head(self.model.config.get_text_config().hidden_size, is_trained=is_trained).to(device())
+
+    def _adapt(self, role: str, seed: int) -> None:
+        """A role's adapter: the one it starts from, or, to be trained, a new one that changes nothing yet."""
+        start = self.starts[role]
+        if role == "ref" or (role == "critic" and self.kind == "head"):
+            return
+        if start.adapter:
+            load_adapter(self.model, start.adapter, role)
+        elif role in TRAINED and self.lora.r:
+            with torch.random.fork_rng(devices=[]):  # the same adapter whatever else was drawn before it
+                torch.manual_seed(seed * len(ROLES) + ROLES.index(role))
+                add_lora(self.model, self.lora, role, self.new_ids)
+
+    def turn(self, role: str) -> Callable:
+        """The context in which a role computes on this base."""
+        if self.adapters is None:
+            return nullcontext
+        reads = "reward" if role == "critic" and self.kind == "head" else role
+        return partial(self.adapters.use, reads if reads in self.adapters.names else None)
+
+    def parameters(self, role: str) -> dict[str, nn.Parameter] | None:
+        """What a role trains, where that is not all of the model's trainable parameters (None)."""
+        if not self.is_frozen:
+            return None
+        found = {} if self.adapters is None else self.adapters.parameters(role)
+        head = {"score.weight": self.heads[role].weight} if role in self.heads else {}
+        return found | head
+
+    def scalar(self, role: str) -> nn.Module:
+        """The model of a role with a head."""
+        return BackboneWithHead(self.model.base_model, self.heads[role]) if self.is_frozen else self.model
+
+
+def build(parts: Parts, starts: dict[str, Start], layout: Layout, tokenizer,  # noqa: ANN001
+          num_updates: Mapping[str, int], scale: Scale | None, reward_tokenizer=None,  # noqa: ANN001
+          ) -> tuple[Roles, Reward | None]:
+    """The roles in their engines; actor and critic under an optimizer, dropout off everywhere.
+
+    num_updates: of each trained role, over the run. scale: what scores are put on, which a critic with the reward's
+    head is too (None: nothing). reward_tokenizer: the reward model's own, where it reads text.
+    """
+    engines: dict[str, HybridEngine] = {}
+    head = starts["reward"].head if "reward" in starts else None
+    check("reward" not in starts or load.has_score(head),
+          f"roles.reward: {head} has no scalar head; a reward model is needed (--stage reward)")
+    is_copy = head is not None and "critic" in starts and starts["critic"].head == head
+    for group in layout.bases:
+        own = reward_tokenizer if reward_tokenizer is not None and group == ("reward",) else tokenizer
+        base = Base(group, parts, starts, layout, own)
+        for role in group:
+            if role in ("actor", "ref"):
+                tp = (parts.roles.actor.tp or 1) if role == "actor" else 1
+                engine = builders.policy_engine(base.model, tokenizer, parts.temperature, tp, base.turn(role))
+            else:
+                numbers = (scale.mean, scale.std) if role == "critic" and is_copy and scale else ()
+                engine = builders.scalar_engine(base.scalar(role), own, *numbers, adapter=base.turn(role))
+            if role in TRAINED:
+                engine.prepare_training(builders.optimizer_of(parts.train, parts.roles[role].learning_rate),
+                                        builders.schedule_of(parts.train, num_updates[role]), layout_of(parts, role),
+                                        base.parameters(role))
+            elif layout_of(parts, role).zero_stage == 3 and not set(group) & set(TRAINED):
+                engine.prepare_frozen(layout_of(parts, role))
+            if parts.roles[role].offload:
+                engine.offload_when_idle()
+            engines[role] = engine
+    tokens = {role: layout_of(parts, role).micro_batch_tokens for role in ROLES}
+    return (Roles(Actor(engines["actor"], tokenizer, tokens["actor"]),
+                  Reference(engines["ref"], tokens["ref"]) if "ref" in engines else None,
+                  Critic(engines["critic"], tokens["critic"], is_new=starts["critic"].head is None)
+                  if "critic" in engines else None),
+            Reward(engines["reward"], tokens["reward"]) if "reward" in engines else None)

@@ -1,0 +1,283 @@
+"""What the recipes share: opening tokenizers and models, putting engines around them, leaving a model behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from hybrid_rlhf.algorithms.schedule import learning_rate_factor
+from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.distributed import consecutive_ranks, device, init_process_group, is_main, rank, world_size
+from hybrid_rlhf.data import chat, datasets
+from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.data.loader import Loader
+from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.engine.decode.admission import stop_ids
+from hybrid_rlhf.engine.decode.tensor_parallel import check_configured
+from hybrid_rlhf.export.folder import is_on_a_grid
+from hybrid_rlhf.models import load
+from hybrid_rlhf.models.backbone import check_head
+from hybrid_rlhf.models.dropout import without_dropout
+from hybrid_rlhf.models.heads import ScalarModel
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.lora import add_lora
+from hybrid_rlhf.models.tokenizer import added_ids, load_tokenizer, train_tokenizer
+from hybrid_rlhf.roles import PolicyModule
+from hybrid_rlhf.run import runfile
+from hybrid_rlhf.run.loop import TrainConfig
+from hybrid_rlhf.training.plain_prompts import tell_other_form
+
+MODEL_FOLDER = "model"
+NO_POLICIES = ("reward", "evaluate", "all")  # stages that leave no policy to start from; every other one does
+
+
+def predecessor(given: str | None, output_dir: str, stage: str, option: str) -> str:
+    """The run folder or model of an earlier stage: as given, else the folder `stage` beside this run's output_dir.
+
+    In place of sft the run given may be of any stage that leaves a policy. Raises UserError when there is neither, or
+    when the run found is of another stage or not finished.
+    """
+    path = given or str(Path(output_dir).parent / stage)
+    if (Path(path) / runfile.RUN_FILE).exists():
+        found = runfile.read_run(path).stage if given and stage == "sft" else stage
+        runfile.require_finished(path, stage if found in NO_POLICIES else found)
+        return path
+    check(given is not None, f"no finished {stage} run: {path} does not exist or holds none; run --stage {stage} "
+                             f"--output_dir {path} first, or give {option}")
+    return path
+
+
+def model_folder(path: str) -> str:
+    """The model inside a run folder; any other path as it is."""
+    return str(Path(path) / MODEL_FOLDER) if (Path(path) / runfile.RUN_FILE).exists() else path
+
+
+def open_tokenizer(model: ModelConfig, data: DataConfig, stage: str, seed: int):  # noqa: ANN201
+    """The tokenizer of a run, with a chat template. A preset trains one on the run's own texts."""
+    if model.preset and not model.tokenizer_name_or_path:
+        tokenizer = train_tokenizer(datasets.raw_texts(data, stage, seed), model.vocab_size)
+    else:
+        path = model.tokenizer_name_or_path or model.model_name_or_path
+        check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
+        tokenizer = load_tokenizer(path, model.trust_remote_code)
+        tell_other_form(path, data, stage)
+    give_template(tokenizer, data, stage)
+    return tokenizer
+
+
+def give_template(tokenizer, data: DataConfig, stage: str) -> None:  # noqa: ANN001
+    """A chat template where messages are to be rendered, and where SFT makes an assistant of questions and answers in
+    plain text (not data.raw). Text that goes on needs none and gets no new tokens."""
+    is_dialogue = stage == "sft" and not data.raw and datasets.has_plain_prompts(data, stage)
+    if data.chat_template or is_dialogue or datasets.is_conversational(data, stage):
+        chat.ensure_template(tokenizer, data.chat_template)
+
+
+def seed_everything(seed: int) -> None:
+    """New heads, new adapters and dropout draw from torch's global generator, and functions of the user's perhaps from
+    others; this makes them the run's own."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def seed_dropout(seed: int) -> None:
+    """From here on each process draws masks of its own; what was drawn before, new weights, is the same on all."""
+    if rank():
+        torch.manual_seed(seed + 1_000_003 * rank())
+
+
+def check_lengths(model: ModelConfig, **lengths: int) -> None:
+    """UserError if a length (named as its option) exceeds what the model has positions for. Reads no weights."""
+    limit = load.configured_positions(model)
+    which = model.preset or model.model_name_or_path
+    for option, length in lengths.items():
+        name = option.replace("__", ".")
+        check(limit is None or length <= limit,
+              f"{name} is {length}, but {which} has {limit} positions; lower {name} to {limit} or less")
+
+
+def check_model(model: ModelConfig, engine: ZeroConfig, optim: str = "adamw") -> None:
+    """UserError for weights that cannot be trained here, and for adapters that match nothing. Reads no weights."""
+    check_dtype(model)
+    if not model.lora.r:  # adapters may have another dtype than their base
+        engine.stage(load.resolve_dtype(model.dtype, device()), optim)
+    load.check_lora(model)
+    check_quantized_once(model)
+
+
+def check_quantized_once(model: ModelConfig) -> None:
+    """UserError for quantising what a run over a quantised base has merged into what the quantisation had left: those
+    weights lie on its grid, and an adapter much smaller than its steps is rounded away (one of 1% of the weight keeps
+    2%). Merged into the original weights, as it is where they are at hand, it keeps 99%."""
+    run = Path(model.model_name_or_path or "").parent
+    if not model.quantize or not (run / runfile.RUN_FILE).exists():
+        return
+    before = runfile.read_run(run).config.get("model", {})
+    check(not ((before.get("load_in_4bit") or before.get("load_in_8bit")) and is_on_a_grid(run)),
+          f"{run} was trained over a quantised base whose original weights were gone at its end: quantising its model "
+          f"again would round away what it learned; do not load it in {model.quantize}")
+
+
+def check_dtype(model: ModelConfig) -> None:
+    """UserError for weights that DeepSpeed does not train on this device, or an attention that does not run on it."""
+    check(model.dtype != "float16" or device().type != "cpu",
+          "model.dtype is float16, which needs an accelerator; choose float32 or bfloat16 on a CPU")
+    if model.attn_implementation == "flash_attention_2":
+        check(device().type == "cuda" and model.dtype != "float32" and find_spec("flash_attn") is not None,
+              "model.attn_implementation is flash_attention_2, which needs an accelerator, 16-bit weights and the "
+              "package flash_attn; choose sdpa")
+
+
+def prepare(model: nn.Module, config: ModelConfig, tokenizer) -> list[int]:  # noqa: ANN001
+    """Make `model` one of the tokenizer's tokens; returns the ids of those that it did not know, whose rows are to be
+    trained with adapters: the chat template's markers where it had none. One line says so."""
+    size = model.get_input_embeddings().num_embeddings
+    load.prepare(model, config, len(tokenizer))
+    model.config.pad_token_id = tokenizer.pad_token_id
+    found = sorted({*added_ids(tokenizer), *range(size, len(tokenizer))} - {tokenizer.pad_token_id})
+    if found and config.lora.r and is_main():
+        few = ", ".join(tokenizer.convert_ids_to_tokens(found[:3])) + (", ..." if len(found) > 3 else "")
+        print(f"LoRA: the embedding rows of {len(found)} new token(s) ({few}) are trained too", file=sys.stderr)
+    return found
+
+
+def open_policy(model: ModelConfig, tokenizer, seed: int, *, dropout: bool) -> nn.Module:  # noqa: ANN001
+    """The causal model of a stage, adapters on if asked for, ready for an engine."""
+    check_dtype(model)
+    causal = load.random_causal_lm(model, tokenizer, seed).to(device()) if model.preset else load.load_causal_lm(
+        model, device())
+    new_ids = prepare(causal, model, tokenizer)
+    check_head(causal)
+    if model.lora.r:
+        add_lora(causal, model.lora, new_ids=new_ids)
+    if dropout:
+        seed_dropout(seed)
+        return causal
+    return without_dropout(causal)
+
+
+def open_scalar(model: ModelConfig, tokenizer, *, new_head_std: float | None = None) -> nn.Module:  # noqa: ANN001
+    """A model with a scalar head from `model.model_name_or_path`; with LoRA the head is trained in full."""
+    check_dtype(model)
+    scalar = load.load_scalar_model(model, device(), new_head_std, tokenizer.pad_token_id)
+    new_ids = prepare(scalar, model, tokenizer)
+    without_dropout(scalar)
+    if model.lora.r:
+        add_lora(scalar, model.lora, new_ids=new_ids)
+        scalar.score.weight.requires_grad_(True)
+    return scalar
+
+
+def check_tensor_parallel(degree: int, model: ModelConfig) -> None:
+    """UserError where `degree` processes cannot share the actor's generation. Reads no weights."""
+    option, world = f"roles.actor.tp is {degree}", world_size()
+    check(world % degree == 0, f"{option}, but there {'is 1 process' if world == 1 else f'are {world} processes'}; "
+                               f"start a multiple of {degree}, as by torchrun --nproc_per_node {degree}")
+    check(degree == 1 or model.quantize is None, f"{option}: quantised weights cannot be cut; leave out "
+                                                 f"model.load_in_{model.quantize} or take tp 1")
+    if degree > 1:
+        check_configured(load.configuration(model), degree, "roles.actor.tp")
+
+
+def policy_engine(model: nn.Module, tokenizer, temperature: float = 1.0, tp: int = 1,  # noqa: ANN001
+                  adapter: Callable = nullcontext) -> HybridEngine:
+    """An engine that samples and gives log-probabilities at `temperature` (0, greedy, is measured at 1). tp: how many
+    processes generate together (every process of the run calls this). adapter: as HybridEngine takes it."""
+    if tp > 1:
+        init_process_group()
+    return HybridEngine(PolicyModule(model, temperature or 1.0), model, eos_ids=stop_ids(model, tokenizer),
+                        pad_id=tokenizer.pad_token_id, tp=consecutive_ranks(tp) if tp > 1 else None, adapter=adapter)
+
+
+def scalar_engine(model: nn.Module, tokenizer, mean: float = 0.0, std: float = 1.0, *,  # noqa: ANN001
+                  adapter: Callable = nullcontext) -> HybridEngine:
+    """An engine that gives (score - mean) / std at every position. adapter: as HybridEngine takes it."""
+    return HybridEngine(ScalarModel(model, mean, std), pad_id=tokenizer.pad_token_id, adapter=adapter)
+
+
+def optimizer_of(train: TrainConfig, learning_rate: float) -> OptimizerConfig:
+    """The optimizer's part of `train`, at the rate of the role that it trains."""
+    names = [f.name for f in dataclasses.fields(OptimizerConfig) if f.name != "learning_rate"]
+    return OptimizerConfig(learning_rate, **{name: getattr(train, name) for name in names})
+
+
+def schedule_of(train: TrainConfig, num_updates: int) -> Callable[[int], float]:
+    """Optimizer step -> factor of the learning rate, over `num_updates` steps."""
+    warmup = round(train.warmup_ratio * num_updates)
+    return lambda step: learning_rate_factor(step, total_steps=num_updates, warmup_steps=warmup,
+                                             kind=train.lr_scheduler_type)
+
+
+def total_steps(train: TrainConfig, batches_per_epoch: int) -> int:
+    """Trainer steps of a run: max_steps, or num_train_epochs passes over the data."""
+    return train.max_steps if train.max_steps > 0 else max(1, round(train.num_train_epochs * batches_per_epoch))
+
+
+def require_data(data: DataConfig, stage: str) -> None:
+    """UserError if the run has no data."""
+    if not data.sources:
+        raise UserError(f"no data for stage {stage}: give data.sources, a path or a list of them "
+                        "(file, folder, hub id, or demo/demonstrations)")
+
+
+def train_loader(rows: Sequence[dict], train: TrainConfig, seed: int, collate: Callable) -> Loader:
+    """Endless shuffled batches; a step's batch is all that its optimizer step sees."""
+    size = train.per_device_train_batch_size * train.gradient_accumulation_steps
+    return Loader(rows, size, collate, seed, rank=rank(), world=world_size())
+
+
+def eval_loader(rows: Sequence[dict], train: TrainConfig, seed: int, collate: Callable) -> Loader | None:
+    """The held-out rows in order, or None where there are none."""
+    if not len(rows):
+        return None
+    return Loader(rows, train.per_device_eval_batch_size, collate, seed, rank=rank(), world=world_size(),
+                  shuffle=False, drop_last=False)
+
+
+def start(config, command: str, *data: datasets.StageData) -> runfile.RunRecord:  # noqa: ANN001
+    """Claim the run's folder, when nothing can be wrong with its input any more, and say what became of the rows."""
+    record = runfile.start(config.output_dir, config.stage, config, command)
+    if is_main():
+        for each in data:
+            print(*datasets.summary(each.report), sep="\n", file=sys.stderr)
+    return record
+
+
+def difference(actor: str, other: str, data: DataConfig, stage: str, tokenizer: str | None = None) -> str | None:
+    """What keeps `other` from reading the actor's token ids ("tokenizers" or "chat templates"), or None.
+
+    tokenizer: the actor's, where it is not its model's own. Two runs say it in their records.
+    """
+    if tokenizer is None and all((Path(p) / runfile.RUN_FILE).exists() for p in (actor, other)):
+        return runfile.difference(runfile.read_run(actor), runfile.read_run(other))
+    tokenizers = [load_tokenizer(p) for p in (tokenizer or model_folder(actor), model_folder(other))]
+    for each in tokenizers:
+        give_template(each, data, stage)
+    hashes = [runfile.tokenizer_hash(t) for t in tokenizers]
+    if hashes[0] != hashes[1]:
+        return "tokenizers"
+    return "chat templates" if tokenizers[0].chat_template != tokenizers[1].chat_template else None
+
+
+def check_pair(actor: str, other: str, data: DataConfig, stage: str, tokenizer: str | None = None) -> None:
+    """UserError if the actor's tokens mean something else to the other model than they do to the actor."""
+    what = difference(actor, other, data, stage, tokenizer)
+    check(what is None,
+          f"{actor} and {other} do not fit together: their {what} differ; train both from the same SFT run")
+
+
+def score_statistics_of(reward: str) -> dict[str, float]:
+    """mean and std that the reward run measured on demonstrations; empty for a reward model that is no run of ours."""
+    if not (Path(reward) / runfile.RUN_FILE).exists():
+        return {}
+    return runfile.read_run(reward).facts.get("score_statistics", {})

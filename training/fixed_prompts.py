@@ -1,0 +1,120 @@
+"""A few held-out prompts and what a run's model says to them, before its first step and after its last.
+
+What a person looks at first. Answers are greedy: what differs between the two is the model and not its luck.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.distributed import is_main
+from hybrid_rlhf.data import collate
+from hybrid_rlhf.data.datasets import StageData
+from hybrid_rlhf.rewards import RewardSource, part_scores
+from hybrid_rlhf.roles import Actor, Reward
+from hybrid_rlhf.rollout import Prompts
+from hybrid_rlhf.rollout.collect import SamplingConfig
+
+MAX_NEW_TOKENS, START_OF_TEXT = 64, 16  # tokens: of an answer where no setting says; of a text that has no prompt
+Answers = Callable[[], list[dict]]
+
+
+def of_policy(actor: Actor, prompts: Prompts, sampling: SamplingConfig, source: RewardSource | None = None,
+              ends: Sequence[bool] = ()) -> Answers:
+    """One greedy answer to each prompt, with its score where there is a source (None where that skipped it).
+
+    ends: which of them are expected to end within the sampling's limit; of those it is told whether they "ended".
+    """
+    greedy = replace(sampling, num_samples=1, temperature=0.0)
+
+    @torch.no_grad()
+    def answers() -> list[dict]:
+        with actor.inference():
+            rollout = actor.generate(prompts, greedy, 0)
+        scores = [{}] * len(rollout) if source is None else [
+            {"score": None if s != s else s} for s in part_scores(source, rollout).tolist()]
+        ended = [{"ended": has if can else None} for has, can in zip(rollout.has_eos.tolist(), ends, strict=False)]
+        return [{"prompt": text, "completion": said, **end, **score} for text, said, end, score in
+                zip(prompts.texts, rollout.completions, ended or [{}] * len(scores), scores, strict=True)]
+
+    return answers
+
+
+def of_demonstrations(actor: Actor, data: StageData, count: int, max_length: int) -> Answers | None:
+    """Answers to the prompts of held-out rows (of the training rows where none are held out) of an offline stage, as
+    long as fit into `max_length` tokens, at most MAX_NEW_TOKENS. A model that cannot be sampled says so, once."""
+    rows = _first(data, count)
+    ids = [_prompt_of(row) for row in rows]
+    if not ids:
+        return None
+    limit = max(1, min(MAX_NEW_TOKENS, max_length - max(map(len, ids))))
+    texts = actor.tokenizer.batch_decode(ids, skip_special_tokens=False)  # as the model reads them
+    shown = [_answer_of(row)[:limit] for row in rows]  # cut where it is longer: then it has no end
+    ends = [bool(answer) and answer[-1] in actor.engine.eos_ids for answer in shown]
+    said = of_policy(actor, Prompts(ids, texts), SamplingConfig(max_new_tokens=limit), ends=ends)
+
+    def answers() -> list[dict]:
+        try:
+            return said()
+        except UserError as error:
+            if is_main():
+                print(f"the report has no answers of this model: {error}", file=sys.stderr)
+            return []
+
+    return answers
+
+
+def of_reward(reward: Reward, tokenizer, data: StageData, count: int) -> Answers | None:  # noqa: ANN001
+    """The scores of both responses of held-out pairs."""
+    rows = _first(data, count)
+    if not rows:
+        return None
+    batch = collate.collate_pairs(rows, reward.engine.pad_id).sequences  # the chosen ones, then the rejected ones
+
+    def words(mask: Tensor, *, skips: bool) -> list[str]:
+        return tokenizer.batch_decode([ids[of].tolist() for ids, of in zip(batch.input_ids, mask, strict=True)],
+                                      skip_special_tokens=skips)
+
+    asked = words(batch.attention_mask.bool() & ~batch.loss_mask, skips=False)  # as the model reads them
+    said = words(batch.loss_mask, skips=True)
+
+    def answers() -> list[dict]:
+        return [{"prompt": p, "completion": c, "score": s, "side": ("chosen", "rejected")[i >= len(rows)]}
+                for i, (p, c, s) in enumerate(zip(asked, said, reward.score(batch).tolist(), strict=True))]
+
+    return answers
+
+
+def first_prompts(data: StageData, count: int) -> Prompts | None:
+    """The first held-out prompts of a stage that samples."""
+    rows = _first(data, count)
+    return collate.collate_prompts(rows) if rows else None
+
+
+def _first(data: StageData, count: int) -> list[dict]:
+    rows = data.held_out if len(data.held_out) else data.train
+    return [rows[i] for i in range(min(count, len(rows)))]
+
+
+def _prompt_of(row: dict) -> Sequence[int]:
+    """What stands before the first trained token; the beginning of a text that is all trained on."""
+    ids = row.get("input_ids", row.get("chosen_ids"))
+    length = row["num_prompt_tokens"] if "num_prompt_tokens" in row else next(
+        (i for i, is_trained in enumerate(row["loss_mask"]) if is_trained), len(ids))
+    return list(ids[:length if length > 1 else min(START_OF_TEXT, max(1, len(ids) // 2))])
+
+
+def _answer_of(row: dict) -> list[int]:
+    """What the row demonstrates as the answer to that prompt: the first run of trained tokens, the chosen answer."""
+    ids = row.get("input_ids", row.get("chosen_ids"))
+    if "num_prompt_tokens" in row:
+        return list(ids[row["num_prompt_tokens"]:])
+    trained = list(row["loss_mask"])
+    start = next((i for i, is_trained in enumerate(trained) if is_trained), len(ids))
+    return list(ids[start:next((i for i in range(start, len(ids)) if not trained[i]), len(ids))])

@@ -1,0 +1,225 @@
+"""What a recipe's settings mean for memory: its roles for the plan, and what --plan and --memory do with them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import PurePath
+from typing import TextIO
+
+import torch
+
+from hybrid_rlhf.algorithms.preference import LOSSES
+from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.distributed import device
+from hybrid_rlhf.engine.decode.kv_cache import free_bytes
+from hybrid_rlhf.memory_plan import table
+from hybrid_rlhf.memory_plan.amounts import Cards
+from hybrid_rlhf.memory_plan.plan import DOES_NOT_FIT, Generation, Plan, Role, make_plan, size_text
+from hybrid_rlhf.memory_plan.search import Choice, choose
+from hybrid_rlhf.models import load, shapes
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.lora import LoraConfig
+from hybrid_rlhf.rewards.classifier import BATCH_SIZE
+from hybrid_rlhf.roles.sharing import Start, resolve
+from hybrid_rlhf.training import (
+    all_stages,
+    builders,
+    defaults,
+    on_policy,
+    online_dpo,
+    preferences,
+    rejection,
+    step1_sft,
+    step2_reward,
+    step3_ppo,
+)
+from hybrid_rlhf.training.build_roles import TRAINED, Parts, find_starts, held_as, layout_of
+
+MAX_BATCH = 64  # sequences that HybridEngine decodes at once
+
+
+def carry_out(config: object, *, memory: int | None, only_plan: bool, cards: Cards | None = None,
+              stream: TextIO | None = None) -> tuple[object, int]:
+    """What --plan and --memory ask for: print the plan and, for --memory, choose settings that fit.
+
+    cards: what to plan for in place of this machine. Returns the settings to go on with and the exit code to stop with
+    (0: go on, or done with --plan).
+    """
+    place = Place.of(cards) if cards else Place(device(), int(os.environ.get("WORLD_SIZE", "1")),
+                                                free_bytes(device()) if memory is None else memory)
+    config = config if isinstance(config, all_stages.Config) else defaults.resolve(config)
+    stream = stream or (sys.stdout if only_plan else sys.stderr)
+    plans = plans_of(config, place)
+    chosen = Choice(config, plans)
+    if not chosen.fits:
+        chosen = choose(config, partial(plans_of, place=place), has_host=place.device.type != "cpu")
+    if memory is None:
+        for plan in plans:
+            table.show(plan, chosen.flags if chosen.fits else (), stream)
+        return config, 0 if all(p.short <= 0 for p in plans) else DOES_NOT_FIT
+    for plan in chosen.plans:
+        table.show(plan, (), stream)
+    if not chosen.fits:
+        return config, DOES_NOT_FIT
+    asked = f"for {size_text(memory)}"
+    print(f"chosen {asked}: {' '.join(chosen.flags)}" if chosen.flags else f"nothing to change {asked}", file=stream)
+    table.show_changes(chosen.changes, stream)
+    return chosen.config, 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run is planned: device and number of its processes, and the bytes that each may use (None: unknown)."""
+
+    device: torch.device
+    world: int
+    available: int | None
+
+    @classmethod
+    def of(cls, cards: Cards) -> Place:
+        return cls(torch.device("cuda"), cards.world, cards.usable)
+
+
+def plans_of(config: object, place: Place, *, is_exact: bool = True) -> list[Plan]:
+    """One plan for each stage that `config` runs."""
+    check(config.stage != "evaluate", "--plan and --memory are for stages that train; leave them out of evaluate")
+    if isinstance(config, all_stages.Config):
+        stages = all_stages.stage_configs(config)
+        return [_plan(defaults.resolve(stage, config.model), place, config.model, is_exact)
+                for stage in stages.values()]
+    return [_plan(defaults.resolve(config), place, None, is_exact)]
+
+
+def _plan(config: object, place: Place, start: ModelConfig | None, is_exact: bool) -> Plan:
+    """start: the model that an earlier stage of the same command will leave, which is not there yet."""
+    where, world = place.device, place.world
+    roles = _ROLES[type(config)](config, start)
+    zero = roles[0].zero_stage
+    dtype = str(load.resolve_dtype(roles[0].model.dtype, where)).removeprefix("torch.")
+    title = (f"{config.stage}: {world} process{'es' if world > 1 else ''} on {where.type}, {dtype}, "
+             f"ZeRO {'by dtype' if zero is None else zero}, micro-batches of {config.engine.micro_batch_tokens} tokens"
+             + (f", offloaded: {', '.join(config.engine.offload)}" if config.engine.offload else ""))
+    return make_plan(title, roles, where, place.available, world, is_exact=is_exact)
+
+
+# -- roles of the recipes ---------------------------------------------------------------------------------------------
+
+
+def _laid_out(config: object) -> dict:
+    """How a stage's one engine is laid out, for its roles."""
+    return {"zero_stage": config.engine.zero_stage, "offload": tuple(config.engine.offload),
+            "optim": config.train.optim}
+
+
+def _sft(config: step1_sft.Config, start: ModelConfig | None) -> list[Role]:
+    length, batch = config.data.max_length, config.train.rows_per_step
+    model = start or step1_sft.start_model(config)
+    return [Role("policy", model, length, _rows(config, length, batch), predicted=length - 1, trains=True,
+                 scores=False, dropout=True, **_laid_out(config))]
+
+
+def _reward(config: step2_reward.Config, start: ModelConfig | None) -> list[Role]:
+    model = start or step2_reward.start_model(config)[1]
+    length = config.data.max_length
+    rows = 2 * _rows(config, 2 * length, config.train.rows_per_step)  # a pair costs two rows
+    return [Role("reward", model, length, rows, trains=True, scores=False, **_laid_out(config))]
+
+
+def _preferences(config: preferences.Config, start: ModelConfig | None) -> list[Role]:
+    """The policy, and a reference on the same base (with adapters) or on a copy. A pair costs two rows."""
+    model = start or preferences.start_model(config)[1]
+    row, length = LOSSES[config.dpo.loss_type], config.data.max_length
+    per_group = 2 if row.needs_pairs else 1
+    rows = per_group * _rows(config, per_group * length, config.train.rows_per_step)
+    policy = Role("policy", model, length, rows, predicted=length - 1, trains=True, scores=not row.needs_pairs,
+                  is_shared=row.needs_reference and model.lora.r > 0, **_laid_out(config))
+    if not row.needs_reference:
+        return [policy]
+    base = "policy" if model.lora.r else None
+    return [policy, Role("reference", preferences.reference_model(model), length, rows, predicted=length - 1,
+                         base=base, is_shared=base is not None, **_laid_out(config))]
+
+
+def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role]:
+    """Those that there are of actor, reference, critic and reward model, at their longest sequences, on the bases that
+    they share."""
+    starts = on_policy_starts(config, start)
+    layout, _ = resolve(config.roles, starts, config.model.lora.r > 0)
+    parts, method = on_policy.parts_of(config), config.method
+    sampling, together = method.sampling, method.num_together
+    sampled = config.data.max_prompt_length + sampling.max_new_tokens
+    sequences = config.train.rows_per_step * sampling.num_samples
+    tp = config.roles.actor.tp or 1
+    generation = Generation(min(MAX_BATCH, tp * sequences), config.data.max_prompt_length, sampling.max_new_tokens, tp)
+
+    def role(name: str, **more: object) -> Role:
+        trains, group = name in TRAINED, layout.group(name)
+        has_adapter = (name == "actor" or (name == "critic" and layout.kind != "head")
+                       or starts[name].adapter is not None)
+        model = held_as(parts, starts[name])
+        if start is not None and start.preset:
+            model = replace(model, preset=start.preset, model_name_or_path=None)
+        model = replace(model, lora=model.lora if has_adapter else LoraConfig(),
+                        freeze=model.freeze if trains else [],
+                        gradient_checkpointing=model.gradient_checkpointing and trains)
+        zero = layout_of(parts, name)
+        at_once = zero.micro_batch_tokens // sampled
+        rows = max(together, min(method.num_sequences, at_once)) if trains else max(1, min(sequences, at_once))
+        return Role(name, model, sampled, rows, trains=trains, base=group[0] if name != group[0] else None,
+                    is_shared=len(group) > 1, waits=parts.roles[name].offload, optim=config.train.optim,
+                    **_where(parts, group, name), **more)
+
+    texts = None
+    if method.also_reads:
+        most = config.data.max_length
+        texts = (max(1, min(method.num_sequences, layout_of(parts, "actor").micro_batch_tokens // most)), most)
+    policies = [role("actor", predicted=sampling.max_new_tokens, entropy=method.has_entropy, generation=generation,
+                     has_average=method.keeps_average, texts=texts)]
+    policies += [role("ref", predicted=sampling.max_new_tokens)] if "ref" in starts else []
+    return [*policies, *(role(r) for r in ("critic", "reward") if r in starts), *_classifiers(config)]
+
+
+def _where(parts: Parts, group: tuple[str, ...], name: str) -> dict:
+    """A role's ZeRO stage and offload; a frozen one's are those of whoever trains on its base, or 0, or 3 if set."""
+    owner = next((r for r in group if r in TRAINED), name)
+    zero = layout_of(parts, owner)
+    if owner in TRAINED:
+        return {"zero_stage": zero.zero_stage, "offload": tuple(zero.offload)}
+    is_cut = zero.zero_stage == 3
+    return {"zero_stage": 3 * is_cut, "offload": tuple(o for o in zero.offload if is_cut and o == "parameters")}
+
+
+def _classifiers(config: on_policy.Config) -> list[Role]:
+    """The models among the reward sources, beside the stage-2 model; they read texts as long as rollouts."""
+    sampling = config.method.sampling
+    length = config.data.max_prompt_length + sampling.max_new_tokens
+    rows = min(BATCH_SIZE, config.train.rows_per_step * sampling.num_samples)
+    models = [ModelConfig(builders.model_folder(path)) for path in config.reward.model_list]
+    return [Role(f"reward {PurePath(path).name}", model, length, rows, labels=shapes.read_config(model).num_labels)
+            for path, model in zip(config.reward.model_list, models, strict=True)]
+
+
+_ROLES: dict[type, Callable[[object, ModelConfig | None], list[Role]]] = {
+    step1_sft.Config: _sft, step2_reward.Config: _reward, preferences.Config: _preferences,
+    **dict.fromkeys((step3_ppo.Config, online_dpo.Config, rejection.Config), _on_policy)}
+
+
+def on_policy_starts(config: on_policy.Config, start: ModelConfig | None) -> dict[str, Start]:
+    """Where each role starts. Before its predecessors have run, from the one model that they will start from."""
+    if start is not None:
+        path = start.model_name_or_path or start.preset
+        adapter = "to be trained" if config.model.lora.r else None
+        first = Start(path, dtype=start.dtype, quantize=start.quantize or "none")
+        later = replace(first, adapter=adapter, head=path)
+        return {"actor": first, "reward": later} | ({"ref": first} if config.method.needs_ref else {}) | (
+            {"critic": later} if config.method.needs_critic else {})
+    return find_starts(on_policy.find_sources(config), config.model, config.roles)
+
+
+def _rows(config: object, length: int, at_most: int, tokens: int | None = None) -> int:
+    """Rows of `length` in the largest micro-batch, as token_budget_groups makes them: at least one."""
+    return max(1, min(at_most, (tokens or config.engine.micro_batch_tokens) // length))

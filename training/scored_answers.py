@@ -1,0 +1,82 @@
+"""One policy's answers to a list of prompts, scored and measured: what comparing models is made of."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+
+from hybrid_rlhf.core.config import check, nearest
+from hybrid_rlhf.data import chat
+from hybrid_rlhf.data.examples import with_score
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.rewards import RewardSource, checked_scores
+from hybrid_rlhf.roles import Actor, Reference
+from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.rollout.collect import SamplingConfig
+from hybrid_rlhf.training import builders
+
+# name -> module:function(prompt messages or text, completion) -> bool, an independent judge of truth
+CHECKERS = {"demo": "hybrid_rlhf.data.demo:is_correct"}
+
+
+def check_checker(name: str | None, option: str) -> None:
+    """UserError for a checker that there is none of."""
+    check(name is None or name in CHECKERS,
+          f"{option} is {name!r}; there are {', '.join(CHECKERS)}{nearest(name or '', CHECKERS)}")
+
+
+def open_actor(model: ModelConfig, tokenizer, temperature: float = 1.0) -> Actor:  # noqa: ANN001
+    """A policy as it is, to sample from and to be measured at `temperature`."""
+    causal = builders.open_policy(model, tokenizer, 0, dropout=False)
+    return Actor(builders.policy_engine(causal, tokenizer, temperature), tokenizer)
+
+
+@torch.no_grad()
+def respond(actor: Actor, prompts: Prompts, sampling: SamplingConfig, seed: int,
+            asked: Prompts | None = None) -> Rollout:
+    """sampling.num_samples responses to each prompt, with the actor's log-probabilities of them.
+
+    asked: the same prompts as the actor is to read them, where that differs (`in_words`); the rollout holds `prompts`.
+    """
+    repeated = prompts.repeat(sampling.num_samples)
+    with actor.inference():
+        rollout = actor.generate((asked or prompts).repeat(sampling.num_samples), sampling, seed)
+    rollout.logprobs = actor.logprobs(rollout)  # (B, R)
+    rollout.prompts = repeated
+    return rollout
+
+
+@torch.no_grad()
+def judge(rollout: Rollout, source: RewardSource, reference: Reference | None) -> None:
+    """Fill in scores, the parts of them, and the reference's log-probabilities (None: it cannot read these tokens)."""
+    if reference is not None:
+        rollout.ref_logprobs = reference.logprobs(rollout)  # (B, R)
+    rollout.scores = checked_scores(source, rollout)  # (B,)
+    rollout.source_scores = rollout.source_scores or {source.name: rollout.scores}
+
+
+def in_words(prompts: Prompts, template: str, tokenizer, raw: bool = False) -> Prompts:  # noqa: ANN001
+    """The prompts with `template` around the last user turn ({prompt} stands for it), tokenized anew. raw: data.raw."""
+    asked = [chat.as_turn(tokenizer, with_score(p, 0.0, template), raw) for p in prompts.columns["prompt"]]
+    return replace(prompts, ids=[chat.encode_prompt(tokenizer, p) for p in asked],
+                   texts=[chat.compose_prompt(tokenizer, p).shown for p in asked])
+
+
+def is_right(checker: str, rollout: Rollout) -> list[bool]:
+    """Whether the checker finds each completion right."""
+    module, function = CHECKERS[checker].split(":")
+    found: Callable = getattr(importlib.import_module(module), function)
+    return [found(p, c) for p, c in zip(rollout.prompts.columns["prompt"], rollout.completions, strict=True)]
+
+
+def share(values: Iterable[bool]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def nats_from(rollout: Rollout) -> list[float]:
+    """sum_t (logprobs - ref_logprobs) of each of the B responses: its estimate of KL(actor || reference)."""
+    return (rollout.logprobs - rollout.ref_logprobs).masked_fill(~rollout.action_mask, 0).sum(1).tolist()

@@ -1,0 +1,153 @@
+"""Options of the shared parts that a stage never reads, and what is meant instead.
+
+They are no options of that stage: not in its --help, its files or its records, and an error where they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields, is_dataclass
+
+from hybrid_rlhf.algorithms.advantages import ESTIMATORS
+from hybrid_rlhf.algorithms.policy import POLICY_LOSSES
+from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.options import value_of, with_value
+
+_OUT = "leave it out"
+_ONLY_ACTOR = "only the actor generates: set roles.actor.tp"
+_NO_SCORES = {"data.score_template": "it is for --stage conditional_sft"}
+_TEXTS = {"data.max_prompt_length": "set data.max_length, of prompt and answer together"}
+_ANSWERS = _TEXTS | _NO_SCORES | {"data.packing": "it is for --stage sft", "data.train_on": "only answers count here"}
+_TRAINED_BEFORE = {"model.preset": "name the trained model by model.model_name_or_path, or run --stage sft first",
+                   "model.vocab_size": "the tokenizer is that of the model"}
+_NO_DROPOUT = {"model.lora.dropout": "dropout is off here, as two forwards of one policy are compared"}
+_SAMPLED = _TRAINED_BEFORE | _NO_DROPOUT | _NO_SCORES | {
+    "data.packing": "it is for --stage sft",
+    "train.learning_rate": "set roles.actor.learning_rate",
+    "roles.ref.tp": _ONLY_ACTOR, "roles.critic.tp": _ONLY_ACTOR, "roles.reward.tp": _ONLY_ACTOR,
+    "roles.ref.learning_rate": "the reference is not trained; set roles.actor.learning_rate",
+    "roles.reward.learning_rate": "the reward model is not trained here; set train.learning_rate of --stage reward"}
+_PROMPTS = {"data.max_length": "set data.max_prompt_length, and max_new_tokens of what is sampled",
+            "data.train_on": "sampled answers are trained", "data.append_eos": "a sampled answer ends by itself"}
+_NOT_TRAINED = "an evaluation trains nothing; leave it out"
+_ONLY_REWARD = "of the roles only roles.reward.model_name_or_path is used; what is compared is evaluate.models"
+
+# what a stage never reads -> what is meant
+NEVER_READ: dict[str, dict[str, str]] = {
+    "sft": _TEXTS | _NO_SCORES,
+    "conditional_sft": _TEXTS,
+    "reward": _TRAINED_BEFORE | _ANSWERS,
+    "dpo": _TRAINED_BEFORE | _NO_DROPOUT | _ANSWERS,
+    "ppo": _SAMPLED,
+    "online_dpo": _SAMPLED | _PROMPTS | {"roles.critic": "this method has no critic"},
+    "rejection": _SAMPLED | _PROMPTS | {"roles.critic": "this method has no critic"},
+    "evaluate": _PROMPTS | _NO_SCORES | {
+        "data.packing": "it is for --stage sft", "report_to": "an evaluation has no trackers; leave it out",
+        "model.model_name_or_path": "name the models by evaluate.models",
+        "model.preset": "name the models by evaluate.models", "model.vocab_size": _NOT_TRAINED,
+        "model.gradient_checkpointing": _NOT_TRAINED, "model.freeze": _NOT_TRAINED, "model.lora": _NOT_TRAINED,
+        "roles.share_base": _ONLY_REWARD, "roles.actor": _ONLY_REWARD, "roles.ref": _ONLY_REWARD,
+        "roles.critic": _ONLY_REWARD, **{f"roles.reward.{name}": _ONLY_REWARD for name in (
+            "zero_stage", "dtype", "quantize", "offload", "micro_batch_tokens")}},
+    "all": _NO_SCORES | {option: text for option, text in _SAMPLED.items() if option.startswith("roles.")} | {
+        "stages.ppo.learning_rate": "set roles.actor.learning_rate"},
+}
+_SECTIONS = {"online": "online_dpo", "stages": "all", "rejection": "rejection", "evaluate": "evaluate", "ppo": "ppo",
+             "dpo": "dpo"}  # a section that only one stage has -> that stage
+
+
+def of_method(estimator: str | None = None, policy_loss: str = "ppo", loss_type: str | None = None) -> dict[str, str]:
+    """What a method does not read of its stage's options; None: any method may be chosen."""
+    found: dict[str, str] = {}
+    if loss_type is not None:
+        of = {"dpo.simpo_gamma": ("simpo",), "dpo.label_smoothing": ("sigmoid", "simpo"),
+              "dpo.desirable_weight": ("kto",), "dpo.undesirable_weight": ("kto",)}
+        found = {option: f"it is for dpo.loss_type {' and '.join(own)}" for option, own in of.items()
+                 if loss_type not in own}
+    if estimator is not None and not ESTIMATORS[estimator].needs_values:
+        found = dict.fromkeys(("roles.critic", "ppo.cliprange_value", "ppo.vf_coef", "ppo.lam",
+                               "ppo.critic_warmup_steps"), f"ppo.estimator {estimator} has no critic; that of gae has")
+        if estimator != "reinforce_pp":
+            found["ppo.gamma"] = f"ppo.estimator {estimator} does not discount"
+    if not POLICY_LOSSES[policy_loss].is_bounded_below:
+        found["ppo.cliprange_low"] = f"ppo.policy_loss {policy_loss} has no lower bound; set ppo.cliprange_high"
+    return found
+
+
+def of(config: object) -> dict[str, str]:
+    """What a recipe with these settings never reads: option or section -> what is meant instead."""
+    stage = next((name for section, name in _SECTIONS.items() if hasattr(config, section)), config.stage)
+    ppo, dpo = getattr(config, "ppo", None), getattr(config, "dpo", None)
+    if stage == "all":
+        return NEVER_READ[stage]
+    method = {"estimator": ppo.estimator, "policy_loss": ppo.policy_loss} if ppo else {}
+    return NEVER_READ[stage] | of_method(**method, loss_type=dpo.loss_type if dpo else None)
+
+
+def refuse(config: object) -> None:
+    """UserError for an option that is given and that nothing reads, at this stage or with these settings."""
+    for option, text in of(config).items():
+        for given in _given(config, option):
+            raise UserError(f"{given} is not used by --stage {config.stage}; {text}")
+    for section, options in SWITCHED.items():
+        for names, is_on, text in options if hasattr(config, section) else ():
+            for given in (g for name in names for g in _given(config, name)):
+                check(is_on(config), f"{given} is set; {text}")
+
+
+def without(stage: str, sections: dict[str, object]) -> dict[str, object]:
+    """Sections that several stages share, with what `stage` never reads at its default."""
+    unread = NEVER_READ[stage] | (_PROMPTS if stage == "ppo" and not sections["ppo"].ptx_coef else {})
+    for option in unread:
+        name, _, inner = option.partition(".")
+        if name in sections and inner:
+            try:
+                default = value_of(type(sections[name])(), inner)
+            except AttributeError:  # what no stage has: the rate of a role that is never trained
+                continue
+            sections[name] = with_value(sections[name], inner, default)
+    return sections
+
+
+def _given(config: object, option: str) -> Iterator[str]:
+    """The options at or below `option` that are not at their defaults."""
+    part, default, field = config, None, None
+    for name in option.split("."):
+        field = next((f for f in fields(part) if f.name == name), None)
+        if field is None:  # another stage's, and unknown to the parser here
+            return
+        default = getattr(default, name) if is_dataclass(default) else (
+            field.default if field.default is not MISSING else field.default_factory())
+        part = getattr(part, name)
+    if is_dataclass(part):
+        yield from (given for f in fields(part) for given in _given(config, f"{option}.{f.name}"))
+    elif part != default:
+        yield option
+
+
+# section -> (options, when they are read, what to do where they are not)
+SWITCHED: dict[str, list[tuple[tuple[str, ...], Callable[[object], bool], str]]] = {
+    "model": [
+        (("model.vocab_size",), lambda c: c.model.preset is not None and c.model.tokenizer_name_or_path is None,
+         "it is the size of the tokenizer that model.preset trains; leave it out"),
+        (("model.lora.alpha", "model.lora.dropout", "model.lora.target_modules"), lambda c: c.model.lora.r > 0,
+         "model.lora.r is 0, so there are no adapters; give model.lora.r 16")],
+    "train": [
+        (("train.adam_beta1", "train.adam_beta2", "train.adam_epsilon"), lambda c: c.train.optim != "sgd",
+         "train.optim sgd has no moments; leave it out")],
+    "reward": [
+        (("reward.retries", "reward.batch_size"), lambda c: getattr(c.reward, "url", None) is not None,
+         "they are of a service; give reward.url")],
+    "ppo": [
+        (("ppo.kl_horizon",), lambda c: c.ppo.kl_target is not None,
+         "ppo.kl_coef is fixed; give ppo.kl_target"),
+        (("ppo.kl_in", "ppo.kl_estimator"), lambda c: c.ppo.kl_coef != 0, "ppo.kl_coef is 0; give one, such as 0.05"),
+        (("ppo.importance_cap",), lambda c: c.ppo.importance != "none", "ppo.importance is none; choose token"),
+        (("ppo.max_logprob_drift",), lambda c: c.ppo.old_logprobs == "auto", "ppo.old_logprobs is not auto"),
+        (("ppo.overlong_buffer",), lambda c: c.ppo.overlong_penalty > 0,
+         "ppo.overlong_penalty is 0; give one, such as 1"),
+        (("roles.reward",), lambda c: not hasattr(c, "roles") or c.reward.has_model(c.roles),
+         "no reward model is among the sources; name it by roles.reward.model_name_or_path"),
+        (tuple(_PROMPTS), lambda c: c.ppo.ptx_coef > 0 or hasattr(c, "stages"),  # sft reads them there
+         "it is for the texts of ppo.ptx_coef, which is 0; leave it out (data.max_prompt_length bounds prompts)")],
+}
