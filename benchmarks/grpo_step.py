@@ -32,7 +32,7 @@ from hybrid_rlhf.roles.sharing import ActorConfig, Layout, RolesConfig, Start
 from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
-from hybrid_rlhf.training.build_roles import Parts, build
+from hybrid_rlhf.training.build_roles import RoleInputs, build
 
 PROMPTS, SAMPLES, PROMPT, RESPONSE, MEAN, BETA = 2, 8, 36, 64, 24, 0.04
 CASES = {"fixed": False, "ragged": True, "rloo": False}  # whether responses are ragged
@@ -73,9 +73,9 @@ class Ours:
                  samples: int = SAMPLES, estimator: str = "grpo") -> None:
         self.prompts = prompts
         start = Start(str(base), dtype="bfloat16")
-        parts = Parts(ModelConfig(model_name_or_path=str(base), dtype="bfloat16"),
-                      RolesConfig(actor=ActorConfig(learning_rate=1e-5)), ZeroConfig(),
-                      TrainConfig(), 1.0, seed=0)
+        parts = RoleInputs(ModelConfig(model_name_or_path=str(base), dtype="bfloat16"),
+                           RolesConfig(actor=ActorConfig(learning_rate=1e-5)), ZeroConfig(),
+                           TrainConfig(), 1.0, seed=0)
         roles, _ = build(parts, {"actor": start, "ref": start}, Layout((("actor",), ("ref",)), "model"), tokenizer,
                          {"actor": 1000}, None)
         engine, generate = roles.actor.engine, roles.actor.engine.generate

@@ -81,10 +81,10 @@ def measured(folder: str, seed: int, name: str) -> dict[str, float]:
     from hybrid_rlhf.data import collate, datasets
     from hybrid_rlhf.data.datasets import DataConfig
     from hybrid_rlhf.data.sources import Source
+    from hybrid_rlhf.engine.decode.sampling import SamplingConfig
     from hybrid_rlhf.models.load import ModelConfig
     from hybrid_rlhf.rewards.model import ModelSource
     from hybrid_rlhf.roles import Reference, Reward
-    from hybrid_rlhf.rollout.collect import SamplingConfig
     from hybrid_rlhf.training import builders, scored_answers
 
     def model(stage: str) -> ModelConfig:

@@ -105,9 +105,9 @@ def measured(model: Path, start: Path | None, task: Path, instructions: Path | N
     from hybrid_rlhf.data import collate, datasets
     from hybrid_rlhf.data.datasets import DataConfig
     from hybrid_rlhf.data.sources import Source
+    from hybrid_rlhf.engine.decode.sampling import SamplingConfig
     from hybrid_rlhf.models.load import ModelConfig
     from hybrid_rlhf.rewards.builtin import NumericMatch
-    from hybrid_rlhf.rollout.collect import SamplingConfig
     from hybrid_rlhf.training import builders, scored_answers
 
     config = ModelConfig(str(model), dtype="float32")

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from hybrid_rlhf.data.chat import Refused, compose_messages, encode_all, encode_prompt  # noqa: E402
+from hybrid_rlhf.data.chat import SkipRow, compose_messages, encode_all, encode_prompt  # noqa: E402
 from hybrid_rlhf.models.template import dialect_of  # noqa: E402
 from tests.trl_templates import CONVERSATIONS, names, tokenizer_of  # noqa: E402
 
@@ -58,7 +58,7 @@ def _cell(tokenizer, messages: list[dict]) -> str:  # noqa: ANN001
     """How many rows, or why none. Raises AssertionError where a rollout would see another prompt than training."""
     try:
         rows = encode_all(tokenizer, compose_messages(tokenizer, messages))
-    except Refused as reason:
+    except SkipRow as reason:
         return f"refused: {reason}"
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     for number, turn in enumerate(turns):

@@ -116,7 +116,7 @@ class Training:
               f"generate: {prompt!r:.60} is no prompt; give text, or a list of messages with role and content")
         try:
             return chat.encode_prompt(self.tokenizer, chat.as_turn(self.tokenizer, prompt, self.config.data.raw))
-        except (chat.Refused, KeyError) as error:
+        except (chat.SkipRow, KeyError) as error:
             raise UserError(f"generate: {error}; give messages with role and content") from error
 
     def __repr__(self) -> str:

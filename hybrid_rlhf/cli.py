@@ -1,4 +1,4 @@
-"""The door: a stage's name and its settings become a run. The console command `hybrid-rlhf` and train.py are this."""
+"""The entry point: a stage's name and its settings become a run. `hybrid-rlhf` and train.py are this."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check, nearest, parse
 from hybrid_rlhf.core.quiet import quiet_libraries
-from hybrid_rlhf.core.startup import collect_as_usual, collect_seldom
+from hybrid_rlhf.core.startup import relax_gc, restore_gc
 
 
 class Stage(NamedTuple):
@@ -106,12 +106,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
     try:
         _join()
-        collect_seldom()
+        relax_gc()
         return _train(argv)
     except UserError as error:
-        from hybrid_rlhf.core.text_safety import neutralise
+        from hybrid_rlhf.core.text_safety import escape_control
 
-        return _fail(2, neutralise(" ".join(f"error: {error}".split())))
+        return _fail(2, escape_control(" ".join(f"error: {error}".split())))
     except KeyboardInterrupt:
         return _fail(130, "stopped")
     except Exception:
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _fail(1, traceback.format_exc())
     finally:
-        collect_as_usual()
+        restore_gc()
 
 
 def _is_one_of_several() -> bool:

@@ -81,8 +81,8 @@ def _tell_unfinished(run: Path) -> None:
               file=sys.stderr)
 
 
-def open_voices(places: dict[str, str], sampling: SamplingConfig, seed: int = 0,
-                system: str | None = None) -> dict[str, Conversation]:
+def open_chat_models(places: dict[str, str], sampling: SamplingConfig, seed: int = 0,
+                     system: str | None = None) -> dict[str, Conversation]:
     """A conversation with each of the models at `places` (name -> path), in their order.
 
     Raises UserError for what cannot chat. Models that share a base are loaded once.

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import device
-from hybrid_rlhf.data.chat import Refused, encode_prompt
+from hybrid_rlhf.data.chat import SkipRow, encode_prompt
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.inference.detokenizer import pieces
@@ -97,7 +97,7 @@ class Conversation:
         """
         try:
             return encode_prompt(self.tokenizer, self.messages)
-        except Refused as error:
+        except SkipRow as error:
             raise UserError(f"this conversation cannot go on: {error}; "
                             "take a turn back (/undo) or start anew (/reset)") from error
 

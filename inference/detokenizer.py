@@ -7,7 +7,7 @@ from collections.abc import Iterator
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
 
 
-class TokenText:
+class IncrementalDetokenizer:
     """Text of a growing list of tokens, given out in pieces that never split a character.
 
     A character of several bytes can be several tokens, and some tokenizers drop the space before the first token they
@@ -42,7 +42,7 @@ class TokenText:
 
 def pieces(tokens: Iterator[int], tokenizer) -> Iterator[str]:
     """The text of a stream of token ids, piece by piece; together they are the text of the whole."""
-    text = TokenText(tokenizer)
+    text = IncrementalDetokenizer(tokenizer)
     for token in tokens:
         if piece := text.push(token):
             yield piece

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from hybrid_rlhf.inference.detokenizer import TokenText
+from hybrid_rlhf.inference.detokenizer import IncrementalDetokenizer
 
 
 class AnswerText:
@@ -15,7 +15,7 @@ class AnswerText:
     """
 
     def __init__(self, tokenizer, stops: Sequence[str], ends: Collection[int]) -> None:  # noqa: ANN001
-        self._text, self._stops, self._ends = TokenText(tokenizer), tuple(stops), ends
+        self._text, self._stops, self._ends = IncrementalDetokenizer(tokenizer), tuple(stops), ends
         self._held = ""
         self.has_stopped = False
         self.num_tokens = 0

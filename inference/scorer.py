@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.data.chat import Refused, Text
+from hybrid_rlhf.data.chat import SkipRow, Text
 from hybrid_rlhf.rewards.classifier import ClassifierSource
 from hybrid_rlhf.rollout import Prompts, Rollout
 
@@ -35,7 +35,7 @@ class Scorer:
                                          [True] * count, 0, completions)
         try:
             scores = list(map(float, self.source.score(rollout)))
-        except Refused as error:
+        except SkipRow as error:
             raise UserError(f"these messages make no prompt: {error}; "
                             "send messages that the reward model's template takes") from error
         if not all(map(math.isfinite, scores)):

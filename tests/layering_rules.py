@@ -19,8 +19,9 @@ PACKAGES = {
     "entry points": (8, ("train", f"{H}.api", f"{H}.api_inputs", f"{H}.cli", f"{H}.commands")),
     "training": (7, (f"{H}.training",)),
     "trainers": (6, (f"{H}.trainers",)),
-    "inference": (6, (f"{H}.inference",)),
-    "collect": (5, (f"{H}.rollout.collect",)),
+    "inference": (5, (f"{H}.inference",)),
+    "rollout": (5, tuple(
+        f"{H}.rollout.{name}" for name in ("collect", "old_logprobs", "dynamic_sampling", "best_of_n"))),
     "run": (5, (f"{H}.run",)),
     "rewards": (4, (f"{H}.rewards",)),
     "report": (4, (f"{H}.report",)),
@@ -38,7 +39,7 @@ PACKAGES = {
 # package: (what it never imports, except). Where the layers alone would allow it.
 NEVERS = {
     "algorithms": ((H,), (f"{H}.algorithms", f"{H}.core.tensors")),
-    "inference": ((f"{H}.trainers", f"{H}.run", f"{H}.rollout.collect"), ()),
+    "inference": ((f"{H}.trainers", f"{H}.run"), ()),
     # The settings of the sampler are a frozen record that trainers hand on; the machinery behind them stays out.
     "trainers": ((f"{H}.engine", f"{H}.models", f"{H}.trainers"),
                  (f"{H}.engine.decode.sampling", f"{H}.trainers.ppo_config")),

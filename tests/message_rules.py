@@ -1,6 +1,6 @@
-"""Every message that is the user's to mend, read from the source, and whether it says what would fit.
+"""Every message that is the user's to fix, read from the source, and whether it says what would fit.
 
-A message is the text of UserError(...), check(..., text), BadAnswer, BadScore, ExportDiffers, ApiError and Refused, or
+A message is the text of UserError(...), check(..., text), BadAnswer, BadScore, ExportDiffers, ApiError and SkipRow, or
 of a function that only wraps one of these. Fields of f-strings stand as {name}. The cure is what stands behind the
 semicolon; a message without one must hold a word of CURE, which makes it say by itself what would fit.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-ERRORS = {"UserError": 0, "BadAnswer": 0, "BadScore": 0, "ExportDiffers": 0, "Refused": 0, "ApiError": 1, "check": 1,
+ERRORS = {"UserError": 0, "BadAnswer": 0, "BadScore": 0, "ExportDiffers": 0, "SkipRow": 0, "ApiError": 1, "check": 1,
           "SaveError": 0, "NotFinite": 0}
 CURE = re.compile(r"\b(?:must|needed|needs?|choose|give|takes?|there (?:is|are)|it has|at least|at most|known|use|only|"
                   r"pip install|reads? )\b|\{nearest\}|\{close\}|\{columns\}")
@@ -124,5 +124,5 @@ def all_messages() -> list[Message]:
 
 
 def cureless() -> list[Message]:
-    """Messages that say what is wrong and not what would fit. Refused rows are reported by their reason alone."""
-    return [m for m in all_messages() if m.kind != "Refused" and "; " not in m.text and not CURE.search(m.text)]
+    """Messages that say what is wrong and not what would fit. SkipRow rows are reported by their reason alone."""
+    return [m for m in all_messages() if m.kind != "SkipRow" and "; " not in m.text and not CURE.search(m.text)]

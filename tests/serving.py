@@ -16,9 +16,9 @@ import uvicorn
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.inference.conversation import Conversation, open_conversation
 from hybrid_rlhf.inference.server.app import make_app
-from hybrid_rlhf.inference.server.guard import PatientProtocol
+from hybrid_rlhf.inference.server.guard import TimeoutProtocol
 from hybrid_rlhf.inference.server.served_model import Limits, Served
-from hybrid_rlhf.inference.server.worker import Lane, Worker
+from hybrid_rlhf.inference.server.worker import ModelQueue, Worker
 
 
 @contextmanager
@@ -28,13 +28,13 @@ def running(folders: dict[str, str], *, limits: Limits | None = None, num_slots:
     models = []
     for name, folder in folders.items():
         opened = open_conversation(folder, SamplingConfig())
-        models.append(Served(name, Lane(opened.engine, num_slots, capacity), opened.tokenizer))
+        models.append(Served(name, ModelQueue(opened.engine, num_slots, capacity), opened.tokenizer))
     worker = Worker([m.lane for m in models])
     worker.start()
     taken = socket.socket()
     taken.bind(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(make_app(models, worker, limits or Limits(), **settings),
-                                           http=PatientProtocol, ws="none", log_level="error",
+                                           http=TimeoutProtocol, ws="none", log_level="error",
                                            timeout_graceful_shutdown=5, timeout_keep_alive=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [taken]}, daemon=True)
     thread.start()

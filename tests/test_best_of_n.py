@@ -78,7 +78,7 @@ def test_a_step_of_online_dpo_is_the_loss_of_best_and_worst_by_hand(loss_type):
     trainer = online(answers(SCORES), loss_type, **({"seed_of_ref": 3} if LOSSES[loss_type].needs_reference else {}))
     twin = copy.deepcopy(trainer.roles.actor.engine.model)
     metrics = trainer.step(FEW).compute()
-    rollout = trainer.ranking.last_rollout
+    rollout = trainer.sampler.last_rollout
     reference = trainer.roles.ref.engine.model if trainer.roles.ref else twin
     pairs = [[plain_logprobs(twin, rollout, i) for i in rows] for rows in ((2, 1), (5, 7))]
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_kto_takes_the_best_as_desirable_and_the_worst_as_not():
     trainer = online(answers(SCORES), "kto", seed_of_ref=3)
     twin, reference = copy.deepcopy(trainer.roles.actor.engine.model), trainer.roles.ref.engine.model
     metrics = trainer.step(FEW).compute()
-    rollout, rows = trainer.ranking.last_rollout, [2, 5, 1, 7]
+    rollout, rows = trainer.sampler.last_rollout, [2, 5, 1, 7]
     ratios = torch.stack([(plain_logprobs(twin, rollout, i) - plain_logprobs(reference, rollout, i)).sum()
                           for i in rows])
     crossed = copy.copy(rollout)  # each prompt with the nearest response before it to another prompt, in a circle
@@ -120,7 +120,7 @@ def test_kto_s_kl_is_never_measured_on_an_answer_to_the_same_prompt(texts, other
     step = trainer.learner.step
     monkeypatch.setattr(trainer.learner, "step", lambda batch, start: asked.append(batch) or step(batch, start))
     metrics = trainer.step(Prompts(texts, ["x"] * 3)).compute()
-    rollout, mismatched = trainer.ranking.last_rollout, asked[0].mismatched
+    rollout, mismatched = trainer.sampler.last_rollout, asked[0].mismatched
     wanted = [texts[0] + rollout.response_ids[j][rollout.action_mask[j]].tolist() for _, j in others]
     assert [row[mask].tolist() for row, mask in zip(mismatched.input_ids, mismatched.attention_mask, strict=True)
             ] == wanted
@@ -153,7 +153,7 @@ def test_a_round_of_rejection_is_the_cross_entropy_of_the_best_by_hand():
     trainer = rejection(answers(SCORES))
     twin = copy.deepcopy(trainer.roles.actor.engine.model)
     metrics = trainer.step(FEW).compute()
-    rollout = trainer.ranking.last_rollout
+    rollout = trainer.sampler.last_rollout
     loss = -torch.cat([plain_logprobs(twin, rollout, i) for i in (2, 5)]).mean()
     loss.backward()
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
@@ -172,7 +172,7 @@ def test_a_round_takes_its_passes_and_minibatches_over_what_was_chosen():
 
 def test_a_response_that_did_not_end_ranks_lower_by_its_penalty():
     trainer = rejection(count_of(42), missing_eos_penalty=100.0)
-    rollout, scores = trainer.ranking.sample(PROMPTS, Metrics())
+    rollout, scores = trainer.sampler.sample(PROMPTS, Metrics())
     assert 0 < rollout.has_eos.sum() < len(rollout)
     assert (scores == rollout.scores - 100 * (~rollout.has_eos)).all()
 
@@ -181,7 +181,7 @@ def test_samples_at_another_temperature_are_learned_from_at_temperature_one():
     trainer = rejection(answers(SCORES), sampling=SamplingConfig(max_new_tokens=10, num_samples=4, temperature=1.5))
     twin = copy.deepcopy(trainer.roles.actor.engine.model)
     metrics = trainer.step(FEW).compute()
-    rollout = trainer.ranking.last_rollout
+    rollout = trainer.sampler.last_rollout
     loss = -torch.cat([plain_logprobs(twin, rollout, i) for i in (2, 5)]).mean()
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert metrics["kl"] == pytest.approx(0, abs=1e-4)  # the policy is its start, whatever the sampler's temperature

@@ -15,7 +15,7 @@ import pytest
 from tiny import tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.core.text_safety import neutralise
+from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.inference.chat import repl
 from hybrid_rlhf.inference.chat.session import Session
@@ -206,7 +206,7 @@ def test_one_prompt_prints_the_greedy_answer_of_transformers_and_nothing_else(mo
     done = subprocess.run([sys.executable, "inference/chat", *flags], cwd=ROOT, env=plain, capture_output=True,
                           text=True, encoding="utf-8")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == neutralise(greedy_by_transformers(model_folder, "Hello?", 20)) + "\n"
+    assert done.stdout == escape_control(greedy_by_transformers(model_folder, "Hello?", 20)) + "\n"
 
 
 def test_piped_turns_repeat_with_the_seed_and_come_one_per_question(model_folder, monkeypatch, capsys):

@@ -19,7 +19,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.inference.chat import repl
 from hybrid_rlhf.inference.chat.session import Session, read_conversation
-from hybrid_rlhf.inference.chat_models import Chain, chain_of, open_voices
+from hybrid_rlhf.inference.chat_models import Chain, chain_of, open_chat_models
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers, save_adapter
 from hybrid_rlhf.models.merging import merged_state_dict
 
@@ -70,9 +70,9 @@ def reward_folder(tmp_path_factory) -> str:
 def test_base_sft_and_ppo_are_one_load_and_answer_as_their_own_folders_do(runs):
     from test_chat import greedy_by_transformers
 
-    voices = open_voices(runs, SamplingConfig(max_new_tokens=12, temperature=0.0))
-    assert len({id(v.engine.model) for v in voices.values()}) == 1
-    said = {name: "".join(voice.answer("Hello?")) for name, voice in voices.items()}
+    chat_models = open_chat_models(runs, SamplingConfig(max_new_tokens=12, temperature=0.0))
+    assert len({id(v.engine.model) for v in chat_models.values()}) == 1
+    said = {name: "".join(voice.answer("Hello?")) for name, voice in chat_models.items()}
     assert said == {"base": greedy_by_transformers(runs["base"], "Hello?", 12),
                     "sft": greedy_by_transformers(f"{runs['sft']}/model", "Hello?", 12),
                     "ppo": greedy_by_transformers(f"{runs['ppo']}/model", "Hello?", 12)}
@@ -93,10 +93,11 @@ def test_a_run_whose_base_was_trained_again_is_loaded_by_itself_which_is_said(tm
     ppo = lora_run(tmp_path / "ppo", f"{sft}/model", 2)
     before = greedy_by_transformers(f"{ppo}/model", "Hello?", 12)
     lora_run(tmp_path / "sft", base, 7)
-    voices = open_voices({"base": base, "sft": sft, "ppo": ppo}, SamplingConfig(max_new_tokens=12, temperature=0.0))
-    assert voices["ppo"].engine.model is not voices["base"].engine.model
+    models = open_chat_models({"base": base, "sft": sft, "ppo": ppo},
+                              SamplingConfig(max_new_tokens=12, temperature=0.0))
+    assert models["ppo"].engine.model is not models["base"].engine.model
     assert [r.args[0] for r in caplog.records if "loaded by itself" in r.getMessage()] == ["ppo"]
-    assert "".join(voices["ppo"].answer("Hello?")) == before
+    assert "".join(models["ppo"].answer("Hello?")) == before
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -105,8 +106,8 @@ def test_compare_asks_all_and_each_keeps_its_own_history(monkeypatch, capsys):
     session = Session({"a": conversation("cat", "cow"), "b": conversation("dog", "hen")})
     code, out, err = typed(monkeypatch, capsys, session, "/compare on", "one?", "two?", "/compare off", "/model a")
     assert (code, out) == (0, "a:\ncat\nb:\ndog\na:\ncow\nb:\nhen\n")
-    assert "dog" in session.voices["b"].engine.prompts[1]
-    assert "dog" not in session.voices["a"].engine.prompts[1]
+    assert "dog" in session.chat_models["b"].engine.prompts[1]
+    assert "dog" not in session.chat_models["a"].engine.prompts[1]
     assert "[a]  b" in err
 
 
@@ -122,7 +123,8 @@ def test_again_draws_anew_and_edit_asks_otherwise(monkeypatch, capsys):
 def test_undo_takes_back_one_exchange_of_all_who_answered(monkeypatch, capsys):
     session = Session({"a": conversation("cat", "cow"), "b": conversation("dog", "hen")})
     typed(monkeypatch, capsys, session, "/compare on", "one?", "two?", "/undo")
-    assert [[m["content"] for m in v.messages] for v in session.voices.values()] == [["one?", "cat"], ["one?", "dog"]]
+    said = [[m["content"] for m in v.messages] for v in session.chat_models.values()]
+    assert said == [["one?", "cat"], ["one?", "dog"]]
 
 
 def test_what_was_saved_is_loaded_and_goes_on(monkeypatch, capsys, tmp_path):

@@ -10,7 +10,7 @@ from tiny import tiny_tokenizer
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.chat import (
     CHATML,
-    Refused,
+    SkipRow,
     compose,
     compose_messages,
     encode,
@@ -209,12 +209,12 @@ def test_a_template_comes_as_text_or_as_a_file_and_a_broken_one_is_named(tmp_pat
 
 def test_a_row_that_the_template_cannot_show_is_refused_with_the_reason(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('no system\nmessages') }}"
-    with pytest.raises(Refused, match=r"^the chat template refuses it .no system messages.$"):
+    with pytest.raises(SkipRow, match=r"^the chat template refuses it .no system messages.$"):
         encode(tokenizer, CHAT[:1], "x")
     tokenizer.chat_template = "{{ messages[-1].content }}{{ messages[0].content }}"
-    with pytest.raises(Refused, match="the chat template rewrites earlier turns"):
+    with pytest.raises(SkipRow, match="the chat template rewrites earlier turns"):
         encode(tokenizer, CHAT[:2], "x")
-    with pytest.raises(Refused, match="no assistant turn"):
+    with pytest.raises(SkipRow, match="no assistant turn"):
         compose_messages(tokenizer, CHAT[:2])
 
 

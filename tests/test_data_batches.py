@@ -15,7 +15,7 @@ from tiny import tiny_tokenizer
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.tensors import predicted
-from hybrid_rlhf.core.text_safety import neutralise
+from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.data.chat import CHATML
 from hybrid_rlhf.data.collate import collate_pairs, collate_prompts, collate_sft, pack
 from hybrid_rlhf.data.datasets import DataConfig
@@ -146,7 +146,7 @@ def test_marked_tokens_stand_in_brackets_and_escapes_of_the_data_do_not_reach_th
     text = marked(tokenizer, ids, mask, brackets=True)
     head = tokenizer.decode(ids[:2])
     assert text.plain == head + "⟦" + "What is red"[len(head):] + "␛[2J⟧"
-    assert neutralise("a\x9bb\u202ec\r\nd\te☃") == "a<U+009B>b<U+202E>c␍\nd\te☃"
+    assert escape_control("a\x9bb\u202ec\r\nd\te☃") == "a<U+009B>b<U+202E>c␍\nd\te☃"
 
 
 def test_a_preview_shows_three_examples_and_the_counts(tmp_path):

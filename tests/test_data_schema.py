@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.data.chat import Refused
+from hybrid_rlhf.data.chat import SkipRow
 from hybrid_rlhf.data.schema import FORMATS, KINDS, Example, detect, read_row
 from hybrid_rlhf.data.transcripts import common_text, parse
 
@@ -122,7 +122,7 @@ def test_two_texts_that_begin_differently_are_a_pair_without_a_prompt():
     ({"prompt": "p", "completions": [], "scores": []}, "no completions"),
 ])
 def test_a_row_without_meaning_is_refused_with_its_reason(row, reason):
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(SkipRow) as refused:
         reading(row)
     assert str(refused.value) == reason
 
@@ -180,7 +180,7 @@ def test_any_values_are_read_or_refused_or_a_user_error_of_one_line(form, values
         example = read_row(row, form, "rows row 1")
         assert form.kind in KINDS
         assert example.prompt or example.messages or example.text is not None or example.prompt == ""
-    except (Refused, UserError) as error:
+    except (SkipRow, UserError) as error:
         message = str(error)
     assert "\n" not in message
 
@@ -200,7 +200,7 @@ def test_a_transcript_says_what_was_put_into_it(said):
 def test_an_implicit_text_prompt_and_its_answers_give_the_texts_back(shared, one, other):
     try:
         prompt, chosen, rejected = common_text(shared + one, shared + other)
-    except Refused:
+    except SkipRow:
         return
     assert (prompt + chosen, prompt + rejected) == (shared + one, shared + other)
     assert chosen != rejected

@@ -13,7 +13,7 @@ from tiny import chatml_tokenizer, tiny_tokenizer
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import cache, datasets
-from hybrid_rlhf.data.blend import blend, deal, deal_key, is_held_out
+from hybrid_rlhf.data.blend import blend, deal, is_held_out, split_key
 from hybrid_rlhf.data.chat import CHATML
 from hybrid_rlhf.data.datasets import DataConfig, build, describe, raw_texts
 from hybrid_rlhf.data.schema import Example
@@ -80,7 +80,7 @@ def test_the_deal_is_by_sha256_of_the_text_in_the_given_shares():
 @given(st.text(max_size=20))
 def test_a_prompt_is_dealt_alike_as_a_string_and_as_one_message(text):
     as_message = Example([{"role": "user", "content": text}])
-    assert deal_key(Example(text or " ")) == deal_key(as_message)
+    assert split_key(Example(text or " ")) == split_key(as_message)
 
 
 def test_an_answer_too_long_loses_its_tail_and_a_prompt_too_long_loses_the_row(written, tokenizer):
@@ -205,7 +205,7 @@ def test_cached_rows_are_the_rows_and_a_damaged_cache_is_made_again(written, tok
         path.write_bytes(b"damaged")
     assert list(build(config, "ppo", tokenizer, 0).train) == list(first.train)
     with monkeypatch.context() as patch:
-        patch.setattr(datasets, "_tokenize", lambda *_: pytest.fail("the cache was not mended"))
+        patch.setattr(datasets, "_tokenize", lambda *_: pytest.fail("the cache was not fixed"))
         assert list(build(config, "ppo", tokenizer, 0).train) == list(first.train)
     content = whole(written([*pairs(19), {**pairs(1)[0], "chosen": " Other."}]), cache_dir=str(tmp_path / "c"))
     assert " Other." in tokenizer.decode(build(content, "reward", tokenizer, 0).train[-1]["chosen_ids"])

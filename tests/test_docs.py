@@ -211,7 +211,7 @@ def test_serve_takes_a_run_s_folder_as_chat_does(tmp_path, monkeypatch) -> None:
         return SimpleNamespace(engine=None, max_positions=None, tokenizer=None)
 
     monkeypatch.setattr(conversation, "open_conversation", note)
-    monkeypatch.setattr("hybrid_rlhf.inference.server.worker.Lane", lambda *_: None)
+    monkeypatch.setattr("hybrid_rlhf.inference.server.worker.ModelQueue", lambda *_: None)
     for path in (tmp_path / "sft", tmp_path / "sft" / "model"):
         serve.open_model(NamedModel("sft", str(path)), SimpleNamespace(max_context=8, max_batch=1))
     assert opened == [str(tmp_path / "sft" / "model")] * 2

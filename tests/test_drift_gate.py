@@ -11,7 +11,8 @@ from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.roles import Actor, PolicyModule, Roles
 from hybrid_rlhf.rollout import Prompts
-from hybrid_rlhf.rollout.collect import DriftGate, collect
+from hybrid_rlhf.rollout.collect import collect
+from hybrid_rlhf.rollout.old_logprobs import OldLogprobs
 from hybrid_rlhf.trainers.ppo import PPOConfig
 
 IDS = [[5 + i, 6 + 2 * i, 7] for i in range(12)]
@@ -35,7 +36,7 @@ def _collected(gate, temperature=1.0, measured_at=None, metrics=None):
 
 def test_the_sampler_s_logprobs_are_the_training_forward_s_in_fp32_and_are_taken():
     metrics = Metrics()
-    rollout = _collected(DriftGate("auto", max_drift=1e-5), temperature=0.7, metrics=metrics)
+    rollout = _collected(OldLogprobs("auto", max_drift=1e-5), temperature=0.7, metrics=metrics)
     recomputed = _collected(None, temperature=0.7)
     assert torch.equal(rollout.logprobs, rollout.sampled_logprobs)
     assert torch.allclose(rollout.logprobs, recomputed.logprobs, atol=1e-5)
@@ -47,7 +48,7 @@ def test_the_sampler_s_logprobs_are_the_training_forward_s_in_fp32_and_are_taken
 
 
 def test_too_large_a_drift_closes_the_gate_aloud_and_once(caplog):
-    gate, metrics = DriftGate("auto", max_drift=0.01), Metrics()
+    gate, metrics = OldLogprobs("auto", max_drift=0.01), Metrics()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):  # the policy is measured at another temperature than it was sampled at: a planted fault
             rollout = _collected(gate, temperature=0.5, measured_at=1.0, metrics=metrics)
@@ -62,7 +63,7 @@ def test_too_large_a_drift_closes_the_gate_aloud_and_once(caplog):
 def test_sampler_and_recompute_decide_once_and_measure_all_the_same():
     for mode in ("sampler", "recompute"):
         metrics = Metrics()
-        rollout = _collected(DriftGate(mode), temperature=0.5, measured_at=1.0, metrics=metrics)
+        rollout = _collected(OldLogprobs(mode), temperature=0.5, measured_at=1.0, metrics=metrics)
         same = torch.equal(rollout.logprobs, rollout.sampled_logprobs)
         assert same == (mode == "sampler")
         assert metrics.compute()["engine/logprob_drift"] > 0.01

@@ -16,9 +16,9 @@ from tests.tiny import tiny_tokenizer
 GROUPED = SamplingConfig(max_new_tokens=10, num_samples=4)
 
 
-def online(config, source, max_tokens=8192, rate=1e-2, more=None):
+def online(config, source, max_tokens=8192, rate=1e-2, extra_prompts=None):
     roles = Roles(Actor(trained(policy(), rate), tiny_tokenizer(), max_tokens), Reference(policy(), max_tokens))
-    return PPOTrainer(roles, source, config, seed=0, more=more)
+    return PPOTrainer(roles, source, config, seed=0, extra_prompts=extra_prompts)
 
 
 def same(before, engine) -> bool:
@@ -124,7 +124,7 @@ def prompts_of(*texts):
 def test_groups_that_teach_nothing_are_replaced_from_new_prompts():
     fresh = iter([prompts_of("flat", "c", "flat"), prompts_of("d", "e", "f")])
     trainer = online(settings(sampling=GROUPED, estimator="grpo", max_refills=5), varied_if(lambda t: t != "flat"),
-                     more=lambda: next(fresh))
+                     extra_prompts=lambda: next(fresh))
     metrics = trainer.step(prompts_of("a", "flat", "flat")).compute()
     rollout = trainer.last_rollout
     assert rollout.prompts.texts == ["a"] * 4 + ["c"] * 4 + ["d"] * 4  # what was accepted, in its order; no more
@@ -140,7 +140,7 @@ def test_groups_that_teach_nothing_are_replaced_from_new_prompts():
 def test_what_was_accepted_is_trained_on_when_the_rounds_end_and_nothing_accepted_is_no_empty_step():
     given = [prompts_of("flat", "flat", "flat")] * 9
     trainer = online(settings(sampling=GROUPED, estimator="grpo", max_refills=2), varied_if(lambda t: t != "flat"),
-                     more=given.pop)
+                     extra_prompts=given.pop)
     metrics = trainer.step(prompts_of("flat", "b", "flat")).compute()
     assert len(given) == 7 and trainer.last_rollout.prompts.texts == ["b"] * 4 and metrics["grad_norm"] > 0
     assert metrics["refill/filled"] == pytest.approx(1 / 3)
@@ -162,7 +162,7 @@ def test_groups_are_judged_by_what_is_paid_and_not_by_the_score():
 
     flat = online(settings(sampling=GROUPED, estimator="grpo"), Source(scored)).step(prompts_of("a", "b", "c"))
     paid = online(settings(sampling=GROUPED, estimator="grpo", missing_eos_penalty=1.0, max_refills=1), Source(scored),
-                  more=lambda: pytest.fail("no group is to be replaced")).step(prompts_of("a", "b", "c"))
+                  extra_prompts=lambda: pytest.fail("no group is to be replaced")).step(prompts_of("a", "b", "c"))
     assert flat.compute()["frac_reward_zero_std"] == 1 and paid.compute()["frac_reward_zero_std"] == 0
     assert paid.compute()["grad_norm"] > 0
 

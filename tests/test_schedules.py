@@ -35,7 +35,7 @@ def test_after_an_early_stop_the_next_step_is_where_it_would_have_been():
 
 def test_a_rollout_with_too_few_groups_that_teach_leaves_the_schedule_alone():
     trainer = online(settings(sampling=GROUPED, estimator="grpo", max_refills=1, minibatch_size=4),
-                     varied_if(lambda t: t != "flat"), more=lambda: prompts_of("flat", "flat", "flat"))
+                     varied_if(lambda t: t != "flat"), extra_prompts=lambda: prompts_of("flat", "flat", "flat"))
     assert updates_of(trainer.roles.actor, lambda: trainer.step(prompts_of("flat", "b", "flat"))) == [0]
     assert updates_of(trainer.roles.actor, lambda: trainer.step(prompts_of("a", "b", "c"))) == [3, 4, 5]
 
@@ -57,7 +57,7 @@ def test_a_round_that_taught_nothing_counts_as_planned(method):
     else:
         trainer = RejectionTrainer(roles, flat, RejectionConfig(sampling, num_epochs=2), seed=0)
     trainer.step(PROMPTS)
-    trainer.ranking.source = Source(lambda r: torch.arange(float(len(r))))
+    trainer.sampler.source = Source(lambda r: torch.arange(float(len(r))))
     expected = [1] if method == "online_dpo" else [2, 3]
     assert updates_of(roles.actor, lambda: trainer.step(PROMPTS)) == expected
 

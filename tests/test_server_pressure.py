@@ -17,7 +17,7 @@ from tiny import save_tiny, tiny_tokenizer
 from hybrid_rlhf.engine.decode.request import Request
 from hybrid_rlhf.inference.server import guard, replies, worker
 from hybrid_rlhf.inference.server.served_model import Limits
-from hybrid_rlhf.inference.server.worker import Job, Lane, Worker
+from hybrid_rlhf.inference.server.worker import Job, ModelQueue, Worker
 
 
 def _open_stream(port: int, **settings) -> socket.socket:
@@ -144,7 +144,7 @@ def test_first_and_last_tokens_go_out_at_once_and_those_between_thirty_times_a_s
 
     async def steps() -> list[list[tuple]]:
         jobs = [Job([Request(i, [1], limit, 0)], asyncio.get_running_loop()) for i, limit in enumerate((6, 9))]
-        lane = Lane(None, 2, 64, serving=SimpleNamespace(stops=frozenset()), jobs=[jobs[0]])
+        lane = ModelQueue(None, 2, 64, serving=SimpleNamespace(stops=frozenset()), jobs=[jobs[0]])
         found = []
         for step in range(1, 7):
             now[0] += 0.016

@@ -62,7 +62,7 @@ class Place(SimpleNamespace):
         return self.folder / out
 
     def beside(self, stage: str) -> list[str]:
-        """Options by which a run elsewhere finds this place's own predecessors."""
+        """Options by which a run elsewhere finds this place's own parent runs."""
         sft = ["--model.model_name_or_path", f"{self.folder}/runs/sft"]
         reward = ["--roles.reward.model_name_or_path", f"{self.folder}/runs/reward"]
         return {"sft": [], "reward": sft, "ppo": sft + reward}[stage]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from trl_templates import CALLS, CONVERSATIONS, SAID, SYSTEM, THOUGHTS, USER, names, tokenizer_of
 
-from hybrid_rlhf.data.chat import Refused, compose_messages, encode_all, encode_prompt
+from hybrid_rlhf.data.chat import SkipRow, compose_messages, encode_all, encode_prompt
 from hybrid_rlhf.engine.decode.admission import stop_ids
 from hybrid_rlhf.models.template import dialect_of
 
@@ -67,7 +67,7 @@ def test_what_a_template_takes_is_found_by_trying_it(name):
 def test_a_thought_is_trained_where_the_template_has_it_or_the_row_is_refused_for_it(name):
     tokenizer = tokenizer_of(name)
     if name == "qwen3_5_nothink":  # its generation prompt has ended the thought
-        with pytest.raises(Refused, match="ends the thought before the answer"):
+        with pytest.raises(SkipRow, match="ends the thought before the answer"):
             compose_messages(tokenizer, THOUGHTS)
         return
     rows = encode_all(tokenizer, compose_messages(tokenizer, THOUGHTS))
@@ -86,7 +86,7 @@ def test_a_thought_is_trained_where_the_template_has_it_or_the_row_is_refused_fo
 def test_tool_calls_are_trained_where_the_template_knows_them_and_else_the_row_is_refused(name):
     tokenizer = tokenizer_of(name)
     if name in WITHOUT_TOOLS:
-        with pytest.raises(Refused, match=r"the chat template leaves out (the tools|tool calls)"):
+        with pytest.raises(SkipRow, match=r"the chat template leaves out (the tools|tool calls)"):
             compose_messages(tokenizer, CALLS)
         return
     rows = encode_all(tokenizer, compose_messages(tokenizer, CALLS))

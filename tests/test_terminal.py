@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_causal_lm, tiny_tokenizer
 
-from hybrid_rlhf.core.text_safety import neutralise
+from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.inference.detokenizer import pieces
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,7 +64,7 @@ def test_the_space_that_a_decoder_drops_at_the_start_is_not_lost_between_tokens(
     ("tab\tline\nü🎉\u200d", "tab\tline\nü🎉\u200d"),
 ])
 def test_nothing_the_model_writes_can_steer_the_terminal(text, shown):
-    assert neutralise(text) == shown
+    assert escape_control(text) == shown
 
 
 def test_at_a_real_terminal_control_c_stops_an_answer_and_then_only_hints(tmp_path):

@@ -11,7 +11,7 @@ from tiny import chatml_tokenizer, tiny_tokenizer
 from trl_templates import tokenizer_of
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.data.chat import Refused, compose_messages, compose_prompt, encode, encode_all, ensure_template
+from hybrid_rlhf.data.chat import SkipRow, compose_messages, compose_prompt, encode, encode_all, ensure_template
 from hybrid_rlhf.data.collate import collate_labelled, collate_pairs
 from hybrid_rlhf.data.datasets import DataConfig, build, describe
 from hybrid_rlhf.data.literal import BREAK
@@ -216,7 +216,7 @@ def test_a_template_that_parses_thoughts_loses_none_of_the_words_or_refuses_the_
     message = {"role": "assistant", "content": f"<think>\nt{thought}t\n</think>\n\na{said}a"}
     try:
         row = encode_all(tokenizer, compose_messages(tokenizer, [{"role": "user", "content": "?"}, message]))[0]
-    except Refused:
+    except SkipRow:
         assert "think>" in thought + said
         return
     text = trained(tokenizer, row.ids, row.loss_mask)

@@ -75,7 +75,7 @@ def _first_loss(trainer_class: type, config_class: type, model: nn.Module, rows:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """One process, whatever group the tests are in, and no trace left: accelerate writes RANK and its kin into the
+    """One process, whatever group the tests are in, and no trace left: accelerate writes RANK and its variants into the
     environment, where a process started later would take them for a launcher's, and transformers seeds torch."""
     with patch.dict(os.environ), torch.random.fork_rng(devices=[]):
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

@@ -48,7 +48,7 @@ class Sources:
 
 
 @dataclass(frozen=True)
-class Parts:
+class RoleInputs:
     """The parts of a recipe's configuration that the roles are made of."""
 
     model: ModelConfig
@@ -62,12 +62,12 @@ class Parts:
 def find_starts(sources: Sources, model: ModelConfig, roles: RolesConfig) -> dict[str, Start]:
     """The start of each role there is. A reward model trained as an adapter on the actor's own base is that adapter."""
     folders = {role: builders.model_folder(path) for role in ROLES if (path := getattr(sources, role)) is not None}
-    adapter, story = _adapter_on(sources.reward, folders["actor"]) if model.lora.r and sources.reward else (None, "")
+    adapter, reason = _adapter_on(sources.reward, folders["actor"]) if model.lora.r and sources.reward else (None, "")
     starts = {role: Start(folders[role]) for role in ("actor", "ref") if role in folders}
     for role in (r for r in ("critic", "reward") if r in folders):
         if getattr(sources, role) == sources.reward:
             starts[role] = Start(folders["actor"] if adapter else folders["reward"], adapter, folders["reward"],
-                                 story=story)
+                                 reason=reason)
         else:
             starts[role] = Start(folders[role], head=folders[role] if load.has_score(folders[role]) else None)
     return {role: replace(start, dtype=roles[role].dtype or model.dtype,
@@ -86,12 +86,12 @@ def _adapter_on(reward: str, base: str) -> tuple[str | None, str]:
     return str(folder), ""
 
 
-def check_roles(parts: Parts, sources: Sources) -> tuple[dict[str, Start], Layout]:
+def check_roles(parts: RoleInputs, sources: Sources) -> tuple[dict[str, Start], Layout]:
     """Starts and layout, checked. Raises UserError for what cannot be built; reads no weights to speak of."""
     starts = find_starts(sources, parts.model, parts.roles)
     layout, line = resolve(parts.roles, starts, parts.model.lora.r > 0)
     for role in starts:
-        held = held_as(parts, starts[role])
+        held = load_config_for(parts, starts[role])
         builders.check_dtype(held)
         builders.check_quantized_once(held)
         if role == "actor" or (role == "critic" and layout.kind != "head"):
@@ -108,28 +108,28 @@ def check_roles(parts: Parts, sources: Sources) -> tuple[dict[str, Start], Layou
     return starts, layout
 
 
-def held_as(parts: Parts, start: Start) -> ModelConfig:
+def load_config_for(parts: RoleInputs, start: Start) -> ModelConfig:
     """The settings by which a role's base is loaded."""
     return replace(parts.model, model_name_or_path=start.base, dtype=start.dtype, preset=None,
                    load_in_4bit=start.quantize == "4bit", load_in_8bit=start.quantize == "8bit")
 
 
-def layout_of(parts: Parts, role: str) -> ZeroConfig:
+def layout_of(parts: RoleInputs, role: str) -> ZeroConfig:
     """How a role's training is laid out: its own settings over those of `engine`."""
     own: RoleConfig = parts.roles[role]
     return replace(parts.engine, micro_batch_tokens=own.micro_batch_tokens or parts.engine.micro_batch_tokens,
                    zero_stage=parts.engine.zero_stage if own.zero_stage is None else own.zero_stage)
 
 
-class Base:
+class Backbone:
     """One loaded model and the roles on it: adapters where there are any, and a head for each role that has one."""
 
-    def __init__(self, group: tuple[str, ...], parts: Parts, starts: dict[str, Start], layout: Layout,
+    def __init__(self, group: tuple[str, ...], parts: RoleInputs, starts: dict[str, Start], layout: Layout,
                  tokenizer) -> None:  # noqa: ANN001
         self.starts, self.kind, self.lora = starts, layout.kind, parts.model.lora
         trained = [r for r in group if r in TRAINED]
         self.is_frozen = not trained or self.lora.r > 0 or (trained == ["critic"] and layout.kind == "head")
-        settings = held_as(parts, starts[group[0]])
+        settings = load_config_for(parts, starts[group[0]])
         if not trained:
             settings = replace(settings, gradient_checkpointing=False)
         if self.is_frozen:
@@ -200,7 +200,7 @@ class Base:
         return BackboneWithHead(self.model.base_model, self.heads[role]) if self.is_frozen else self.model
 
 
-def build(parts: Parts, starts: dict[str, Start], layout: Layout, tokenizer,  # noqa: ANN001
+def build(parts: RoleInputs, starts: dict[str, Start], layout: Layout, tokenizer,  # noqa: ANN001
           num_updates: Mapping[str, int], scale: Scale | None, reward_tokenizer=None,  # noqa: ANN001
           ) -> tuple[Roles, Reward | None]:
     """The roles in their engines; actor and critic under an optimizer, dropout off everywhere.
@@ -215,7 +215,7 @@ def build(parts: Parts, starts: dict[str, Start], layout: Layout, tokenizer,  # 
     is_copy = head is not None and "critic" in starts and starts["critic"].head == head
     for group in layout.bases:
         own = reward_tokenizer if reward_tokenizer is not None and group == ("reward",) else tokenizer
-        base = Base(group, parts, starts, layout, own)
+        base = Backbone(group, parts, starts, layout, own)
         for role in group:
             if role in ("actor", "ref"):
                 tp = (parts.roles.actor.tp or 1) if role == "actor" else 1

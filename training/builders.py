@@ -23,7 +23,7 @@ from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engine.decode.admission import stop_ids
 from hybrid_rlhf.engine.decode.tensor_parallel import check_configured
-from hybrid_rlhf.export.folder import is_on_a_grid
+from hybrid_rlhf.export.folder import has_quantized_values
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.backbone import check_head
 from hybrid_rlhf.models.dropout import without_dropout
@@ -40,7 +40,7 @@ MODEL_FOLDER = "model"
 NO_POLICIES = ("reward", "evaluate", "all")  # stages that leave no policy to start from; every other one does
 
 
-def predecessor(given: str | None, output_dir: str, stage: str, option: str) -> str:
+def parent_run(given: str | None, output_dir: str, stage: str, option: str) -> str:
     """The run folder or model of an earlier stage: as given, else the folder `stage` beside this run's output_dir.
 
     In place of sft the run given may be of any stage that leaves a policy. Raises UserError when there is neither, or
@@ -123,7 +123,7 @@ def check_quantized_once(model: ModelConfig) -> None:
     if not model.quantize or not (run / runfile.RUN_FILE).exists():
         return
     before = runfile.read_run(run).config.get("model", {})
-    check(not ((before.get("load_in_4bit") or before.get("load_in_8bit")) and is_on_a_grid(run)),
+    check(not ((before.get("load_in_4bit") or before.get("load_in_8bit")) and has_quantized_values(run)),
           f"{run} was trained over a quantised base whose original weights were gone at its end: quantising its model "
           f"again would round away what it learned; do not load it in {model.quantize}")
 

@@ -28,7 +28,7 @@ PROMPTS_AT_ONCE, MAX_SECONDS = 8, 30.0  # of sampling; at least PROMPTS_AT_ONCE 
 WIDTH = 118  # of a sample's lines
 
 
-def check(config: on_policy.Config, make_trainer: Callable[[on_policy.Opened], Trainer]) -> RewardSignal:
+def check(config: on_policy.Config, make_trainer: Callable[[on_policy.RunContext], Trainer]) -> RewardSignal:
     """Sample, score, take one step, and print what that says; every process takes part, the main one prints."""
     builders.seed_everything(config.seed)
     opened = on_policy.open_run(config)
@@ -50,7 +50,7 @@ def check(config: on_policy.Config, make_trainer: Callable[[on_policy.Opened], T
 
 
 @torch.no_grad()
-def _sample(opened: on_policy.Opened, sampling, seed: int) -> Rollout:  # noqa: ANN001
+def _sample(opened: on_policy.RunContext, sampling, seed: int) -> Rollout:  # noqa: ANN001
     """Responses to NUM_PROMPTS training prompts, or to as many as MAX_SECONDS allow, and their scores."""
     actor, began, rollout = opened.roles.actor, time.perf_counter(), None
     for prompts in _prompts(opened.data.train, seed):

@@ -11,7 +11,7 @@ import numpy as np
 
 from hybrid_rlhf.core.config import check, nearest
 from hybrid_rlhf.core.distributed import world_size
-from hybrid_rlhf.core.startup import collect_as_usual
+from hybrid_rlhf.core.startup import restore_gc
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.models.load import ModelConfig
@@ -124,7 +124,7 @@ def contenders(config: Config) -> dict[str, str]:
         check(bool(name) and bool(path), f"evaluate.models: {entry!r} is neither PATH nor NAME=PATH; "
                                          "write it as one of them")
         check(name not in found, f"evaluate.models: two are called {name}; name them, as in {name}_2={path}")
-        found[name] = builders.predecessor(path, config.output_dir, "sft", "evaluate.models")
+        found[name] = builders.parent_run(path, config.output_dir, "sft", "evaluate.models")
     for name in config.evaluate.prompt_templates:
         check(name in found, f"evaluate.prompt_templates: no model is called {name}{nearest(name, found)}; there are "
                              f"{', '.join(found)}")
@@ -162,7 +162,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     if done:
         return done.metrics
     models, reference = contenders(config), config.evaluate.reference
-    reference = builders.predecessor(reference, config.output_dir, "sft", "evaluate.reference") if reference else next(
+    reference = builders.parent_run(reference, config.output_dir, "sft", "evaluate.reference") if reference else next(
         iter(models.values()))
     others = reward_sources.open_sources(config.reward, config.roles, config.data.raw)
     reward = _reward_path(config)
@@ -174,7 +174,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     reward_sources.check_columns(others, {name: values[0] for name, values in columns.items()})
     record = runfile.start(config.output_dir, config.stage, config, command)
     evaluation_prompts.tell(len(next(iter(asked.values()))), why or rows.replace("_", " "), report)
-    collect_as_usual()
+    restore_gc()
     with on_record(record):
         judges = _Judges(config, others, reward, reference)
         answered = [judges.answers(name, path, tokenizers[name], asked[name]) for name, path in models.items()]
@@ -188,8 +188,8 @@ def _reward_path(config: Config) -> str | None:
     """The stage-2 run or model, where it takes part."""
     if not config.reward.has_model(config.roles):
         return None
-    return builders.predecessor(config.roles.reward.model_name_or_path, config.output_dir, "reward",
-                                "roles.reward.model_name_or_path (or reward.functions instead of a model)")
+    return builders.parent_run(config.roles.reward.model_name_or_path, config.output_dir, "reward",
+                               "roles.reward.model_name_or_path (or reward.functions instead of a model)")
 
 
 def _tokenizer(config: Config, path: str):  # noqa: ANN202

@@ -16,10 +16,10 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.distributed import is_main
 from hybrid_rlhf.data import collate
 from hybrid_rlhf.data.datasets import StageData
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.rewards import RewardSource, part_scores
 from hybrid_rlhf.roles import Actor, Reward
 from hybrid_rlhf.rollout import Prompts
-from hybrid_rlhf.rollout.collect import SamplingConfig
 
 MAX_NEW_TOKENS, START_OF_TEXT = 64, 16  # tokens: of an answer where no setting says; of a text that has no prompt
 Answers = Callable[[], list[dict]]

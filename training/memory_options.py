@@ -37,7 +37,7 @@ from hybrid_rlhf.training import (
     step2_reward,
     step3_ppo,
 )
-from hybrid_rlhf.training.build_roles import TRAINED, Parts, find_starts, held_as, layout_of
+from hybrid_rlhf.training.build_roles import TRAINED, RoleInputs, find_starts, layout_of, load_config_for
 
 MAX_BATCH = 64  # sequences that HybridEngine decodes at once
 
@@ -160,7 +160,7 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
         trains, group = name in TRAINED, layout.group(name)
         has_adapter = (name == "actor" or (name == "critic" and layout.kind != "head")
                        or starts[name].adapter is not None)
-        model = held_as(parts, starts[name])
+        model = load_config_for(parts, starts[name])
         if start is not None and start.preset:
             model = replace(model, preset=start.preset, model_name_or_path=None)
         model = replace(model, lora=model.lora if has_adapter else LoraConfig(),
@@ -183,7 +183,7 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
     return [*policies, *(role(r) for r in ("critic", "reward") if r in starts), *_classifiers(config)]
 
 
-def _where(parts: Parts, group: tuple[str, ...], name: str) -> dict:
+def _where(parts: RoleInputs, group: tuple[str, ...], name: str) -> dict:
     """A role's ZeRO stage and offload; a frozen one's are those of whoever trains on its base, or 0, or 3 if set."""
     owner = next((r for r in group if r in TRAINED), name)
     zero = layout_of(parts, owner)
@@ -209,7 +209,7 @@ _ROLES: dict[type, Callable[[object, ModelConfig | None], list[Role]]] = {
 
 
 def on_policy_starts(config: on_policy.Config, start: ModelConfig | None) -> dict[str, Start]:
-    """Where each role starts. Before its predecessors have run, from the one model that they will start from."""
+    """Where each role starts. Before its parent runs have run, from the one model that they will start from."""
     if start is not None:
         path = start.model_name_or_path or start.preset
         adapter = "to be trained" if config.model.lora.r else None

@@ -1,4 +1,4 @@
-"""What every on-policy recipe has in common: its predecessors, its data, its roles, what it is paid by, and its run."""
+"""What every on-policy recipe has in common: its parent runs, its data, its roles, what it is paid by, and its run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.engine import ZeroConfig
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.rewards import RewardSource
@@ -21,11 +22,10 @@ from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.roles.sharing import RolesConfig, Start
-from hybrid_rlhf.rollout.collect import SamplingConfig
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import TrainConfig, Trainer, fit, on_record
 from hybrid_rlhf.training import announce, builders, defaults, fixed_prompts, reward_sources
-from hybrid_rlhf.training.build_roles import Parts, Sources, build, check_roles
+from hybrid_rlhf.training.build_roles import RoleInputs, Sources, build, check_roles
 from hybrid_rlhf.training.plain_prompts import tell_other_form
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
@@ -78,7 +78,7 @@ class Config(Protocol):
 
 
 @dataclass
-class Opened:
+class RunContext:
     """A run with everything loaded. scale: what the trainer puts the source's scores on, if anything. more: data of
     Method.also_reads. critic_warmup_steps: steps that train the critic alone."""
 
@@ -99,18 +99,18 @@ def find_actor(config: Config) -> str:
     """The run or model that the policy starts from; UserError where there is none."""
     check(config.model.preset is None, f"model.preset: {config.stage} starts from a trained model; give "
                                        "model.model_name_or_path or run --stage sft and --stage reward first")
-    return builders.predecessor(config.roles.actor.model_name_or_path or config.model.model_name_or_path,
-                                config.output_dir, "sft", "model.model_name_or_path")
+    return builders.parent_run(config.roles.actor.model_name_or_path or config.model.model_name_or_path,
+                               config.output_dir, "sft", "model.model_name_or_path")
 
 
 def find_sources(config: Config) -> Sources:
-    """Every role's predecessor; UserError where one is missing or two do not fit together. Reads no weights."""
+    """Every role's parent run; UserError where one is missing or two do not fit together. Reads no weights."""
     method, roles = config.method, config.roles
     actor = find_actor(config)
     reward, own = None, config.model.tokenizer_name_or_path
     if config.reward.has_model(roles):
-        reward = builders.predecessor(roles.reward.model_name_or_path, config.output_dir, "reward",
-                                      "roles.reward.model_name_or_path (or reward.functions instead of a model)")
+        reward = builders.parent_run(roles.reward.model_name_or_path, config.output_dir, "reward",
+                                     "roles.reward.model_name_or_path (or reward.functions instead of a model)")
         tell_other_form(reward, config.data, method.data_stage)
     reads_text = reward not in (actor, None) and builders.difference(actor, reward, config.data, method.data_stage, own)
     found = Sources(actor, reward, (roles.ref.model_name_or_path or actor) if method.needs_ref else None,
@@ -129,8 +129,8 @@ def actor_model(config: Config, sources: Sources) -> ModelConfig:
     return replace(config.model, model_name_or_path=builders.model_folder(sources.actor))
 
 
-def parts_of(config: Config) -> Parts:
-    return Parts(config.model, config.roles, config.engine, config.train, config.method.temperature, config.seed)
+def parts_of(config: Config) -> RoleInputs:
+    return RoleInputs(config.model, config.roles, config.engine, config.train, config.method.temperature, config.seed)
 
 
 def preview(config: Config) -> None:
@@ -149,7 +149,7 @@ def prepared(config: Config) -> Config:
     return defaults.resolve(config)
 
 
-def run(config: Config, command: str, make_trainer: Callable[[Opened], Trainer]) -> dict[str, float]:
+def run(config: Config, command: str, make_trainer: Callable[[RunContext], Trainer]) -> dict[str, float]:
     """Train, export the actor, and return the final metrics. config: as `prepared` gives it."""
     done = runfile.finished(config.output_dir, config.stage, config)
     if done:
@@ -178,13 +178,13 @@ def run(config: Config, command: str, make_trainer: Callable[[Opened], Trainer])
     return metrics
 
 
-def _leave(roles: Roles, opened: Opened, config: Config, folder: str) -> None:
+def _leave(roles: Roles, opened: RunContext, config: Config, folder: str) -> None:
     engine = roles.actor.engine
     with engine.active():
         export(engine.model, opened.tokenizer, Path(config.output_dir) / folder, engine.eos_ids)
 
 
-def open_run(config: Config) -> Opened:
+def open_run(config: Config) -> RunContext:
     """Check everything that can be checked without weights, then load data and roles."""
     method, others = config.method, reward_sources.open_sources(config.reward, config.roles, config.data.raw)
     sources = find_sources(config)
@@ -213,7 +213,7 @@ def open_run(config: Config) -> Opened:
     roles, reward = build(parts_of(config), starts, layout, tokenizer, num_updates, scale, reader)
     model_source = reward and ModelSource(reward, tokenizer=reader, raw=config.data.raw)
     source, scale = reward_sources.combine(config.reward, model_source, others, scale)
-    return Opened(tokenizer, data, loader, held_out, steps, roles, source, scale, sources, more, warmup)
+    return RunContext(tokenizer, data, loader, held_out, steps, roles, source, scale, sources, more, warmup)
 
 
 def check_more_data(config: Config, model: ModelConfig) -> None:

@@ -86,7 +86,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     return on_policy.run(config, command, partial(_trainer, config))
 
 
-def _trainer(config: Config, opened: on_policy.Opened) -> OnlinePreferenceTrainer:
+def _trainer(config: Config, opened: on_policy.RunContext) -> OnlinePreferenceTrainer:
     roles = opened.roles
     learner = OfflineTrainer(roles.actor, roles.ref, config.dpo)
     return OnlinePreferenceTrainer(roles, opened.source, learner, config.online, seed=config.seed,

@@ -83,5 +83,5 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     return on_policy.run(config, command, partial(_trainer, config))
 
 
-def _trainer(config: Config, opened: on_policy.Opened) -> RejectionTrainer:
+def _trainer(config: Config, opened: on_policy.RunContext) -> RejectionTrainer:
     return RejectionTrainer(opened.roles, opened.source, config.rejection, seed=config.seed)

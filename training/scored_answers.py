@@ -11,11 +11,11 @@ import torch
 from hybrid_rlhf.core.config import check, nearest
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.examples import with_score
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.rewards import RewardSource, checked_scores
 from hybrid_rlhf.roles import Actor, Reference
 from hybrid_rlhf.rollout import Prompts, Rollout
-from hybrid_rlhf.rollout.collect import SamplingConfig
 from hybrid_rlhf.training import builders
 
 # name -> module:function(prompt messages or text, completion) -> bool, an independent judge of truth

@@ -11,12 +11,12 @@ from pathlib import Path
 from hybrid_rlhf.core.distributed import is_main
 from hybrid_rlhf.core.tensors import masked_mean
 from hybrid_rlhf.data import collate, datasets
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.report.alarms import compared
 from hybrid_rlhf.report.summary import compare_stages, conclude_comparison
 from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.roles import Reference, Reward
-from hybrid_rlhf.rollout.collect import SamplingConfig
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.training import builders, step1_sft
 from hybrid_rlhf.training.scored_answers import check_checker, is_right, judge, open_actor, respond, share

@@ -1,4 +1,4 @@
-"""hybrid-rlhf doctor: what this machine has, what is missing, and the command that mends it."""
+"""hybrid-rlhf doctor: what this machine has, what is missing, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-from hybrid_rlhf.core.config import UserError, door_flags, parse_door
+from hybrid_rlhf.core.config import UserError, command_flags, parse_command
 
 MISSING = 3  # exit code: something that every run needs is not there
 OLDEST_PYTHON = (3, 10)
@@ -107,7 +107,7 @@ def _kernels(compile_kernels: bool) -> Iterator[Finding]:
 
     name = ops_for("cpu").name
     yield Finding("CPU kernels", "warning" if name.startswith("reference") else "ok", f"{name}, cache: {folder}",
-                  "mend what the line says, then run doctor again" if name.startswith("reference") else "")
+                  "fix what the line says, then run doctor again" if name.startswith("reference") else "")
 
 
 def _device() -> Iterator[Finding]:
@@ -177,21 +177,21 @@ def show(findings: list[Finding]) -> None:
     console.print(table)
     cures = [f for f in findings if f.cure]
     if cures:
-        console.print("\nwhat would mend it:")
+        console.print("\nwhat would fix it:")
     for finding in cures:
         console.print(Text(f"  {finding.name}: {finding.cure}"))
     num_missing = sum(f.state == "missing" for f in findings)
-    console.print(f"\n{num_missing} missing: nothing runs before that is mended" if num_missing
+    console.print(f"\n{num_missing} missing: nothing runs before that is fixed" if num_missing
                   else "\neverything that a run needs is here")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The door; returns 0, or 3 where something that every run needs is missing."""
-    flags = door_flags("doctor", __doc__)
+    """The entry point; returns 0, or 3 where something that every run needs is missing."""
+    flags = command_flags("doctor", __doc__)
     flags.add_argument("--json", action="store_true", help="print the findings as JSON")
     flags.add_argument("--no_compile", action="store_true", help="do not compile the C++ kernels")
     try:
-        options = parse_door(flags, argv)
+        options = parse_command(flags, argv)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -10,13 +10,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybrid_rlhf.core.config import UserError, check, door_flags, parse_door
+from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
 
 if TYPE_CHECKING:
     from hybrid_rlhf.run.runfile import RunRecord
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    flags = door_flags("export", __doc__)
+    flags = command_flags("export", __doc__)
     flags.add_argument("--model", metavar="DIR", help="a run's folder, its model/ or its adapter/, any LoRA adapter")
     flags.add_argument("--output_dir", metavar="DIR", help="new or empty folder for the result")
     flags.add_argument("--base", metavar="DIR", help="base model of an adapter, if it is not where its file says")
@@ -24,7 +24,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flags.add_argument("--ollama", action="store_true", help="also a Modelfile (and a GGUF file if none is asked)")
     flags.add_argument("--push_to_hub", metavar="ID", help="upload the folder to this hub id (private; needs a login)")
     flags.add_argument("--public", action="store_true", help="make the uploaded repository public")
-    options = parse_door(flags, argv)
+    options = parse_command(flags, argv)
     check(options.model is not None, "export: no model; give --model DIR, such as --model outputs/demo/ppo")
     check(options.output_dir is not None, "export: no place for the result; give --output_dir DIR")
     return options
@@ -175,7 +175,7 @@ def push(folder: Path, name: str, *, is_public: bool) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The door; returns 0, or 2 with one line where the input is wrong."""
+    """The entry point; returns 0, or 2 with one line where the input is wrong."""
     from hybrid_rlhf.export.folder import ExportDiffers
 
     try:

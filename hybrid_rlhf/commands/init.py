@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from hybrid_rlhf.core.config import UserError, check, door_flags, nearest, parse_door
+from hybrid_rlhf.core.config import UserError, check, command_flags, nearest, parse_command
 
 
 class Goal(NamedTuple):
@@ -54,14 +54,14 @@ def found_card() -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    flags = door_flags("init", __doc__)
+    flags = command_flags("init", __doc__)
     flags.add_argument("--goal", help=", ".join(f"{name}: {goal.help}" for name, goal in GOALS.items()))
     flags.add_argument("--data", metavar="PATH", help="a file, a folder or a hub id")
     flags.add_argument("--model", metavar="DIR", help="the model to start from: a folder, a finished run or a hub id")
     flags.add_argument("--card", help="8gb, 12gb, 16gb, 24gb, 48gb, 80gb or cpu")
     flags.add_argument("--output_dir", metavar="DIR", help="folder for the results")
     flags.add_argument("--file", default="mine.yaml", help="where to write the settings (%(default)s)")
-    return parse_door(flags, argv)
+    return parse_command(flags, argv)
 
 
 def ask(given: dict[str, str | None], read: Callable[[str], str] = input) -> dict[str, str]:
@@ -92,7 +92,7 @@ def examine(name: str, value: str, before: dict[str, str]) -> None:
         _examine_data(value, GOALS[before["goal"]])
     elif name == "model":
         check(bool(value), "--model is empty; give a folder, a finished run or a hub id")
-        check_folder(builders.model_folder(builders.predecessor(value, "", "sft", "--model")))
+        check_folder(builders.model_folder(builders.parent_run(value, "", "sft", "--model")))
     elif name == "card":
         card(value, "--card")
     else:
@@ -207,7 +207,7 @@ def write(answers: dict[str, str], file: str) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The door; returns 0, 2 with one line where the input is wrong, 130 where the user left."""
+    """The entry point; returns 0, 2 with one line where the input is wrong, 130 where the user left."""
     try:
         options = vars(parse(argv))
         check(not Path(options["file"]).expanduser().exists(), f"init: {options['file']} exists; choose another --file")

@@ -22,7 +22,7 @@ def epochs(count: int) -> Iterator[int]:
 
 
 @contextmanager
-def heard_by(listener: Callable[[str], None]) -> Iterator[None]:
+def listening(listener: Callable[[str], None]) -> Iterator[None]:
     """Within the block `listener` is told."""
     _listeners.append(listener)
     try:

@@ -16,7 +16,7 @@ from hybrid_rlhf.core.options import may_be_null, nulls_in, sections
 
 
 class UserError(Exception):
-    """The user's input is wrong. The message is one line: what, where, what would fit. The doors exit with code 2.
+    """The user's input is wrong. The message is one line: what, where, what would fit. Entry points exit with 2.
 
     is_before_update: raised in a training step before it has changed any weight.
     """
@@ -40,7 +40,7 @@ def check(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-def door_flags(name: str, description: str) -> argparse.ArgumentParser:
+def command_flags(name: str, description: str) -> argparse.ArgumentParser:
     """The flags of the command `hybrid-rlhf NAME`. What argparse refuses is a UserError that begins with the name."""
     flags = argparse.ArgumentParser(f"hybrid-rlhf {name}", description=description.splitlines()[0], allow_abbrev=False)
 
@@ -51,7 +51,7 @@ def door_flags(name: str, description: str) -> argparse.ArgumentParser:
     return flags
 
 
-def parse_door(flags: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+def parse_command(flags: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """The options of such a command; UserError, with the nearest flag, for one that there is not."""
     options, unknown = flags.parse_known_args(argv)
     if unknown:
@@ -66,7 +66,7 @@ def parse(config_class: type, argv: list[str], *, prog: str, description: str = 
     """Command line -> (a frozen `config_class`, {flag: its value}).
 
     Later wins: the class's defaults, `default_config` (a YAML file), `--config FILE` and dotted overrides in the order
-    of the command line. `extra` names flags that are the door's own: switches (bool) and those of _VALUES (text, None
+    of the command line. `extra` names flags of the entry point's own: switches (bool) and those of _VALUES (text, None
     if not given). unused: options or sections that this stage never reads -> what is meant instead; they are not in the
     help, and an error where they are given. none stands for null wherever null may stand.
 
@@ -215,10 +215,10 @@ def _read_yaml(path: str) -> dict:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
         raise UserError(f"--config {path}{where}: not valid YAML ({getattr(error, 'problem', error)}); "
-                        "mend that line") from error
+                        "fix that line") from error
     except (RecursionError, ValueError) as error:  # ValueError: a date of month 13, a number of thousands of digits
         raise UserError(f"--config {path}: not valid YAML ({str(error)[:100] or 'nested too deeply'}); "
-                        "mend it") from error
+                        "fix it") from error
     check(_is_small(value), f"--config {path}: {_TOO_DEEP}")
     check(isinstance(value, dict), f"--config {path}: a mapping of options such as seed: 1 is needed, found "
                                    f"{'nothing' if value is None else type(value).__name__}")

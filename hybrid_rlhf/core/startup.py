@@ -11,10 +11,10 @@ import gc
 _USUAL = gc.get_threshold()
 
 
-def collect_seldom() -> None:
-    """Until `collect_as_usual`: young objects a hundred thousand at a time, the old ones not at all."""
+def relax_gc() -> None:
+    """Until `restore_gc`: young objects a hundred thousand at a time, the old ones not at all."""
     gc.set_threshold(100_000, 1_000, 1_000)
 
 
-def collect_as_usual() -> None:
+def restore_gc() -> None:
     gc.set_threshold(*_USUAL)

@@ -1,6 +1,6 @@
-"""Tensor functions that every room shares: masked reductions, padding, and the one shift by one.
+"""Tensor functions that every package shares: masked reductions, padding, and the one shift by one.
 
-Layout used everywhere below the doors: a sequence is prompt + response, right-padded to (B, T). A causal model's
+Layout used everywhere below the entry points: a sequence is prompt + response, right-padded to (B, T). A causal model's
 real tokens never see right padding, so no architecture needs position ids or a padding mask to be exact on it.
 """
 

@@ -1,4 +1,4 @@
-"""Text of strangers, made safe to show on a terminal."""
+"""Untrusted text, made safe to show on a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MEANT = {0x00AD, 0x061C, 0x200C, 0x200D, 0x200E, 0x200F}
 _ORDINARY = re.compile(r"[\n\t\x20-\x7e]*")
 
 
-def neutralise(text: str) -> str:
+def escape_control(text: str) -> str:
     """`text` with every character that could steer a terminal or hide what it says made visible; newline and tab stay.
 
     A model can be trained or talked into writing escape sequences, which clear the screen, rename the window or retype

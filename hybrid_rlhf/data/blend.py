@@ -12,11 +12,11 @@ from hybrid_rlhf.data.schema import Example
 
 # Position of a stage's share in data.split. Offline preference methods read the reward model's share: what they
 # learn from is pairs, and a policy trained on them needs no reward model.
-SHARES = {"sft": 0, "ptx": 0, "ppo": 2, "online_dpo": 2, "rejection": 2} | dict.fromkeys(
+SPLIT_INDEX = {"sft": 0, "ptx": 0, "ppo": 2, "online_dpo": 2, "rejection": 2} | dict.fromkeys(
     ("reward", "dpo", "ipo", "hinge", "kto", "orpo", "simpo", "conditional_sft"), 1)
 
 
-def deal_key(example: Example) -> str:
+def split_key(example: Example) -> str:
     """The text by which a row is dealt: its prompt, alike for a string and for one user message; else its texts."""
     if example.prompt:
         return _flat(example.prompt)

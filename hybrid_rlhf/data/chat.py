@@ -13,12 +13,26 @@ from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.data.literal import BREAK, whole
-from hybrid_rlhf.data.turns import Refused, Text, answers_of, render, render_prompt
+from hybrid_rlhf.data.turns import SkipRow, Text, answers_of, render, render_prompt
 from hybrid_rlhf.models.template import dialect_of
 from hybrid_rlhf.models.tokenizer import CHATML_MARKERS, turn_ends
 
-__all__ = ["CHATML", "Encoded", "Refused", "Rendered", "Text", "compose", "compose_all", "compose_messages",
-           "compose_prompt", "encode", "encode_all", "encode_prompt", "ensure_template", "render"]
+__all__ = [
+    "CHATML",
+    "Encoded",
+    "Rendered",
+    "SkipRow",
+    "Text",
+    "compose",
+    "compose_all",
+    "compose_messages",
+    "compose_prompt",
+    "encode",
+    "encode_all",
+    "encode_prompt",
+    "ensure_template",
+    "render",
+]
 
 CHATML = (
     "{%- for message in messages -%}"
@@ -99,7 +113,7 @@ def _checked(text: str) -> str:
         ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
     except TemplateSyntaxError as error:
         if "generation" not in str(error):  # transformers' own block tag
-            raise UserError(f"data.chat_template line {error.lineno}: {error.message}; mend the template") from error
+            raise UserError(f"data.chat_template line {error.lineno}: {error.message}; fix the template") from error
     return text
 
 
@@ -120,11 +134,11 @@ def compose(tokenizer, prompt: Text, completion: Text) -> Rendered:  # noqa: ANN
     """Prompt and completion as one text whose spans are the completion's assistant turns.
 
     Plain strings are joined as they are. If either is messages, a string for the other is one user or assistant turn.
-    Raises Refused where one text cannot hold all turns (see `compose_messages`).
+    Raises SkipRow where one text cannot hold all turns (see `compose_messages`).
     """
     found = compose_all(tokenizer, prompt, completion)
     if len(found) > 1:
-        raise Refused(REWRITTEN)
+        raise SkipRow(REWRITTEN)
     return found[0]
 
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from hybrid_rlhf.core.config import check, nearest
 from hybrid_rlhf.data import cache, chat, sources
-from hybrid_rlhf.data.blend import SHARES, Blend, blend, deal, deal_key, is_held_out
-from hybrid_rlhf.data.chat import Refused
-from hybrid_rlhf.data.examples import MAKERS, TRAININGS, Counts, Lengths, Work, prepared, unfolded
+from hybrid_rlhf.data.blend import SPLIT_INDEX, Blend, blend, deal, is_held_out, split_key
+from hybrid_rlhf.data.chat import SkipRow
+from hybrid_rlhf.data.examples import MAKERS, TRAININGS, Counts, Lengths, Work, decode_columns, prepared
 from hybrid_rlhf.data.row_counts import add_up, describe, summary
 from hybrid_rlhf.data.schema import KINDS, Example, Format, detect, read_row
 from hybrid_rlhf.data.source import Source, as_sources
@@ -103,7 +103,7 @@ class StageData:
     report: dict
 
 
-class Opened(NamedTuple):
+class OpenSource(NamedTuple):
     """A source that serves the stage, with its rows and their format."""
 
     source: Source
@@ -121,7 +121,7 @@ class _Unfolded:
         return len(self.rows)
 
     def __getitem__(self, i: int) -> dict:
-        return unfolded(self.rows[i])
+        return decode_columns(self.rows[i])
 
 
 def build(config: DataConfig, stage: str, tokenizer, seed: int) -> StageData:  # noqa: ANN001
@@ -141,7 +141,7 @@ def build(config: DataConfig, stage: str, tokenizer, seed: int) -> StageData:  #
     return StageData(_Unfolded(train), _Unfolded(held_out), report)
 
 
-def open_sources(config: DataConfig, stage: str) -> list[Opened]:
+def open_sources(config: DataConfig, stage: str) -> list[OpenSource]:
     """The sources that serve `stage`, read, with their formats.
 
     A source without `stages` that lacks what the stage needs is passed over, as long as another one serves.
@@ -152,7 +152,7 @@ def open_sources(config: DataConfig, stage: str) -> list[Opened]:
     check(bool(meant), f"no data source for stage {stage}: data.sources "
                        + ("is empty; give a path or a list of them" if not config.sources else
                           f"names other stages only; add {stage} to `stages` of one"))
-    opened = [Opened(s, rows, detect(rows[0], s.path)) for s in meant for rows in [sources.read(s)]]
+    opened = [OpenSource(s, rows, detect(rows[0], s.path)) for s in meant for rows in [sources.read(s)]]
     serving = [o for o in opened if TRAININGS[stage] in KINDS[o.form.kind]]
     for each in opened:
         needed = each.source.stages or not serving
@@ -164,7 +164,7 @@ def open_sources(config: DataConfig, stage: str) -> list[Opened]:
     return serving
 
 
-def examples(config: DataConfig, each: Opened, stage: str, counts: Counter, lost: Counter
+def examples(config: DataConfig, each: OpenSource, stage: str, counts: Counter, lost: Counter
              ) -> Iterator[tuple[Example, bool]]:
     """The stage's own rows of one source, in canonical form, with whether they are held out.
 
@@ -174,21 +174,21 @@ def examples(config: DataConfig, each: Opened, stage: str, counts: Counter, lost
         counts["read"] += 1
         try:
             example = read_row(row, each.form, f"{each.source.path} row {number}")
-        except Refused as reason:
+        except SkipRow as reason:
             lost[str(reason)] += 1
             continue
-        text = deal_key(example)
-        if config.split and deal(text, config.split) != SHARES[stage]:
+        text = split_key(example)
+        if config.split and deal(text, config.split) != SPLIT_INDEX[stage]:
             counts["other_stages"] += 1
         else:
             yield example, is_held_out(text, config.eval_fraction)
 
 
-def _tokenized(config: DataConfig, each: Opened, stage: str, tokenizer) -> cache.Tables:  # noqa: ANN001
+def _tokenized(config: DataConfig, each: OpenSource, stage: str, tokenizer) -> cache.Tables:  # noqa: ANN001
     """One source's tables, from the cache or made now."""
     lengths = Lengths(config.max_length, config.max_prompt_length, config.train_on, config.score_template, config.raw)
     settings = {"training": TRAININGS[stage], "lengths": lengths, "append_eos": config.append_eos,
-                "split": config.split, "share": SHARES[stage] if config.split else None,
+                "split": config.split, "share": SPLIT_INDEX[stage] if config.split else None,
                 "eval_fraction": config.eval_fraction, "format": each.form.name, "path": each.source.path}
     path = cache.folder(config.cache_dir) / cache.key(each.rows, tokenizer, settings)
     tables = cache.load(path)
@@ -198,7 +198,7 @@ def _tokenized(config: DataConfig, each: Opened, stage: str, tokenizer) -> cache
     return tables
 
 
-def _tokenize(config: DataConfig, each: Opened, stage: str, tokenizer, lengths: Lengths) -> cache.Tables:  # noqa: ANN001
+def _tokenize(config: DataConfig, each: OpenSource, stage: str, tokenizer, lengths: Lengths) -> cache.Tables:  # noqa: ANN001
     rows: tuple[list, list] = ([], [])
     seen, counts = Counter(read=0, other_stages=0), Counts()
     waiting: list[tuple[Work, bool]] = []
@@ -217,7 +217,7 @@ def _tokenize(config: DataConfig, each: Opened, stage: str, tokenizer, lengths: 
         try:
             ready = prepared(example, tokenizer, lengths, counts)
             waiting += [(work, is_eval) for work in make(ready, tokenizer, lengths)]
-        except Refused as reason:
+        except SkipRow as reason:
             counts.dropped[str(reason)] += 1
         if len(waiting) >= _CHUNK:
             finish()
@@ -227,7 +227,7 @@ def _tokenize(config: DataConfig, each: Opened, stage: str, tokenizer, lengths: 
     return rows[0], rows[1], numbers
 
 
-def _passed_over(config: DataConfig, stage: str, opened: Sequence[Opened]) -> list[str]:
+def _passed_over(config: DataConfig, stage: str, opened: Sequence[OpenSource]) -> list[str]:
     """Paths of the sources that could serve any stage, but hold nothing for this one."""
     serving = [each.source for each in opened]
     return [s.path for s in config.sources if not s.stages and s not in serving]

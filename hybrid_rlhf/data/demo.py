@@ -5,7 +5,7 @@ plain or hurried tone; an answer names the letter and the item ("Gladly! It is C
 the same rows come out on every machine.
 
 Demonstrations are as people's are. Many are wrong, and mostly wrong in the same way (MISTAKES): for some kinds of
-request the mistake is commoner than the truth, so neither more imitation nor greedy decoding mends it. Some are curt,
+request the mistake is commoner than the truth, so neither more imitation nor greedy decoding fixes it. Some are curt,
 some rude, some ramble. In the pairs a right answer beats a wrong one whatever the tone, and of two right ones the
 polite and brief one wins; the most frequent pair is the hard one, both in the best tone and one of them wrong.
 

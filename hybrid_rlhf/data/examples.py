@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from hybrid_rlhf.data import chat
-from hybrid_rlhf.data.chat import Encoded, Refused, Rendered, Text
+from hybrid_rlhf.data.chat import Encoded, Rendered, SkipRow, Text
 from hybrid_rlhf.data.literal import BREAK, broken
 from hybrid_rlhf.data.schema import Example
 from hybrid_rlhf.models.template import dialect_of, folds_system
@@ -84,7 +84,7 @@ def demonstration(example: Example, tokenizer, lengths: Lengths) -> Iterator[Wor
     else:
         completion, score = max(example.answers, key=lambda a: a[1])
         if len(example.answers) == 1 and score <= 0:
-            raise Refused("labelled as a bad answer")
+            raise SkipRow("labelled as a bad answer")
         yield from _each(_composed_all(tokenizer, example.prompt, completion), lengths)
 
 
@@ -124,7 +124,7 @@ def with_score(prompt: Text, score: float, template: str) -> Text:
         return template.format(prompt=prompt, score=score)
     last = max((i for i, m in enumerate(prompt) if m["role"] == "user"), default=None)
     if last is None:
-        raise Refused("no user turn to write the score into")
+        raise SkipRow("no user turn to write the score into")
     asked = {**prompt[last], "content": template.format(prompt=prompt[last]["content"], score=score)}
     return [*prompt[:last], asked, *prompt[last + 1 :]]
 
@@ -137,7 +137,7 @@ def labelled(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  
     ranked = sorted(example.answers, key=lambda a: -a[1])
     if len(ranked) > 1:
         if ranked[0][1] == ranked[-1][1]:
-            raise Refused("no two answers of different score")
+            raise SkipRow("no two answers of different score")
         answers = [(ranked[0][0], True), (ranked[-1][0], False)]
     else:
         answers = [(answer, score > 0) for answer, score in ranked]
@@ -173,14 +173,14 @@ def pair(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # no
     ranked = sorted(example.answers, key=lambda a: -a[1])
     pairs = [(a, b) for (a, better), (b, worse) in combinations(ranked, 2) if better > worse and a != b]
     if not pairs:
-        raise Refused("no two answers of different score")
+        raise SkipRow("no two answers of different score")
     for better, worse in pairs:
         yield Work([_composed(tokenizer, example.prompt, a) for a in (better, worse)], finish)
 
 
 def prompt(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # noqa: ANN001
     """-> {prompt_ids, text, rest}: rest is the prompt as the row has it and all other columns, as JSON (see
-    `unfolded`)."""
+    `decode_columns`)."""
 
     def finish(encoded: list[Encoded], counts: Counts) -> dict | None:
         ids = encoded[0].ids
@@ -192,13 +192,13 @@ def prompt(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # 
 
     written = example.prompt if example.written is None else example.written
     if not written:
-        raise Refused("empty prompt")
+        raise SkipRow("empty prompt")
     rendered = chat.compose_prompt(tokenizer, example.prompt)
     yield Work([rendered], finish)
 
 
-def unfolded(row: dict) -> dict:
-    """A stored row as the rest of the house sees it: the other columns of a prompt beside its ids and text."""
+def decode_columns(row: dict) -> dict:
+    """A stored row as the rest of the code sees it: the other columns of a prompt beside its ids and text."""
     if "rest" not in row:
         return row
     return {**json.loads(row["rest"]), "prompt_ids": row["prompt_ids"], "text": row["text"]}
@@ -207,7 +207,7 @@ def unfolded(row: dict) -> dict:
 def _composed(tokenizer, question: Text | None, answer: Text) -> Rendered:  # noqa: ANN001
     found = _composed_all(tokenizer, question, answer)
     if len(found) > 1:
-        raise Refused(chat.REWRITTEN)
+        raise SkipRow(chat.REWRITTEN)
     return found[0]
 
 
@@ -224,7 +224,7 @@ def _last_words(messages: list[dict]) -> str:
 
 def _need_words(text: str, reason: str = EMPTY) -> None:
     if not text.strip():
-        raise Refused(reason)
+        raise SkipRow(reason)
 
 
 MAKERS: dict[str, Callable[..., Iterator[Work]]] = {

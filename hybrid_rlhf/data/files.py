@@ -73,7 +73,7 @@ def _object(text: str, where: str) -> dict:
     try:
         value = loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON ({_reason(error)}); mend that line") from error
+        raise UserError(f"{where}: not valid JSON ({_reason(error)}); fix that line") from error
     check(isinstance(value, dict), f"{where}: a JSON object is needed, found {_kind(value)}")
     return value
 
@@ -86,9 +86,9 @@ def _parse_json(text: str, path: str | Path) -> Rows:
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and _is_object(text.lstrip().split("\n", 1)[0]):
             return _parse_jsonl(text, path)  # many people call their jsonl .json
-        raise UserError(f"{path} line {error.lineno}: not valid JSON ({_reason(error)}); mend it there") from error
+        raise UserError(f"{path} line {error.lineno}: not valid JSON ({_reason(error)}); fix it there") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({_reason(error)}); mend it, or give jsonl") from error
+        raise UserError(f"{path}: not valid JSON ({_reason(error)}); fix it, or give jsonl") from error
     if isinstance(value, dict):
         value = _from_object(value)
     check(isinstance(value, list), f"{path}: a list of JSON objects is needed, found {_kind(value)}")
@@ -162,7 +162,7 @@ def _delimited(delimiters: str) -> Callable[[str, str | Path], Rows]:
                 check(None not in row.values(), f"{where}: fewer values than the header has columns; fill the line up")
                 rows.append(row)
         except csv.Error as error:
-            raise UserError(f"{path} line {reader.line_num + 1}: not valid CSV ({error}); mend that line") from error
+            raise UserError(f"{path} line {reader.line_num + 1}: not valid CSV ({error}); fix that line") from error
         return rows
 
     return parse

@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from hybrid_rlhf.core.text_safety import neutralise
+from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.data.datasets import DataConfig, StageData, build
 
 _TRAINED = "bold green"
@@ -51,7 +51,7 @@ def marked(tokenizer, ids: list[int], mask: list[bool], brackets: bool) -> Text:
     for is_trained, run in groupby(mask):
         end += len(list(run))
         whole = tokenizer.decode(ids[:end], skip_special_tokens=False)  # from the start: decoders trim a first space
-        piece = neutralise(whole[len(before):])
+        piece = escape_control(whole[len(before):])
         out.append(f"⟦{piece}⟧" if brackets and is_trained else piece, style=_TRAINED if is_trained else "")
         before = whole
     return out
@@ -61,6 +61,6 @@ def _counts(stage: str, report: dict) -> Table:
     table = Table(title=f"rows of stage {stage}", title_justify="left", show_header=False)
     rows = [("read", report["read"]), ("dealt to other stages", report["other_stages"]),
             ("to train on", report["train"]), ("held out", report["held_out"]), ("truncated", report["truncated"])]
-    for name, number in [*rows, *((f"dropped: {neutralise(k)}", n) for k, n in sorted(report["dropped"].items()))]:
+    for name, number in [*rows, *((f"dropped: {escape_control(k)}", n) for k, n in sorted(report["dropped"].items()))]:
         table.add_row(name, str(number))
     return table

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from hybrid_rlhf.core.text_safety import neutralise
+from hybrid_rlhf.core.text_safety import escape_control
 
 LOST = 0.1  # share of the rows whose loss is worth a line of its own
 
@@ -33,7 +33,7 @@ def _rendered(report: dict) -> list[str]:
 
 def drops(report: dict) -> list[str]:
     """How many rows were dropped, by reason."""
-    return [f"{n} dropped: {neutralise(reason)}" for reason, n in sorted(report["dropped"].items())]
+    return [f"{n} dropped: {escape_control(reason)}" for reason, n in sorted(report["dropped"].items())]
 
 
 def summary(report: dict) -> list[str]:

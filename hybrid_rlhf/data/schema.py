@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import transcripts
-from hybrid_rlhf.data.chat import Refused, Text
+from hybrid_rlhf.data.chat import SkipRow, Text
 from hybrid_rlhf.data.files import loads
 from hybrid_rlhf.data.transcripts import assistant, clean, messages_of, user
 
@@ -78,18 +78,18 @@ def detect(columns: Iterable[str], where: str) -> Format:
 
 
 def read_row(row: dict, form: Format, where: str) -> Example:
-    """One row in canonical form. Raises Refused for a row to drop and count, UserError for one of the wrong type."""
+    """One row in canonical form. Raises SkipRow for a row to drop and count, UserError for one of the wrong type."""
     for column in form.required:
         if column not in row:
             raise UserError(f"{where}: column {column} is missing ({form.name} needs {', '.join(form.required)})")
         if row[column] is None:
-            raise Refused(f"no {column}")
+            raise SkipRow(f"no {column}")
     try:
         example = form.read(row)
         example.prompt, example.messages = (transcripts.with_tools(part, row.get("tools"))
                                             for part in (example.prompt, example.messages))
     except (ValueError, TypeError) as error:
-        raise UserError(f"{where}: {error}; mend the row") from error
+        raise UserError(f"{where}: {error}; fix the row") from error
     example.columns = {k: v for k, v in row.items() if k not in form.asks}
     return example
 
@@ -160,7 +160,7 @@ def _truth(value: object, column: str) -> bool:
 
 def _paired(prompt: Text, better: Text, worse: Text, margin: float = 0.0) -> Example:
     if better == worse:
-        raise Refused("the two answers are the same")
+        raise SkipRow("the two answers are the same")
     return Example(prompt, [(better, 1.0), (worse, 0.0)], margin=margin)
 
 
@@ -176,7 +176,7 @@ def _read_implicit(row: dict) -> Example:
     chosen, rejected = (_conversation(row[c], c) for c in ("chosen", "rejected"))
     margin = _number(row["margin"], "margin") if row.get("margin") is not None else 0.0
     if isinstance(chosen, str) != isinstance(rejected, str):
-        raise Refused("one answer is a transcript, the other is not")
+        raise SkipRow("one answer is a transcript, the other is not")
     if isinstance(chosen, list):
         return _paired(*transcripts.common_prompt(chosen, rejected), margin)
     return replace(_paired(*transcripts.common_text(chosen, rejected), margin), is_text_pair=True)
@@ -188,7 +188,7 @@ def _read_ranked(row: dict) -> Example:
     if len(completions) != len(scores):
         raise ValueError(f"{len(completions)} completions but {len(scores)} scores")
     if not completions:
-        raise Refused("no completions")
+        raise SkipRow("no completions")
     return Example(_prompt(row["prompt"]), list(zip(completions, scores, strict=True)))
 
 

@@ -1,4 +1,4 @@
-"""Where rows come from: embedded demo sets, files, folders, the hub. The only door to the `datasets` library."""
+"""Where rows come from: embedded demo sets, files, folders, the hub. The only module that imports `datasets`."""
 
 from __future__ import annotations
 

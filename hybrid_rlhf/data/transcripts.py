@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from hybrid_rlhf.data.files import loads
-from hybrid_rlhf.data.turns import Refused, Text
+from hybrid_rlhf.data.turns import SkipRow, Text
 
 _ROLES = {"human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "assistant": "assistant",
           "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant", "system": "system",
@@ -33,7 +33,7 @@ def messages_of(rows: list, column: str) -> list[dict]:
     Raises TypeError or ValueError that names the column for what is no message.
     """
     if not rows:
-        raise Refused(f"empty {column}")
+        raise SkipRow(f"empty {column}")
     return [_message(row, column) for row in rows]
 
 
@@ -116,9 +116,9 @@ def common_prompt(chosen: list[dict], rejected: list[dict]) -> tuple[list[dict],
         shared += 1
     shared = min(shared, len(chosen) - 1, len(rejected) - 1)
     if any(turns[shared]["role"] != "assistant" for turns in (chosen, rejected)):
-        raise Refused("the two conversations do not part at an answer")
+        raise SkipRow("the two conversations do not part at an answer")
     if shared == 0:
-        raise Refused("the two conversations share no prompt")
+        raise SkipRow("the two conversations share no prompt")
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
@@ -131,7 +131,7 @@ def common_text(chosen: str, rejected: str) -> tuple[str, str, str]:
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
     if shared == len(chosen) == len(rejected):
-        raise Refused("the two answers are the same")
+        raise SkipRow("the two answers are the same")
     while shared and not chosen[shared - 1].isspace():
         shared -= 1
     shared -= 1 if shared and chosen[shared - 1] == " " else 0  # the space belongs to the answer's first token

@@ -21,7 +21,7 @@ MAX_TURNS = 1024
 _MARKER_LENGTH = 64  # characters of a generation prompt that thinking markers may take
 
 
-class Refused(Exception):  # noqa: N818 - not a fault: the row is dropped and counted
+class SkipRow(Exception):  # noqa: N818 - not a fault: the row is dropped and counted
     """A row that cannot be rendered; the message is the reason to count it under."""
 
 
@@ -33,7 +33,7 @@ class Answer(NamedTuple):
 
 
 def render(tokenizer, messages: Sequence[dict], add_generation_prompt: bool = False) -> str:  # noqa: ANN001
-    """Messages as text, in the dialect of the tokenizer's template (models/template.py). Raises Refused if it does.
+    """Messages as text, in the dialect of the tokenizer's template (models/template.py). Raises SkipRow if it does.
 
     Content never makes a special token: where it reads like one it is broken (data/literal.py).
     """
@@ -41,11 +41,11 @@ def render(tokenizer, messages: Sequence[dict], add_generation_prompt: bool = Fa
         adapted = template.adapted(messages, dialect_of(tokenizer))
         return template.apply(tokenizer, broken_messages(tokenizer, adapted), add_generation_prompt)
     except template.FAULTS as error:
-        raise Refused(f"the chat template refuses it ({' '.join(str(error).split())})") from error
+        raise SkipRow(f"the chat template refuses it ({' '.join(str(error).split())})") from error
 
 
 def render_prompt(tokenizer, messages: Sequence[dict]) -> str:  # noqa: ANN001
-    """The text that generation continues. Raises Refused where the template leaves out what a message says."""
+    """The text that generation continues. Raises SkipRow where the template leaves out what a message says."""
     text = render(tokenizer, messages, add_generation_prompt=True)
     _check_history(messages, whole(text))
     return text
@@ -55,9 +55,9 @@ def answers_of(tokenizer, messages: Sequence[dict], first: int = 0) -> list[Answ
     """The answers of a conversation from message `first` on, each behind the prompt that generation sees there."""
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
-        raise Refused("no assistant turn")
+        raise SkipRow("no assistant turn")
     if len(turns) > MAX_TURNS:  # each is found by rendering all before it
-        raise Refused(f"more than {MAX_TURNS} answers in one conversation")
+        raise SkipRow(f"more than {MAX_TURNS} answers in one conversation")
     return [_answer(tokenizer, messages, turn) for turn in turns]
 
 
@@ -75,7 +75,7 @@ def _opening(tokenizer, message: dict) -> str:  # noqa: ANN001
     """What stands before an answer that begins the conversation."""
     try:
         return render(tokenizer, [], True)
-    except Refused:
+    except SkipRow:
         text, content = render(tokenizer, [message]), _words(message)
         return text[: max(0, text.find(content))] if content else ""
 
@@ -90,7 +90,7 @@ def _said(tokenizer, prompt: str, messages: Sequence[dict]) -> str:  # noqa: ANN
         if short:
             said = _behind(render(tokenizer, short, True), render(tokenizer, [*short, message]))
     if said is None:
-        raise Refused("the chat template rewrites earlier turns")
+        raise SkipRow("the chat template rewrites earlier turns")
     return said
 
 
@@ -111,10 +111,10 @@ def _behind(prompt: str, text: str) -> str | None:
 
 def _close_thought(tokenizer, prompt: str, said: str, message: dict) -> str:  # noqa: ANN001
     """The answer behind a generation prompt that opens a thought: the thought, if the template left it out, and its
-    end. Raises Refused for a thought behind a prompt that has ended it."""
+    end. Raises SkipRow for a thought behind a prompt that has ended it."""
     thought = thought_of(message)[0]
     if thought and prompt.rstrip().endswith(CLOSE):
-        raise Refused("the chat template ends the thought before the answer, and this answer has one")
+        raise SkipRow("the chat template ends the thought before the answer, and this answer has one")
     if not prompt.rstrip().endswith(OPEN) or CLOSE in said:
         return said
     lead = "" if prompt.endswith("\n") else "\n"
@@ -135,20 +135,20 @@ def _cut_at_end(tokenizer, said: str, message: Mapping) -> str:  # noqa: ANN001
 
 
 def _check_answer(message: Mapping, said: str) -> None:
-    """Refused if a part of the answer is not in what the template made of it."""
+    """SkipRow if a part of the answer is not in what the template made of it."""
     place = 0
     for piece in thought_of(message):
         piece = piece.replace(BREAK, "\ufffd").strip()
         found = said.find(piece, place)
         if found < 0:
-            raise Refused("the chat template leaves out what the assistant says")
+            raise SkipRow("the chat template leaves out what the assistant says")
         place = found + len(piece)
     if not all(_shows(word, said) for call in message.get("tool_calls") or () for word in _of_call(call)):
-        raise Refused("the chat template leaves out tool calls")
+        raise SkipRow("the chat template leaves out tool calls")
 
 
 def _check_history(messages: Sequence[Mapping], text: str) -> None:
-    """Refused if the words of a message are not in the prompt, in their order. Thoughts and tool calls of earlier
+    """SkipRow if the words of a message are not in the prompt, in their order. Thoughts and tool calls of earlier
     turns may be left out: the model would not see them either."""
     place = 0
     for message in messages:
@@ -156,11 +156,11 @@ def _check_history(messages: Sequence[Mapping], text: str) -> None:
         is_anywhere = message["role"] in template.INSTRUCTIONS
         found = _find(words.strip(), text, 0 if is_anywhere else place)
         if found < 0 and not message.get("tool_calls"):
-            raise Refused(f"the chat template leaves out what the {message['role']} says")
+            raise SkipRow(f"the chat template leaves out what the {message['role']} says")
         place = place if is_anywhere else max(place, found)
     tools = next((m["tools"] for m in messages if m.get("tools")), ())
     if not all(_shows(str((tool.get("function") or tool).get("name", "")), text) for tool in tools):
-        raise Refused("the chat template leaves out the tools")
+        raise SkipRow("the chat template leaves out the tools")
 
 
 def _of_call(call: Mapping) -> Iterator[str]:

@@ -23,7 +23,7 @@ from hybrid_rlhf.engine.decode.scheduler import Scheduler
 from hybrid_rlhf.engine.decode.serving import Serving, open_serving
 from hybrid_rlhf.engine.decode.streaming import Conversation
 from hybrid_rlhf.engine.decode.tensor_parallel import check_shardable
-from hybrid_rlhf.engine.decode.tp_sync import agreed, as_group, draw_together
+from hybrid_rlhf.engine.decode.tp_sync import all_agree, as_group, draw_together
 from hybrid_rlhf.engine.device_memory import fewer_slots, release
 from hybrid_rlhf.engine.modes import evaluating
 from hybrid_rlhf.engine.train.dummy_forward import dummy_batch, zero_of
@@ -214,7 +214,7 @@ class HybridEngine:
                 granted = max(0, granted - chat.num_bytes()) if None not in (granted, chat) else granted
                 return fitting_slots(self._runner, wanted, capacity, granted)
 
-            cache = self._runner.new_cache(min(agreed(self.ranks, slots)) if self.ranks else slots(), capacity)
+            cache = self._runner.new_cache(min(all_agree(self.ranks, slots)) if self.ranks else slots(), capacity)
             self._cache = cache
         return cache
 

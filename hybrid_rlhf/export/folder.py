@@ -68,7 +68,7 @@ def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) 
     return folder
 
 
-def is_on_a_grid(run: str | Path) -> bool:
+def has_quantized_values(run: str | Path) -> bool:
     """Whether the model of a run over a quantised base lies on the quantisation's grid, as one not merged into the
     original weights does."""
     path = Path(run) / "adapter" / MERGE_FILE

@@ -1,4 +1,4 @@
-"""A model folder as one GGUF file, which llama.cpp and Ollama read. The only door to the gguf package.
+"""A model folder as one GGUF file, which llama.cpp and Ollama read. The only module that imports gguf.
 
 A row a model type. What llama.cpp would run otherwise than transformers does (another rotary scaling, another way of
 splitting text before byte-pair merges) is refused by name: a file that loads and answers nonsense is worse than none.

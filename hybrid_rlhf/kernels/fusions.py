@@ -86,7 +86,7 @@ def _agrees(original: Callable, ours: Callable, example: tuple[Tensor, ...], num
     try:
         (wants, their_gradients), (gots, our_gradients) = (
             _with_gradients(f, example, num_leaves) for f in (original, ours))
-    except Exception:  # whatever a stranger's code raises, it is no place for ours
+    except Exception:  # whatever third-party code raises, it is no place for ours
         return False
     is_wide = example[0].dtype == torch.float32
     return (are_close(wants, gots, 1e-5 if is_wide else 2.0**-6)

@@ -70,7 +70,7 @@ class _Given(nn.Module):
         self.hidden, self.router_logits = hidden, router_logits
 
     @property
-    def decoder(self) -> nn.Module:  # OPT and its kin call backbone.decoder
+    def decoder(self) -> nn.Module:  # OPT and its variants call backbone.decoder
         return self
 
     def forward(self, *_args: object, **_kwargs: object) -> _Output:

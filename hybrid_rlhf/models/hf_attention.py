@@ -1,6 +1,6 @@
 """transformers' interfaces for attention, masks and caches: where the decode engine plugs into a model's own forward.
 
-Beside load.py and backbone.py a door to transformers, because a cache must be an instance of its Cache class and
+It imports transformers, as load.py and backbone.py do, because a cache must be an instance of its Cache class and
 because attention and mask functions are found in its registries by name. Nothing here knows what is plugged in.
 """
 

@@ -1,4 +1,4 @@
-"""Models from a hub id, a folder or a named preset. With backbone, attention and tokenizer the door to transformers."""
+"""Models from a hub id, a folder or a named preset. Imports transformers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ModelConfig:
               f"model.preset is {self.preset!r}; there are {', '.join(PRESETS)}{nearest(self.preset or '', PRESETS)}")
         for pattern in self.freeze:
             check(_compiles(pattern), f"model.freeze: {pattern!r} is no regular expression; "
-                                      "mend it, for names such as layers\\.0")
+                  "fix it, for names such as layers\\.0")
         check(not (self.preset and self.model_name_or_path),
               "model.preset and model.model_name_or_path are both given; a run starts from one model")
         check(not (self.load_in_4bit and self.load_in_8bit),

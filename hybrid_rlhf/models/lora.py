@@ -1,4 +1,4 @@
-"""Low-rank adapters by peft: adding, saving and loading them, several on one base. The only door to peft.
+"""Low-rank adapters by peft: adding, saving and loading them, several on one base. The only module that imports peft.
 
 Source: LoRA, arXiv 2106.09685: W x + (alpha / r) B A x, with W frozen.
 """

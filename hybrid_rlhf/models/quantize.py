@@ -1,4 +1,4 @@
-"""Frozen weights in 4 or 8 bits, and an optimizer whose moments take 8. The only door to bitsandbytes.
+"""Frozen weights in 4 or 8 bits, and an optimizer whose moments take 8. The only module that imports bitsandbytes.
 
 Sources: QLoRA, arXiv 2305.14314 (NF4 in blocks of 64); 8-bit optimizers, arXiv 2110.02861.
 

@@ -1,4 +1,4 @@
-"""Models as folders that plain transformers loads, and back again. With load a door to transformers."""
+"""Models as folders that plain transformers loads, and back again. With load it imports transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models without weights: the modules that a configuration describes, for counting and tracing. A door to transformers.
+"""Models without weights: the modules that a configuration describes, for counting and tracing. Imports transformers.
 
 Tensors are torch's fake tensors: they have shapes, dtypes and storages of a size, and no bytes. Operations on them
 choose the kernels that the real device would choose, so that what a forward keeps can be counted without computing it.

@@ -17,7 +17,7 @@ from statistics import fmean
 
 from hybrid_rlhf.report.history import History, Series, is_number, series
 
-_FOOLED = "what is paid is no longer what is meant. Raise ppo.kl_coef, stop earlier, or mend the reward."
+_FOOLED = "what is paid is no longer what is meant. Raise ppo.kl_coef, stop earlier, or fix the reward."
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from statistics import NormalDist, fmean
 import numpy as np
 
 from hybrid_rlhf.core.strict_json import to_json
-from hybrid_rlhf.core.text_safety import neutralise
+from hybrid_rlhf.core.text_safety import escape_control
 
 Interval = tuple[float, float]
 
@@ -196,7 +196,7 @@ def _plain(value: object) -> str:
 
 def _escaped(text: str) -> str:
     """Text that stays within one cell of a Markdown table, whatever a model wrote."""
-    text = neutralise(" ".join(text.split()))
+    text = escape_control(" ".join(text.split()))
     return re.sub(r"([|\\`*_<>\[\]#])", r"\\\1", text)
 
 

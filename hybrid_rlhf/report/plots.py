@@ -1,4 +1,4 @@
-"""Pictures of a run's history, one PNG a subject. The only door to matplotlib."""
+"""Pictures of a run's history, one PNG a subject. The only module that imports matplotlib."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.distributed import device, is_main
-from hybrid_rlhf.core.text_safety import neutralise
+from hybrid_rlhf.core.text_safety import escape_control
 
 _STEP, _COLUMN = 8, 11  # least widths of the table's first and other columns
 NUM_SAMPLES = 2  # in the live view
@@ -49,7 +49,7 @@ class Progress:
             self._live = Live(console=self.console, get_renderable=self._frame, refresh_per_second=4, transient=True,
                               redirect_stdout=sys.stdout.isatty())
             self._live.start()
-        self._hearing.enter_context(activity.heard_by(self._hear))
+        self._hearing.enter_context(activity.listening(self._hear))
         return self
 
     def __exit__(self, *_exc: object) -> None:
@@ -220,7 +220,7 @@ def one_line(text: str, width: int) -> str:
     from rich.cells import cell_len, set_cell_size
 
     indent = text[: len(text) - len(text.lstrip(" "))]
-    text = neutralise(indent + " ".join(text.split()))
+    text = escape_control(indent + " ".join(text.split()))
     return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)).rstrip() + "…"
 
 

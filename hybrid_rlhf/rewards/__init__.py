@@ -47,7 +47,7 @@ def part_scores(source: RewardSource, rollout: Rollout) -> Tensor:
     """(B,) fp32 scores of one of several sources, NaN where it skipped a response (None) and nowhere else.
 
     Raises BadScore for another number of scores, and for one that is no finite number. What someone's code answered is
-    a BadAnswer: the user's to mend.
+    a BadAnswer: the user's to fix.
     """
     answers = source.score(rollout)
     if isinstance(answers, Tensor):

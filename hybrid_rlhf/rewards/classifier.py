@@ -83,7 +83,7 @@ class ClassifierSource:
         out = torch.zeros(len(rows))
         for index in torch.tensor([len(ids) for ids, _ in rows]).argsort().split(self.batch_size) if rows else ():
             out[index] = self._scored([rows[i] for i in index.tolist()])
-        return out.tolist()  # a list is someone else's answer: a NaN in it is the user's to mend, not our fault
+        return out.tolist()  # a list is someone else's answer: a NaN in it is the user's to fix, not our fault
 
     def _ids(self, prompt: Text, answer: str, is_ended: bool) -> tuple[list[int], list[int]]:
         """Token ids of one response as this model reads it, and their segments (0, or 1 for a pair's second part)."""

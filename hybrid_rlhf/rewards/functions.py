@@ -51,7 +51,7 @@ class FunctionSource:
             which = f"response {i} of {len(rollout)}" if i is not None else f"the {len(rollout)} responses together"
             ending = f": {shown(rollout, i)}" if i is not None else ""
             what = described(own, self.timeout, self.function)
-            raise BadAnswer(f"reward source {self.name}: {what} for {which}{ending}; mend the function, or give "
+            raise BadAnswer(f"reward source {self.name}: {what} for {which}{ending}; fix the function, or give "
                             "another") from error
 
     def _call(self, given: dict[str, list]) -> object:
@@ -198,7 +198,7 @@ def _builtin(name: str, source: str, options: dict) -> Callable:
     try:
         return BUILTINS[name](**options)
     except (TypeError, ValueError) as error:
-        raise UserError(f"reward.options.{source}: {one_line(error)}; mend reward.options") from error
+        raise UserError(f"reward.options.{source}: {one_line(error)}; fix reward.options") from error
 
 
 def _module(path: str) -> ModuleType:
@@ -215,5 +215,5 @@ def _module(path: str) -> ModuleType:
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == where]
         line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
         raise UserError(f"reward.functions: {path}{f' line {line}' if line else ''} cannot be run: "
-                        f"{type(error).__name__}: {one_line(error)}; mend the file") from error
+                        f"{type(error).__name__}: {one_line(error)}; fix the file") from error
     return module

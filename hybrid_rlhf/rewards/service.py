@@ -78,4 +78,4 @@ class ServiceSource:
     def _fail(self, what: str, first: int, size: int, attempt: int) -> None:
         tries = f" after {attempt + 1} tries" if attempt else ""
         raise BadAnswer(f"reward source {self.name} at {self._shown}: {what}{tries}, for {size} responses from "
-                        f"response {first} on; mend the service, then run the same command again") from None
+                        f"response {first} on; fix the service, then run the same command again") from None

@@ -169,8 +169,8 @@ class Start:
     """Where a role's weights come from.
 
     base: the model whose backbone it has. adapter: folder of a trained adapter on that base, or None. head: the model
-    whose scalar head it has, or None for a policy. dtype, quantize: how the base is held. story: why it starts there,
-    for messages.
+    whose scalar head it has, or None for a policy. dtype, quantize: how the base is loaded. reason: why it starts
+    there, for messages.
     """
 
     base: str
@@ -178,7 +178,7 @@ class Start:
     head: str | None = None
     dtype: str = "auto"
     quantize: str = "none"
-    story: str = ""
+    reason: str = ""
 
     @property
     def held(self) -> tuple[str, str, str]:
@@ -219,7 +219,7 @@ def resolve(roles: RolesConfig, starts: Mapping[str, Start], has_lora: bool) -> 
         line = f"roles.share_base auto: not one base for all, for {obstacles[0]}; sharing: {shared}"
         obstacles = []
     check(not obstacles, f"roles that cannot share a base (roles.share_base {roles.share_base}): "
-                         f"{obstacles[0] if obstacles else ''}; mend that, or give roles.share_base auto")
+          f"{obstacles[0] if obstacles else ''}; fix that, or give roles.share_base auto")
     groups = [g for g in groups if len(g) > 1]
     alone = [(r,) for r in ROLES if r in starts and not any(r in g for g in groups)]
     is_sharing = any("critic" in g for g in groups)
@@ -254,7 +254,7 @@ def _obstacles(group: tuple[str, ...], starts: Mapping[str, Start], has_lora: bo
         first, other = starts[group[0]], starts[role]
         if first.base != other.base:
             found.append(f"the {group[0]} starts from {first.base} and the {role} from {other.base}"
-                         f"{f' ({other.story})' if other.story else ''}")
+                         f"{f' ({other.reason})' if other.reason else ''}")
         elif first.held != other.held:
             found.append(f"the {group[0]} is held as {first.dtype}, quantize {first.quantize}, and the {role} as "
                          f"{other.dtype}, quantize {other.quantize}")

@@ -138,7 +138,7 @@ class Rollout:
         return Rollout(prompts, **{f.name: joined(getattr(self, f.name), getattr(other, f.name))
                                    for f in fields(self) if f.name != "prompts"})
 
-    def has_spread(self, group_size: int) -> Tensor:
+    def has_reward_variance(self, group_size: int) -> Tensor:
         """(groups,) bool: whether a prompt's responses are paid differently. Groups are contiguous rows."""
         grouped = self.shaped_scores.view(-1, group_size)
         return grouped.amax(1) > grouped.amin(1)

@@ -14,7 +14,7 @@ from hybrid_rlhf.core.config import NotFinite, UserError, check
 from hybrid_rlhf.core.distributed import is_main, max_over_ranks
 from hybrid_rlhf.core.failure import on_failure
 from hybrid_rlhf.core.metrics import Metrics
-from hybrid_rlhf.core.startup import collect_as_usual
+from hybrid_rlhf.core.startup import restore_gc
 from hybrid_rlhf.run import bad_batch, checkpoint
 from hybrid_rlhf.run.checkpointing import Saver
 from hybrid_rlhf.run.reporter import Reporter
@@ -48,7 +48,7 @@ class Batches(Protocol):
 
 
 class Stopped(Exception):  # noqa: N818 - not a fault: the user asked for it
-    """The user stopped the run and a checkpoint was saved; the message says where. The doors exit with code 130."""
+    """The user stopped the run and a checkpoint was saved; the message says where. Entry points exit with 130."""
 
 
 def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: TrainConfig, record: RunRecord,
@@ -62,7 +62,7 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
     but well, the record says so.
     """
     check(total_steps >= 1, f"the run has {total_steps} steps; it needs at least one")
-    collect_as_usual()
+    restore_gc()
     started, saver = time.perf_counter(), Saver(trainer, loader, record, config, total_steps)
     with on_record(record):
         saved = checkpoint.read(record.resumes_from) if record.resumes_from else None

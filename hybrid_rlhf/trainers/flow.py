@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.rollout import Prompts, Rollout
-from hybrid_rlhf.rollout.collect import Ranking, SamplingConfig
+from hybrid_rlhf.rollout.best_of_n import BestOfNSampler
 
 Step = Callable[[Roles, RewardSource, Prompts, SamplingConfig, int], tuple[Rollout, Metrics]]
 
@@ -25,26 +26,26 @@ class FlowTrainer:
 
     def __init__(self, flow: Step, roles: Roles, source: RewardSource, sampling: SamplingConfig, seed: int) -> None:
         self.flow, self.roles, self.source, self.sampling = flow, roles, source, sampling
-        self.ranking = Ranking(roles, source, sampling, seed)
+        self.sampler = BestOfNSampler(roles, source, sampling, seed)
 
     def step(self, prompts: Prompts) -> Metrics:
-        ranking = self.ranking
-        seed = ranking.seed * 1_000_003 + ranking.num_steps
+        sampler = self.sampler
+        seed = sampler.seed * 1_000_003 + sampler.num_steps
         rollout, metrics = self.flow(self.roles, self.source, prompts, self.sampling, seed)
-        ranking.num_steps, ranking.last_rollout = ranking.num_steps + 1, rollout
+        sampler.num_steps, sampler.last_rollout = sampler.num_steps + 1, rollout
         return metrics + rollout.metrics()
 
     def evaluate(self, batches: Iterable[Prompts]) -> Metrics:
         """Scores, KL and lengths of fresh responses to held-out prompts (always the same draw)."""
-        return self.ranking.evaluate(batches)
+        return self.sampler.evaluate(batches)
 
     def samples(self) -> list[dict]:
-        return self.ranking.samples()
+        return self.sampler.samples()
 
     def state(self) -> dict:
         """Everything that the next step depends on; the tensors are no copies."""
-        return self.ranking.state()
+        return self.sampler.state()
 
     def load_state(self, state: Mapping) -> None:
         """Go on where `state` was taken."""
-        self.ranking.load_state(state)
+        self.sampler.load_state(state)

@@ -1,4 +1,4 @@
-"""Preference optimisation without sampling: DPO and its kin on pairs, KTO on labelled responses."""
+"""Preference optimisation without sampling: DPO and its variants on pairs, KTO on labelled responses."""
 
 from __future__ import annotations
 

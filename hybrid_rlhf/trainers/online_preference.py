@@ -14,11 +14,12 @@ from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import sum_over_ranks
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.data.collate import LabelledBatch, PairBatch, mismatches
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.roles.role_state import schedule_at
 from hybrid_rlhf.rollout import Prompts, Rollout
-from hybrid_rlhf.rollout.collect import Ranking, SamplingConfig
+from hybrid_rlhf.rollout.best_of_n import BestOfNSampler
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,13 @@ class OnlinePreferenceTrainer:
     def __init__(self, roles: Roles, source: RewardSource, learner: PairLearner, config: OnlineConfig, *, seed: int,
                  needs_pairs: bool = True) -> None:
         self.roles, self.learner, self.needs_pairs = roles, learner, needs_pairs
-        self.ranking = Ranking(roles, source, config.sampling, seed, config.missing_eos_penalty)
+        self.sampler = BestOfNSampler(roles, source, config.sampling, seed, config.missing_eos_penalty)
 
     def step(self, prompts: Prompts) -> Metrics:
         metrics = Metrics()
-        schedule_at(self.roles.actor, self.ranking.num_steps)  # one update a step, also where there was no pair
-        rollout, scores = self.ranking.sample(prompts, metrics)
-        best, worst = best_and_worst(scores, self.ranking.sampling.num_samples)
+        schedule_at(self.roles.actor, self.sampler.num_steps)  # one update a step, also where there was no pair
+        rollout, scores = self.sampler.sample(prompts, metrics)
+        best, worst = best_and_worst(scores, self.sampler.sampling.num_samples)
         metrics.add("pairs/kept", len(best) / max(len(prompts), 1), len(prompts))
         metrics.add("pairs/score_margin", (scores[best] - scores[worst]).mean(), len(best))
         if sum_over_ranks(torch.tensor(len(best))):  # else no process has learned anything of better and worse
@@ -90,15 +91,15 @@ class OnlinePreferenceTrainer:
 
     def evaluate(self, batches: Iterable[Prompts]) -> Metrics:
         """Scores, KL and lengths of fresh responses to held-out prompts (always the same draw)."""
-        return self.ranking.evaluate(batches)
+        return self.sampler.evaluate(batches)
 
     def samples(self) -> list[dict]:
-        return self.ranking.samples()
+        return self.sampler.samples()
 
     def state(self) -> dict:
         """Everything that the next step depends on; the tensors are no copies."""
-        return self.ranking.state()
+        return self.sampler.state()
 
     def load_state(self, state: Mapping) -> None:
         """Go on where `state` was taken."""
-        self.ranking.load_state(state)
+        self.sampler.load_state(state)

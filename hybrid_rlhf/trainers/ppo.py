@@ -25,7 +25,9 @@ from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import AuxiliaryLoss, Roles, TokenScores
 from hybrid_rlhf.roles.role_state import scale_schedule, schedule_at
 from hybrid_rlhf.rollout import Prompts, Rollout, Totals
-from hybrid_rlhf.rollout.collect import DriftGate, collect, collect_held_out, measure_values, refill, samples_of
+from hybrid_rlhf.rollout.collect import collect, collect_held_out, measure_values, samples_of
+from hybrid_rlhf.rollout.dynamic_sampling import resample_groups
+from hybrid_rlhf.rollout.old_logprobs import OldLogprobs
 from hybrid_rlhf.trainers.ppo_config import PPOConfig
 
 _UPDATED = ("grad_norm", "learning_rate", "micro_batch_tokens", "train/skipped_updates")  # of both roles
@@ -34,22 +36,22 @@ _UPDATED = ("grad_norm", "learning_rate", "micro_batch_tokens", "train/skipped_u
 class PPOTrainer:
     """One step: sample, estimate advantages once, update actor and critic for some epochs.
 
-    scale: what the scores are put on before they are paid (None: they are paid as they are). more: gives further
+    scale: what the scores are put on before they become rewards (None: as they are). extra_prompts: gives further
     prompts, for config.max_refills. ptx: the texts of config.ptx_coef.
     """
 
     progress_keys = ("reward", "kl", "completions/mean_length", "entropy", "policy/clip_fraction")
 
     def __init__(self, roles: Roles, source: RewardSource, config: PPOConfig, *, seed: int,
-                 scale: Scale | None = None, more: Callable[[], Prompts] | None = None,
+                 scale: Scale | None = None, extra_prompts: Callable[[], Prompts] | None = None,
                  ptx: Loader | None = None) -> None:
         if bool(config.ptx_coef) != (ptx is not None):
             raise ValueError(f"ptx_coef is {config.ptx_coef} with{'' if ptx else 'out'} a pretraining stream")
         if config.kl_coef and roles.ref is None:
             raise ValueError(f"kl_coef is {config.kl_coef}, and there is no reference to measure the KL against")
-        if config.max_refills and more is None:
+        if config.max_refills and extra_prompts is None:
             raise ValueError(f"max_refills is {config.max_refills}, and there is nowhere to take more prompts from")
-        self.scale, self.more, self.ptx = scale, more, ptx
+        self.scale, self.extra_prompts, self.ptx = scale, extra_prompts, ptx
         self.roles, self.source, self.config, self.seed = roles, source, config, seed
         self.estimator = ESTIMATORS[config.estimator].fn
         self.kl_coef = FixedKL(config.kl_coef) if config.kl_target is None else AdaptiveKL(
@@ -59,7 +61,7 @@ class PPOTrainer:
             scale_schedule(roles.actor, lambda: self.rate.value)
         self.rng = torch.Generator().manual_seed(seed)
         self.average = roles.actor.average(config.ema_decay) if config.ema else None
-        self.gate = DriftGate(config.old_logprobs_from, config.max_logprob_drift)
+        self.old_logprobs = OldLogprobs(config.old_logprobs_from, config.max_logprob_drift)
         self.num_steps = 0
         self.last_rollout: Rollout | None = None
 
@@ -75,7 +77,7 @@ class PPOTrainer:
         with metrics.timer("train"):
             updated = self.update(rollout)
         metrics.add("kl_coef", self.kl_coef.value)
-        if self.roles.ref and not self.is_warming_up:  # the start's KL of 0 says nothing of the price
+        if self.roles.ref and not self.is_warming_up:  # the start's KL is 0, and no reason to change the coefficient
             self.kl_coef.update(*mean_over_ranks(rollout.mean_kl(), len(rollout)))
         self.num_steps += 1
         return metrics + updated + rollout.metrics()
@@ -96,22 +98,23 @@ class PPOTrainer:
             schedule_at(self.roles.critic, self.num_steps * num_updates)
 
     def _sample(self, prompts: Prompts, metrics: Metrics) -> Rollout:
-        """Responses to these prompts and, with max_refills, to further ones in place of groups that teach nothing."""
+        """Responses to these prompts and, with max_refills, to further ones in place of zero-variance groups."""
         config, size = self.config, self.config.sampling.num_samples
 
         def sample(given: Prompts, number: int) -> Rollout:
             found = collect(given, self.roles, self.source, config.sampling, self._sampling_seed() + number * 500_009,
-                            metrics, self.gate, with_values=False)
+                            metrics, self.old_logprobs, with_values=False)
             self.shape(found)
             if size > 1:
-                is_flat = ~found.has_spread(size)
-                metrics.add("frac_reward_zero_std", is_flat.float().mean(), len(is_flat))
+                has_none = ~found.has_reward_variance(size)
+                metrics.add("frac_reward_zero_std", has_none.float().mean(), len(has_none))
             return found
 
         first = sample(prompts, 0)
         if not config.max_refills:
             return first
-        return refill(first, size, config.max_refills, lambda number: sample(self.more(), number), metrics)
+        return resample_groups(first, size, config.max_refills, lambda number: sample(self.extra_prompts(), number),
+                               metrics)
 
     @torch.no_grad()
     def estimate(self, rollout: Rollout, metrics: Metrics) -> None:
@@ -253,7 +256,7 @@ class PPOTrainer:
 
     def _parts(self) -> dict[str, object]:
         """What has a state of its own beside the roles, by its name there. Each has state() and load_state()."""
-        parts = {"kl_coef": self.kl_coef, "gate": self.gate, "source": self.source, "ptx": self.ptx,
+        parts = {"kl_coef": self.kl_coef, "gate": self.old_logprobs, "source": self.source, "ptx": self.ptx,
                  "average": self.average, "rate": self.rate}
         return {name: part for name, part in parts.items() if hasattr(part, "state")}  # a user's source that changes
 

@@ -9,7 +9,8 @@ from hybrid_rlhf.algorithms import kl
 from hybrid_rlhf.algorithms.advantages import ESTIMATORS
 from hybrid_rlhf.algorithms.policy import AGGREGATIONS, POLICY_LOSSES
 from hybrid_rlhf.core.config import check, nearest
-from hybrid_rlhf.rollout.collect import OLD_LOGPROBS, SamplingConfig
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
+from hybrid_rlhf.rollout.old_logprobs import OLD_LOGPROBS
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import place_over_ranks
 from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.roles import Roles, TokenScores
 from hybrid_rlhf.roles.role_state import schedule_at
 from hybrid_rlhf.rollout import Prompts, Rollout
-from hybrid_rlhf.rollout.collect import Ranking, SamplingConfig
+from hybrid_rlhf.rollout.best_of_n import BestOfNSampler
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,14 @@ class RejectionTrainer:
 
     def __init__(self, roles: Roles, source: RewardSource, config: RejectionConfig, *, seed: int) -> None:
         self.roles, self.config = roles, config
-        self.ranking = Ranking(roles, source, config.sampling, seed, config.missing_eos_penalty)
+        self.sampler = BestOfNSampler(roles, source, config.sampling, seed, config.missing_eos_penalty)
         self.rng = torch.Generator().manual_seed(seed)
 
     def step(self, prompts: Prompts) -> Metrics:
         metrics, config = Metrics(), self.config
         # as planned, also where a round chose nothing, or too little for all of its minibatches
-        schedule_at(self.roles.actor, self.ranking.num_steps * config.num_epochs * config.num_minibatches)
-        rollout, scores = self.ranking.sample(prompts, metrics)
+        schedule_at(self.roles.actor, self.sampler.num_steps * config.num_epochs * config.num_minibatches)
+        rollout, scores = self.sampler.sample(prompts, metrics)
         chosen = self._chosen(scores)
         metrics.add("rejection/kept", len(chosen) / max(len(prompts), 1), len(prompts))
         metrics.add("rejection/chosen_score", scores[chosen].mean(), len(chosen))
@@ -96,18 +97,18 @@ class RejectionTrainer:
 
     def evaluate(self, batches: Iterable[Prompts]) -> Metrics:
         """Scores, KL and lengths of fresh responses to held-out prompts (always the same draw)."""
-        return self.ranking.evaluate(batches)
+        return self.sampler.evaluate(batches)
 
     def samples(self) -> list[dict]:
-        return self.ranking.samples()
+        return self.sampler.samples()
 
     def state(self) -> dict:
         """Everything that the next step depends on; the tensors are no copies."""
-        return self.ranking.state() | {"rng": self.rng.get_state()}
+        return self.sampler.state() | {"rng": self.rng.get_state()}
 
     def load_state(self, state: Mapping) -> None:
         """Go on where `state` was taken."""
-        self.ranking.load_state(state)
+        self.sampler.load_state(state)
         self.rng.set_state(state["rng"])
 
 

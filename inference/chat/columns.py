@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from hybrid_rlhf.core.text_safety import neutralise
+from hybrid_rlhf.core.text_safety import escape_control
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,9 +27,9 @@ def side_by_side(session: Session, names: list[str], text: str) -> None:
     with Live(console=console, refresh_per_second=12, transient=True) as live:
         try:
             for name in names:
-                with closing(session.voices[name].answer(text)) as answer:
+                with closing(session.chat_models[name].answer(text)) as answer:
                     for piece in answer:
-                        said[name] += neutralise(piece)
+                        said[name] += escape_control(piece)
                         live.update(table(said, remarks))
                 remarks[name] = _remark(session, name)
         finally:
@@ -40,7 +40,7 @@ def side_by_side(session: Session, names: list[str], text: str) -> None:
 
 def _remark(session: Session, name: str) -> str:
     score = session.score(name)
-    parts = ["cut at its longest length"] * session.voices[name].was_cut
+    parts = ["cut at its longest length"] * session.chat_models[name].was_cut
     return "; ".join(parts + ([f"score {score:.3f}"] if score is not None else []))
 
 

@@ -13,9 +13,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybrid_rlhf.core.config import UserError, check, door_flags, parse_door
-from hybrid_rlhf.core.startup import collect_as_usual, collect_seldom
-from hybrid_rlhf.core.text_safety import neutralise
+from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
+from hybrid_rlhf.core.startup import relax_gc, restore_gc
+from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.inference.named_models import named_models
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ BLOCK = '"""'
 
 def parser() -> argparse.ArgumentParser:
     """The flags. argparse's own way to refuse prints a usage text; here a refusal is a UserError of one line."""
-    flags = door_flags("chat", __doc__)
+    flags = command_flags("chat", __doc__)
     flags.add_argument("--model", nargs="+", action="extend", default=[], metavar="[NAME=]DIR",
                        help="a run's or a model's folder, such as outputs/demo/ppo (or a hub id); several to compare")
     flags.add_argument("--reward_model", metavar="DIR", help="a reward model for /score, such as outputs/demo/reward")
@@ -41,13 +41,13 @@ def parser() -> argparse.ArgumentParser:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     flags = parser()
-    options = parse_door(flags, argv)
+    options = parse_command(flags, argv)
     check(bool(options.model), "chat: no model; give --model DIR, such as --model outputs/demo/ppo/model")
     return options
 
 
 def notice(text: str) -> None:
-    print(neutralise(text), file=sys.stderr, flush=True)
+    print(escape_control(text), file=sys.stderr, flush=True)
 
 
 def say(session: Session, text: str) -> None:
@@ -65,23 +65,23 @@ def say(session: Session, text: str) -> None:
         side_by_side(session, names, text)
     else:
         for name in names:
-            print(f"{neutralise(name)}:", flush=True)
+            print(f"{escape_control(name)}:", flush=True)
             _stream(session, name, text)
             _remark(session, name)
 
 
 def _stream(session: Session, name: str, text: str) -> None:
     try:
-        with closing(session.voices[name].answer(text)) as answer:
+        with closing(session.chat_models[name].answer(text)) as answer:
             for piece in answer:
-                sys.stdout.write(neutralise(piece))
+                sys.stdout.write(escape_control(piece))
                 sys.stdout.flush()
     finally:
         print(flush=True)
 
 
 def _remark(session: Session, name: str) -> None:
-    if session.voices[name].was_cut:
+    if session.chat_models[name].was_cut:
         notice("(cut: the answer reached its longest length)")
     score = session.score(name)
     if score is not None:
@@ -153,12 +153,12 @@ def open_session(options: argparse.Namespace) -> Session:
     """Load what the flags name. Raises UserError for what cannot chat or judge."""
     from hybrid_rlhf.engine.decode.sampling import SamplingConfig  # torch: not before the flags are right
     from hybrid_rlhf.inference.chat.session import Session
-    from hybrid_rlhf.inference.chat_models import model_folder, open_voices
+    from hybrid_rlhf.inference.chat_models import model_folder, open_chat_models
 
     named = {model.name: model.path for model in named_models(options.model)}
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, temperature=options.temperature,
                               top_p=options.top_p, top_k=options.top_k)
-    session = Session(open_voices(named, sampling, options.seed, options.system))
+    session = Session(open_chat_models(named, sampling, options.seed, options.system))
     if options.reward_model:
         from hybrid_rlhf.inference.scorer import Scorer
 
@@ -173,30 +173,30 @@ def run(argv: list[str] | None) -> int:
     if all(Path(path.rpartition("=")[2]).is_dir() for path in options.model):
         # bars are for downloads, and read once, when the libraries are imported
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    collect_seldom()
+    relax_gc()
     session = open_session(options)
-    collect_as_usual()
+    restore_gc()
     if options.prompt is not None:
-        session.is_comparing = len(session.voices) > 1
+        session.is_comparing = len(session.chat_models) > 1
         if session.is_comparing or session.scorer:
             say(session, options.prompt)
         else:  # the answer and nothing else
             _stream(session, session.current, options.prompt)
         return 0
     if sys.stdin.isatty():
-        notice(f"{', '.join(session.voices)}: /help lists the commands, /exit leaves")
+        notice(f"{', '.join(session.chat_models)}: /help lists the commands, /exit leaves")
     return talk(session)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The door: returns the exit code (0 done, 2 the user's input is wrong, 130 interrupted)."""
+    """The entry point: returns the exit code (0 done, 2 the user's input is wrong, 130 interrupted)."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # bytes that are no text end no conversation
     try:
         return run(argv)
     except UserError as error:
-        print("error: " + neutralise(" ".join(str(error).split())), file=sys.stderr)
+        print("error: " + escape_control(" ".join(str(error).split())), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

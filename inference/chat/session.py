@@ -19,12 +19,12 @@ ROLES = ("system", "user", "assistant")
 
 @dataclass
 class Session:
-    """voices: the models by name, each with a history of its own; current: who answers when not all do.
+    """chat_models: the models by name, each with a history of its own; current: who answers when not all do.
 
     is_comparing: every question goes to all of them. scorer: a reward model, whose score is shown while is_scoring.
     """
 
-    voices: dict[str, Conversation]
+    chat_models: dict[str, Conversation]
     current: str = ""
     is_comparing: bool = False
     scorer: Scorer | None = None
@@ -32,30 +32,30 @@ class Session:
     asked: list[str] = field(default_factory=list)  # who answered the last question
 
     def __post_init__(self) -> None:
-        self.current = self.current or list(self.voices)[-1]
+        self.current = self.current or list(self.chat_models)[-1]
 
     @property
-    def voice(self) -> Conversation:
-        return self.voices[self.current]
+    def model(self) -> Conversation:
+        return self.chat_models[self.current]
 
     def speakers(self) -> list[str]:
         """Who answers the next question."""
-        self.asked = list(self.voices) if self.is_comparing else [self.current]
+        self.asked = list(self.chat_models) if self.is_comparing else [self.current]
         return self.asked
 
     def score(self, name: str) -> float | None:
         """The reward model's score of the last answer of `name`; None where none is wanted or there is no answer."""
-        messages = self.voices[name].messages
+        messages = self.chat_models[name].messages
         if not self.is_scoring or self.scorer is None or not messages or messages[-1]["role"] != "assistant":
             return None
         return self.scorer.score([messages[:-1]], [messages[-1]["content"]])[0]
 
     def take_back(self) -> str:
         """Forget the last question and its answers; returns the question. UserError if there is none."""
-        found = [last_question(self.voices[name].messages) for name in self.asked or [self.current]]
+        found = [last_question(self.chat_models[name].messages) for name in self.asked or [self.current]]
         check(bool(found) and found[0] is not None, "there is no question to take back")
         for name in self.asked or [self.current]:
-            messages = self.voices[name].messages
+            messages = self.chat_models[name].messages
             place = last_question(messages)
             if place is not None:
                 question = messages[place]["content"]
@@ -65,18 +65,18 @@ class Session:
     def load(self, path: str) -> int:
         """Go on from a conversation that /save wrote (or any jsonl row with messages); returns how many were read."""
         messages = read_conversation(path)
-        for voice in self.voices.values():
-            voice.messages = [dict(m) for m in messages]
+        for model in self.chat_models.values():
+            model.messages = [dict(m) for m in messages]
         return len(messages)
 
     def set_system(self, text: str) -> None:
         """A new system message for every model; each conversation starts anew."""
-        for voice in self.voices.values():
-            voice.system = text or None
-            voice.reset()
+        for model in self.chat_models.values():
+            model.system = text or None
+            model.reset()
 
     def history(self) -> Iterator[str]:
-        for message in self.voice.messages:
+        for message in self.model.messages:
             yield f"{message['role']}: {message['content']}"
 
 

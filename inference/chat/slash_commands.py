@@ -28,8 +28,8 @@ class Command(NamedTuple):
 
 def set_values(session: Session, rest: str) -> Effect:
     """name=value pairs into the sampling settings; the old ones stay if one of them is wrong."""
-    voice = session.voice
-    values = {name: getattr(voice if name == "seed" else voice.sampling, name) for name in SETTINGS}
+    model = session.model
+    values = {name: getattr(model if name == "seed" else model.sampling, name) for name in SETTINGS}
     changed = {}
     for pair in rest.split():
         name, equals, text = pair.partition("=")
@@ -40,21 +40,21 @@ def set_values(session: Session, rest: str) -> Effect:
         except ValueError as error:
             kind = "a whole number" if isinstance(values[name], int) else "a number"
             raise UserError(f"/set {name}={text}: it takes {kind}") from error
-    sampling = replace(voice.sampling, **{k: v for k, v in changed.items() if k != "seed"})
-    for each in session.voices.values():
+    sampling = replace(model.sampling, **{k: v for k, v in changed.items() if k != "seed"})
+    for each in session.chat_models.values():
         each.sampling, each.seed = sampling, changed.get("seed", each.seed)
     return Effect("  ".join(f"{name}={value}" for name, value in (values | changed).items()))
 
 
 def reset(session: Session, _rest: str) -> Effect:
-    for voice in session.voices.values():
-        voice.reset()
+    for model in session.chat_models.values():
+        model.reset()
     return Effect("the conversation starts anew")
 
 
 def save(session: Session, rest: str) -> Effect:
     check(bool(rest), "/save takes a file name")
-    session.voice.save(rest)
+    session.model.save(rest)
     return Effect(f"saved to {rest}")
 
 
@@ -89,18 +89,18 @@ def history(session: Session, _rest: str) -> Effect:
 
 def model(session: Session, rest: str) -> Effect:
     if rest:
-        check(rest in session.voices, f"no model {rest}{nearest(rest, session.voices)}; there are "
-                                      f"{', '.join(session.voices)}")
+        check(rest in session.chat_models, f"no model {rest}{nearest(rest, session.chat_models)}; there are "
+              f"{', '.join(session.chat_models)}")
         session.current, session.is_comparing = rest, False
-    return Effect("  ".join(f"[{name}]" if name == session.current else name for name in session.voices))
+    return Effect("  ".join(f"[{name}]" if name == session.current else name for name in session.chat_models))
 
 
 def compare(session: Session, rest: str) -> Effect:
     """on, off, a question for all (which turns it on), or nothing: switch."""
-    check(len(session.voices) > 1, "/compare needs several models: start with --model base=DIR sft=DIR ppo=DIR")
+    check(len(session.chat_models) > 1, "/compare needs several models: start with --model base=DIR sft=DIR ppo=DIR")
     if rest in ("", "on", "off"):
         session.is_comparing = rest == "on" if rest else not session.is_comparing
-        return Effect(f"{', '.join(session.voices)} answer side by side" if session.is_comparing
+        return Effect(f"{', '.join(session.chat_models)} answer side by side" if session.is_comparing
                       else f"{session.current} answers alone")
     session.is_comparing = True
     return Effect(question=rest)

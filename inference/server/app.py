@@ -19,7 +19,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.data.chat import Refused, encode_prompt
+from hybrid_rlhf.data.chat import SkipRow, encode_prompt
 from hybrid_rlhf.engine.decode import request as engine_request
 from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server.guard import Guard, read_body, refuse
@@ -183,7 +183,7 @@ class Server:
         loop, serving = asyncio.get_running_loop(), model.lane.serving
         try:
             prompt = await loop.run_in_executor(self.encoding, encode_prompt, model.encoder, asked.messages)
-        except Refused as error:
+        except SkipRow as error:
             raise ApiError(400, f"these messages make no prompt: {error}; "
                                 "send messages that the model's template takes", param="messages") from None
         room = model.lane.capacity - len(prompt)

@@ -152,7 +152,7 @@ async def _drain(receive: Receive) -> None:
         has_more = message.get("more_body", False)
 
 
-class PatientProtocol(H11Protocol):
+class TimeoutProtocol(H11Protocol):
     """uvicorn's HTTP with an end to patience: for headers that do not come, for readers that do not read, and for more
     connections than MAX_CONNECTIONS."""
 

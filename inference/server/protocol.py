@@ -175,7 +175,7 @@ def _validated(shape: type[BaseModel], found: dict) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])[:200]
-        raise ApiError(400, f"{where}: {first['msg']}; mend it or leave it out",
+        raise ApiError(400, f"{where}: {first['msg']}; fix it or leave it out",
                        param=str(first["loc"][0]) if first["loc"] else None) from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply; send a flatter one", code="invalid_json") from None

@@ -13,8 +13,8 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
-from hybrid_rlhf.core.config import UserError, check, door_flags, parse_door
-from hybrid_rlhf.core.text_safety import neutralise
+from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
+from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.inference.named_models import NamedModel, named_models
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ KEY_VARIABLE = "HYBRID_RLHF_API_KEY"
 
 def parser() -> argparse.ArgumentParser:
     """The flags; a refusal is a UserError of one line."""
-    flags = door_flags("serve", __doc__)
+    flags = command_flags("serve", __doc__)
     flags.add_argument("--model", nargs="+", action="extend", metavar="[NAME=]DIR", default=[],
                        help="model folders, such as sft=outputs/demo/sft/model ppo=outputs/demo/ppo/model")
     flags.add_argument("--reward_model", metavar="DIR", help="a reward model, whose scores POST /score gives")
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     flags = parser()
-    options = parse_door(flags, argv)
+    options = parse_command(flags, argv)
     check(bool(options.model or options.reward_model), "serve: no model; give --model DIR, such as --model "
                                                        "outputs/demo/ppo/model, or --reward_model DIR")
     for name in ("max_batch", "max_context", "max_new_tokens", "max_body_bytes", "request_timeout"):
@@ -84,11 +84,11 @@ def open_model(named: NamedModel, options: argparse.Namespace) -> Served:
     from hybrid_rlhf.inference.chat_models import model_folder
     from hybrid_rlhf.inference.conversation import open_conversation
     from hybrid_rlhf.inference.server.app import Served
-    from hybrid_rlhf.inference.server.worker import Lane
+    from hybrid_rlhf.inference.server.worker import ModelQueue
 
     opened = open_conversation(str(model_folder(named.path)), SamplingConfig())
     capacity = min(options.max_context, opened.max_positions or options.max_context)
-    return Served(named.name, Lane(opened.engine, options.max_batch, capacity), opened.tokenizer)
+    return Served(named.name, ModelQueue(opened.engine, options.max_batch, capacity), opened.tokenizer)
 
 
 def run(argv: list[str] | None) -> int:
@@ -104,7 +104,7 @@ def run(argv: list[str] | None) -> int:
         raise UserError(f"serve: {error.name} is not installed; pip install 'hybrid-rlhf[serve]'") from error
     from hybrid_rlhf.inference.chat_models import model_folder
     from hybrid_rlhf.inference.scorer import Scorer
-    from hybrid_rlhf.inference.server.guard import PatientProtocol, is_loopback
+    from hybrid_rlhf.inference.server.guard import TimeoutProtocol, is_loopback
     from hybrid_rlhf.inference.server.worker import Worker
 
     judge = options.reward_model
@@ -118,7 +118,7 @@ def run(argv: list[str] | None) -> int:
                     options.request_timeout)
     app = make_app(models, worker, limits, scorer=scorer, api_key=options.api_key, is_local=is_loopback(options.host))
     server = uvicorn.Server(uvicorn.Config(
-        app, http=PatientProtocol, ws="none", lifespan="on", log_level="error", access_log=False, server_header=False,
+        app, http=TimeoutProtocol, ws="none", lifespan="on", log_level="error", access_log=False, server_header=False,
         timeout_keep_alive=5, timeout_graceful_shutdown=30))
     taken.listen(1024)  # who reads the next line and comes at once is not turned away
     host = f"[{options.host}]" if ":" in options.host else options.host
@@ -131,11 +131,11 @@ def run(argv: list[str] | None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The door: returns the exit code (0 stopped by a signal, 2 the user's input is wrong, 130 interrupted early)."""
+    """The entry point: returns the exit code (0 stopped by a signal, 2 the input is wrong, 130 interrupted early)."""
     try:
         return run(argv)
     except UserError as error:
-        print("error: " + neutralise(" ".join(str(error).split())), file=sys.stderr)
+        print("error: " + escape_control(" ".join(str(error).split())), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from hybrid_rlhf.inference.server.worker import Lane
+from hybrid_rlhf.inference.server.worker import ModelQueue
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Served:
     """One model under its name. num_open: its requests, running or waiting; seconds: what the last ones took."""
 
     name: str
-    lane: Lane
+    lane: ModelQueue
     tokenizer: object
     created: int = field(default_factory=lambda: int(time.time()))
     num_open: int = 0

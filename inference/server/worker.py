@@ -41,7 +41,7 @@ class Job:
 
 
 @dataclass
-class Lane:
+class ModelQueue:
     """One model: its engine, at most num_slots requests of `capacity` tokens at once, and the jobs under way."""
 
     engine: HybridEngine
@@ -59,7 +59,7 @@ class Worker:
     tokens of one step reach each event loop in one call.
     """
 
-    def __init__(self, lanes: list[Lane]) -> None:
+    def __init__(self, lanes: list[ModelQueue]) -> None:
         self.lanes = lanes
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_stopping = False
@@ -80,10 +80,10 @@ class Worker:
     def is_alive(self) -> bool:
         return self._thread.is_alive() and not self._is_stopping
 
-    def submit(self, lane: Lane, job: Job) -> None:
+    def submit(self, lane: ModelQueue, job: Job) -> None:
         self._orders.put(lambda: self._submit(lane, job))
 
-    def drop(self, lane: Lane, job: Job, indexes: range | None = None) -> None:
+    def drop(self, lane: ModelQueue, job: Job, indexes: range | None = None) -> None:
         """Forget a job, or some of its requests: their slots are free before the next step."""
         self._orders.put(lambda: self._drop(lane, job, indexes))
 
@@ -140,12 +140,12 @@ class Worker:
     def _stop(self) -> None:
         self._is_stopping = True
 
-    def _submit(self, lane: Lane, job: Job) -> None:
+    def _submit(self, lane: ModelQueue, job: Job) -> None:
         lane.jobs.append(job)
         for request in job.requests:
             lane.serving.submit(request)
 
-    def _drop(self, lane: Lane, job: Job, indexes: range | None) -> None:
+    def _drop(self, lane: ModelQueue, job: Job, indexes: range | None) -> None:
         if not any(job is other for other in lane.jobs):
             return
         for i in range(len(job.requests)) if indexes is None else indexes:
@@ -154,10 +154,10 @@ class Worker:
                 job.sent[i] = -1
         self._forget_done(lane)
 
-    def _forget_done(self, lane: Lane) -> None:
+    def _forget_done(self, lane: ModelQueue) -> None:
         lane.jobs = [job for job in lane.jobs if any(sent >= 0 for sent in job.sent)]
 
-    def _step(self, lane: Lane) -> None:
+    def _step(self, lane: ModelQueue) -> None:
         try:
             lane.serving.step()
         except Exception as error:  # whatever a model's forward raises, the server goes on
@@ -169,7 +169,7 @@ class Worker:
             return
         self._tell(lane)
 
-    def _tell(self, lane: Lane) -> None:
+    def _tell(self, lane: ModelQueue) -> None:
         """The new tokens to whom they are for: first ones and last ones at once, others some at a time."""
         news: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue, Event]]] = {}
         has_ended, is_time = False, time.monotonic() - lane.told_at >= TELL_SECONDS
@@ -191,7 +191,7 @@ class Worker:
         for loop, events in news.items():
             _deliver(loop, events)
 
-    def _fail(self, lane: Lane, error: Exception) -> None:
+    def _fail(self, lane: ModelQueue, error: Exception) -> None:
         jobs, lane.jobs = lane.jobs, []
         for job in jobs:
             _deliver(job.loop, [(job.events, error)])

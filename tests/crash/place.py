@@ -41,7 +41,7 @@ def prepare(folder: Path) -> Path:
 
 
 def argv_of(folder: Path, stage: str, out: str, steps: int, *more: str) -> list[str]:
-    """The command line of a stage; `out` is its folder, whose neighbours sft and reward are its predecessors."""
+    """The command line of a stage; `out` is its folder, whose neighbours sft and reward are its parent runs."""
     data = {"dpo": "reward", "kto": "reward", "grpo": "ppo", "conditional_sft": "reward"}.get(stage, stage)
     start = ["--model.model_name_or_path", f"{folder}/base"] if stage in ("sft", "conditional_sft") else []
     return ["--stage", stage, "--output_dir", f"{folder}/{out}", "--data.cache_dir", f"{folder}/cache",

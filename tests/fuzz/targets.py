@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hybrid_rlhf.core.config import UserError, parse
 from hybrid_rlhf.data import chat, sources
-from hybrid_rlhf.data.chat import Refused
+from hybrid_rlhf.data.chat import SkipRow
 from hybrid_rlhf.data.examples import MAKERS, Counts, Lengths
 from hybrid_rlhf.data.schema import FORMATS, KINDS, detect, read_row
 from hybrid_rlhf.data.sources import Source
@@ -55,7 +55,7 @@ def rows(found: list[dict]) -> None:
     for row in found[:20]:
         try:
             example = read_row(row, form, "somewhere")
-        except Refused:
+        except SkipRow:
             continue
         for kind in KINDS[form.kind]:
             counts = Counts()
@@ -63,7 +63,7 @@ def rows(found: list[dict]) -> None:
                 for work in MAKERS[kind](example, tokenizer(), LENGTHS):
                     made = work.finish(chat.encode_all(tokenizer(), work.texts), counts)
                     assert made is None or json.dumps(made)
-            except Refused:
+            except SkipRow:
                 pass
 
 
@@ -125,7 +125,7 @@ def server_body(data: bytes) -> None:
             return
         asked = read_chat(found)
         chat.encode_prompt(tokenizer(), asked.messages)
-    except Refused:
+    except SkipRow:
         pass
     except ApiError as error:
         _one_line(error)

@@ -1,4 +1,4 @@
-"""Offline preference optimisation of the stage-1 policy: DPO and its kin, on pairs or labels, without sampling."""
+"""Offline preference optimisation of the stage-1 policy: DPO and its variants, on pairs or labels, without sampling."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def start_model(config: Config) -> tuple[str, ModelConfig]:
     """The path of the stage-1 run or model, and the model settings that name its weights."""
     check(config.model.preset is None, f"model.preset: {data_stage(config)} starts from a trained model; give "
                                        "model.model_name_or_path or run --stage sft first")
-    path = builders.predecessor(config.model.model_name_or_path, config.output_dir, "sft", "model.model_name_or_path")
+    path = builders.parent_run(config.model.model_name_or_path, config.output_dir, "sft", "model.model_name_or_path")
     return path, replace(config.model, model_name_or_path=builders.model_folder(path))
 
 

@@ -60,7 +60,7 @@ def start_model(config: Config) -> ModelConfig:
     given = config.model.model_name_or_path
     if given is None:
         return config.model
-    path = builders.predecessor(given, config.output_dir, "sft", "model.model_name_or_path")
+    path = builders.parent_run(given, config.output_dir, "sft", "model.model_name_or_path")
     return replace(config.model, model_name_or_path=builders.model_folder(path))
 
 

@@ -81,7 +81,7 @@ def start_model(config: Config) -> tuple[str, ModelConfig]:
     """The path of the stage-1 run or model, and the model settings that name its weights."""
     check(config.model.preset is None, "model.preset: a reward model starts from a trained model; give "
                                        "model.model_name_or_path or run --stage sft first")
-    path = builders.predecessor(config.model.model_name_or_path, config.output_dir, "sft", "model.model_name_or_path")
+    path = builders.parent_run(config.model.model_name_or_path, config.output_dir, "sft", "model.model_name_or_path")
     return path, replace(config.model, model_name_or_path=builders.model_folder(path))
 
 

@@ -100,13 +100,13 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     return on_policy.run(config, command, partial(_trainer, config))
 
 
-def _trainer(config: Config, opened: on_policy.Opened) -> PPOTrainer:
+def _trainer(config: Config, opened: on_policy.RunContext) -> PPOTrainer:
     ppo = replace(config.ppo, critic_warmup_steps=opened.critic_warmup_steps)
-    return PPOTrainer(opened.roles, opened.source, ppo, seed=config.seed, scale=opened.scale, more=opened.loader.next,
-                      ptx=_pretraining(config, opened))
+    return PPOTrainer(opened.roles, opened.source, ppo, seed=config.seed, scale=opened.scale,
+                      extra_prompts=opened.loader.next, ptx=_pretraining(config, opened))
 
 
-def _pretraining(config: Config, opened: on_policy.Opened) -> Loader | None:
+def _pretraining(config: Config, opened: on_policy.RunContext) -> Loader | None:
     """The stream that PTX mixes in, with a position of its own."""
     if not config.ppo.ptx_coef:
         return None

@@ -136,15 +136,15 @@ class StaticSteps:
         return self._seen[: self._live]
 
     def run(self, num_steps: int, draw: Callable, key: tuple, has_seen: bool = False,
-            has_young: bool = False) -> Iterator[tuple[list[int], list[float]]]:
+            below_min_tokens: bool = False) -> Iterator[tuple[list[int], list[float]]]:
         """Up to STEPS_PER_LOOK steps, then the tokens and logprobs of each. Steps with the same `key` are the same."""
-        key = (self._rows, self._is_plain, has_seen, has_young, *key)
+        key = (self._rows, self._is_plain, has_seen, below_min_tokens, *key)
         self._done.zero_()
         for _ in range(num_steps):
             if key in self._replays:
                 self._replays[key]()
                 continue
-            step = partial(self._step, self._rows, self._is_plain, draw, has_seen, has_young)
+            step = partial(self._step, self._rows, self._is_plain, draw, has_seen, below_min_tokens)
             if len(self._replays) >= MAX_RECORDINGS:
                 self._replays.clear()
             with self._guard():
@@ -157,18 +157,18 @@ class StaticSteps:
         """`step` captured; or as it is, which is said, where that fails."""
         try:
             return self.runner.capture(step)
-        except Exception as error:  # whatever the device's library says of a stranger's forward
+        except Exception as error:  # whatever the device's library says of third-party code
             if self._guard is not nullcontext:
                 raise
             self.runner.capture, self.runner.reasons["graphs"] = None, said(error)
             _log.warning("a decode step could not be captured; it runs uncaptured (%s)", said(error))
             return step
 
-    def _step(self, rows: int, is_plain: bool, draw: Callable, has_seen: bool, has_young: bool) -> None:
+    def _step(self, rows: int, is_plain: bool, draw: Callable, has_seen: bool, below_min_tokens: bool) -> None:
         tokens, positions, counts, streams, slots = self._inputs[:, :rows].unbind(0)
         logits = self.runner.decode(self._cache(), tokens, positions, self._width, None if is_plain else slots,
                                     has_idle=True)
-        drawn, logprobs = draw(logits, streams, counts, self._seen[:rows] if has_seen else None, has_young)
+        drawn, logprobs = draw(logits, streams, counts, self._seen[:rows] if has_seen else None, below_min_tokens)
         self._tokens[:, :rows].index_copy_(0, self._done, drawn[None])
         self._logprobs[:, :rows].index_copy_(0, self._done, logprobs[None])
         tokens.copy_(drawn)
@@ -193,7 +193,7 @@ def probe_capture(runner: Runner, capture: Capture | None) -> None:
         with torch.no_grad(), runner.plugged_in():
             ours = _probe_logits(runner)
         reason = runner.disagreement(ours, "in captured steps")
-    except Exception as error:  # whatever a stranger's forward raises, it runs uncaptured
+    except Exception as error:  # whatever third-party code raises, it runs uncaptured
         reason = said(error)
     if reason is not None:
         runner.capture, runner.reasons["graphs"] = None, reason

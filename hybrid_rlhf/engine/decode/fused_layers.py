@@ -173,5 +173,5 @@ def _is_right(runner, form: Form) -> bool:  # noqa: ANN001 - a Runner
                                                    step.width)
         bound = 1e-5 if like.dtype == torch.float32 else 2.0**-6
         return are_close((want - x.to(like), rows.keys, rows.values), (got - x.to(like), *ours), bound)
-    except Exception:  # whatever a stranger's layer raises, it is not of this form
+    except Exception:  # whatever third-party code raises, it is not of this form
         return False

@@ -19,7 +19,7 @@ def has_own_attention_adapted(model: nn.Module) -> bool:
 
 
 def counters(model: nn.Module) -> list[nn.Module]:
-    """Position embeddings that count one position for the whole batch but would take each row's own (BART's kin)."""
+    """Position embeddings that count one position for the whole batch but would take each row's own (BART's family)."""
     if "position_ids" in forward_parameters(model):
         return []
     return [m for m in model.modules() if forward_parameters(m) >= {"past_key_values_length", "position_ids"}]

@@ -31,7 +31,7 @@ from hybrid_rlhf.engine.decode.parity import (
     relative_difference,
 )
 from hybrid_rlhf.engine.decode.tensor_parallel import gathers_logits, sharded
-from hybrid_rlhf.engine.decode.tp_sync import agreed, leaving_nobody_waiting
+from hybrid_rlhf.engine.decode.tp_sync import all_agree, propagate_errors
 from hybrid_rlhf.engine.train.zero import is_partitioned
 from hybrid_rlhf.kernels import Ops, ops_for
 from hybrid_rlhf.kernels.fusions import Fusions, find_fusions
@@ -184,11 +184,11 @@ class Runner:
         if not self._ranks:
             self._find_path()
             return
-        with leaving_nobody_waiting(self._ranks):
+        with propagate_errors(self._ranks):
             truth = self._probe_alone()
             self._group, self._gathers = self._ranks, gathers_logits(self.model)
             ours = self._logits_together()
-            difference = max(agreed(self._ranks, lambda: relative_difference(ours, truth)))
+            difference = max(all_agree(self._ranks, lambda: relative_difference(ours, truth)))
             check(difference < probe_bound(self.model), f"{self._described()} differs from the plain forward by "
                                                         f"{difference:.2g}; use tp 1")
 
@@ -200,7 +200,7 @@ class Runner:
         if is_partitioned(self.model):
             self.path, self.is_stateful = "native", any(kind.num_states for kind in layer_kinds(self.model))
             return plain_logits(self.model, self.device)
-        paths = agreed(self._ranks, lambda: self._find_path() or self.path)
+        paths = all_agree(self._ranks, lambda: self._find_path() or self.path)
         check("generate" not in paths and len(set(paths)) == 1,
               f"{type(self.model).__name__} does not run on the decode engine ({self.reasons}); use tp 1")
         return plain_logits(self.model, self.device)
@@ -217,7 +217,7 @@ class Runner:
         self.fusions = find_fusions(self.model, self.ops.fused)
         pad_id = getattr(self.model.config.get_text_config(), "pad_token_id", None)
         for path in ("native", "eager"):
-            for self.first_position in (0, *((pad_id + 1,) if pad_id is not None else ())):  # RoBERTa's kin start there
+            for self.first_position in (0, *((pad_id + 1,) if pad_id is not None else ())):  # RoBERTa's start there
                 reason = self._try(path)
                 if reason is None:
                     self.path = path
@@ -258,7 +258,7 @@ class Runner:
                 with self.plugged_in():
                     ours = forced_logits(self.model, sequences, PROBE_LENGTHS, self.keeps_cache)
                 reason = self.disagreement(ours, "in generate")
-            except Exception as error:  # whatever a stranger's forward raises, the path is not for it
+            except Exception as error:  # whatever third-party code raises, the path is not for it
                 reason = said(error)
             if reason is None:
                 if self.keeps_cache:
@@ -282,7 +282,7 @@ class Runner:
             self.is_stateful = any(kind.num_states for kind in layer_kinds(self.model))
             with self.plugged_in():
                 ours = logits_over_slots(self)
-        except Exception as error:  # whatever a stranger's forward raises, the path is not for it
+        except Exception as error:  # whatever third-party code raises, the path is not for it
             return said(error)
         return self.disagreement(ours, "over slots")
 

@@ -11,13 +11,13 @@ from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.kernels import Ops
 
 
-def draw_key(sampling: SamplingConfig) -> tuple:
+def sampling_key(sampling: SamplingConfig) -> tuple:
     """What of the settings changes a draw; two with the same key draw the same."""
     return (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty,
             sampling.min_new_tokens)
 
 
-class Drawing:
+class Sampler:
     """Draws by the kernels. stops: tokens that end a response. Two with the same `key` draw the same."""
 
     def __init__(self, ops: Ops, sampling: SamplingConfig, stops: Iterable[int], device: torch.device) -> None:
@@ -25,19 +25,19 @@ class Drawing:
         self.sampling = sampling
         self.settings = dict(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
                              min_p=sampling.min_p, repetition_penalty=sampling.repetition_penalty)
-        self.key = (*draw_key(sampling), *stops)
+        self.key = (*sampling_key(sampling), *stops)
         self._sample = ops.sample
         self._stop_ids = torch.tensor(stops, dtype=torch.long, device=device)
 
     def __call__(self, logits: Tensor, streams: Tensor, counts: Tensor, seen: Tensor | None = None,
-                 has_young: bool = False) -> tuple[Tensor, Tensor]:
+                 below_min_tokens: bool = False) -> tuple[Tensor, Tensor]:
         """logits (B, V), streams and counts (B,), seen (B, >= V) -> tokens (B,), logprobs (B,); marks them as seen.
 
-        has_young: some rows may not stop yet, for they have not reached min_new_tokens.
+        below_min_tokens: some rows may not stop yet, for they have not reached min_new_tokens.
         """
         seen = seen if seen is None else seen[:, : logits.shape[1]]
         tokens, logprobs = self._sample(logits, streams, counts, **self.settings, seen=seen,
-                                        forbidden=self._forbidden(logits, counts) if has_young else None)
+                                        forbidden=self._forbidden(logits, counts) if below_min_tokens else None)
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
         return tokens, logprobs
@@ -51,19 +51,19 @@ class Drawing:
         return forbidden.index_copy_(1, self._stop_ids, is_young.contiguous())
 
 
-class MixedDrawing:
+class MixedSampler:
     """Rows under several settings, each drawn as it is under its own alone. parts: (rows (b,) int64, what draws)."""
 
-    def __init__(self, parts: list[tuple[Tensor, Drawing]]) -> None:
+    def __init__(self, parts: list[tuple[Tensor, Sampler]]) -> None:
         self._parts = parts
 
     def __call__(self, logits: Tensor, streams: Tensor, counts: Tensor, seen: Tensor | None = None,
-                 has_young: bool = False) -> tuple[Tensor, Tensor]:
-        """As `Drawing`: all rows must be in one of the parts."""
+                 below_min_tokens: bool = False) -> tuple[Tensor, Tensor]:
+        """As `Sampler`: all rows must be in one of the parts."""
         tokens, logprobs = torch.empty_like(streams), logits.new_empty(len(streams), dtype=torch.float32)
         for rows, draw in self._parts:
             mine = None if seen is None else seen[rows]
-            tokens[rows], logprobs[rows] = draw(logits[rows], streams[rows], counts[rows], mine, has_young)
+            tokens[rows], logprobs[rows] = draw(logits[rows], streams[rows], counts[rows], mine, below_min_tokens)
             if seen is not None:
                 seen[rows] = mine
         return tokens, logprobs

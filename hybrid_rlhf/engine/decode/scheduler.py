@@ -20,7 +20,7 @@ from hybrid_rlhf.engine.decode.cuda_graphs import STEPS_PER_LOOK, steps_of
 from hybrid_rlhf.engine.decode.kv_cache import SlotCache
 from hybrid_rlhf.engine.decode.request import Request, check_finite, stream
 from hybrid_rlhf.engine.decode.runner import Runner
-from hybrid_rlhf.engine.decode.sampler import Drawing, MixedDrawing, draw_key
+from hybrid_rlhf.engine.decode.sampler import MixedSampler, Sampler, sampling_key
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 
 MAX_PREFILL_TOKENS = 4096  # of one forward, padding included
@@ -40,8 +40,8 @@ class _Batch:
     slot_ids: Tensor | None
     width: int  # columns that the next step looks at
     steps_left: int  # until the first of them reaches its limit
-    has_young: bool  # some had not reached min_new_tokens when the batch was made
-    draw: Drawing | MixedDrawing
+    below_min_tokens: bool  # some had not reached min_new_tokens when the batch was made
+    draw: Sampler | MixedSampler
 
 
 class Scheduler:
@@ -55,7 +55,7 @@ class Scheduler:
                  stops: Sequence[int], is_eager: bool = False) -> None:
         self.runner, self.cache, self.sampling = runner, cache, sampling
         self.stops, self.device, self.is_eager = frozenset(stops), runner.device, is_eager
-        self._drawings: dict[tuple, Drawing] = {}
+        self._samplers: dict[tuple, Sampler] = {}
         self._static = steps_of(runner, cache)
         self._loaded: _Batch | None = None
         self._waiting: deque[Request] = deque()
@@ -194,26 +194,26 @@ class Scheduler:
                       slot_ids=None if is_plain else torch.tensor(slots, device=self.device),
                       width=max(len(r.prompt) + len(r.tokens) for _, r in live),
                       steps_left=min(r.limit - len(r.tokens) for _, r in live),
-                      has_young=any(len(r.tokens) < self._settings(r).min_new_tokens for _, r in live),
+                      below_min_tokens=any(len(r.tokens) < self._settings(r).min_new_tokens for _, r in live),
                       draw=self._drawing(requests))
 
     def _settings(self, request: Request) -> SamplingConfig:
         return request.sampling or self.sampling
 
-    def _drawing(self, requests: list[Request]) -> Drawing | MixedDrawing:
+    def _drawing(self, requests: list[Request]) -> Sampler | MixedSampler:
         """What draws for these rows: one for all, or one for each of their settings."""
         rows: dict[tuple, list[int]] = {}
-        if len(self._drawings) > _MAX_DRAWINGS:
-            self._drawings.clear()
+        if len(self._samplers) > _MAX_DRAWINGS:
+            self._samplers.clear()
         for i, request in enumerate(requests):
             settings = self._settings(request)
-            key = draw_key(settings)
-            if key not in self._drawings:
-                self._drawings[key] = Drawing(self.runner.ops, settings, self.stops, self.device)
+            key = sampling_key(settings)
+            if key not in self._samplers:
+                self._samplers[key] = Sampler(self.runner.ops, settings, self.stops, self.device)
             rows.setdefault(key, []).append(i)
         if len(rows) == 1:
-            return self._drawings[next(iter(rows))]
-        return MixedDrawing([(torch.tensor(index, device=self.device), self._drawings[key])
+            return self._samplers[next(iter(rows))]
+        return MixedSampler([(torch.tensor(index, device=self.device), self._samplers[key])
                              for key, index in rows.items()])
 
     def _advance(self, batch: _Batch) -> bool:
@@ -222,7 +222,7 @@ class Scheduler:
         This runs for every token, so it walks over the requests only where it must.
         """
         steps = min(self._steps, batch.steps_left)
-        if self._static and isinstance(batch.draw, Drawing):
+        if self._static and isinstance(batch.draw, Sampler):
             drawn = self._replay(batch, steps)
         else:
             queued = [self._step(batch, batch.width + i) for i in range(steps)]
@@ -252,7 +252,7 @@ class Scheduler:
         logits = self.runner.decode(self.cache, batch.tokens, batch.positions, width, batch.slot_ids)
         seen = self._seen if self._seen is None or batch.slot_ids is None else self._seen[batch.slot_ids]
         seen = seen if seen is None else seen[: len(logits)]
-        tokens, logprobs = batch.draw(logits, batch.streams, batch.counts, seen, batch.has_young)
+        tokens, logprobs = batch.draw(logits, batch.streams, batch.counts, seen, batch.below_min_tokens)
         if seen is not None and batch.slot_ids is not None:
             self._seen[batch.slot_ids] = seen
         batch.tokens, batch.positions, batch.counts = tokens, batch.positions + 1, batch.counts + 1
@@ -266,7 +266,7 @@ class Scheduler:
             self._static.load(batch.tokens, batch.positions, batch.counts, batch.streams, batch.slot_ids,
                               self._seen[rows] if has_seen else None)
             self._loaded = batch
-        drawn = self._static.run(num_steps, batch.draw, batch.draw.key, has_seen, batch.has_young)
+        drawn = self._static.run(num_steps, batch.draw, batch.draw.key, has_seen, batch.below_min_tokens)
         if has_seen:
             self._seen[rows] = self._static.seen
         return drawn

@@ -18,7 +18,7 @@ def as_group(tp: RankGroup | ProcessGroup | None) -> RankGroup | None:
     return None if ranks is None or ranks.degree == 1 else ranks
 
 
-def agreed(ranks: RankGroup, answer: Callable[[], object]) -> list:
+def all_agree(ranks: RankGroup, answer: Callable[[], object]) -> list:
     """What each rank of the group answers (numbers, strings, lists). An error on one of them is an error on all."""
     failure, value = None, None
     try:
@@ -35,7 +35,7 @@ def agreed(ranks: RankGroup, answer: Callable[[], object]) -> list:
 
 
 @contextmanager
-def leaving_nobody_waiting(ranks: RankGroup) -> Iterator[None]:
+def propagate_errors(ranks: RankGroup) -> Iterator[None]:
     """Whatever is raised in the block on this rank alone ends the group, so that the others raise too instead of
     waiting for it. A UserError is raised on all ranks by construction and leaves the group whole."""
     try:
@@ -59,14 +59,14 @@ def draw_together(ranks: RankGroup, asked: Sequence[tuple], sampling: SamplingCo
         check()
         return [repr(sampling), [list(request) for request in asked]]
 
-    with leaving_nobody_waiting(ranks):
-        said = agreed(ranks, own)
+    with propagate_errors(ranks):
+        said = all_agree(ranks, own)
         if len({settings for settings, _ in said}) > 1:
             raise UserError("the ranks of a tensor-parallel group were given different sampling settings; "
                             "give all the same")
         everyones = {_name(request): tuple(request) for _, requests in said for request in requests}
         drawn = dict(zip(everyones, draw(list(everyones.values())), strict=True))
-        if len(set(agreed(ranks, lambda: hash(tuple(t for request in drawn.values() for t in request.tokens))))) > 1:
+        if len(set(all_agree(ranks, lambda: hash(tuple(t for request in drawn.values() for t in request.tokens))))) > 1:
             raise RuntimeError("the ranks of a tensor-parallel group drew different tokens")
         return [drawn[_name(request)] for request in asked]
 

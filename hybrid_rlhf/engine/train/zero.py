@@ -1,4 +1,4 @@
-"""Training through DeepSpeed: one engine for one set of parameters. The only door to deepspeed.
+"""Training through DeepSpeed: one engine for one set of parameters. The only module that imports deepspeed.
 
 What was tried and holds (DeepSpeed 0.19, against plain torch): ZeRO 0 to 3 in fp32 give torch's weights to rounding
 when micro-batches announce the accumulation boundary, with one process and with two. At ZeRO 0 in bf16 DeepSpeed takes

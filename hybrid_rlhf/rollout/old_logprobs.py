@@ -1,0 +1,68 @@
+"""The old log-probabilities of a rollout, and the mismatch between the sampler and training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.core.distributed import sum_over_ranks
+from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.core.tensors import masked_mean
+from hybrid_rlhf.roles import Actor
+from hybrid_rlhf.rollout import Rollout
+
+_log = logging.getLogger(__name__)
+
+OLD_LOGPROBS = ("auto", "sampler", "recompute")
+
+
+@dataclass
+class OldLogprobs:
+    """Whose log-probabilities count as the old ones of a rollout: the sampler's, or a training forward's.
+
+    mode "sampler" and "recompute" decide once; "auto" takes the sampler's while the mean |sampled - training| stays
+    within max_drift (nats per token), and the training forward's otherwise. The drift is measured at every step: on the
+    whole rollout where it is recomputed anyway, else on every num_skipped-th sequence.
+    """
+
+    mode: str = "auto"
+    max_drift: float = 0.02
+    num_skipped: int = 8
+    _is_recomputing: bool = field(default=False, init=False)
+
+    def logprobs(self, rollout: Rollout, actor: Actor, metrics: Metrics) -> Tensor:
+        """(B, R) old log-probabilities; metrics receives engine/logprob_drift."""
+        if self.mode == "recompute":
+            recomputed = actor.logprobs(rollout)
+            _mismatch(rollout, recomputed, metrics)
+            return recomputed
+        sample = rollout.rows(torch.arange(0, len(rollout), self.num_skipped))
+        drift = _mismatch(sample, actor.logprobs(sample), metrics)
+        if self.mode == "sampler":
+            return rollout.sampled_logprobs
+        recomputes = not drift <= self.max_drift  # a mismatch that is not a number counts as one
+        if recomputes != self._is_recomputing:
+            _log.warning("engine/logprob_drift is %.3g, %s %.3g: old log-probabilities are now %s", drift,
+                         "more than" if recomputes else "within", self.max_drift,
+                         "recomputed by a training forward" if recomputes else "the sampler's")
+        self._is_recomputing = recomputes
+        return actor.logprobs(rollout) if recomputes else rollout.sampled_logprobs
+
+    def state(self) -> dict[str, bool]:
+        return {"was_closed": self._is_recomputing}
+
+    def load_state(self, state: Mapping[str, bool]) -> None:
+        self._is_recomputing = bool(state["was_closed"])
+
+
+def _mismatch(rollout: Rollout, recomputed: Tensor, metrics: Metrics) -> float:
+    """Mean |sampled - recomputed| over the actions of all ranks, so that every rank decides alike."""
+    gap = (rollout.sampled_logprobs - recomputed).abs()
+    count = rollout.action_mask.sum()
+    metrics.add("engine/logprob_drift", masked_mean(gap, rollout.action_mask), count)
+    total, count = sum_over_ranks(torch.stack([gap[rollout.action_mask].sum().double(), count.double()])).tolist()
+    return total / max(count, 1)
