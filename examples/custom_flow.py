@@ -5,22 +5,23 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hybrid_rlhf.cli import STAGES, Stage, main
+from hybrid_rlhf.cli import main
 from hybrid_rlhf.rewards import checked_scores
 from hybrid_rlhf.trainers.flow import FlowTrainer
 from hybrid_rlhf.training import on_policy
+from hybrid_rlhf.training.registry import STAGES, Stage
 from hybrid_rlhf.training.step3_ppo import Config, preview  # noqa: F401 - a stage is Config, preview and run
 
 
 def step(roles, source, prompts, sampling, seed):  # noqa: ANN001, ANN201
-    """REINFORCE: of each prompt's samples, those paid better than their mean become likelier. The KL has a price."""
+    """REINFORCE with the mean of each prompt's samples as baseline, and a KL penalty in the reward."""
     with roles.actor.inference():
         rollout = roles.actor.generate(prompts.repeat(sampling.num_samples), sampling, seed)
     rollout.logprobs, rollout.ref_logprobs = rollout.sampled_logprobs, roles.ref.logprobs(rollout)  # (B, R)
     rollout.scores = checked_scores(source, rollout)  # (B,)
-    price = 0.02 * ((rollout.logprobs - rollout.ref_logprobs) * rollout.action_mask).sum(1)
-    paid = (rollout.scores - price).view(-1, sampling.num_samples)
-    rollout.advantages = (paid - paid.mean(1, keepdim=True)).view(-1, 1) * rollout.action_mask
+    penalty = 0.02 * ((rollout.logprobs - rollout.ref_logprobs) * rollout.action_mask).sum(1)
+    rewards = (rollout.scores - penalty).view(-1, sampling.num_samples)
+    rollout.advantages = (rewards - rewards.mean(1, keepdim=True)).view(-1, 1) * rollout.action_mask
 
     def loss_fn(scores, rows, totals):  # noqa: ANN001, ANN202
         return -(scores.logprobs * rows.advantages[rows.action_mask]).sum() / totals.num_actions, {}

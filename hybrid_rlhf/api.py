@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 
 from hybrid_rlhf.api_inputs import Rows, dotted, rewards_of, rows_of, words
-from hybrid_rlhf.cli import STAGES, unused_by
 from hybrid_rlhf.core.config import UserError, check, nearest, parse
+from hybrid_rlhf.training import unread_options
+from hybrid_rlhf.training.registry import STAGES
 
 Reward = Callable | str | PurePath | list
 
@@ -44,7 +45,7 @@ class Training:
             self._rows = rows_of(train_dataset)
             given |= {"output_dir": self.output_dir} | self._model(model) | self._data()
             self.config, _ = parse(self._recipe.Config, [*row.preset, *words(given)], prog=f"--stage {stage}",
-                                   unused=unused_by(stage))
+                                   unused=unread_options.of_stage(stage))
         self.metrics: dict[str, float] = {}
         self._loaded: dict[str, object] = {}
 

@@ -11,66 +11,13 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check, nearest, parse
+from hybrid_rlhf.core.options import value_of
 from hybrid_rlhf.core.quiet import quiet_libraries
 from hybrid_rlhf.core.startup import relax_gc, restore_gc
+from hybrid_rlhf.training.registry import STAGES, variant_options
 
-
-class Stage(NamedTuple):
-    """One row of the stage table: the module with Config, run(config, command) and preview(config).
-
-    name, preset: of a variant, the stage that it is a name for and the options that it presets. What is given wins, but
-    for those of IDENTITIES.
-    """
-
-    module: str
-    help: str
-    name: str | None = None
-    preset: tuple[str, ...] = ()
-
-
-STAGES = {
-    "sft": Stage("hybrid_rlhf.training.step1_sft", "supervised fine-tuning on demonstrations"),
-    "reward": Stage("hybrid_rlhf.training.step2_reward", "a reward model from preference pairs"),
-    "ppo": Stage("hybrid_rlhf.training.step3_ppo", "PPO against the reward model"),
-    "all": Stage("hybrid_rlhf.training.all_stages", "the three in order; without further flags, the embedded demo"),
-}
-_GROUPS = ("--ppo.sampling.num_samples=8",)
-ONLINE = {
-    "grpo": ("group-relative advantages, no critic", "grpo", _GROUPS),
-    "dr_grpo": ("GRPO without the two biases, no critic", "dr_grpo", _GROUPS),
-    "rloo": ("REINFORCE leave-one-out, no critic", "rloo", _GROUPS),
-    "reinforce_pp": ("REINFORCE++, no critic", "reinforce_pp", ()),
-    "gspo": ("GRPO with ratios of sequences", "grpo", (
-        *_GROUPS, "--ppo.policy_loss=gspo", "--ppo.cliprange_low=3e-4", "--ppo.cliprange_high=4e-4")),
-    "cispo": ("GRPO with clipped importance weights", "grpo", (
-        *_GROUPS, "--ppo.policy_loss=cispo", "--ppo.cliprange_high=4.0")),
-}
-STAGES |= {name: Stage("hybrid_rlhf.training.step3_ppo", f"{text} (--stage ppo with {name} settings)", "ppo",
-                       (f"--stage={name}", f"--output_dir=outputs/{name}", f"--ppo.estimator={estimator}", *more))
-           for name, (text, estimator, more) in ONLINE.items()}
-OFFLINE = {
-    "ipo": "dpo with the squared loss of IPO",
-    "hinge": "dpo with the hinge loss of SLiC",
-    "kto": "KTO, on responses labelled good or bad",
-    "orpo": "ORPO on pairs, without a reference",
-    "simpo": "SimPO on pairs, without a reference",
-}
-STAGES |= {"dpo": Stage("hybrid_rlhf.training.preferences", "direct preference optimisation on pairs, no reward model")}
-STAGES |= {name: Stage(STAGES["dpo"].module, text, "dpo",
-                       (f"--stage={name}", f"--output_dir=outputs/{name}", f"--dpo.loss_type={name}"))
-           for name, text in OFFLINE.items()}
-STAGES |= {"conditional_sft": Stage(
-    "hybrid_rlhf.training.step1_sft", "sft on good and bad answers, the score in the prompt", None,
-    ("--output_dir=outputs/conditional_sft", "--stage=conditional_sft"))}
-STAGES |= {
-    "online_dpo": Stage("hybrid_rlhf.training.online_dpo",
-                        "dpo on pairs of fresh samples, which the reward source ranks"),
-    "rejection": Stage("hybrid_rlhf.training.rejection", "rejection sampling: best of n, then sft on it, in rounds")}
-STAGES |= {"evaluate": Stage("hybrid_rlhf.training.evaluate", "two or more models on held-out prompts, side by side")}
-IDENTITIES = ("dpo.loss_type", "ppo.estimator", "ppo.policy_loss")  # what the name of a variant says
 SWITCHES = ("preview", "check_signal", "plan", "memory", "cards")  # what a stage may be asked in place of a run
 COMMANDS = {"chat": "hybrid_rlhf.inference.chat.repl", "doctor": "hybrid_rlhf.commands.doctor",
             "init": "hybrid_rlhf.commands.init", "export": "hybrid_rlhf.commands.export",
@@ -155,17 +102,19 @@ def _train(argv: list[str]) -> int:
     name, rest = _take_stage(argv, prog)
     if name is None:
         return 0
+    from hybrid_rlhf.training import unread_options
+
     preset, rest = _take_preset(rest)
     stage = importlib.import_module(STAGES[name].module)
     default = stage.default_config(rest) if hasattr(stage, "default_config") else None
-    row, base = STAGES[name], STAGES[name].name or name
+    row, base = STAGES[name], STAGES[name].base or name
     config, switches = parse(stage.Config, [*row.preset, *preset, *_with_model(rest)], prog=f"{prog} --stage {name}",
-                             description=row.help,
-                             default_config=default, extra=SWITCHES, unused=unused_by(name))
-    given = STAGES[config.stage].name if config.stage in STAGES else None  # a variant's settings run under its base too
+                             description=row.help, default_config=default, extra=SWITCHES,
+                             unused=unread_options.of_stage(name))
+    given = STAGES[config.stage].base if config.stage in STAGES else None  # a variant's settings run under its base too
     check(config.stage in (name, base) or given == name,
           f"--stage {name}, but the settings say stage: {config.stage}; give --stage {config.stage}, or another file")
-    _check_variant(name, row, config)
+    _check_variant(name, config)
     config = dataclasses.replace(config, stage=name)
     if default:
         print(f"no --config, model or data given: the embedded demo ({os.path.relpath(default)})", file=sys.stderr)
@@ -189,27 +138,13 @@ def _train(argv: list[str]) -> int:
     return _run(stage, config, command=shlex.join([prog, *argv]))
 
 
-def unused_by(name: str) -> dict[str, str]:
-    """Options that a stage's parts have and the stage never reads, with what is meant instead."""
-    from hybrid_rlhf.training import unread_options
-
-    row, said = STAGES[name], {}
-    for word in row.preset:
-        option, _, value = word.removeprefix("--").partition("=")
-        if option in IDENTITIES:
-            said[option.split(".")[1]] = value
-    return unread_options.NEVER_READ[row.name or name] | unread_options.of_method(**said)
-
-
-def _check_variant(name: str, row: Stage, config: object) -> None:
+def _check_variant(name: str, config: object) -> None:
     """UserError where the settings turn a variant into another method than the one that its name says."""
-    for word in row.preset:
-        option, _, value = word.removeprefix("--").partition("=")
-        if option in IDENTITIES:
-            section, key = option.split(".")
-            found = getattr(getattr(config, section), key)
-            check(found == value, f"--stage {name} is --stage {row.name} with {option} {value}, and the settings say "
-                                  f"{option} {found}; leave that out, or give --stage {row.name}")
+    base = STAGES[name].base
+    for option, value in variant_options(name).items():
+        found = value_of(config, option)
+        check(found == value, f"--stage {name} is --stage {base} with {option} {value}, and the settings say "
+                              f"{option} {found}; leave that out, or give --stage {base}")
 
 
 def _plan(config: object, switches: dict) -> tuple[object, int]:

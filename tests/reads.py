@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from hybrid_rlhf.cli import STAGES
+from hybrid_rlhf.training.registry import STAGES
 
 # Who looks at every field whatever it is for: checks of values, copies, comparisons, records, and these tests.
 ONLOOKERS = {"__post_init__", "_check_role", "_check_method", "given", "refuse", "_lines", "leaves", "asdict",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from hybrid_rlhf.cli import unused_by
+from hybrid_rlhf.training.unread_options import of_stage as unused_by
 
 _OF_TEXTS = ("data.max_length", "data.train_on", "data.append_eos")  # of ppo's only ppo.ptx_coef reads these
 

@@ -12,7 +12,7 @@ from torch import nn
 from hybrid_rlhf import cli
 from hybrid_rlhf.core.config import parse
 from hybrid_rlhf.run.runfile import RunRecord
-from hybrid_rlhf.training import announce, preferences, step1_sft, step2_reward, step3_ppo
+from hybrid_rlhf.training import announce, preferences, step1_sft, step2_reward, step3_ppo, unread_options
 
 MODULES = {"sft": step1_sft, "reward": step2_reward, "ppo": step3_ppo, "ipo": preferences}
 
@@ -45,7 +45,7 @@ def settings(line: str) -> object:
     program, *words = shlex.split(line)
     assert program == "hybrid-rlhf"
     name, rest = cli._take_stage(words, "hybrid-rlhf")
-    return parse(MODULES[name].Config, rest, prog="test", unused=cli.unused_by(name))[0]
+    return parse(MODULES[name].Config, rest, prog="test", unused=unread_options.of_stage(name))[0]
 
 
 def test_after_sft_comes_the_reward_model_on_the_run_s_own_pairs_with_the_same_adapters(place, capsys):

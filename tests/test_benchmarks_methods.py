@@ -8,7 +8,7 @@ import methods
 import pytest
 from methods_settings import METHODS
 
-from hybrid_rlhf.cli import STAGES
+from hybrid_rlhf.training.registry import STAGES
 
 FOUND = json.loads((methods.ROOT / "docs" / "results" / "methods.json").read_text())
 ASKED = ("ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo", "dpo", "ipo", "hinge", "kto", "orpo",

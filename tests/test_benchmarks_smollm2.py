@@ -8,7 +8,7 @@ import smollm2
 import smollm2_page
 from smollm2_settings import EXPERIMENTS
 
-from hybrid_rlhf.cli import STAGES
+from hybrid_rlhf.training.registry import STAGES
 
 
 def test_no_pair_of_terms_of_the_test_is_trained_on_in_either_order(tmp_path) -> None:

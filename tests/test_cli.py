@@ -10,9 +10,11 @@ import re
 import pytest
 import yaml
 
-from hybrid_rlhf.cli import STAGES, SWITCHES, main, unused_by
+from hybrid_rlhf.cli import SWITCHES, main
 from hybrid_rlhf.core.config import UserError, parse
 from hybrid_rlhf.training import all_stages, step1_sft, step3_ppo
+from hybrid_rlhf.training.registry import STAGES
+from hybrid_rlhf.training.unread_options import of_stage
 from tests.tiny import save_tiny
 
 
@@ -56,7 +58,7 @@ def test_help_explains_every_option_and_gives_its_default(stage, capsys, monkeyp
     for entry in re.split(r"\n  (?=--)", text):
         entries[entry.split()[0].strip(",")] = " ".join(entry.split())
     for name, value in leaves(config_class(stage)()).items():
-        if f"{name}.".startswith(tuple(f"{option}." for option in unused_by(stage))):
+        if f"{name}.".startswith(tuple(f"{option}." for option in of_stage(stage))):
             assert f"--{name}" not in entries, f"no option of {stage}: {name}"
             continue
         default = "null" if value is None else str(value)
@@ -83,7 +85,7 @@ def test_the_launcher_without_a_stage_lists_the_stages(argv, capsys) -> None:
 def test_printed_settings_given_back_are_the_same_settings(stage, capsys, tmp_path) -> None:
     changes = ["--seed", "7", "--data.sources=[{path: a.jsonl, weight: 2, columns: {prompt: q}}]",
                "--data.split", "null"]
-    changes += [] if "model.freeze" in unused_by(stage) else ["--model.freeze=[embed, 'layers\\.0']"]
+    changes += [] if "model.freeze" in of_stage(stage) else ["--model.freeze=[embed, 'layers\\.0']"]
     first = printed(capsys, "--stage", stage, *changes, "--print_config")
     (tmp_path / "printed.yaml").write_text(first)
     assert printed(capsys, "--stage", stage, "--config", f"{tmp_path}/printed.yaml", "--print_config") == first

@@ -18,6 +18,7 @@ from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.offline import DPOConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig
 from hybrid_rlhf.training import defaults, preferences, step1_sft, step3_ppo
+from hybrid_rlhf.training.registry import STAGES
 from tests.tiny import save_tiny, tiny_config
 
 # The shape of SmolLM2-135M, on which the small models' rates were measured: 134.5M
@@ -50,7 +51,7 @@ def test_null_goes_by_the_stage_by_adapters_and_by_the_size_of_the_model(models,
     def sft(model: ModelConfig) -> float:
         return filled(step1_sft.Config(output_dir=str(tmp_path / "out"), model=model), "train.learning_rate")
 
-    row = defaults.TABLE["sft"]["train.learning_rate"]
+    row = STAGES["sft"].defaults["train.learning_rate"]
     assert (sft(models["large"]), sft(with_lora(models["large"]))) == (row.full, row.lora)
     assert sft(models["small"]) == sft(models["smollm2"]) == 10 * row.full
     assert sft(with_lora(models["small"])) == 10 * row.lora
@@ -79,7 +80,7 @@ def test_what_is_given_wins_and_settings_that_are_complete_are_returned_as_they_
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo", "hinge", "kto", "orpo", "simpo"])
 def test_every_offline_loss_has_a_row(models, tmp_path, loss) -> None:
     config = preferences.Config(output_dir=str(tmp_path / "out"), model=models["large"], dpo=DPOConfig(loss_type=loss))
-    row = defaults.TABLE[{"sigmoid": "dpo"}.get(loss, loss)]
+    row = STAGES[{"sigmoid": "dpo"}.get(loss, loss)].defaults
     assert filled(config, "train.learning_rate") == row["train.learning_rate"].full
 
 
@@ -94,7 +95,7 @@ def test_every_method_that_samples_has_a_row_however_it_was_chosen(models, tmp_p
     config = step3_ppo.Config(output_dir=str(tmp_path / "out"), model=models["large"], ppo=ppo)
     assert defaults.method_of(config) == method
     found = defaults.resolve(config)
-    assert None not in [value_of(found, option) for option in defaults.TABLE[method]]
+    assert None not in [value_of(found, option) for option in STAGES[method].defaults]
     assert (found.roles.critic.learning_rate is None) == (estimator != "gae")
 
 
@@ -113,14 +114,14 @@ def test_a_run_keeps_the_values_that_it_was_made_with_and_never_takes_the_tables
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "run.json").write_text(json.dumps(
         {"format": 1, "stage": "sft", "status": "stopped", "config": {"train": {"learning_rate": 7e-4}}}))
-    for resume, rate in (("auto", 7e-4), ("never", defaults.TABLE["sft"]["train.learning_rate"].full)):
+    for resume, rate in (("auto", 7e-4), ("never", STAGES["sft"].defaults["train.learning_rate"].full)):
         config = step1_sft.Config(output_dir=str(tmp_path / "out"), resume=resume, model=models["large"])
         assert filled(config, "train.learning_rate") == rate
 
 
 def test_a_model_that_is_not_there_is_no_small_one_and_what_opens_it_says_so(tmp_path) -> None:
     config = step1_sft.Config(output_dir=str(tmp_path / "out"), model=ModelConfig("./nowhere"))
-    assert filled(config, "train.learning_rate") == defaults.TABLE["sft"]["train.learning_rate"].full
+    assert filled(config, "train.learning_rate") == STAGES["sft"].defaults["train.learning_rate"].full
 
 
 # --- options that a stage does not have -------------------------------------------------------------------------------
@@ -181,7 +182,7 @@ def test_python_is_told_the_same() -> None:
 
 @pytest.mark.parametrize("stage", ["sft", "kto", "ppo", "gspo", "evaluate", "all"])
 def test_what_is_no_option_of_a_stage_is_neither_in_its_help_nor_in_its_settings(stage, capsys) -> None:
-    from hybrid_rlhf.cli import unused_by
+    from hybrid_rlhf.training.unread_options import of_stage as unused_by
 
     shown = []
     for word in ("--help", "--print_config"):

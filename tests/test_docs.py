@@ -41,7 +41,7 @@ def parse_stage(argv: list[str]) -> object:
     rest = [word for word in rest if word not in ("--help", "--print_config")]
     config, _ = parse(stage.Config, [*row.preset, *preset, *rest], prog="x",
                       extra=cli.SWITCHES)
-    cli._check_variant(name, row, config)
+    cli._check_variant(name, config)
     return config
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from reads import config_of, leaves, recorded
 
-from hybrid_rlhf.cli import main, unused_by
+from hybrid_rlhf.cli import main
+from hybrid_rlhf.training.unread_options import of_stage as unused_by
 from tests.stage_options import used
 from tests.tiny import own_cache, save_tiny
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_rlhf.cli import STAGES, main
+from hybrid_rlhf.cli import main
+from hybrid_rlhf.training.registry import STAGES
 
 
 def printed(capsys, *words: str) -> str:

@@ -21,6 +21,7 @@ from hybrid_rlhf.report.summary import PAGE
 from hybrid_rlhf.report.terminal import duration
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.training import builders, defaults
+from hybrid_rlhf.training.registry import STAGES
 
 # Settings that a later stage is given as the earlier one had them: without them it would need another machine.
 CARRIED = ("model.lora.r", "model.load_in_4bit", "model.load_in_8bit", "model.dtype", "model.trust_remote_code",
@@ -115,7 +116,7 @@ def _run_or_none(path: str | None) -> str | None:
 def _next(config: object, record: runfile.RunRecord) -> str:
     """The next stage of the three, or the export of what the last one left."""
     folder = Path(record.output_dir)
-    stage = {"sft": "reward", "conditional_sft": "reward", "reward": "ppo"}.get(record.stage)
+    stage = STAGES[record.stage].followed_by if record.stage in STAGES else None
     if stage is None:
         return f"export --model {shlex.quote(str(folder))} --output_dir {shlex.quote(f'{folder}-export')} --gguf f16"
     words = ["--stage", stage, "--data.sources", _sources(config.data, stage)]

@@ -35,9 +35,9 @@ from hybrid_rlhf.roles import PolicyModule
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.training.plain_prompts import tell_other_form
+from hybrid_rlhf.training.registry import STAGES
 
 MODEL_FOLDER = "model"
-NO_POLICIES = ("reward", "evaluate", "all")  # stages that leave no policy to start from; every other one does
 
 
 def parent_run(given: str | None, output_dir: str, stage: str, option: str) -> str:
@@ -49,7 +49,8 @@ def parent_run(given: str | None, output_dir: str, stage: str, option: str) -> s
     path = given or str(Path(output_dir).parent / stage)
     if (Path(path) / runfile.RUN_FILE).exists():
         found = runfile.read_run(path).stage if given and stage == "sft" else stage
-        runfile.require_finished(path, stage if found in NO_POLICIES else found)
+        is_policy = found not in STAGES or STAGES[found].leaves == "policy"  # a stage of the user's own leaves one
+        runfile.require_finished(path, found if is_policy else stage)
         return path
     check(given is not None, f"no finished {stage} run: {path} does not exist or holds none; run --stage {stage} "
                              f"--output_dir {path} first, or give {option}")

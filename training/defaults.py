@@ -6,11 +6,9 @@ docs/guide/hyperparameters.md says which values are the literature's and which w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
-from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.options import value_of, with_value
@@ -18,59 +16,27 @@ from hybrid_rlhf.models import shapes
 from hybrid_rlhf.models.load import ModelConfig, configuration
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.training import builders
-
-
-class Rate(NamedTuple):
-    """A learning rate for all weights, and one for adapters."""
-
-    full: float
-    lora: float
-
+from hybrid_rlhf.training.registry import MAX_STEPS, STAGES, Rate
 
 # Below so many parameters every rate of the table is multiplied by the factor: GRPO of all weights takes 1e-5 for 135
 # million (docs/results/smollm2.md), and nothing larger was measured.
 SMALL_MODEL, SMALL_FACTOR = 200_000_000, 10
 
 
-def _missing_eos_penalty(config: object) -> float:
-    """A learned score says nothing of the end of a response; a function says what it rewards."""
-    return 1.0 if config.reward.has_model(config.roles) else 0.0
-
-
-_STEPS = "train.max_steps"  # taken where train.num_train_epochs is not given either: few prompts are no short run
-_ROWS = {"train.num_train_epochs": 1.0, "train.per_device_train_batch_size": 8}
-_DPO = {"train.learning_rate": Rate(1e-6, 1e-5)} | _ROWS
-_SAMPLED = {"roles.actor.learning_rate": Rate(1e-6, 2e-5), _STEPS: 100, "train.per_device_train_batch_size": 8}
-_POLICY = _SAMPLED | {"ppo.num_ppo_epochs": 1, "ppo.num_minibatches": 1,
-                      "ppo.missing_eos_penalty": _missing_eos_penalty}
-_GROUPS = _POLICY | {"ppo.kl_coef": 0.04}  # 8 prompts and 8 responses to each
-_SINGLE = _POLICY | {"ppo.kl_coef": 0.1, "train.per_device_train_batch_size": 64}
-
-# method -> option -> what null means there: a value, a Rate, or a function of the settings
-TABLE: dict[str, dict[str, float | Rate | Callable[[object], float]]] = {
-    "sft": {"train.learning_rate": Rate(2e-5, 2e-4)} | _ROWS | {"train.num_train_epochs": 3.0},
-    "reward": {"train.learning_rate": Rate(1e-5, 1e-4)} | _ROWS,
-    "dpo": _DPO, "ipo": _DPO, "hinge": _DPO, "kto": _DPO, "simpo": _DPO,
-    "orpo": _DPO | {"train.learning_rate": Rate(8e-6, 8e-5)},
-    "ppo": _SINGLE | {"roles.critic.learning_rate": Rate(1e-5, 1e-4), "ppo.num_ppo_epochs": 2,
-                      "ppo.num_minibatches": 2},
-    "reinforce_pp": _SINGLE,
-    "reinforce_pp_baseline": _GROUPS, "grpo": _GROUPS, "dr_grpo": _GROUPS, "rloo": _GROUPS, "cispo": _GROUPS,
-    "gspo": _GROUPS | {"ppo.num_minibatches": 4},
-    "online_dpo": _SAMPLED | {"train.per_device_train_batch_size": 32},  # two responses to each
-    "rejection": _SAMPLED | {"roles.actor.learning_rate": Rate(2e-5, 2e-4)},
-}
-
-
 def method_of(config: object) -> str:
-    """The row of TABLE that a recipe's settings go by."""
+    """The stage whose defaults a recipe's settings go by: --stage ppo with ppo.estimator grpo is grpo."""
     if hasattr(config, "ppo"):
         ppo = config.ppo
-        return "ppo" if ppo.needs_critic else ppo.policy_loss if ppo.policy_loss in TABLE and ppo.policy_loss != "ppo" \
-            else ppo.estimator
+        return "ppo" if ppo.needs_critic else ppo.policy_loss if ppo.policy_loss in ("gspo", "cispo") else ppo.estimator
     if hasattr(config, "dpo") and not hasattr(config, "online"):
         return {"sigmoid": "dpo"}.get(config.dpo.loss_type, config.dpo.loss_type)
-    return {"conditional_sft": "sft"}.get(config.stage, config.stage)
+    return config.stage
+
+
+def of_method(config: object) -> dict:
+    """Option -> what null means there, for the method of these settings."""
+    row = STAGES.get(method_of(config))
+    return row.defaults if row else {}
 
 
 def resolve(config: object, start: ModelConfig | None = None) -> object:
@@ -81,7 +47,7 @@ def resolve(config: object, start: ModelConfig | None = None) -> object:
 
     start: the model that the run starts from, where an earlier stage of the same command has not left it yet.
     """
-    row, recorded, found = TABLE.get(method_of(config), {}), _recorded(config), {}
+    row, recorded, found = of_method(config), _recorded(config), {}
     missing = _missing(config, row, recorded)
     if not missing:
         return config
@@ -105,16 +71,16 @@ def _missing(config: object, row: dict, recorded: dict) -> list[str]:
     """The options of the row that are left open. A run's length is open where neither steps nor epochs are given, and
     an earlier run of this folder may have gone by epochs."""
     missing = [option for option in row if value_of(config, option) is None]
-    if _STEPS in row and config.train.max_steps == -1 and config.train.num_train_epochs is None:
+    if MAX_STEPS in row and config.train.max_steps == -1 and config.train.num_train_epochs is None:
         by_epochs = recorded.get("train", {}).get("num_train_epochs") is not None
-        missing.append("train.num_train_epochs" if by_epochs else _STEPS)
+        missing.append("train.num_train_epochs" if by_epochs else MAX_STEPS)
     return missing
 
 
 def told(config: object) -> str:
     """The values that the run goes by of all options that the table has for its method, given or filled in."""
-    found = {option: value_of(config, option) for option in TABLE.get(method_of(config), {})}
-    rates = [(TABLE[method_of(config)][option], value) for option, value in found.items() if option.endswith("_rate")]
+    found = {option: value_of(config, option) for option in of_method(config)}
+    rates = [(of_method(config)[option], value) for option, value in found.items() if option.endswith("_rate")]
     is_small = any(math.isclose(value or 0, SMALL_FACTOR * (rate.lora if config.model.lora.r else rate.full))
                    for rate, value in rates)
     note = f" (rates {SMALL_FACTOR} times the usual ones, for a model so small)" if is_small else ""

@@ -12,46 +12,8 @@ from hybrid_rlhf.algorithms.advantages import ESTIMATORS
 from hybrid_rlhf.algorithms.policy import POLICY_LOSSES
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.options import value_of, with_value
+from hybrid_rlhf.training.registry import PROMPTS_ONLY, STAGES, variant_options
 
-_OUT = "leave it out"
-_ONLY_ACTOR = "only the actor generates: set roles.actor.tp"
-_NO_SCORES = {"data.score_template": "it is for --stage conditional_sft"}
-_TEXTS = {"data.max_prompt_length": "set data.max_length, of prompt and answer together"}
-_ANSWERS = _TEXTS | _NO_SCORES | {"data.packing": "it is for --stage sft", "data.train_on": "only answers count here"}
-_TRAINED_BEFORE = {"model.preset": "name the trained model by model.model_name_or_path, or run --stage sft first",
-                   "model.vocab_size": "the tokenizer is that of the model"}
-_NO_DROPOUT = {"model.lora.dropout": "dropout is off here, as two forwards of one policy are compared"}
-_SAMPLED = _TRAINED_BEFORE | _NO_DROPOUT | _NO_SCORES | {
-    "data.packing": "it is for --stage sft",
-    "train.learning_rate": "set roles.actor.learning_rate",
-    "roles.ref.tp": _ONLY_ACTOR, "roles.critic.tp": _ONLY_ACTOR, "roles.reward.tp": _ONLY_ACTOR,
-    "roles.ref.learning_rate": "the reference is not trained; set roles.actor.learning_rate",
-    "roles.reward.learning_rate": "the reward model is not trained here; set train.learning_rate of --stage reward"}
-_PROMPTS = {"data.max_length": "set data.max_prompt_length, and max_new_tokens of what is sampled",
-            "data.train_on": "sampled answers are trained", "data.append_eos": "a sampled answer ends by itself"}
-_NOT_TRAINED = "an evaluation trains nothing; leave it out"
-_ONLY_REWARD = "of the roles only roles.reward.model_name_or_path is used; what is compared is evaluate.models"
-
-# what a stage never reads -> what is meant
-NEVER_READ: dict[str, dict[str, str]] = {
-    "sft": _TEXTS | _NO_SCORES,
-    "conditional_sft": _TEXTS,
-    "reward": _TRAINED_BEFORE | _ANSWERS,
-    "dpo": _TRAINED_BEFORE | _NO_DROPOUT | _ANSWERS,
-    "ppo": _SAMPLED,
-    "online_dpo": _SAMPLED | _PROMPTS | {"roles.critic": "this method has no critic"},
-    "rejection": _SAMPLED | _PROMPTS | {"roles.critic": "this method has no critic"},
-    "evaluate": _PROMPTS | _NO_SCORES | {
-        "data.packing": "it is for --stage sft", "report_to": "an evaluation has no trackers; leave it out",
-        "model.model_name_or_path": "name the models by evaluate.models",
-        "model.preset": "name the models by evaluate.models", "model.vocab_size": _NOT_TRAINED,
-        "model.gradient_checkpointing": _NOT_TRAINED, "model.freeze": _NOT_TRAINED, "model.lora": _NOT_TRAINED,
-        "roles.share_base": _ONLY_REWARD, "roles.actor": _ONLY_REWARD, "roles.ref": _ONLY_REWARD,
-        "roles.critic": _ONLY_REWARD, **{f"roles.reward.{name}": _ONLY_REWARD for name in (
-            "zero_stage", "dtype", "quantize", "offload", "micro_batch_tokens")}},
-    "all": _NO_SCORES | {option: text for option, text in _SAMPLED.items() if option.startswith("roles.")} | {
-        "stages.ppo.learning_rate": "set roles.actor.learning_rate"},
-}
 _SECTIONS = {"online": "online_dpo", "stages": "all", "rejection": "rejection", "evaluate": "evaluate", "ppo": "ppo",
              "dpo": "dpo"}  # a section that only one stage has -> that stage
 
@@ -74,14 +36,20 @@ def of_method(estimator: str | None = None, policy_loss: str = "ppo", loss_type:
     return found
 
 
+def of_stage(name: str) -> dict[str, str]:
+    """What a stage never reads, whatever its settings: option or section -> what is meant instead."""
+    named = {option.split(".")[1]: value for option, value in variant_options(name).items()}
+    return STAGES[name].unread | of_method(**named)
+
+
 def of(config: object) -> dict[str, str]:
     """What a recipe with these settings never reads: option or section -> what is meant instead."""
     stage = next((name for section, name in _SECTIONS.items() if hasattr(config, section)), config.stage)
     ppo, dpo = getattr(config, "ppo", None), getattr(config, "dpo", None)
     if stage == "all":
-        return NEVER_READ[stage]
+        return STAGES[stage].unread
     method = {"estimator": ppo.estimator, "policy_loss": ppo.policy_loss} if ppo else {}
-    return NEVER_READ[stage] | of_method(**method, loss_type=dpo.loss_type if dpo else None)
+    return STAGES[stage].unread | of_method(**method, loss_type=dpo.loss_type if dpo else None)
 
 
 def refuse(config: object) -> None:
@@ -97,7 +65,7 @@ def refuse(config: object) -> None:
 
 def without(stage: str, sections: dict[str, object]) -> dict[str, object]:
     """Sections that several stages share, with what `stage` never reads at its default."""
-    unread = NEVER_READ[stage] | (_PROMPTS if stage == "ppo" and not sections["ppo"].ptx_coef else {})
+    unread = STAGES[stage].unread | (PROMPTS_ONLY if stage == "ppo" and not sections["ppo"].ptx_coef else {})
     for option in unread:
         name, _, inner = option.partition(".")
         if name in sections and inner:
@@ -148,6 +116,6 @@ SWITCHED: dict[str, list[tuple[tuple[str, ...], Callable[[object], bool], str]]]
          "ppo.overlong_penalty is 0; give one, such as 1"),
         (("roles.reward",), lambda c: not hasattr(c, "roles") or c.reward.has_model(c.roles),
          "no reward model is among the sources; name it by roles.reward.model_name_or_path"),
-        (tuple(_PROMPTS), lambda c: c.ppo.ptx_coef > 0 or hasattr(c, "stages"),  # sft reads them there
+        (tuple(PROMPTS_ONLY), lambda c: c.ppo.ptx_coef > 0 or hasattr(c, "stages"),  # sft reads them there
          "it is for the texts of ppo.ptx_coef, which is 0; leave it out (data.max_prompt_length bounds prompts)")],
 }

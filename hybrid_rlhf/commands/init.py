@@ -156,9 +156,9 @@ def _quoted(text: str) -> str:
 
 def _option(method: str, option: str, comment: str = "", indent: str = "  ") -> str:
     """A line with a default of training/defaults.py. Rates stay null: they go by the model too."""
-    from hybrid_rlhf.training.defaults import TABLE, Rate
+    from hybrid_rlhf.training.registry import STAGES, Rate
 
-    value, name = TABLE[method][option], option.rpartition(".")[2]
+    value, name = STAGES[method].defaults[option], option.rpartition(".")[2]
     if isinstance(value, Rate):
         return f"{indent}{name}: null  # by the table: {value.lora:g} for adapters, {value.full:g} for all weights"
     return f"{indent}{name}: {value:g}{f'  # {comment}' if comment else ''}"

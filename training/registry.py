@@ -1,0 +1,152 @@
+"""The stages: one row each, and nowhere else. A new stage is a module with Config, run(config, command) and
+preview(config), and a row here; a variant of one is a row.
+
+Nothing heavy is imported: the command line reads this table before anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Rate(NamedTuple):
+    """A learning rate for all weights, and one for adapters."""
+
+    full: float
+    lora: float
+
+
+class Stage(NamedTuple):
+    """One row of the table.
+
+    base, preset: of a variant, the stage that it is a name for and the options that it presets. What is given wins, but
+    for those of IDENTITIES. defaults: option -> what null means there: a value, a Rate, or a function of the settings.
+    unread: options of shared sections that the stage never reads -> what is meant instead. leaves: what a finished run
+    leaves behind. followed_by: the stage that a run proposes as the next one.
+    """
+
+    module: str
+    help: str
+    base: str | None = None
+    preset: tuple[str, ...] = ()
+    defaults: dict[str, float | Rate | Callable[[object], float]] = {}  # noqa: RUF012 - never changed
+    unread: dict[str, str] = {}  # noqa: RUF012 - never changed
+    leaves: str | None = "policy"
+    followed_by: str | None = None
+
+
+IDENTITIES = ("dpo.loss_type", "ppo.estimator", "ppo.policy_loss")  # options that the name of a variant stands for
+
+
+def _missing_eos_penalty(config: object) -> float:
+    """A learned score says nothing of the end of a response; a function says what it rewards."""
+    return 1.0 if config.reward.has_model(config.roles) else 0.0
+
+
+# Defaults: docs/guide/hyperparameters.md says which are the literature's and which were measured.
+MAX_STEPS = "train.max_steps"  # taken where train.num_train_epochs is not given either: few prompts are no short run
+_OFFLINE = {"train.num_train_epochs": 1.0, "train.per_device_train_batch_size": 8}
+_SFT = {"train.learning_rate": Rate(2e-5, 2e-4)} | _OFFLINE | {"train.num_train_epochs": 3.0}
+_DPO = {"train.learning_rate": Rate(1e-6, 1e-5)} | _OFFLINE
+_ONLINE = {"roles.actor.learning_rate": Rate(1e-6, 2e-5), MAX_STEPS: 100, "train.per_device_train_batch_size": 8}
+_POLICY = _ONLINE | {"ppo.num_ppo_epochs": 1, "ppo.num_minibatches": 1,
+                     "ppo.missing_eos_penalty": _missing_eos_penalty}
+_GROUPS = _POLICY | {"ppo.kl_coef": 0.04}  # 8 prompts and 8 responses to each
+_SINGLE = _POLICY | {"ppo.kl_coef": 0.1, "train.per_device_train_batch_size": 64}
+_PPO = _SINGLE | {"roles.critic.learning_rate": Rate(1e-5, 1e-4), "ppo.num_ppo_epochs": 2, "ppo.num_minibatches": 2}
+
+# Options that are never read.
+_ONLY_ACTOR = "only the actor generates: set roles.actor.tp"
+_NO_SCORES = {"data.score_template": "it is for --stage conditional_sft"}
+_TEXTS = {"data.max_prompt_length": "set data.max_length, of prompt and answer together"}
+_ANSWERS = _TEXTS | _NO_SCORES | {"data.packing": "it is for --stage sft", "data.train_on": "only answers count here"}
+_TRAINED_BEFORE = {"model.preset": "name the trained model by model.model_name_or_path, or run --stage sft first",
+                   "model.vocab_size": "the tokenizer is that of the model"}
+_NO_DROPOUT = {"model.lora.dropout": "dropout is off here, as two forwards of one policy are compared"}
+_ROLES = {
+    "roles.ref.tp": _ONLY_ACTOR, "roles.critic.tp": _ONLY_ACTOR, "roles.reward.tp": _ONLY_ACTOR,
+    "roles.ref.learning_rate": "the reference is not trained; set roles.actor.learning_rate",
+    "roles.reward.learning_rate": "the reward model is not trained here; set train.learning_rate of --stage reward"}
+_SAMPLED = _TRAINED_BEFORE | _NO_DROPOUT | _NO_SCORES | _ROLES | {
+    "data.packing": "it is for --stage sft", "train.learning_rate": "set roles.actor.learning_rate"}
+PROMPTS_ONLY = {"data.max_length": "set data.max_prompt_length, and max_new_tokens of what is sampled",
+                "data.train_on": "sampled answers are trained", "data.append_eos": "a sampled answer ends by itself"}
+_NO_CRITIC = _SAMPLED | PROMPTS_ONLY | {"roles.critic": "this method has no critic"}
+_NOT_TRAINED = "an evaluation trains nothing; leave it out"
+_ONLY_REWARD = "of the roles only roles.reward.model_name_or_path is used; what is compared is evaluate.models"
+_EVALUATE = PROMPTS_ONLY | _NO_SCORES | {
+    "data.packing": "it is for --stage sft", "report_to": "an evaluation has no trackers; leave it out",
+    "model.model_name_or_path": "name the models by evaluate.models",
+    "model.preset": "name the models by evaluate.models", "model.vocab_size": _NOT_TRAINED,
+    "model.gradient_checkpointing": _NOT_TRAINED, "model.freeze": _NOT_TRAINED, "model.lora": _NOT_TRAINED,
+    "roles.share_base": _ONLY_REWARD, "roles.actor": _ONLY_REWARD, "roles.ref": _ONLY_REWARD,
+    "roles.critic": _ONLY_REWARD, **{f"roles.reward.{name}": _ONLY_REWARD for name in (
+        "zero_stage", "dtype", "quantize", "offload", "micro_batch_tokens")}}
+
+STAGES = {
+    "sft": Stage("hybrid_rlhf.training.step1_sft", "supervised fine-tuning on demonstrations",
+                 defaults=_SFT, unread=_TEXTS | _NO_SCORES, followed_by="reward"),
+    "reward": Stage("hybrid_rlhf.training.step2_reward", "a reward model from preference pairs",
+                    defaults={"train.learning_rate": Rate(1e-5, 1e-4)} | _OFFLINE, unread=_TRAINED_BEFORE | _ANSWERS,
+                    leaves="reward model", followed_by="ppo"),
+    "ppo": Stage("hybrid_rlhf.training.step3_ppo", "PPO against the reward model", defaults=_PPO, unread=_SAMPLED),
+    "all": Stage("hybrid_rlhf.training.all_stages",
+                 "the three in order; without further flags, the embedded demo", leaves=None,
+                 unread=_NO_SCORES | _ROLES | {"stages.ppo.learning_rate": "set roles.actor.learning_rate"}),
+}
+
+
+def _online(name: str, text: str, *preset: str, defaults: dict = _GROUPS, estimator: str | None = None) -> Stage:
+    """A variant of PPO; those of groups draw 8 responses to each prompt."""
+    groups = ("--ppo.sampling.num_samples=8",) if "ppo.kl_coef" in defaults and defaults is not _SINGLE else ()
+    return STAGES["ppo"]._replace(
+        help=f"{text} (--stage ppo with {name} settings)", base="ppo", defaults=defaults, preset=(
+            f"--stage={name}", f"--output_dir=outputs/{name}", f"--ppo.estimator={estimator or name}", *groups,
+            *preset))
+
+
+def _offline(name: str, text: str, defaults: dict = _DPO) -> Stage:
+    """A variant of DPO."""
+    return STAGES["dpo"]._replace(help=text, base="dpo", defaults=defaults, preset=(
+        f"--stage={name}", f"--output_dir=outputs/{name}", f"--dpo.loss_type={name}"))
+
+
+STAGES |= {
+    "grpo": _online("grpo", "group-relative advantages, no critic"),
+    "dr_grpo": _online("dr_grpo", "GRPO without the two biases, no critic"),
+    "rloo": _online("rloo", "REINFORCE leave-one-out, no critic"),
+    "reinforce_pp": _online("reinforce_pp", "REINFORCE++, no critic", defaults=_SINGLE),
+    "reinforce_pp_baseline": _online("reinforce_pp_baseline", "REINFORCE++ with the group's mean as baseline"),
+    "gspo": _online("gspo", "GRPO with ratios of sequences", "--ppo.policy_loss=gspo", "--ppo.cliprange_low=3e-4",
+                    "--ppo.cliprange_high=4e-4", defaults=_GROUPS | {"ppo.num_minibatches": 4}, estimator="grpo"),
+    "cispo": _online("cispo", "GRPO with clipped importance weights", "--ppo.policy_loss=cispo",
+                     "--ppo.cliprange_high=4.0", estimator="grpo"),
+    "dpo": Stage("hybrid_rlhf.training.preferences", "direct preference optimisation on pairs, no reward model",
+                 defaults=_DPO, unread=_TRAINED_BEFORE | _NO_DROPOUT | _ANSWERS),
+}
+STAGES |= {
+    "ipo": _offline("ipo", "dpo with the squared loss of IPO"),
+    "hinge": _offline("hinge", "dpo with the hinge loss of SLiC"),
+    "kto": _offline("kto", "KTO, on responses labelled good or bad"),
+    "orpo": _offline("orpo", "ORPO on pairs, without a reference",
+                     _DPO | {"train.learning_rate": Rate(8e-6, 8e-5)}),
+    "simpo": _offline("simpo", "SimPO on pairs, without a reference"),
+    "conditional_sft": STAGES["sft"]._replace(
+        help="sft on good and bad answers, the score in the prompt", unread=_TEXTS,
+        preset=("--output_dir=outputs/conditional_sft", "--stage=conditional_sft")),
+    "online_dpo": Stage("hybrid_rlhf.training.online_dpo",
+                        "dpo on pairs of fresh samples, which the reward source ranks", unread=_NO_CRITIC,
+                        defaults=_ONLINE | {"train.per_device_train_batch_size": 32}),  # two responses to each
+    "rejection": Stage("hybrid_rlhf.training.rejection",
+                       "rejection sampling: best of n, then sft on it, in rounds", unread=_NO_CRITIC,
+                       defaults=_ONLINE | {"roles.actor.learning_rate": Rate(2e-5, 2e-4)}),
+    "evaluate": Stage("hybrid_rlhf.training.evaluate", "two or more models on held-out prompts, side by side",
+                      unread=_EVALUATE, leaves=None),
+}
+
+
+def variant_options(name: str) -> dict[str, str]:
+    """The options that the name of a variant stands for, such as {"ppo.estimator": "grpo"}."""
+    words = (word.removeprefix("--").partition("=") for word in STAGES[name].preset)
+    return {option: value for option, _, value in words if option in IDENTITIES}
