@@ -1,6 +1,7 @@
 """Whose log-probabilities are the old ones: the sampler's while they agree with training, and a forward's when not."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,8 +28,11 @@ class Length:
 
 def _collected(gate, temperature=1.0, measured_at=None, metrics=None):
     model = tiny_causal_lm()
-    module = PolicyModule(model, measured_at or temperature)
-    roles = Roles(Actor(HybridEngine(module, model, eos_ids=[3], pad_id=0), tiny_tokenizer()))
+    actor = Actor(HybridEngine(PolicyModule(model), model, eos_ids=[3], pad_id=0), tiny_tokenizer())
+    if measured_at:  # a training forward that disagrees with the sampler
+        generate = actor.generate
+        actor.generate = lambda *given: replace(generate(*given), temperature=measured_at)
+    roles = Roles(actor)
     prompts = Prompts(IDS, [""] * len(IDS))
     return collect(prompts, roles, Length(), SamplingConfig(max_new_tokens=10, temperature=temperature), 3,
                    Metrics() if metrics is None else metrics, gate)

@@ -27,7 +27,7 @@ def mixing(max_tokens=8192, rate=1.0, optim="sgd", **changes):
     """A policy under plain gradient descent, so that a step is the gradient, with three texts to mix in."""
     config = settings(**({"estimator": "reinforce_pp", "whiten_advantages": True, "kl_coef": 0.0, "ptx_coef": 2.0,
                           "sampling": SamplingConfig(max_new_tokens=10, temperature=TEMPERATURE)} | changes))
-    engines = [policy(0, config.sampling.temperature) for _ in range(2)]
+    engines = [policy(0) for _ in range(2)]
     engines[0].prepare_training(OptimizerConfig(learning_rate=rate, optim=optim, max_grad_norm=1e9), lambda step: 1.0,
                                 ZeroConfig())
     roles = Roles(Actor(engines[0], tiny_tokenizer(), max_tokens), Reference(engines[1], max_tokens))

@@ -29,9 +29,9 @@ def trained(engine, rate=1e-3):
     return engine.prepare_training(OptimizerConfig(learning_rate=rate), lambda step: 1.0, ZeroConfig())
 
 
-def policy(seed=0, temperature=1.0, **changes):
+def policy(seed=0, **changes):
     model = tiny_causal_lm(seed, **changes)
-    return HybridEngine(PolicyModule(model, temperature), model, eos_ids=[3], pad_id=0)
+    return HybridEngine(PolicyModule(model), model, eos_ids=[3], pad_id=0)
 
 
 def scalar(seed=1, **changes):
@@ -51,9 +51,9 @@ def count_of(token):
     return Source(lambda rollout: ((rollout.response_ids == token) & rollout.action_mask).sum(1).float())
 
 
-def ppo(config, source=None, max_tokens=8192, rate=1e-3, temperature=1.0):
-    roles = Roles(Actor(trained(policy(temperature=temperature), rate), tiny_tokenizer(), max_tokens),
-                  Reference(policy(temperature=temperature), max_tokens), Critic(trained(scalar(2), rate), max_tokens))
+def ppo(config, source=None, max_tokens=8192, rate=1e-3):
+    roles = Roles(Actor(trained(policy(), rate), tiny_tokenizer(), max_tokens),
+                  Reference(policy(), max_tokens), Critic(trained(scalar(2), rate), max_tokens))
     return PPOTrainer(roles, source or ModelSource(Reward(scalar(1), max_tokens)), config, seed=0)
 
 
@@ -112,7 +112,8 @@ def test_the_reward_step_is_the_same_whatever_the_token_budget(max_tokens):
 def test_role_numbers_equal_the_plain_forward_s_at_every_action():
     rollout = Rollout.from_responses(Prompts([[5, 6], [7, 8, 9]], ["a", "b"]), [[10, 11, 3], [12]], [True, False], 0,
                                      ["", ""])
-    actor, critic, reward = Actor(policy(temperature=0.7), None, 6), Critic(scalar(2), 6), Reward(scalar(1), 6)
+    rollout.temperature = 0.7
+    actor, critic, reward = Actor(policy(), None, 6), Critic(scalar(2), 6), Reward(scalar(1), 6)
     logprobs, values, scores = actor.logprobs(rollout), critic.values(rollout), reward.score_rollout(rollout)
     for i, (prompt, response) in enumerate([([5, 6], [10, 11, 3]), ([7, 8, 9], [12])]):
         ids = torch.tensor([prompt + response])

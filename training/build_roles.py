@@ -55,7 +55,6 @@ class RoleInputs:
     roles: RolesConfig
     engine: ZeroConfig
     train: TrainConfig
-    temperature: float
     seed: int
 
 
@@ -219,7 +218,7 @@ def build(parts: RoleInputs, starts: dict[str, Start], layout: Layout, tokenizer
         for role in group:
             if role in ("actor", "ref"):
                 tp = (parts.roles.actor.tp or 1) if role == "actor" else 1
-                engine = builders.policy_engine(base.model, tokenizer, parts.temperature, tp, base.turn(role))
+                engine = builders.policy_engine(base.model, tokenizer, tp, base.turn(role))
             else:
                 numbers = (scale.mean, scale.std) if role == "critic" and is_copy and scale else ()
                 engine = builders.scalar_engine(base.scalar(role), own, *numbers, adapter=base.turn(role))

@@ -190,13 +190,13 @@ def check_tensor_parallel(degree: int, model: ModelConfig) -> None:
         check_configured(load.configuration(model), degree, "roles.actor.tp")
 
 
-def policy_engine(model: nn.Module, tokenizer, temperature: float = 1.0, tp: int = 1,  # noqa: ANN001
+def policy_engine(model: nn.Module, tokenizer, tp: int = 1,  # noqa: ANN001
                   adapter: Callable = nullcontext) -> HybridEngine:
-    """An engine that samples and gives log-probabilities at `temperature` (0, greedy, is measured at 1). tp: how many
-    processes generate together (every process of the run calls this). adapter: as HybridEngine takes it."""
+    """An engine that samples and gives log-probabilities. tp: how many processes generate together (every process of
+    the run calls this). adapter: as HybridEngine takes it."""
     if tp > 1:
         init_process_group()
-    return HybridEngine(PolicyModule(model, temperature or 1.0), model, eos_ids=stop_ids(model, tokenizer),
+    return HybridEngine(PolicyModule(model), model, eos_ids=stop_ids(model, tokenizer),
                         pad_id=tokenizer.pad_token_id, tp=consecutive_ranks(tp) if tp > 1 else None, adapter=adapter)
 
 

@@ -211,8 +211,7 @@ class _Judges:
             self.reader = _tokenizer(config, reward)
             scalar = builders.open_scalar(_settings(config, reward), self.reader)
             self.role = Reward(builders.scalar_engine(scalar, self.reader))
-        actor = scored_answers.open_actor(_settings(config, reference), _tokenizer(config, reference),
-                                          config.evaluate.sampling.temperature)
+        actor = scored_answers.open_actor(_settings(config, reference), _tokenizer(config, reference))
         self.engine = actor.engine
         self.scale = builders.score_statistics_of(reward) if reward else {}
 
@@ -221,7 +220,7 @@ class _Judges:
         given, source = self.config.evaluate, self._source(path)
         is_alike = builders.difference(path, self.reference, self.config.data, "ppo") is None
         reference = Reference(self.engine) if is_alike else None
-        actor = scored_answers.open_actor(_settings(self.config, path), tokenizer, given.sampling.temperature)
+        actor = scored_answers.open_actor(_settings(self.config, path), tokenizer)
         template, rollouts = given.prompt_templates.get(name), []
         for first in range(0, len(prompts), given.batch_size):
             some = prompts.rows(range(first, min(first + given.batch_size, len(prompts))))

@@ -37,10 +37,9 @@ class Method(NamedTuple):
 
     sampling: how it draws; section: the name of its settings, for messages. num_updates: optimizer steps of one trainer
     step; num_sequences: of one optimizer step on a process. num_together: rows that no micro-batch tears apart.
-    temperature: that the roles' log-probabilities are measured at. score_clip: bound of normalised scores.
-    critic_warmup_steps: None goes by what the critic starts from. has_entropy: whether the actor's update takes it.
-    also_reads: further stages whose data it trains on. keeps_average: whether of the actor's weights.
-    data_stage: the stage whose prompts it takes.
+    score_clip: bound of normalised scores. critic_warmup_steps: None goes by what the critic starts from. has_entropy:
+    whether the actor's update takes it. also_reads: further stages whose data it trains on. keeps_average: whether of
+    the actor's weights. data_stage: the stage whose prompts it takes.
     """
 
     sampling: SamplingConfig
@@ -50,7 +49,6 @@ class Method(NamedTuple):
     num_together: int = 1
     needs_ref: bool = True
     needs_critic: bool = False
-    temperature: float = 1.0
     normalise_scores: bool = True
     score_clip: float | None = None
     critic_warmup_steps: int | None = 0
@@ -130,7 +128,7 @@ def actor_model(config: Config, sources: Sources) -> ModelConfig:
 
 
 def parts_of(config: Config) -> RoleInputs:
-    return RoleInputs(config.model, config.roles, config.engine, config.train, config.method.temperature, config.seed)
+    return RoleInputs(config.model, config.roles, config.engine, config.train, config.seed)
 
 
 def preview(config: Config) -> None:

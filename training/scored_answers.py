@@ -28,10 +28,10 @@ def check_checker(name: str | None, option: str) -> None:
           f"{option} is {name!r}; there are {', '.join(CHECKERS)}{nearest(name or '', CHECKERS)}")
 
 
-def open_actor(model: ModelConfig, tokenizer, temperature: float = 1.0) -> Actor:  # noqa: ANN001
-    """A policy as it is, to sample from and to be measured at `temperature`."""
+def open_actor(model: ModelConfig, tokenizer) -> Actor:  # noqa: ANN001
+    """A policy as it is, to sample from and to score with."""
     causal = builders.open_policy(model, tokenizer, 0, dropout=False)
-    return Actor(builders.policy_engine(causal, tokenizer, temperature), tokenizer)
+    return Actor(builders.policy_engine(causal, tokenizer), tokenizer)
 
 
 @torch.no_grad()

@@ -61,11 +61,13 @@ class Actor:
             skip_special_tokens=True) if ended else []  # of no texts it makes one
         rollout = Rollout.from_responses(prompts, generation.tokens, ended, self.engine.pad_id, texts)
         rollout.sampled_logprobs = pad_right(generation.logprobs, 0.0, torch.float32)
+        rollout.temperature = sampling.temperature or 1.0  # what was drawn greedily is scored as it is
         return rollout
 
     def logprobs(self, rollout: Rollout) -> Tensor:
-        """(B, R) log-probabilities of the sampled tokens under the present weights."""
-        return per_action(self.engine, rollout, self.max_tokens, lambda rows: self.engine(rows).logprobs)
+        """(B, R) log-probabilities of the sampled tokens under the present weights, at the rollout's temperature."""
+        return per_action(self.engine, rollout, self.max_tokens,
+                          lambda rows: self.engine(rows, temperature=rollout.temperature).logprobs)
 
     def update(self, minibatch: Rollout, loss_fn: Callable, auxiliary: AuxiliaryLoss | None = None) -> Metrics:
         """One optimizer step. loss_fn(TokenScores, rows of the minibatch, its Totals) -> their share of the loss, and
@@ -75,11 +77,12 @@ class Actor:
         def policy_loss(scores: TokenScores, index: Tensor) -> tuple[Tensor, dict]:
             return loss_fn(scores, minibatch.rows(index).to(self.engine.device), totals)
 
-        rows = [self._rows(minibatch.sequences(self.engine.pad_id), policy_loss, with_entropy=True)]
+        rows = [self._rows(minibatch.sequences(self.engine.pad_id), policy_loss, with_entropy=True,
+                           temperature=minibatch.temperature)]
         if auxiliary is not None:
             num_tokens = sum_over_ranks(auxiliary.batch.loss_mask[:, 1:].sum())
             rows.append(self._rows(auxiliary.batch, lambda scores, _: auxiliary.loss_fn(scores, num_tokens),
-                                   auxiliary.weight, temperature=1.0))
+                                   auxiliary.weight))
         return accumulate(self.engine, self.max_tokens, *rows)
 
     def fit_tokens(self, batch: SequenceBatch, loss_fn: Callable) -> Metrics:

@@ -1,4 +1,4 @@
-"""What a policy's engine calls: token ids in, what the policy says of the marked tokens out, never whole logits."""
+"""What a policy's engine calls: token ids in, what the policy says of the loss tokens out, never whole logits."""
 
 from __future__ import annotations
 
@@ -33,14 +33,11 @@ class TokenScores:
 
 
 class PolicyModule(nn.Module):
-    """A causal model whose forward gives log-probabilities of the marked tokens, from chunks of the logits.
+    """A causal model whose forward gives log-probabilities of the loss tokens, from chunks of the logits."""
 
-    temperature divides the logits, so that the numbers are those of the policy that was sampled.
-    """
-
-    def __init__(self, model: nn.Module, temperature: float = 1.0) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.temperature = model, temperature
+        self.model = model
         self.router = router_of(model)
         self._can_share: bool | None = None
 
@@ -54,9 +51,9 @@ class PolicyModule(nn.Module):
         return self._can_share
 
     def forward(self, batch: SequenceBatch, with_entropy: bool = False, expert_shares: Tensor | None = None,
-                with_choices: bool = False, temperature: float | None = None) -> TokenScores:
+                with_choices: bool = False, temperature: float = 1.0) -> TokenScores:
         """expert_shares: (E,) of the minibatch that these rows are a part of (Router.loss). with_choices: count the
-        experts' choices. temperature: None takes the module's own."""
+        experts' choices. temperature: what the logits are divided by."""
         router_loss = choices = None
         if self.router and (with_choices or torch.is_grad_enabled()):
             hidden, logits = hidden_states_and_router_logits(self.model, batch)
@@ -72,13 +69,12 @@ class PolicyModule(nn.Module):
         if is_partitioned(self.model):  # all processes meet in each call of the head, which gathers its weights
             num_chunks = max_over_ranks(num_chunks)
         scores = token_logprobs(rows, predicted(batch), own_head(self.model), with_entropy=with_entropy,
-                                temperature=self.temperature if temperature is None else temperature,
-                                chunk_size=size, num_chunks=num_chunks,
+                                temperature=temperature, chunk_size=size, num_chunks=num_chunks,
                                 score_logits=ops_for(rows.device.type).token_scores)
         return TokenScores(*scores, router_loss, choices)
 
     def _states(self, batch: SequenceBatch) -> Tensor:
-        """(N, H): the hidden states that predict the marked tokens."""
+        """(N, H): the hidden states that predict the loss tokens."""
         packed = packing(batch) if self._can_share and batch.position_ids is None else None
         if packed is None:
             return predicting(hidden_states(self.model, batch), batch)

@@ -23,7 +23,8 @@ class Reference:
         self.engine.name = "reference"
 
     def logprobs(self, rollout: Rollout) -> Tensor:
-        return per_action(self.engine, rollout, self.max_tokens, lambda rows: self.engine(rows).logprobs)
+        return per_action(self.engine, rollout, self.max_tokens,
+                          lambda rows: self.engine(rows, temperature=rollout.temperature).logprobs)
 
     def sequence_logprobs(self, batch: SequenceBatch) -> Tensor:
         """(B,): the summed log-probabilities of each row's loss tokens, without gradients."""

@@ -27,8 +27,7 @@ class BestOfNSampler:
                  missing_eos_penalty: float = 0.0) -> None:
         self.roles, self.source, self.sampling, self.seed = roles, source, sampling, seed
         self.missing_eos_penalty = missing_eos_penalty
-        # log-probabilities are taken at temperature 1; at another one the sampler's are of another distribution
-        self.old_logprobs = OldLogprobs("auto" if sampling.temperature == 1 else "recompute")
+        self.old_logprobs = OldLogprobs()
         self.num_steps = 0
         self.last_rollout: Rollout | None = None
 

@@ -63,7 +63,8 @@ class Rollout:
     (B, R); scores (B,), NaN where a method that allows it has none. source_scores: (B,) of each reward source, NaN
     where it skipped a response. is_clipped (B,) bool: whether the score, put on stage 2's scale, was bounded there.
     shaped_scores (B,): what each response is paid but for the KL. numbers: (B,) each sequence's place among those of
-    all processes, where that is not the order of processes.
+    all processes, where that is not the order of processes. temperature: by which the logits were divided, and are
+    wherever these responses are scored or trained, so that the log-probabilities are those of the policy that sampled.
     """
 
     prompts: Prompts
@@ -84,6 +85,7 @@ class Rollout:
     advantages: Tensor | None = None
     returns: Tensor | None = None
     numbers: Tensor | None = None
+    temperature: float = 1.0
 
     @classmethod
     def from_responses(cls, prompts: Prompts, responses: Sequence[Sequence[int]], has_eos: Sequence[bool],
@@ -129,8 +131,10 @@ class Rollout:
         def joined(a: object, b: object) -> object:
             if isinstance(a, dict):
                 return {key: joined(value, b[key]) for key, value in a.items()}
+            if a is None or isinstance(a, float):
+                return a
             if not isinstance(a, Tensor):
-                return a if a is None else a + b
+                return a + b
             return torch.cat([x if x.ndim == 1 else pad(x, (0, width - x.shape[1])) for x in (a, b)])
 
         prompts = Prompts(*(joined(getattr(self.prompts, f.name), getattr(other.prompts, f.name))

@@ -199,7 +199,7 @@ class PPOTrainer:
         """
         mask = minibatch.action_mask
         denominator = self._denominator(mask, minibatch.totals())
-        scores = self.roles.actor.score_tokens(batch, temperature=1.0)
+        scores = self.roles.actor.score_tokens(batch)
         own = [(minibatch.advantages[mask].abs() / denominator).sum(), -sum(s.logprobs.double().sum() for s in scores),
                sum(s.logprobs.numel() for s in scores)]
         size, loss, count = sum_over_ranks(torch.tensor([float(x) for x in own], dtype=torch.float64)).tolist()

@@ -77,7 +77,7 @@ class Config:
         ppo, sequences = self.ppo, self.train.rows_per_step * self.ppo.sampling.num_samples
         return on_policy.Method(
             ppo.sampling, "ppo", updates_per_step(self), ppo.minibatch_size or -(-sequences // ppo.num_minibatches),
-            needs_ref=self.needs_reference, needs_critic=ppo.needs_critic, temperature=ppo.sampling.temperature,
+            needs_ref=self.needs_reference, needs_critic=ppo.needs_critic,
             normalise_scores=ppo.normalise_scores, score_clip=ppo.score_clip,
             critic_warmup_steps=ppo.critic_warmup_steps, has_entropy=True, also_reads=("ptx",) if ppo.ptx_coef else (),
             keeps_average=ppo.ema)
