@@ -38,8 +38,8 @@ class Training:
                   "a run in several processes needs its functions by name in each; use train.py --stage under torchrun")
             self.stage, row = stage, STAGES[stage]
             self._recipe = importlib.import_module(row.module)
-            self.functions, paid = rewards_of(reward_funcs, _folder)
-            given = dotted(self._recipe.Config, {**(settings or {}), **paid, **(options or {})})
+            self.functions, sources = rewards_of(reward_funcs, _folder)
+            given = dotted(self._recipe.Config, {**(settings or {}), **sources, **(options or {})})
             folder = given.get("output_dir") if output_dir is None else str(output_dir)
             self.output_dir = folder or f"outputs/{stage}"
             self._rows = rows_of(train_dataset)

@@ -30,5 +30,5 @@ def test_without_a_kl_price_the_reward_model_is_fooled_and_the_report_says_so_wi
         assert "None of the alarms went off." in report
         return
     assert last[f"eval/{truth}"] < first[truth] - 0.1
-    assert "- **reward hacking**: the paid score rose from" in report and "while demo_correct fell from" in report
+    assert "- **reward hacking**: the training score rose from" in report and "while demo_correct fell from" in report
     assert "- **KL**: the policy is" in report

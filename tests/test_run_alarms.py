@@ -56,10 +56,10 @@ def test_a_run_that_goes_well_rings_nothing_however_noisy(seed) -> None:
      ["from 0.12 to 5.42", "within 5 steps (from step 8 on)", "ppo.update_kl 0.01"]),
     ({"score/clip_fraction": (0.0, 0.08)}, "bounded scores", ["bounds 8% of the scores", "ppo.score_clip"]),
     ({"score/clip_fraction": (0.3, 0.0)}, "bounded scores", ["bounds 29%"]),
-    ({"frac_reward_zero_std": (0.1, 1.0)}, "zero reward variance", ["of the groups", "teach nothing"]),
+    ({"frac_reward_zero_std": (0.1, 1.0)}, "zero reward variance", ["of the groups", "no gradient"]),
     ({"reward_std": (1.0, 0.0, 0.0)}, "zero reward variance", ["no longer differ"]),
     ({"rewards/truth/mean": (0.5, 0.2)}, "reward hacking",
-     ["truth fell from 0.488 at the start", "the paid score rose from 0.115 to 2.88"]),
+     ["truth fell from 0.488 at the start", "the training score rose from 0.115 to 2.88"]),
     ({"rewards/truth/mean": (0.5, 0.8, 0.4)}, "reward hacking", ["truth fell from 0.7", "around step 2"]),
 ])
 def test_each_way_to_go_wrong_has_its_words(change, name, words) -> None:

@@ -66,8 +66,8 @@ class Config:
         stages: The schedule of each stage.
         reward: The reward model's own settings.
         roles: The four roles of PPO.
-        reward_sources: What PPO is paid by beside the model that stage 2 leaves (`reward` of stage ppo); that model
-            comes first in reward_sources.weights. To be paid without it, leave reward out of run_stages.
+        reward_sources: PPO's reward sources beside the model that stage 2 leaves (`reward` of stage ppo); that model
+            comes first in reward_sources.weights. To do without it, leave reward out of run_stages.
         ppo: PPO's own settings.
         compare: The table at the end.
     """

@@ -1,4 +1,4 @@
-"""What every on-policy recipe has in common: its parent runs, its data, its roles, what it is paid by, and its run."""
+"""What every on-policy recipe has in common: its parent runs, its data, its roles, its reward sources, and its run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rejection sampling of the stage-1 policy: the best of n responses by what stage 3 is paid by, then SFT on them."""
+"""Rejection sampling of the stage-1 policy: the best of n responses by the reward sources, then SFT on them."""
 
 from __future__ import annotations
 

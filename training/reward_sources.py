@@ -1,4 +1,4 @@
-"""What a run is paid by: the stage-2 model, Python functions, and others; their settings, and one source of all."""
+"""Reward sources: the stage-2 model, Python functions, and others; their settings, and one source of all."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from hybrid_rlhf.training import builders
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """What responses are paid by. Without any of these, the stage-2 reward model; with one, that model only where
+    """The reward sources. Without any of these, the stage-2 reward model; with one, that model only where
     roles.reward.model_name_or_path names it.
 
     Attributes:
         functions: Python functions, path.py:name or builtin:name (exact_match, numeric_match, length_penalty,
             repetition_penalty, format), one or a list; called as TRL calls them, with the dataset's columns.
         options: Further keywords of the functions, by name: {numeric_match: {column: answer}}; and of the models, by
-            the last part of their path: label (which of several pays), reads (text, pair or completion).
+            the last part of their path: label (which of several is the score), reads (text, pair or completion).
         models: Sequence-classification models, hub ids or folders, each with its own tokenizer; one or a list.
         url: A service that answers POST {prompts, completions} with {scores}, such as http://localhost:8000/score.
         weights: Weight of each source: the stage-2 model if it takes part, the functions, the models, the service;

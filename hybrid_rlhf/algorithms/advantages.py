@@ -23,7 +23,7 @@ class Estimator(NamedTuple):
 
     fn(rewards (B, R), action_mask (B, R), *, values (B, R) or None, gamma, lam, reduce, group_size) ->
     (advantages (B, R), returns (B, R)), both zero outside the actions. Groups are contiguous rows.
-    kl_in, aggregation: where the method's paper puts the price of KL (reward or loss) and how it averages the loss
+    kl_in, aggregation: where the method's paper puts the KL penalty (reward or loss) and how it averages the loss
     (a row of policy.AGGREGATIONS); what ppo.kl_in and ppo.aggregation are where they are not given.
     """
 
@@ -81,7 +81,7 @@ def rloo(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = None, 
          reduce: Reduce = identity, group_size: int = 1) -> tuple[Tensor, Tensor]:
     """REINFORCE leave-one-out (arXiv 2402.14740): R_i less the mean of the others' R, at every action of response i.
 
-    R_i is the sum of row i's rewards, the price of KL included if it is there. Raises ValueError for groups of one.
+    R_i is the sum of row i's rewards, the KL penalty included if it is there. Raises ValueError for groups of one.
     """
     totals = _group_totals(rewards, action_mask, group_size)
     others = (totals.sum(1, keepdim=True) - totals) / (group_size - 1)
@@ -106,7 +106,7 @@ def dr_grpo(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = Non
 
 
 def _group_totals(rewards: Tensor, action_mask: Tensor, group_size: int) -> Tensor:
-    """(groups, group_size): what each response was paid in all. Raises ValueError for rows that are no whole groups.
+    """(groups, group_size): the total reward of each response. Raises ValueError for rows that are no whole groups.
 
     In fp64: in fp32 the mean of equal scores is not always that score. Of eight times 73.3 it is 7e-6 off, and GRPO,
     which divides by a spread as small, made of that an advantage of 0.07.

@@ -1,4 +1,4 @@
-"""What it costs to leave the reference policy: per-token estimates of the KL divergence, and its price."""
+"""Per-token estimates of the KL divergence to the reference policy, and its coefficient."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class AdaptiveKL:
         """value *= 1 + clip(mean_kl / target - 1, +-0.2) * num_sequences / horizon.
 
         mean_kl is the mean over all num_sequences of all ranks: ranks that are told different things drift apart.
-        Raises ValueError for a mean_kl that is not finite, and for a step that would turn the price negative (more
-        than five horizons at once).
+        Raises ValueError for a mean_kl that is not finite, and for a step that would turn the coefficient negative
+        (more than five horizons at once).
         """
         if not math.isfinite(mean_kl):
             raise ValueError(f"adaptive KL: the mean KL of the step is {mean_kl}")

@@ -70,8 +70,8 @@ def verdict(signal: RewardSignal) -> list[str]:
         return found
     if signal.group_size == 1:
         return ["healthy: the scores differ, and the responses end"]
-    return [f"healthy: the responses differ in score on {_prompts(signal.with_spread, signal)}, and that is what is "
-            "learned from"]
+    return [f"healthy: the responses differ in score on {_prompts(signal.with_spread, signal)}, which is what the "
+            "method learns from"]
 
 
 def _of_scores(signal: RewardSignal) -> str:

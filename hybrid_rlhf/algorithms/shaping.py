@@ -12,12 +12,12 @@ def shape_rewards(scores: Tensor, kl: Tensor, kl_coef: float, action_mask: Tenso
     """Rewards (B, R): -kl_coef * kl at every action, and the score at the last one (arXiv 1909.08593, 2203.02155).
 
     scores (B,); kl (B, R) nats; action_mask (B, R) bool. Zero outside the actions, whatever `kl` holds there; a row
-    without an action is paid nothing.
+    without an action has reward 0.
     """
     columns = torch.arange(action_mask.shape[1], device=action_mask.device)
     is_last = columns[None, :] == last_true(action_mask)[:, None]
-    price = (-kl_coef * kl.float()).masked_fill(~action_mask, 0)
-    return price + torch.where(is_last, scores.float()[:, None], 0.0)
+    penalty = (-kl_coef * kl.float()).masked_fill(~action_mask, 0)
+    return penalty + torch.where(is_last, scores.float()[:, None], 0.0)
 
 
 def normalise(scores: Tensor, mean: float, std: float) -> Tensor:

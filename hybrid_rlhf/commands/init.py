@@ -128,7 +128,7 @@ def settings_text(answers: dict[str, str]) -> str:
     if goal.stage in ("all", "grpo"):
         lines += ["  max_prompt_length: 256  # longer prompts are dropped and counted"]
     if goal.stage != "grpo":
-        lines += ["  max_length: 1024  # tokens of prompt and answer; longer rows are dropped and counted"]
+        lines += ["  max_length: 1024  # tokens of prompt and answer; what is longer is counted"]
     return "\n".join([*lines, *_sections(goal.stage), ""])
 
 

@@ -17,7 +17,7 @@ def give_back_freed_blocks() -> bool:
     heap, which fragments and is not given back. On a 134M model, bf16, LoRA, forward and backward of 2 x 192 tokens,
     whose tensors take 164 MB: by default 252 MB, of which 252 stayed; mapped from 1 MiB 225-257 MB, for states of
     2 x 192 x 768 are below that; mapped from 128 KiB 167 MB, of which 2 stayed.
-    The price is time, for a block that is mapped anew is cleared page by page: that forward and backward took 1.5 s
+    The cost is time, for a block that is mapped anew is cleared page by page: that forward and backward took 1.5 s
     instead of 1.1 (one thread). So it is for runs whose memory is bounded (--memory), not for all.
     Returns whether there was such a malloc.
     """

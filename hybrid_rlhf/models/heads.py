@@ -15,7 +15,7 @@ class ScalarModel(nn.Module):
 
     The number at t is a function of the tokens up to t: a critic reads it where a token is predicted, a reward model
     at the last real token; at padding stands anything. mean and std put the number on another scale,
-    (number - mean) / std: a critic that starts as a copy of the reward model predicts what the actor is paid, which is
+    (number - mean) / std: a critic that starts as a copy of the reward model predicts the actor's reward, which is
     the normalised score.
     """
 

@@ -18,7 +18,7 @@ def fingerprint(folder: str | Path) -> str | None:
     """sha256 over every tensor's name, type, shape and the bytes at its beginning, middle and end.
 
     Equal for equal weights in one file or several; fine-tuning in whatever way changes every matrix it touches, so a
-    few bytes of each tell two trainings apart, at the price of a few hundred small reads. None where there are no
+    few bytes of each tell two trainings apart, at the cost of a few hundred small reads. None where there are no
     safetensors (a hub id). Raises UserError for a damaged file.
     """
     files = sorted(Path(folder).expanduser().glob("*.safetensors"))

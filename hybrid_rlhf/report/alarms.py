@@ -17,7 +17,7 @@ from statistics import fmean
 
 from hybrid_rlhf.report.history import History, Series, is_number, series
 
-_FOOLED = "what is paid is no longer what is meant. Raise ppo.kl_coef, stop earlier, or fix the reward."
+_FOOLED = "the reward no longer measures what is meant. Raise ppo.kl_coef, stop earlier, or fix the reward."
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Limits:
     start's mean length. max_clipped: share of responses that did not end; max_unended: the same, where it was so from
     the start. max_empty: share of responses without a word. min_distinct: of the start's share of distinct answers;
     max_common: what the share of the three commonest may rise by. min_diversity: of the start's distinct bigrams.
-    min_entropy: of the start's nats per token. max_flat_groups: share of groups whose responses are all paid alike.
+    min_entropy: of the start's nats per token. max_flat_groups: share of groups whose responses have equal rewards.
     min_spread: of the start's standard deviation of scores. max_bounded: share of scores that ppo.score_clip moves.
     num_errors: how many standard errors make a fall. min_fall: in standard deviations of the score.
     """
@@ -80,42 +80,42 @@ def not_finite(history: History, _: Limits) -> list[Alarm]:
 
 
 def hacking(history: History, limits: Limits) -> list[Alarm]:
-    """The score that is paid rises while a second opinion falls: another source's score, or the held-out score."""
-    paid, found = series(history, "reward"), []
-    if paid is None:
+    """The training score rises while a second opinion falls: another source's score, or the held-out score."""
+    reward, found = series(history, "reward"), []
+    if reward is None:
         return []
     seconds = {name: series(history, name) for row in history[:1] for name in row
                if name.startswith("rewards/") and name.endswith("/mean")}
     for name, second in seconds.items():
         spread = series(history, name.removesuffix("mean") + "std")
-        found += _against(paid, name.split("/")[1], second, spread, limits) if second and spread else []
-    return found + _held_out(history, paid, limits)
+        found += _against(reward, name.split("/")[1], second, spread, limits) if second and spread else []
+    return found + _held_out(history, reward, limits)
 
 
-def _against(paid: Series, name: str, second: Series, spread: Series, limits: Limits) -> list[Alarm]:
-    """The alarm if `second` has come down from its best while what is paid went on rising."""
+def _against(reward: Series, name: str, second: Series, spread: Series, limits: Limits) -> list[Alarm]:
+    """The alarm if `second` has come down from its best while the training score went on rising."""
     size, last = second.size, len(second.values) - second.size
     best = max(range(last + 1), key=second.around)
-    before = paid.around(min(best, len(paid.values) - size))
+    before = reward.around(min(best, len(reward.values) - size))
     fall = second.around(best) - second.end
     if fall <= max(limits.num_errors * second.error(), limits.min_fall * spread.start) or (
-            paid.end - before <= 2 * paid.error()):
+            reward.end - before <= 2 * reward.error()):
         return []
     where = "at the start" if best < size else f"around step {second.steps[best + size // 2]}"
-    return [Alarm("reward hacking", f"the paid score rose from {before:.3g} to {paid.end:.3g} while {name} fell "
+    return [Alarm("reward hacking", f"the training score rose from {before:.3g} to {reward.end:.3g} while {name} fell "
                                     f"from {second.around(best):.3g} {where} to {second.end:.3g}: {_FOOLED}")]
 
 
-def _held_out(history: History, paid: Series, limits: Limits) -> list[Alarm]:
+def _held_out(history: History, reward: Series, limits: Limits) -> list[Alarm]:
     rows = [row for row in history if is_number(row.get("eval/reward")) and is_number(row.get("eval/reward_std"))]
-    if len(rows) < 2 or paid.end - paid.start <= 2 * paid.error():
+    if len(rows) < 2 or reward.end - reward.start <= 2 * reward.error():
         return []
     best = max(rows, key=lambda row: row["eval/reward"])
     fall = best["eval/reward"] - rows[-1]["eval/reward"]
     if fall <= max(3 * limits.min_fall * best["eval/reward_std"], 0):
         return []
-    return [Alarm("overfitting", f"the score of training prompts rose to {paid.end:.3g} while that of held-out prompts "
-                                 f"fell from {best['eval/reward']:.3g} at step {best['step']} to "
+    return [Alarm("overfitting", f"the score of training prompts rose to {reward.end:.3g} while that of held-out "
+                                 f"prompts fell from {best['eval/reward']:.3g} at step {best['step']} to "
                                  f"{rows[-1]['eval/reward']:.3g}. Train on more prompts, or for fewer steps.")]
 
 
@@ -150,13 +150,13 @@ def spike(history: History, limits: Limits) -> list[Alarm]:
 
 
 def unheld(history: History, _: Limits) -> list[Alarm]:
-    """A reward model is paid by, and nothing holds the policy or says how far it moved. Functions that verify need no
-    such hold."""
+    """A learned reward without a KL penalty, and without a reference to say how far the policy moved. Functions that
+    verify need none."""
     last = next((row for row in reversed(history) if "rewards/model/mean" in row), None)
     if last is None or last.get("kl_coef") != 0 or "objective/kl" in last:
         return []
-    return [Alarm("no hold", "ppo.kl_coef is 0 with a learned reward: nothing holds the policy near its start, and how "
-                             "far it moved is not measured. Name roles.ref.model_name_or_path to see the KL, or set "
+    return [Alarm("no hold", "ppo.kl_coef is 0 with a learned reward: no KL penalty keeps the policy near its start, and "
+                             "how far it moved is not measured. Name roles.ref.model_name_or_path to see the KL, or set "
                              "ppo.kl_coef.")]
 
 
@@ -166,10 +166,10 @@ def lengths(history: History, limits: Limits) -> list[Alarm]:
     found = []
     if length is not None and length.end < limits.min_length * length.start:
         found += [Alarm("length collapse", f"responses shrank from {length.start:.3g} to {length.end:.3g} tokens. The "
-                                           "reward may pay for saying little; read the samples.")]
+                                           "reward may favour short answers; read the samples.")]
     if length is not None and length.end > limits.max_length * length.start:
         found += [Alarm("length explosion", f"responses grew from {length.start:.3g} to {length.end:.3g} tokens. The "
-                                            "reward may pay for saying much: try ppo.overlong_penalty or "
+                                            "reward may favour long answers: try ppo.overlong_penalty or "
                                             "builtin:length_penalty.")]
     if clipped is not None and clipped.end > max(limits.max_clipped, clipped.start + 0.1):
         found += [Alarm("endless responses", f"{clipped.end:.0%} of the responses no longer end by themselves "
@@ -196,7 +196,8 @@ def empty(history: History, limits: Limits) -> list[Alarm]:
         return []
     return [Alarm("empty answers", f"{found.end:.0%} of the responses are empty ({found.start:.0%} at the start). If "
                                    "they were from the start, look at the prompts as the model sees them (--preview); "
-                                   "if they became so, the reward pays for silence: set ppo.sampling.min_new_tokens.")]
+                                   "if they became so, the reward favours empty answers: set "
+                                   "ppo.sampling.min_new_tokens.")]
 
 
 def alike(history: History, limits: Limits) -> list[Alarm]:
@@ -234,30 +235,30 @@ def entropy(history: History, limits: Limits) -> list[Alarm]:
 def variance(history: History, limits: Limits) -> list[Alarm]:
     """Scores that do not differ teach nothing."""
     spread, flat = series(history, "reward_std"), series(history, "frac_reward_zero_std")
-    paid = series(history, "reward")
-    if paid is not None and spread is not None and _is_constant(paid, spread):
-        return [Alarm("no signal", f"in 0 of {len(paid.values)} steps did any response score above {paid.end:.3g}, the "
-                                   "least score there was: of that no method can learn. Try --check_signal; begin with "
+    reward = series(history, "reward")
+    if reward is not None and spread is not None and _is_constant(reward, spread):
+        return [Alarm("no signal", f"in 0 of {len(reward.values)} steps did any response score above {reward.end:.3g}, "
+                                   "the least score there was: of that no method can learn. Try --check_signal; begin with "
                                    "SFT, take easier prompts, or look at the reward function.")]
     if flat is not None and flat.end > limits.max_flat_groups:
         return [Alarm("zero reward variance", f"in {flat.end:.0%} of the groups all responses have the same score, so "
-                                              "they teach nothing. Take prompts of another difficulty, a finer reward, "
-                                              "or ppo.max_refills.")]
+                                              "they have no gradient. Take prompts of another difficulty, a finer "
+                                              "reward, or ppo.max_refills.")]
     if spread is not None and spread.end <= limits.min_spread * spread.start:
         return [Alarm("zero reward variance", f"scores no longer differ (standard deviation {spread.end:.2g}, "
-                                              f"{spread.start:.2g} at the start), so they teach nothing. The reward is "
-                                              "at its bound, or the responses are all alike.")]
+                                              f"{spread.start:.2g} at the start), so they have no gradient. The reward "
+                                              "is at its bound, or the responses are all alike.")]
     return []
 
 
-def _is_constant(paid: Series, spread: Series) -> bool:
+def _is_constant(reward: Series, spread: Series) -> bool:
     """Whether every response of every step had one score, but for rounding."""
-    rounding = 1e-6 * max(map(abs, paid.values))
-    return max(spread.values) <= rounding and max(paid.values) - min(paid.values) <= rounding
+    rounding = 1e-6 * max(map(abs, reward.values))
+    return max(spread.values) <= rounding and max(reward.values) - min(reward.values) <= rounding
 
 
 def bounds(history: History, limits: Limits) -> list[Alarm]:
-    """Scores beyond what is paid of them: what lies there teaches nothing."""
+    """Scores outside the clipping bound: their differences have no gradient."""
     found = series(history, "score/clip_fraction")
     if found is None or max(found.start, found.end) <= limits.max_bounded:
         return []

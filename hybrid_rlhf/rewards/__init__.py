@@ -14,7 +14,7 @@ from hybrid_rlhf.rollout import Rollout
 
 
 class RewardSource(Protocol):
-    """What an on-policy method is paid by. `name` appears in the metrics as rewards/{name}/mean and /std."""
+    """Where the scores of an on-policy method come from. `name` is that of the metrics rewards/{name}/mean and /std."""
 
     name: str
 

@@ -163,8 +163,8 @@ class Format:
 
 @dataclass(frozen=True)
 class DemoCorrect:
-    """1 where the embedded task's checker finds the answer right, else 0. With weight 0 it pays nothing and tells
-    whether the reward model is being fooled."""
+    """1 where the embedded task's checker finds the answer right, else 0. With weight 0 it is no part of the reward and
+    tells whether the reward model is being fooled."""
 
     def __call__(self, prompts: list, completions: list, **_: list) -> list[float]:
         return [float(is_correct(p, text_of(c))) for p, c in zip(prompts, completions, strict=True)]

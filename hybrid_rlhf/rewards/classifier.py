@@ -26,9 +26,9 @@ class ClassifierSource:
     """The model at `path` reads the responses as text, re-tokenized by its own tokenizer, at most `batch_size` at once.
 
     reads: text (prompt and completion as one text; with the tokenizer's chat template where it has one), pair (the
-    tokenizer's text pair, as cross-encoders take it) or completion (that alone). label: which of several labels pays,
-    by name or number: its log-odds against the others, log p / (1 - p); a model with one label pays its output. No
-    weights are read before `open`. raw: whether a string prompt stays as it is also where there is a chat template.
+    tokenizer's text pair, as cross-encoders take it) or completion (that alone). label: which of several labels is the
+    score, by name or number: its log-odds against the others, log p / (1 - p); a model with one label gives its output.
+    No weights are read before `open`. raw: whether a string prompt stays as it is also where there is a chat template.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""The scale that a reward model's scores are put on before the actor is paid by them."""
+"""The scale that a reward model's scores are put on before they become rewards."""
 
 from __future__ import annotations
 

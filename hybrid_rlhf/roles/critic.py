@@ -19,7 +19,7 @@ from hybrid_rlhf.rollout import Rollout
 
 @dataclass
 class Critic:
-    """The value of each state: what the rest of the response will be paid.
+    """The value of each state: the reward that the rest of the response will have.
 
     is_new: whether its head is of zeros and has to find the scale of the scores (`begin`). mean, std: the value of a
     state is mean + std times what the head says; a critic that is not new has its scale in its weights.
@@ -35,8 +35,8 @@ class Critic:
         self.engine.name = "critic"
 
     def begin(self, scores: Tensor) -> None:
-        """Before the first update of a new critic: its values are the mean of `scores` (B,), what the first responses
-        of all processes are paid, and it learns in their standard deviations. Does nothing for any other critic.
+        """Before the first update of a new critic: its values are the mean of `scores` (B,), the first shaped scores
+        of all processes, and it learns in their standard deviations. Does nothing for any other critic.
 
         From zero it would need hundreds of updates to reach scores of 60, and until then advantages are the mean score
         times lambda to the number of tokens left, beside which the difference between two responses is lost.

@@ -62,9 +62,10 @@ class Rollout:
     `collect` and the trainer; shapes as in the glossary: logprobs, ref_logprobs, values, rewards, advantages, returns
     (B, R); scores (B,), NaN where a method that allows it has none. source_scores: (B,) of each reward source, NaN
     where it skipped a response. is_clipped (B,) bool: whether the score, put on stage 2's scale, was bounded there.
-    shaped_scores (B,): what each response is paid but for the KL. numbers: (B,) each sequence's place among those of
-    all processes, where that is not the order of processes. temperature: by which the logits were divided, and are
-    wherever these responses are scored or trained, so that the log-probabilities are those of the policy that sampled.
+    shaped_scores (B,): the reward of each response without the KL penalty. numbers: (B,) each sequence's place among
+    those of all processes, where that is not the order of processes. temperature: by which the logits were divided, and
+    are wherever these responses are scored or trained, so that the log-probabilities are those of the policy that
+    sampled.
     """
 
     prompts: Prompts
@@ -143,7 +144,7 @@ class Rollout:
                                    for f in fields(self) if f.name != "prompts"})
 
     def has_reward_variance(self, group_size: int) -> Tensor:
-        """(groups,) bool: whether a prompt's responses are paid differently. Groups are contiguous rows."""
+        """(groups,) bool: whether the rewards of a prompt's responses differ. Groups are contiguous rows."""
         grouped = self.shaped_scores.view(-1, group_size)
         return grouped.amax(1) > grouped.amin(1)
 

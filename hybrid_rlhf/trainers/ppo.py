@@ -1,4 +1,4 @@
-"""Stage 3: proximal policy optimisation (1707.06347) with a KL price to the reference (1909.08593, 2203.02155).
+"""Stage 3: proximal policy optimisation (1707.06347) with a KL penalty to the reference (1909.08593, 2203.02155).
 
 Its relatives without a critic are the same loop with another row of ESTIMATORS or POLICY_LOSSES.
 """
@@ -132,11 +132,11 @@ class PPOTrainer:
             metrics.add("value/explained_variance", explained_variance(rollout.values, rollout.returns, mask,
                                                                           reduce=sum_over_ranks))
             metrics.add("value/mean", masked_mean(rollout.values, mask), mask.sum())
-        price = -kl_coef * kl.masked_fill(~mask, 0).sum(1)
-        metrics.add("objective/non_score_reward", price.mean(), len(rollout))
+        penalty = -kl_coef * kl.masked_fill(~mask, 0).sum(1)
+        metrics.add("objective/non_score_reward", penalty.mean(), len(rollout))
 
     def shape(self, rollout: Rollout) -> None:
-        """Fill in what each response is paid: its score on `scale`, less penalties for length and for not ending."""
+        """Fill in the shaped scores: each response's score on `scale`, less penalties for length and for not ending."""
         config, scores = self.config, rollout.scores
         if self.scale is not None:
             scores, rollout.is_clipped = self.scale(scores)

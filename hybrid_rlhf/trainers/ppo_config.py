@@ -32,7 +32,7 @@ class PPOConfig:
         minibatch_size: Sequences per optimizer step, over all processes; overrides num_minibatches.
         kl_coef: Price of one nat of KL to the reference (the start value, if adaptive). At 0 no reference is loaded;
             null goes by the method.
-        kl_in: Where it is paid: in the reward or in the loss; null takes the estimator's own.
+        kl_in: Where the KL penalty is: in the reward or in the loss; null takes the estimator's own.
         kl_estimator: k1, k2 or k3; null takes k1 in the reward and k3 in the loss.
         kl_target: Nats per sequence that an adaptive kl_coef aims at; None keeps kl_coef fixed.
         kl_horizon: Sequences over which the adaptive coefficient moves.
@@ -183,7 +183,7 @@ class PPOConfig:
 
     @property
     def kl_kind(self) -> str:
-        """kl_estimator, or what fits the place where the KL is paid."""
+        """kl_estimator, or what fits the place of the KL penalty."""
         return self.kl_estimator or ("k1" if self.kl_in_reward else "k3")
 
     @property

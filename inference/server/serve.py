@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--model", nargs="+", action="extend", metavar="[NAME=]DIR", default=[],
                        help="model folders, such as sft=outputs/demo/sft/model ppo=outputs/demo/ppo/model")
     flags.add_argument("--reward_model", metavar="DIR", help="a reward model, whose scores POST /score gives")
-    flags.add_argument("--reward_label", help="which label of a reward model with several pays")
+    flags.add_argument("--reward_label", help="which label of a reward model with several is the score")
     flags.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     flags.add_argument("--port", type=int, default=8000, help="port, 0 for any that is free (%(default)s)")
     flags.add_argument("--api_key", default=os.environ.get(KEY_VARIABLE),

@@ -36,7 +36,7 @@ class Config:
         train: The schedule. A step is one rollout of per_device_train_batch_size prompts and its updates.
         engine: How training is laid out.
         roles: The four roles' own settings; their learning rates are here.
-        reward: What responses are paid by.
+        reward: The reward sources.
         ppo: PPO's own settings.
     """
 
@@ -69,7 +69,7 @@ class Config:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the KL to the reference has a price, or is asked for by naming one."""
+        """Whether there is a KL penalty, or the KL is asked for by naming a reference."""
         return self.ppo.kl_coef != 0 or self.roles.ref.model_name_or_path is not None
 
     @property
