@@ -5,25 +5,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hybrid_rlhf.data.datasets import DataConfig, Source
-from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.run.loop import TrainConfig
-from hybrid_rlhf.trainers.ppo_config import PPOConfig, SamplingConfig
-from hybrid_rlhf.training import step1_sft, step2_reward, step3_ppo
+from hybrid_rlhf import PPOTrainer, RewardTrainer, SFTTrainer
 
+STEPS = {"sft": 100, "reward": 50, "ppo": 5}
 SHORT = {"per_device_train_batch_size": 32, "max_eval_batches": 8}  # enough to see it work; `make demo` learns it
-SFT, REWARD = (TrainConfig(learning_rate=2e-3, max_steps=n, **SHORT) for n in (100, 50))
-PPO = TrainConfig(max_steps=5, **SHORT)
 
 
 def main(out: str = "outputs/three_stages") -> None:
-    names = {"sft": "demo/demonstrations", "reward": "demo/preferences", "ppo": "demo/prompts"}
-    sources = [Source(names[s], stages=[s]) for s in names]
-    texts, prompts = DataConfig(sources, max_length=64), DataConfig(sources, max_prompt_length=40)
-    step1_sft.run(step1_sft.Config(output_dir=f"{out}/sft", model=ModelConfig(preset="demo"), data=texts, train=SFT))
-    step2_reward.run(step2_reward.Config(output_dir=f"{out}/reward", data=texts, train=REWARD))  # starts from out/sft
-    ppo = PPOConfig(sampling=SamplingConfig(max_new_tokens=16))
-    step3_ppo.run(step3_ppo.Config(output_dir=f"{out}/ppo", data=prompts, train=PPO, ppo=ppo))
+    sft = SFTTrainer(None, "demo/demonstrations", output_dir=f"{out}/sft", model__preset="demo", max_length=64,
+                     learning_rate=2e-3, max_steps=STEPS["sft"], **SHORT)
+    sft.train()
+    reward = RewardTrainer(sft, "demo/preferences", output_dir=f"{out}/reward", max_length=64, learning_rate=2e-3,
+                           max_steps=STEPS["reward"], **SHORT)
+    reward.train()
+    ppo = PPOTrainer(sft, "demo/prompts", reward.output_dir, output_dir=f"{out}/ppo", max_prompt_length=40,
+                     max_new_tokens=16, max_steps=STEPS["ppo"], **SHORT)
+    print(f"mean score of held-out prompts: {ppo.train()['eval/reward']:.3f}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import sys
@@ -22,10 +21,8 @@ def example(monkeypatch, tmp_path):
     spec = importlib.util.spec_from_file_location("three_stages", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for name in ("SFT", "REWARD", "PPO"):
-        tiny = dataclasses.replace(getattr(module, name), max_steps=2, per_device_train_batch_size=4,
-                                   max_eval_batches=1)
-        monkeypatch.setattr(module, name, tiny)
+    module.STEPS = dict.fromkeys(module.STEPS, 2)
+    module.SHORT = {"per_device_train_batch_size": 4, "max_eval_batches": 1}
     return module
 
 

@@ -11,7 +11,7 @@ from tests.test_dist import ROOT, free_port
 CHILDREN = """
 import json, os, sys, time
 import torch.distributed as dist
-from hybrid_rlhf import distributed, failure
+from hybrid_rlhf.core import distributed, failure
 
 failure._POLL_SECONDS, codes = 0.0001, []
 failure.world_size = lambda: 2  # the other one is not needed: nothing is sent to it

@@ -103,9 +103,9 @@ def test_with_adapters_the_reference_is_the_base_itself_and_the_numbers_are_thos
         """The same adapter, and a reference with weights of its own."""
         policy, reference = opened(config, model, tokenizer, steps)
         assert reference.engine.model is policy.engine.model
-        copy = preferences.wiring.open_policy(preferences.reference_model(model), tokenizer, 0, dropout=False)
+        copy = preferences.builders.open_policy(preferences.reference_model(model), tokenizer, 0, dropout=False)
         assert preferences.reference_model(model).lora == LoraConfig()
-        return policy, preferences.Reference(preferences.wiring.policy_engine(copy.requires_grad_(False), tokenizer))
+        return policy, preferences.Reference(preferences.builders.policy_engine(copy.requires_grad_(False), tokenizer))
 
     monkeypatch.setattr(preferences, "open_roles", apart)
     close(shared, launch(place, "dpo", "apart", *lora), 1e-4)

@@ -21,12 +21,12 @@ MODELS = ("transformers", "deepspeed", "accelerate")
 PROGRAM = """
 import sys
 from hybrid_rlhf.cli import main
-from hybrid_rlhf.run import report
-conclude = report.Reporter.conclude
+from hybrid_rlhf.run import reporter
+conclude = reporter.Reporter.conclude
 def told(self):
     print("at the end of the last step:", [m for m in {never} if m in sys.modules])
     conclude(self)
-report.Reporter.conclude = told
+reporter.Reporter.conclude = told
 code = main(sys.argv[1:])
 print("at the end:", [m for m in {never} if m in sys.modules], code)
 """

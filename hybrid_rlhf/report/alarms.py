@@ -155,9 +155,9 @@ def unheld(history: History, _: Limits) -> list[Alarm]:
     last = next((row for row in reversed(history) if "rewards/model/mean" in row), None)
     if last is None or last.get("kl_coef") != 0 or "objective/kl" in last:
         return []
-    return [Alarm("no hold", "ppo.kl_coef is 0 with a learned reward: no KL penalty keeps the policy near its start, and "
-                             "how far it moved is not measured. Name roles.ref.model_name_or_path to see the KL, or set "
-                             "ppo.kl_coef.")]
+    return [Alarm("no hold", "ppo.kl_coef is 0 with a learned reward: no KL penalty keeps the policy near its start, "
+                             "and how far it moved is not measured. Name roles.ref.model_name_or_path to see the KL, "
+                             "or set ppo.kl_coef.")]
 
 
 def lengths(history: History, limits: Limits) -> list[Alarm]:
@@ -238,8 +238,8 @@ def variance(history: History, limits: Limits) -> list[Alarm]:
     reward = series(history, "reward")
     if reward is not None and spread is not None and _is_constant(reward, spread):
         return [Alarm("no signal", f"in 0 of {len(reward.values)} steps did any response score above {reward.end:.3g}, "
-                                   "the least score there was: of that no method can learn. Try --check_signal; begin with "
-                                   "SFT, take easier prompts, or look at the reward function.")]
+                                   "the least score there was: of that no method can learn. Try --check_signal; begin "
+                                   "with SFT, take easier prompts, or look at the reward function.")]
     if flat is not None and flat.end > limits.max_flat_groups:
         return [Alarm("zero reward variance", f"in {flat.end:.0%} of the groups all responses have the same score, so "
                                               "they have no gradient. Take prompts of another difficulty, a finer "

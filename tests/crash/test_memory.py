@@ -28,9 +28,9 @@ def test_the_peak_of_memory_after_resuming_is_no_higher_than_before(tmp_path, mo
     prepare(tmp_path)
     save_tiny(tmp_path / "base", hidden_size=512, intermediate_size=2048, num_hidden_layers=8)
     argv = argv_of(tmp_path, "sft", "run", 4, "--train.save_steps", "2", "--train.eval_steps", "0", *more)
-    code = ("import sys; from hybrid_rlhf.run import fit; import os; step, n = fit._step, [0]\n"
+    code = ("import sys; from hybrid_rlhf.run import loop; import os; step, n = loop._step, [0]\n"
             "def counted(*given):\n    n[0] += 1\n    if n[0] == 4: os._exit(9)\n    return step(*given)\n"
-            "fit._step = counted; from hybrid_rlhf.cli import main; sys.exit(main())")
+            "loop._step = counted; from hybrid_rlhf.cli import main; sys.exit(main())")
     straight = run([w.replace("/run", "/straight") for w in argv], COUNTED)
     assert straight.returncode == 0, straight.stderr[-2000:]
     assert run(argv, code).returncode == 9
