@@ -26,7 +26,8 @@ def modules() -> list[str]:
     for path in [*sorted((ROOT / "hybrid_rlhf").iterdir()), ROOT / "training", ROOT / "inference"]:
         start = path / "__init__.py"
         if start.exists() and "__all__" in start.read_text(encoding="utf-8"):
-            found += [f"hybrid_rlhf.{path.name}.{p.stem}" for p in sorted(path.glob("*.py")) if p != start]
+            found += [f"hybrid_rlhf.{path.name}.{p.stem}" for p in sorted(path.iterdir())
+                      if (p.suffix == ".py" and p != start) or (p / "__init__.py").exists()]
         elif start.exists() or (path.suffix == ".py" and path.stem != "__init__"):
             found.append(f"hybrid_rlhf.{path.stem}")
     return [*found, *LEFT_OUT]

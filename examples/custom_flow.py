@@ -8,8 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.rewards import checked_scores
 from hybrid_rlhf.trainers.flow import FlowTrainer
-from hybrid_rlhf.training import on_policy
-from hybrid_rlhf.training.registry import STAGES, Stage
+from hybrid_rlhf.training import on_policy, registry
 from hybrid_rlhf.training.step3_ppo import Config, preview  # noqa: F401 - a stage is Config, preview and run
 
 
@@ -36,5 +35,5 @@ def run(config, command=""):  # noqa: ANN001, ANN201
 
 if __name__ == "__main__":
     options = ("--ppo.estimator=grpo", "--ppo.sampling.num_samples=4")  # no critic, four samples of each prompt
-    STAGES["mine"] = Stage(__name__, "a step of my own", "ppo", options)
+    registry.STAGES["mine"] = registry.Stage(__name__, "a step of my own", "ppo", options)
     sys.exit(main(["--stage", "mine", *sys.argv[1:]]))

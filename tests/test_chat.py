@@ -109,7 +109,7 @@ def test_reset_forgets_all_but_the_system_message(monkeypatch, capsys):
 
 def test_exit_ends_before_the_next_line(monkeypatch, capsys):
     talk = conversation("cat")
-    assert typed(monkeypatch, capsys, talk, "one?", "/exit", "two?")[:2] == (0, "cat\n")
+    assert typed(monkeypatch, capsys, talk, "one?", "/quit", "two?")[:2] == (0, "cat\n")
     assert len(talk.engine.prompts) == 1
 
 

@@ -29,12 +29,15 @@ CARRIED = ("model.lora.r", "model.load_in_4bit", "model.load_in_8bit", "model.dt
 PLACEHOLDERS = {"reward": "PAIRS.jsonl", "ppo": "PROMPTS.jsonl"}  # where the run's own data does not serve
 
 
-def before(config: object, engines: Mapping[str, HybridEngine], start: str, num_steps: int, loader: Loader) -> None:
-    """Print the lines of the model, of the settings that go by the method, and of the run. engines: what is trained, by
-    role; start: the run or model that it starts from."""
+def before(record: runfile.RunRecord, config: object, engines: Mapping[str, HybridEngine], start: str, num_steps: int,
+           loader: Loader) -> None:
+    """Print the lines of the model, of the settings that go by the method, and of the run; the report begins with them.
+    engines: what is trained, by role; start: the run or model that it starts from."""
+    lines = [_model_line(config, engines, start), f"settings: {defaults.told(config)}",
+             _run_line(config, num_steps, loader)]
+    record.facts["header"] = [*record.facts.get("header", []), *lines]
+    record.write()
     if is_main():
-        lines = [_model_line(config, engines, start), f"settings: {defaults.told(config)}",
-                 _run_line(config, num_steps, loader)]
         print(*lines, sep="\n", file=sys.stderr)
 
 

@@ -248,9 +248,9 @@ def eval_loader(rows: Sequence[dict], train: TrainConfig, seed: int, collate: Ca
 def start(config, command: str, *data: datasets.StageData) -> runfile.RunRecord:  # noqa: ANN001
     """Claim the run's folder, when nothing can be wrong with its input any more, and say what became of the rows."""
     record = runfile.start(config.output_dir, config.stage, config, command)
+    record.facts["header"] = [line for each in data for line in datasets.summary(each.report)]
     if is_main():
-        for each in data:
-            print(*datasets.summary(each.report), sep="\n", file=sys.stderr)
+        print(*record.facts["header"], sep="\n", file=sys.stderr)
     return record
 
 

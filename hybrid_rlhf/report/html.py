@@ -48,6 +48,11 @@ class Chapter:
     record: dict
 
     @property
+    def header(self) -> list[str]:
+        """The lines that the run began with: data, model, settings, steps."""
+        return (self.record.get("facts") or {}).get("header") or []
+
+    @property
     def last_step(self) -> dict | None:
         return next((row for row in reversed(self.history) if not _is_evaluation(row)), None)
 
@@ -105,7 +110,7 @@ def _is_evaluation(row: dict) -> bool:
 def html(title: str, chapters: list[Chapter], table: list[dict] | None = None,
          answers: list[dict] | None = None) -> str:
     """The whole page. table: rows of what each stage brought, shown first; answers: the same prompts to every model."""
-    parts = [f"<h1>{escape(title)}</h1>"]
+    parts = [f"<h1>{escape(title)}</h1>"] if len(chapters) > 1 else []
     if table:
         parts.append(_table(table))
     if answers:
@@ -122,8 +127,9 @@ def html(title: str, chapters: list[Chapter], table: list[dict] | None = None,
 def _chapter(run: Chapter) -> str:
     parts = [f'<section id="{escape(run.stage)}"><h2>Stage {escape(run.stage)}</h2>']
     taken = run.last_step["step"] if run.last_step else 0
-    parts.append(f'<p class="quiet">{taken} steps'
-                 + (f" in {duration(run.record['seconds'])}" if run.record.get("seconds") else "") + "</p>")
+    steps = f"{taken} step{'s' * (taken != 1)}"
+    steps += f" in {duration(run.record['seconds'])}" if run.record.get("seconds") else ""
+    parts.append(f'<p class="quiet">{"<br>".join(map(escape, [*run.header, steps]))}</p>')
     parts += [f"<p>{escape(line)}</p>" for line in run.first_step]
     parts += [f'<p class="alarm"><strong>{escape(a.name)}</strong>: {escape(a.text)}</p>' for a in run.alarms] or [
         '<p class="quiet">None of the alarms went off.</p>']

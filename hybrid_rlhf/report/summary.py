@@ -72,7 +72,8 @@ def read_history(path: Path) -> list[dict]:
 
 def page(run: Chapter) -> str:
     """The report as Markdown."""
-    lines = [f"# Report of stage {run.stage}", "", *(f"{line}\n" for line in run.first_step)]
+    lines = [f"# Report of stage {run.stage}", "", *(f"- {_cell(line, 400)}" for line in run.header)]
+    lines += [""] * bool(run.header) + [f"{line}\n" for line in run.first_step]
     lines += ["## Alarms", "", *alarm_lines(run.alarms), "", "## Curves", ""]
     lines += [f"![{path.stem.replace('_', ' ')}](plots/{path.name})" for path in run.pictures] or [
         run.no_pictures or "Nothing to draw."]
@@ -88,9 +89,9 @@ def page(run: Chapter) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cell(text: object) -> str:
+def _cell(text: object, length: int = 160) -> str:
     """Text in a cell of a table: one line, nothing in it that Markdown or a terminal would take for its own."""
-    plain = one_line(str(text or ""), 160)
+    plain = one_line(str(text or ""), length)
     return "".join(f"\\{c}" if c in "\\|`*_<>[]!#~" else c for c in plain)
 
 

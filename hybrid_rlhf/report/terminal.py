@@ -58,8 +58,9 @@ class Progress:
             self._live.stop()
         if self._step > self.first:
             passed, before = duration(time.perf_counter() - self._started), f" after {self.first}" if self.first else ""
-            self._print(f"{self.stage}: {self._step - self.first} steps{before} in {passed}, {memory(peak_bytes())} of "
-                        "memory at most")
+            count = self._step - self.first
+            self._print(f"{self.stage}: {count} step{'s' * (count != 1)}{before} in {passed}, "
+                        f"{memory(peak_bytes())} of memory at most")
 
     def step(self, step: int, values: dict[str, float], *, is_logged: bool, samples: list[dict] = ()) -> None:
         """`step` is done; a logged one stays on the terminal."""

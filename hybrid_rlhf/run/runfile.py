@@ -38,9 +38,10 @@ class RunRecord:
 
     status: one of STATUSES. config: the run's settings. metrics: the last step's and the final evaluation's; a number
     that was not finite is None. facts: what later stages need: tokenizer and chat_template (sha256 each), base_model,
-    data (counts of rows), score_statistics (mean, std; of a reward run). started, finished: UTC, ISO 8601. seconds:
-    from start to end, over all processes that it took. error: why it failed. code: sha256 of the files of reward
-    functions. resumes_from: not in the file: the checkpoint from which this process goes on.
+    data (counts of rows), score_statistics (mean, std; of a reward run), header (the lines that it began with).
+    started, finished: UTC, ISO 8601. seconds: from start to end, over all processes that it took. error: why it failed.
+    code: sha256 of the files of reward functions. resumes_from: not in the file: the checkpoint from which this process
+    goes on.
     """
 
     resumes_from: ClassVar[Path | None] = None
@@ -69,7 +70,7 @@ class RunRecord:
         """The run ended well; facts must be JSON. Its model gets its card. Every process returns after it is written:
         others read it next."""
         self.metrics = metrics
-        self.facts = {"tokenizer": tokenizer_hash(tokenizer), "chat_template": template_hash(tokenizer), **facts}
+        self.facts |= {"tokenizer": tokenizer_hash(tokenizer), "chat_template": template_hash(tokenizer), **facts}
         model = Path(self.output_dir) / "model"
         if is_main() and model.is_dir():
             write_card(model, Path(self.output_dir).resolve().name, dataclasses.asdict(self))

@@ -133,7 +133,7 @@ def talk(session: Session) -> int:
         try:
             question: str | None = line.strip()
             if line.startswith("/"):
-                if line.split()[0] == "/exit":
+                if line.split()[0] in ("/exit", "/quit"):
                     break
                 effect = obey(session, line)
                 question = effect.question

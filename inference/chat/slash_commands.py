@@ -139,7 +139,8 @@ COMMANDS = {
     "/save": Command(save, "FILE  write the conversation as a jsonl row, which --stage sft reads"),
     "/load": Command(load, "FILE  go on from such a row"),
     "/help": Command(show_help, "  this"),
-    "/exit": Command(lambda *_: Effect(), "  leave (so does Ctrl-D)"),
+    "/exit": Command(lambda *_: Effect(), "  leave (so do /quit and Ctrl-D)"),
+    "/quit": Command(lambda *_: Effect(), "  the same"),
 }
 
 

@@ -100,7 +100,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
                             builders.schedule_of(config.train, steps), config.engine)
     trainer = SFTTrainer(Actor(engine, tokenizer, config.engine.micro_batch_tokens))
     record = builders.start(config, command, data)
-    announce.before(config, {"policy": engine}, config.model.model_name_or_path or config.model.preset, steps, loader)
+    start = config.model.model_name_or_path or config.model.preset
+    announce.before(record, config, {"policy": engine}, start, steps, loader)
     with on_record(record):  # a failing export is on the record too
         said = fixed_prompts.of_demonstrations(trainer.policy, data, config.train.num_fixed_prompts,
                                                config.data.max_length)

@@ -123,7 +123,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     role = Reward(engine, config.engine.micro_batch_tokens)
     trainer = RewardTrainer(role, config.reward.center_coef)
     record = builders.start(config, command, data)
-    announce.before(config, {"reward": engine}, base, steps, loader)
+    announce.before(record, config, {"reward": engine}, base, steps, loader)
     with on_record(record):  # a failing export is on the record too
         scored = fixed_prompts.of_reward(role, tokenizer, data, config.train.num_fixed_prompts)
         metrics = fit(trainer, loader, held_out, config.train, record, steps, scored)
