@@ -39,7 +39,7 @@ def of_method(estimator: str | None = None, policy_loss: str = "ppo", loss_type:
 def of_stage(name: str) -> dict[str, str]:
     """What a stage never reads, whatever its settings: option or section -> what is meant instead."""
     named = {option.split(".")[1]: value for option, value in variant_options(name).items()}
-    return STAGES[name].unread | of_method(**named)
+    return STAGES[STAGES[name].base or name].unread | of_method(**named)
 
 
 def of(config: object) -> dict[str, str]:

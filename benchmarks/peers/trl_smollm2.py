@@ -52,7 +52,7 @@ def main() -> None:
     logged = [{ours: row[theirs] for theirs, ours in NAMES.items() if theirs in row}
               for row in trainer.state.log_history if "reward" in row]
     (given.output_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in logged))
-    (given.output_dir / "run.json").write_text(json.dumps({"seconds": seconds}))
+    (given.output_dir / "seconds.json").write_text(json.dumps({"seconds": seconds}))
 
 
 if __name__ == "__main__":
