@@ -12,7 +12,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).resolve().parent
-ROOMS = ("training", "inference")
+AT_THE_TOP = ("training", "inference")
 
 # torch and transformers reach back to what accelerator images ship today; the other bounds are the releases that this
 # was written with. constraints.txt pins the exact set that the tests run with.
@@ -60,11 +60,11 @@ def version() -> str:
 
 
 def packages() -> list[str]:
-    """The library's packages and those of the rooms, under the name they are imported by."""
-    rooms = [room for room in ROOMS if (HERE / room / "__init__.py").exists()]
-    inner = [f"{room}.{name}" for room in rooms for name in find_packages(str(HERE / room))]
+    """The library's packages and those of training/ and inference/, under the name they are imported by."""
+    folders = [folder for folder in AT_THE_TOP if (HERE / folder / "__init__.py").exists()]
+    inner = [f"{folder}.{name}" for folder in folders for name in find_packages(str(HERE / folder))]
     library = find_packages(str(HERE), include=["hybrid_rlhf", "hybrid_rlhf.*"])
-    return library + [f"hybrid_rlhf.{name}" for name in (*rooms, *inner)]
+    return library + [f"hybrid_rlhf.{name}" for name in (*folders, *inner)]
 
 
 setup(
@@ -77,7 +77,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     packages=packages(),
-    package_dir={f"hybrid_rlhf.{room}": room for room in ROOMS},
+    package_dir={f"hybrid_rlhf.{folder}": folder for folder in AT_THE_TOP},
     package_data={"": [f"**/*.{kind}" for kind in ("typed", "yaml", "yml", "cpp", "h", "jinja", "html", "css", "js")]},
     install_requires=RUNTIME,
     extras_require=EXTRAS,

@@ -1,5 +1,7 @@
 """The switches of the on-policy loop, each by its effect on whole steps of a tiny policy."""
 
+import copy
+
 import pytest
 import torch
 
@@ -198,3 +200,29 @@ def test_a_ratio_of_sequences_starts_from_recomputed_logprobs_however_small_the_
     of_tokens = online(settings(sampling=GROUPED, estimator="grpo"), count_of(42))
     generate, of_tokens.roles.actor.generate = of_tokens.roles.actor.generate, drifted
     assert of_tokens.step(PROMPTS).compute()["policy/ratio"] == pytest.approx(0.998, abs=1e-4)
+
+
+def test_the_samples_shown_are_of_different_prompts():
+    trainer = online(settings(sampling=GROUPED, estimator="grpo"), count_of(42))
+    assert trainer.samples() == []
+    trainer.step(prompts_of("a", "b", "c"))
+    assert [row["prompt"] for row in trainer.samples(3)] == ["a", "b", "c"]
+    assert [row["prompt"] for row in trainer.samples(1)] == ["a"] and len(trainer.samples(100)) == 12
+    assert [row["prompt"] for row in trainer.samples(2)] == ["a", "b"]
+
+
+def test_a_rollout_is_scored_and_trained_at_the_temperature_that_it_was_sampled_at():
+    """The log-probabilities of plain logits divided by 0.5; the first update's ratio is 1 there, and at 1 it is not."""
+    sampling = SamplingConfig(max_new_tokens=10, num_samples=4, temperature=0.5)
+    trainer = online(settings(sampling=sampling, estimator="grpo", old_logprobs="recompute"), count_of(42))
+    plain = copy.deepcopy(trainer.roles.actor.engine.model)
+    metrics = trainer.step(prompts_of("a", "b", "c")).compute()
+    rollout = trainer.last_rollout
+    assert rollout.temperature == rollout.rows(torch.arange(2)).temperature == (rollout + rollout).temperature == 0.5
+    for i in (0, 5):
+        prompt, response = rollout.prompts.ids[i], rollout.response_ids[i][rollout.action_mask[i]].tolist()
+        logits = plain(torch.tensor([prompt + response])).logits[0, len(prompt) - 1:-1] / 0.5
+        by_hand = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+        assert torch.allclose(rollout.logprobs[i][rollout.action_mask[i]], by_hand, atol=1e-4)
+    assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-4)
+    assert metrics["engine/logprob_drift"] < 1e-4

@@ -171,6 +171,16 @@ def test_the_report_has_alarms_in_words_and_the_last_metrics(tmp_path) -> None:
     assert "None of the alarms went off." in (tmp_path / "report.md").read_text()
 
 
+def test_the_report_begins_with_the_lines_that_the_run_began_with(tmp_path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in history()))
+    lines = ["data: 60 rows read, 58 to train on", "model: <b>mine</b>; trained: all 1.2M parameters"]
+    (tmp_path / "run.json").write_text(json.dumps({"command": "x", "facts": {"header": lines}, "seconds": 3}))
+    conclude(tmp_path, "ppo")
+    text, page = ((tmp_path / name).read_text() for name in ("report.md", "report.html"))
+    assert text.startswith("# Report of stage ppo\n\n- data: 60 rows read, 58 to train on\n- model: \\<b\\>mine")
+    assert "data: 60 rows read, 58 to train on<br>model: &lt;b&gt;mine&lt;/b&gt;" in page and "<h1>" not in page
+
+
 def test_a_trained_model_beside_its_start_is_judged_by_accuracy_and_kl() -> None:
     start = {"score": 0.0, "accuracy": 0.5, "kl": 0.0, "length": 8.0}
     good, fooled = {"score": 3.0, "accuracy": 0.8, "kl": 1.5, "length": 7.0}, {"score": 8.0, "accuracy": 0.1,

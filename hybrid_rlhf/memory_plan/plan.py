@@ -2,7 +2,7 @@
 
 A recipe says which roles there are and how large their micro-batches can become; this module counts. What is resident
 follows from formulas (training_state.py, `cache_bytes`), what a forward and backward keep from the model's own code run
-on tensors without memory (footprint.py).
+on tensors without memory (trace.py).
 """
 
 from __future__ import annotations

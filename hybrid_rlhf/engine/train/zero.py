@@ -2,7 +2,7 @@
 
 What was tried and holds (DeepSpeed 0.19, against plain torch): ZeRO 0 to 3 in fp32 give torch's weights to rounding
 when micro-batches announce the accumulation boundary, with one process and with two. At ZeRO 0 in bf16 DeepSpeed takes
-a zero-gradient optimizer step at start: there it is not told of bf16, and the optimizer keeps the masters (masters.py).
+a zero-gradient optimizer step at start: there it is not told of bf16, and adamw_master.py keeps the masters.
 fp16 begins at ZeRO 1, and so does bf16 on several processes but for a small part of the weights (adapters).
 """
 
