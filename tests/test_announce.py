@@ -94,21 +94,24 @@ def test_parameters_are_counted_as_people_do(number, text):
     assert announce._millions(number) == text
 
 
-def test_before_the_first_step_stand_what_is_trained_of_the_model_and_how_long_the_run_is(capsys):
+def test_before_the_first_step_stand_what_is_trained_of_the_model_and_how_long_the_run_is(capsys, tmp_path):
     module = nn.ModuleDict({"base": nn.Linear(100, 300, bias=False), "adapter": nn.Linear(10, 20, bias=False)})
     engine = SimpleNamespace(module=module, training=SimpleNamespace(parameters={"a": module["adapter"].weight}))
     config = parse(step1_sft.Config, ["--data.sources=x.jsonl", "--model.lora.r=4", "--train.max_seconds=90",
                                       "--train.learning_rate=1e-4", "--train.num_train_epochs=2.5",
                                       "--output_dir=outputs/sft"], prog="test")[0]
     loader = type("Ten", (), {"__len__": lambda self: 10, "batch_size": 8, "world": 2})()
-    announce.before(config, {"policy": engine}, "base", 25, loader)
-    assert capsys.readouterr().err.splitlines() == [
+    record = RunRecord(str(tmp_path), "sft", facts={"header": ["data: 20 rows"]})
+    announce.before(record, config, {"policy": engine}, "base", 25, loader)
+    lines = capsys.readouterr().err.splitlines()
+    assert json.loads((tmp_path / "run.json").read_text())["facts"]["header"] == ["data: 20 rows", *lines]
+    assert lines == [
         "model: base; trained: 200 of 30,200 parameters by LoRA of rank 4; float32 on "
         + announce.device().type,
         "settings: train.learning_rate 0.0001, train.num_train_epochs 2.5",
         "run: 25 steps of 16 rows (2.5 epochs), at most 1:30, to outputs/sft"]
     engine.training = SimpleNamespace(parameters=dict(module.named_parameters()))
-    announce.before(config, {"actor": engine, "critic": engine}, "base", 10, loader)
+    announce.before(record, config, {"actor": engine, "critic": engine}, "base", 10, loader)
     first, _, last = capsys.readouterr().err.splitlines()
     assert "trained: actor all 30,200 parameters, critic all 30,200 parameters" in first
     assert "10 steps of 16 rows (1 epoch)" in last
