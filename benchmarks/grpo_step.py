@@ -75,7 +75,7 @@ class Ours:
         start = Start(str(base), dtype="bfloat16")
         parts = RoleInputs(ModelConfig(model_name_or_path=str(base), dtype="bfloat16"),
                            RolesConfig(actor=ActorConfig(learning_rate=1e-5)), ZeroConfig(),
-                           TrainConfig(), 1.0, seed=0)
+                           TrainConfig(), seed=0)
         roles, _ = build(parts, {"actor": start, "ref": start}, Layout((("actor",), ("ref",)), "model"), tokenizer,
                          {"actor": 1000}, None)
         engine, generate = roles.actor.engine, roles.actor.engine.generate

@@ -92,7 +92,7 @@ def roles_of(place: Path, *, lora: bool, share: str, micro_batch_tokens: int, is
     layout, _ = resolve(roles, starts, lora)
     model = ModelConfig(model_name_or_path=base, dtype="bfloat16", load_in_4bit=is_4bit,
                         lora=LORA if lora else LoraConfig())
-    parts = RoleInputs(model, roles, ZeroConfig(micro_batch_tokens=micro_batch_tokens), TrainConfig(), 1.0, seed=0)
+    parts = RoleInputs(model, roles, ZeroConfig(micro_batch_tokens=micro_batch_tokens), TrainConfig(), seed=0)
     vocab = _vocab(base)
     built = build(parts, starts, layout, Tokenizer(vocab), dict.fromkeys(("actor", "critic"), 1000), None)
     built[0].actor.engine.eos_ids = []  # lengths are the benchmark's

@@ -1,1 +1,1 @@
-"""Using a trained model: chat at the terminal, a server. Never imports trainers, run or collect."""
+"""Using a trained model: chat at the terminal, a server. Never imports trainers, run or rollout.collect."""

@@ -39,7 +39,7 @@ PACKAGES = {
 # package: (what it never imports, except). Where the layers alone would allow it.
 NEVERS = {
     "algorithms": ((H,), (f"{H}.algorithms", f"{H}.core.tensors")),
-    "inference": ((f"{H}.trainers", f"{H}.run"), ()),
+    "inference": (tuple(f"{H}.{name}" for name in ("trainers", "run", "report", "export", "memory_plan")), ()),
     # The settings of the sampler are a frozen record that trainers hand on; the machinery behind them stays out.
     "trainers": ((f"{H}.engine", f"{H}.models", f"{H}.trainers"),
                  (f"{H}.engine.decode.sampling", f"{H}.trainers.ppo_config")),

@@ -25,7 +25,7 @@ def test_the_demo_gets_measurably_better_and_leaves_a_model_to_chat_with(tmp_pat
     assert summary["ppo"]["accuracy"] > summary["sft_longer"]["accuracy"]
     assert summary["ppo"]["score"] > max(summary["sft"]["score"], summary["sft_longer"]["score"])
     assert "Held-out prompts" in run.stdout and "sft longer" in run.stdout.replace("_", " ")
-    chat = subprocess.run([sys.executable, str(ROOT / "inference" / "chat.py"), "--model",
+    chat = subprocess.run([sys.executable, str(ROOT / "inference" / "chat"), "--model",
                            str(tmp_path / "demo" / "ppo" / "model"), "--prompt", "Hello"],
                           capture_output=True, text=True, env=environment, check=False)
     assert chat.returncode == 0 and chat.stdout.strip()

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hybrid_rlhf.core.config import NotFinite, UserError
-from hybrid_rlhf.run import checkpoint, lock, runfile, tensor_file
+from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.run import checkpoint, lock, loop, runfile, tensor_file
 from hybrid_rlhf.run.loop import Stopped
 from tests.counting import Killed, killed, left, runner
 
@@ -213,6 +215,17 @@ def test_a_batch_that_could_not_be_digested_is_written_down(go, tmp_path):
     with pytest.raises(NotFinite, match=r"in a row; the last batch is in .*not_finite"):
         go("run", {4: fail})
     assert json.loads((tmp_path / "run" / "not_finite" / "rest.json").read_text()) == {"dict": {"batch": {"value": 4}}}
+
+
+@pytest.mark.parametrize("holder", ["trainer", "sampler"])
+def test_the_rollout_that_led_to_it_is_written_down_too(tmp_path, holder):
+    rollout = Rollout.from_responses(Prompts([[5, 6]], ["why?"]), [[7, 8, 3]], [True], 0, ["so"])
+    trainer = SimpleNamespace(last_rollout=rollout)
+    trainer = SimpleNamespace(sampler=trainer) if holder == "sampler" else trainer
+    saver = SimpleNamespace(trainer=trainer, record=SimpleNamespace(output_dir=str(tmp_path)))
+    assert "the last batch is in" in str(loop._kept(NotFinite("not finite"), saver, {"value": 4}))
+    assert "why?" in (tmp_path / "not_finite" / "rest.json").read_text()
+    assert [[7, 8, 3]] in [t.tolist() for t in load_file(tmp_path / "not_finite" / "tensors.safetensors").values()]
 
 
 def test_run_json_names_no_checkpoint(go, tmp_path):

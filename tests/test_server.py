@@ -201,7 +201,7 @@ def test_the_page_is_served_and_nothing_else_of_the_disk(served):
     page = httpx.get(f"{served.url}/")
     assert page.status_code == 200 and "<title>" in page.text
     assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
-    for path in ("/../server.py", "/..%2fserver.py", "/%2e%2e/%2e%2e/setup.py", "/nothing", "//etc/passwd"):
+    for path in ("/../app.py", "/..%2fapp.py", "/%2e%2e/%2e%2e/%2e%2e/setup.py", "/nothing", "//etc/passwd"):
         answer = httpx.get(f"{served.url}{path}")
         assert (answer.status_code, set(answer.json()["error"])) == (404, {"message", "type", "param", "code"}), path
     assert httpx.post(f"{served.url}/nothing", json={}).status_code in (404, 405)

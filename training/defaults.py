@@ -1,4 +1,4 @@
-"""The defaults that depend on the method, on LoRA and on the model's size: one table, by which `null` is filled in.
+"""How `null` in the settings is filled in, by the method, LoRA and the model's size: the table is in registry.py.
 
 docs/guide/hyperparameters.md says which values are the literature's and which were measured.
 """

@@ -157,8 +157,8 @@ def run(config: Config, command: str, make_trainer: Callable[[RunContext], Train
     trainer, roles = make_trainer(opened), opened.roles
     record = builders.start(config, command, opened.data, *opened.more.values())
     engines = {role: handle.engine for role, handle in (("actor", roles.actor), ("critic", roles.critic)) if handle}
-    announce.before(record, config, engines, opened.sources.actor, opened.num_steps, opened.loader)
     with on_record(record):  # a failing export is on the record too
+        announce.before(record, config, engines, opened.sources.actor, opened.num_steps, opened.loader)
         prompts = fixed_prompts.first_prompts(opened.data, config.train.num_fixed_prompts)
         # a function or service of the user's is asked for what is trained on and for evaluations, and for nothing else
         source = opened.source if isinstance(opened.source, ModelSource) else None

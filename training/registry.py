@@ -97,9 +97,10 @@ STAGES = {
 }
 
 
-def _online(name: str, text: str, *preset: str, defaults: dict = _GROUPS, estimator: str | None = None) -> Stage:
-    """A variant of PPO; those of groups draw 8 responses to each prompt."""
-    groups = ("--ppo.sampling.num_samples=8",) if "ppo.kl_coef" in defaults and defaults is not _SINGLE else ()
+def _online(name: str, text: str, *preset: str, defaults: dict = _GROUPS, estimator: str | None = None,
+            num_samples: int = 8) -> Stage:
+    """A variant of PPO; num_samples: responses to each prompt, of which a group is made."""
+    groups = (f"--ppo.sampling.num_samples={num_samples}",) if num_samples > 1 else ()
     return STAGES["ppo"]._replace(
         help=f"{text} (--stage ppo with {name} settings)", base="ppo", defaults=defaults, preset=(
             f"--stage={name}", f"--output_dir=outputs/{name}", f"--ppo.estimator={estimator or name}", *groups,
@@ -116,7 +117,7 @@ STAGES |= {
     "grpo": _online("grpo", "group-relative advantages, no critic"),
     "dr_grpo": _online("dr_grpo", "GRPO without the two biases, no critic"),
     "rloo": _online("rloo", "REINFORCE leave-one-out, no critic"),
-    "reinforce_pp": _online("reinforce_pp", "REINFORCE++, no critic", defaults=_SINGLE),
+    "reinforce_pp": _online("reinforce_pp", "REINFORCE++, no critic", defaults=_SINGLE, num_samples=1),
     "reinforce_pp_baseline": _online("reinforce_pp_baseline", "REINFORCE++ with the group's mean as baseline"),
     "gspo": _online("gspo", "GRPO with ratios of sequences", "--ppo.policy_loss=gspo", "--ppo.cliprange_low=3e-4",
                     "--ppo.cliprange_high=4e-4", defaults=_GROUPS | {"ppo.num_minibatches": 4}, estimator="grpo"),

@@ -155,7 +155,7 @@ def _quoted(text: str) -> str:
 
 
 def _option(method: str, option: str, comment: str = "", indent: str = "  ") -> str:
-    """A line with a default of training/defaults.py. Rates stay null: they go by the model too."""
+    """A line with a default of training/registry.py. Rates stay null: they go by the model too."""
     from hybrid_rlhf.training.registry import STAGES, Rate
 
     value, name = STAGES[method].defaults[option], option.rpartition(".")[2]

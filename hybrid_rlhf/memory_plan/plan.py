@@ -1,7 +1,7 @@
 """The memory plan: bytes by role and phase, known before any weight is loaded.
 
 A recipe says which roles there are and how large their micro-batches can become; this module counts. What is resident
-follows from formulas (training_state.py, `cache_bytes`), what a forward and backward keep from the model's own code run
+follows from formulas (formulas.py, `cache_bytes`), what a forward and backward keep from the model's own code run
 on tensors without memory (trace.py).
 """
 
@@ -127,7 +127,7 @@ def make_plan(title: str, roles: Iterable[Role], device: torch.device, available
               notes: Iterable[str] = (), *, is_exact: bool = True) -> Plan:
     """Count everything that `roles` need; reads configurations only. Raises UserError where one cannot be read.
 
-    is_exact False: see footprint.activations.
+    is_exact False: see trace.activations.
     """
     roles = list(roles)
     phases = _phases(roles)

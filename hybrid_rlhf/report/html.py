@@ -110,7 +110,8 @@ def _is_evaluation(row: dict) -> bool:
 def html(title: str, chapters: list[Chapter], table: list[dict] | None = None,
          answers: list[dict] | None = None) -> str:
     """The whole page. table: rows of what each stage brought, shown first; answers: the same prompts to every model."""
-    parts = [f"<h1>{escape(title)}</h1>"] if len(chapters) > 1 else []
+    is_one = len(chapters) == 1 and not table and not answers  # then its stage is the title
+    parts = [] if is_one else [f"<h1>{escape(title)}</h1>"]
     if table:
         parts.append(_table(table))
     if answers:
@@ -118,14 +119,14 @@ def html(title: str, chapters: list[Chapter], table: list[dict] | None = None,
     if len(chapters) > 1:
         links = " &middot; ".join(f'<a href="#{escape(c.stage)}">{escape(c.stage)}</a>' for c in chapters)
         parts.append(f"<nav>{links}</nav>")
-    parts += [_chapter(chapter) for chapter in chapters]
+    parts += [_chapter(chapter, 'h1' if is_one else 'h2') for chapter in chapters]
     return ('<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
             f'content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
             f"<style>{_STYLE}</style></head><body><main>{''.join(parts)}</main></body></html>\n")
 
 
-def _chapter(run: Chapter) -> str:
-    parts = [f'<section id="{escape(run.stage)}"><h2>Stage {escape(run.stage)}</h2>']
+def _chapter(run: Chapter, heading: str) -> str:
+    parts = [f'<section id="{escape(run.stage)}"><{heading}>Stage {escape(run.stage)}</{heading}>']
     taken = run.last_step["step"] if run.last_step else 0
     steps = f"{taken} step{'s' * (taken != 1)}"
     steps += f" in {duration(run.record['seconds'])}" if run.record.get("seconds") else ""

@@ -61,7 +61,7 @@ class Actor:
             skip_special_tokens=True) if ended else []  # of no texts it makes one
         rollout = Rollout.from_responses(prompts, generation.tokens, ended, self.engine.pad_id, texts)
         rollout.sampled_logprobs = pad_right(generation.logprobs, 0.0, torch.float32)
-        rollout.temperature = sampling.temperature or 1.0  # what was drawn greedily is scored as it is
+        rollout.temperature = float(sampling.temperature) or 1.0  # what was drawn greedily is scored as it is
         return rollout
 
     def logprobs(self, rollout: Rollout) -> Tensor:

@@ -101,10 +101,11 @@ def collect_held_out(batches: Iterable[Prompts], roles: Roles, source: RewardSou
 
 
 def samples_of(rollout: Rollout | None, count: int) -> list[dict]:
-    """A few responses to different prompts, for people; the score of one that every source skipped is None."""
+    """The first responses to different prompts, for people; the score of one that every source skipped is None."""
     if rollout is None:
         return []
-    rows = range(0, len(rollout), max(1, len(rollout) // count))  # the samples of one prompt lie together
+    ids = rollout.prompts.ids
+    rows = [i for i in range(len(rollout)) if i == 0 or ids[i] != ids[i - 1]]  # a prompt's samples lie together
     return [{"prompt": rollout.prompts.texts[i], "completion": rollout.completions[i],
              "score": None if rollout.scores[i].isnan() else float(rollout.scores[i]),
              "ended": bool(rollout.has_eos[i])} for i in rows[:count]]

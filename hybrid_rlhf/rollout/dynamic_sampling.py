@@ -12,7 +12,7 @@ from hybrid_rlhf.rollout import Rollout
 
 
 def resample_groups(first: Rollout, group_size: int, max_rounds: int, sample: Callable[[int], Rollout],
-           metrics: Metrics) -> Rollout:
+                    metrics: Metrics) -> Rollout:
     """As many groups as in `first`, those whose scores are all equal replaced by groups of new prompts (2503.14476).
 
     sample(round) gives another rollout, at most max_rounds times; every process asks as often. Groups are accepted in

@@ -91,15 +91,15 @@ class Rollout:
     @classmethod
     def from_responses(cls, prompts: Prompts, responses: Sequence[Sequence[int]], has_eos: Sequence[bool],
                        pad_id: int, completions: list[str],
-                       is_sampled: Sequence[Sequence[bool]] | None = None) -> Rollout:
+                       is_sampled: Sequence[Sequence[bool]] | None = None, temperature: float = 1.0) -> Rollout:
         """Build the record from token lists; the masks come from lengths. An empty response is not allowed.
 
-        is_sampled: of each response's tokens, which the policy sampled (None: all of them).
+        is_sampled: of each response's tokens, which the policy sampled (None: all of them). temperature: by which.
         """
         mask = length_mask(torch.tensor([len(r) for r in responses]))
         actions = mask if is_sampled is None else pad_right(is_sampled, False, torch.bool)
         return cls(prompts, pad_right(responses, pad_id), mask, actions, torch.tensor(has_eos, dtype=torch.bool),
-                   completions)
+                   completions, temperature=temperature)
 
     def __len__(self) -> int:
         return self.response_ids.shape[0]
@@ -126,13 +126,16 @@ class Rollout:
         return Rollout(prompts, **part)
 
     def __add__(self, other: Rollout) -> Rollout:
-        """The sequences of both, these first, padded to the longer of the two widths (with 0, which nobody reads)."""
+        """The sequences of both, these first, padded to the longer of the two widths (with 0, which nobody reads).
+        Raises ValueError for rollouts of different temperatures."""
+        if self.temperature != other.temperature:
+            raise ValueError(f"rollouts sampled at temperatures {self.temperature} and {other.temperature}")
         width = max(self.response_ids.shape[1], other.response_ids.shape[1])
 
         def joined(a: object, b: object) -> object:
             if isinstance(a, dict):
                 return {key: joined(value, b[key]) for key, value in a.items()}
-            if a is None or isinstance(a, float):
+            if a is None or isinstance(a, (int, float)):
                 return a
             if not isinstance(a, Tensor):
                 return a + b

@@ -120,7 +120,7 @@ def _step(saver: Saver, step: int, reporter: Reporter) -> dict[str, float]:
 def _kept(error: NotFinite, saver: Saver, batch: object) -> NotFinite:
     """The error, with where to find the batch that led to it."""
     try:
-        rollout = getattr(saver.trainer, "newest", None)
+        rollout = getattr(getattr(saver.trainer, "sampler", saver.trainer), "last_rollout", None)
         folder = bad_batch.keep(saver.record.output_dir, batch=batch, rollout=rollout)
     except OSError as refusal:
         return NotFinite(f"{error}; the batch could not be saved: {refusal.strerror}")

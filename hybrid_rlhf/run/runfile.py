@@ -70,7 +70,8 @@ class RunRecord:
         """The run ended well; facts must be JSON. Its model gets its card. Every process returns after it is written:
         others read it next."""
         self.metrics = metrics
-        self.facts |= {"tokenizer": tokenizer_hash(tokenizer), "chat_template": template_hash(tokenizer), **facts}
+        self.facts = {"header": self.facts.get("header", []), "tokenizer": tokenizer_hash(tokenizer),
+                      "chat_template": template_hash(tokenizer), **facts}
         model = Path(self.output_dir) / "model"
         if is_main() and model.is_dir():
             write_card(model, Path(self.output_dir).resolve().name, dataclasses.asdict(self))

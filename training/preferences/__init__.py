@@ -139,8 +139,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     policy, reference = open_roles(config, model, tokenizer, steps)
     trainer = OfflineTrainer(policy, reference, config.dpo)
     record = builders.start(config, command, data)
-    announce.before(record, config, {"policy": policy.engine}, base, steps, loader)
     with on_record(record):  # a failing export is on the record too
+        announce.before(record, config, {"policy": policy.engine}, base, steps, loader)
         said = fixed_prompts.of_demonstrations(policy, data, config.train.num_fixed_prompts, config.data.max_length)
         metrics = fit(trainer, loader, held_out, config.train, record, steps, said)
         with policy.engine.active():

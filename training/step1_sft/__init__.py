@@ -101,8 +101,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     trainer = SFTTrainer(Actor(engine, tokenizer, config.engine.micro_batch_tokens))
     record = builders.start(config, command, data)
     start = config.model.model_name_or_path or config.model.preset
-    announce.before(record, config, {"policy": engine}, start, steps, loader)
     with on_record(record):  # a failing export is on the record too
+        announce.before(record, config, {"policy": engine}, start, steps, loader)
         said = fixed_prompts.of_demonstrations(trainer.policy, data, config.train.num_fixed_prompts,
                                                config.data.max_length)
         metrics = fit(trainer, loader, held_out, config.train, record, steps, said)

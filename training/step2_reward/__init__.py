@@ -123,8 +123,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     role = Reward(engine, config.engine.micro_batch_tokens)
     trainer = RewardTrainer(role, config.reward.center_coef)
     record = builders.start(config, command, data)
-    announce.before(record, config, {"reward": engine}, base, steps, loader)
     with on_record(record):  # a failing export is on the record too
+        announce.before(record, config, {"reward": engine}, base, steps, loader)
         scored = fixed_prompts.of_reward(role, tokenizer, data, config.train.num_fixed_prompts)
         metrics = fit(trainer, loader, held_out, config.train, record, steps, scored)
         statistics = score_statistics(role, config, tokenizer, data)

@@ -24,7 +24,7 @@ from hybrid_rlhf.engine.decode.sampler import MixedSampler, Sampler, sampling_ke
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 
 MAX_PREFILL_TOKENS = 4096  # of one forward, padding included
-_MAX_DRAWINGS = 64  # settings that are remembered
+_MAX_SAMPLERS = 64  # settings that are remembered
 _STEPS_PER_SYNC = {"cuda": STEPS_PER_LOOK}  # how many steps run before the host looks at the tokens; 1 elsewhere
 
 
@@ -195,15 +195,15 @@ class Scheduler:
                       width=max(len(r.prompt) + len(r.tokens) for _, r in live),
                       steps_left=min(r.limit - len(r.tokens) for _, r in live),
                       below_min_tokens=any(len(r.tokens) < self._settings(r).min_new_tokens for _, r in live),
-                      draw=self._drawing(requests))
+                      draw=self._sampler(requests))
 
     def _settings(self, request: Request) -> SamplingConfig:
         return request.sampling or self.sampling
 
-    def _drawing(self, requests: list[Request]) -> Sampler | MixedSampler:
+    def _sampler(self, requests: list[Request]) -> Sampler | MixedSampler:
         """What draws for these rows: one for all, or one for each of their settings."""
         rows: dict[tuple, list[int]] = {}
-        if len(self._samplers) > _MAX_DRAWINGS:
+        if len(self._samplers) > _MAX_SAMPLERS:
             self._samplers.clear()
         for i, request in enumerate(requests):
             settings = self._settings(request)
