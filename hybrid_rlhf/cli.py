@@ -56,9 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         relax_gc()
         return _train(argv)
     except UserError as error:
-        from hybrid_rlhf.core.text_safety import escape_control
+        from hybrid_rlhf.core.text_safety import error_line
 
-        return _fail(2, escape_control(" ".join(f"error: {error}".split())))
+        return _fail(2, error_line(error))
     except KeyboardInterrupt:
         return _fail(130, "stopped")
     except Exception:

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from hybrid_rlhf.core.config import UserError, command_flags, parse_command
+from hybrid_rlhf.core.text_safety import error_line
 
 MISSING = 3  # exit code: something that every run needs is not there
 OLDEST_PYTHON = (3, 10)
@@ -193,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = parse_command(flags, argv)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     findings = examine(compile_kernels=not options.no_compile)
     if options.json:

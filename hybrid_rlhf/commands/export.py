@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
+from hybrid_rlhf.core.text_safety import error_line
 
 if TYPE_CHECKING:
     from hybrid_rlhf.run.runfile import RunRecord
@@ -185,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.push_to_hub:
             print(push(Path(options.output_dir).expanduser(), options.push_to_hub, is_public=options.public))
     except UserError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     except ExportDiffers as error:  # ours, or a model that no folder can hold: nothing was left behind
         print(f"error: {error}; nothing was written", file=sys.stderr)

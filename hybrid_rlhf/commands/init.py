@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, nearest, parse_command
+from hybrid_rlhf.core.text_safety import error_line
 
 
 class Goal(NamedTuple):
@@ -220,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
         answers = ask(given)
         path = write(answers, options["file"])
     except UserError as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     except (KeyboardInterrupt, EOFError):
         print("\nnothing was written", file=sys.stderr)

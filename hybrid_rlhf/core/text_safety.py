@@ -21,6 +21,11 @@ def escape_control(text: str) -> str:
     return text if _ORDINARY.fullmatch(text) else "".join(map(_visible, text))
 
 
+def error_line(error: BaseException) -> str:
+    """What every command prints of an error that is the user's: one line, safe to show."""
+    return escape_control(" ".join(f"error: {error}".split()))
+
+
 def _visible(char: str) -> str:
     code = ord(char)
     if char in "\n\t" or 0x20 <= code < 0x7F:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
 from hybrid_rlhf.core.startup import relax_gc, restore_gc
-from hybrid_rlhf.core.text_safety import escape_control
+from hybrid_rlhf.core.text_safety import error_line, escape_control
 from hybrid_rlhf.inference.named_models import named_models
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(argv)
     except UserError as error:
-        print("error: " + escape_control(" ".join(str(error).split())), file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

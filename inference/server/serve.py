@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
-from hybrid_rlhf.core.text_safety import escape_control
+from hybrid_rlhf.core.text_safety import error_line
 from hybrid_rlhf.inference.named_models import NamedModel, named_models
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(argv)
     except UserError as error:
-        print("error: " + escape_control(" ".join(str(error).split())), file=sys.stderr)
+        print(error_line(error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
