@@ -23,8 +23,8 @@ export TOKENIZERS_PARALLELISM ?= false
 # Every causal-LM type of transformers on the decode engine: docs/results/architectures.md. About five minutes.
 .PHONY: architectures
 architectures: $(STAMP)
-	$(BIN)/python benchmarks/architectures.py --json docs/results/architectures.json \
-	  --markdown docs/results/architectures.md
+	$(BIN)/python benchmarks/architecture_sweep.py --json docs/results/architectures.json \
+	  --page docs/results/architectures.md
 
 # Everything that a CPU can show beside its peers, under 30 minutes: docs/results/benchmarks.md.
 .PHONY: bench
@@ -60,20 +60,30 @@ smollm2-results: $(STAMP)
 crash: $(STAMP)
 	$(BIN)/python -m tests.crash.thirty --markdown docs/results/crash.md
 
+# Faults and hostile input from outside, some hundreds of tries on tiny models: docs/results/faults.md. Under ten minutes.
+.PHONY: faults
+faults: $(STAMP)
+	$(BIN)/python benchmarks/faults.py --json docs/results/faults.json --page docs/results/faults.md
+
+# 20,000 PPO steps in one process, and whether memory, descriptors or step time grow: docs/results/long_run.md.
+.PHONY: long-run
+long-run: $(STAMP)
+	$(BIN)/python benchmarks/long_run.py --json docs/results/long_run.json --page docs/results/long_run.md
+
 .PHONY: demo test test-slow lint install clean docs
 
 demo: $(STAMP)
 	$(BIN)/python train.py --stage all --seed $(SEED)
 
 test: $(STAMP)
-	@failed=0; $(BIN)/python -m ruff check . || failed=1; \
-	  $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(PYTEST_ARGS) || failed=1; exit $$failed
+	@failed=0; $(BIN)/python -m ruff check . || failed=1; $(BIN)/python -m mypy || failed=1; \
+	  $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu" $(PYTEST_ARGS) || failed=1; exit $$failed
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not gpu" $(PYTEST_ARGS)
 
 lint: $(STAMP)
-	$(BIN)/python -m ruff check .
+	@failed=0; $(BIN)/python -m ruff check . || failed=1; $(BIN)/python -m mypy || failed=1; exit $$failed
 
 # Coverage-guided fuzzing of loaders, schema detection, configuration and the server's body: SECONDS for each target.
 .PHONY: fuzz
@@ -96,5 +106,5 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -42,7 +42,7 @@ EXTRAS = {
     "fuzz": ["atheris>=3.0"],  # make fuzz; has no wheels for every Python
 }
 EXTRAS["test"] = [
-    "pytest>=9.0", "pytest-timeout>=2.4", "pytest-xdist>=3.8", "hypothesis>=6.170", "ruff>=0.17",
+    "pytest>=9.0", "pytest-timeout>=2.4", "pytest-xdist>=3.8", "hypothesis>=6.170", "ruff>=0.17", "mypy>=2.4",
     "trl==1.16.*",  # the oracle of the first-step losses
     "vaderSentiment>=3.3.2",  # an example's judge, never a reward
     'triton>=3.6; platform_system == "Linux"',  # its interpreter runs the CUDA kernels; CUDA builds of torch bring it

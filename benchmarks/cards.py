@@ -1,6 +1,6 @@
 """The largest model that each card holds in PPO with four roles, by --plan; reads no weights and needs no card.
 
-    python benchmarks/cards.py [--write docs/results/cards]
+    python benchmarks/cards.py [--json docs/results/cards.json] [--page docs/results/cards.md]
 
 Shapes of the Qwen2.5 and Llama families, written here as configurations. PPO of 8 sequences of 512 + 512 tokens a step,
 bf16, gradient checkpointing, micro-batches of 4096, 2048 or 1024 tokens: the largest that fits. Nine tenths of a card
@@ -10,14 +10,13 @@ with optimizers and idle roles in the computer's memory, whose size stands besid
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+import harness
+from harness import parser_of, table_of, write_rows, write_tables
 
 from hybrid_rlhf.core.config import parse
 from hybrid_rlhf.memory_plan.amounts import Cards
@@ -76,24 +75,12 @@ def _may_fit(name: str, way: str, gib: int) -> bool:
     return float(name[:-1]) * (0.5 if way == "qlora" else 2) < gib * 1.08
 
 
-def rows(place: Path) -> Iterator[dict]:
-    for gib in CARDS:
+def rows(place: Path, cards: Sequence[int]) -> Iterator[dict]:
+    for gib in cards:
         for way in WAYS:
             row = largest(way, gib, place)
             print(json.dumps(row), flush=True)
             yield row
-
-
-def table(found: list[dict]) -> str:
-    """The rows as Markdown, a line for each card."""
-    lines = ["# The largest model of each card", "", "`python benchmarks/cards.py --write docs/results/cards`", "",
-             *__doc__.split("\n\n")[2].strip().splitlines(), "",
-             "Each cell: the shape, the largest micro-batch in tokens, and the planned peak. No card was there: these "
-             "are plans.", "", "| card | " + " | ".join(WAYS) + " |", "|---" * (len(WAYS) + 1) + "|"]
-    for gib in CARDS:
-        cells = {r["way"]: _cell(r) for r in found if r["card_gib"] == gib}
-        lines.append(f"| {gib} GiB | " + " | ".join(cells[way] for way in WAYS) + " |")
-    return "\n".join(lines) + "\n"
 
 
 def _cell(row: dict) -> str:
@@ -103,15 +90,15 @@ def _cell(row: dict) -> str:
     return f"{row['shape']} ({row['micro_batch_tokens']}; {row['peak_gib']} GiB{host})"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", help="PATH of PATH.json and PATH.md")
-    options = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--page", type=Path, help="put the table into this page")
+    options = harness.parse(parser, argv)
     with tempfile.TemporaryDirectory() as folder:
-        found = list(rows(Path(folder)))
-    if options.write:
-        Path(options.write + ".json").write_text(json.dumps(found, indent=1) + "\n")
-        Path(options.write + ".md").write_text(table(found))
+        found = write_rows(rows(Path(folder), CARDS[:1] if options.quick else CARDS), options.json)
+    if options.page:
+        cells = {gib: [_cell(row) for row in found if row["card_gib"] == gib] for gib in CARDS}
+        write_tables(options.page, table_of(["card", *WAYS], [(f"{gib} GiB", *cells[gib]) for gib in cells]))
 
 
 if __name__ == "__main__":

@@ -9,32 +9,32 @@ the engine's own path for models that do not run over slots, forced by refusing 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
+from harness import ROOT, Case, Times, parse, parser_of, seconds, timed_row, write_rows
 
-from harness import machine, write_rows
-
-_BY_GENERATE = """
+BY_GENERATE = """
 from hybrid_rlhf.engine.decode.runner import Runner
+assert callable(Runner._try)
 Runner._try = lambda self, path: "refused, to be measured without it"
 """
-_RUN = """
+RUN = """
 import sys
 sys.path.insert(0, {root!r})
 {patch}
 from hybrid_rlhf.cli import main
 sys.exit(main({command!r}))
 """
+CASES = {"demo_stage3": Case("the demo's stage 3", "the same by generate"),
+         "demo_generation": Case("its generating", "the same by generate")}
 
 
 def run(demo: Path, steps: int, patch: str) -> tuple[float, float]:
@@ -45,15 +45,10 @@ def run(demo: Path, steps: int, patch: str) -> tuple[float, float]:
         config = Path(folder) / "ppo.yaml"
         config.write_text(json.dumps(settings_of(demo, steps)), encoding="utf-8")
         command = ["--stage", "ppo", "--config", str(config), "--output_dir", f"{folder}/ppo"]
-        code = _RUN.format(root=str(HERE.parent), patch=patch, command=command)
-        start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        whole = time.perf_counter() - start
-        if done.returncode:
-            raise SystemExit(f"the stage failed:\n{done.stderr[-2000:]}")
+        code = RUN.format(root=str(ROOT), patch=patch, command=command)
+        whole = seconds(partial(subprocess.run, [sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL))
         rows = [json.loads(line) for line in (Path(folder) / "ppo" / "metrics.jsonl").read_text().splitlines()]
-    spent = [row["time/generate"] for row in rows if "time/generate" in row]
-    return whole, statistics.mean(spent) * steps
+    return whole, statistics.mean(row["time/generate"] for row in rows if "time/generate" in row) * steps
 
 
 def settings_of(demo: Path, steps: int) -> dict:
@@ -67,24 +62,15 @@ def settings_of(demo: Path, steps: int) -> dict:
     return settings
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = parser_of(__doc__, repeats=3)
     parser.add_argument("--demo", type=Path, default=Path("outputs/demo"))
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json")
-    options = parser.parse_args()
+    options = parse(parser, argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    turns = [[run(options.demo, options.steps, patch) for patch in ("", _BY_GENERATE)] for _ in range(options.repeats)]
-    rows = []
-    for i, name in enumerate(("demo_stage3", "demo_generation")):
-        ours, peer = ([turn[side][i] for turn in turns] for side in (0, 1))
-        middle = [statistics.median(s) for s in (ours, peer)]
-        print(f"{name}: ours {middle[0]:.1f} s ({min(ours):.1f}-{max(ours):.1f}), by generate {middle[1]:.1f} s "
-              f"({min(peer):.1f}-{max(peer):.1f}), ratio {middle[1] / middle[0]:.2f}")
-        rows.append({"case": name, "ours": middle[0], "peer": middle[1], "ratio": middle[1] / middle[0],
-                     "floor_ratio": None, "unit": "s", "machine": machine()})
-    write_rows(rows, options.json)
+    turns = [[run(options.demo, options.steps, patch) for patch in ("", BY_GENERATE)] for _ in range(options.repeats)]
+    write_rows((timed_row(name, case, [Times.of([turn[side][i] for turn in turns]) for side in (0, 1)], unit="s")
+                for i, (name, case) in enumerate(CASES.items())), options.json)
 
 
 if __name__ == "__main__":

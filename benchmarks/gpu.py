@@ -13,18 +13,13 @@ decode step over the time that reading its weights takes at the measured bandwid
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
+from harness import Case, alternate, measuring, row_of, table_of, write_rows, write_tables
 from torch import nn
 
 from hybrid_rlhf.engine.decode.cuda_graphs import called
@@ -38,6 +33,7 @@ LLAMA = dict(model_type="llama", hidden_size=2048, num_hidden_layers=16, num_att
 TINY = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=97, max_position_embeddings=128)
 TINY_OPT = TINY | dict(model_type="opt", word_embed_proj_dim=32, ffn_dim=64)
 TINY_LLAMA = TINY | dict(model_type="llama", num_key_value_heads=2, intermediate_size=64, tie_word_embeddings=True)
+GENERATE = "transformers generate"
 
 
 @dataclass
@@ -55,24 +51,6 @@ class Bench:
     @property
     def capture(self) -> Callable | str:
         return called if self.is_dry else "auto"
-
-    def wait(self) -> None:
-        if not self.is_dry:
-            torch.cuda.synchronize()
-
-    def seconds(self, act: Callable[[], object]) -> float:
-        self.wait()
-        start = time.perf_counter()
-        act()
-        self.wait()
-        return time.perf_counter() - start
-
-    def alternate(self, *acts: Callable[[], object]) -> list[float]:
-        """Median seconds of each, taken in turns after one unmeasured round."""
-        for act in acts:
-            act()
-        rounds = [[self.seconds(act) for act in acts] for _ in range(self.repeats)]
-        return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
 # -- models and requests -----------------------------------------------------------------------------------------------
@@ -145,8 +123,8 @@ def bandwidth(bench: Bench) -> float:
     """Bytes per second that a copy reads and writes."""
     source = torch.empty(2**16 if bench.is_dry else 2**31, dtype=torch.uint8, device=bench.device).random_()
     target = torch.empty_like(source)
-    (taken,) = bench.alternate(lambda: [target.copy_(source) for _ in range(10)])
-    return 20 * source.numel() / taken
+    (taken,) = alternate(bench.repeats, lambda: [target.copy_(source) for _ in range(10)])
+    return 20 * source.numel() / taken.median
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -168,21 +146,21 @@ def fixed(bench: Bench, name: str, shape: dict, rows: int, prompt: int, response
         with engine.inference():
             ours()
 
-    whole, peer = bench.alternate(entered, lambda: by_transformers(model, prompts, [response] * rows, 1.0, rows))
+    whole, peer = medians(bench, entered, lambda: by_transformers(model, prompts, [response] * rows, 1.0, rows))
     with engine.inference():
         ours()
-        inside, short = bench.alternate(ours, lambda: ours(response // 2))
+        inside, short = medians(bench, ours, lambda: ours(response // 2))
         if not bench.is_dry:
             profile(bench, ours, name)
     step = (inside - short) / (response - response // 2)
     floor = step * rate / weight_bytes(model)
     print(f"{name}: {engine.describe()}", flush=True)
-    return [row(name, whole, peer, floor), row(f"{name}, in the mode", inside, peer, floor)]
+    return [row_of(case, Case(case, GENERATE), 1000 * ours, 1000 * peer, "ms", floor, machine=machine())
+            for case, ours in ((name, whole), (f"{name}, in the mode", inside))]
 
 
-def row(name: str, ours: float, peer: float, floor: float) -> dict:
-    return {"case": name, "ours": 1000 * ours, "peer": 1000 * peer, "ratio": peer / ours, "floor_ratio": floor,
-            "unit": "ms", "machine": machine()}
+def medians(bench: Bench, *sides: Callable[[], object]) -> list[float]:
+    return [times.median for times in alternate(bench.repeats, *sides)]
 
 
 def ragged(bench: Bench, shape: dict, count: int, rows: int) -> list[dict]:
@@ -198,10 +176,9 @@ def ragged(bench: Bench, shape: dict, count: int, rows: int) -> list[dict]:
         with engine.inference():
             engine.generate(prompts, SamplingConfig(max_new_tokens=most), seed=0, limits=limits)
 
-    ours, peer = bench.alternate(entered, lambda: by_transformers(model, prompts, limits, 1.0, rows))
-    useful = sum(limits)
-    return [{"case": f"ragged, {count} requests in {rows} slots", "ours": useful / ours, "peer": useful / peer,
-             "ratio": peer / ours, "floor_ratio": None, "unit": "tokens/s", "machine": machine()}]
+    ours, peer = medians(bench, entered, lambda: by_transformers(model, prompts, limits, 1.0, rows))
+    useful, name = sum(limits), f"ragged, {count} requests in {rows} slots"
+    return [row_of(name, Case(name, GENERATE), useful / ours, useful / peer, "tokens/s", machine=machine())]
 
 
 def profile(bench: Bench, act: Callable[[], None], name: str) -> None:
@@ -211,7 +188,7 @@ def profile(bench: Bench, act: Callable[[], None], name: str) -> None:
 
     with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
         act()
-        bench.wait()
+        measuring.wait()
     with (bench.out / "gpu_profile.txt").open("a", encoding="utf-8") as file:
         print(name, found.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=80),
               file=file)
@@ -236,16 +213,14 @@ def cases(bench: Bench, rate: float) -> dict[str, Callable[[], list[dict]]]:
 
 
 def write(bench: Bench, rows: list[dict], rate: float, faults: list[str]) -> None:
-    (bench.out / "gpu.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    lines = ["# Generation on a card", "", f"{machine()}; a copy moves {rate / 1e12:.2f} TB/s. `benchmarks/gpu.sh`, "
-             f"medians of {bench.repeats}, our engine and transformers' generate in turns.", "",
-             "| case | ours | transformers | ratio | decode step / its weights at that rate |", "| - | - | - | - | - |"]
-    for r in rows:
-        floor = "" if r["floor_ratio"] is None else f"{r['floor_ratio']:.2f} ({100 / r['floor_ratio']:.0f}%)"
-        lines.append(f"| {r['case']} | {r['ours']:.1f} {r['unit']} | {r['peer']:.1f} {r['unit']} | {r['ratio']:.2f} | "
-                     f"{floor} |")
-    lines += ["", *(f"Different: {fault}" for fault in faults)]
-    (bench.out / "gpu.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    write_rows(rows, str(bench.out / "gpu.json"))
+    columns = "case", "ours", "transformers", "ratio", "decode step / its weights at that rate"
+    write_tables(
+        bench.out / "gpu.md",
+        table_of(("machine", "a copy moves", "medians of", "different tokens"),
+                 [(machine(), f"{rate / 1e12:.2f} TB/s", bench.repeats, "; ".join(faults) or "none")]),
+        table_of(columns, [(r["case"], f"{r['ours']:.1f} {r['unit']}", f"{r['peer']:.1f} {r['unit']}",
+                            f"{r['ratio']:.2f}", r["floor_ratio"] and f"{r['floor_ratio']:.2f}") for r in rows]))
 
 
 def main() -> None:
@@ -257,6 +232,8 @@ def main() -> None:
     options = parser.parse_args()
     if not options.dry_run and not torch.cuda.is_available():
         raise SystemExit("no NVIDIA card that torch can use; --dry-run tries the script on the processor")
+    if not options.dry_run:
+        measuring.wait = torch.cuda.synchronize
     bench = Bench(options.dry_run, options.repeats, Path(options.out))
     bench.out.mkdir(parents=True, exist_ok=True)
     (bench.out / "gpu_profile.txt").unlink(missing_ok=True)

@@ -28,7 +28,7 @@ for part in $parts; do
   case $part in
     tests)
       workers=$("$python" -c 'import os; print(max(1, min(8, os.cpu_count() // 2)))')  # compiling is most of it
-      timeout $tests "$python" -m pytest -q -m gpu -n "$workers" -p no:cacheprovider tests/test_gpu_*.py 2>&1 \
+      timeout $tests "$python" -m pytest -q -m gpu -n "$workers" -p no:cacheprovider tests/kernels/test_gpu_*.py tests/engine/decode/test_gpu_engine.py 2>&1 \
         | tee "$out/gpu_tests.txt" | tail -40 || failed=1 ;;
     generate) timeout $generate "$python" benchmarks/gpu.py --out "$out" || failed=1 ;;
     ppo) timeout $((ppo + 20)) "$python" benchmarks/gpu_ppo.py --out "$out" --seconds $ppo || failed=1 ;;

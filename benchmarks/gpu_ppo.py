@@ -22,17 +22,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
-
+import harness
 import torch
 from floors import Rates, Shape, ppo_floor
 from gpu import machine
-from harness import write_rows
-from ppo_models import SHAPES, make_folders, prompts_of, roles_of, trainer_of
+from harness import measuring, seconds, table_of, write_rows, write_tables
+from random_models import SHAPES, make_folders, prompts_of, roles_of, trainer_of
 
 from hybrid_rlhf.engine.device_memory import meter
 
@@ -91,16 +90,6 @@ def lacking(case: Case) -> list[str]:
 # -- one case, in a process of its own ---------------------------------------------------------------------------------
 
 
-def synchronized(device: torch.device, act: Callable[[], object]) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    act()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
 def rates_of(device: torch.device, size: int) -> Rates:
     """Measured on the device. size: bytes of the copy."""
 
@@ -117,32 +106,32 @@ def rates_of(device: torch.device, size: int) -> Rates:
 
             multiply()
             count = shapes.count((rows, width, out)) or 1
-            rate.append((count * 2 * rows * width * out, count * min(synchronized(device, multiply) for _ in range(3))))
-        return sum(ops for ops, _ in rate) / sum(seconds for _, seconds in rate)
+            rate.append((count * 2 * rows * width * out, count * min(seconds(multiply) for _ in range(3))))
+        return sum(operations for operations, _ in rate) / sum(taken for _, taken in rate)
 
     def memory() -> float:
         source = torch.empty(size, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         target.copy_(source)
-        return 2 * size / min(synchronized(device, lambda: target.copy_(source)) for _ in range(5))
+        return 2 * size / min(seconds(lambda: target.copy_(source)) for _ in range(5))
 
     return Rates(matrix, memory)
 
 
-def steps(case: Case, place: Path, batches: tuple[int, ...], seconds: float, device: torch.device):  # noqa: ANN201
-    """A row for each batch that fits; the last says why there is no larger one."""
+def steps(name: str, case: Case, place: Path, budget: float, device: torch.device) -> Iterator[dict]:
+    """A row for each batch that fits; the last says why there is no larger one. budget: seconds."""
     rates = rates_of(device, 2**31 if device.type == "cuda" else 2**20)
-    shape, end = Shape.of(SHAPES[case.shape][1]), time.monotonic() + seconds
+    shape, end = Shape.of(SHAPES[case.shape][1]), time.monotonic() + budget
     roles, reward = roles_of(place, lora=case.lora, share="all" if case.lora else "none", is_4bit=case.is_4bit,
                              micro_batch_tokens=case.micro_batch_tokens)
     trainer = trainer_of(roles, reward, case.response)
     best = 0.0
-    for batch in batches:
+    for batch in case.batches:
         prompts, roles.actor.engine.max_batch = prompts_of(place, batch, case.prompt), batch
         found: dict = {}
         try:
             with meter.block(device) as peak:  # the engine sets torch's own mark back in every phase
-                first, took = (synchronized(device, lambda prompts=prompts, found=found: found.update(
+                first, took = (seconds(lambda prompts=prompts, found=found: found.update(
                     trainer.step(prompts).compute())) for _ in range(2))
         except Exception as error:
             if not is_full(error):
@@ -150,7 +139,7 @@ def steps(case: Case, place: Path, batches: tuple[int, ...], seconds: float, dev
             print(f"{'':16} {batch} sequences do not fit: {str(error).splitlines()[0][:120]}", flush=True)
             return
         floor, line = ppo_floor(shape, [case.prompt] * batch, [case.response] * batch, case.lora, rates)
-        yield row_of(case, batch, took, floor, line, found, peak[0])
+        yield row_of(name, case, batch, took, floor, line, found, peak[0])
         if batch / took < GAIN * best or time.monotonic() + 2 * (first + took) > end:
             return
         best = batch / took
@@ -160,14 +149,14 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "memory" in str(error).lower()
 
 
-def row_of(case: Case, batch: int, took: float, floor: float, line: str, found: dict, peak: int) -> dict:
+def row_of(name: str, case: Case, batch: int, took: float, floor: float, line: str, found: dict, peak: int) -> dict:
     parts = {k.removeprefix("time/"): v for k, v in found.items() if k.startswith("time/")}
-    rate, drift = batch / took, found.get("engine/logprob_drift")
-    row = {"ours": rate, "peer": case.known, "ratio": rate / case.known if case.known else None,
-           "floor_ratio": took / floor, "unit": "sequences/s", "machine": machine(), "batch": batch, "seconds": took,
-           "parts": parts, "peak": peak, "drift": drift, "tokens": [case.prompt, case.response]}
-    print(f"{'':16} batch {batch}: {rate:.2f} sequences/s, {took:.2f} s; {line}; peak {peak / 2**30:.1f} GiB; "
-          f"drift {drift}; " + ", ".join(f"{k} {v:.2f}" for k, v in sorted(parts.items())), flush=True)
+    about = harness.Case(f"PPO steps of {batch}", "DeepSpeed-Chat, A100", ASKED if case.known else None)
+    row = harness.row_of(
+        name, about, batch / took, case.known, "sequences/s", took / floor, machine=machine(), batch=batch,
+        seconds=took, parts=parts, peak=peak, drift=found.get("engine/logprob_drift"),
+        tokens=[case.prompt, case.response])
+    print(f"{'':16} {line}", flush=True)
     return row
 
 
@@ -182,8 +171,7 @@ def child(name: str, options: argparse.Namespace) -> None:
             torch.cuda.empty_cache()
         made = time.monotonic() - began
         print(f"{name:16} its models were drawn and written in {made:.0f} s", flush=True)
-        rows = ({"case": name} | row for row in steps(case, Path(folder), case.batches, options.seconds - made, device))
-        write_rows(rows, options.json)
+        write_rows(steps(name, case, Path(folder), options.seconds - made, device), options.json)
 
 
 def dry(case: Case) -> Case:
@@ -212,25 +200,18 @@ def run(name: str, options: argparse.Namespace, out: Path) -> tuple[list[dict], 
     return rows, fault or ("" if rows else f"{name}: not even the smallest batch fits")
 
 
-def table(rows: list[dict], faults: list[str]) -> str:
-    lines = ["# PPO steps on a card", "", f"{rows[0]['machine'] if rows else machine()}; `benchmarks/gpu.sh ppo`, one "
-             "measured step after an unmeasured one.", "",
-             f"| case | tokens | batch | sequences/s | DeepSpeed-Chat, A100 | ratio (asked >= {ASKED}) | "
-             "generate, score, train (s) | time / floor | peak, GiB | asked |", "|" + " - |" * 10]
+def tables_of(rows: list[dict], faults: list[str]) -> list[str]:
+    columns = ("case", "tokens", "batch", "sequences/s", "DeepSpeed-Chat, A100", f"ratio (asked >= {ASKED})",
+               "generate, score, train (s)", "time / floor", "peak, GiB", "asked")
+    lines = []
     for r in rows:
-        best = max((x for x in rows if x["case"] == r["case"]), key=lambda x: x["ours"])
-        room, mark = CASES[r["case"]].room, "**" if r is best else ""
-        cells = [r["case"], " + ".join(map(str, r["tokens"])), r["batch"], f"{mark}{r['ours']:.2f}{mark}",
-                 r["peer"] or "", shown(r["ratio"], ".1f"),
-                 ", ".join(shown(r["parts"].get(k), ".2f") or "?" for k in ("generate", "score", "train")),
-                 shown(r["floor_ratio"], ".2f"), shown(r["peak"] / 2**30, ".1f"),
-                 f"< {room:g}" if room else ""]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join([*lines, "", *faults]).rstrip() + "\n"
-
-
-def shown(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+        is_best = r is max((x for x in rows if x["case"] == r["case"]), key=lambda x: x["ours"])
+        rate, room = f"{r['ours']:.2f}", CASES[r["case"]].room
+        lines.append((r["case"], " + ".join(map(str, r["tokens"])), r["batch"], f"**{rate}**" if is_best else rate,
+                      r["peer"], r["ratio"] and f"{r['ratio']:.1f}",
+                      ", ".join(f"{r['parts'].get(k, float('nan')):.2f}" for k in ("generate", "score", "train")),
+                      f"{r['floor_ratio']:.2f}", f"{r['peak'] / 2**30:.1f}", room and f"< {room:g}"))
+    return [table_of(("machine", "faults"), [(machine(), "; ".join(faults) or "none")]), table_of(columns, lines)]
 
 
 def main() -> int:
@@ -244,6 +225,8 @@ def main() -> int:
     options = parser.parse_args()
     if not options.dry_run and not torch.cuda.is_available():
         raise SystemExit("no NVIDIA card that torch can use; --dry-run tries the script on the processor")
+    if not options.dry_run:
+        measuring.wait = torch.cuda.synchronize
     if options.child:
         child(options.child, options)
         return 0
@@ -255,7 +238,7 @@ def main() -> int:
         found, fault = run(name, options, out)
         rows += found
         faults += [fault] if fault else []
-        (out / "gpu_ppo.md").write_text(table(rows, faults), encoding="utf-8")  # a machine may be taken away
+        write_tables(out / "gpu_ppo.md", *tables_of(rows, faults))  # a machine may be taken away
         write_rows(rows, str(out / "gpu_ppo.json"))
     print((out / "gpu_ppo.md").read_text(encoding="utf-8"))
     return int(any("left out" not in fault for fault in faults))

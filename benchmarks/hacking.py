@@ -1,9 +1,10 @@
 """Reward hacking on the embedded task: PPO for longer than the demo, at several prices of KL, watched by the checker.
 
-    python benchmarks/hacking.py [--prices 0,0.02,0.05,0.1,0.2] [--seeds 0] [--work DIR] [--markdown FILE]
+    python benchmarks/hacking.py [--prices 0,0.02,0.05,0.1,0.2] [--seeds 0] [--work DIR]
 
 Each run is `train.py --stage ppo` from the SFT and reward runs of benchmarks/methods.py, paid by the reward model
-alone; the checker is listed as a second source of weight 0, so that it is reported and not paid.
+alone; the checker is listed as a second source of weight 0, so that it is reported and not paid. Prints, of each run,
+its row, its course and its report's alarms.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 from pathlib import Path
 
 import methods
+from harness import ROOT, table_of
 from methods_settings import OF_PROMPTS
 
 from hybrid_rlhf.report import summary
@@ -47,35 +49,26 @@ def shown(row: dict) -> dict:
             "kl": row["objective/kl"], "entropy": row["entropy"], "distinct_2": row["completions/distinct_2"]}
 
 
-def page(found: list[dict]) -> str:
-    """The results as Markdown."""
-    lines = ["| kl_coef | seed | score | accuracy | KL (nats) | alarms |", "|---|---|---|---|---|---|"]
-    for one in found:
-        start, end = one["start"], one["end"]
-        lines.append(f"| {one['kl_coef']:g} | {one['seed']} | {start['score']:.2f} to {end['score']:.2f} | "
-                     f"{start['accuracy']:.3f} to **{end['accuracy']:.3f}** | {end['kl']:.1f} | "
-                     f"{', '.join(alarm.name for alarm in one['alarms']) or 'none'} |")
-    for one in found:
-        lines += ["", f"`kl_coef {one['kl_coef']:g}`, seed {one['seed']}, the rollouts of some steps:", "",
-                  "| " + " | ".join(one["course"][0]) + " |", "|" + "---|" * len(one["course"][0]),
-                  *("| " + " | ".join(f"{v:g}" if k == "step" else f"{v:.3f}" for k, v in row.items()) + " |"
-                    for row in one["course"]), "", "Its report:", "",
-                  *(f"> {line}" for line in summary.alarm_lines(one["alarms"]))]
-    return "\n".join(lines) + "\n"
+def cells_of(run: dict) -> list[str]:
+    start, end = run["start"], run["end"]
+    return [f"{run['kl_coef']:g}", run["seed"], f"{start['score']:.2f} to {end['score']:.2f}",
+            f"{start['accuracy']:.3f} to **{end['accuracy']:.3f}**", f"{end['kl']:.1f}",
+            ", ".join(alarm.name for alarm in run["alarms"]) or "none"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prices", default="0,0.02,0.05,0.1,0.2")
     parser.add_argument("--seeds", default="0")
-    parser.add_argument("--work", type=Path, default=methods.ROOT / "outputs" / "methods")
-    parser.add_argument("--markdown", type=Path, required=True)
-    given = parser.parse_args()
-    found = []
-    for seed in map(int, given.seeds.split(",")):
-        for price in map(float, given.prices.split(",")):
-            found.append(run(given.work.resolve(), seed, price))
-            given.markdown.write_text(page(found), encoding="utf-8")
+    parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "methods")
+    options = parser.parse_args()
+    for seed in map(int, options.seeds.split(",")):
+        for price in map(float, options.prices.split(",")):
+            found = run(options.work.resolve(), seed, price)
+            print(table_of(("kl_coef", "seed", "score", "accuracy", "KL (nats)", "alarms"), [cells_of(found)]))
+            print(table_of(list(found["course"][0]), [[f"{value:.4g}" for value in row.values()]
+                                                      for row in found["course"]]))
+            print("\n".join(f"> {line}" for line in summary.alarm_lines(found["alarms"])) + "\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Every method on the embedded task, from the same SFT and reward models: what it learns, and whether that is chance.
 
-    python benchmarks/methods.py [--methods ppo,dpo] [--seeds 0,1,2] [--work DIR] [--json FILE] [--markdown FILE]
+    python benchmarks/methods.py [--methods ppo,dpo] [--seeds 0,1,2] [--work DIR] [--json FILE] [--page FILE]
 
 Per seed an SFT run and a reward run are made once, then each method starts from them by the launcher, in a process of
 its own (`train.py --stage NAME`). A row is written as soon as its run is measured, and one that is there with the same
@@ -21,11 +21,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-sys.path[:0] = [str(ROOT), str(HERE)]
-
-from harness import machine
+from harness import ROOT, machine, table_of, write_tables
 from methods_settings import FIXTURES, METHODS, PROMPT, common
 
 NUM_PROMPTS = 575  # all that the task holds out
@@ -86,14 +82,15 @@ def measured(folder: str, seed: int, name: str) -> dict[str, float]:
     from hybrid_rlhf.rewards.model import ModelSource
     from hybrid_rlhf.roles import Reference, Reward
     from hybrid_rlhf.training import builders, scored_answers
+    from hybrid_rlhf.training.registry import READS
 
     def model(stage: str) -> ModelConfig:
         return ModelConfig(f"{folder}/{stage}/model", dtype="float32")
 
     data = DataConfig([Source("demo/prompts")], split=[4, 3, 3], eval_fraction=0.08, max_length=64,
                       max_prompt_length=40, cache_dir=str(Path(folder).parent / "cache"))
-    tokenizer = builders.open_tokenizer(model(name), data, "ppo", seed)
-    rows = datasets.build(data, "ppo", tokenizer, seed).held_out
+    tokenizer = builders.open_tokenizer(model(name), data, READS["ppo"], seed)
+    rows = datasets.build(data, READS["ppo"], tokenizer, seed).held_out
     prompts = collate.collate_prompts([rows[i] for i in range(min(NUM_PROMPTS, len(rows)))])
     asked = scored_answers.in_words(prompts, PROMPT[name], tokenizer) if name in PROMPT else None
     actor = scored_answers.open_actor(model(name), tokenizer)
@@ -129,37 +126,21 @@ def summary(rows: list[dict]) -> dict:
             "is_significant": {name.split("_")[0]: mean > half for name, (mean, half) in kept.items()}}
 
 
-def markdown(found: dict) -> str:
-    """The report: a row for each method."""
-    lines = [HEAD.format(machine=found["machine"], prompts=found["num_prompts"]),
-             "| method | seeds | seconds | accuracy | gain (95%) | score | gain (95%) | KL | length | significant |"
-             "\n|---|---|---|---|---|---|---|---|---|---|"]
-    for row in found["methods"]:
-        significant = [name for name, yes in row["is_significant"].items() if yes]
-        lines.append("| " + " | ".join((
-            row["method"], ", ".join(map(str, row["seeds"])), f"{row['seconds']:.0f}",
-            f"{row['accuracy_before']:.3f} to **{row['accuracy_after']:.3f}**", interval(row["accuracy_gain"], 3),
-            f"{row['score_before']:.2f} to {row['score_after']:.2f}", interval(row["score_gain"], 2),
-            f"{row['kl']:.2f}", f"{row['length']:.1f}", " and ".join(significant) or "no")) + " |")
-    return "\n".join(lines) + "\n"
+def tables_of(found: dict) -> list[str]:
+    """The machine, and a line for each method."""
+    columns = ("method", "seeds", "seconds", "accuracy", "gain (95%)", "score", "gain (95%)", "KL", "length",
+               "significant")
+    return [table_of(["machine"], [[found["machine"]]]), table_of(columns, [(
+        row["method"], ", ".join(map(str, row["seeds"])), f"{row['seconds']:.0f}",
+        f"{row['accuracy_before']:.3f} to **{row['accuracy_after']:.3f}**", interval(row["accuracy_gain"], 3),
+        f"{row['score_before']:.2f} to {row['score_after']:.2f}", interval(row["score_gain"], 2),
+        f"{row['kl']:.2f}", f"{row['length']:.1f}",
+        " and ".join(name for name, yes in row["is_significant"].items() if yes) or "no") for row in found["methods"]])]
 
 
 def interval(given: list, decimals: int) -> str:
     mean, half = given
     return f"{mean:+.{decimals}f}" + ("" if half is None else f" ± {half:.{decimals}f}")
-
-
-HEAD = """# Every method on the embedded task
-
-`make methods` (benchmarks/methods.py): each method by its own `--stage` from the same SFT and reward runs of a seed
-(600 and 500 steps, as in the demo), settings in benchmarks/methods_settings.py, chosen on seed 0 (cispo's and dpo's
-once more after seed 2; kl_coef of grpo, dr_grpo and gspo raised from 0.1 to 0.3 and run on models trained anew, as one
-such model had let grpo down to 0.58). {machine}.
-{prompts} held-out prompts, one answer each at temperature 1. *accuracy* is the checker's, *score* the reward model's
-(the offline methods and conditional_sft never see it). Gains: mean over the seeds with the 95% interval of Student's t
-over seeds; KL in nats to the SFT model; *significant* names what that interval puts above zero. Seconds: the
-stage's own, start-up left out; other jobs shared the machine, so they compare only roughly.
-"""
 
 
 def save(path: Path, rows: list[dict]) -> dict:
@@ -179,7 +160,8 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "methods")
     parser.add_argument("--json", type=Path, default=ROOT / "docs" / "results" / "methods.json")
-    parser.add_argument("--markdown", type=Path, default=ROOT / "docs" / "results" / "methods.md")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results" / "methods.md",
+                        help="the table goes into it")
     given = parser.parse_args()
     rows = json.loads(given.json.read_text())["rows"] if given.json.exists() else []
     wanted = [(int(seed), name) for seed in given.seeds.split(",") for name in given.methods.split(",")]
@@ -190,7 +172,7 @@ def main() -> None:
         row = run(name, given.work.resolve(), seed)
         rows = sorted([r for r in rows if r not in same] + [row], key=lambda r: (list(METHODS).index(r["method"]),
                                                                                r["seed"]))
-        given.markdown.write_text(markdown(save(given.json, rows)), encoding="utf-8")
+        write_tables(given.page, *tables_of(save(given.json, rows)))
         print(f"{name:16} seed {seed}  {row['seconds']:5.0f} s  accuracy {row['before']['accuracy']:.3f} -> "
               f"{row['after']['accuracy']:.3f}  score {row['before']['score']:.2f} -> {row['after']['score']:.2f}  "
               f"kl {row['after']['kl']:.2f}  length {row['after']['length']:.1f}", flush=True)

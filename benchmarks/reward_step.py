@@ -14,28 +14,19 @@ with moments in bf16.
 from __future__ import annotations
 
 import argparse
-import sys
-import tempfile
-import time
-from itertools import count
-from pathlib import Path
+from collections.abc import Sequence
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
-
-import harness
+import steps
 import torch
 from floors import Shape, floor_of
-from grpo_step import tokenizer_of
-from harness import alternate, machine, step_parser, write_rows
+from harness import Case, sizes_of
 from peers.trl_offline import TrlReward
-from ppo_models import SHAPES, make_folders
+from random_models import SHAPES, prepared, tokenizer_of
 
-from hybrid_rlhf.core.allocator import keep_freed_blocks
 from hybrid_rlhf.data.collate import collate_pairs
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.roles import Reward
-from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.reward import RewardTrainer
 from hybrid_rlhf.training import builders
 
@@ -43,100 +34,50 @@ PAIRS, SHORTEST, LONGEST = 4, 16, 200
 Pair = tuple[list[int], list[int]]
 
 
-def pairs_of(vocab: int, number: int) -> tuple[list[Pair], list[int]]:
+def pairs_of(options: argparse.Namespace) -> tuple[list[Pair], list[int]]:
     """(chosen, rejected) token ids that begin with one prompt, and the length of each prompt."""
-    draws = torch.Generator().manual_seed(4)
+    draws, (shortest, longest) = torch.Generator().manual_seed(4), sizes_of(options, SHORTEST, LONGEST)
 
     def tokens() -> list[int]:
-        size = int(torch.randint(SHORTEST, LONGEST + 1, (), generator=draws))
-        return torch.randint(3, vocab, (size,), generator=draws).tolist()
+        size = int(torch.randint(shortest, longest + 1, (), generator=draws))
+        return torch.randint(3, options.vocab, (size,), generator=draws).tolist()
 
-    prompts = [tokens() for _ in range(number)]
+    prompts = [tokens() for _ in range(PAIRS)]
     return [(p + tokens(), p + tokens()) for p in prompts], [len(p) for p in prompts]
 
 
-class Ours:
-    """Our step, as `train.py --stage reward` wires it; step() takes the next PAIRS pairs."""
-
-    def __init__(self, folder: Path, tokenizer, pairs: list[Pair], prompts: list[int]) -> None:  # noqa: ANN001
-        model = ModelConfig(model_name_or_path=str(folder), dtype="bfloat16")
-        engine = builders.scalar_engine(builders.open_scalar(model, tokenizer), tokenizer)
-        train, zero = TrainConfig(learning_rate=1e-6, lr_scheduler_type="constant"), ZeroConfig()
-        engine.prepare_training(builders.optimizer_of(train, train.learning_rate), builders.schedule_of(train, 1000),
-                                zero)
-        self.trainer = RewardTrainer(Reward(engine, zero.micro_batch_tokens))
-        self.rows = [{"chosen_ids": c, "rejected_ids": r, "num_prompt_tokens": n}
-                     for (c, r), n in zip(pairs, prompts, strict=True)]
-        self.number, self.pad = count(), tokenizer.pad_token_id
-
-    def step(self) -> None:
-        start = next(self.number) * PAIRS
-        self.trainer.step(collate_pairs(self.rows[start : start + PAIRS], self.pad)).compute()
+def open_peer(options: argparse.Namespace) -> TrlReward:
+    pairs = pairs_of(options)[0] * (options.repeats + 1)
+    return TrlReward(options.place / "reward", tokenizer_of(options.vocab), pairs, PAIRS, options.place / "trl")
 
 
-def floor_seconds(shape: str, tokens: int) -> tuple[float, str]:
-    """Seconds that a step's products and the optimizer's bytes take at this machine's own rates, and a line about them.
+def prepare(options: argparse.Namespace, trl: TrlReward) -> steps.Step:
+    """Our step as `train.py --stage reward` builds it."""
+    (pairs, prompts), tokenizer = pairs_of(options), tokenizer_of(options.vocab)
+    model, zero = ModelConfig(model_name_or_path=str(options.place / "reward"), dtype="bfloat16"), ZeroConfig()
+    engine = prepared(builders.scalar_engine(builders.open_scalar(model, tokenizer), tokenizer), zero)
+    trainer = RewardTrainer(Reward(engine, zero.micro_batch_tokens))
+    rows = [{"chosen_ids": c, "rejected_ids": r, "num_prompt_tokens": n}
+            for (c, r), n in zip(pairs, prompts, strict=True)]
+    sizes = [len(ids) for pair in pairs for ids in pair]
+    whole, shared = sum(sizes), sum(sizes) - sum(prompts)
+    shape = Shape.of(SHAPES[options.shape][1])
 
-    A backward costs two forwards; the embedding is trained, there is no head over the vocabulary.
-    """
-    model = Shape.of(SHAPES[shape][1])
-    return floor_of(model, tokens, 3, trained=model.body + model.head)
+    def floor(tokens: int) -> tuple[float, str]:
+        """A backward costs two forwards; the embedding is trained, there is no head over the vocabulary."""
+        return floor_of(shape, tokens, 3, trained=shape.body + shape.head)
 
-
-def sides(options: argparse.Namespace, place: Path) -> tuple[Ours, TrlReward, list[Pair]]:
-    """TRL first: ours makes a process group, to which TRL would adapt."""
-    tokenizer = tokenizer_of(SHAPES[options.shape][1]["vocab_size"])
-    pairs, prompts = (found * (options.repeats + 1) for found in pairs_of(len(tokenizer), PAIRS))
-    trl = TrlReward(place / "reward", tokenizer, pairs, PAIRS, place / "trl")
-    return Ours(place / "reward", tokenizer, pairs, prompts), trl, pairs
-
-
-def measure(options: argparse.Namespace, place: Path) -> dict:
-    ours, trl, pairs = sides(options, place)
-    prompts = sum(row["num_prompt_tokens"] for row in ours.rows[:PAIRS])
-    mine, theirs = alternate(options.repeats, ours.step, trl.step)
-    sizes = [len(ids) for pair in pairs[:PAIRS] for ids in pair]
-    tokens = sum(sizes)
-    floor, line = floor_seconds(options.shape, tokens)
-    shared, _ = floor_seconds(options.shape, tokens - prompts)
-    row = {"case": "pairs", "ours": mine.median, "peer": theirs.median, "ratio": theirs.median / mine.median,
-           "floor_ratio": mine.median / floor, "unit": "s/step", "machine": machine(), "ours_range": mine[1:],
-           "peer_range": theirs[1:], "tokens": tokens,
-           "different_tokens": tokens - prompts, "floor_ratio_shared": mine.median / shared}
-    print(f"pairs    ours {mine}  TRL {theirs} s/step  ratio {row['ratio']:.2f}  floor_ratio {row['floor_ratio']:.2f}\n"
-          f"{'':8} {tokens} tokens a step, {tokens - prompts} with each prompt once (floor_ratio "
-          f"{row['floor_ratio_shared']:.2f}), with TRL's padding {len(sizes) * max(sizes)}; {line}", flush=True)
-    return row
+    return steps.Step(lambda: trainer.step(collate_pairs(rows, tokenizer.pad_token_id)).compute(), trl.step,
+                      lambda: {"floor_ratio": floor(whole), "floor_ratio_shared": floor(shared)},
+                      extra=lambda: {"tokens": whole, "different_tokens": shared,
+                                     "padded_tokens": len(sizes) * max(sizes)})
 
 
-def profile(options: argparse.Namespace, place: Path) -> None:
-    """Where one of our steps spends its time, by operation."""
-    from torch.profiler import ProfilerActivity, profile
-
-    ours = sides(options, place)[0]
-    ours.step()
-    with profile(activities=[ProfilerActivity.CPU]) as found:
-        ours.step()
-    print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50))
+CASES = {"pairs": Case("reward step, 134M bf16, unequal pairs", "TRL RewardTrainer", 2, 1.4, prepare, open_peer)}
 
 
-def main() -> None:
-    parser = step_parser(__doc__, repeats=5)
-    parser.add_argument("--cpu-time", action="store_true",
-                        help="one thread's processor time in place of the wall's, on a machine that others use too")
-    parser.add_argument("--profile", action="store_true", help="print where our step spends its time instead")
-    options = parser.parse_args()
-    if options.cpu_time:
-        harness.clock[0], options.threads = time.process_time, 1
-    torch.set_num_threads(options.threads)
-    keep_freed_blocks()  # as the launcher does; TRL, in the same process, profits as well
-    with tempfile.TemporaryDirectory() as folder:
-        make_folders(options.shape, Path(folder))
-        if options.profile:
-            profile(options, Path(folder))
-            return
-        row = measure(options, Path(folder))
-    write_rows([row], options.json)
+def main(argv: Sequence[str] | None = None) -> None:
+    steps.run(CASES, steps.parser_of(__doc__, CASES, repeats=5), argv)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from harness import bandwidth, seconds
@@ -19,10 +19,26 @@ from torch import nn
 
 from hybrid_rlhf.engine.hybrid import HybridEngine
 
-if TYPE_CHECKING:
-    from rollout import Case
-
 PREFILL_ROWS = 2048  # of the product whose rate counts for prompts
+
+
+class Requests(NamedTuple):
+    """A model and what it is asked; `rows` run at once, each response has exactly its limit of tokens."""
+
+    model: nn.Module
+    prompts: list[list[int]]
+    limits: list[int]
+    rows: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all responses."""
+        return sum(self.limits)
+
+    @property
+    def capacity(self) -> int:
+        """Columns of a slot, as the engine makes its cache for these requests."""
+        return max(len(p) + n for p, n in zip(self.prompts, self.limits, strict=True))
 
 
 class Floor(NamedTuple):
@@ -59,23 +75,18 @@ def products(engine: HybridEngine, rows: int, is_own: bool, has_head: bool = Tru
     return timed
 
 
-def floor_of(engine: HybridEngine, case: Case, repeats: int) -> Floor:
-    """The floor of `case`, whose requests `engine` has run before."""
+def floor_of(engine: HybridEngine, requests: Requests, repeats: int) -> Floor:
+    """The floor of `requests`, which `engine` has run before."""
 
     def median(rows: int, is_own: bool, has_head: bool, times: int) -> float:
         act = products(engine, rows, is_own, has_head)
         return statistics.median(act() for _ in range(times))
 
-    step_torch, step_own = (median(case.rows, is_own, True, 2 * repeats + 1) for is_own in (False, True))
-    read = sum(len(p) - 1 for p in case.prompts)  # a prompt's last token is read by the first decode step
+    step_torch, step_own = (median(requests.rows, is_own, True, 2 * repeats + 1) for is_own in (False, True))
+    read = sum(len(p) - 1 for p in requests.prompts)  # a prompt's last token is read by the first decode step
     rows = min(read, PREFILL_ROWS)
     prompts = min(median(rows, is_own, False, 3) for is_own in (False, True)) * read / rows
-    columns = sum(n * len(p) + n * (n - 1) // 2 for p, n in zip(case.prompts, case.limits, strict=True))
-    attended = columns * engine.kv_bytes / (case.rows * capacity(case))
-    return Floor(prompts, case.useful / case.rows * min(step_torch, step_own),
+    columns = sum(n * len(p) + n * (n - 1) // 2 for p, n in zip(requests.prompts, requests.limits, strict=True))
+    attended = columns * engine.kv_bytes / (requests.rows * requests.capacity)
+    return Floor(prompts, requests.num_tokens / requests.rows * min(step_torch, step_own),
                  attended / bandwidth(max(2**20, engine.kv_bytes)), step_torch, step_own)
-
-
-def capacity(case: Case) -> int:
-    """Columns of a slot, as the engine makes its cache for these requests."""
-    return max(len(p) + n for p, n in zip(case.prompts, case.limits, strict=True))

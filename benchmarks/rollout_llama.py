@@ -11,7 +11,6 @@ in 16 bits most of all.
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from harness import machine, seconds
+from harness import Case, Times, seconds, timed_row
 from rollout_floor import Floor
 from torch import nn
 
@@ -117,24 +116,16 @@ def _equal(ours: list[list[int]], theirs: list[list[int]]) -> float:
     return same / sum(map(len, ours))
 
 
-def rows_of(sides: Sides, work: Work, floor: Floor, equal_fp32: float) -> list[dict]:
-    """One row for decoding, one for reading prompts."""
-    streams, rows = len(work.prompts), []
+def row_of(name: str, case: Case, phase: str, sides: Sides, work: Work, floor: Floor, **extra: object) -> dict:
+    """The row of a phase: `decode`, or `prompt`."""
+    streams = len(work.prompts)
     steps = streams * (work.response - 1)
-    parts = {"decode": ("llama_cpp", steps, floor.products * steps / (streams * work.response) + floor.cache),
-             "prompt": ("llama_cpp_prompt", sum(map(len, work.prompts)), floor.prompts + floor.step_own)}
-    for phase, (case, tokens, least) in parts.items():
-        ours, peer = ([tokens / t for t in side[phase]] for side in (sides.ours, sides.peer))
-        row = {"case": case, "ours": statistics.median(ours), "peer": statistics.median(peer),
-               "ratio": statistics.median(ours) / statistics.median(peer),
-               "floor_ratio": statistics.median(sides.ours[phase]) / least, "unit": "tokens/s", "machine": machine(),
-               "ours_range": [min(ours), max(ours)], "peer_range": [min(peer), max(peer)],
-               "equal_tokens": sides.equal, "equal_tokens_fp32": equal_fp32, "peer_is": sides.peer_is}
-        print(f"{case:16} ours {row['ours']:.1f} ({min(ours):.0f}-{max(ours):.0f})  llama.cpp {row['peer']:.1f} "
-              f"({min(peer):.0f}-{max(peer):.0f}) tokens/s  ratio {row['ratio']:.2f}  floor_ratio "
-              f"{row['floor_ratio']:.2f}", flush=True)
-        rows.append(row)
-    return rows
+    num_tokens, least = {
+        "decode": (steps, floor.products * steps / (streams * work.response) + floor.cache),
+        "prompt": (sum(map(len, work.prompts)), floor.prompts + floor.step_own)}[phase]
+    times = [Times.of(side[phase]) for side in (sides.ours, sides.peer)]
+    return timed_row(name, case, times, {"floor_ratio": least}, num_tokens, equal_tokens=sides.equal,
+                     peer_is=sides.peer_is, **extra)
 
 
 def skipped(python: str) -> None:

@@ -1,12 +1,12 @@
 """The server: tokens per second at 1, 8 and 64 clients, and what a crowd of good and bad ones does to it.
 
-    python benchmarks/server.py --out docs/results/server.json [--load_seconds 60] [--preset small] [--json FILE]
+    python benchmarks/server.py [--load_seconds 60] [--preset small] [--json FILE] [--page docs/results/server.md]
 
 A random model, a server process (hybrid-rlhf serve) and a client process, on loopback. For the speed every client asks
-for 128 new tokens again and again; the same prompts through the engine alone, all at once, are beside it. For the crowd
-(benchmarks/server_load.py) the right answers are those that one client alone was given before. --json writes the rows
-of the speed alone: the engine is the peer, floor_ratio what all the clients' answers at once take in products and bytes
-(floors.py), and no crowd comes with --load_seconds 0.
+for 128 new tokens again and again; the same prompts through the engine alone, all at once, are the peer, and
+floor_ratio is over what all the clients' answers at once take in products and bytes (floors.py). For the crowd
+(server_load.py) the right answers are those that one client alone was given before; there is none with --load_seconds
+0. --page puts the tables of both into a page.
 """
 
 from __future__ import annotations
@@ -20,24 +20,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
-
 import httpx
 import torch
 from floors import Shape, decode_bytes, floor_of
-from harness import machine, write_rows
+from harness import ROOT, Case, memory_status, parse, parser_of, row_of, run_apart, table_of, write_rows, write_tables
+from server_load import PATH, load
 
-from benchmarks.server_load import PATH
-
-ROOT = Path(__file__).resolve().parent.parent
 WORDS = ["the", "a", "red", "blue", "green", "cat", "dog", "fox", "sun", "moon", "tree", "book", "walks", "sees",
          "finds", "under", "over", "little", "old", "big", "and", "then"]
 TOKENS = 128
+CROWD = Case("wrong answers in a crowd of good, slow, vanishing and hostile clients")
 
 
 def text(number: int, length: int) -> str:
@@ -70,12 +67,6 @@ def served(folder: str, *flags: str) -> Iterator[tuple[str, int]]:
         process.terminate()
         code = process.wait(60)
         print(f"the server ended with code {code}: {process.stderr.read()[-2000:]!r}", file=sys.stderr)
-
-
-def resident(pid: int) -> int:
-    """Bytes of memory that a process holds now."""
-    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
 
 
 def descriptors(pid: int) -> int:
@@ -161,104 +152,80 @@ def engine_rate(folder: str, clients: int) -> tuple[float, float]:
     return round(alone, 1), round(clients * TOKENS / floor, 1)
 
 
-def row_of(found: dict, machine_is: str) -> dict:
-    """A line of the page of all benchmarks."""
-    ours, engine = found["tokens_per_second"], found["engine"]
-    return {"case": f"clients_{found['clients']}", "ours": ours, "peer": engine, "ratio": ours / engine,
-            "floor_ratio": found["most"] / ours, "unit": "tokens/s", "machine": machine_is}
-
-
-def crowd(url: str, pid: int, seconds: float, clients: int, folder: str, patience: float = 15.0) -> dict:
+def crowd(url: str, pid: int, seconds: float, clients: int, patience: float = 15.0) -> dict:
     """A crowd's wrong answers, and what it left behind in the server."""
     kinds = [dict(temperature=1.0), dict(temperature=0.7, top_p=0.9), dict(temperature=0), dict(top_k=20, n=1)]
-    cases = []
-    for i in range(48):
-        asked = body(i, 8 + 7 * (i % 8), **kinds[i % 4])
-        answer = httpx.post(url + PATH, json=asked, timeout=60).json()
-        cases.append({"body": asked, "answer": answer["choices"][0]["message"]["content"]})
-    file = Path(folder) / "cases.json"
-    file.write_text(json.dumps(cases), encoding="utf-8")
-
-    def load(duration: float) -> dict:
-        done = subprocess.run([sys.executable, "-m", "benchmarks.server_load", url, str(file), "--clients",
-                               str(clients), "--seconds", str(duration), "--patience", str(patience)], cwd=ROOT,
-                              capture_output=True, text=True)
-        if not done.stdout:
-            raise SystemExit(done.stderr[-3000:])
-        return json.loads(done.stdout)
-
-    warm = load(min(10.0, seconds))  # buffers and pools have their size after this
+    bodies = [body(i, 8 + 7 * (i % 8), **kinds[i % 4]) for i in range(48)]
+    cases = [{"body": asked, "answer": answer_to(url, asked)} for asked in bodies]
+    settings = dict(url=url, cases=cases, count=clients, patience=patience)
+    warm = run_apart(load, **settings, seconds=min(10.0, seconds))  # buffers and pools have their size after this
     time.sleep(1)
-    before = resident(pid), descriptors(pid)
-    found = load(seconds)
+    before = memory_status("VmRSS", pid), descriptors(pid)
+    found = run_apart(load, **settings, seconds=seconds)
     time.sleep(6)  # idle connections are closed after 5 seconds
-    after = resident(pid), descriptors(pid)
+    after = memory_status("VmRSS", pid), descriptors(pid)
     health = httpx.get(f"{url}/health").json()
-    again = sum(httpx.post(url + PATH, json=c["body"], timeout=60).json()["choices"][0]["message"]["content"]
-                != c["answer"] for c in cases[:8])
+    again = sum(answer_to(url, case["body"]) != case["answer"] for case in cases[:8])
     return {"seconds": seconds, "clients": clients, **found,
             "num_wrong": found["num_wrong"] + warm["num_wrong"] + again, "open_after": health["models"]["m"]["open"],
             "memory_mib": [round(b / 2**20, 1) for b in (before[0], after[0])],
             "descriptors": [before[1], after[1]]}
 
 
-def table(found: dict) -> str:
-    """The figures as Markdown, where there was a crowd."""
-    rows = "\n".join(f"| {r['clients']} | {r['tokens_per_second']:g} | {r['engine']:g} | {r['first_piece_ms']:g} | "
-                     f"{r['gap_ms']:g} | {r['gap_p99_ms']:g} |" for r in found["rates"])
-    crowd_rows = "\n".join(f"| {name} | {count} |" for name, count in found["crowd"]["counts"].items())
-    load = found["crowd"]
-    return f"""# The server under load
-
-`python benchmarks/server.py` on {found['machine']}: a random model (preset {found['preset']}, fp32), server and clients
-on one machine over loopback, `--max_batch 64`. Every client asks for {TOKENS} tokens again and again; "engine" is
-the same prompts through `engine.generate`, all at once, in a process of its own.
-
-| clients | tokens/s | engine | first piece, ms (median) | between pieces, ms (median) | (99%) |
-|---|---|---|---|---|---|
-{rows}
-
-{load['clients']} clients at once for {load['seconds']:g} s with 16 slots, five eighths good, an eighth each slow,
-vanishing and hostile. Every whole answer is compared with what one client alone was given under its seed:
-{load['num_wrong']} were wrong. Afterwards {load['open_after']} requests were open; memory
-{load['memory_mib'][0]:g} MiB before and {load['memory_mib'][1]:g} MiB after, descriptors
-{load['descriptors'][0]} and {load['descriptors'][1]}.
-
-| what came of it | times |
-|---|---|
-{crowd_rows}
-"""
+def answer_to(url: str, asked: dict) -> str:
+    return httpx.post(url + PATH, json=asked, timeout=60).json()["choices"][0]["message"]["content"]
 
 
-def main() -> int:
-    flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("--preset", default="small")
-    flags.add_argument("--seconds", type=float, default=15, help="of each speed measurement")
-    flags.add_argument("--load_seconds", type=float, default=60)
-    flags.add_argument("--clients", type=int, default=64)
-    flags.add_argument("--out", help="a .json file; the table goes beside it as .md")
-    flags.add_argument("--json", help="write the rows of the speed to this file")
-    options = flags.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        make_model(options.preset, folder)
-        found: dict = {"machine": machine(), "preset": options.preset, "rates": []}
-        if options.seconds:
-            with served(folder, "--max_batch", "64", "--max_context", "512") as (url, _):
-                asyncio.run(rate(url, 4, 2))
-                found["rates"] = [asyncio.run(rate(url, n, options.seconds)) for n in (1, 8, 64)]
-            for row in found["rates"]:
-                row["engine"], row["most"] = engine_rate(folder, row["clients"])
-            print("\n".join(map(str, found["rates"])))
-            write_rows((row_of(row, found["machine"]) for row in found["rates"]), options.json)
-        if not options.load_seconds:
-            return 0
+def rate_row(folder: str, found: dict) -> dict:
+    clients, ours = found.pop("clients"), found.pop("tokens_per_second")
+    engine, most = engine_rate(folder, clients)
+    case = Case(f"server, {clients} client{'s' * (clients > 1)}", "the engine alone")
+    return row_of(f"clients_{clients}", case, ours, engine, "tokens/s", most / ours, **found)
+
+
+def measure(options: argparse.Namespace, folder: str) -> Iterator[dict]:
+    make_model(options.preset, folder)
+    if options.seconds:
+        with served(folder, "--max_batch", "64", "--max_context", "512") as (url, _):
+            asyncio.run(rate(url, 4, 2))
+            rates = [asyncio.run(rate(url, n, options.seconds)) for n in (1, 8, 64)]
+        yield from (rate_row(folder, found) for found in rates)
+    if options.load_seconds:
         with served(folder, "--max_context", "512", "--max_queue", "40") as (url, pid):
-            found["crowd"] = crowd(url, pid, options.load_seconds, options.clients, folder)
-    print(table(found))
-    if options.out:
-        Path(options.out).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        Path(options.out).with_suffix(".md").write_text(table(found), encoding="utf-8")
-    return int(bool(found["crowd"]["num_wrong"] or found["crowd"]["open_after"]))
+            found = crowd(url, pid, options.load_seconds, options.clients)
+        yield row_of("crowd", CROWD, found["num_wrong"], None, "answers", **found)
+
+
+def tables_of(rows: Sequence[dict]) -> list[str]:
+    """The machine, the speed, and the crowd."""
+    *rates, crowd = rows
+    columns = {"tokens/s": "ours", "engine": "peer", "first piece, ms (median)": "first_piece_ms",
+               "between pieces, ms (median)": "gap_ms", "(99%)": "gap_p99_ms"}
+    came = crowd["counts"] | {"wrong answers": crowd["num_wrong"], "requests open afterwards": crowd["open_after"],
+                              "memory before and after, MiB": "{} {}".format(*crowd["memory_mib"]),
+                              "descriptors before and after": "{} {}".format(*crowd["descriptors"])}
+    speed = [(row["case"].removeprefix("clients_"), *(f"{row[key]:g}" for key in columns.values())) for row in rates]
+    return [table_of(["machine"], [[crowd["machine"]]]), table_of(["clients", *columns], speed),
+            table_of(["what came of it", "times"], came.items())]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--preset", default="small")
+    parser.add_argument("--seconds", type=float, default=15, help="of each speed measurement")
+    parser.add_argument("--load_seconds", type=float, default=60)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--page", type=Path, help="put the tables into this page")
+    options = parse(parser, argv)
+    if options.page and not (options.seconds and options.load_seconds):
+        parser.error("--page has a table of the speed and one of the crowd; it needs --seconds and --load_seconds")
+    if options.quick:
+        options.preset, options.seconds, options.load_seconds = "tiny", 1, min(1, options.load_seconds)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = write_rows(measure(options, folder), options.json)
+    if options.page:
+        write_tables(options.page, *tables_of(rows))
+    return int(any(row["num_wrong"] or row["open_after"] for row in rows if row["case"] == "crowd"))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,13 @@
-"""Clients of a server, in a process of their own: good, slow, vanishing and hostile ones, all at once.
-
-    python benchmarks/server_load.py URL CASES.json --clients 64 --seconds 60 [--key KEY]
-
-CASES.json: a list of {"body": a chat completion's body with a seed, "answer": what one client alone was given}.
-Prints one JSON line: requests and wrong answers by kind of client.
-"""
+"""Clients of a server, in a process of their own: good, slow, vanishing and hostile ones, all at once (server.py)."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
@@ -27,13 +18,11 @@ PATH = "/v1/chat/completions"
 class Clients:
     """All clients of one run. counts: kind -> what came of its requests; wrong: the first wrong answers."""
 
-    def __init__(self, url: str, cases: list[dict], key: str | None, seconds: float,
-                 patience: float = 15.0) -> None:
-        self.url, self.cases, self.key, self.end = url, cases, key, time.monotonic() + seconds
+    def __init__(self, url: str, cases: list[dict], seconds: float, patience: float) -> None:
+        self.url, self.cases, self.end = url, cases, time.monotonic() + seconds
         self.patience = patience  # seconds that a hostile client waits for an answer
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def is_over(self) -> bool:
         return time.monotonic() >= self.end
@@ -41,7 +30,7 @@ class Clients:
     async def good(self, number: int) -> None:
         """Asks, whole or as a stream, and compares; waits as it is told to when the server is busy."""
         draw = random.Random(number)
-        async with httpx.AsyncClient(timeout=120, headers=self.headers) as client:
+        async with httpx.AsyncClient(timeout=120) as client:
             while not self.is_over():
                 case = draw.choice(self.cases)
                 if draw.random() < 0.5:
@@ -57,7 +46,7 @@ class Clients:
     async def slow(self, number: int) -> None:
         """Reads a stream piece by piece with long pauses."""
         draw = random.Random(number)
-        async with httpx.AsyncClient(timeout=120, headers=self.headers) as client:
+        async with httpx.AsyncClient(timeout=120) as client:
             while not self.is_over():
                 await self._stream("slow", client, draw.choice(self.cases), 0.05, None)
 
@@ -65,7 +54,7 @@ class Clients:
         """Leaves in the middle of a stream, or before it begins."""
         draw = random.Random(number)
         while not self.is_over():
-            async with httpx.AsyncClient(timeout=120, headers=self.headers) as client:
+            async with httpx.AsyncClient(timeout=120) as client:
                 await self._stream("vanishing", client, draw.choice(self.cases), 0.0, draw.randrange(4))
             await asyncio.sleep(draw.random() * 0.1)
 
@@ -120,8 +109,7 @@ class Clients:
         parts = urlsplit(self.url)
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
         try:
-            key = f"Authorization: Bearer {self.key}\r\n".encode() if self.key else b""
-            writer.write(data.replace(b"<KEY>\r\n", key))
+            writer.write(data)
             await writer.drain()
             line = await reader.readline()
             return int(line.split()[1]) if line else 0
@@ -147,7 +135,7 @@ async def pieces(answer: httpx.Response) -> AsyncIterator[str]:
 def _post(body: bytes, *more: bytes, length: int | None = None, kind: bytes = b"application/json") -> bytes:
     head = [b"POST /v1/chat/completions HTTP/1.1", b"Host: localhost", b"Content-Type: " + kind,
             b"Content-Length: %d" % (len(body) if length is None else length), *more]
-    return b"\r\n".join(head) + b"\r\n<KEY>\r\n\r\n" + body
+    return b"\r\n".join(head) + b"\r\n\r\n" + body
 
 
 GOOD = b'{"messages": [{"role": "user", "content": "hi"}]}'
@@ -162,8 +150,8 @@ ATTACKS = [
     ("body that does not come", _post(b"{", length=500)),
     ("another host", b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\nAuthorization: Bearer wrong\r\n\r\n"),
     ("wrong key", b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\nAuthorization: Bearer \xff\xfe\r\n\r\n"),
-    ("path", b"GET /../../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n<KEY>\r\n\r\n"),
-    ("encoded path", b"GET /v1/models/..%2f..%2fetc%2fpasswd HTTP/1.1\r\nHost: localhost\r\n<KEY>\r\n\r\n"),
+    ("path", b"GET /../../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+    ("encoded path", b"GET /v1/models/..%2f..%2fetc%2fpasswd HTTP/1.1\r\nHost: localhost\r\n\r\n"),
 ]
 
 
@@ -173,22 +161,13 @@ async def run(clients: Clients, count: int) -> None:
     await asyncio.gather(*(kinds[i % 8](i) for i in range(count)))
 
 
-def main() -> int:
-    flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("url")
-    flags.add_argument("cases")
-    flags.add_argument("--clients", type=int, default=64)
-    flags.add_argument("--seconds", type=float, default=60)
-    flags.add_argument("--key")
-    flags.add_argument("--patience", type=float, default=15, help="seconds that hostile clients wait for an answer")
-    options = flags.parse_args()
-    cases = json.loads(Path(options.cases).read_text(encoding="utf-8"))
-    clients = Clients(options.url, cases, options.key, options.seconds, options.patience)
-    asyncio.run(run(clients, options.clients))
-    print(json.dumps({"counts": dict(sorted(clients.counts.items())), "wrong": clients.wrong[:10],
-                      "num_wrong": len(clients.wrong)}))
-    return int(bool(clients.wrong))
+def load(url: str, cases: list[dict], count: int, seconds: float, patience: float) -> dict:
+    """What came of the requests of `count` clients by their kind, and the wrong answers.
 
-
-if __name__ == "__main__":
-    sys.exit(main())
+    cases: {"body": a chat completion's body with a seed, "answer": what one client alone was given}. patience: seconds
+    that hostile clients wait for an answer.
+    """
+    clients = Clients(url, cases, seconds, patience)
+    asyncio.run(run(clients, count))
+    return {"counts": dict(sorted(clients.counts.items())), "wrong": clients.wrong[:10],
+            "num_wrong": len(clients.wrong)}

@@ -110,11 +110,12 @@ def measured(model: Path, start: Path | None, task: Path, instructions: Path | N
     from hybrid_rlhf.models.load import ModelConfig
     from hybrid_rlhf.rewards.builtin import NumericMatch
     from hybrid_rlhf.training import builders, scored_answers
+    from hybrid_rlhf.training.registry import READS
 
     config = ModelConfig(str(model), dtype="float32")
     data = DataConfig([Source(str(task / "test.jsonl"))], split=None, eval_fraction=0.0, max_prompt_length=96)
-    tokenizer = builders.open_tokenizer(config, data, "ppo", 0)
-    rows = datasets.build(data, "ppo", tokenizer, 0).train
+    tokenizer = builders.open_tokenizer(config, data, READS["ppo"], 0)
+    rows = datasets.build(data, READS["ppo"], tokenizer, 0).train
     prompts = collate.collate_prompts([rows[i] for i in range(len(rows))])
     actor = scored_answers.open_actor(config, tokenizer)
     found: dict = {"items": len(rows)}

@@ -28,7 +28,8 @@ _PAIRS = [*COMMON, "--data.sources=[{path: SUMS/pairs.jsonl}]", "--train.max_ste
 EXPERIMENTS: dict[str, Experiment] = {
     "grpo": Experiment("grpo", _SUMS, SEEDS),
     "rloo": Experiment("rloo", _SUMS, SEEDS),
-    "ppo": Experiment("ppo", _SUMS, SEEDS),
+    "ppo": Experiment("ppo", [*_SUMS, "--ppo.kl_coef=0.04"], SEEDS),
+    "ppo_kl10": Experiment("ppo", [*_SUMS, "--ppo.kl_coef=0.1"], SEEDS),
     "grpo_lora16": Experiment("grpo", [*_SUMS, "--model.lora.r=16"]),
     "grpo_lora1": Experiment("grpo", [*_SUMS, "--model.lora.r=1"]),
     "dpo": Experiment("dpo", [_START, *_PAIRS]),

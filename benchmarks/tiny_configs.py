@@ -1,20 +1,26 @@
-"""Settings of tiny random models for the causal types of transformers that the common ones do not fit.
+"""Tiny random models of every causal type of transformers, for the sweeps over all of them (architecture_sweep.py and
+tensor_parallel.py), with the settings of those that the common ones do not fit.
 
 The common settings (hidden size 32, 2 layers, 4 heads, vocabulary 97, sliding window 4) and the builder are those of
-tests/architectures.py. A row here says what a type needs beside them: the names it has for its sizes, and layers of
-every kind it can mix, so that no kind goes untested. None leaves a common setting out. "type:variant" is a second
-configuration of the same type that takes other code.
+tests/factories/architectures.py. A row here says what a type needs beside them: the names it has for its sizes, and
+layers of every kind it can mix, so that no kind goes untested. None leaves a common setting out. "type:variant" is a
+second configuration of the same type that takes other code.
 """
 
 from __future__ import annotations
 
+import platform
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from architectures import ARCHITECTURES, MIXED, MOE, configuration, random_model
+
+from tests.factories.architectures import ARCHITECTURES, MIXED, MOE, configuration, random_model
+
+# ragged, for a few slots; tokens within every vocabulary
+PROMPTS = [[(3 + 7 * i + 5 * j * j) % 90 + 5 for j in range(n)] for i, n in enumerate((7, 1, 9, 2, 5))]
 
 EXPERTS = dict(MOE, n_routed_experts=4)  # routed in groups, as DeepSeek does
 LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, head_dim=8,
@@ -114,3 +120,14 @@ def tiny_model(name: str, max_parameters: float = 3e7):
     if size > max_parameters:
         raise ValueError(f"{size / 1e6:.0f}M parameters: not tiny under the common settings")
     return random_model(kind, settings)
+
+
+def versions() -> dict[str, str]:
+    import transformers
+
+    return {"transformers": transformers.__version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def first_lines(error: Exception, most: int = 160) -> str:
+    """An error's class and the beginning of what it says, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:most]}"

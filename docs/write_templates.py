@@ -10,16 +10,17 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
 from hybrid_rlhf.data.chat import SkipRow, compose_messages, encode_all, encode_prompt  # noqa: E402
 from hybrid_rlhf.models.template import dialect_of  # noqa: E402
-from tests.trl_templates import CONVERSATIONS, names, tokenizer_of  # noqa: E402
+from tests.factories.trl_templates import CONVERSATIONS, names, tokenizer_of  # noqa: E402
 
 PAGE = ROOT / "docs" / "results" / "templates.md"
 HEAD = """# Chat templates
 
-`python docs/write_templates.py`; [tests/test_templates.py](../../tests/test_templates.py) checks every cell and more.
+`python docs/write_templates.py`; every cell and more is checked by
+[tests/data/test_trl_templates.py](../../tests/data/test_trl_templates.py).
 The {count} templates for inference that TRL {trl} ships, each with a byte-level tokenizer that has its markers as
 special tokens.
 Conversations of one turn, of three, of three behind a system message, of three with thoughts

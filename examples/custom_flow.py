@@ -29,8 +29,8 @@ def step(roles, source, prompts, sampling, seed):  # noqa: ANN001, ANN201
 
 
 def run(config, command=""):  # noqa: ANN001, ANN201
-    return on_policy.run(on_policy.prepared(config), command, lambda run: FlowTrainer(
-        step, run.roles, run.source, config.ppo.sampling, config.seed))
+    return on_policy.run(lambda opened: FlowTrainer(
+        step, opened.roles, opened.source, config.ppo.sampling, config.seed), config, command)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ from pathlib import Path, PurePath
 
 from hybrid_rlhf.api_inputs import Rows, dotted, rewards_of, rows_of, words
 from hybrid_rlhf.core.config import UserError, check, nearest, parse
+from hybrid_rlhf.core.given_paths import expanded
+from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.training import unread_options
 from hybrid_rlhf.training.registry import STAGES
 
@@ -46,6 +48,7 @@ class Training:
             given |= {"output_dir": self.output_dir} | self._model(model) | self._data()
             self.config, _ = parse(self._recipe.Config, [*row.preset, *words(given)], prog=f"--stage {stage}",
                                    unused=unread_options.of_stage(stage))
+            self.output_dir = self.config.output_dir  # ~ written out
         self.metrics: dict[str, float] = {}
         self._loaded: dict[str, object] = {}
 
@@ -54,7 +57,7 @@ class Training:
         these settings is left as it is."""
         from hybrid_rlhf.rewards.functions import handed_over
 
-        with _one_line(), handed_over(self.functions):
+        with _one_line(), lasting_streams(), handed_over(self.functions):
             if isinstance(self._rows, Rows):
                 self._rows.write(self.output_dir)
             self.metrics = self._recipe.run(self.config, command=f"from Python: stage {self.stage}")
@@ -176,7 +179,7 @@ def _free_memory() -> None:
 
 
 def _folder(given: object) -> str:
-    return given.output_dir if isinstance(given, Training) else str(given)
+    return given.output_dir if isinstance(given, Training) else expanded(str(given))
 
 
 def _is_messages(prompt: list) -> bool:

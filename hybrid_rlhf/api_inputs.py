@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
 
 from hybrid_rlhf.core.config import UserError, check, nearest
+from hybrid_rlhf.core.own_files import check_inside, write_file
 from hybrid_rlhf.data.source import Source
-from hybrid_rlhf.run.runfile import ROWS_FOLDER
+from hybrid_rlhf.run.runfile import ROWS_FOLDER, TRACKERS
 
 
 @dataclasses.dataclass
@@ -29,10 +30,11 @@ class Rows:
     def write(self, output_dir: str) -> None:
         """Beside the run, where its settings look for them."""
         path = Path(self.path(output_dir))
+        check_inside(Path(output_dir), (TRACKERS,))
         if not path.exists():
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(self.text, encoding="utf-8")
+                write_file(path, self.text)
             except OSError as error:
                 raise UserError(f"cannot write {path}: {error.strerror}; give another output_dir") from error
 
@@ -122,7 +124,8 @@ def dotted(config_class: type, given: Mapping, prefix: str = "") -> dict[str, ob
 
 
 # Where what lies least deep is not what is meant, and TRL's names; of the stages that have these options.
-SHORT = {"learning_rate": "roles.actor.learning_rate", "num_generations": "ppo.sampling.num_samples",
+SHORT = {"learning_rate": "roles.actor.learning_rate", "tp": "roles.actor.tp", "kind": "roles.critic.kind",
+         "num_generations": "ppo.sampling.num_samples",
          "max_completion_length": "ppo.sampling.max_new_tokens"}
 
 

@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from hybrid_rlhf.core.config import UserError, check, nearest, parse
+from hybrid_rlhf.core.disk import refusal
+from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.options import value_of
 from hybrid_rlhf.core.quiet import quiet_libraries
-from hybrid_rlhf.core.startup import relax_gc, restore_gc
+from hybrid_rlhf.core.startup import relaxed_gc
+from hybrid_rlhf.core.text_safety import error_line
 from hybrid_rlhf.training.registry import STAGES, variant_options
 
 SWITCHES = ("preview", "check_signal", "plan", "memory", "cards")  # what a stage may be asked in place of a run
@@ -50,23 +53,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = [word for word in given if not word.startswith("--local_rank=")]  # deepspeed's launcher adds it
     quiet_libraries()
     if argv and argv[0] in COMMANDS:
-        return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
+        try:
+            return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
+        except KeyboardInterrupt:
+            return _fail(130, "stopped")
+    with lasting_streams():
+        return _main(argv)
+
+
+def _main(argv: list[str]) -> int:
     try:
         _join()
-        relax_gc()
-        return _train(argv)
+        with relaxed_gc():
+            return _train(argv)
     except UserError as error:
-        from hybrid_rlhf.core.text_safety import error_line
-
         return _fail(2, error_line(error))
     except KeyboardInterrupt:
         return _fail(130, "stopped")
-    except Exception:
+    except Exception as error:
+        if lost := _lost_process(error):  # first: its text may name any error of the system's
+            return _fail(1, lost)
+        if found := refusal(error):  # wherever a file was written
+            where = f" ({error.filename})" if getattr(error, "filename", None) else ""
+            return _fail(2, error_line(UserError(f"{found.words}{where}; {found.remedy}, and the same command goes on "
+                                                 "from the last checkpoint")))
         if not _is_one_of_several():
             raise
         return _fail(1, traceback.format_exc())
-    finally:
-        restore_gc()
+
+
+def _lost_process(error: Exception) -> str | None:
+    """One line where `error` comes from another process that has died, failed or is stopped; else None."""
+    if not _is_one_of_several():
+        return None
+    from hybrid_rlhf.core.failure import lost_process
+
+    return lost_process(error)
 
 
 def _is_one_of_several() -> bool:

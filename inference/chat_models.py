@@ -24,7 +24,7 @@ from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.inference.conversation import Conversation, check_can_chat, open_conversation
 from hybrid_rlhf.models.adapters import Adapters
 from hybrid_rlhf.models.load import ModelConfig, load_causal_lm, max_positions
-from hybrid_rlhf.models.lora import is_adapter, load_adapter
+from hybrid_rlhf.models.lora import base_of, is_adapter, load_adapter
 from hybrid_rlhf.models.merging import adapted_weight
 from hybrid_rlhf.models.tokenizer import load_tokenizer
 from hybrid_rlhf.models.weights import read_tensor
@@ -51,8 +51,8 @@ def chain_of(path: str) -> Chain:
         if folder.name != "model" or not is_adapter(adapter):
             break
         try:
-            base = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-        except (OSError, ValueError, KeyError):
+            base = base_of(adapter)
+        except UserError:
             break
         if not base or not Path(base).is_dir() or Path(base).resolve() == folder.resolve():
             break
@@ -64,7 +64,7 @@ def chain_of(path: str) -> Chain:
 def model_folder(path: str) -> Path:
     """A run's folder stands for the model in it."""
     folder = Path(path)
-    if not (folder / "run.json").exists() or not (folder / "model").is_dir():
+    if not (folder / "run.json").is_file() or not (folder / "model").is_dir():
         return folder
     _tell_unfinished(folder)
     return folder / "model"

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import closing
+import os
+from collections.abc import Collection, Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import device
+from hybrid_rlhf.core.given_paths import expanded
+from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.data.chat import SkipRow, encode_prompt
+from hybrid_rlhf.data.transcripts import clean
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
+from hybrid_rlhf.engine.device_memory import explained
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.inference.detokenizer import pieces
+from hybrid_rlhf.models.complete import few
+from hybrid_rlhf.models.folder_files import check_config, read_object
 from hybrid_rlhf.models.load import ModelConfig, check_folder, load_causal_lm, max_positions
+from hybrid_rlhf.models.template import special_ids
 from hybrid_rlhf.models.tokenizer import load_tokenizer
+
+_FEWER = "take a turn back (/undo), start anew (/reset) or ask for fewer tokens (/set max_new_tokens=100)"
+# What a name that no file can have raises: too long, no right; a NUL or a lone surrogate in it.
+BAD_PATH = (OSError, ValueError)
 
 
 @dataclass
@@ -49,7 +59,7 @@ class Conversation:
 
     def reset(self) -> None:
         """Forget everything but the system message."""
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.messages = [{"role": "system", "content": clean(self.system)}] if self.system else []
 
     def answer(self, text: str) -> Iterator[str]:
         """Say `text` and yield the answer in pieces as it is drawn.
@@ -57,12 +67,12 @@ class Conversation:
         Leaving early (an interrupt, closing the iterator) keeps the part of the answer that was given. If nothing was
         given, the question is taken back too. Raises UserError if the conversation leaves the model no room.
         """
-        self.messages.append({"role": "user", "content": text})
+        self.messages.append({"role": "user", "content": clean(text)})
         self.was_cut = False
         given: list[str] = []
         is_complete = False
         try:
-            with closing(self._stream()) as stream:
+            with explained("this conversation", _FEWER), closing(self._stream()) as stream:
                 for piece in stream:
                     given.append(piece)
                     yield piece
@@ -113,11 +123,13 @@ class Conversation:
     def save(self, path: str) -> None:
         """Write the messages as one line of jsonl with a `messages` column, which SFT can read."""
         check(bool(self.messages), "nothing to save: the conversation has no messages; ask something first")
-        check(not Path(path).exists(), f"{path} exists; choose another name")
         try:
-            Path(path).write_text(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}; give another name") from error
+            place = Path(expanded(path))
+            check(not os.path.lexists(place), f"{path} exists; choose another name")
+            write_file(place, json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+        except BAD_PATH as error:
+            raise UserError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}; give another name"
+                            ) from error
 
 
 def open_conversation(path: str, sampling: SamplingConfig, seed: int = 0, system: str | None = None) -> Conversation:
@@ -125,17 +137,27 @@ def open_conversation(path: str, sampling: SamplingConfig, seed: int = 0, system
     check_can_chat(path)
     tokenizer = load_tokenizer(path)
     check(bool(tokenizer.chat_template), f"{path} has no chat template; a model trained here (--stage sft) saves one")
-    try:
-        model = load_causal_lm(ModelConfig(model_name_or_path=path), device())
-    except SafetensorError as error:
-        raise UserError(f"cannot load {path}: its weights are damaged ({error}); download or export it anew") from error
-    return Conversation(HybridEngine.for_inference(model, tokenizer), tokenizer, sampling, seed=seed, system=system,
-                        max_positions=max_positions(model))
+    model = load_causal_lm(ModelConfig(model_name_or_path=path), device())
+    engine = HybridEngine.for_inference(model, tokenizer)
+    _check_rows(path, tokenizer, model.get_input_embeddings().num_embeddings, engine.eos_ids)
+    return Conversation(engine, tokenizer, sampling, seed=seed, system=system, max_positions=max_positions(model))
+
+
+def _check_rows(path: str, tokenizer, size: int, eos_ids: Collection[int]) -> None:  # noqa: ANN001
+    """UserError for tokens of the tokenizer that the model has no row for. The special ones (padding, an image's place)
+    are never fed to it, unless an answer ends in them or the template writes them."""
+    fed = set(eos_ids)
+    with suppress(SkipRow):  # what a template refuses is told when it is asked
+        fed |= set(encode_prompt(tokenizer, [{"role": "user", "content": "a"}]))
+    spared = set(special_ids(tokenizer).values()) - fed
+    beyond = sorted(token for token, i in tokenizer.get_vocab().items() if i >= size and i not in spared)
+    check(not beyond, f"{path}: the tokenizer has {few(beyond, 'token')} beyond the {size} rows of the model's "
+                      "vocabulary; give the tokenizer that it was made with")
 
 
 def check_can_chat(path: str) -> None:
     """Raise UserError if a local `path` is no folder of a causal language model."""
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if not folder.exists():
         # With its parent here it was meant as a folder; it would be taken for a hub id else.
         check(not folder.parent.is_dir(), f"model folder {path} does not exist; "
@@ -152,12 +174,9 @@ def check_can_chat(path: str) -> None:
 
 
 def _check_kind(path: str, file: Path) -> None:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        check(isinstance(config, dict), f"{file} is no model configuration: it holds no table; give another folder")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} is no model configuration: {error}; give another folder") from error
-    kinds = [str(k) for k in config.get("architectures") or []]
+    check_config(path)
+    config = read_object(file)
+    kinds = config.get("architectures") or []
     check(not any("Classification" in k for k in kinds),
           f"{path} is a reward model ({', '.join(kinds)}): it scores text and cannot chat; give an sft or ppo model")
     check(not config.get("is_encoder_decoder"), f"{path} is an encoder-decoder; chat needs a causal language model")

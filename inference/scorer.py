@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 
-from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.data.chat import SkipRow, Text
+from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.data.chat import Rendered, SkipRow, Text, as_turn, compose
+from hybrid_rlhf.data.least_tokens import LeastTokens
+from hybrid_rlhf.models.load import max_positions
 from hybrid_rlhf.rewards.classifier import ClassifierSource
 from hybrid_rlhf.rollout import Prompts, Rollout
 
@@ -22,6 +26,23 @@ class Scorer:
 
     def open(self) -> None:
         self.source.open()
+        self._reader = copy.deepcopy(self.source.tokenizer)  # lengths are looked at in another thread than scores
+        self._least_tokens = LeastTokens(self._reader)
+
+    def check_lengths(self, prompts: list[Text], completions: list[str]) -> None:
+        """UserError for what has more tokens than the model has positions, as far as it shows without tokenizing."""
+        limit = max_positions(self.source.model)
+        for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            with suppress(SkipRow):  # which `score` tells
+                least = self._least_tokens.of(self._rendered(prompt, completion))
+                check(limit is None or least <= limit,
+                      f"prompts.{number} and its completion are {least} or more tokens long, and the reward model has "
+                      f"{limit} positions; send less")
+
+    def _rendered(self, prompt: Text, completion: str) -> Rendered:
+        if self._reader.chat_template or isinstance(prompt, str):
+            return compose(self._reader, as_turn(self._reader, prompt), completion)
+        return Rendered("".join(m["content"] for m in prompt) + completion, [], True)
 
     def parts(self, prompts: list[Text], completions: list[str]) -> Iterator[Callable[[], list[float]]]:
         """Calls that score them piece by piece, in order."""

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 import torch
-from docs_blocks import ROOT, blocks, documents_folder
 
 import hybrid_rlhf
 from hybrid_rlhf import DPOTrainer, GRPOTrainer, PPOTrainer, RewardTrainer, SFTTrainer, UserError
 from hybrid_rlhf.rewards.functions import open_functions
+from tests.project.docs_blocks import ROOT, blocks, documents_folder
 
 PAGE = [b for b in blocks() if b.page == "docs/guide/from-python.md" and b.language == "python"]
 SHORT = {"max_steps": 1, "per_device_train_batch_size": 4, "dtype": "float32", "num_fixed_prompts": 0}

@@ -15,7 +15,7 @@ from hybrid_rlhf.core.config import UserError, parse
 from hybrid_rlhf.training import all_stages, step1_sft, step3_ppo
 from hybrid_rlhf.training.registry import STAGES
 from hybrid_rlhf.training.unread_options import of_stage
-from tests.tiny import save_tiny
+from tests.factories.tiny import save_tiny
 
 
 def config_class(stage: str) -> type:

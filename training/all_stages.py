@@ -28,6 +28,7 @@ from hybrid_rlhf.training import (
     step3_ppo,
     unread_options,
 )
+from hybrid_rlhf.training.registry import READS
 from hybrid_rlhf.training.step2_reward import RewardConfig
 
 ORDER = ("sft", "reward", "ppo")
@@ -94,10 +95,6 @@ class Config:
         check(not unknown and bool(self.run_stages),
               f"run_stages is {self.run_stages}; choose one or more of {', '.join(ORDER)}")
 
-    @property
-    def unused(self) -> dict[str, str]:
-        return unread_options.of(self)
-
 
 def default_config(argv: list[str]) -> str | None:
     """The embedded demo, for a command line that names no configuration, model or data of its own."""
@@ -139,7 +136,7 @@ def preview(config: Config) -> None:
     from hybrid_rlhf.data.preview import preview as show
 
     for name in config.run_stages:
-        show(config.data, name, builders.open_tokenizer(config.model, config.data, "sft", config.seed))
+        show(config.data, READS[name], builders.open_tokenizer(config.model, config.data, READS["sft"], config.seed))
 
 
 def check_all(config: Config, configs: dict[str, object]) -> None:
@@ -152,7 +149,7 @@ def check_all(config: Config, configs: dict[str, object]) -> None:
         on_policy.check_more_data(configs["ppo"], config.model)
     for name in configs:
         builders.require_data(config.data, name)
-        datasets.open_sources(config.data, name)
+        datasets.open_sources(config.data, READS[name])
     builders.check_lengths(config.model, **lengths)
 
 

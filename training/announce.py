@@ -16,7 +16,7 @@ from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.data.source import Source
 from hybrid_rlhf.engine import HybridEngine
-from hybrid_rlhf.engine.train.parameters import count_parameters
+from hybrid_rlhf.engine.train.parameters import count_parameters, share_unquantised
 from hybrid_rlhf.report.summary import PAGE
 from hybrid_rlhf.report.terminal import duration
 from hybrid_rlhf.run import runfile
@@ -45,8 +45,10 @@ def _model_line(config: object, engines: Mapping[str, HybridEngine], start: str)
     counts = [f"{f'{role} ' if len(engines) > 1 else ''}{_share(*count_parameters(engine))}"
               for role, engine in engines.items()]
     how = f" by LoRA of rank {config.model.lora.r}" if config.model.lora.r else ""
-    dtype = str(next(next(iter(engines.values())).module.parameters()).dtype).removeprefix("torch.")
-    kind = f"{config.model.quantize} base" if config.model.quantize else dtype
+    first = next(iter(engines.values()))
+    kind = str(next(first.module.parameters()).dtype).removeprefix("torch.")
+    if config.model.quantize:
+        kind = f"{config.model.quantize} base ({share_unquantised(first):.0%} of it left in {kind})"
     return f"model: {start}; trained: {', '.join(counts)}{how}; {kind} on {device().type}"
 
 
@@ -143,7 +145,7 @@ def _is_found(path: str | Path, target: Path, name: str) -> bool:
 def _sources(data: DataConfig, stage: str) -> str:
     """The run's own sources as far as they serve the next stage, else a name to fill in."""
     try:
-        serving = [each.source for each in datasets.open_sources(data, stage)]
+        serving = [each.source for each in datasets.open_sources(data, STAGES[stage].reads)]
     except UserError:
         return PLACEHOLDERS[stage]
     named = [_named(source) for source in serving]

@@ -26,12 +26,10 @@ from hybrid_rlhf.models.lora import add_lora, is_adapter, load_adapter
 from hybrid_rlhf.models.weights import identity, read_tensor
 from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Actor, Critic, Reference, Reward, Roles
-from hybrid_rlhf.roles.sharing import ROLES, Layout, RoleConfig, RolesConfig, Start, resolve
+from hybrid_rlhf.roles.sharing import ROLES, TRAINED, Layout, RolesConfig, Start, resolve
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.training import builders
-
-TRAINED = ("actor", "critic")
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,8 @@ def find_starts(sources: Sources, model: ModelConfig, roles: RolesConfig) -> dic
             starts[role] = Start(folders["actor"] if adapter else folders["reward"], adapter, folders["reward"],
                                  reason=reason)
         else:
-            starts[role] = Start(folders[role], head=folders[role] if load.has_score(folders[role]) else None)
+            has_head = load.has_score(folders[role], model.trust_remote_code)
+            starts[role] = Start(folders[role], head=folders[role] if has_head else None)
     return {role: replace(start, dtype=roles[role].dtype or model.dtype,
                           quantize=roles[role].quantize or model.quantize or "none") for role, start in starts.items()}
 
@@ -115,9 +114,9 @@ def load_config_for(parts: RoleInputs, start: Start) -> ModelConfig:
 
 def layout_of(parts: RoleInputs, role: str) -> ZeroConfig:
     """How a role's training is laid out: its own settings over those of `engine`."""
-    own: RoleConfig = parts.roles[role]
-    return replace(parts.engine, micro_batch_tokens=own.micro_batch_tokens or parts.engine.micro_batch_tokens,
-                   zero_stage=parts.engine.zero_stage if own.zero_stage is None else own.zero_stage)
+    settings = parts.roles[role]
+    return replace(parts.engine, micro_batch_tokens=settings.micro_batch_tokens or parts.engine.micro_batch_tokens,
+                   zero_stage=parts.engine.zero_stage if settings.zero_stage is None else settings.zero_stage)
 
 
 class Backbone:
@@ -209,7 +208,7 @@ def build(parts: RoleInputs, starts: dict[str, Start], layout: Layout, tokenizer
     """
     engines: dict[str, HybridEngine] = {}
     head = starts["reward"].head if "reward" in starts else None
-    check("reward" not in starts or load.has_score(head),
+    check("reward" not in starts or load.has_score(head, parts.model.trust_remote_code),
           f"roles.reward: {head} has no scalar head; a reward model is needed (--stage reward)")
     is_copy = head is not None and "critic" in starts and starts["critic"].head == head
     for group in layout.bases:

@@ -20,6 +20,7 @@ from hybrid_rlhf.core.distributed import consecutive_ranks, device, init_process
 from hybrid_rlhf.data import chat, datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
+from hybrid_rlhf.data.source import Reads
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engine.decode.admission import stop_ids
 from hybrid_rlhf.engine.decode.tensor_parallel import check_configured
@@ -35,7 +36,7 @@ from hybrid_rlhf.roles import PolicyModule
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.training.plain_prompts import tell_other_form
-from hybrid_rlhf.training.registry import STAGES
+from hybrid_rlhf.training.registry import PTX, STAGES
 
 MODEL_FOLDER = "model"
 
@@ -62,24 +63,25 @@ def model_folder(path: str) -> str:
     return str(Path(path) / MODEL_FOLDER) if (Path(path) / runfile.RUN_FILE).exists() else path
 
 
-def open_tokenizer(model: ModelConfig, data: DataConfig, stage: str, seed: int):  # noqa: ANN201
+def open_tokenizer(model: ModelConfig, data: DataConfig, reads: Reads, seed: int):  # noqa: ANN201
     """The tokenizer of a run, with a chat template. A preset trains one on the run's own texts."""
     if model.preset and not model.tokenizer_name_or_path:
-        tokenizer = train_tokenizer(datasets.raw_texts(data, stage, seed), model.vocab_size)
+        tokenizer = train_tokenizer(datasets.raw_texts(data, reads, seed), model.vocab_size)
     else:
         path = model.tokenizer_name_or_path or model.model_name_or_path
         check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
         tokenizer = load_tokenizer(path, model.trust_remote_code)
-        tell_other_form(path, data, stage)
-    give_template(tokenizer, data, stage)
+        tell_other_form(path, data, reads)
+    give_template(tokenizer, data, reads)
     return tokenizer
 
 
-def give_template(tokenizer, data: DataConfig, stage: str) -> None:  # noqa: ANN001
+def give_template(tokenizer, data: DataConfig, reads: Reads) -> None:  # noqa: ANN001
     """A chat template where messages are to be rendered, and where SFT makes an assistant of questions and answers in
     plain text (not data.raw). Text that goes on needs none and gets no new tokens."""
-    is_dialogue = stage == "sft" and not data.raw and datasets.has_plain_prompts(data, stage)
-    if data.chat_template or is_dialogue or datasets.is_conversational(data, stage):
+    is_sft = reads.kind == "demonstration" and reads != PTX
+    is_dialogue = is_sft and not data.raw and datasets.has_plain_prompts(data, reads)
+    if data.chat_template or is_dialogue or datasets.is_conversational(data, reads):
         chat.ensure_template(tokenizer, data.chat_template)
 
 
@@ -254,7 +256,7 @@ def start(config, command: str, *data: datasets.StageData) -> runfile.RunRecord:
     return record
 
 
-def difference(actor: str, other: str, data: DataConfig, stage: str, tokenizer: str | None = None) -> str | None:
+def difference(actor: str, other: str, data: DataConfig, reads: Reads, tokenizer: str | None = None) -> str | None:
     """What keeps `other` from reading the actor's token ids ("tokenizers" or "chat templates"), or None.
 
     tokenizer: the actor's, where it is not its model's own. Two runs say it in their records.
@@ -263,16 +265,16 @@ def difference(actor: str, other: str, data: DataConfig, stage: str, tokenizer: 
         return runfile.difference(runfile.read_run(actor), runfile.read_run(other))
     tokenizers = [load_tokenizer(p) for p in (tokenizer or model_folder(actor), model_folder(other))]
     for each in tokenizers:
-        give_template(each, data, stage)
+        give_template(each, data, reads)
     hashes = [runfile.tokenizer_hash(t) for t in tokenizers]
     if hashes[0] != hashes[1]:
         return "tokenizers"
     return "chat templates" if tokenizers[0].chat_template != tokenizers[1].chat_template else None
 
 
-def check_pair(actor: str, other: str, data: DataConfig, stage: str, tokenizer: str | None = None) -> None:
+def check_pair(actor: str, other: str, data: DataConfig, reads: Reads, tokenizer: str | None = None) -> None:
     """UserError if the actor's tokens mean something else to the other model than they do to the actor."""
-    what = difference(actor, other, data, stage, tokenizer)
+    what = difference(actor, other, data, reads, tokenizer)
     check(what is None,
           f"{actor} and {other} do not fit together: their {what} differ; train both from the same SFT run")
 

@@ -28,8 +28,9 @@ PROMPTS_AT_ONCE, MAX_SECONDS = 8, 30.0  # of sampling; at least PROMPTS_AT_ONCE 
 WIDTH = 118  # of a sample's lines
 
 
-def check(config: on_policy.Config, make_trainer: Callable[[on_policy.RunContext], Trainer]) -> RewardSignal:
+def check(make_trainer: Callable[[on_policy.RunContext], Trainer], config: on_policy.Config) -> RewardSignal:
     """Sample, score, take one step, and print what that says; every process takes part, the main one prints."""
+    config = on_policy.prepared(config)
     builders.seed_everything(config.seed)
     opened = on_policy.open_run(config)
     trainer, sampling = make_trainer(opened), config.method.sampling

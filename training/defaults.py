@@ -15,7 +15,7 @@ from hybrid_rlhf.core.options import value_of, with_value
 from hybrid_rlhf.models import shapes
 from hybrid_rlhf.models.load import ModelConfig, configuration
 from hybrid_rlhf.run import runfile
-from hybrid_rlhf.training import builders
+from hybrid_rlhf.training import builders, unread_options
 from hybrid_rlhf.training.registry import MAX_STEPS, STAGES, Rate
 
 # Below so many parameters every rate of the table is multiplied by the factor: GRPO of all weights takes 1e-5 for 135
@@ -34,9 +34,14 @@ def method_of(config: object) -> str:
 
 
 def of_method(config: object) -> dict:
-    """Option -> what null means there, for the method of these settings."""
-    row = STAGES.get(method_of(config))
-    return row.defaults if row else {}
+    """Option -> what null means there, for the method of these settings. One without a name of its own goes by its
+    stage, without the options that it does not read."""
+    if row := STAGES.get(method_of(config)):
+        return row.defaults
+    stage = STAGES.get(config.stage)
+    unread = tuple(f"{option}." for option in unread_options.of(config)) if stage else ()
+    return {option: value for option, value in (stage.defaults if stage else {}).items()
+            if not f"{option}.".startswith(unread)}
 
 
 def resolve(config: object, start: ModelConfig | None = None) -> object:
@@ -83,6 +88,7 @@ def told(config: object) -> str:
     rates = [(of_method(config)[option], value) for option, value in found.items() if option.endswith("_rate")]
     is_small = any(math.isclose(value or 0, SMALL_FACTOR * (rate.lora if config.model.lora.r else rate.full))
                    for rate, value in rates)
+    is_small = is_small and _is_small(_start(config))
     note = f" (rates {SMALL_FACTOR} times the usual ones, for a model so small)" if is_small else ""
     return ", ".join(f"{option} {value:g}" for option, value in found.items() if value not in (None, -1)) + note
 

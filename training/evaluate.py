@@ -27,6 +27,7 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import on_record
 from hybrid_rlhf.training import builders, evaluation_prompts, reward_sources, scored_answers, unread_options
 from hybrid_rlhf.training.evaluation_prompts import ROWS
+from hybrid_rlhf.training.registry import READS
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
 
@@ -106,10 +107,6 @@ class Config:
     def __post_init__(self) -> None:
         unread_options.refuse(self)
 
-    @property
-    def unused(self) -> dict[str, str]:
-        return unread_options.of(self)
-
 
 def contenders(config: Config) -> dict[str, str]:
     """Name -> run folder or model, in the order given; UserError for fewer than two, or two of one name."""
@@ -147,7 +144,8 @@ def preview(config: Config) -> None:
 
     builders.require_data(config.data, "evaluate")
     model = next(iter(contenders(config).values()))
-    show(config.data, "ppo", builders.open_tokenizer(_settings(config, model), config.data, "ppo", config.seed))
+    tokenizer = builders.open_tokenizer(_settings(config, model), config.data, READS["ppo"], config.seed)
+    show(config.data, READS["ppo"], tokenizer)
 
 
 def _settings(config: Config, path: str) -> ModelConfig:
@@ -198,7 +196,7 @@ def _tokenizer(config: Config, path: str):  # noqa: ANN202
     builders.check_dtype(model)
     longest = config.data.max_prompt_length + config.evaluate.sampling.max_new_tokens
     builders.check_lengths(model, **{"data.max_prompt_length + evaluate.sampling.max_new_tokens": longest})
-    return builders.open_tokenizer(model, config.data, "ppo", config.seed)
+    return builders.open_tokenizer(model, config.data, READS["ppo"], config.seed)
 
 
 class _Judges:
@@ -218,7 +216,7 @@ class _Judges:
     def answers(self, name: str, path: str, tokenizer, prompts: Prompts) -> Answered:  # noqa: ANN001
         """One model's answers to the prompts, judged. The model is gone when this returns."""
         given, source = self.config.evaluate, self._source(path)
-        is_alike = builders.difference(path, self.reference, self.config.data, "ppo") is None
+        is_alike = builders.difference(path, self.reference, self.config.data, READS["ppo"]) is None
         reference = Reference(self.engine) if is_alike else None
         actor = scored_answers.open_actor(_settings(self.config, path), tokenizer)
         template, rollouts = given.prompt_templates.get(name), []
@@ -235,7 +233,7 @@ class _Judges:
         """What answers in this model's tokens are scored by; a reward model with another tokenizer reads text."""
         model = None
         if self.role is not None:
-            differs = builders.difference(path, self.reward, self.config.data, "ppo")
+            differs = builders.difference(path, self.reward, self.config.data, READS["ppo"])
             model = ModelSource(self.role, tokenizer=self.reader if differs else None, raw=self.config.data.raw)
         scale = Scale(self.scale["mean"], self.scale["std"]) if self.scale else None
         return reward_sources.combine(self.config.reward, model, self.others, scale)[0]
@@ -266,8 +264,8 @@ def _tell(config: Config, answered: list[Answered], prompts: Prompts, how: dict[
              given.sampling.num_samples, "temperature": given.sampling.temperature, "seed": config.seed,
              "reward_sources": ", ".join(answered[0].parts), "reference_of_kl": how["reference_of_kl"]}
     shown = compare.examples([words_of(p) for p in prompts.columns["prompt"]], answered, given.num_examples)
-    compare.write(Path(config.output_dir), found, shown, facts)
-    compare.show(found, shown[:3], Path(config.output_dir))
+    compare.show(found, shown[:3])  # before it is written: a full disk takes away neither
+    print(f"written to {' and '.join(map(str, compare.write(Path(config.output_dir), found, shown, facts)))}")
     return {f"score/{model.name}": float(model.scores.mean()) for model in answered}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from hybrid_rlhf.data import collate, datasets, row_counts
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.run import runfile
+from hybrid_rlhf.training.registry import READS
 
 ROWS = ("auto", "all", "held_out")
 FEW = 20  # prompts: with fewer, only a very large difference between models shows
@@ -44,7 +46,7 @@ def _trained_on(path: str) -> set[str]:
 
 def _identity(source: str) -> str:
     """A source's path, however it is written; a name that is no local path stays as it is."""
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))  # of a record, perhaps, which has it as it was given
     return str(path.resolve()) if path.exists() else source
 
 
@@ -54,7 +56,7 @@ def in_common(data: DataConfig, tokenizers: Mapping[str, object], rows: str, lim
     the counts of the rows."""
     by_model: dict[str, dict] = {}
     for name, tokenizer in tokenizers.items():
-        built = datasets.build(data, "ppo", tokenizer, seed)
+        built = datasets.build(data, READS["ppo"], tokenizer, seed)
         found = [*built.held_out, *(built.train if rows == "all" else ())]
         check(bool(found), f"none of the {len(built.train)} prompts is held out (data.eval_fraction "
                            f"{data.eval_fraction:g}); raise it, or ask all of them by --evaluate.rows all")

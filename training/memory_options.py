@@ -24,7 +24,7 @@ from hybrid_rlhf.models import load, shapes
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
 from hybrid_rlhf.rewards.classifier import BATCH_SIZE
-from hybrid_rlhf.roles.sharing import Start, resolve
+from hybrid_rlhf.roles.sharing import TRAINED, Start, resolve
 from hybrid_rlhf.training import (
     all_stages,
     builders,
@@ -37,7 +37,7 @@ from hybrid_rlhf.training import (
     step2_reward,
     step3_ppo,
 )
-from hybrid_rlhf.training.build_roles import TRAINED, RoleInputs, find_starts, layout_of, load_config_for
+from hybrid_rlhf.training.build_roles import RoleInputs, find_starts, layout_of, load_config_for
 
 MAX_BATCH = 64  # sequences that HybridEngine decodes at once
 
@@ -117,7 +117,7 @@ def _laid_out(config: object) -> dict:
 
 def _sft(config: step1_sft.Config, start: ModelConfig | None) -> list[Role]:
     length, batch = config.data.max_length, config.train.rows_per_step
-    model = start or step1_sft.start_model(config)
+    model = start or step1_sft.start_model(config)[1]
     return [Role("policy", model, length, _rows(config, length, batch), predicted=length - 1, trains=True,
                  scores=False, dropout=True, **_laid_out(config))]
 

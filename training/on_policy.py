@@ -11,9 +11,8 @@ from typing import NamedTuple, Protocol
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import is_main, main_first
 from hybrid_rlhf.data import collate, datasets
-from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
-from hybrid_rlhf.engine import ZeroConfig
+from hybrid_rlhf.data.source import Reads
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.models.load import ModelConfig
@@ -23,10 +22,11 @@ from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.roles.sharing import RolesConfig, Start
 from hybrid_rlhf.run import runfile
-from hybrid_rlhf.run.loop import TrainConfig, Trainer, fit, on_record
-from hybrid_rlhf.training import announce, builders, defaults, fixed_prompts, reward_sources
+from hybrid_rlhf.run.loop import Trainer, fit, on_record
+from hybrid_rlhf.training import announce, builders, defaults, fixed_prompts, reward_sources, supervised
 from hybrid_rlhf.training.build_roles import RoleInputs, Sources, build, check_roles
 from hybrid_rlhf.training.plain_prompts import tell_other_form
+from hybrid_rlhf.training.registry import STAGES
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
 MAX_CRITIC_WARMUP = 5  # steps
@@ -38,8 +38,8 @@ class Method(NamedTuple):
     sampling: how it draws; section: the name of its settings, for messages. num_updates: optimizer steps of one trainer
     step; num_sequences: of one optimizer step on a process. num_together: rows that no micro-batch tears apart.
     score_clip: bound of normalised scores. critic_warmup_steps: None goes by what the critic starts from. has_entropy:
-    whether the actor's update takes it. also_reads: further stages whose data it trains on. keeps_average: whether of
-    the actor's weights. data_stage: the stage whose prompts it takes.
+    whether the actor's update takes it. reads: its prompts. also_reads: further rows that it trains on. keeps_average:
+    whether of the actor's weights.
     """
 
     sampling: SamplingConfig
@@ -53,21 +53,14 @@ class Method(NamedTuple):
     score_clip: float | None = None
     critic_warmup_steps: int | None = 0
     has_entropy: bool = False
-    also_reads: tuple[str, ...] = ()
+    reads: Reads = STAGES["ppo"].reads
+    also_reads: tuple[Reads, ...] = ()
     keeps_average: bool = False
-    data_stage: str = "ppo"
 
 
-class Config(Protocol):
+class Config(supervised.Config, Protocol):
     """The settings that on-policy recipes share."""
 
-    stage: str
-    output_dir: str
-    seed: int
-    model: ModelConfig
-    data: DataConfig
-    train: TrainConfig
-    engine: ZeroConfig
     roles: RolesConfig
     reward: RewardConfig
 
@@ -77,9 +70,11 @@ class Config(Protocol):
 
 @dataclass
 class RunContext:
-    """A run with everything loaded. scale: what the trainer puts the source's scores on, if anything. more: data of
-    Method.also_reads. critic_warmup_steps: steps that train the critic alone."""
+    """A run with everything loaded. config: with nothing left to be decided. scale: what the trainer puts the source's
+    scores on, if anything. more: data of Method.also_reads by name. critic_warmup_steps: steps that train the critic
+    alone."""
 
+    config: Config
     tokenizer: object
     data: datasets.StageData
     loader: Loader
@@ -109,14 +104,14 @@ def find_sources(config: Config) -> Sources:
     if config.reward.has_model(roles):
         reward = builders.parent_run(roles.reward.model_name_or_path, config.output_dir, "reward",
                                      "roles.reward.model_name_or_path (or reward.functions instead of a model)")
-        tell_other_form(reward, config.data, method.data_stage)
-    reads_text = reward not in (actor, None) and builders.difference(actor, reward, config.data, method.data_stage, own)
+        tell_other_form(reward, config.data, method.reads)
+    reads_text = reward not in (actor, None) and builders.difference(actor, reward, config.data, method.reads, own)
     found = Sources(actor, reward, (roles.ref.model_name_or_path or actor) if method.needs_ref else None,
                     (roles.critic.model_name_or_path or (actor if reads_text or not reward else reward))
                     if method.needs_critic else None, bool(reads_text))
     for other in dict.fromkeys((found.ref, found.critic)):  # both of them read the actor's token ids
         if other not in (actor, reward, None):
-            builders.check_pair(actor, other, config.data, method.data_stage, own)
+            builders.check_pair(actor, other, config.data, method.reads, own)
     check(not (reads_text and reward in (found.ref, found.critic)),
           f"{actor} and {reward} do not fit together: their {reads_text} differ, and a critic or reference reads the "
           "actor's tokens")
@@ -137,8 +132,8 @@ def preview(config: Config) -> None:
 
     config = prepared(config)
     model = replace(config.model, model_name_or_path=builders.model_folder(find_actor(config)))
-    for stage in (config.method.data_stage, *config.method.also_reads):
-        show(config.data, stage, builders.open_tokenizer(model, config.data, stage, config.seed))
+    for reads in (config.method.reads, *config.method.also_reads):
+        show(config.data, reads, builders.open_tokenizer(model, config.data, reads, config.seed))
 
 
 def prepared(config: Config) -> Config:
@@ -147,8 +142,9 @@ def prepared(config: Config) -> Config:
     return defaults.resolve(config)
 
 
-def run(config: Config, command: str, make_trainer: Callable[[RunContext], Trainer]) -> dict[str, float]:
-    """Train, export the actor, and return the final metrics. config: as `prepared` gives it."""
+def run(make_trainer: Callable[[RunContext], Trainer], config: Config, command: str = "") -> dict[str, float]:
+    """Train, export the actor, and return the final metrics."""
+    config = prepared(config)
     done = runfile.finished(config.output_dir, config.stage, config)
     if done:
         return done.metrics
@@ -194,30 +190,31 @@ def open_run(config: Config) -> RunContext:
                                **{f"data.max_prompt_length + {method.section}.sampling.max_new_tokens": longest})
     check_more_data(config, model)
     starts, layout = check_roles(parts_of(config), sources)
-    tokenizer = builders.open_tokenizer(model, config.data, config.method.data_stage, config.seed)
-    for stage in method.also_reads:
-        builders.give_template(tokenizer, config.data, stage)
+    tokenizer = builders.open_tokenizer(model, config.data, config.method.reads, config.seed)
+    for reads in method.also_reads:
+        builders.give_template(tokenizer, config.data, reads)
     reader = _open_reader(config, sources)
     with main_first():  # the others find its tables in the cache
-        data = datasets.build(config.data, method.data_stage, tokenizer, config.seed)
-        more = {stage: datasets.build(config.data, stage, tokenizer, config.seed) for stage in method.also_reads}
+        data = datasets.build(config.data, method.reads, tokenizer, config.seed)
+        more = {reads.stage: datasets.build(config.data, reads, tokenizer, config.seed) for reads in method.also_reads}
     reward_sources.check_columns(others, data.train[0])
     loader = builders.train_loader(data.train, config.train, config.seed, collate.collate_prompts)
     held_out = builders.eval_loader(data.held_out, config.train, config.seed, collate.collate_prompts)
     steps = builders.total_steps(config.train, len(loader))
+    _tell_weak_reward(sources.reward)
     scale = _score_scale(config, sources)
     warmup = _critic_warmup_steps(method, starts, steps)
     num_updates = {"actor": (steps - warmup) * method.num_updates, "critic": steps * method.num_updates}
     roles, reward = build(parts_of(config), starts, layout, tokenizer, num_updates, scale, reader)
     model_source = reward and ModelSource(reward, tokenizer=reader, raw=config.data.raw)
     source, scale = reward_sources.combine(config.reward, model_source, others, scale)
-    return RunContext(tokenizer, data, loader, held_out, steps, roles, source, scale, sources, more, warmup)
+    return RunContext(config, tokenizer, data, loader, held_out, steps, roles, source, scale, sources, more, warmup)
 
 
 def check_more_data(config: Config, model: ModelConfig) -> None:
     """UserError where the data of Method.also_reads is missing, or longer than the model."""
-    for stage in config.method.also_reads:
-        datasets.open_sources(config.data, stage)
+    for reads in config.method.also_reads:
+        datasets.open_sources(config.data, reads)
         builders.check_lengths(model, **{"data.max_length": config.data.max_length})
 
 
@@ -229,7 +226,7 @@ def _open_reader(config: Config, sources: Sources):  # noqa: ANN202 - a transfor
         print(f"the reward model {sources.reward} has a tokenizer or template of its own and reads the responses as "
               f"text{f'; the critic starts from {sources.critic}' if sources.critic else ''}", file=sys.stderr)
     model = replace(config.model, model_name_or_path=builders.model_folder(sources.reward), tokenizer_name_or_path=None)
-    return builders.open_tokenizer(model, config.data, config.method.data_stage, config.seed)
+    return builders.open_tokenizer(model, config.data, config.method.reads, config.seed)
 
 
 def _score_scale(config: Config, sources: Sources) -> Scale | None:
@@ -242,6 +239,18 @@ def _score_scale(config: Config, sources: Sources) -> Scale | None:
                             f"({found['mean']:.3g}), so it cannot tell responses apart; train it again, for longer or "
                             "at another rate")
     return Scale(found["mean"], found["std"], config.method.score_clip)
+
+
+def _tell_weak_reward(reward: str | None) -> None:
+    """One line where the stage-2 model ranked its held-out pairs no better than a coin may: within two standard
+    errors, 1 / sqrt(n). Its score rises in training all the same."""
+    record = runfile.read_run(reward) if reward and (Path(reward) / runfile.RUN_FILE).exists() else None
+    accuracy = record.metrics.get("eval/accuracy") if record else None
+    count = record.facts.get("data", {}).get("held_out") if record else None
+    if accuracy is not None and count and accuracy - count ** -0.5 < 0.5 and is_main():
+        print(f"warning: the reward model ranked {accuracy:.0%} of its held-out pairs rightly ({count} were held out), "
+              "which may be chance: its score will rise whether answers get better or not. Train it for longer or on "
+              "more pairs (--stage reward), and read the samples", file=sys.stderr)
 
 
 def _critic_warmup_steps(method: Method, starts: dict[str, Start], num_steps: int) -> int:

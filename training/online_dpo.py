@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from hybrid_rlhf.algorithms.preference import LOSSES
-from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.models.load import ModelConfig
@@ -16,6 +15,7 @@ from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer
 from hybrid_rlhf.trainers.online_preference import OnlineConfig, OnlinePreferenceTrainer
 from hybrid_rlhf.training import on_policy, unread_options
 from hybrid_rlhf.training.check_signal import check as check_signal_of
+from hybrid_rlhf.training.registry import READS
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
 
@@ -56,38 +56,23 @@ class Config:
 
     def __post_init__(self) -> None:
         unread_options.refuse(self)
-        given = self.roles.given("ref")
-        check(LOSSES[self.dpo.loss_type].needs_reference or not given,
-              f"{', '.join(given)}: stage {self.stage} as it is set up has no ref; leave it out")
-
-    @property
-    def unused(self) -> dict[str, str]:
-        return unread_options.of(self)
 
     @property
     def method(self) -> on_policy.Method:
         row = LOSSES[self.dpo.loss_type]
         return on_policy.Method(self.online.sampling, "online", 1, 2 * self.train.rows_per_step,
-                                2 if row.needs_pairs else 1, needs_ref=row.needs_reference, data_stage="online_dpo")
+                                2 if row.needs_pairs else 1, needs_ref=row.needs_reference, reads=READS["online_dpo"])
 
 
 preview = on_policy.preview
 
 
-def check_signal(config: Config) -> None:
-    """Print whether there is anything to learn from."""
-    config = on_policy.prepared(config)
-    check_signal_of(config, partial(_trainer, config))
-
-
-def run(config: Config, command: str = "") -> dict[str, float]:
-    """Train, export the actor, and return the final metrics."""
-    config = on_policy.prepared(config)
-    return on_policy.run(config, command, partial(_trainer, config))
-
-
-def _trainer(config: Config, opened: on_policy.RunContext) -> OnlinePreferenceTrainer:
-    roles = opened.roles
+def _trainer(opened: on_policy.RunContext) -> OnlinePreferenceTrainer:
+    config, roles = opened.config, opened.roles
     learner = OfflineTrainer(roles.actor, roles.ref, config.dpo)
     return OnlinePreferenceTrainer(roles, opened.source, learner, config.online, seed=config.seed,
                                    needs_pairs=LOSSES[config.dpo.loss_type].needs_pairs)
+
+
+run = partial(on_policy.run, _trainer)
+check_signal = partial(check_signal_of, _trainer)

@@ -8,14 +8,15 @@ from pathlib import Path
 from hybrid_rlhf.core.distributed import is_main
 from hybrid_rlhf.data import datasets
 from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.data.source import Reads
 from hybrid_rlhf.run import runfile
 
 
-def tell_other_form(path: str, data: DataConfig, stage: str) -> None:
+def tell_other_form(path: str, data: DataConfig, reads: Reads) -> None:
     """A line on stderr where a run, or the run that the model at `path` is of, had another data.raw than `data`."""
     run = next((p for p in (Path(path), Path(path).parent) if (p / runfile.RUN_FILE).exists()), None)
     theirs = None if run is None else (runfile.read_run(run).config.get("data") or {}).get("raw")
-    if theirs not in (None, data.raw) and is_main() and datasets.has_plain_prompts(data, stage):
+    if theirs not in (None, data.raw) and is_main() and datasets.has_plain_prompts(data, reads):
         own, other = str(data.raw).lower(), str(theirs).lower()
         print(f"note: {run} was trained with data.raw {other} and this run has {own}: its model reads prompts of plain "
               f"text in another form than it learned them; give --data.raw {other}", file=sys.stderr)

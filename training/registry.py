@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from hybrid_rlhf.data.source import Reads
+
 
 class Rate(NamedTuple):
     """A learning rate for all weights, and one for adapters."""
@@ -22,8 +24,8 @@ class Stage(NamedTuple):
 
     base, preset: of a variant, the stage that it is a name for and the options that it presets. What is given wins, but
     for those of IDENTITIES. defaults: option -> what null means there: a value, a Rate, or a function of the settings.
-    unread: options of shared sections that the stage never reads -> what is meant instead. leaves: what a finished run
-    leaves behind. followed_by: the stage that a run proposes as the next one.
+    unread: options of shared sections that the stage never reads -> what is meant instead. reads: its rows. leaves:
+    what a finished run leaves behind. followed_by: the stage that a run proposes as the next one.
     """
 
     module: str
@@ -32,6 +34,7 @@ class Stage(NamedTuple):
     preset: tuple[str, ...] = ()
     defaults: dict[str, float | Rate | Callable[[object], float]] = {}  # noqa: RUF012 - never changed
     unread: dict[str, str] = {}  # noqa: RUF012 - never changed
+    reads: Reads | None = None
     leaves: str | None = "policy"
     followed_by: str | None = None
 
@@ -44,6 +47,11 @@ def _missing_eos_penalty(config: object) -> float:
     return 1.0 if config.reward.has_model(config.roles) else 0.0
 
 
+def _kl_coef(config: object) -> float:
+    """A learned score is trusted less than a function that checks the answer."""
+    return 0.1 if config.reward.is_learned(config.roles) else 0.04
+
+
 # Defaults: docs/guide/hyperparameters.md says which are the literature's and which were measured.
 MAX_STEPS = "train.max_steps"  # taken where train.num_train_epochs is not given either: few prompts are no short run
 _OFFLINE = {"train.num_train_epochs": 1.0, "train.per_device_train_batch_size": 8}
@@ -53,7 +61,7 @@ _ONLINE = {"roles.actor.learning_rate": Rate(1e-6, 2e-5), MAX_STEPS: 100, "train
 _POLICY = _ONLINE | {"ppo.num_ppo_epochs": 1, "ppo.num_minibatches": 1,
                      "ppo.missing_eos_penalty": _missing_eos_penalty}
 _GROUPS = _POLICY | {"ppo.kl_coef": 0.04}  # 8 prompts and 8 responses to each
-_SINGLE = _POLICY | {"ppo.kl_coef": 0.1, "train.per_device_train_batch_size": 64}
+_SINGLE = _POLICY | {"ppo.kl_coef": _kl_coef, "train.per_device_train_batch_size": 64}
 _PPO = _SINGLE | {"roles.critic.learning_rate": Rate(1e-5, 1e-4), "ppo.num_ppo_epochs": 2, "ppo.num_minibatches": 2}
 
 # Options that are never read.
@@ -65,7 +73,8 @@ _TRAINED_BEFORE = {"model.preset": "name the trained model by model.model_name_o
                    "model.vocab_size": "the tokenizer is that of the model"}
 _NO_DROPOUT = {"model.lora.dropout": "dropout is off here, as two forwards of one policy are compared"}
 _ROLES = {
-    "roles.ref.tp": _ONLY_ACTOR, "roles.critic.tp": _ONLY_ACTOR, "roles.reward.tp": _ONLY_ACTOR,
+    **{f"roles.{role}.tp": _ONLY_ACTOR for role in ("ref", "critic", "reward")},
+    **{f"roles.{role}.kind": "it is the critic's: set roles.critic.kind" for role in ("actor", "ref", "reward")},
     "roles.ref.learning_rate": "the reference is not trained; set roles.actor.learning_rate",
     "roles.reward.learning_rate": "the reward model is not trained here; set train.learning_rate of --stage reward"}
 _SAMPLED = _TRAINED_BEFORE | _NO_DROPOUT | _NO_SCORES | _ROLES | {
@@ -82,15 +91,17 @@ _EVALUATE = PROMPTS_ONLY | _NO_SCORES | {
     "model.gradient_checkpointing": _NOT_TRAINED, "model.freeze": _NOT_TRAINED, "model.lora": _NOT_TRAINED,
     "roles.share_base": _ONLY_REWARD, "roles.actor": _ONLY_REWARD, "roles.ref": _ONLY_REWARD,
     "roles.critic": _ONLY_REWARD, **{f"roles.reward.{name}": _ONLY_REWARD for name in (
-        "zero_stage", "dtype", "quantize", "offload", "micro_batch_tokens")}}
+        "learning_rate", "tp", "kind", "zero_stage", "dtype", "quantize", "offload", "micro_batch_tokens")}}
 
 STAGES = {
     "sft": Stage("hybrid_rlhf.training.step1_sft", "supervised fine-tuning on demonstrations",
-                 defaults=_SFT, unread=_TEXTS | _NO_SCORES, followed_by="reward"),
+                 defaults=_SFT, unread=_TEXTS | _NO_SCORES, reads=Reads("sft", "demonstration", 0),
+                 followed_by="reward"),
     "reward": Stage("hybrid_rlhf.training.step2_reward", "a reward model from preference pairs",
                     defaults={"train.learning_rate": Rate(1e-5, 1e-4)} | _OFFLINE, unread=_TRAINED_BEFORE | _ANSWERS,
-                    leaves="reward model", followed_by="ppo"),
-    "ppo": Stage("hybrid_rlhf.training.step3_ppo", "PPO against the reward model", defaults=_PPO, unread=_SAMPLED),
+                    reads=Reads("reward", "pair", 1), leaves="reward model", followed_by="ppo"),
+    "ppo": Stage("hybrid_rlhf.training.step3_ppo", "PPO against the reward model", defaults=_PPO, unread=_SAMPLED,
+                 reads=Reads("ppo", "prompt", 2)),
     "all": Stage("hybrid_rlhf.training.all_stages",
                  "the three in order; without further flags, the embedded demo", leaves=None,
                  unread=_NO_SCORES | _ROLES | {"stages.ppo.learning_rate": "set roles.actor.learning_rate"}),
@@ -107,9 +118,9 @@ def _online(name: str, text: str, *preset: str, defaults: dict = _GROUPS, estima
             *preset))
 
 
-def _offline(name: str, text: str, defaults: dict = _DPO) -> Stage:
+def _offline(name: str, text: str, defaults: dict = _DPO, kind: str = "pair") -> Stage:
     """A variant of DPO."""
-    return STAGES["dpo"]._replace(help=text, base="dpo", defaults=defaults, preset=(
+    return STAGES["dpo"]._replace(help=text, base="dpo", defaults=defaults, reads=Reads(name, kind, 1), preset=(
         f"--stage={name}", f"--output_dir=outputs/{name}", f"--dpo.loss_type={name}"))
 
 
@@ -124,27 +135,32 @@ STAGES |= {
     "cispo": _online("cispo", "GRPO with clipped importance weights", "--ppo.policy_loss=cispo",
                      "--ppo.cliprange_high=4.0", estimator="grpo"),
     "dpo": Stage("hybrid_rlhf.training.preferences", "direct preference optimisation on pairs, no reward model",
-                 defaults=_DPO, unread=_TRAINED_BEFORE | _NO_DROPOUT | _ANSWERS),
+                 defaults=_DPO, unread=_TRAINED_BEFORE | _NO_DROPOUT | _ANSWERS, reads=Reads("dpo", "pair", 1)),
 }
 STAGES |= {
     "ipo": _offline("ipo", "dpo with the squared loss of IPO"),
     "hinge": _offline("hinge", "dpo with the hinge loss of SLiC"),
-    "kto": _offline("kto", "KTO, on responses labelled good or bad"),
+    "kto": _offline("kto", "KTO, on responses labelled good or bad", kind="labelled answer"),
     "orpo": _offline("orpo", "ORPO on pairs, without a reference",
                      _DPO | {"train.learning_rate": Rate(8e-6, 8e-5)}),
     "simpo": _offline("simpo", "SimPO on pairs, without a reference"),
     "conditional_sft": STAGES["sft"]._replace(
         help="sft on good and bad answers, the score in the prompt", unread=_TEXTS,
+        reads=Reads("conditional_sft", "graded answer", 1),
         preset=("--output_dir=outputs/conditional_sft", "--stage=conditional_sft")),
     "online_dpo": Stage("hybrid_rlhf.training.online_dpo",
                         "dpo on pairs of fresh samples, which the reward source ranks", unread=_NO_CRITIC,
+                        reads=Reads("online_dpo", "prompt", 2),
                         defaults=_ONLINE | {"train.per_device_train_batch_size": 32}),  # two responses to each
     "rejection": Stage("hybrid_rlhf.training.rejection",
                        "rejection sampling: best of n, then sft on it, in rounds", unread=_NO_CRITIC,
+                       reads=Reads("rejection", "prompt", 2),
                        defaults=_ONLINE | {"roles.actor.learning_rate": Rate(2e-5, 2e-4)}),
     "evaluate": Stage("hybrid_rlhf.training.evaluate", "two or more models on held-out prompts, side by side",
-                      unread=_EVALUATE, leaves=None),
+                      unread=_EVALUATE, reads=STAGES["ppo"].reads, leaves=None),
 }
+PTX = Reads("ptx", "demonstration", 0)  # the texts that PPO mixes in
+READS = {row.reads.stage: row.reads for row in STAGES.values() if row.reads} | {PTX.stage: PTX}
 
 
 def variant_options(name: str) -> dict[str, str]:

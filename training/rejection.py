@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
-from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.models.load import ModelConfig
@@ -14,6 +13,7 @@ from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.rejection_sampling import RejectionConfig, RejectionTrainer
 from hybrid_rlhf.training import on_policy, unread_options
 from hybrid_rlhf.training.check_signal import check as check_signal_of
+from hybrid_rlhf.training.registry import READS
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
 
@@ -52,36 +52,21 @@ class Config:
 
     def __post_init__(self) -> None:
         unread_options.refuse(self)
-        given = self.roles.given("ref")
-        check(self.rejection.measure_kl or not given,
-              f"{', '.join(given)}: stage {self.stage} as it is set up has no ref; leave it out")
-
-    @property
-    def unused(self) -> dict[str, str]:
-        return unread_options.of(self)
 
     @property
     def method(self) -> on_policy.Method:
         own = self.rejection
         return on_policy.Method(own.sampling, "rejection", own.num_epochs * own.num_minibatches,
                                 -(-self.train.rows_per_step // own.num_minibatches), needs_ref=own.measure_kl,
-                                data_stage="rejection")
+                                reads=READS["rejection"])
 
 
 preview = on_policy.preview
 
 
-def check_signal(config: Config) -> None:
-    """Print whether there is anything to learn from."""
-    config = on_policy.prepared(config)
-    check_signal_of(config, partial(_trainer, config))
+def _trainer(opened: on_policy.RunContext) -> RejectionTrainer:
+    return RejectionTrainer(opened.roles, opened.source, opened.config.rejection, seed=opened.config.seed)
 
 
-def run(config: Config, command: str = "") -> dict[str, float]:
-    """Train, export the policy, and return the final metrics."""
-    config = on_policy.prepared(config)
-    return on_policy.run(config, command, partial(_trainer, config))
-
-
-def _trainer(config: Config, opened: on_policy.RunContext) -> RejectionTrainer:
-    return RejectionTrainer(opened.roles, opened.source, config.rejection, seed=config.seed)
+run = partial(on_policy.run, _trainer)
+check_signal = partial(check_signal_of, _trainer)

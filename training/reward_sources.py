@@ -36,6 +36,8 @@ class RewardConfig:
         weights: Weight of each source: the stage-2 model if it takes part, the functions, the models, the service;
             null weighs all by 1.
         timeout: Seconds that one call of a function, or one request, may take.
+        isolate: Whether functions of files and modules run in a process of their own, which is killed at the timeout:
+            for code that nothing else ends (compiled code), or that may crash. The built-in ones stay.
         retries: How often a request that found nobody, or one too busy, is made again, each time after twice the wait.
         batch_size: Responses per request.
     """
@@ -46,6 +48,7 @@ class RewardConfig:
     url: str | None = None
     weights: list[float] | None = None
     timeout: float = 60.0
+    isolate: bool = False
     retries: int = 3
     batch_size: int = 64
 
@@ -64,9 +67,18 @@ class RewardConfig:
     def model_list(self) -> list[str]:
         return [self.models] if isinstance(self.models, str) else self.models
 
+    @property
+    def given(self) -> list[str]:
+        """The sources beside the stage-2 model."""
+        return [*self.function_list, *self.model_list, *([self.url] if self.url else [])]
+
     def has_model(self, roles: RolesConfig) -> bool:
         """Whether the stage-2 model takes part."""
-        return not (self.function_list or self.model_list or self.url) or roles.reward.model_name_or_path is not None
+        return not self.given or roles.reward.model_name_or_path is not None
+
+    def is_learned(self, roles: RolesConfig) -> bool:
+        """Whether a model takes part in the score, or a service, which may hold one."""
+        return self.has_model(roles) or bool(self.model_list or self.url)
 
 
 def open_sources(config: RewardConfig, roles: RolesConfig, raw: bool = False) -> list[RewardSource]:
@@ -74,7 +86,7 @@ def open_sources(config: RewardConfig, roles: RolesConfig, raw: bool = False) ->
     whether models read string prompts as they are."""
     models = [_classifier(path, config, raw) for path in config.model_list]
     own = {name: given for name, given in config.options.items() if name not in [m.name for m in models]}
-    found: list[RewardSource] = [*open_functions(config.function_list, own, config.timeout), *models]
+    found: list[RewardSource] = [*open_functions(config.function_list, own, config.timeout, config.isolate), *models]
     if config.url is not None:
         found.append(ServiceSource(config.url, "service", config.timeout, config.retries, config.batch_size))
     names = ["model"] * config.has_model(roles) + [source.name for source in found]

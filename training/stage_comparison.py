@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_rlhf.core.distributed import is_main
+from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.core.tensors import masked_mean
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
@@ -19,6 +20,7 @@ from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.roles import Reference, Reward
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.training import builders, step1_sft
+from hybrid_rlhf.training.registry import READS
 from hybrid_rlhf.training.scored_answers import check_checker, is_right, judge, open_actor, respond, share
 
 NUM_SHOWN = 8  # prompts whose answers the report shows side by side
@@ -56,7 +58,7 @@ def run(config, configs: dict, seconds: dict[str, float], command: str) -> dict:
     summary["seconds"] = {k: round(v, 1) for k, v in took.items()}
     path = Path(config.output_dir) / "summary.json"
     if is_main():
-        path.write_text(json.dumps(summary, indent=1) + "\n")
+        write_file(path, json.dumps(summary, indent=1) + "\n")
         page = compare_stages(Path(config.output_dir), list(configs), table(summary),
                               side_by_side({name: said for name, (_, said) in measured.items()}))
         show(summary, path, config.compare.num_prompts)
@@ -93,7 +95,7 @@ def measure(config, configs: dict, folder: str) -> tuple[dict[str, float], list[
         return ModelConfig(builders.model_folder(path), dtype=config.model.dtype)
 
     checker, sampling = config.compare.checker, dataclasses.replace(configs["ppo"].ppo.sampling, num_samples=1)
-    tokenizer = builders.open_tokenizer(open_one(folder), config.data, "ppo", config.seed)
+    tokenizer = builders.open_tokenizer(open_one(folder), config.data, READS["ppo"], config.seed)
     actor = open_actor(open_one(folder), tokenizer)
     sft = open_actor(open_one(configs["sft"].output_dir), tokenizer)
     reward = Reward(builders.scalar_engine(builders.open_scalar(open_one(configs["reward"].output_dir), tokenizer),
@@ -121,7 +123,7 @@ def side_by_side(said: dict[str, list[dict]]) -> list[dict]:
 
 
 def _prompts(config, tokenizer):  # noqa: ANN001, ANN202
-    held_out = datasets.build(config.data, "ppo", tokenizer, config.seed).held_out
+    held_out = datasets.build(config.data, READS["ppo"], tokenizer, config.seed).held_out
     rows = [held_out[i] for i in range(min(config.compare.num_prompts, len(held_out)))]
     return collate.collate_prompts(rows)
 

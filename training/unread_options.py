@@ -10,9 +10,10 @@ from dataclasses import MISSING, fields, is_dataclass
 
 from hybrid_rlhf.algorithms.advantages import ESTIMATORS
 from hybrid_rlhf.algorithms.policy import POLICY_LOSSES
-from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.algorithms.preference import LOSSES
+from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.core.options import value_of, with_value
-from hybrid_rlhf.training.registry import PROMPTS_ONLY, STAGES, variant_options
+from hybrid_rlhf.training.registry import PROMPTS_ONLY, READS, STAGES, variant_options
 
 _SECTIONS = {"online": "online_dpo", "stages": "all", "rejection": "rejection", "evaluate": "evaluate", "ppo": "ppo",
              "dpo": "dpo"}  # a section that only one stage has -> that stage
@@ -29,7 +30,7 @@ def of_method(estimator: str | None = None, policy_loss: str = "ppo", loss_type:
     if estimator is not None and not ESTIMATORS[estimator].needs_values:
         found = dict.fromkeys(("roles.critic", "ppo.cliprange_value", "ppo.vf_coef", "ppo.lam",
                                "ppo.critic_warmup_steps"), f"ppo.estimator {estimator} has no critic; that of gae has")
-        if estimator != "reinforce_pp":
+        if not ESTIMATORS[estimator].discounts:
             found["ppo.gamma"] = f"ppo.estimator {estimator} does not discount"
     if not POLICY_LOSSES[policy_loss].is_bounded_below:
         found["ppo.cliprange_low"] = f"ppo.policy_loss {policy_loss} has no lower bound; set ppo.cliprange_high"
@@ -44,6 +45,8 @@ def of_stage(name: str) -> dict[str, str]:
 
 def of(config: object) -> dict[str, str]:
     """What a recipe with these settings never reads: option or section -> what is meant instead."""
+    check(config.stage in STAGES, f"stage: {config.stage}: there is no such stage; choose {', '.join(STAGES)}"
+                                  f"{nearest(config.stage, STAGES)}")
     stage = next((name for section, name in _SECTIONS.items() if hasattr(config, section)), config.stage)
     ppo, dpo = getattr(config, "ppo", None), getattr(config, "dpo", None)
     if stage == "all":
@@ -53,8 +56,15 @@ def of(config: object) -> dict[str, str]:
 
 
 def refuse(config: object) -> None:
-    """UserError for an option that is given and that nothing reads, at this stage or with these settings."""
-    for option, text in of(config).items():
+    """UserError for an option that is given and that nothing reads, at this stage or with these settings, and for a
+    source of data that names a stage that there is not. config.unused becomes the names of what nothing reads."""
+    for source in config.data.sources:
+        for stage in source.stages:
+            check(stage in READS, f"data.sources: {source.path} names stage {stage!r}{nearest(stage, READS)}; there "
+                                  f"are {', '.join(READS)}")
+    unused = of(config)
+    object.__setattr__(config, "unused", tuple(unused))  # a fact about the settings, and no setting
+    for option, text in unused.items():
         for given in _given(config, option):
             raise UserError(f"{given} is not used by --stage {config.stage}; {text}")
     for section, options in SWITCHED.items():
@@ -69,11 +79,7 @@ def without(stage: str, sections: dict[str, object]) -> dict[str, object]:
     for option in unread:
         name, _, inner = option.partition(".")
         if name in sections and inner:
-            try:
-                default = value_of(type(sections[name])(), inner)
-            except AttributeError:  # what no stage has: the rate of a role that is never trained
-                continue
-            sections[name] = with_value(sections[name], inner, default)
+            sections[name] = with_value(sections[name], inner, value_of(type(sections[name])(), inner))
     return sections
 
 
@@ -102,10 +108,19 @@ SWITCHED: dict[str, list[tuple[tuple[str, ...], Callable[[object], bool], str]]]
          "model.lora.r is 0, so there are no adapters; give model.lora.r 16")],
     "train": [
         (("train.adam_beta1", "train.adam_beta2", "train.adam_epsilon"), lambda c: c.train.optim != "sgd",
-         "train.optim sgd has no moments; leave it out")],
+         "train.optim sgd has no moments; leave it out"),
+        (("train.warmup_ratio",), lambda c: c.train.lr_scheduler_type != "constant" or c.train.warmup_ratio == 0,
+         "train.lr_scheduler_type constant has no warm-up; choose constant_with_warmup")],
     "reward": [
         (("reward.retries", "reward.batch_size"), lambda c: getattr(c.reward, "url", None) is not None,
-         "they are of a service; give reward.url")],
+         "they are of a service; give reward.url"),
+        (("reward.timeout",), lambda c: getattr(c.reward, "functions", None) or getattr(c.reward, "url", None),
+         "it is for functions and services; give reward.functions or reward.url"),
+        (("reward.isolate",), lambda c: getattr(c.reward, "functions", None),
+         "it is for functions; give reward.functions")],
+    "rejection": [(("roles.ref",), lambda c: c.rejection.measure_kl, "rejection.measure_kl is false; leave it out")],
+    "online": [(("roles.ref",), lambda c: LOSSES[c.dpo.loss_type].needs_reference,
+                "this dpo.loss_type has no reference; leave it out")],
     "ppo": [
         (("ppo.kl_horizon",), lambda c: c.ppo.kl_target is not None,
          "ppo.kl_coef is fixed; give ppo.kl_target"),
@@ -116,6 +131,9 @@ SWITCHED: dict[str, list[tuple[tuple[str, ...], Callable[[object], bool], str]]]
          "ppo.overlong_penalty is 0; give one, such as 1"),
         (("roles.reward",), lambda c: not hasattr(c, "roles") or c.reward.has_model(c.roles),
          "no reward model is among the sources; name it by roles.reward.model_name_or_path"),
+        (("roles.ref",), lambda c: c.ppo.kl_coef != 0 or c.roles.ref.model_name_or_path is not None,
+         "ppo.kl_coef is 0, so no reference is loaded; leave it out, or name the reference that kl is to be measured "
+         "against (roles.ref.model_name_or_path)"),
         (tuple(PROMPTS_ONLY), lambda c: c.ppo.ptx_coef > 0 or hasattr(c, "stages"),  # sft reads them there
          "it is for the texts of ppo.ptx_coef, which is 0; leave it out (data.max_prompt_length bounds prompts)")],
 }

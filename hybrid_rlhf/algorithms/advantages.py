@@ -24,7 +24,8 @@ class Estimator(NamedTuple):
     fn(rewards (B, R), action_mask (B, R), *, values (B, R) or None, gamma, lam, reduce, group_size) ->
     (advantages (B, R), returns (B, R)), both zero outside the actions. Groups are contiguous rows.
     kl_in, aggregation: where the method's paper puts the KL penalty (reward or loss) and how it averages the loss
-    (a row of policy.AGGREGATIONS); what ppo.kl_in and ppo.aggregation are where they are not given.
+    (a row of policy.AGGREGATIONS); what ppo.kl_in and ppo.aggregation are where they are not given. With kl_in loss
+    the rewards are the scores alone, at the last action. discounts: whether it reads gamma.
     """
 
     fn: Callable[..., tuple[Tensor, Tensor]]
@@ -32,6 +33,7 @@ class Estimator(NamedTuple):
     needs_group: bool
     kl_in: str = "reward"
     aggregation: str = "token"
+    discounts: bool = False
 
 
 @torch.no_grad()
@@ -118,12 +120,12 @@ def _group_totals(rewards: Tensor, action_mask: Tensor, group_size: int) -> Tens
 
 def _at_actions(advantages: Tensor, totals: Tensor, action_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers of responses (groups, group_size) each as (B, R), the same at every action."""
-    return tuple(numbers.float().reshape(-1, 1) * action_mask for numbers in (advantages, totals))
+    return advantages.float().reshape(-1, 1) * action_mask, totals.float().reshape(-1, 1) * action_mask
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "gae": Estimator(gae, needs_values=True, needs_group=False),
-    "reinforce_pp": Estimator(reinforce_pp, needs_values=False, needs_group=False),
+    "gae": Estimator(gae, needs_values=True, needs_group=False, discounts=True),
+    "reinforce_pp": Estimator(reinforce_pp, needs_values=False, needs_group=False, discounts=True),
     "reinforce_pp_baseline": Estimator(reinforce_pp_baseline, needs_values=False, needs_group=True, kl_in="loss"),
     "rloo": Estimator(rloo, needs_values=False, needs_group=True),
     "grpo": Estimator(grpo, needs_values=False, needs_group=True, kl_in="loss", aggregation="sequence"),

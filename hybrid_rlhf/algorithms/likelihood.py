@@ -8,6 +8,7 @@ one block of its rows only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +64,8 @@ class _Score(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool):  # noqa: ANN001, ANN205
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float,
+                with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
         logprobs, normaliser, entropy = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(3))
         correct = torch.empty_like(targets, dtype=torch.bool)
         spare, other = (logits.new_empty(0, dtype=torch.float32) for _ in range(2))
@@ -88,7 +90,8 @@ class _Score(torch.autograd.Function):
         return logprobs, entropy, correct
 
     @staticmethod
-    def backward(ctx, by_logprobs: Tensor | None, by_entropy: Tensor | None, _correct: None):  # noqa: ANN001, ANN205
+    def backward(ctx: Any, by_logprobs: Tensor | None, by_entropy: Tensor | None,
+                 _correct: None) -> tuple[Tensor, None, None, None]:
         logits, targets, normaliser, entropy = ctx.saved_tensors
         gradient = torch.empty_like(logits)
         spare, other = (logits.new_empty(0, dtype=torch.float32) for _ in range(2))

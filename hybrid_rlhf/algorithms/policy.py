@@ -78,6 +78,8 @@ def _of_level(log_ratio: Tensor, owner: Tensor | None, level: str) -> Tensor:
     """(N,) log-ratios of actions as those of their sequences: see PolicyLoss."""
     if level == "token" or not len(log_ratio):
         return log_ratio
+    if owner is None:
+        raise ValueError("the ratios of sequences need owner, the row of each action")
     totals = log_ratio.new_zeros(int(owner.max()) + 1).index_add(0, owner, log_ratio)
     return (totals / torch.bincount(owner).clamp(min=1) if level == "mean" else totals)[owner]
 
@@ -93,7 +95,7 @@ def policy_loss(new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, 
     of actions with A < 0 by -c A, so that a ratio gone astray cannot dominate. Observed: policy/loss, policy/approx_kl
     (k3 of KL(old || new), nats), policy/clip_fraction, policy/ratio; clip_ratio/low_mean (ratio below 1 - low while
     A < 0), high_mean (above 1 + high while A > 0) and region_mean (either; equals clip_fraction). Raises ValueError
-    for vectors of unlike shapes and for dual_clip <= 1.
+    for vectors of unlike shapes, for dual_clip <= 1, and for a ratio of sequences without owner.
     """
     _check_flat(new_logprobs, old_logprobs, advantages)
     if dual_clip is not None and not dual_clip > 1:

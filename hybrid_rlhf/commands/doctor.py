@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from hybrid_rlhf.core.config import UserError, command_flags, parse_command
+from hybrid_rlhf.core.given_paths import expanded
+from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.text_safety import error_line
 
 MISSING = 3  # exit code: something that every run needs is not there
@@ -147,7 +149,7 @@ def _memory() -> Iterator[Finding]:
 def _disk() -> Iterator[Finding]:
     from hybrid_rlhf.kernels.build import cache_folder
 
-    hub = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    hub = Path(expanded(os.environ.get("HF_HOME") or "~/.cache/huggingface"))
     for name, place in (("disk: here", Path.cwd()), ("disk: model cache", hub), ("disk: kernels", cache_folder())):
         there = next(p for p in (place, *place.parents) if p.exists())
         free = shutil.disk_usage(there).free
@@ -186,6 +188,7 @@ def show(findings: list[Finding]) -> None:
                   else "\neverything that a run needs is here")
 
 
+@lasting_streams()
 def main(argv: list[str] | None = None) -> int:
     """The entry point; returns 0, or 3 where something that every run needs is missing."""
     flags = command_flags("doctor", __doc__)
@@ -193,10 +196,10 @@ def main(argv: list[str] | None = None) -> int:
     flags.add_argument("--no_compile", action="store_true", help="do not compile the C++ kernels")
     try:
         options = parse_command(flags, argv)
+        findings = examine(compile_kernels=not options.no_compile)
     except UserError as error:
         print(error_line(error), file=sys.stderr)
         return 2
-    findings = examine(compile_kernels=not options.no_compile)
     if options.json:
         print(json.dumps([asdict(f) for f in findings], indent=1))
     else:

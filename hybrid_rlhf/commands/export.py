@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
+from hybrid_rlhf.core.disk import refusal
+from hybrid_rlhf.core.given_paths import expanded
+from hybrid_rlhf.core.lasting_streams import lasting_streams
+from hybrid_rlhf.core.own_files import whole
 from hybrid_rlhf.core.text_safety import error_line
 
 if TYPE_CHECKING:
@@ -18,9 +21,11 @@ if TYPE_CHECKING:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     flags = command_flags("export", __doc__)
-    flags.add_argument("--model", metavar="DIR", help="a run's folder, its model/ or its adapter/, any LoRA adapter")
-    flags.add_argument("--output_dir", metavar="DIR", help="new or empty folder for the result")
-    flags.add_argument("--base", metavar="DIR", help="base model of an adapter, if it is not where its file says")
+    flags.add_argument("--model", type=expanded, metavar="DIR",
+                       help="a run's folder, its model/ or its adapter/, any LoRA adapter")
+    flags.add_argument("--output_dir", type=expanded, metavar="DIR", help="new or empty folder for the result")
+    flags.add_argument("--base", type=expanded, metavar="DIR",
+                       help="base model of an adapter, if it is not where its file says")
     flags.add_argument("--gguf", metavar="TYPE", help="also one GGUF file for llama.cpp: f32, f16, bf16 or q8_0")
     flags.add_argument("--ollama", action="store_true", help="also a Modelfile (and a GGUF file if none is asked)")
     flags.add_argument("--push_to_hub", metavar="ID", help="upload the folder to this hub id (private; needs a login)")
@@ -36,7 +41,7 @@ def find(path: str) -> tuple[Path, RunRecord | None]:
     from hybrid_rlhf.models.lora import is_adapter
     from hybrid_rlhf.run.runfile import RUN_FILE, read_run
 
-    folder = Path(path).expanduser()
+    folder = Path(path)
     check(folder.is_dir(), f"export: {path} is no folder; give a run's folder, its model/ or its adapter/")
     run = next((p for p in (folder, folder.parent) if (p / RUN_FILE).exists()), None)
     record = read_run(run) if run else None
@@ -55,7 +60,7 @@ def export(options: argparse.Namespace) -> list[Path]:
     from hybrid_rlhf.export.gguf import check_convertible
 
     source, record = find(options.model)
-    target = Path(options.output_dir).expanduser()
+    target = Path(options.output_dir)
     check(not target.exists() or (target.is_dir() and not any(target.iterdir())),
           f"export: {target} is not empty; choose a new folder")
     check(target.resolve() != source.resolve(), "export: --output_dir is the model itself; choose a new folder")
@@ -63,36 +68,35 @@ def export(options: argparse.Namespace) -> list[Path]:
     wanted = options.gguf or ("f16" if options.ollama else None)
     if wanted:
         check_convertible(base or source, wanted)
-    beside = target.with_name(target.name + ".tmp")
-    shutil.rmtree(beside, ignore_errors=True)
     try:
-        _write(source, base, beside, record)
-        written = [target]
-        if wanted:
-            written.append(target / _gguf(beside, target.name, wanted).name)
-        if options.ollama:
-            written.append(target / _modelfile(beside, f"{target.name}-{wanted}.gguf").name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if target.exists():
-            target.rmdir()
-        beside.rename(target)
-    except OSError as error:
-        raise UserError(f"export: cannot write {target}: {error.strerror or error}; "
-                        "give another --output_dir") from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        with whole(target.resolve()) as (beside,):
+            beside.mkdir(parents=True)
+            _write(source, base, beside, record)
+            written = [target]
+            if wanted:
+                written.append(target / _gguf(beside, target.name, wanted).name)
+            if options.ollama:
+                written.append(target / _modelfile(beside, f"{target.name}-{wanted}.gguf").name)
+            check(not target.exists() or not any(target.iterdir()),
+                  f"export: {target} has been filled meanwhile; choose a new folder")
+    except Exception as error:
+        found = refusal(error)
+        if found is None and not isinstance(error, OSError):
+            raise
+        what = f"{found.words}; {found.remedy}, or" if found else f"{getattr(error, 'strerror', None) or error};"
+        raise UserError(f"export: cannot write {target}: {what} give another --output_dir") from error
     return written
 
 
 def _base_of(source: Path, given: str | None) -> str | None:
     """The base model of an adapter; None where `source` is a whole model."""
     from hybrid_rlhf.models.load import check_folder
+    from hybrid_rlhf.models.lora import base_of
 
     if (source / "config.json").exists():
         check(given is None, f"export: {source} is a whole model, and --base is for adapters; leave it out")
         return None
-    base = given or json.loads((source / "adapter_config.json").read_text(encoding="utf-8")).get(
-        "base_model_name_or_path")
+    base = given or base_of(source)
     check(bool(base), f"export: the adapter {source} does not say which model it is for; give --base DIR")
     check_folder(base)
     return base
@@ -124,7 +128,7 @@ def _write(source: Path, base: str | None, folder: Path, record: RunRecord | Non
     dtype = getattr(settings, "dtype", None) or torch.float32
     state = merged_state_dict(model) if lora_layers(model) else model.state_dict()
     dtype = dtype_to_write(model, state, dtype) if base else dtype
-    save(model, in_dtype(state, dtype), folder)
+    save(model, in_dtype(model, state, dtype), folder)
     tokenizer.save_pretrained(folder)
     difference = verify.compare(live, folder, type(model).__name__, dtype)
     print(f"reloaded in a fresh process: tokens equal, logits within {difference:.2g} (relative)", file=sys.stderr)
@@ -175,16 +179,20 @@ def push(folder: Path, name: str, *, is_public: bool) -> str:
                         "complete") from error
 
 
+@lasting_streams()
 def main(argv: list[str] | None = None) -> int:
     """The entry point; returns 0, or 2 with one line where the input is wrong."""
     from hybrid_rlhf.export.folder import ExportDiffers
+    from hybrid_rlhf.run.signals import stops_as_by_hand
 
     try:
         options = parse(argv)
-        for path in export(options):
+        with stops_as_by_hand():
+            written = export(options)
+        for path in written:
             print(path)
         if options.push_to_hub:
-            print(push(Path(options.output_dir).expanduser(), options.push_to_hub, is_public=options.public))
+            print(push(Path(options.output_dir), options.push_to_hub, is_public=options.public))
     except UserError as error:
         print(error_line(error), file=sys.stderr)
         return 2

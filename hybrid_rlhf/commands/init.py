@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, nearest, parse_command
+from hybrid_rlhf.core.given_paths import expanded
+from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.text_safety import error_line
 
 
@@ -57,11 +60,12 @@ def found_card() -> str:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     flags = command_flags("init", __doc__)
     flags.add_argument("--goal", help=", ".join(f"{name}: {goal.help}" for name, goal in GOALS.items()))
-    flags.add_argument("--data", metavar="PATH", help="a file, a folder or a hub id")
-    flags.add_argument("--model", metavar="DIR", help="the model to start from: a folder, a finished run or a hub id")
+    flags.add_argument("--data", type=expanded, metavar="PATH", help="a file, a folder or a hub id")
+    flags.add_argument("--model", type=expanded, metavar="DIR",
+                       help="the model to start from: a folder, a finished run or a hub id")
     flags.add_argument("--card", help="8gb, 12gb, 16gb, 24gb, 48gb, 80gb or cpu")
-    flags.add_argument("--output_dir", metavar="DIR", help="folder for the results")
-    flags.add_argument("--file", default="mine.yaml", help="where to write the settings (%(default)s)")
+    flags.add_argument("--output_dir", type=expanded, metavar="DIR", help="folder for the results")
+    flags.add_argument("--file", type=expanded, default="mine.yaml", help="where to write the settings (%(default)s)")
     return parse_command(flags, argv)
 
 
@@ -71,7 +75,7 @@ def ask(given: dict[str, str | None], read: Callable[[str], str] = input) -> dic
     for name, (question, usual) in questions().items():
         value = given[name]
         while value is None:
-            value = read(f"{question}{f' [{usual}]' if usual else ''}: ").strip() or usual
+            value = expanded(read(f"{question}{f' [{usual}]' if usual else ''}: ").strip() or usual)
             try:
                 examine(name, value, answers)
             except UserError as error:
@@ -106,7 +110,7 @@ def _examine_data(path: str, goal: Goal) -> None:
     from hybrid_rlhf.data.sources import Source, read
 
     check(bool(path), "--data is empty; give a file, a folder or a hub id")
-    if not Path(path).expanduser().exists() and path.count("/") == 1 and not path.startswith((".", "~", "/")):
+    if not Path(path).exists() and path.count("/") == 1 and not path.startswith((".", "~", "/")):
         return
     rows = read(Source(path))
     form = detect(rows[0].keys(), path)
@@ -156,12 +160,14 @@ def _quoted(text: str) -> str:
 
 
 def _option(method: str, option: str, comment: str = "", indent: str = "  ") -> str:
-    """A line with a default of training/registry.py. Rates stay null: they go by the model too."""
+    """A line with a default of training/registry.py. What goes by the model or by other settings stays null."""
     from hybrid_rlhf.training.registry import STAGES, Rate
 
     value, name = STAGES[method].defaults[option], option.rpartition(".")[2]
     if isinstance(value, Rate):
         return f"{indent}{name}: null  # by the table: {value.lora:g} for adapters, {value.full:g} for all weights"
+    if callable(value):
+        return f"{indent}{name}: null  # by the table; {comment}"
     return f"{indent}{name}: {value:g}{f'  # {comment}' if comment else ''}"
 
 
@@ -197,21 +203,23 @@ def _sections(stage: str) -> list[str]:
 
 def write(answers: dict[str, str], file: str) -> Path:
     """Write the settings. UserError where the file is there already or cannot be written."""
-    path = Path(file).expanduser()
-    check(not path.exists(), f"init: {path} exists; choose another --file")
+    path = Path(file)
+    check(not os.path.lexists(path), f"init: {path} exists; choose another --file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(settings_text(answers), encoding="utf-8")
+        with path.open("x", encoding="utf-8") as written:
+            written.write(settings_text(answers))
     except OSError as error:
         raise UserError(f"init: cannot write {path}: {error.strerror}; give another --file") from error
     return path
 
 
+@lasting_streams()
 def main(argv: list[str] | None = None) -> int:
     """The entry point; returns 0, 2 with one line where the input is wrong, 130 where the user left."""
     try:
         options = vars(parse(argv))
-        check(not Path(options["file"]).expanduser().exists(), f"init: {options['file']} exists; choose another --file")
+        check(not Path(options["file"]).exists(), f"init: {options['file']} exists; choose another --file")
         given, known = {name: options[name] for name in FIELDS}, {}
         for name in FIELDS:
             if given[name] is not None and (name != "data" or given["goal"] is not None):

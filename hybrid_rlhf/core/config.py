@@ -1,43 +1,24 @@
-"""Errors that are the user's, and the one way a command line becomes frozen dataclasses."""
+"""The one way a command line becomes frozen dataclasses."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
+import dataclasses
 import json
 import re
 from argparse import ArgumentError
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from hybrid_rlhf.core.options import may_be_null, nulls_in, sections
+from hybrid_rlhf.core import jsonargparse_compat
+from hybrid_rlhf.core.errors import UserError, check, nearest
+from hybrid_rlhf.core.given_paths import check_file, expanded, with_homes
+from hybrid_rlhf.core.options import is_text, may_be_null, misfit, nulls_in, type_of
 
-
-class UserError(Exception):
-    """The user's input is wrong. The message is one line: what, where, what would fit. Entry points exit with 2.
-
-    is_before_update: raised in a training step before it has changed any weight.
-    """
-
-    is_before_update = False
-
-
-class NotFinite(UserError):
-    """Losses or gradients have not been finite for so long that the run ends."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """' (did you mean X?)' for the known name most like `name`, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else ""
-
-
-def check(condition: bool, message: str) -> None:
-    """Raise UserError(message) unless `condition` holds; for value checks beside the value."""
-    if not condition:
-        raise UserError(message)
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
 
 
 def command_flags(name: str, description: str) -> argparse.ArgumentParser:
@@ -47,7 +28,7 @@ def command_flags(name: str, description: str) -> argparse.ArgumentParser:
     def refuse(message: str) -> NoReturn:
         raise UserError(f"{name}: {message}")
 
-    flags.error = refuse
+    flags.error = refuse  # type: ignore[method-assign]  # argparse's own prints the usage and exits
     return flags
 
 
@@ -68,14 +49,16 @@ def parse(config_class: type, argv: list[str], *, prog: str, description: str = 
     Later wins: the class's defaults, `default_config` (a YAML file), `--config FILE` and dotted overrides in the order
     of the command line. `extra` names flags of the entry point's own: switches (bool) and those of _VALUES (text, None
     if not given). unused: options or sections that this stage never reads -> what is meant instead; they are not in the
-    help, and an error where they are given. none stands for null wherever null may stand.
+    help, and an error where they are given. none stands for null wherever null may stand, and ~ for the home folder in
+    what names files and folders.
 
     Raises UserError, in one line and with the nearest name, for unknown keys, wrong types and values that a part's own
     check refuses.
     """
     parser = _parser(config_class, prog, description, default_config, extra)
-    _hide(parser, unused)
-    _check_plain(config_class, argv)
+    jsonargparse_compat.hide(parser, lambda name: _is_below(name, unused))
+    known = jsonargparse_compat.option_names(parser)
+    _check_shapes(config_class, argv, extra, lambda name: _unknown(name, known, unused, prog))
     try:
         values = parser.parse_args(_with_nulls(config_class, _emptied_first(argv)))
         parts = dict(vars(parser.instantiate(values)))
@@ -84,12 +67,14 @@ def parse(config_class: type, argv: list[str], *, prog: str, description: str = 
     except RecursionError as error:
         raise UserError(_TOO_DEEP) from error
     except (ArgumentError, OSError, ValueError, TypeError) as error:
-        raise UserError(_one_line(error, _keys(parser), unused, prog)) from error
+        raise UserError(_one_line(error, known, unused, prog)) from error
     parts.pop("config", None)
-    return config_class(**{k: v for k, v in parts.items() if k not in extra}), {k: parts[k] for k in extra}
+    config = config_class(**{k: v for k, v in parts.items() if k not in extra})
+    return with_homes(config), {k: parts[k] for k in extra}
 
 
-def _parser(config_class: type, prog: str, description: str, default_config: str | None, extra: Iterable[str]):  # noqa: ANN202
+def _parser(config_class: type, prog: str, description: str, default_config: str | None,
+            extra: Iterable[str]) -> ArgumentParser:
     from jsonargparse import ActionConfigFile, ArgumentParser
 
     parser = ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False,
@@ -102,19 +87,6 @@ def _parser(config_class: type, prog: str, description: str, default_config: str
             parser.add_argument(f"--{name}", action="store_true", help=_SWITCHES.get(name, ""))
     parser.add_class_arguments(config_class)
     return parser
-
-
-def _hide(parser, options: Iterable[str]) -> None:  # noqa: ANN001
-    """Take options, or whole sections, out of a parser; their parts of the settings keep the defaults."""
-    gone = tuple(options)
-    for action in [a for a in parser._actions if _is_below(a.dest, gone)]:
-        parser._actions.remove(action)
-        for flag in action.option_strings:
-            del parser._option_string_actions[flag]
-        for group in parser._action_groups:
-            if action in group._group_actions:
-                group._group_actions.remove(action)
-    parser._action_groups = [g for g in parser._action_groups if g._group_actions]
 
 
 def _is_below(name: str, options: Iterable[str]) -> bool:
@@ -130,39 +102,48 @@ def _with_nulls(config_class: type, argv: list[str]) -> list[str]:
             key, value = before, word
         if key == "--config" and value != key and (has_value or before == "--config"):
             settings = _read_yaml(value)
-            if (changed := nulls_in(config_class, settings)) != settings:
-                value = json.dumps(changed, default=str)
+            changed = nulls_in(config_class, settings)
+            value = expanded(value) if changed == settings else json.dumps(changed, default=str)
         elif value.lower() == "none" and may_be_null(config_class, key.removeprefix("--")):
             value = "null"
         out.append(f"{key}={value}" if word.startswith("--") and has_value else value)
     return out
 
 
-def _check_plain(config_class: type, argv: list[str]) -> None:
-    """UserError for settings that the parser would take as the name of a class to import, or of another file."""
-    known = sections(config_class)
+def _check_shapes(config_class: type, argv: list[str], extra: Iterable[str], unknown: Callable[[str], str]) -> None:
+    """UserError for settings that have not the shape of their options, before the parser sees them: it takes a mapping
+    with class_path, and a text where a section stands, for the name of a class to import or of another file.
+
+    unknown: the message for an option that there is not.
+    """
     for word, after in zip(argv, [*argv, ""][1:], strict=True):
         key, has_value, value = word.partition("=")
         value = value if has_value else after
         if key == "--config":
-            _check_plain_value(f"--config {value}", "", _read_yaml(value) if value else {}, known)
-        elif key.startswith("--"):
-            name = key[2:].rstrip("+")
-            is_text = name in known or value.lstrip().startswith(("{", "["))
-            _check_plain_value(key, name, _loaded(value) if is_text else None, known)
+            _check_shape_of_file(config_class, _read_yaml(value) if value else {}, f"--config {value}", extra, unknown)
+        elif key.startswith("--") and (kind := type_of(config_class, name := key[2:].removesuffix("+"))) is not None:
+            found = None if is_text(kind) else _loaded(value)
+            fault = misfit(kind, value if found is None else found, name)
+            check(fault is None, f"{key}: {fault}")
+            if isinstance(found, dict) and dataclasses.is_dataclass(kind):
+                _check_shape_of_file(config_class, found, key, (), unknown, f"{name}.")
 
 
-def _check_plain_value(where: str, name: str, value: object, sections: set[str]) -> None:
-    """The same of one value. name: its dotted name; sections: those of options that are sections."""
-    check(name not in sections or value is None or isinstance(value, dict),
-          f"{where}: {name or 'the file'} is a section; give a mapping of its options, or --{name}.OPTION")
-    for key, inner in value.items() if isinstance(value, dict) else ():
-        check(key not in ("class_path", "init_args"), f"{where}: {key} in {name or 'the settings'}; settings name no "
-                                                      "classes, give the options themselves")
-        check(name or key != "config", f"{where}: a file of settings cannot name another; give --config once for each")
-        _check_plain_value(where, f"{name}.{key}".lstrip("."), inner, sections)
-    for inner in value if isinstance(value, list) else ():
-        _check_plain_value(where, f"{name}[]", inner, sections)
+def _check_shape_of_file(config_class: type, settings: dict, where: str, extra: Iterable[str],
+                         unknown: Callable[[str], str], prefix: str = "") -> None:
+    """The same of the mapping in a file, or of a section (whose dotted name is `prefix`)."""
+    fault = misfit(config_class, settings, prefix[:-1])
+    check(fault is None, f"{where}: {fault}")
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        check(name != "config", f"{where}: a file of settings cannot name another; give --config once for each")
+        kind = str if name in extra else type_of(config_class, name)
+        if kind is None:
+            raise UserError(unknown(name))
+        fault = misfit(kind, value, name)
+        check(fault is None, f"{where}: {fault}")
+        if dataclasses.is_dataclass(kind):
+            _check_shape_of_file(config_class, value or {}, where, (), unknown, f"{name}.")
 
 
 def _loaded(text: str) -> object:
@@ -205,6 +186,8 @@ def _read_yaml(path: str) -> dict:
     """UserError with file and line for a file that is no YAML mapping: the parser's own message names neither."""
     import yaml
 
+    path = expanded(path)
+    check_file(path, "--config")
     try:
         value = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -252,10 +235,6 @@ _VALUES = {"memory": "Memory that the run may use, such as 24GiB: chooses micro-
                     "as 2x8x80GiB or 24GiB; nine tenths of that memory are planned with."}
 
 
-def _keys(parser) -> list[str]:  # noqa: ANN001
-    return [a.dest for a in parser._actions if a.dest not in ("help", "==SUPPRESS==")]
-
-
 def _one_line(error: Exception, known: list[str], unused: Mapping[str, str], prog: str) -> str:
     """jsonargparse's message as one line, with the nearest known key where a key is unknown."""
     text = re.sub(r"\s+", " ", str(error)).strip().replace("Parser key ", "option ")
@@ -266,7 +245,11 @@ def _one_line(error: Exception, known: list[str], unused: Mapping[str, str], pro
         return text
     group = re.search(r"Group '([^']+)'", text)
     name = next(g for g in unknown.groups() if g)
-    name = f"{group.group(1)}.{name}" if group else name
+    return _unknown(f"{group.group(1)}.{name}" if group else name, known, unused, prog)
+
+
+def _unknown(name: str, known: list[str], unused: Mapping[str, str], prog: str) -> str:
+    """The message for an option that there is not; known: those that there are."""
     if meant := next((text for option, text in unused.items() if _is_below(name, (option,))), None):
         return f"{name} is not used by {prog[prog.find('--stage'):]}; {meant}"
     section, close = name.partition(".")[0], nearest(name, known)

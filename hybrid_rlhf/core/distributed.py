@@ -25,9 +25,18 @@ def world_size() -> int:
     return dist.get_world_size() if is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
+_main = 0  # the rank of the main process, as this one knows it
+
+
 def is_main() -> bool:
     """True in the one process that writes files and talks to the terminal."""
-    return rank() == 0
+    return rank() == _main
+
+
+def stand_in_for_main() -> None:
+    """From now on this process is the main one: rank 0 has died, and somebody must write that down."""
+    global _main
+    _main = rank()
 
 
 def device() -> torch.device:

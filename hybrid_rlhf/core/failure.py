@@ -1,7 +1,7 @@
-"""One process fails: all end, with one message and the same exit code, whatever the others are waiting for.
+"""One process fails, or dies: all end, with one message and the same exit code, whatever the others are waiting for.
 
 A process that waits in a collective for one that is gone waits until a timeout of many minutes. So every process
-watches a key of the launcher's store from a thread, and the one that fails writes it.
+watches the others, its launcher and a key of the launcher's store from a thread; the one that fails writes the key.
 """
 
 from __future__ import annotations
@@ -9,36 +9,53 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 import torch.distributed as dist
 
-from hybrid_rlhf.core.distributed import init_process_group, is_initialized, is_main, world_size
+from hybrid_rlhf.core.distributed import (
+    init_process_group,
+    is_initialized,
+    is_main,
+    rank,
+    stand_in_for_main,
+    world_size,
+)
+from hybrid_rlhf.core.errors import present
+from hybrid_rlhf.core.peers import Launcher, Peers
+from hybrid_rlhf.core.torch_compat import launcher_store
 
-_POLL_SECONDS, _WAIT_SECONDS = 0.2, 10.0
+_POLL_SECONDS, _WAIT_SECONDS, _SEARCH_SECONDS = 0.2, 10.0, 1.0
 _KEY, _ENDED = "failure", "ended"
 _callbacks: list[Callable[[str], None]] = []
 _ending = threading.Lock()  # taken once, by whichever thread ends the process
 _store: dist.Store | None = None
+_peers: Peers | None = None
 _left = threading.Event()  # set when the interpreter ends, which waits for the watching thread
 
 
 def join() -> None:
     """Join the processes of the launcher, if there are several, and watch for the failure of any."""
-    global _store
+    global _store, _peers
     if world_size() == 1 or _store is not None:
         return
+    launcher = Launcher()
     init_process_group()
-    opened = dist.distributed_c10d._get_default_store()
-    _store = dist.PrefixStore("hybrid_rlhf", opened.clone())
-    watching = threading.Thread(target=_watch, args=(dist.PrefixStore("hybrid_rlhf", opened.clone()),), daemon=True)
+    _store, _peers = _connection(), Peers(_connection())
+    watching = threading.Thread(target=_watch, args=(_connection(), _peers, launcher), daemon=True)
     watching.start()
     atexit.register(_leave, watching)
+
+
+def _connection() -> dist.Store:
+    """To the launcher's store; one for each thread, as they would wait for each other's."""
+    return dist.PrefixStore("hybrid_rlhf", launcher_store())
 
 
 def _leave(watching: threading.Thread) -> None:
@@ -46,6 +63,8 @@ def _leave(watching: threading.Thread) -> None:
     unwound through code that must not throw, and the process aborts at the end of a run that succeeded."""
     _left.set()
     watching.join(_WAIT_SECONDS)
+    with suppress(RuntimeError):  # the store has gone: nobody needs to know
+        present(_peers, "the other processes").leave()
 
 
 @contextmanager
@@ -65,40 +84,109 @@ def fail(code: int, message: str) -> int:
             print(message, file=sys.stderr)
         return code
     with _ending:
-        if is_main():
-            print(message, file=sys.stderr)
-        if _store.add("failures", 1) == 1:
-            _store.set(_KEY, json.dumps({"code": code, "message": message}))
-        _end(_store, code)
+        try:
+            _say(message)
+            # Without the store the launcher, or the main process, has gone too, and all find out.
+            with suppress(RuntimeError):
+                is_alone = bool(present(_peers, "the other processes").dead())
+                if _store.add("failures", 1) == 1:
+                    _store.set(_KEY, json.dumps({"code": code, "message": message, "is_lost": is_alone}))
+                if not is_alone:
+                    _wait_for_others(_store)
+        finally:
+            _exit(code)
     return code
 
 
-def _watch(store: dist.Store) -> None:
-    """End this process when another has failed."""
+def lost_process(error: BaseException) -> str | None:
+    """One line where `error`, of a collective, comes from a process that has died, failed or is stopped; else None."""
+    if _peers is None or _store is None or not isinstance(error, RuntimeError):
+        return None
+    with suppress(RuntimeError):  # the store has gone
+        if _store.check([_KEY]):
+            return json.loads(_store.get(_KEY))["message"]
+    deadline = time.monotonic() + _SEARCH_SECONDS
+    while not (dead := _peers.dead()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if dead:
+        return _death(dead)
+    stopped = _peers.stopped() if "imed out" in str(error) else []
+    return None if not stopped else (f"error: process {stopped[0]} is stopped (by a signal or a debugger), and the "
+                                     "others waited for it in vain; the same command goes on from the last checkpoint")
+
+
+def _death(dead: list[int]) -> str:
+    """The message; the first of the living takes the main process's place, if that is among the dead."""
+    if 0 in dead and rank() == min(set(range(world_size())) - set(dead)):
+        stand_in_for_main()
+    return (f"error: process {dead[0]} has died (killed, or out of memory); the same command goes on from the last "
+            "checkpoint")
+
+
+def _watch(store: dist.Store, peers: Peers, launcher: Launcher) -> None:
+    """End this process when another has failed or died; ask it to end when the launcher has died."""
     while not _left.wait(_POLL_SECONDS):
+        if launcher.has_died():
+            _stop()
+            return
         try:
-            if not store.check([_KEY]):
-                continue
-            found = json.loads(store.get(_KEY))
-        except (RuntimeError, ValueError):  # the store is gone: so is the launcher
+            if store.check([_KEY]):
+                found = json.loads(store.get(_KEY))
+            else:
+                peers.meet()
+                dead = peers.dead()
+                if not dead:
+                    continue
+                found = {"code": 1, "message": _death(dead), "is_lost": True}
+                store.set(_KEY, json.dumps(found))
+        except (RuntimeError, ValueError):  # the store is gone
+            if launcher.holds_store:
+                _stop()
             return
         with _ending:
-            if is_main():
-                for callback in list(_callbacks):
-                    callback(found["message"])
-                print(found["message"], file=sys.stderr)
-            _end(store, found["code"])
+            try:
+                _call_back(found["message"])
+                _say(found["message"])
+                if not found["is_lost"]:
+                    with suppress(RuntimeError):  # the store has gone: there is nobody to wait for
+                        _wait_for_others(store)
+            finally:  # a process that only waits would stay for ever
+                _exit(found["code"])
 
 
-def _end(store: dist.Store, code: int) -> NoReturn:
-    """Leave together, or a launcher would kill those that are slower, and their code would be a signal's.
+def _call_back(message: str) -> None:
+    for callback in list(_callbacks) if is_main() else ():
+        with suppress(Exception):  # the failure that is being told counts, not the telling's
+            callback(message)
 
-    Without cleaning up: other threads may be inside a collective that never ends.
-    """
+
+def _stop() -> None:
+    """The launcher has died, and nobody would end this process any more: it ends as if asked to."""
+    if is_main():
+        print("the launcher has died", file=sys.stderr)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _say(message: str) -> None:
+    if is_main():  # whose stderr the others have given up, one that stands in for it too
+        with suppress(Exception):  # a stream that is closed, or of someone else's class: there is nowhere to say it
+            print(message, file=sys.stderr if rank() == 0 else sys.__stderr__)
+
+
+def _wait_for_others(store: dist.Store) -> None:
+    """Leave together, or a launcher would kill those that are slower, and their code would be a signal's."""
     count, deadline = store.add(_ENDED, 1), time.monotonic() + _WAIT_SECONDS
     while count < world_size() and time.monotonic() < deadline:
         time.sleep(0.01)
         count = store.add(_ENDED, 0)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    """Without cleaning up: other threads may be inside a collective that never ends."""
+    try:
+        for stream in (sys.stdout, sys.stderr, sys.__stderr__):
+            with suppress(Exception):  # a terminal that has gone, a stream that is closed
+                if stream:
+                    stream.flush()
+    finally:
+        os._exit(code)

@@ -23,7 +23,7 @@ def stay_offline_if_unreachable() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"  # read by libraries that are not imported yet, and by child processes
     for module in ("huggingface_hub.constants", "datasets.config"):
         if module in sys.modules:
-            sys.modules[module].HF_HUB_OFFLINE = True
+            sys.modules[module].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]  # these two have it
 
 
 def advice(path: str) -> str:

@@ -7,21 +7,25 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
+from typing import Any
 
 from torch import Tensor
 
 from hybrid_rlhf.core.distributed import gather_over_ranks, world_size
 
 # "mean": [sum of value * weight, weight]; "std": [count, mean, squares]; "min", "max": [value, is any];
-# "distinct", "top3": how often each item was seen
-State = list[float] | dict[str, int]
+# "distinct", "top3": how often each item was seen; "nth": the items of each group, in order
+Numbers = list[float]
+Counts = dict[str, int]
+Groups = dict[str, list[str]]
+State = Numbers | Counts | Groups
 
 
-def _mean(a: State, b: State) -> State:
+def _mean(a: Numbers, b: Numbers) -> Numbers:
     return [a[0] + b[0], a[1] + b[1]]
 
 
-def _std(a: State, b: State) -> State:
+def _std(a: Numbers, b: Numbers) -> Numbers:
     """Pooled count, mean and sum of squared deviations (Chan, Golub, LeVeque 1983): nothing cancels."""
     total, gap = a[0] + b[0], b[1] - a[1]
     if not total:
@@ -29,35 +33,47 @@ def _std(a: State, b: State) -> State:
     return [total, a[1] + gap * b[0] / total, a[2] + b[2] + gap * gap * a[0] * b[0] / total]
 
 
-def _least(a: State, b: State) -> State:
+def _least(a: Numbers, b: Numbers) -> Numbers:
     return min((s for s in (a, b) if s[1]), key=lambda s: s[0], default=a)
 
 
-def _largest(a: State, b: State) -> State:
+def _largest(a: Numbers, b: Numbers) -> Numbers:
     return max((s for s in (a, b) if s[1]), key=lambda s: s[0], default=a)
 
 
-def _counts(a: State, b: State) -> State:
+def _counts(a: Counts, b: Counts) -> Counts:
     return Counter(a) + Counter(b)
 
 
-def _top3_share(counts: State) -> float | None:
+def _joined(a: Groups, b: Groups) -> Groups:
+    return {group: a.get(group, []) + b.get(group, []) for group in [*a, *(g for g in b if g not in a)]}
+
+
+def _distinct_nth(groups: Groups) -> float | None:
+    """The share of different ones among the first items of all groups, the second ones, ..., over all items."""
+    items = [(n, item) for group in groups.values() for n, item in enumerate(group)]
+    return len(set(items)) / len(items) if items else None
+
+
+def _top3_share(counts: Counts) -> float | None:
     return sum(sorted(counts.values())[-3:]) / sum(counts.values()) if counts else None
 
 
-_MERGE: dict[str, Callable[[State, State], State]] = {
-    "mean": _mean, "std": _std, "min": _least, "max": _largest, "distinct": _counts, "top3": _counts}
-_VALUE: dict[str, Callable[[State], float | None]] = {
+_MERGE: dict[str, Callable[[Any, Any], State]] = {
+    "mean": _mean, "std": _std, "min": _least, "max": _largest, "distinct": _counts, "top3": _counts,
+    "nth": _joined}
+_VALUE: dict[str, Callable[[Any], float | None]] = {
     "mean": lambda s: s[0] / s[1] if s[1] else None, "std": lambda s: (s[2] / s[0]) ** 0.5 if s[0] else None,
     "min": lambda s: s[0] if s[1] else None, "max": lambda s: s[0] if s[1] else None,
-    "distinct": lambda s: len(s) / sum(s.values()) if s else None, "top3": _top3_share}
+    "distinct": lambda s: len(s) / sum(s.values()) if s else None, "top3": _top3_share,
+    "nth": _distinct_nth}
 
 
 class Metrics:
     """Named weighted means, and spreads and extremes. `a + b` pools the observations; `compute` divides at the end."""
 
     def __init__(self) -> None:
-        self._states: dict[str, tuple[str, State]] = {}  # name -> (kind, state)
+        self._states: dict[str, tuple[str, Any]] = {}  # name -> (kind, the State that goes with it)
 
     def add(self, name: str, value: float | Tensor, weight: float | Tensor = 1.0) -> Metrics:
         """Record `value`, the mean of `weight` observations. A weight of zero records nothing but the name."""
@@ -83,6 +99,14 @@ class Metrics:
     def add_items(self, name: str, items: Iterable[str], kind: str) -> Metrics:
         """Record the share of different items ("distinct"), or that of the three commonest ("top3"), among all."""
         return self._pool(name, kind, Counter(items))
+
+    def add_grouped(self, name: str, items: Iterable[tuple[str, str]]) -> Metrics:
+        """Record, of (group, item), the share of different items where each group's n-th is compared with the others'
+        n-th: what the items of one group have in common is no part of it."""
+        groups: dict[str, list[str]] = {}
+        for group, item in items:
+            groups.setdefault(group, []).append(item)
+        return self._pool(name, "nth", groups)
 
     def _pool(self, name: str, kind: str, state: State) -> Metrics:
         known = self._states.get(name)

@@ -42,7 +42,7 @@ class SequenceBatch:
         return replace(self, **{k: v[index, :width] for k, v in cut.items() if v is not None})
 
 
-def pad_right(rows: Sequence[Sequence[int] | Tensor], value: float, dtype: torch.dtype = torch.long) -> Tensor:
+def pad_right(rows: Sequence[Sequence[float] | Tensor], value: float, dtype: torch.dtype = torch.long) -> Tensor:
     """Rows of unequal length as one (B, max length) tensor, filled up on the right with `value`."""
     out = torch.full((len(rows), max((len(r) for r in rows), default=0)), value, dtype=dtype)
     for i, row in enumerate(rows):

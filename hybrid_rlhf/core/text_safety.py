@@ -26,6 +26,12 @@ def error_line(error: BaseException) -> str:
     return escape_control(" ".join(f"error: {error}".split()))
 
 
+def shortened(text: str, most: int = 500) -> str:
+    """The beginning and the end of what is longer than `most` characters: who has typed or pasted a megabyte is not
+    told it again."""
+    return text if len(text) <= most else f"{text[: most - 105]} ... {text[-100:]}"
+
+
 def _visible(char: str) -> str:
     code = ord(char)
     if char in "\n\t" or 0x20 <= code < 0x7F:

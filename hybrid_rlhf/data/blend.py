@@ -6,14 +6,12 @@ import hashlib
 import random
 from collections.abc import Sequence
 
+import numpy as np
+
 from hybrid_rlhf.core.config import check
+from hybrid_rlhf.data import row_file
 from hybrid_rlhf.data.chat import Text
 from hybrid_rlhf.data.schema import Example
-
-# Position of a stage's share in data.split. Offline preference methods read the reward model's share: what they
-# learn from is pairs, and a policy trained on them needs no reward model.
-SPLIT_INDEX = {"sft": 0, "ptx": 0, "ppo": 2, "online_dpo": 2, "rejection": 2} | dict.fromkeys(
-    ("reward", "dpo", "ipo", "hinge", "kto", "orpo", "simpo", "conditional_sft"), 1)
 
 
 def split_key(example: Example) -> str:
@@ -70,6 +68,12 @@ class Blend:
     def __getitem__(self, i: int) -> dict:
         table, row = self.index[i]
         return self.tables[table][row]
+
+    def digest(self) -> str:
+        """sha256 of all rows and of their order."""
+        found = hashlib.sha256("".join(row_file.digest(table) for table in self.tables).encode())
+        found.update(np.array(self.index, dtype=np.int64).tobytes())
+        return found.hexdigest()
 
 
 def blend(tables: Sequence[Sequence[dict]], weights: Sequence[float | None], seed: int,

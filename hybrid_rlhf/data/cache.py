@@ -6,11 +6,14 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import shutil
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.given_paths import expanded
+from hybrid_rlhf.core.own_files import remove_folder, write_file
 from hybrid_rlhf.data import row_file
 
 Tables = tuple[Sequence[dict], Sequence[dict], dict]  # train, held-out, counts
@@ -18,7 +21,7 @@ Tables = tuple[Sequence[dict], Sequence[dict], dict]  # train, held-out, counts
 
 def folder(cache_dir: str | None) -> Path:
     """cache_dir, else $HYBRID_RLHF_CACHE, else ~/.cache/hybrid_rlhf/data."""
-    return Path(cache_dir or os.environ.get("HYBRID_RLHF_CACHE") or "~/.cache/hybrid_rlhf/data").expanduser()
+    return Path(expanded(cache_dir or os.environ.get("HYBRID_RLHF_CACHE") or "~/.cache/hybrid_rlhf/data"))
 
 
 def key(rows: Iterable[dict], tokenizer, settings: dict) -> str:  # noqa: ANN001
@@ -52,18 +55,37 @@ def tokenizer_text(tokenizer) -> str:  # noqa: ANN001
 
 def load(path: Path) -> Tables | None:
     """The tables under `path`, or None where there are none; damaged ones are removed."""
+    file = path / "counts.json"
+    if not os.path.lexists(file) and (path.is_dir() or not os.path.lexists(path)):
+        return None  # another process may be writing them: counts.json is the last
     try:
-        counts = json.loads((path / "counts.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        counts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        counts = None
+    tables = [_table(path / name, counts[name]) for name in ("train", "held_out")] if _are_counts(counts) else [None]
+    if None in tables:
+        with suppress(OSError):
+            remove_folder(path)
         return None
-    tables = []
-    for name in ("train", "held_out"):
-        rows = row_file.read(path / name) if counts[name] else []
-        if rows is None or len(rows) != counts[name]:
-            shutil.rmtree(path, ignore_errors=True)
-            return None
-        tables.append(rows)
     return (*tables, counts)
+
+
+def _are_counts(value: object) -> bool:
+    """Whether these are the counts that `store` wrote."""
+    if not isinstance(value, dict):
+        return False
+    by_reason = [value.get(name) for name in ("dropped", "rendered")]
+    if not all(isinstance(counts, dict) for counts in by_reason):
+        return False
+    numbers = [value.get(name) for name in ("read", "other_stages", "truncated", "train", "held_out")]
+    numbers += [number for counts in by_reason for number in counts.values()]
+    return all(type(number) is int and number >= 0 for number in numbers)
+
+
+def _table(path: Path, size: int) -> Sequence[dict] | None:
+    """The rows of a table of `size` rows, or None where they are damaged."""
+    rows = row_file.read(path) if size else []
+    return rows if rows is not None and len(rows) == size else None
 
 
 def store(path: Path, tables: Tables) -> None:
@@ -74,8 +96,6 @@ def store(path: Path, tables: Tables) -> None:
             if rows:
                 row_file.save(rows, path / name)
         path.mkdir(parents=True, exist_ok=True)
-        scratch = path / f"counts.{os.getpid()}"
-        scratch.write_text(json.dumps(counts), encoding="utf-8")
-        os.replace(scratch, path / "counts.json")  # last: it says that the rest is complete
-    except OSError:
+        write_file(path / "counts.json", json.dumps(counts))  # last: it says that the rest is complete
+    except (OSError, UserError):
         return

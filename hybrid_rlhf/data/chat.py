@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.data.literal import BREAK, whole
 from hybrid_rlhf.data.turns import SkipRow, Text, answers_of, render, render_prompt
 from hybrid_rlhf.models.template import dialect_of
@@ -29,6 +30,7 @@ __all__ = [
     "compose_prompt",
     "encode",
     "encode_all",
+    "encode_first",
     "encode_prompt",
     "ensure_template",
     "render",
@@ -40,6 +42,8 @@ CHATML = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
+_CHARACTERS = 16  # of a text that are tokenized first, for each token that counts
+_MARGIN = 64  # tokens before a cut that may be others than without it
 REWRITTEN = "the chat template rewrites earlier turns of a completion of several"
 
 
@@ -97,7 +101,7 @@ def _template_text(template: str) -> str:
     """The template itself, or what the file of that name holds."""
     if "{" in template:
         return template
-    path = Path(template).expanduser()
+    path = Path(expanded(template))
     check(path.is_file(), f"data.chat_template {template} is no file (and no template: it has no {{)")
     try:
         return path.read_text(encoding="utf-8")
@@ -111,6 +115,8 @@ def _checked(text: str) -> str:
 
     try:
         ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+    except RecursionError as error:
+        raise UserError("data.chat_template is nested too deeply; fix the template") from error
     except TemplateSyntaxError as error:
         if "generation" not in str(error):  # transformers' own block tag
             raise UserError(f"data.chat_template line {error.lineno}: {error.message}; fix the template") from error
@@ -182,6 +188,29 @@ def encode_all(tokenizer, rendered: Sequence[Rendered], append_eos: bool = True)
     return out
 
 
+def encode_first(tokenizer, rendered: Sequence[Rendered], num_tokens: int,  # noqa: ANN001
+                 append_eos: bool = True) -> list[Encoded]:
+    """encode_all where only the first `num_tokens` tokens of a text count, and whether there are more.
+
+    Tokenizing takes hundreds of bytes of memory for each character. So of a long text only the beginning is tokenized,
+    and more of it where that gave too few tokens. A cut changes the last tokens before it, which do not count.
+    """
+    found: dict[int, Encoded] = {}
+    waiting, size = list(range(len(rendered))), num_tokens * _CHARACTERS
+    while waiting:
+        texts = [_beginning(rendered[i], size) for i in waiting]
+        found |= zip(waiting, encode_all(tokenizer, texts, append_eos), strict=True)
+        waiting = [i for i in waiting if len(rendered[i].text) > size and len(found[i].ids) < num_tokens + _MARGIN]
+        size *= 8
+    return [found[i] for i in range(len(rendered))]
+
+
+def _beginning(row: Rendered, size: int) -> Rendered:
+    if len(row.text) <= size:
+        return row
+    return row._replace(text=row.text[:size], spans=[(min(start, size), min(end, size)) for start, end in row.spans])
+
+
 def encode(tokenizer, prompt: Text, completion: Text) -> Encoded:  # noqa: ANN001
     """One prompt with its completion as tokens; see `compose` and `encode_all`."""
     return encode_all(tokenizer, [compose(tokenizer, prompt, completion)])[0]
@@ -243,6 +272,8 @@ def _tokenize_texts(tokenizer, texts: list[str], edges: list[list[int]],  # noqa
         return []
     if not getattr(tokenizer, "is_fast", False):
         return [_by_prefixes(tokenizer, text, chars, special) for text, chars in zip(texts, edges, strict=True)]
+    if not any(edges):  # prompts: offsets would take as long as the tokens
+        return [(ids, {}) for ids in tokenizer(texts, add_special_tokens=special)["input_ids"]]
     found = tokenizer(texts, add_special_tokens=special, return_offsets_mapping=True)
     return [(list(ids), {c: _count_before(offsets, c, len(text)) for c in chars}) for ids, offsets, chars, text in
             zip(found["input_ids"], found["offset_mapping"], edges, texts, strict=True)]

@@ -8,17 +8,18 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from hybrid_rlhf.core.config import check, nearest
+from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data import cache, chat, sources
-from hybrid_rlhf.data.blend import SPLIT_INDEX, Blend, blend, deal, is_held_out, split_key
+from hybrid_rlhf.data.blend import Blend, blend, deal, is_held_out, split_key
 from hybrid_rlhf.data.chat import SkipRow
-from hybrid_rlhf.data.examples import MAKERS, TRAININGS, Counts, Lengths, Work, decode_columns, prepared
+from hybrid_rlhf.data.examples import MAKERS, Counts, Lengths, Work, decode_columns, prepared
 from hybrid_rlhf.data.row_counts import add_up, describe, summary
 from hybrid_rlhf.data.schema import KINDS, Example, Format, detect, read_row
-from hybrid_rlhf.data.source import Source, as_sources
+from hybrid_rlhf.data.source import Reads, Source, as_sources
 
 __all__ = ["DataConfig", "StageData", "build", "describe", "open_sources", "raw_texts", "summary"]
 _CHUNK = 1000  # sequences tokenized in one call
+_CHUNK_CHARACTERS = 4_000_000  # or so many characters, if that is fewer
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,6 @@ class DataConfig:
               f"data.max_samples is {self.max_samples}; it must be at least 1, or null")
         given = [s.weight is not None for s in self.sources]
         check(all(given) or not any(given), "data.sources: some have a weight and some do not; give it to all or none")
-        for source in self.sources:
-            for stage in source.stages:
-                check(stage in TRAININGS, f"data.sources: {source.path} names stage {stage!r}"
-                                          f"{nearest(stage, TRAININGS)}; there are {', '.join(TRAININGS)}")
 
 
 def _asks_for_a_score(template: str) -> bool:
@@ -123,48 +120,50 @@ class _Unfolded:
     def __getitem__(self, i: int) -> dict:
         return decode_columns(self.rows[i])
 
+    def digest(self) -> str:
+        return self.rows.digest()
 
-def build(config: DataConfig, stage: str, tokenizer, seed: int) -> StageData:  # noqa: ANN001
-    """The rows of `stage`, tokenized, with the held-out part apart. Deterministic; `seed` touches only the blend.
+
+def build(config: DataConfig, reads: Reads, tokenizer, seed: int) -> StageData:  # noqa: ANN001
+    """The rows of a stage, tokenized, with the held-out part apart. Deterministic; `seed` touches only the blend.
 
     Raises UserError for sources that cannot be read or do not fit the stage, and when no usable row is left.
     """
-    opened = open_sources(config, stage)
-    tables = [_tokenized(config, each, stage, tokenizer) for each in opened]
+    opened = open_sources(config, reads)
+    tables = [_tokenized(config, each, reads, tokenizer) for each in opened]
     train = blend([t[0] for t in tables], [each.source.weight for each in opened], seed, config.max_samples)
     held_out = blend([t[1] for t in tables], [None] * len(tables), seed)
     report = add_up([t[2] for t in tables], len(train), len(held_out))
-    report["not_used"] = _passed_over(config, stage, opened)
-    check(len(train) > 0, f"no usable row for stage {stage}: {describe(report)}; "
+    report["not_used"] = _passed_over(config, opened)
+    check(len(train) > 0, f"no usable row for stage {reads.stage}: {describe(report)}; "
                           + ("data.split null gives every stage every row" if report["other_stages"] else
                              "give other data, or larger lengths"))
     return StageData(_Unfolded(train), _Unfolded(held_out), report)
 
 
-def open_sources(config: DataConfig, stage: str) -> list[OpenSource]:
-    """The sources that serve `stage`, read, with their formats.
+def open_sources(config: DataConfig, reads: Reads) -> list[OpenSource]:
+    """The sources that serve a stage, read, with their formats.
 
     A source without `stages` that lacks what the stage needs is passed over, as long as another one serves.
     Raises UserError if none does, or if one that names the stage does not.
     """
-    check(stage in TRAININGS, f"no data is known for stage {stage!r}{nearest(stage, TRAININGS)}")
-    meant = [s for s in config.sources if not s.stages or stage in s.stages]
-    check(bool(meant), f"no data source for stage {stage}: data.sources "
+    meant = [s for s in config.sources if not s.stages or reads.stage in s.stages]
+    check(bool(meant), f"no data source for stage {reads.stage}: data.sources "
                        + ("is empty; give a path or a list of them" if not config.sources else
-                          f"names other stages only; add {stage} to `stages` of one"))
+                          f"names other stages only; add {reads.stage} to `stages` of one"))
     opened = [OpenSource(s, rows, detect(rows[0], s.path)) for s in meant for rows in [sources.read(s)]]
-    serving = [o for o in opened if TRAININGS[stage] in KINDS[o.form.kind]]
+    serving = [o for o in opened if reads.kind in KINDS[o.form.kind]]
     for each in opened:
         needed = each.source.stages or not serving
         others = [name for name in each.rows[0] if name not in each.form.required]
         cure = f", or say what {' and '.join(others)} are by the source's `columns`" if others else ""
         check(each in serving or not needed,
               f"{each.source.path} is {each.form.name} data ({', '.join(each.form.required)}), which holds no "
-              f"{TRAININGS[stage]}s for stage {stage}; give other data{cure}")
+              f"{reads.kind}s for stage {reads.stage}; give other data{cure}")
     return serving
 
 
-def examples(config: DataConfig, each: OpenSource, stage: str, counts: Counter, lost: Counter
+def examples(config: DataConfig, each: OpenSource, reads: Reads, counts: Counter, lost: Counter
              ) -> Iterator[tuple[Example, bool]]:
     """The stage's own rows of one source, in canonical form, with whether they are held out.
 
@@ -178,81 +177,86 @@ def examples(config: DataConfig, each: OpenSource, stage: str, counts: Counter, 
             lost[str(reason)] += 1
             continue
         text = split_key(example)
-        if config.split and deal(text, config.split) != SPLIT_INDEX[stage]:
+        if config.split and deal(text, config.split) != reads.share:
             counts["other_stages"] += 1
         else:
             yield example, is_held_out(text, config.eval_fraction)
 
 
-def _tokenized(config: DataConfig, each: OpenSource, stage: str, tokenizer) -> cache.Tables:  # noqa: ANN001
+def _tokenized(config: DataConfig, each: OpenSource, reads: Reads, tokenizer) -> cache.Tables:  # noqa: ANN001
     """One source's tables, from the cache or made now."""
     lengths = Lengths(config.max_length, config.max_prompt_length, config.train_on, config.score_template, config.raw)
-    settings = {"training": TRAININGS[stage], "lengths": lengths, "append_eos": config.append_eos,
-                "split": config.split, "share": SPLIT_INDEX[stage] if config.split else None,
+    settings = {"training": reads.kind, "lengths": lengths, "append_eos": config.append_eos,
+                "split": config.split, "share": reads.share if config.split else None,
                 "eval_fraction": config.eval_fraction, "format": each.form.name, "path": each.source.path}
     path = cache.folder(config.cache_dir) / cache.key(each.rows, tokenizer, settings)
     tables = cache.load(path)
     if tables is None:
-        tables = _tokenize(config, each, stage, tokenizer, lengths)
+        tables = _tokenize(config, each, reads, tokenizer, lengths)
         cache.store(path, tables)
     return tables
 
 
-def _tokenize(config: DataConfig, each: OpenSource, stage: str, tokenizer, lengths: Lengths) -> cache.Tables:  # noqa: ANN001
+def _tokenize(config: DataConfig, each: OpenSource, reads: Reads, tokenizer, lengths: Lengths) -> cache.Tables:  # noqa: ANN001
     rows: tuple[list, list] = ([], [])
     seen, counts = Counter(read=0, other_stages=0), Counts()
     waiting: list[tuple[Work, bool]] = []
+    max_tokens, num_characters = max(lengths.max_length, lengths.max_prompt_length), 0
 
     def finish() -> None:
         texts = [text for work, _ in waiting for text in work.texts]
-        encoded = iter(chat.encode_all(tokenizer, texts, append_eos=config.append_eos))
+        encoded = iter(chat.encode_first(tokenizer, texts, max_tokens, config.append_eos))
         for work, is_eval in waiting:
             row = work.finish([next(encoded) for _ in work.texts], counts)
             if row is not None:
                 rows[is_eval].append(row)
         waiting.clear()
 
-    make = MAKERS[TRAININGS[stage]]
-    for example, is_eval in examples(config, each, stage, seen, counts.dropped):
+    make = MAKERS[reads.kind]
+    for example, is_eval in examples(config, each, reads, seen, counts.dropped):
         try:
             ready = prepared(example, tokenizer, lengths, counts)
-            waiting += [(work, is_eval) for work in make(ready, tokenizer, lengths)]
+            works = list(make(ready, tokenizer, lengths))
         except SkipRow as reason:
             counts.dropped[str(reason)] += 1
-        if len(waiting) >= _CHUNK:
+            continue
+        waiting += [(work, is_eval) for work in works]
+        num_characters += sum(len(text.text) for work in works for text in work.texts)
+        if len(waiting) >= _CHUNK or num_characters >= _CHUNK_CHARACTERS:
             finish()
+            num_characters = 0
     finish()
     numbers = {**seen, "truncated": counts.truncated, "dropped": dict(counts.dropped),
                "rendered": dict(counts.rendered), "train": len(rows[0]), "held_out": len(rows[1])}
     return rows[0], rows[1], numbers
 
 
-def _passed_over(config: DataConfig, stage: str, opened: Sequence[OpenSource]) -> list[str]:
+def _passed_over(config: DataConfig, opened: Sequence[OpenSource]) -> list[str]:
     """Paths of the sources that could serve any stage, but hold nothing for this one."""
     serving = [each.source for each in opened]
     return [s.path for s in config.sources if not s.stages and s not in serving]
 
 
-def is_conversational(config: DataConfig, stage: str) -> bool:
-    """Whether any source of `stage` holds messages, by its first row: these need a chat template, text does not."""
-    return any(isinstance(part, list) for example in _first_rows(config, stage)
+def is_conversational(config: DataConfig, reads: Reads) -> bool:
+    """Whether any source of a stage holds messages, by its first row: these need a chat template, text does not."""
+    return any(isinstance(part, list) for example in _first_rows(config, reads)
                for part in (example.messages, example.prompt, *(answer for answer, _ in example.answers)))
 
 
-def has_plain_prompts(config: DataConfig, stage: str) -> bool:
-    """Whether any source of `stage` holds prompts of plain text, by its first row: data.raw says how they are read."""
-    return any(isinstance(example.prompt, str) and not example.is_text_pair for example in _first_rows(config, stage))
+def has_plain_prompts(config: DataConfig, reads: Reads) -> bool:
+    """Whether any source of a stage holds prompts of plain text, by its first row: data.raw says how they are read."""
+    return any(isinstance(example.prompt, str) and not example.is_text_pair for example in _first_rows(config, reads))
 
 
-def _first_rows(config: DataConfig, stage: str) -> Iterator[Example]:
-    for each in open_sources(config, stage):
-        yield from (example for example, _ in islice(examples(config, each, stage, Counter(), Counter()), 1))
+def _first_rows(config: DataConfig, reads: Reads) -> Iterator[Example]:
+    for each in open_sources(config, reads):
+        yield from (example for example, _ in islice(examples(config, each, reads, Counter(), Counter()), 1))
 
 
-def raw_texts(config: DataConfig, stage: str, seed: int = 0) -> Iterator[str]:
+def raw_texts(config: DataConfig, reads: Reads, seed: int = 0) -> Iterator[str]:
     """The texts of the stage's training rows, without those held out, to train a tokenizer on. No seed matters."""
-    for each in open_sources(config, stage):
-        for example, is_eval in examples(config, each, stage, Counter(), Counter()):
+    for each in open_sources(config, reads):
+        for example, is_eval in examples(config, each, reads, Counter(), Counter()):
             if not is_eval:
                 answers = [answer for answer, _ in example.answers]
                 for part in (example.text, example.messages or example.prompt, *answers):

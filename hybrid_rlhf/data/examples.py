@@ -230,8 +230,3 @@ def _need_words(text: str, reason: str = EMPTY) -> None:
 MAKERS: dict[str, Callable[..., Iterator[Work]]] = {
     "demonstration": demonstration, "pair": pair, "prompt": prompt, "labelled answer": labelled,
     "graded answer": graded}
-PAIRWISE = ("reward", "dpo", "ipo", "hinge", "orpo", "simpo")
-SAMPLING = ("ppo", "online_dpo", "rejection")
-TRAININGS = {"sft": "demonstration", "ptx": "demonstration", **dict.fromkeys(SAMPLING, "prompt"),
-             **dict.fromkeys(PAIRWISE, "pair"), "kto": "labelled answer",
-             "conditional_sft": "graded answer"}  # stage -> kind of training

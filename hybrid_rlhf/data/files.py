@@ -11,9 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.host_memory import free_host_bytes
+from hybrid_rlhf.core.strict_json import loads, why
 
 Rows = list[dict]
-MAX_DEPTH = 100  # levels of lists and objects in a row
+MAX_COLUMNS = 10_000  # of a table: 50,000 took gigabytes before the first row
+_TIMES = 8  # bytes of memory for each byte of a text: its characters (one emoji makes all four bytes wide), lines, rows
 
 
 def read_file(path: str | Path) -> Rows:
@@ -43,8 +46,7 @@ def kind_of(path: str | Path) -> str:
 def _text(path: str | Path) -> str:
     """The file as text, without byte order mark; UTF-8, or UTF-16 where the mark says so."""
     try:
-        data = Path(path).read_bytes()
-        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+        data = _bytes(path)
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"cannot read {path}: {error}; give a file that can be read") from error
     encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
@@ -54,6 +56,22 @@ def _text(path: str | Path) -> str:
         line = data[: error.start].count(b"\n") + 1
         raise UserError(f"{path} line {line}: byte 0x{data[error.start]:02x} is not {encoding.removesuffix('-sig')}; "
                         "save the file as UTF-8") from error
+
+
+def _bytes(path: str | Path) -> bytearray:
+    """The file, unpacked. UserError, at the first byte too many, for one whose rows may not fit into memory."""
+    free, data = free_host_bytes(), bytearray()
+    most = None if free is None else free // _TIMES
+    with Path(path).open("rb") as file:
+        is_packed = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        source = gzip.GzipFile(fileobj=file) if is_packed else file
+        while piece := source.read(2**20):
+            data += piece
+            check(most is None or len(data) <= most,
+                  f"{path} {'unpacks to' if is_packed else 'has'} more than {most or 0:,} bytes, 1/{_TIMES} of the "
+                  "free memory, which their rows may fill; free some, or give the rows in parts or as parquet")
+    return data
 
 
 def _line_of(text: str, position: int) -> int:
@@ -73,7 +91,7 @@ def _object(text: str, where: str) -> dict:
     try:
         value = loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON ({_reason(error)}); fix that line") from error
+        raise UserError(f"{where}: not valid JSON ({why(error)}); fix that line") from error
     check(isinstance(value, dict), f"{where}: a JSON object is needed, found {_kind(value)}")
     return value
 
@@ -86,9 +104,9 @@ def _parse_json(text: str, path: str | Path) -> Rows:
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and _is_object(text.lstrip().split("\n", 1)[0]):
             return _parse_jsonl(text, path)  # many people call their jsonl .json
-        raise UserError(f"{path} line {error.lineno}: not valid JSON ({_reason(error)}); fix it there") from error
+        raise UserError(f"{path} line {error.lineno}: not valid JSON ({why(error)}); fix it there") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({_reason(error)}); fix it, or give jsonl") from error
+        raise UserError(f"{path}: not valid JSON ({why(error)}); fix it, or give jsonl") from error
     if isinstance(value, dict):
         value = _from_object(value)
     check(isinstance(value, list), f"{path}: a list of JSON objects is needed, found {_kind(value)}")
@@ -115,34 +133,15 @@ def _is_object(line: str) -> bool:
         return False
 
 
-def loads(text: str) -> object:
-    """JSON of at most MAX_DEPTH levels, so that whoever walks through it later gets through.
-
-    Raises JSONDecodeError, RecursionError for more levels, and ValueError for an integer of thousands of digits.
-    """
-    value = json.loads(text)
-    if text.count("[") + text.count("{") <= MAX_DEPTH:
-        return value
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise RecursionError
-        level = [inner for outer in level if isinstance(outer, (dict, list))
-                 for inner in (outer.values() if isinstance(outer, dict) else outer)]
-    return value
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg}, column {error.colno}"
-    return "nested too deeply" if isinstance(error, RecursionError) else "a number too long"
-
-
 def _kind(value: object) -> str:
     names = {list: "a list", str: "a string", bool: "true or false", int: "a number", float: "a number",
              dict: "an object", type(None): "null"}
     return names.get(type(value), type(value).__name__)
+
+
+def check_columns(number: int, path: str | Path) -> None:
+    check(number <= MAX_COLUMNS, f"{path} has {number:,} columns; write a file of those that are needed, at most "
+                                 f"{MAX_COLUMNS:,}")
 
 
 def _delimited(delimiters: str) -> Callable[[str, str | Path], Rows]:
@@ -155,6 +154,7 @@ def _delimited(delimiters: str) -> Callable[[str, str | Path], Rows]:
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
         rows = []
         try:
+            check_columns(len(reader.fieldnames or ()), path)
             for row in reader:
                 where = f"{path} line {reader.line_num}"
                 check(None not in row, f"{where}: more values than the header has columns; "

@@ -11,11 +11,12 @@ from rich.text import Text
 
 from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.data.datasets import DataConfig, StageData, build
+from hybrid_rlhf.data.source import Reads
 
 _TRAINED = "bold green"
 
 
-def preview(config: DataConfig, stage: str, tokenizer, console: Console | None = None,  # noqa: ANN001
+def preview(config: DataConfig, reads: Reads, tokenizer, console: Console | None = None,  # noqa: ANN001
             seed: int = 0, count: int = 3) -> StageData:
     """Print `count` examples of the stage's training rows and the counts of all rows; returns the data.
 
@@ -23,13 +24,13 @@ def preview(config: DataConfig, stage: str, tokenizer, console: Console | None =
     sent to the terminal. Raises UserError as `build` does.
     """
     console = console or Console()
-    data = build(config, stage, tokenizer, seed)
+    data = build(config, reads, tokenizer, seed)
     for number in range(min(count, len(data.train))):
         row = data.train[number]
         for title, ids, mask in _parts(row):
             shown = marked(tokenizer, ids, mask, brackets=not console.is_terminal or console.no_color)
-            console.print(Panel(shown, title=f"{stage} example {number + 1}: {title}", title_align="left"))
-    console.print(_counts(stage, data.report))
+            console.print(Panel(shown, title=f"{reads.stage} example {number + 1}: {title}", title_align="left"))
+    console.print(_counts(reads.stage, data.report))
     return data
 
 

@@ -1,10 +1,11 @@
-"""A place that rows come from, as the settings name it: a path, or a mapping with a path."""
+"""A place that rows come from, as the settings name it (a path, or a mapping with a path), and what a stage reads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import PurePath
+from typing import NamedTuple
 
 from hybrid_rlhf.core.config import check, nearest
 
@@ -35,6 +36,18 @@ class Source:
         check(bool(self.path), "data.sources: a source has no path; give a file, a folder, a hub id or demo/<name>")
         check(self.weight is None or 0 < self.weight < float("inf"),
               f"data.sources: weight of {self.path} is {self.weight}; it must be positive")
+
+
+class Reads(NamedTuple):
+    """The rows that a stage trains on, or samples from.
+
+    stage: its name, as `stages` of a source has it. kind: what is made of an example (MAKERS in examples.py). share:
+    the position in data.split.
+    """
+
+    stage: str
+    kind: str
+    share: int
 
 
 Named = Source | str | PurePath | Mapping  # one source, as a user may name it

@@ -11,8 +11,9 @@ from functools import cache
 from pathlib import Path
 
 from hybrid_rlhf.core.config import UserError, check, nearest
+from hybrid_rlhf.core.given_paths import check_file, expanded
 from hybrid_rlhf.core.hub import stay_offline_if_unreachable
-from hybrid_rlhf.data.files import PARSERS, kind_of, read_file
+from hybrid_rlhf.data.files import PARSERS, check_columns, kind_of, read_file
 from hybrid_rlhf.data.source import Source
 
 # Generated on the spot, no file and no network: name -> module:function, a function () -> list of rows.
@@ -28,7 +29,14 @@ def read(source: Source) -> Sequence[dict]:
 
     Raises UserError, in one line, for whatever is missing, empty, malformed or of an unknown kind.
     """
-    path = Path(source.path).expanduser()
+    try:
+        return _read(source)
+    except MemoryError as error:
+        raise UserError(f"{source.path} does not fit into memory; free some, or give it in parts") from error
+
+
+def _read(source: Source) -> Sequence[dict]:
+    path = Path(expanded(source.path))
     if source.path.startswith("demo/"):
         rows = _embedded(source.path)
     elif path.is_dir():
@@ -36,6 +44,7 @@ def read(source: Source) -> Sequence[dict]:
     elif path.is_file():
         rows = _file(path)
     else:
+        check_file(path, "data.sources:")
         check(not _looks_local(source.path), f"data.sources: {source.path} does not exist; "
                                              "give a file, a folder or a hub id")
         rows = _hub(source)
@@ -63,10 +72,16 @@ def _file(path: Path) -> Sequence[dict]:
 
 def _parquet(paths: list[Path]) -> Sequence[dict]:
     import datasets
+    from pyarrow.parquet import ParquetFile
 
     try:
+        for path in paths:
+            with ParquetFile(path) as file:
+                check_columns(file.metadata.num_columns, path)
         with _quiet():
             return datasets.Dataset.from_parquet([str(p) for p in paths])
+    except (UserError, MemoryError):
+        raise
     except Exception as error:  # whatever the reader makes of a damaged file, it is the file that is wrong
         raise UserError(f"{paths[0]}: not a readable parquet file ({_first_line(error)}); "
                         "write it anew, or as jsonl") from error
@@ -78,8 +93,11 @@ def _folder(folder: Path, source: Source) -> Sequence[dict]:
     check(folder.is_dir(), f"{source.path} has no subfolder {source.name}; leave `name` out, or give one that exists")
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         return _saved(folder, source.split)
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and kind_of(p) and p.name not in _NOT_DATA
-                   and not any(part.startswith(".") for part in p.relative_to(folder).parts))
+    found = [p for p in folder.rglob("*") if kind_of(p) and p.name not in _NOT_DATA
+             and not any(part.startswith(".") for part in p.relative_to(folder).parts)]
+    for path in found:
+        check_file(path, "data.sources:")
+    files = sorted(p for p in found if p.is_file())
     texts = [p for p in files if kind_of(p) != ".txt"]  # beside data, a .txt is a licence or a note
     files = _of_split(texts or files, folder, source.split)
     parquet = [p for p in files if kind_of(p) == ".parquet"]
@@ -110,6 +128,8 @@ def _of_split(files: list[Path], folder: Path, split: str) -> list[Path]:
 def _saved(folder: Path, split: str) -> Sequence[dict]:
     import datasets
 
+    for path in folder.rglob("*"):
+        check_file(path, "data.sources:")
     _check_inside(folder)
     try:
         saved = datasets.load_from_disk(str(folder))

@@ -18,6 +18,7 @@ from hybrid_rlhf.models.template import CLOSE, OPEN, dialect_of, thought_of
 
 Text = str | list  # a plain string, or messages: a list of {"role", "content"}
 MAX_TURNS = 1024
+MAX_RENDERED = 2**30  # characters of a conversation times its answers: each is kept behind all that was said before
 _MARKER_LENGTH = 64  # characters of a generation prompt that thinking markers may take
 
 
@@ -41,7 +42,7 @@ def render(tokenizer, messages: Sequence[dict], add_generation_prompt: bool = Fa
         adapted = template.adapted(messages, dialect_of(tokenizer))
         return template.apply(tokenizer, broken_messages(tokenizer, adapted), add_generation_prompt)
     except template.FAULTS as error:
-        raise SkipRow(f"the chat template refuses it ({' '.join(str(error).split())})") from error
+        raise SkipRow(f"the chat template refuses it ({' '.join(str(error).split())[:200]})") from error
 
 
 def render_prompt(tokenizer, messages: Sequence[dict]) -> str:  # noqa: ANN001
@@ -58,6 +59,8 @@ def answers_of(tokenizer, messages: Sequence[dict], first: int = 0) -> list[Answ
         raise SkipRow("no assistant turn")
     if len(turns) > MAX_TURNS:  # each is found by rendering all before it
         raise SkipRow(f"more than {MAX_TURNS} answers in one conversation")
+    if len(turns) * sum(len(m["content"]) for m in messages) > MAX_RENDERED:
+        raise SkipRow("a conversation too long for its number of answers")
     return [_answer(tokenizer, messages, turn) for turn in turns]
 
 

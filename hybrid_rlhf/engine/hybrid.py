@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +27,18 @@ from hybrid_rlhf.engine.decode.tensor_parallel import check_shardable
 from hybrid_rlhf.engine.decode.tp_sync import all_agree, as_group, draw_together
 from hybrid_rlhf.engine.device_memory import fewer_slots, release
 from hybrid_rlhf.engine.modes import evaluating
+from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
 from hybrid_rlhf.engine.train.dummy_forward import dummy_batch, zero_of
 from hybrid_rlhf.engine.train.offload import IdleOffload, Turn, module_tensors
 from hybrid_rlhf.engine.train.optimizers import OptimizerConfig
 from hybrid_rlhf.engine.train.patches import training_forms
-from hybrid_rlhf.engine.train.zero import ZeroConfig, ZeroFrozen, ZeroTraining, gathered, is_partitioned
+from hybrid_rlhf.engine.train.zero import ZeroConfig, ZeroFrozen, ZeroTraining, gathered
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _log = logging.getLogger(__name__)
 
 
-class HybridEngine:
+class HybridEngine(Generic[ModuleT]):
     """One module in training or inference mode, over the same tensors.
 
     module: what training calls; its forward returns the numbers of a role. model: the Hugging Face causal model inside
@@ -48,7 +51,7 @@ class HybridEngine:
     capture: how decode steps are recorded (decode/cuda_graphs.py); "auto": as CUDA graphs on a card, None: not at all.
     """
 
-    def __init__(self, module: nn.Module, model: nn.Module | None = None, *, eos_ids: Sequence[int] = (),
+    def __init__(self, module: ModuleT, model: nn.Module | None = None, *, eos_ids: Sequence[int] = (),
                  pad_id: int = 0, max_batch: int = 64, max_kv_bytes: int | None = None, name: str = "model",
                  tp: RankGroup | ProcessGroup | None = None, capture: Capture | str | None = "auto",
                  adapter: Callable[[], AbstractContextManager] = nullcontext) -> None:
@@ -243,7 +246,7 @@ class HybridEngine:
         self._require_inference("serve")
         return open_serving(self._runner, num_slots, capacity, self._stops(SamplingConfig()), self.max_kv_bytes)
 
-    def __call__(self, *inputs: object, **named: object):  # noqa: ANN204 - the module's own
+    def __call__(self, *inputs: object, **named: object) -> Any:
         """The module's forward in training mode, with or without gradients as the caller has it."""
         if self.is_inference:
             raise RuntimeError("the training forward was called inside inference()")

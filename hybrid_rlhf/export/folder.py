@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.disk import refusal
 from hybrid_rlhf.core.distributed import barrier, is_main
+from hybrid_rlhf.core.own_files import whole
 from hybrid_rlhf.engine.train.zero import gathered
 from hybrid_rlhf.models.lora import lora_layers, save_adapter
 from hybrid_rlhf.models.merging import merged_state_dict
 from hybrid_rlhf.models.quantize import multiplying_by, quantized_layers
 from hybrid_rlhf.models.saving import original_weights, reload_like, save, share_kept
+from hybrid_rlhf.models.transformers_compat import kept_in_fp32
 
 MERGE_FILE = "merge.json"
 # Largest difference of logits, relative to the largest logit, that rounding to a dtype explains.
@@ -43,29 +46,37 @@ def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) 
     tokenizer, as peft reads them; of a quantised base, merge.json in it says into which weights ("original", or
     "dequantised" where those are gone) and how far the live model's logits are from the written one's (relative). Only
     the main process writes; all must call, for under ZeRO 3 each holds a part. Raises ExportDiffers if the reloaded
-    folder's outputs differ from the live model's.
+    folder's outputs differ from the live model's, and UserError where the disk has no room: what was there stays.
     """
     folder = Path(folder)
-    adapter = folder.with_name(folder.name.replace("model", "adapter"))
+    targets = [folder, *([folder.with_name(folder.name.replace("model", "adapter"))] if lora_layers(model) else [])]
     with gathered(model):
         if is_main():
-            beside = folder.with_name(folder.name + ".tmp")
-            shutil.rmtree(beside, ignore_errors=True)
-            held = _logits(model)
-            originals = original_weights(model) if quantized_layers(model) else None
-            with multiplying_by(model, originals) if originals else nullcontext():
-                dtype = _write(model, tokenizer, beside, eos_ids)
-                gap = _difference(held, _compare(model, beside, dtype))
-            shutil.rmtree(folder, ignore_errors=True)
-            beside.rename(folder)
-            if lora_layers(model):
-                save_adapter(model, adapter)
-                tokenizer.save_pretrained(adapter)  # by which peft's AutoPeftModel makes room for added tokens
-            if quantized_layers(model):
-                facts = {"into": "original" if originals else "dequantised", "difference": gap}
-                (adapter / MERGE_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
+            try:
+                with whole(*targets) as places:
+                    _write_all(model, tokenizer, places, eos_ids)
+            except Exception as error:
+                if (found := refusal(error)) is None:
+                    raise
+                raise UserError(f"cannot write {folder}: {found.words}; {found.remedy}, and the same command goes on "
+                                "from the last checkpoint") from error
         barrier()
     return folder
+
+
+def _write_all(model: nn.Module, tokenizer, places: list[Path], eos_ids: list[int]) -> None:  # noqa: ANN001
+    """The model's folder, compared with the live model, and behind it that of an adapter."""
+    held = _logits(model)
+    originals = original_weights(model) if quantized_layers(model) else None
+    with multiplying_by(model, originals) if originals else nullcontext():
+        dtype = _write(model, tokenizer, places[0], eos_ids)
+        gap = _difference(held, _compare(model, places[0], dtype))
+    for adapter in places[1:]:
+        save_adapter(model, adapter)
+        tokenizer.save_pretrained(adapter)  # by which peft's AutoPeftModel makes room for added tokens
+        if quantized_layers(model):
+            facts = {"into": "original" if originals else "dequantised", "difference": gap}
+            (adapter / MERGE_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
 
 
 def has_quantized_values(run: str | Path) -> bool:
@@ -85,7 +96,7 @@ def _write(model: nn.Module, tokenizer, folder: Path, eos_ids: list[int]) -> tor
     model.config.pad_token_id = tokenizer.pad_token_id
     model.config.eos_token_id = tokenizer.eos_token_id
     dtype = dtype_to_write(model, state, getattr(model, "file_dtype", None) or model.dtype)
-    save(model, in_dtype(state, dtype), folder)
+    save(model, in_dtype(model, state, dtype), folder)
     tokenizer.save_pretrained(folder)
     return dtype
 
@@ -104,11 +115,13 @@ def dtype_to_write(model: nn.Module, state: dict[str, Tensor], wanted: torch.dty
     return wanted
 
 
-def in_dtype(state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """`state` with its numbers in `dtype`; tied weights stay one tensor."""
+def in_dtype(model: nn.Module, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """`state` with its numbers in `dtype`, but for what `model` holds in another than its own or transformers would
+    load in fp32 (a router's bias); tied weights stay one tensor."""
     made: dict[int, Tensor] = {}
-    return {k: made.setdefault(v.data_ptr(), v.to(dtype)) if v.is_floating_point() and v.numel() else v
-            for k, v in state.items()}
+    is_kept = kept_in_fp32(model, dtype)
+    return {k: made.setdefault(v.data_ptr(), v.to(dtype)) if v.dtype == model.dtype and v.numel() and not is_kept(k)
+            else v for k, v in state.items()}
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ splitting text before byte-pair merges) is refused by name: a file that loads an
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,8 @@ import numpy as np
 import torch
 
 from hybrid_rlhf.core.config import UserError, check, nearest
+from hybrid_rlhf.core.own_files import fresh_path
+from hybrid_rlhf.models.folder_files import read_object
 from hybrid_rlhf.models.tokenizer import load_tokenizer
 
 
@@ -40,7 +41,7 @@ _SPLITS = {_LLAMA_3: "llama-bpe", _LLAMA_3.replace("{1,3}", ""): "qwen2"}
 def check_convertible(folder: str | Path, dtype: str) -> None:
     """UserError unless `folder` is a causal model that a row describes; reads JSON files only."""
     check(dtype in TYPES, f"--gguf {dtype}: choose {', '.join(TYPES)}{nearest(dtype, TYPES)}")
-    config = _json(Path(folder) / "config.json")
+    config = read_object(Path(folder) / "config.json")
     kind = config.get("model_type")
     check(kind in ROWS, f"{folder} is a {kind} model; GGUF export knows {', '.join(ROWS)}. For others use llama.cpp's "
                         "convert_hf_to_gguf.py on the exported folder")
@@ -65,9 +66,9 @@ def write_gguf(folder: str | Path, path: str | Path, dtype: str = "f16", name: s
 
     folder, path = Path(folder), Path(path)
     check_convertible(folder, dtype)
-    config = _json(folder / "config.json")
+    config = read_object(folder / "config.json")
     row = ROWS[config["model_type"]]
-    beside = path.with_name(path.name + ".tmp")
+    beside = fresh_path(path.parent)
     writer = gguf.GGUFWriter(beside, row.arch, use_temp_file=True)
     try:
         _add_shape(writer, config, name or folder.name, dtype)
@@ -86,13 +87,6 @@ def write_gguf(folder: str | Path, path: str | Path, dtype: str = "f16", name: s
         raise
     writer.close()
     return beside.replace(path)
-
-
-def _json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}; export the model anew") from error
 
 
 def _rope(config: dict) -> dict:
@@ -144,8 +138,6 @@ def _tensors(folder: Path, config: dict, row: Row) -> Iterator[tuple[str, np.nda
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
-                if config.get("tie_word_embeddings") and name == "lm_head.weight":
-                    continue
                 new = names.get_name(name, try_suffixes=(".weight", ".bias"))
                 if new is None:
                     raise UserError(f"{path.name} holds {name}, which llama.cpp's {row.arch} has no place for; "
@@ -185,7 +177,7 @@ def llama3_factors(rope: dict, dim: int) -> np.ndarray:
 def _vocabulary_kind(folder: Path) -> str:
     """llama.cpp's name for how text is split, "spm" for SentencePiece. Raises UserError where there is none."""
     check((folder / "tokenizer.json").exists(), f"{folder} has no tokenizer.json; GGUF export reads that one")
-    tokenizer = _json(folder / "tokenizer.json")
+    tokenizer = read_object(folder / "tokenizer.json")
     model, before = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
     check(model.get("type") == "BPE", f"{folder}: a {model.get('type')} tokenizer; GGUF export knows byte-pair ones")
     if model.get("byte_fallback"):
@@ -221,7 +213,7 @@ def _add_vocabulary(writer, folder: Path, size: int) -> None:  # noqa: ANN001
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(kind)
-        tokens, types = _byte_level_tokens(_json(folder / "tokenizer.json"))
+        tokens, types = _byte_level_tokens(read_object(folder / "tokenizer.json"))
     unused = range(len(tokens), size)  # rows of the embedding that no token has
     writer.add_token_list([*tokens, *(f"[PAD{i}]" for i in unused)])
     writer.add_token_types([*types, *(int(gguf.TokenType.UNUSED) for _ in unused)])

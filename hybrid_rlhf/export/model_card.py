@@ -7,6 +7,8 @@ from pathlib import Path
 
 import yaml
 
+from hybrid_rlhf.core.own_files import write_file
+
 CARD = "README.md"
 _SHOWN = ("learning_rate", "max_steps", "num_train_epochs", "per_device_train_batch_size",
           "gradient_accumulation_steps", "optim", "lr_scheduler_type")
@@ -15,7 +17,7 @@ _SHOWN = ("learning_rate", "max_steps", "num_train_epochs", "per_device_train_ba
 def write_card(folder: str | Path, name: str, run: dict) -> Path:
     """Write the card of the model in `folder`, made by `run` (the contents of its run.json), which is called `name`."""
     path = Path(folder) / CARD
-    path.write_text(card_text(name, run), encoding="utf-8")
+    write_file(path, card_text(name, run))
     return path
 
 
@@ -40,9 +42,9 @@ def card_text(name: str, run: dict) -> str:
 
 def base_licence(base: str | None) -> str | None:
     """The licence that a local base model's own card names, or None."""
-    if not base or not (Path(base).expanduser() / CARD).is_file():
+    if not base or not (Path(base) / CARD).is_file():
         return None
-    text = (Path(base).expanduser() / CARD).read_text(encoding="utf-8", errors="replace")
+    text = (Path(base) / CARD).read_text(encoding="utf-8", errors="replace")
     found = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
     try:
         head = yaml.safe_load(found.group(1)) if found else {}
@@ -57,7 +59,7 @@ def _base(run: dict) -> str | None:
 
 
 def _is_path(name: str) -> bool:
-    return Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.count("/") != 1
+    return Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") != 1
 
 
 def _shown(base: str) -> str:

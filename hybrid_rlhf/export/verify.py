@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.disk import refusal
 from hybrid_rlhf.export.folder import BOUNDS, ExportDiffers
 
 PROMPTS = ("Once upon a time", "What is the capital of France?", "1 2 3 4")
@@ -84,5 +86,8 @@ def _fresh(live: dict[str, Tensor], folder: str | Path, class_name: str) -> dict
                                json.dumps(PROMPTS)], capture_output=True, text=True, check=False)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            if found := refusal(reason):
+                raise UserError(f"{folder} cannot be compared in a fresh process: {found.words}; {found.remedy} "
+                                f"({tempfile.gettempdir()}, TMPDIR)")
             raise ExportDiffers(f"{folder} cannot be loaded in a fresh process: {reason}; please report it")
         return load_file(out)

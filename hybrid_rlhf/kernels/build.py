@@ -20,12 +20,15 @@ from types import ModuleType
 
 import torch
 
+from hybrid_rlhf.core.given_paths import expanded
+from hybrid_rlhf.core.own_files import no_link, remove_folder, write_file
 from hybrid_rlhf.kernels.ops import KernelsUnavailableError
 
 _log = logging.getLogger(__name__)
 
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
          "-ffp-contract=fast", "-Wno-psabi")
+_DIGEST = "sha256"  # of the library, in a file beside it
 # Compiled in a process of its own: the loader needs ninja on PATH, prints, and numbers the names of what it has loaded.
 _COMPILE = """
 import sys
@@ -38,8 +41,7 @@ load(name, sources, extra_cflags=flags.split(), extra_ldflags=["-fopenmp"], buil
 
 def cache_folder() -> Path:
     """Where compiled kernels live: $HYBRID_RLHF_CACHE/kernels, or ~/.cache/hybrid_rlhf/kernels."""
-    root = os.environ.get("HYBRID_RLHF_CACHE") or Path.home() / ".cache" / "hybrid_rlhf"
-    return Path(root).expanduser() / "kernels"
+    return Path(expanded(os.environ.get("HYBRID_RLHF_CACHE") or "~/.cache/hybrid_rlhf"), "kernels")
 
 
 def load_extension(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> ModuleType:
@@ -50,12 +52,12 @@ def load_extension(name: str, sources: Sequence[Path], headers: Sequence[Path] =
     folder = cache_folder() / f"{name}-{_fingerprint([*sources, *headers])}"
     library = folder / f"{name}.so"
     try:
-        if library.exists():
+        if _is_whole(library):
             with _mended(folder):
                 return _imported(name, library)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _alone(folder.with_suffix(".lock")):
-            if not library.exists():  # another process may have built it meanwhile
+            if not _is_whole(library):  # another process may have built it meanwhile
                 _build(name, sources, folder)
         return _imported(name, library)
     except OSError as error:
@@ -69,6 +71,19 @@ def can_load(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -
     """Whether the module is there, or a compiler to make it; nothing is compiled."""
     compiler = shutil.which(os.environ.get("CXX", "c++").split()[0])
     return compiler is not None or (cache_folder() / f"{name}-{_fingerprint([*sources, *headers])}").exists()
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether there is a library that is as it was built: one that has lost its end takes the process with it when it
+    is loaded. One without a digest beside it is of an earlier release."""
+    digest = library.parent / _DIGEST
+    if not library.is_file() or not digest.exists():
+        return library.is_file()
+    return digest.read_bytes() == _digest(library)
+
+
+def _digest(library: Path) -> bytes:
+    return hashlib.sha256(library.read_bytes()).hexdigest().encode()
 
 
 @contextmanager
@@ -101,7 +116,7 @@ def _processor() -> str:
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
     """One process at a time; the kernel of the system frees the lock of a process that dies."""
-    with lock.open("w") as file:
+    with open(lock, "a", opener=no_link) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -118,6 +133,9 @@ def _build(name: str, sources: Sequence[Path], folder: Path) -> None:
         done = subprocess.run(command, env=_environment(compiler), capture_output=True, text=True, check=False)
         if done.returncode or not (work / f"{name}.so").exists():
             raise KernelsUnavailableError(f"{compiler} failed: {_reason(done.stdout + done.stderr)}")
+        write_file(work / _DIGEST, _digest(work / f"{name}.so"))
+        if os.path.lexists(folder):  # damaged, or what is left of one
+            remove_folder(folder)
         os.replace(work, folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -6,7 +6,6 @@ only where both agree to rounding. Everything else stays as its authors wrote it
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hybrid_rlhf.core.torch_compat import copy_with
 from hybrid_rlhf.kernels.ops import Fused
 
 _ROTARY = "apply_rotary_pos_emb"  # transformers' name in every model file whose halves are paired
@@ -121,7 +121,7 @@ def _norm(module: nn.Module, ops: Fused, trial: Fused | None = None) -> Callable
     if not isinstance(eps, float) or not weight.numel() or len(list(module.parameters())) != 1:
         return None
     original = type(module).forward
-    tried = module if trial is None else _narrow(module, {"weight": nn.Parameter(torch.randn(8).to(weight.dtype))})
+    tried = module if trial is None else copy_with(module, {"weight": nn.Parameter(torch.randn(8).to(weight.dtype))})
     by, weight = trial or ops, tried.weight
     example = (3 * torch.randn(3, 5, len(weight), dtype=torch.float32).to(weight),)
     for adds_one in (False, True):
@@ -151,7 +151,7 @@ def _gated_mlp(module: nn.Module, ops: Fused, trial: Fused | None = None) -> Cal
 
     tried = module
     if trial:
-        tried = _narrow(module, {n: nn.Linear(*shape, dtype=weight.dtype)
+        tried = copy_with(module, {n: nn.Linear(*shape, dtype=weight.dtype)
                                  for n, shape in zip(names, ((8, 16), (8, 16), (16, 8)), strict=True)})
         weight = tried.gate_proj.weight
     modes = {m: m.training for m in module.modules()}
@@ -163,14 +163,6 @@ def _gated_mlp(module: nn.Module, ops: Fused, trial: Fused | None = None) -> Cal
     finally:
         for each, mode in modes.items():
             each.training = mode
-
-
-def _narrow(module: nn.Module, parts: dict[str, nn.Module | nn.Parameter]) -> nn.Module:
-    """A copy of `module` with other `parts`, which has numbers and costs nothing; the rest is the module's own."""
-    copied = copy.copy(module)
-    kept = [vars(module)[kind] for kind in ("_parameters", "_modules")]
-    copied._parameters, copied._modules = ({n: parts.get(n, part) for n, part in of.items()} for of in kept)
-    return copied
 
 
 def is_gelu(act: Callable) -> bool | None:

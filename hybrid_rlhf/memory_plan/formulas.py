@@ -38,8 +38,8 @@ def stage_of(dtype: torch.dtype, zero_stage: int | None, world: int, optim: str 
 
 def state_bytes(count: int, dtype: torch.dtype, zero_stage: int | None, world: int = 1, optim: str = "adamw",
                 offload: Collection[str] = ()) -> StateBytes:
-    """Of `count` parameters under DeepSpeed 0.19, as measured (tests/test_plan.py; one process, bytes per parameter; m
-    is 8 for AdamW, 2 in 8 bits, 0 for SGD; g the bytes of a gradient, 4 or 2):
+    """Of `count` parameters under DeepSpeed 0.19, as measured (tests/memory_plan/test_plan.py; one process, bytes
+    per parameter; m is 8 for AdamW, 2 in 8 bits, 0 for SGD; g the bytes of a gradient, 4 or 2):
 
         dtype  ZeRO  optimizer             gradients  closing  step
         fp32   0     m                     g          g        g

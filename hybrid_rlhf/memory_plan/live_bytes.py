@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from hybrid_rlhf.core import torch_compat
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(torch_compat.dispatch_mode()):
     """Counts the storages that operations make within the block, while they live. now, peak: bytes."""
 
     def __init__(self, known: tuple[Tensor, ...] = ()) -> None:
@@ -24,13 +24,13 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Callable, types, given=(), named=None):  # noqa: ANN001, ANN204
         out = func(*given, **(named or {}))
-        for leaf in tree_leaves(out):
+        for leaf in torch_compat.leaves_of(out):
             if isinstance(leaf, Tensor):
                 self._add(leaf.untyped_storage(), leaf.untyped_storage().nbytes())
         return out
 
     def _add(self, storage: torch.UntypedStorage, size: int) -> None:
-        key = storage._cdata
+        key = id(storage)  # which lives as long as its storage
         if key not in self._sizes:
             self._sizes[key] = size
             self.now += size

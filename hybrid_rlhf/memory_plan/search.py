@@ -149,7 +149,8 @@ def _with_offload(config: object, name: str, least_stage: int, why: str) -> Cand
 
 
 def _optimizer(config: object) -> Candidate | None:
-    if config.train.optim not in ("adamw", "adamw_unfused"):
+    schedules = [config.train] if hasattr(config, "train") else vars(config.stages).values()  # one, or all stages'
+    if any(train.optim not in ("adamw", "adamw_unfused") for train in schedules):
         return None
     return _with_offload(config, "optimizer", 1, "optimizer state and step on the CPU: slower steps")
 

@@ -25,11 +25,11 @@ from hybrid_rlhf.kernels.shape_ops import TRIAL, flash, shape_ops
 from hybrid_rlhf.memory_plan.live_bytes import LiveBytes, counting
 from hybrid_rlhf.models import shapes
 from hybrid_rlhf.models.backbone import hidden_states, own_head
-from hybrid_rlhf.models.hf_attention import sdpa_replaced
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
 from hybrid_rlhf.models.lora_products import fused_adapters
-from hybrid_rlhf.models.lora_shapes import pack
+from hybrid_rlhf.models.packed_shapes import pack
+from hybrid_rlhf.models.transformers_compat import sdpa_replaced
 
 __all__ = ["Activations", "LiveBytes", "Sizes", "activations", "cache_bytes", "classifier_bytes", "logit_bytes",
            "sizes"]

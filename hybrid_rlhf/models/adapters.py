@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from hybrid_rlhf.models import peft_compat
 from hybrid_rlhf.models.added_rows import holders
 from hybrid_rlhf.models.lora import lora_layers
 
@@ -67,7 +68,7 @@ class Adapters:
     def _select(self, names: list[str]) -> None:
         self._active = names
         for layer in self._layers.values():
-            layer._active_adapter = names
+            peft_compat.activate(layer, names)
         for table in self._rows.values():
             table.active = names
 
@@ -76,7 +77,7 @@ class Adapters:
             raise RuntimeError("a forward of a shared base outside use(): no role has said whose adapter is meant")
         if entry != self._entry:
             raise RuntimeError("a backward outside the block of its forward: another adapter may be active by now")
-        if any(layer._active_adapter is not self._active for layer in self._layers.values()):
+        if any(peft_compat.active(layer) is not self._active for layer in self._layers.values()):
             raise RuntimeError("the active adapter was changed behind the back of use(); gradients would be lost")
 
     def _watch(self, output: object) -> None:

@@ -8,13 +8,14 @@ rows of its own, which are laid over what the tables compute; the tables stay as
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
+
+from hybrid_rlhf.core.torch_compat import copy_with
 
 _FILE_SUFFIX = ".token_adapter.trainable_tokens_delta"  # peft's, behind the table's name
 _FILE_PREFIX = "base_model.model."
@@ -36,8 +37,8 @@ class _Rows(nn.Module):
         """Of an embedding: places (..) -> (.., H), scaled as the layer does. Of a head: states (.., H) -> (.., N)."""
         if x.is_floating_point():
             return F.linear(x, self.weight.to(x.dtype), self.bias)
-        like = copy.copy(layer)  # its own code over these rows
-        like._parameters, like.padding_idx = {"weight": self.weight.to(layer.weight.dtype)}, None
+        like = copy_with(layer, {"weight": self.weight.to(layer.weight.dtype)})  # its own code over these rows
+        like.padding_idx = None
         return type(layer).forward(like, x)
 
 

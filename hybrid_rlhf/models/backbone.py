@@ -80,12 +80,12 @@ class _Given(nn.Module):
 @contextmanager
 def _backbone_replaced(model: nn.Module, stand_in: nn.Module) -> Iterator[None]:
     name = model.base_model_prefix
-    original = model._modules[name]
-    model._modules[name] = stand_in
+    original = getattr(model, name)
+    setattr(model, name, stand_in)
     try:
         yield
     finally:
-        model._modules[name] = original
+        setattr(model, name, original)
 
 
 def own_head(model: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Collection, Mapping
@@ -11,8 +10,10 @@ from pathlib import Path
 from torch import nn
 
 from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.models.folder_files import CONFIG, read_object
 
 _log = logging.getLogger(__name__)
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers takes the first that is there
 
 # What old files hold beside weights: tables that a model computes itself.
 _TABLES = re.compile(r"(\.inv_freq|_cached|\.masked_bias|\.causal_mask|\.position_ids|\.(attn|attention)\.bias"
@@ -35,15 +36,42 @@ def check_plain_weights(settings: object, path: str, quantize: str | None) -> No
                             f"made from, or set model.load_in_{bits} to train adapters over them")
 
 
-def check_files(path: str) -> None:
-    """UserError where a folder's index of weight files names one that is not there; hub ids pass."""
-    for index in sorted(Path(path).expanduser().glob("*.index.json")):
-        try:
-            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
-            raise UserError(f"{index} is no index of weight files, or is damaged; download or export the model "
-                            "anew") from error
-        absent = sorted(str(name) for name in named if not (index.parent / str(name)).is_file())
+def check_no_adapter(path: str) -> None:
+    """UserError where a folder holds an adapter's weights beside config.json, so that it is not clear what to load. An
+    adapter_config.json alone beside whole weights means nothing."""
+    folder = Path(path)
+    if not (folder / "adapter_config.json").exists():
+        return
+    weights = sorted(file.name for file in folder.glob("adapter_model.*"))
+    is_whole = any(folder.glob("model*.safetensors")) or (folder / INDEX).exists()
+    check(is_whole and not weights,
+          f"{path} holds an adapter ({', '.join(['adapter_config.json', *weights])}) beside its config.json; remove "
+          f"{'these' if weights else 'it'} to load the model alone, or give the adapter's base or the merged model")
+
+
+def check_index(path: str) -> None:
+    """UserError where the index that transformers takes a folder's weights by names a file that is not in it; hub ids
+    pass. Those of other libraries' weights are not read."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return
+    named = read_object(folder / CONFIG).get("transformers_weights")
+    names = [] if (folder / SINGLE).exists() else [INDEX]
+    names += [named] if named and str(named).endswith(".index.json") else []
+    names += [] if any(folder.glob("*.safetensors")) else ["pytorch_model.bin.index.json"]
+    for index in [folder / name for name in names if (folder / name).exists()]:
+        places = read_object(index).get("weight_map")
+        check(isinstance(places, dict) and bool(places) and all(isinstance(name, str) for name in places.values()),
+              f"{index} is no index of weight files: its weight_map must name the file of each tensor; download or "
+              "export the model anew")
+        named = sorted(set(places.values()))
+        for name in named:
+            check(Path(name).name == name, f"{index}: weight_map names {name!r:.80}, which is outside of the folder; "
+                                           "download or export the model anew")
+            check(name.endswith(".safetensors") or ".safetensors." not in index.name,
+                  f"{index}: weight_map names {name!r:.80}, which is no safetensors file; download or export the model "
+                  "anew")
+        absent = [name for name in named if not (index.parent / name).is_file()]
         check(not absent, f"{path} lacks {few(absent, 'weight file')} that {index.name} names; download or export the "
                           "model anew")
 
@@ -92,7 +120,7 @@ def _is_of_a_layer(model: nn.Module, name: str) -> bool:
     or parts."""
     inner = model
     for part in name.split("."):
-        if (child := getattr(inner, "_modules", {}).get(part)) is None:
+        if not isinstance(child := getattr(inner, part, None), nn.Module):
             break
         inner = child
     holders = {id(m) for m in (model, getattr(model, "base_model", None), model.get_decoder())}

@@ -14,6 +14,7 @@ from hybrid_rlhf.models.backbone import hidden_states
 
 _BOUNDS = {torch.float32: 1e-3}  # of a relative difference of hidden states; in 16 bits the path may round otherwise
 _BOUND = 0.03
+_LAYERS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def disable_dropout(model: nn.Module) -> nn.Module:
@@ -22,7 +23,7 @@ def disable_dropout(model: nn.Module) -> nn.Module:
     """
     configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "__dict__")}
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, _LAYERS):
             module.p = 0.0
         for name in _rates(module):
             setattr(module, name, 0.0)

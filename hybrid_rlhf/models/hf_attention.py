@@ -1,15 +1,12 @@
-"""transformers' interfaces for attention, masks and caches: where the decode engine plugs into a model's own forward.
-
-It imports transformers, as load.py and backbone.py do, because a cache must be an instance of its Cache class and
-because attention and mask functions are found in its registries by name. Nothing here knows what is plugged in.
-"""
+"""What the decode engine asks of transformers' models: the kinds of their layers, the classes that a cache must be an
+instance of, the parameters of their forwards. transformers_compat.py has the registries of attention and masks."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from typing import NamedTuple
 
@@ -73,63 +70,6 @@ def causal_mask_function() -> Callable:
     from transformers.masking_utils import causal_mask_function
 
     return causal_mask_function
-
-
-def takes_custom_attention(model: nn.Module) -> bool:
-    """Whether every attention of `model` looks its function up in transformers' registry."""
-    parts = [m for m in model.modules() if hasattr(m, "_can_set_attn_implementation")]
-    return all(type(m)._can_set_attn_implementation() for m in parts)
-
-
-@contextmanager
-def custom_attention(model: nn.Module, name: str, attention: Callable, mask: Callable) -> Iterator[None]:
-    """Within the block, `model` attends by `attention` with the masks of `mask`, registered as `name`."""
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
-    # every config that some module reads, for composite models hold copies
-    configs = {id(m.config): m.config for m in model.modules()
-               if hasattr(getattr(m, "config", None), "_attn_implementation_internal")}
-    before = {key: config._attn_implementation_internal for key, config in configs.items()}
-    AttentionInterface._global_mapping[name] = attention
-    AttentionMaskInterface._global_mapping[name] = mask
-    try:
-        for config in configs.values():
-            config._attn_implementation_internal = name
-        yield
-    finally:
-        for key, config in configs.items():
-            config._attn_implementation_internal = before[key]
-        del AttentionInterface._global_mapping[name], AttentionMaskInterface._global_mapping[name]
-
-
-@contextmanager
-def own_attention(is_float: Callable, is_bool: Callable) -> Iterator[None]:
-    """Within the block, models that attend by themselves get additive masks from `is_float`, boolean from `is_bool`."""
-    from transformers.masking_utils import AttentionMaskInterface
-
-    mapping = AttentionMaskInterface._global_mapping
-    before = {name: mapping[name] for name in ("eager", "sdpa")}
-    mapping.update(eager=is_float, sdpa=is_bool)
-    try:
-        yield
-    finally:
-        mapping.update(before)
-
-
-@contextmanager
-def sdpa_replaced(attention: Callable) -> Iterator[None]:
-    """Within the block models whose attention is "sdpa" call attention(original, module, query, key, ...) in its place,
-    where original is what they would have called. Their configuration, and so their masks, stay as they are."""
-    from transformers.modeling_utils import AttentionInterface
-
-    mapping = AttentionInterface._global_mapping
-    original = mapping["sdpa"]
-    mapping["sdpa"] = partial(attention, original)
-    try:
-        yield
-    finally:
-        mapping["sdpa"] = original
 
 
 @contextmanager

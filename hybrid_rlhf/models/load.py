@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from pickle import PickleError
 
 import torch
 from torch import nn
 
 from hybrid_rlhf.core import hub
-from hybrid_rlhf.core.config import UserError, check, nearest
+from hybrid_rlhf.core.config import check, nearest
 from hybrid_rlhf.core.hub import stay_offline_if_unreachable
-from hybrid_rlhf.models import complete, quantize
+from hybrid_rlhf.models import complete, folder_files, quantize, weights
 from hybrid_rlhf.models.lora import LoraConfig, check_targets
 
+_LOADABLE = "give a model that this release of transformers loads"
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -109,13 +110,14 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def check_folder(path: str, needs: Iterable[str] = ("weights", "tokenizer"), takes_pickles: bool = False) -> None:
     """Raise UserError if `path` is a local folder that cannot hold a model; hub ids pass."""
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if not folder.exists():
         looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
         check(not looks_local, f"model folder {path} does not exist; give a folder that does, or a hub id")
         stay_offline_if_unreachable()
         return
     check(folder.is_dir(), f"{path} is a file; a model is a folder with config.json, weights and a tokenizer")
+    folder_files.check_files(folder)
     is_tokenizer = tuple(needs) == ("tokenizer",)  # such as one beside an adapter
     check(is_tokenizer or (folder / "config.json").exists(), f"{path} is no model folder: it has no config.json")
     if "weights" in needs and not list(folder.glob("*.safetensors")):
@@ -144,7 +146,7 @@ def load_scalar_model(config: ModelConfig, device: torch.device | str = "cpu", n
 
     new_head_std: standard deviation of a newly made head's weights (None: 1 / sqrt(hidden size + 1)).
     """
-    is_new = new_head_std is not None or not has_score(config.model_name_or_path)
+    is_new = new_head_std is not None or not has_score(config.model_name_or_path, config.trust_remote_code)
     model = _load("AutoModelForSequenceClassification", config, torch.device(device), is_new=is_new, num_labels=1)
     check(hasattr(model, "score"), f"{type(model).__name__} has no linear score head; use a decoder-only model")
     if is_new:
@@ -160,11 +162,9 @@ def load_classifier(config: ModelConfig, device: torch.device | str = "cpu") -> 
     return _load("AutoModelForSequenceClassification", config, torch.device(device))
 
 
-def has_score(path: str | None) -> bool:
+def has_score(path: str, trust_remote_code: bool = False) -> bool:
     """Whether a model's configuration says that it already is a sequence-classification model."""
-    from transformers import AutoConfig
-
-    names = AutoConfig.from_pretrained(path, trust_remote_code=False).architectures or []  # None would ask
+    names = read_settings(path, trust_remote_code).architectures or []
     return any("SequenceClassification" in n for n in names)
 
 
@@ -172,12 +172,16 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, is_new: bo
           **extra: object) -> nn.Module:
     """is_new: whether the score head may be missing, because it is made anew."""
     import transformers
-    from safetensors import SafetensorError
 
     path = config.model_name_or_path
     check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
-    configuration(config)
-    complete.check_files(path)
+    found = configuration(config)
+    complete.check_index(path)
+    if folder_files.is_local(path):
+        complete.check_no_adapter(path)
+        empty = _empty(auto_class, config, found, **extra)
+        folder_files.check_fits(path, sum(p.numel() for p in empty.parameters()), weights.sizes(path))
+        extra["adapter_kwargs"] = {"subfolder": "none"}  # transformers looks for an adapter there, and not beside it
     if config.attn_implementation != "auto":
         extra["attn_implementation"] = config.attn_implementation
     dtype = resolve_dtype(config.dtype, device)
@@ -187,18 +191,15 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, is_new: bo
         skip = ["score"] if "num_labels" in extra else None  # None: transformers' own rule, which spares the head
         extra |= {"device_map": {"": device}, "quantization_config": transformers.BitsAndBytesConfig(
             **quantize.SETTINGS[config.quantize], **compute, llm_int8_skip_modules=skip)}
-    try:
-        with _only_errors():  # "score.weight newly initialized" is what we want, not a warning
-            model, info = getattr(transformers, auto_class).from_pretrained(
-                path, dtype=dtype, trust_remote_code=config.trust_remote_code, output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are told below, by name
-                use_safetensors=None if config.trust_pickled_weights else True, **extra)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, PickleError) as error:
-        raise UserError(f"cannot load {path} by {auto_class}: {first_line(error)}; "
-                        "give a model that this release of transformers loads") from error
+    with _only_errors(), folder_files.refusing(  # "score.weight newly initialized" is what we want, not a warning
+            f"cannot load {path} by {auto_class}", _LOADABLE, folder_files.model_files(path)):
+        model, info = getattr(transformers, auto_class).from_pretrained(
+            path, dtype=dtype, trust_remote_code=config.trust_remote_code, output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told below, by name
+            use_safetensors=None if config.trust_pickled_weights else True, **extra)
     complete.check_complete(model, info, path, r"^score\." if is_new else None)
     if config.dtype == "auto":
-        model.file_dtype = configuration(config).dtype  # in which an export writes it, wherever it was trained
+        model.file_dtype = found.dtype  # in which an export writes it, wherever it was trained
     return quantize.settle(model, path) if config.quantize else model.to(device)
 
 
@@ -246,13 +247,38 @@ def prepare(model: nn.Module, config: ModelConfig, vocab_size: int) -> nn.Module
     return model
 
 
+def read_settings(path: str, trust_remote_code: bool = False):  # noqa: ANN201 - a transformers class
+    """transformers' configuration at a hub id or folder, of whatever kind of model. UserError where it is none."""
+    from transformers import AutoConfig
+
+    if folder_files.is_local(path):
+        folder_files.check_config(path)
+    hint = folder_files.LIKE_SAVED if folder_files.is_local(path) else hub.advice(path)
+    with folder_files.refusing(f"cannot read the configuration of {folder_files.config_of(path)}", hint):
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)  # None would ask
+
+
+def _empty(auto_class: str, config: ModelConfig, settings, **named: object) -> nn.Module:  # noqa: ANN001
+    """The model of transformers' configuration `settings` on the meta device: modules and shapes, no numbers."""
+    import transformers
+    from transformers.initialization import no_init_weights
+
+    described, settings = folder_files.config_of(config.model_name_or_path), copy.deepcopy(settings)
+    settings.num_labels = named.pop("num_labels", settings.num_labels)
+    with (_only_errors(), no_init_weights(), torch.device("meta"),
+          folder_files.refusing(f"cannot build the model of {described} by {auto_class}", _LOADABLE)):
+        return getattr(transformers, auto_class).from_config(
+            settings, trust_remote_code=config.trust_remote_code, **named)
+
+
 def max_positions(model: nn.Module) -> int | None:
     """The longest sequence the model has positions for, or None where there is no bound."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    size = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    # RoBERTa and its kin count from the padding's position on: 514 positions are those of 512 tokens.
+    paddings = (getattr(module, "padding_idx", None) for name, module in model.named_modules()
+                if name.endswith("position_embeddings"))
+    first = next((index + 1 for index in paddings if index is not None), 0)
+    return size and size - first
 
 
 def check_lora(config: ModelConfig, option: str | None = None) -> None:
@@ -261,17 +287,12 @@ def check_lora(config: ModelConfig, option: str | None = None) -> None:
 
     Reads the configuration only: the layers are those of an empty model.
     """
-    import transformers
-
     check(not config.quantize or config.lora.r > 0,
           f"{option or f'model.load_in_{config.quantize}'}: a quantised base cannot be fully fine-tuned; set "
           "model.lora.r (such as 16), or leave it out")
     if config.lora.r and config.model_name_or_path and config.lora.target_modules != "all-linear":
-        found = transformers.AutoConfig.from_pretrained(config.model_name_or_path,
-                                                        trust_remote_code=config.trust_remote_code)
-        with torch.device("meta"):
-            empty = transformers.AutoModelForCausalLM.from_config(found, trust_remote_code=config.trust_remote_code)
-        check_targets(empty, config.lora)
+        found = read_settings(config.model_name_or_path, config.trust_remote_code)
+        check_targets(_empty("AutoModelForCausalLM", config, found), config.lora)
 
 
 def configured_positions(config: ModelConfig) -> int | None:
@@ -284,15 +305,10 @@ def configured_positions(config: ModelConfig) -> int | None:
 def configuration(config: ModelConfig):  # noqa: ANN201 - a transformers class
     """transformers' configuration of the model at a hub id or folder; reads no weights. UserError for what cannot be
     trained here: encoder-decoders, weights in another's quantised format."""
-    from transformers import AutoConfig
     check((path := config.model_name_or_path) is not None,
           "no model: give model.model_name_or_path (hub id or folder) or model.preset")
     check_folder(path, ("weights",), config.trust_pickled_weights)
-    try:
-        found = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"cannot read the configuration of {path}: {first_line(error).rstrip('.')}; "
-                        f"{hub.advice(path)}") from error
+    found = read_settings(path, config.trust_remote_code)
     check(not getattr(found, "is_encoder_decoder", False),
           f"{path} is an encoder-decoder ({found.model_type}); a causal language model is needed")
     complete.check_plain_weights(found, path, config.quantize)

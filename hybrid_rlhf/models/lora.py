@@ -6,11 +6,9 @@ Source: LoRA, arXiv 2106.09685: W x + (alpha / r) B A x, with W frozen.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +16,9 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.core.config import UserError, check
-from hybrid_rlhf.models import added_rows
+from hybrid_rlhf.models import added_rows, peft_compat
+from hybrid_rlhf.models.folder_files import check_files, read_object, refusing
+from hybrid_rlhf.models.weights import read_header
 
 if not torch.cuda.is_available():  # peft looks for deepspeed, which says on stdout that it found no accelerator
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -36,7 +36,8 @@ class LoraConfig:
         dropout: Dropout on the adapter's input while SFT and reward models train (the other stages compare two forwards
             of one policy and take none); not for fused experts.
         target_modules: Names (or one regular expression) of the linear layers to adapt, fused expert weights such as
-            gate_up_proj among them; "all-linear" takes every linear layer but the output head and a router.
+            gate_up_proj among them; "all-linear" takes every linear layer but the output head, routers and those that
+            peft refuses (a state-space layer's out_proj).
     """
 
     r: int = 0
@@ -63,33 +64,50 @@ def _settings(model: nn.Module, config: LoraConfig):  # noqa: ANN202 - peft's cl
 
 
 def check_targets(model: nn.Module, config: LoraConfig) -> None:
-    """UserError unless lora.target_modules match a layer of `model`, whose weights may be on the meta device."""
-    from peft.tuners.tuners_utils import check_target_module_exists
+    """UserError unless lora.target_modules match layers of `model`, whose weights may be on the meta device, and only
+    such as an adapter can be merged into: linear ones and fused experts."""
+    from peft.tuners.tuners_utils import Conv1D, check_target_module_exists
 
-    if config.target_modules == "all-linear":
+    wanted = config.target_modules
+    if wanted == "all-linear":
         return
-    settings = _settings(model, config)
+    settings, experts = _settings(model, config), expert_weights(model)
     if not settings.target_parameters and not any(check_target_module_exists(settings, name)
                                                   for name, _ in model.named_modules()):
         raise _no_target(model, config)
+    found = {name: m for n, m in model.named_modules()  # of a layer that is adapted already, the last: its base
+             if ".lora_" not in n and _is_wanted(name := plain_name(n), wanted)}
+    is_narrowed = bool(experts) and isinstance(wanted, str)  # an expression is over the layers of such a model alone
+    for name, module in found.items():
+        where = f"lora.target_modules {wanted!r}: {name} of {type(model).__name__} is"
+        check(is_narrowed or isinstance(module, (nn.Linear, Conv1D)), f"{where} {type(module).__name__}, no linear "
+              f"layer; there are {_linear_names(model)}")
+        check(module is not model.get_output_embeddings() or not getattr(model.config, "tie_word_embeddings", False),
+              f"{where} the embedding's own matrix (tie_word_embeddings), and an adapter would part them; leave it out")
+
+
+def _linear_names(model: nn.Module) -> str:
+    return ", ".join(sorted({n.rsplit(".", 1)[-1] for n in [*plain_linear_layers(model), *expert_weights(model)]}))
 
 
 def _no_target(model: nn.Module, config: LoraConfig) -> UserError:
-    linear = sorted({n.rsplit(".", 1)[-1] for n in [*plain_linear_layers(model), *expert_weights(model)]})
     return UserError(f"lora.target_modules {config.target_modules!r} matches no layer of {type(model).__name__}; its "
-                     f"linear layers are {', '.join(linear)}")
+                     f"linear layers are {_linear_names(model)}")
 
 
 def add_lora(model: nn.Module, config: LoraConfig, adapter_name: str = "default", new_ids: Sequence[int] = ()) -> None:
     """Freeze `model` and put new adapters beside its linear layers, in place. They change nothing until trained.
 
     new_ids: tokens that the vocabulary did not have, whose rows are trained with the adapter (models/added_rows.py).
-    Raises UserError when target_modules match nothing: an adapter that adapts nothing trains nothing.
+    Raises UserError when target_modules match nothing (an adapter that adapts nothing trains nothing) or other than
+    linear layers, and with peft's own words for what it refuses.
     """
+    check_targets(model, config)
     try:
         _add(model, _settings(model, config), adapter_name)
     except ValueError as error:
-        raise _no_target(model, config) from error
+        raise UserError(f"lora.target_modules {config.target_modules!r}: peft refuses {type(model).__name__} "
+                        f"({' '.join(str(error).split())}); choose others of {_linear_names(model)}") from error
     if new_ids:
         added_rows.add_rows(model, adapter_name, new_ids, adapter_dtype(model))
     _activate_rows(model)
@@ -111,7 +129,7 @@ def _add(model: nn.Module, settings: object, name: str) -> None:
     import peft
 
     in_fp32 = adapter_dtype(model) == torch.float32
-    with _names_as_given():
+    with peft_compat.names_as_given():
         if hasattr(model, "_peft_wrapper"):
             model._peft_wrapper.add_adapter(name, settings, autocast_adapter_dtype=in_fp32)
             return
@@ -143,35 +161,31 @@ def _targets(model: nn.Module, wanted: list[str] | str) -> tuple[list[str] | str
     """What `wanted` means, as peft takes it: linear layers and fused expert weights.
 
     Without experts peft finds the layers. With experts they are named one by one, since peft speaks of experts by the
-    names that they had before they were fused, and would adapt the router too.
+    names that they had before they were fused; so they are where "all-linear" leaves some out.
     """
     experts = expert_weights(model)
-    if not experts:
+    left_out = _left_out(model, bool(experts)) if wanted == "all-linear" else set()
+    if not experts and not left_out:
         return wanted if isinstance(wanted, str) else list(wanted), []
-
-    def is_wanted(name: str) -> bool:
-        if isinstance(wanted, str):
-            return wanted == "all-linear" or re.fullmatch(wanted, name) is not None
-        return any(name == w or name.endswith(f".{w}") for w in wanted)
-
-    modules, weights = ([n for n in names if is_wanted(n)] for names in (plain_linear_layers(model), experts))
+    modules, weights = ([n for n in names if n not in left_out and _is_wanted(n, wanted)]
+                        for names in (plain_linear_layers(model), experts))
     if not modules and not weights:  # peft's error says what there is
         return list(wanted) if not isinstance(wanted, str) else wanted, []
     return modules, weights
 
 
-@contextmanager
-def _names_as_given() -> Iterator[None]:
-    """Within the block peft does not rename targets from transformers 4's layers of experts to those of 5: ours are
-    names of the model in hand, and a shared expert's gate_proj would be taken for the fused experts'."""
-    from peft.utils import transformers_weight_conversion as conversion
+def _is_wanted(name: str, wanted: list[str] | str) -> bool:
+    """Whether target_modules mean the layer of this name, as peft reads them."""
+    if isinstance(wanted, str):
+        return wanted == "all-linear" or re.fullmatch(wanted, name) is not None
+    return any(name == w or name.endswith(f".{w}") for w in wanted)
 
-    before = conversion.convert_peft_config_for_transformers
-    conversion.convert_peft_config_for_transformers = lambda *_args, **_named: None
-    try:
-        yield
-    finally:
-        conversion.convert_peft_config_for_transformers = before
+
+def _left_out(model: nn.Module, has_experts: bool) -> set[str]:
+    """The linear layers that "all-linear" does not mean: routers, and those that peft refuses to adapt."""
+    routers = {"router", "router_gate", *(["gate"] if has_experts else [])}
+    return {n for n in plain_linear_layers(model)
+            if routers.intersection(n.split(".")) or peft_compat.is_refused(model, n.rsplit(".", 1)[-1])}
 
 
 def save_adapter(model: nn.Module, folder: str | Path, adapter_name: str | None = None) -> None:
@@ -192,7 +206,7 @@ def save_adapter(model: nn.Module, folder: str | Path, adapter_name: str | None 
         state[f"base_model.model.{_HEAD}"], settings.modules_to_save = model.score.weight, ["score"]
     save_file({k: v.detach().cpu().contiguous() for k, v in state.items()}, folder / _WEIGHTS, {"format": "pt"})
     settings.inference_mode, settings.trainable_token_indices = True, indices
-    settings.base_model_name_or_path = settings.base_model_name_or_path or model.config._name_or_path or None
+    settings.base_model_name_or_path = settings.base_model_name_or_path or model.config.name_or_path or None
     settings.save_pretrained(str(folder))
 
 
@@ -203,7 +217,36 @@ def is_adapter(folder: str | Path) -> bool:
 
 def task_of(folder: str | Path) -> str | None:
     """What an adapter's file says that it is for: CAUSAL_LM, SEQ_CLS (a reward model) or nothing."""
-    return json.loads((Path(folder) / _CONFIG).read_text(encoding="utf-8")).get("task_type")
+    return read_object(Path(folder) / _CONFIG).get("task_type")
+
+
+def base_of(folder: str | Path) -> str | None:
+    """The base model that an adapter's file names, or None."""
+    file = Path(folder) / _CONFIG
+    base = read_object(file).get("base_model_name_or_path")
+    check(base is None or isinstance(base, str), f"{file}: base_model_name_or_path is {base!r:.60}; it must be text, a "
+                                                 "folder or a hub id")
+    return base
+
+
+def _read_settings(folder: Path):  # noqa: ANN202 - peft's class
+    """The settings of the adapter in `folder`, whose files are whole. UserError for one that is no plain LoRA
+    adapter."""
+    import peft
+
+    check(is_adapter(folder), f"{folder} holds no adapter: {_CONFIG} and {_WEIGHTS} are needed")
+    check_files(folder)
+    with refusing(f"cannot read {folder / _CONFIG}", "give a plain LoRA adapter", [folder / _CONFIG]):
+        settings = peft.PeftConfig.from_pretrained(str(folder))
+        is_plain = isinstance(settings, peft.LoraConfig) and not (settings.use_dora or settings.lora_bias)
+        ranks = [settings.r, *settings.rank_pattern.values()] if is_plain else []
+    check(is_plain and settings.modules_to_save in (None, ["score"]),
+          f"{folder} is no plain LoRA adapter; train one by model.lora")
+    widest = max((n for entry in read_header(folder / _WEIGHTS)[1].values() for n in entry["shape"]), default=0)
+    check(all(type(rank) is int and 1 <= rank <= widest for rank in ranks),
+          f"{folder / _CONFIG}: r is {settings.r!r:.60}, which is no rank of the weights beside it; give the file that "
+          "they were saved with")
+    return settings
 
 
 def load_adapter(model: nn.Module, folder: str | Path, adapter_name: str) -> None:
@@ -215,23 +258,17 @@ def load_adapter(model: nn.Module, folder: str | Path, adapter_name: str) -> Non
     import peft
     from safetensors.torch import load_file
 
-    check(is_adapter(folder), f"{folder} holds no adapter: {_CONFIG} and {_WEIGHTS} are needed")
-    settings = peft.PeftConfig.from_pretrained(str(folder))
-    is_plain = isinstance(settings, peft.LoraConfig) and not settings.use_dora
-    check(is_plain and settings.modules_to_save in (None, ["score"]),
-          f"{folder} is no plain LoRA adapter; train one by model.lora")
+    settings = _read_settings(Path(folder))
     if not hasattr(model, "score"):
         settings.exclude_modules = None  # peft warns of exclusions that exclude nothing
     # rows and head are not peft's to hold: rows are added below, and the head is the model's own
     indices, settings.trainable_token_indices = settings.trainable_token_indices, None
     settings.modules_to_save = settings.task_type = None
-    try:
+    with refusing(f"the adapter {folder} does not fit {type(model).__name__}", "give the base that it was made for"):
         _add(model, settings, adapter_name)
-    except ValueError as error:
-        raise UserError(f"the adapter {folder} does not fit {type(model).__name__}: {error}; "
-                        "give the base that it was made for") from error
     own = peft.get_peft_model_state_dict(model._peft_wrapper, adapter_name=adapter_name, save_embedding_layers=False)
-    saved = load_file(Path(folder) / _WEIGHTS)
+    with refusing(f"cannot read {Path(folder) / _WEIGHTS}", "download or export the adapter anew"):
+        saved = load_file(Path(folder) / _WEIGHTS)
     head = saved.pop(f"base_model.model.{_HEAD}", None)
     fits = added_rows.from_file(model, adapter_name, indices, saved, adapter_dtype(model))
     check(fits and own.keys() == saved.keys() and all(own[k].shape == saved[k].shape for k in own),

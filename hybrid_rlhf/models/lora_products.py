@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
+from hybrid_rlhf.core.torch_compat import is_hooked
+
 _FEW_ROWS = 48  # as a decode step has
 
 
@@ -59,7 +61,7 @@ def fused_adapters(model: nn.Module, product: Callable | None = None,
 
 def _may_be_fused(module: nn.Module) -> bool:
     return (hasattr(module, "lora_A") and type(getattr(module, "base_layer", None)) is nn.Linear
-            and not module.base_layer._forward_hooks  # such as those of a head with rows of added tokens
+            and not is_hooked(module.base_layer)  # such as those of a head with rows of added tokens
             and "forward" not in vars(module) and not module.fan_in_fan_out and not module.lora_variant
             and all(type(m) is nn.Linear and m.bias is None for part in (module.lora_A, module.lora_B)
                     for m in part.values()))

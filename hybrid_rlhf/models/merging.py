@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hybrid_rlhf.models import added_rows, quantize
+from hybrid_rlhf.models import added_rows, peft_compat, quantize
 from hybrid_rlhf.models.lora import lora_layers, plain_name
 
 
@@ -69,6 +69,6 @@ def _delta(layer: nn.Module, adapter: str) -> Tensor:
     if _is_fused(layer):  # A: (experts x r, in), B: (out, r x experts)
         down, up = down.view(layer.num_experts, -1, down.shape[1]), up.view(up.shape[0], -1, layer.num_experts)
         delta = torch.einsum("ore,eri->eoi", up, down) * layer.scaling[adapter]
-        return delta if layer._did_swap_in_out_features else delta.mT  # (experts, out, in), or the other way round
+        return delta if peft_compat.is_out_first(layer) else delta.mT  # (experts, out, in), or the other way round
     delta = (up @ down) * layer.scaling[adapter]
     return delta.T if layer.fan_in_fan_out else delta

@@ -1,4 +1,5 @@
-"""Frozen weights in 4 or 8 bits, and an optimizer whose moments take 8. The only module that imports bitsandbytes.
+"""Frozen weights in 4 or 8 bits, and an optimizer whose moments take 8. The only module that imports bitsandbytes and
+reaches into its private parts.
 
 Sources: QLoRA, arXiv 2305.14314 (NF4 in blocks of 64); 8-bit optimizers, arXiv 2110.02861.
 
@@ -20,8 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hybrid_rlhf.core.compat import Dependency
 from hybrid_rlhf.core.config import UserError
 
+BITSANDBYTES = Dependency("bitsandbytes", checked="0.50.2")
 SETTINGS = {"4bit": dict(load_in_4bit=True, bnb_4bit_quant_type="nf4"), "8bit": dict(load_in_8bit=True)}
 
 
@@ -54,6 +57,7 @@ def settle(model: nn.Module, source: str) -> nn.Module:
     found = 0
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
+            BITSANDBYTES.require(module, "support_avx512bf16_for_cpu")
             module.support_avx512bf16_for_cpu = False
             module._dequantised = MethodType(_dequantised_4bit, module)
         elif isinstance(module, bnb.nn.Linear8bitLt):

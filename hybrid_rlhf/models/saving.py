@@ -86,7 +86,7 @@ def share_kept(model: nn.Module, state: dict[str, torch.Tensor], dtype: torch.dt
     changed, or the files are gone; 0 where a number is too large for `dtype`.
     """
     try:
-        before = _read_again(model, model.config._name_or_path).state_dict()
+        before = _read_again(model, model.config.name_or_path).state_dict()
     except (OSError, ValueError, RuntimeError):
         return 1.0
     left = whole = 0.0

@@ -16,12 +16,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from hybrid_rlhf.core import hub
-from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core import torch_compat
+from hybrid_rlhf.core.config import check
 from hybrid_rlhf.models.dropout import disable_dropout
-from hybrid_rlhf.models.load import PRESETS, ModelConfig, check_folder, prepare, resolve_dtype
+from hybrid_rlhf.models.folder_files import refusing
+from hybrid_rlhf.models.load import PRESETS, ModelConfig, check_folder, prepare, read_settings, resolve_dtype
 from hybrid_rlhf.models.lora import LoraConfig, adapter_dtype, add_lora, lora_layers
-from hybrid_rlhf.models.lora_shapes import add_empty_adapters
+from hybrid_rlhf.models.transformers_compat import never_packed
 
 
 @contextmanager
@@ -45,25 +46,9 @@ def without_memory(device: torch.device) -> Iterator[None]:
     """Within the block new tensors are fake ones on `device`; nothing is allocated and nothing is computed. A build of
     torch without CUDA has no autograd on fake cards, so there they are on the CPU: of the same sizes.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     is_there = device.type == "cpu" or torch.cuda.is_available()
-    with _not_packed(), FakeTensorMode(), torch.device(device if is_there else "cpu"):
+    with never_packed(), torch_compat.fake_mode(), torch.device(device if is_there else "cpu"):
         yield
-
-
-@contextmanager
-def _not_packed() -> Iterator[None]:
-    """Within the block transformers does not look at position ids for packed rows, which fake ones cannot answer: it
-    would make a mask, where a real row has none, and attention with a mask is another."""
-    from transformers import masking_utils
-
-    before = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda *_args, **_named: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = before
 
 
 def read_config(model: ModelConfig):  # noqa: ANN201 - a transformers class
@@ -71,9 +56,9 @@ def read_config(model: ModelConfig):  # noqa: ANN201 - a transformers class
 
     Raises UserError for a folder that is no model, and for an encoder-decoder.
     """
-    from transformers import AutoConfig
-
     if model.preset:
+        from transformers import AutoConfig
+
         kind, shape = PRESETS[model.preset]
         return AutoConfig.for_model(kind, **shape, vocab_size=model.vocab_size)
     path = model.model_name_or_path
@@ -81,12 +66,7 @@ def read_config(model: ModelConfig):  # noqa: ANN201 - a transformers class
         return _configs[path]
     check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
     check_folder(path, needs=())
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot read the configuration of {path}: {first.rstrip('.')}; "
-                        f"{hub.advice(path)}") from error
+    config = read_settings(path, model.trust_remote_code)
     check(not getattr(config, "is_encoder_decoder", False),
           f"{path} is an encoder-decoder ({config.model_type}); a causal language model is needed")
     _configs[path] = config
@@ -123,14 +103,11 @@ def empty_model(config, model: ModelConfig, device: torch.device, *, is_scalar: 
         settings.num_labels = 1
     named = {} if model.attn_implementation == "auto" else {"attn_implementation": model.attn_implementation}
     kind = "AutoModelForSequenceClassification" if is_scalar else "AutoModelForCausalLM"
-    try:
-        with no_init_weights(), torch.device("meta"), _quiet():
-            made = getattr(transformers, kind).from_config(
-                settings, dtype=resolve_dtype(model.dtype, device), trust_remote_code=model.trust_remote_code, **named)
-            made.tie_weights()  # which transformers leaves out where nothing is initialised
-    except (ValueError, ImportError) as error:
-        raise UserError(f"{config.model_type}: {str(error).strip().splitlines()[0]}; "
-                        "--plan needs a model that transformers can build") from error
+    with (no_init_weights(), torch.device("meta"), _quiet(),
+          refusing(config.model_type, "--plan needs a model that transformers can build")):
+        made = getattr(transformers, kind).from_config(
+            settings, dtype=resolve_dtype(model.dtype, device), trust_remote_code=model.trust_remote_code, **named)
+        made.tie_weights()  # which transformers leaves out where nothing is initialised
     check(not is_scalar or hasattr(made, "score"), f"{type(made).__name__} has no linear score head; use a "
                                                    "decoder-only model")
     with _quiet():
@@ -152,8 +129,6 @@ def count_parameters(config, *, trust_remote_code: bool = False) -> int:  # noqa
 
 def _adapt(made: nn.Module, lora: LoraConfig) -> None:
     with torch.device("meta"), _quiet():
-        if add_empty_adapters(made, lora):
-            return
         add_lora(made, lora)
     for layer in lora_layers(made).values():  # on the meta device peft leaves them as they were made
         for part in (layer.lora_A, layer.lora_B):
@@ -193,15 +168,13 @@ def on_device(empty: nn.Module) -> nn.Module:
     """
     made: dict[int, torch.Tensor] = {}  # tied weights stay tied
     for module in empty.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in made:
-                    fake = torch.empty(parameter.shape, dtype=parameter.dtype)
-                    made[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
-                module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in made:
+                fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+                made[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+            setattr(module, name, made[id(parameter)])
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
     return empty
 
 

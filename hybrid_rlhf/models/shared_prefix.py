@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, token_budget_groups
-from hybrid_rlhf.models.hf_attention import forward_parameters, sdpa_replaced
+from hybrid_rlhf.models.hf_attention import forward_parameters
+from hybrid_rlhf.models.transformers_compat import attention_name, sdpa_replaced
 
 _BLOCK_TOKENS = 32  # what another block costs in attention, in tokens of padding
 LEAST_SAVED = 0.1  # of the batch's tokens with padding: below, spreading out costs as much as it saves
@@ -186,13 +187,12 @@ def _config(model: nn.Module):  # noqa: ANN202 - transformers' own
 def sharing_is_exact(model: nn.Module, tolerance: float = 1e-3) -> bool:
     """Whether rows that share their beginning give the states they have alone, on this very model.
 
-    False, without a try, where layers are gathered from other processes or computed again in the backward pass, and
-    for models that attend otherwise than by transformers' "sdpa".
+    False, without a try, where layers are computed again in the backward pass, and for models that attend otherwise
+    than by transformers' "sdpa".
     """
     names = forward_parameters(model.base_model)
-    if (not {"position_ids", "attention_mask"} <= names or getattr(_config(model), "_attn_implementation", "") != "sdpa"
-            or any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-            or any(hasattr(p, "ds_id") for p in model.parameters())):
+    if (not {"position_ids", "attention_mask"} <= names or attention_name(_config(model)) != "sdpa"
+            or any(getattr(m, "gradient_checkpointing", False) for m in model.modules())):
         return False
     weight = next(model.parameters())
     lengths = torch.tensor([14, 9, 8, 12])

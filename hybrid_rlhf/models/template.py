@@ -14,7 +14,10 @@ from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
 
-FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
+from hybrid_rlhf.models.template_trial import check_template, renderings
+
+FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError, MemoryError,
+          AssertionError)  # what a template may raise
 OPEN, CLOSE = "<think>", "</think>"
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 INSTRUCTIONS = ("system", "developer")
@@ -46,8 +49,23 @@ def dialect_of(tokenizer) -> Dialect:  # noqa: ANN001
         return Dialect()
     key = (template, tokenizer.eos_token, len(tokenizer))
     if tokenizer not in _known or _known[tokenizer][0] != key:
+        _try(tokenizer)
         _known[tokenizer] = (key, _find_dialect(tokenizer))
     return _known[tokenizer][1]
+
+
+def _try(tokenizer) -> None:  # noqa: ANN001
+    """UserError for a template that a few messages take out of bounds (template_trial.py)."""
+    asked, said = {"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}
+    parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in (asked, said)]
+    calling = [asked, {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+               {"role": "tool", "name": _SAID, "content": _SAID}]
+    tried = renderings([[{"role": "system", "content": _ASKED}, asked, said, asked, said], [asked], parts, calling, []],
+                       [_TOOL])
+    special = tuple((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
+    templates = tokenizer.chat_template
+    for text in templates.values() if isinstance(templates, dict) else (templates,):
+        check_template(text, special, tried)
 
 
 def special_ids(tokenizer) -> dict[str, int]:  # noqa: ANN001

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.models.load import check_folder, first_line
+from hybrid_rlhf.core.config import check
+from hybrid_rlhf.models.folder_files import CONFIG, check_tokenizer_config, read_object, refusing, tokenizer_files
+from hybrid_rlhf.models.load import check_folder
 from hybrid_rlhf.models.template import dialect_of, special_ids
 
 CHATML_MARKERS = ("<|im_start|>", "<|im_end|>")
+_PIECE = 10_000  # characters of a text that the training of a tokenizer reads at once
 _known: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> the ids and the chat template that it was loaded with
+
+
+class Tokenizer(Protocol):
+    """What is asked of a tokenizer of transformers, whose own class would be a heavy import."""
+
+    chat_template: Any
+    pad_token_id: int
+    eos_token_id: int
+
+    def __call__(self, *texts: str, **options: object) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+    def batch_decode(self, ids: Sequence[Sequence[int]], **options: object) -> list[str]: ...
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False):  # noqa: ANN201 - a transformers class
@@ -23,14 +41,39 @@ def load_tokenizer(path: str, trust_remote_code: bool = False):  # noqa: ANN201 
     from transformers import AutoTokenizer
 
     check_folder(path, needs=("tokenizer",))
-    try:
+    check_tokenizer_config(path)
+    file = Path(path) / "tokenizer.json"
+    place = file if file.exists() else path
+    with refusing(f"cannot load a tokenizer from {place}", "give model.tokenizer_name_or_path", tokenizer_files(path)):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"cannot load a tokenizer from {path}: {first_line(error)}; "
-                        "give model.tokenizer_name_or_path") from error
+        tokenizer("a")  # what is wrong with its rules may come out only now
+    _check_ids(tokenizer, path)
+    given = tokenizer.chat_template
+    texts = list(given.values()) if isinstance(given, dict) else [given]
+    check(all(text is None or isinstance(text, str) for text in texts),
+          f"{path}/tokenizer_config.json: chat_template is {given!r:.60}; it must be text, or several texts by name")
     set_pad_token(tokenizer)
     _known[tokenizer] = frozenset(tokenizer.get_vocab().values()), tokenizer.chat_template
     return tokenizer
+
+
+def _check_ids(tokenizer, path: str) -> None:  # noqa: ANN001
+    """UserError for ids that the model beside the tokenizer, which may grow by the tokens that were added, has no row
+    for."""
+    file = Path(path) / CONFIG
+    if not file.exists():
+        return
+    found = read_object(file)
+    inner = found.get("text_config")
+    size = (inner if isinstance(inner, dict) else found).get("vocab_size")
+    added = set(tokenizer.added_tokens_decoder)
+    own = max((i for i in tokenizer.get_vocab().values() if i not in added), default=-1)
+    if type(size) is int:
+        check(own < size, f"{path}: the tokenizer has ids up to {own}, and vocab_size in {CONFIG} is {size}; give the "
+                          "tokenizer that the model was made with")
+        check(max(added, default=-1) < max(size, len(tokenizer)),
+              f"{path}: the tokenizer has an added token of id {max(added, default=-1)}, and vocab_size in {CONFIG} is "
+              f"{size}; give the tokenizer that the model was made with")
 
 
 def added_ids(tokenizer) -> list[int]:  # noqa: ANN001
@@ -75,7 +118,10 @@ def _spare_tokens(tokenizer) -> Iterator[str]:  # noqa: ANN001
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int):  # noqa: ANN201
-    """A byte-level BPE tokenizer trained on `texts`, with pad, eos and bos tokens of its own."""
+    """A byte-level BPE tokenizer trained on `texts`, with pad, eos and bos tokens of its own.
+
+    Long texts come in pieces: memory grows with the longest one, and time with the square of the longest word.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -85,7 +131,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int):  # noqa: ANN201
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    backend.train_from_iterator(texts, trainer)
+    pieces = (text[i : i + _PIECE] for text in texts for i in range(0, len(text), _PIECE))
+    backend.train_from_iterator(pieces, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<|pad|>", eos_token="<|im_end|>",
                                    clean_up_tokenization_spaces=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 
 from torch import Tensor
@@ -21,22 +22,46 @@ def fingerprint(folder: str | Path) -> str | None:
     few bytes of each tell two trainings apart, at the cost of a few hundred small reads. None where there are no
     safetensors (a hub id). Raises UserError for a damaged file.
     """
-    files = sorted(Path(folder).expanduser().glob("*.safetensors"))
-    if not files:
+    if not (files := _files(folder)):
         return None
     found: dict[str, str] = {}
     for path in files:
+        start, entries = read_header(path)
+        with path.open("rb") as file:
+            found |= {name: _digest(file, start, entry) for name, entry in entries.items()}
+    return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
+
+
+def _files(folder: str | Path) -> list[Path]:
+    """The safetensors of a folder, without the copy in Mistral's own layout that some have beside them."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    return [f for f in files if not f.name.startswith("consolidated")] or files
+
+
+def read_header(path: Path) -> tuple[int, dict[str, dict]]:
+    """Where the numbers of a safetensors file begin, and for each tensor its dtype, shape and data_offsets. Raises
+    UserError for a damaged file, and for one that has lost its end."""
+    try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            try:
-                header = json.loads(file.read(min(size, _MAX_HEADER)))
-                for name, entry in header.items():
-                    if name != "__metadata__":
-                        found[name] = _digest(file, 8 + size, entry)
-            except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError) as error:
-                raise UserError(f"{path} is no safetensors file, or is damaged; download or "
-                                "export it anew") from error
-    return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
+            entries = json.loads(file.read(min(size, _MAX_HEADER)))
+            room = path.stat().st_size - 8 - size
+        entries = {name: entry for name, entry in entries.items() if name != "__metadata__"}
+        end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+        is_whole = all(isinstance(entry["dtype"], str) and min(entry["shape"], default=0) >= 0 <= begin <= end
+                       for entry in entries.values() for begin, end in [entry["data_offsets"]])
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, OSError) as error:
+        raise UserError(f"{path} is no safetensors file, or is damaged; download or export it anew") from error
+    check(is_whole, f"{path} is no safetensors file, or is damaged; download or export it anew")
+    check(end <= room, f"{path} is no safetensors file, or is damaged: {end - room} bytes of its end are missing; "
+                       "download or export it anew")
+    return 8 + size, entries
+
+
+def sizes(folder: str | Path) -> list[int]:
+    """The number of elements of each tensor in the safetensors of a folder. Raises UserError for a damaged file."""
+    return [math.prod(entry["shape"]) for path in _files(folder)
+            for entry in read_header(path)[1].values()]
 
 
 def identity(path: str) -> str:
@@ -57,9 +82,11 @@ def read_tensor(folder: str | Path, name: str) -> Tensor:
     """One tensor of a model folder. Raises UserError if there is none of that name."""
     from safetensors import safe_open
 
-    for path in sorted(Path(folder).glob("*.safetensors")):
+    folder = Path(folder)
+    for path in _files(folder):
+        read_header(path)
         with safe_open(path, framework="pt") as file:
             if name in file.keys():  # noqa: SIM118 - not a dict
                 return file.get_tensor(name)
-    check(Path(folder).exists(), f"model folder {folder} does not exist; give the folder of a reward run's model")
+    check(folder.exists(), f"model folder {folder} does not exist; give the folder of a reward run's model")
     raise UserError(f"{folder} holds no {name}; a reward model with a scalar head is needed")

@@ -18,6 +18,7 @@ from statistics import NormalDist, fmean
 
 import numpy as np
 
+from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.core.text_safety import escape_control
 
@@ -136,13 +137,16 @@ def examples(prompts: Sequence[str], models: Sequence[Answered], count: int) -> 
             for p in range(min(count, len(prompts)))]
 
 
-def write(folder: Path, found: Comparison, shown: list[dict], facts: dict) -> None:
-    """evaluate.json and evaluate.md in `folder`. facts: what was asked and of whom, in JSON."""
+def write(folder: Path, found: Comparison, shown: list[dict], facts: dict) -> list[Path]:
+    """evaluate.json and evaluate.md in `folder`; returns their paths. facts: what was asked and of whom, in JSON."""
     method = {"confidence": found.method.confidence, "win_rate": "Wilson over prompts, a tie is half a win",
               "score": f"percentile bootstrap over prompts, paired, {found.method.num_resamples} resamples"}
     whole = {**facts, "intervals": method, "models": found.rows, "examples": shown}
-    (folder / "evaluate.json").write_text(to_json(whole, indent=1) + "\n", encoding="utf-8")
-    (folder / "evaluate.md").write_text(page(found, shown, facts), encoding="utf-8")
+    texts = {folder / "evaluate.json": to_json(whole, indent=1) + "\n",
+             folder / "evaluate.md": page(found, shown, facts)}
+    for path, text in texts.items():
+        write_file(path, text)
+    return list(texts)
 
 
 COLUMNS = {"score": "score", "accuracy": "accuracy", "win_rate": "win rate", "score_gain": "score gain", "kl": "KL",
@@ -200,7 +204,7 @@ def _escaped(text: str) -> str:
     return re.sub(r"([|\\`*_<>\[\]#])", r"\\\1", text)
 
 
-def show(found: Comparison, shown: list[dict], folder: Path) -> None:
+def show(found: Comparison, shown: list[dict]) -> None:
     """The table, the verdicts and a few answers, on stdout."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -227,4 +231,3 @@ def show(found: Comparison, shown: list[dict], folder: Path) -> None:
         console.print(Text(one_line(each["prompt"], console.width), style="cyan"))
         for name, answer in each["answers"].items():
             console.print(Text(one_line(f"  {name}: {answer['completion']} ({answer['score']:.2f})", console.width)))
-    console.print(f"written to {folder / 'evaluate.json'} and {folder / 'evaluate.md'}", soft_wrap=True)

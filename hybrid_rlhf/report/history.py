@@ -34,6 +34,11 @@ class Series:
     def end(self) -> float:
         return fmean(self.values[-self.size :])
 
+    @property
+    def higher(self) -> float:
+        """The higher one of start and end."""
+        return max(self.start, self.end)
+
     def error(self) -> float:
         """Standard error of the difference of two ends, from what neighbouring steps differ by: a trend adds little."""
         jumps = [(b - a) ** 2 / 2 for a, b in zip(self.values, self.values[1:], strict=False)]

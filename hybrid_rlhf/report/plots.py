@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybrid_rlhf.core.own_files import whole
+
 PLOTS = "plots"
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#555555")
@@ -45,23 +47,23 @@ SUBJECTS = (
 def draw(history: Sequence[dict], folder: str | Path) -> list[Path]:
     """Write folder/plots/*.png for the subjects that `history` has metrics of; returns them in order.
 
-    Raises ImportError where matplotlib is not installed.
+    Raises ImportError where matplotlib is not installed, OSError where there is no room.
     """
     import matplotlib.figure
 
     place = Path(folder) / PLOTS
     place.mkdir(parents=True, exist_ok=True)
-    for old in place.glob("*.png"):
-        old.unlink()
     drawn = []
     for subject in SUBJECTS:
         lines = lines_of(history, subject)
+        path = place / f"{re.sub('[^a-z]+', '_', subject.title.lower()).strip('_')}.png"
         if not lines:
+            path.unlink(missing_ok=True)  # of an earlier run
             continue
         figure = matplotlib.figure.Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
         _draw(figure.add_subplot(), subject, lines)
-        path = place / f"{re.sub('[^a-z]+', '_', subject.title.lower()).strip('_')}.png"
-        figure.savefig(path)
+        with whole(path) as (beside,):
+            figure.savefig(beside, format="png")
         drawn.append(path)
     return drawn
 

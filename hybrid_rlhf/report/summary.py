@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.report.alarms import Alarm, answered, find
 from hybrid_rlhf.report.html import Chapter, html
-from hybrid_rlhf.report.plots import draw
+from hybrid_rlhf.report.plots import PLOTS, draw
 from hybrid_rlhf.report.terminal import number, one_line
 
 REPORT, PAGE, METRICS = "report.md", "report.html", "metrics.jsonl"
@@ -16,11 +19,18 @@ NUM_SHOWN = 4  # samples
 _SILENT = "None of the alarms went off."
 
 
-def conclude(folder: Path, stage: str, metrics: str = METRICS) -> list[Alarm]:
-    """Read the run's history, look for alarms, and write plots/, report.md and report.html; returns the alarms."""
-    found = chapter(folder, stage, metrics)
-    (folder / REPORT).write_text(page(found), encoding="utf-8")
-    (folder / PAGE).write_text(html(f"{folder.resolve().name}: stage {stage}", [found]), encoding="utf-8")
+def conclude(folder: Path, stage: str, metrics: str = METRICS,
+             warn: Callable[[str], None] = lambda _text: None) -> list[Alarm]:
+    """Read the run's history, look for alarms, and write plots/, report.md and report.html; returns the alarms.
+
+    The run has yet to leave its model: `warn` is told what cannot be drawn or written, and nothing is raised for it.
+    """
+    found = chapter(folder, stage, metrics, warn)
+    for name, text in ((REPORT, page(found)), (PAGE, html(f"{folder.resolve().name}: stage {stage}", [found]))):
+        try:
+            write_file(folder / name, text)
+        except (OSError, UserError) as error:  # UserError: a link is there
+            warn(f"cannot write {folder / name}: {getattr(error, 'strerror', None) or error}")
     return found.alarms
 
 
@@ -29,17 +39,22 @@ def compare_stages(folder: Path, stages: list[str], table: list[dict], answers: 
     below it `answers`, the same prompts as each model answers them."""
     chapters = [chapter(folder / stage, stage) for stage in stages if (folder / stage / METRICS).exists()]
     path = folder / PAGE
-    path.write_text(html(folder.resolve().name, chapters, table, answers), encoding="utf-8")
+    write_file(path, html(folder.resolve().name, chapters, table, answers))
     return path
 
 
-def chapter(folder: Path, stage: str, metrics: str = METRICS) -> Chapter:
+def chapter(folder: Path, stage: str, metrics: str = METRICS,
+            warn: Callable[[str], None] = lambda _text: None) -> Chapter:
     """All that is told of the run in `folder`; draws its plots."""
     history = read_history(folder / metrics)
     try:
         pictures, why = draw(history, folder), ""
     except ImportError:
         pictures, why = [], "No plots: matplotlib is not installed (pip install 'hybrid-rlhf[report]')."
+    except Exception as error:  # matplotlib's own faults, fonts and caches too
+        words = getattr(error, "strerror", None) or f"{type(error).__name__}: {one_line(str(error), 200)}"
+        pictures, why = [], f"No plots: {words}."
+        warn(f"cannot draw {folder / PLOTS}: {words}")
     samples, answers = (read_history(path) if (path := folder / name).exists() else [] for name in (SAMPLES, ANSWERS))
     run = json.loads((folder / "run.json").read_text(encoding="utf-8")) if (folder / "run.json").exists() else {}
     said = before_and_after(samples, answers)
@@ -102,7 +117,7 @@ def conclude_comparison(folder: Path, title: str, rows: list[dict], found: list[
              "| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     lines += ["| " + " | ".join(number(v) if isinstance(v := row.get(name), (int, float)) else _cell(v)
                                 for name in names) + " |" for row in rows]
-    (folder / REPORT).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_file(folder / REPORT, "\n".join(lines) + "\n")
 
 
 def alarm_lines(found: list[Alarm]) -> list[str]:

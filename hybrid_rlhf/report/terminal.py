@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.distributed import device, is_main
@@ -96,10 +96,16 @@ class Progress:
         for text in texts:
             self._print(f"{self.stage} alarm, {text}", style="bold red")
 
+    def warnings(self, texts: list[str]) -> None:
+        """What could not be done, a line each."""
+        for text in texts:
+            self._print(f"warning: {text}", style="yellow")
+
     def announce(self, text: str) -> None:
         """Say something at once; may be called by a signal handler, so it never waits for the console."""
         if self._live is None:
-            os.write(2, f"{text}\n".encode())  # not print: its buffer cannot be entered twice
+            with suppress(OSError):  # the terminal may be what has ended
+                os.write(2, f"{text}\n".encode())  # not print: its buffer cannot be entered twice
         self._notice = text
 
     def seconds_left(self) -> float:

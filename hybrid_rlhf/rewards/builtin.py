@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import Any
 
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data.demo import is_correct
@@ -156,8 +157,8 @@ class Format:
             raise ValueError(f"pattern {self.pattern!r} is no regular expression: {error}") from error
 
     def __call__(self, completions: list, **_: list) -> list[float]:
-        find = re.compile(self.pattern, re.DOTALL)
-        find = find.fullmatch if self.is_whole else find.search
+        pattern = re.compile(self.pattern, re.DOTALL)
+        find = pattern.fullmatch if self.is_whole else pattern.search
         return [self.correct if find(text_of(c)) else self.wrong for c in completions]
 
 
@@ -170,5 +171,6 @@ class DemoCorrect:
         return [float(is_correct(p, text_of(c))) for p, c in zip(prompts, completions, strict=True)]
 
 
-BUILTINS: dict[str, type] = {"exact_match": ExactMatch, "numeric_match": NumericMatch, "length_penalty": LengthPenalty,
-                             "repetition_penalty": RepetitionPenalty, "format": Format, "demo_correct": DemoCorrect}
+BUILTINS: dict[str, type[Any]] = {
+    "exact_match": ExactMatch, "numeric_match": NumericMatch, "length_penalty": LengthPenalty,
+    "repetition_penalty": RepetitionPenalty, "format": Format, "demo_correct": DemoCorrect}

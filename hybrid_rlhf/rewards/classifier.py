@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybrid_rlhf.core.config import check, nearest
 from hybrid_rlhf.core.distributed import device
@@ -27,8 +28,9 @@ class ClassifierSource:
 
     reads: text (prompt and completion as one text; with the tokenizer's chat template where it has one), pair (the
     tokenizer's text pair, as cross-encoders take it) or completion (that alone). label: which of several labels is the
-    score, by name or number: its log-odds against the others, log p / (1 - p); a model with one label gives its output.
-    No weights are read before `open`. raw: whether a string prompt stays as it is also where there is a chat template.
+    score, by name or number: its log-odds against the others, log p / (1 - p); a model with one label, or with
+    independent ones (multi_label_classification), gives its output. No weights are read before `open`.
+    raw: whether a string prompt stays as it is also where there is a chat template.
     """
 
     path: str
@@ -38,8 +40,8 @@ class ClassifierSource:
     dtype: str = "auto"
     batch_size: int = BATCH_SIZE
     raw: bool = False
-    model: nn.Module | None = field(default=None, init=False, repr=False)
-    tokenizer: object = field(default=None, init=False, repr=False)
+    model: Any = field(default=None, init=False, repr=False)  # of transformers, from `open` on
+    tokenizer: Any = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         option = f"reward.options.{self.name}"
@@ -103,7 +105,7 @@ class ClassifierSource:
         if getattr(self.model.config, "type_vocab_size", 0) > 1:
             given["token_type_ids"] = pad_right([segments for _, segments in rows], 0)
         logits = self.model(**{k: v.to(self.model.device) for k, v in given.items()}).logits.float().cpu()
-        if logits.shape[1] == 1:
-            return logits[:, 0]
+        if logits.shape[1] == 1 or self.model.config.problem_type == "multi_label_classification":
+            return logits[:, self._index]  # of independent labels a logit is the log-odds
         others = [i for i in range(logits.shape[1]) if i != self._index]
         return logits[:, self._index] - logits[:, others].logsumexp(1)

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
+from typing import TypeVar
+
+from hybrid_rlhf.rewards.function_worker import one_line
+
+T = TypeVar("T")
+
+_EVERY, _PATIENCE = 0.1, 1.0  # seconds between two signals, and until they come without pause
 
 
 class Overdue(TimeoutError):
@@ -14,15 +23,16 @@ class Overdue(TimeoutError):
 
 
 class _Expired(BaseException):
-    """Raised inside the call. No Exception: a `try: ... except Exception` of the called code must not eat it."""
+    """Raised inside the call. No Exception: a `try: ... except Exception` of the called code must not swallow it."""
 
 
-def within(seconds: float, call: Callable[[], object]) -> object:
+def within(seconds: float, call: Callable[[], T]) -> T:
     """`call()`, or Overdue after `seconds` of wall time. What it raises is raised here.
 
-    In the main thread a timer signal (SIGALRM) ends the call, in the midst of a regular expression too; a call that
-    takes that signal for itself loses this protection while it has it. Elsewhere the call runs in a thread of its own,
-    which is left behind when its time is up.
+    In the main thread a timer signal (SIGALRM) ends the call, in the midst of a regular expression too. It comes again
+    and again, for code that catches all exceptions. A call that takes that signal for itself loses this protection
+    while it has it, and one that returns too late is Overdue all the same. Elsewhere the call runs in a thread of its
+    own, which is left behind when its time is up.
     """
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer") and not _has_loop():
         return _alarmed(seconds, call)
@@ -38,35 +48,55 @@ def _has_loop() -> bool:
     return True
 
 
-def _alarmed(seconds: float, call: Callable[[], object]) -> object:
-    def expire(_number: int, _frame: FrameType | None) -> None:
+def _alarmed(seconds: float, call: Callable[[], T]) -> T:
+    here, began, is_over = inspect.currentframe(), time.monotonic(), False
+
+    def expire(_number: int, frame: FrameType | None) -> None:
+        if is_over or frame is None or frame is here or frame.f_code is expire.__code__:
+            return  # nothing of the call was interrupted
+        if time.monotonic() - began > seconds + _PATIENCE:
+            # Clean-up had its time. One of the next comes while `except:` handles this one, where nothing catches it;
+            # at equal distances they would all come in the midst of the same wait.
+            signal.setitimer(signal.ITIMER_REAL, (1 + time.perf_counter_ns() % 100) * 1e-6, 1e-3)
         raise _Expired
 
     before = signal.signal(signal.SIGALRM, expire)
-    waiting, every = signal.setitimer(signal.ITIMER_REAL, seconds)
+    waiting, every = signal.setitimer(signal.ITIMER_REAL, seconds, _EVERY)
     try:
-        return call()
-    except _Expired:
-        raise Overdue(f"no answer within {seconds:g} s") from None
+        answer = call()
+    except BaseException as error:
+        is_over = True
+        is_late = time.monotonic() - began > seconds and not isinstance(error, KeyboardInterrupt)
+        if isinstance(error, _Expired):
+            raise Overdue(f"no answer within {seconds:g} s") from None
+        if is_late:
+            raise Overdue(f"no answer within {seconds:g} s (then it raised {type(error).__name__}: "
+                          f"{one_line(error)})") from error
+        raise
     finally:
+        is_over = True
         signal.setitimer(signal.ITIMER_REAL, waiting, every)
         signal.signal(signal.SIGALRM, before)
+    if time.monotonic() - began > seconds:  # it has swallowed the signal, or switched it off
+        raise Overdue(f"no answer within {seconds:g} s")
+    return answer
 
 
-def _beside(seconds: float, call: Callable[[], object]) -> object:
-    found: dict[str, object] = {}
+def _beside(seconds: float, call: Callable[[], T]) -> T:
+    answers: list[T] = []
+    errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            found["answer"] = call()
+            answers.append(call())
         except BaseException as error:  # raised again by the caller
-            found["error"] = error
+            errors.append(error)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
         raise Overdue(f"no answer within {seconds:g} s")
-    if "error" in found:
-        raise found["error"]
-    return found["answer"]
+    if errors:
+        raise errors[0]
+    return answers[0]

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import inspect
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.data.chat import Text
 from hybrid_rlhf.rewards import BadAnswer, shown
 from hybrid_rlhf.rewards.builtin import BUILTINS
 from hybrid_rlhf.rewards.deadline import Overdue, within
+from hybrid_rlhf.rewards.function_worker import call, call_error, file_error, one_line, run_file
+from hybrid_rlhf.rewards.isolation import (
+    CallFailed,
+    FunctionProcess,
+    IsolatedFunction,
+    function_of_module,
+    functions_of_file,
+)
+from hybrid_rlhf.rewards.process_state import unchanged
 from hybrid_rlhf.rollout import Rollout
 
 OURS = ("prompts", "completions", "completion_ids")
@@ -43,30 +51,35 @@ class FunctionSource:
     def score(self, rollout: Rollout) -> list:
         if not len(rollout):
             return []
-        given = self._taken(inputs(rollout))
         try:
-            return within(self.timeout, lambda: self._call(given))
-        except (Exception, SystemExit) as error:
-            i, own = self._culprit(given, len(rollout), error)
+            with unchanged(f"reward source {self.name}"):
+                return self._answer(self._taken(inputs(rollout)), self.timeout)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            i, own = self._culprit(rollout, error)
             which = f"response {i} of {len(rollout)}" if i is not None else f"the {len(rollout)} responses together"
             ending = f": {shown(rollout, i)}" if i is not None else ""
             what = described(own, self.timeout, self.function)
             raise BadAnswer(f"reward source {self.name}: {what} for {which}{ending}; fix the function, or give "
                             "another") from error
 
-    def _call(self, given: dict[str, list]) -> object:
-        answer = self.function(**given, **self.options)
-        answer = asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
-        return answer.tolist() if hasattr(answer, "tolist") else answer  # a tensor or an array of it
+    def _answer(self, given: dict[str, list], seconds: float) -> Any:
+        if isinstance(self.function, IsolatedFunction):
+            return self.function(self.name, given, self.options, seconds)
+        return within(seconds, lambda: call(self.name, self.function, given, fresh(self.options)))
 
-    def _culprit(self, given: dict[str, list], size: int, error: BaseException) -> tuple[int | None, BaseException]:
+    def _culprit(self, rollout: Rollout, error: BaseException) -> tuple[int | None, BaseException]:
         """The first response that fails alone as well, within as much time again, and how; None if none does."""
-        deadline = time.monotonic() + self.timeout
-        for i in range(size):
+        deadline, given = time.monotonic() + self.timeout, self._taken(inputs(rollout))
+        for i in range(len(rollout)):
             one = {name: values[i : i + 1] for name, values in given.items()}
             try:
-                within(max(deadline - time.monotonic(), 0.01), lambda one=one: self._call(one))
-            except (Exception, SystemExit) as own:
+                with unchanged(f"reward source {self.name}"):
+                    self._answer(one, max(deadline - time.monotonic(), 0.01))
+            except KeyboardInterrupt:
+                raise
+            except BaseException as own:
                 return i, own
         return None, error
 
@@ -86,18 +99,26 @@ class FunctionSource:
                                  f"{', '.join(columns)}{nearest(name, columns)}")
 
 
-async def _awaited(answer):  # noqa: ANN001, ANN202
-    return await answer
-
-
 def inputs(rollout: Rollout) -> dict[str, list]:
-    """prompts, completions, completion_ids and the dataset's columns as lists of B values, as TRL names them."""
+    """prompts, completions, completion_ids and the dataset's columns as lists of B values, as TRL names them.
+
+    All of them are copies: the next function, and the other responses to a prompt, see what the data says.
+    """
     prompts = rollout.prompts.columns.get("prompt") or rollout.prompts.texts
     lengths = rollout.response_mask.sum(1).tolist()
     own = {"prompts": list(prompts),
            "completions": [said(p, c) for p, c in zip(prompts, rollout.completions, strict=True)],
            "completion_ids": [row[:n] for row, n in zip(rollout.response_ids.tolist(), lengths, strict=True)]}
-    return {k: v for k, v in rollout.prompts.columns.items() if k != "prompt"} | own
+    return fresh({k: v for k, v in rollout.prompts.columns.items() if k != "prompt"} | own)
+
+
+def fresh(value: object) -> Any:
+    """A copy with no list or mapping in common with `value`, where it is one; strings and numbers are themselves."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if type(value) is list:
+        return [fresh(each) for each in value]
+    return {k: fresh(v) for k, v in value.items()} if type(value) is dict else deepcopy(value)
 
 
 def said(prompt: Text, completion: str) -> Text:
@@ -111,18 +132,13 @@ def parameters(function: Callable) -> tuple[list[str], bool]:
     return [p.name for p in found if p.kind is not p.VAR_KEYWORD], any(p.kind is p.VAR_KEYWORD for p in found)
 
 
-def described(error: BaseException, timeout: float, function: Callable | None = None) -> str:
+def described(error: BaseException, timeout: float, function: Callable) -> str:
     """What happened, in one line, with the line of the function's own file."""
     if isinstance(error, Overdue):
-        return f"no answer within {timeout:g} s (reward.timeout)"
-    code = getattr(inspect.unwrap(function), "__code__", None) if function else None
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if code and f.filename == code.co_filename]
-    where = f" ({Path(code.co_filename).name} line {lines[-1]})" if lines else ""
-    return f"raised {type(error).__name__}: {one_line(error)}{where}"
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+        raised = error.__cause__
+        ending = f" (then it raised {type(raised).__name__}: {one_line(raised)})" if raised else ""
+        return f"no answer within {timeout:g} s (reward.timeout){ending}"
+    return str(error) if isinstance(error, CallFailed) else call_error(error, function)
 
 
 _given: dict[str, Callable] = {}  # functions that a Python program has handed over, by name
@@ -140,13 +156,15 @@ def handed_over(functions: Mapping[str, Callable]) -> Iterator[None]:
         _given.update(before)
 
 
-def open_functions(given: list[str], options: dict[str, dict], timeout: float) -> list[FunctionSource]:
+def open_functions(given: list[str], options: dict[str, dict], timeout: float, isolate: bool = False
+                   ) -> list[FunctionSource]:
     """The sources that each `path.py:name`, `builtin:name` or `python:name@version` (of those handed over) names;
     options by name. A second one of a name is name_2.
 
-    A file is run once. Raises UserError for what cannot be had.
+    A file is run once, with `isolate` in a process of its own. Raises UserError for what cannot be had.
     """
-    modules: dict[str, ModuleType] = {}
+    modules: dict[str, ModuleType | SimpleNamespace] = {}
+    processes: dict[str, FunctionProcess] = {}  # of the modules that functions given from Python are imported from
     found: list[FunctionSource] = []
     for text in given:
         path, _, name = text.partition("@")[0].rpartition(":") if text.startswith("python:") else text.rpartition(":")
@@ -161,10 +179,11 @@ def open_functions(given: list[str], options: dict[str, dict], timeout: float) -
         if path == "python":
             check(name in _given, f"reward.functions: {name} was given from Python, and nothing gives it here; run it "
                                   "from there, or put it into a file as path.py:name")
-            found.append(FunctionSource(source, _given[name], own, timeout, name))
+            function = function_of_module(_given[name], name, processes) if isolate else _given[name]
+            found.append(FunctionSource(source, function, own, timeout, name))
             continue
         if path not in modules:
-            modules[path] = _module(path)
+            modules[path] = _module(path, isolate)
         found.append(FunctionSource(source, _function(modules[path], path, name, source, own), own, timeout, name))
     for key in options:
         names = [f.name for f in found]
@@ -173,8 +192,8 @@ def open_functions(given: list[str], options: dict[str, dict], timeout: float) -
     return found
 
 
-def _function(module: ModuleType, path: str, name: str, source: str, options: dict) -> Callable:
-    function = getattr(module, name, None)
+def _function(module: ModuleType | SimpleNamespace, path: str, name: str, source: str, options: dict) -> Callable:
+    function: Any = getattr(module, name, None)
     check(callable(function), f"reward.functions: {path} has no function {name}"
                               f"{nearest(name, [k for k, v in vars(module).items() if callable(v)])}")
     named, takes_all = parameters(function)
@@ -201,19 +220,16 @@ def _builtin(name: str, source: str, options: dict) -> Callable:
         raise UserError(f"reward.options.{source}: {one_line(error)}; fix reward.options") from error
 
 
-def _module(path: str) -> ModuleType:
-    """The file as a module. UserError, with the line, for one that cannot be run."""
+def _module(path: str, isolate: bool) -> ModuleType | SimpleNamespace:
+    """The file's functions. UserError, with the line, for one that cannot be run."""
     check(Path(path).is_file() and path.endswith(".py"),
           f"reward.functions: {path} is no Python file; give path.py:name")
-    where = str(Path(path).resolve())
-    module = ModuleType(f"reward_functions_{Path(path).stem}")
-    module.__file__ = where
-    sys.modules[module.__name__] = module  # dataclasses look their module up
+    if isolate:
+        return functions_of_file(path)
     try:
-        exec(compile(Path(path).read_text(encoding="utf-8"), where, "exec"), vars(module))
-    except (Exception, SystemExit) as error:
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == where]
-        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-        raise UserError(f"reward.functions: {path}{f' line {line}' if line else ''} cannot be run: "
-                        f"{type(error).__name__}: {one_line(error)}; fix the file") from error
-    return module
+        with unchanged(path):
+            return run_file(path)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise UserError(f"reward.functions: {file_error(path, error)}; fix the file") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.chat import Rendered, Text
 from hybrid_rlhf.data.literal import broken
 from hybrid_rlhf.models.load import max_positions
-from hybrid_rlhf.models.tokenizer import turn_ends
+from hybrid_rlhf.models.tokenizer import Tokenizer, turn_ends
 from hybrid_rlhf.roles import Reward
 from hybrid_rlhf.rollout import Rollout
 
@@ -25,7 +26,7 @@ class ModelSource:
 
     role: Reward
     name: str = "model"
-    tokenizer: object | None = None
+    tokenizer: Tokenizer | None = None
     raw: bool = False
 
     def score(self, rollout: Rollout) -> Tensor:
@@ -42,11 +43,11 @@ class ModelSource:
         return self.role.score(SequenceBatch(pad_right(rows, self.role.engine.pad_id), mask, mask))
 
     def _positions(self) -> int | None:
-        model = self.role.engine.module.model
+        model: Any = self.role.engine.module.model
         return max_positions(model if hasattr(model, "config") else model.base_model)
 
 
-def read_by(tokenizer, prompt: Text, answer: str, is_ended: bool, raw: bool = False) -> list[int]:  # noqa: ANN001
+def read_by(tokenizer: Tokenizer, prompt: Text, answer: str, is_ended: bool, raw: bool = False) -> list[int]:
     """Prompt and answer as `tokenizer` writes them; an answer that did not end has neither end marker nor EOS. raw:
     a string prompt stays as it is also where there is a chat template."""
     whole = chat.compose(tokenizer, chat.as_turn(tokenizer, prompt, raw), answer)

@@ -7,12 +7,15 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from http.client import HTTPException
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.rewards import BadAnswer
 from hybrid_rlhf.rewards.deadline import within
-from hybrid_rlhf.rewards.functions import inputs, one_line
+from hybrid_rlhf.rewards.function_worker import one_line
+from hybrid_rlhf.rewards.functions import inputs
 from hybrid_rlhf.rollout import Rollout
 
 _TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # too busy or gone for now (RFC 9110, RFC 6585)
@@ -49,20 +52,24 @@ class ServiceSource:
 
     def _asked(self, part: dict[str, list], first: int) -> list:
         """The scores of the responses from number `first` on."""
-        size = len(part["completions"])
-        for attempt in range(self.retries + 1):
+        size, attempt = len(part["completions"]), 0
+        while True:
             try:
                 answer = within(self.timeout, lambda: self._post(part))
-                break
             except urllib.error.HTTPError as error:
-                if error.code not in _TRY_AGAIN or attempt == self.retries:
+                if error.code not in _TRY_AGAIN or attempt >= self.retries:
                     self._fail(f"answered status {error.code} ({error.reason})", first, size, attempt)
-            except (OSError, TimeoutError) as error:  # refused, reset, no such host, no answer in time
-                if attempt == self.retries:
+            except (OSError, HTTPException) as error:  # refused, reset, no such host, no answer in time, half of one
+                if attempt >= self.retries:
                     self._fail(one_line(error), first, size, attempt)
             except Exception as error:  # no HTTP, no JSON
                 self._fail(f"{type(error).__name__}: {one_line(error)}", first, size, attempt)
+            else:
+                return self._scores_of(answer, first, size, attempt)
             time.sleep(self.back_off * 2**attempt)
+            attempt += 1
+
+    def _scores_of(self, answer: object, first: int, size: int, attempt: int) -> list:
         scores = answer.get("scores") if isinstance(answer, dict) else None
         if not isinstance(scores, list):
             self._fail(f"answered {answer!r:.80}, and not {{\"scores\": [...]}}", first, size, attempt)
@@ -73,9 +80,12 @@ class ServiceSource:
     def _post(self, part: dict[str, list]) -> object:
         request = urllib.request.Request(self.url, json.dumps(part).encode(), {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=self.timeout) as answer:
-            return json.loads(answer.read())
+            text = answer.read().strip()
+        if not text or (text.startswith(b"{") and not text.endswith(b"}")):  # of a service that tells no length
+            raise ConnectionResetError("the connection was closed in the midst of the answer")
+        return json.loads(text)
 
-    def _fail(self, what: str, first: int, size: int, attempt: int) -> None:
+    def _fail(self, what: str, first: int, size: int, attempt: int) -> NoReturn:
         tries = f" after {attempt + 1} tries" if attempt else ""
         raise BadAnswer(f"reward source {self.name} at {self._shown}: {what}{tries}, for {size} responses from "
                         f"response {first} on; fix the service, then run the same command again") from None

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.core.distributed import place_over_ranks, sum_over_ranks
+from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.tensors import SequenceBatch, pad_right
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.engine.train.accumulate import Rows, accumulate
 from hybrid_rlhf.engine.train.ema import WeightAverage
-from hybrid_rlhf.roles.policy_module import TokenScores
+from hybrid_rlhf.models.tokenizer import Tokenizer
+from hybrid_rlhf.roles.policy_module import PolicyModule, TokenScores
 from hybrid_rlhf.roles.router_balance import expert_shares
 from hybrid_rlhf.roles.scoring import per_action, per_sequence, prefix_groups, score, summed
 from hybrid_rlhf.rollout import Prompts, Rollout
@@ -35,8 +37,8 @@ class AuxiliaryLoss(NamedTuple):
 class Actor:
     """The policy: samples, is measured, is updated. tokenizer decodes what was sampled, for people and sources."""
 
-    engine: HybridEngine
-    tokenizer: object
+    engine: HybridEngine[PolicyModule]
+    tokenizer: Tokenizer
     max_tokens: int = 8192
 
     def __post_init__(self) -> None:
@@ -100,7 +102,8 @@ class Actor:
         def micro_batch_loss(index: Tensor) -> tuple[Tensor, dict]:
             rows = batch.rows(index).to(self.engine.device)
             scores = self.engine(rows, expert_shares=shares(len(rows)), **options)
-            loss, observed = self._with_router_loss(*loss_fn(scores, index), scores, rows, num_tokens)
+            loss, observed = loss_fn(scores, index)
+            loss, observed = self._with_router_loss(loss, observed, scores, rows, num_tokens)
             return weight * loss, observed
 
         return Rows(batch.attention_mask.sum(1), micro_batch_loss, prefix_groups(self.engine, batch))
@@ -112,7 +115,7 @@ class Actor:
             return loss, observed
         size = rows.attention_mask.sum()
         share = scores.router_loss * size / num_tokens.to(size.device)
-        return (loss + self.engine.module.router.coefficient * share,
+        return (loss + present(self.engine.module.router, "the router").coefficient * share,
                 observed | {"aux_loss": (scores.router_loss.detach(), size)})
 
     def fit_sequences(self, batch: SequenceBatch, groups: Tensor, loss_fn: Callable) -> Metrics:

@@ -13,6 +13,8 @@ from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.tensors import predicting
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.engine.train.accumulate import Rows, accumulate
+from hybrid_rlhf.models.heads import ScalarModel
+from hybrid_rlhf.roles.role_state import training_of
 from hybrid_rlhf.roles.scoring import per_action, prefix_groups
 from hybrid_rlhf.rollout import Rollout
 
@@ -25,7 +27,7 @@ class Critic:
     state is mean + std times what the head says; a critic that is not new has its scale in its weights.
     """
 
-    engine: HybridEngine
+    engine: HybridEngine[ScalarModel]
     max_tokens: int = 8192
     is_new: bool = False
     mean: float = 0.0
@@ -41,7 +43,7 @@ class Critic:
         From zero it would need hundreds of updates to reach scores of 60, and until then advantages are the mean score
         times lambda to the number of tokens left, beside which the difference between two responses is lost.
         """
-        if not self.is_new or self.engine.training.num_steps:
+        if not self.is_new or training_of(self).num_steps:
             return
         scores = scores.double()
         total, count = sum_over_ranks(torch.stack([scores.sum(), torch.tensor(float(len(scores)))])).tolist()

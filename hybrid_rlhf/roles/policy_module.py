@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs
 from hybrid_rlhf.core.distributed import max_over_ranks
 from hybrid_rlhf.core.tensors import SequenceBatch, predicted, predicting
-from hybrid_rlhf.engine.train.zero import is_partitioned
+from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
 from hybrid_rlhf.kernels import ops_for
 from hybrid_rlhf.models.backbone import hidden_states, hidden_states_and_router_logits, own_head
 from hybrid_rlhf.models.router import router_of
@@ -22,7 +23,8 @@ class TokenScores:
     """What a policy says of N marked tokens: logprobs (N,) fp32, entropy (N,) or None, correct (N,) bool (argmax).
 
     router_loss: how unevenly experts were used (a scalar), with gradients on for a mixture of experts; None elsewhere.
-    choices: (E,) how often each expert was chosen, where that was asked for.
+    choices: (E,) how often each expert was chosen, where that was asked for. All logits are never kept, so that a loss
+    over the whole vocabulary (label smoothing) has no place here.
     """
 
     logprobs: Tensor
@@ -64,7 +66,8 @@ class PolicyModule(nn.Module):
             rows = predicting(hidden, batch)
         else:
             rows = self._states(batch)
-        size = chunk_rows(self.model.config.get_text_config().vocab_size, rows.dtype)
+        config: Any = self.model.config  # of transformers
+        size = chunk_rows(config.get_text_config().vocab_size, rows.dtype)
         num_chunks = max(1, -(-len(rows) // size))
         if is_partitioned(self.model):  # all processes meet in each call of the head, which gathers its weights
             num_chunks = max_over_ranks(num_chunks)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.engine import HybridEngine
+from hybrid_rlhf.roles.policy_module import PolicyModule
 from hybrid_rlhf.roles.scoring import per_action, per_sequence
 from hybrid_rlhf.rollout import Rollout
 
@@ -16,7 +17,7 @@ from hybrid_rlhf.rollout import Rollout
 class Reference:
     """The policy that the actor is held near to. `logprobs(rollout)` -> (B, R)."""
 
-    engine: HybridEngine
+    engine: HybridEngine[PolicyModule]
     max_tokens: int = 8192
 
     def __post_init__(self) -> None:

@@ -12,6 +12,7 @@ from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.tensors import SequenceBatch, last_true
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.engine.train.accumulate import Rows, accumulate
+from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.roles.scoring import prefix_groups, score
 from hybrid_rlhf.rollout import Rollout
 
@@ -20,7 +21,7 @@ from hybrid_rlhf.rollout import Rollout
 class Reward:
     """A reward model: one score per sequence, read at its last real token."""
 
-    engine: HybridEngine
+    engine: HybridEngine[ScalarModel]
     max_tokens: int = 8192
 
     def __post_init__(self) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.engine import HybridEngine
+from hybrid_rlhf.engine.train.zero import ZeroTraining
 
 
 class Trained(Protocol):
@@ -14,28 +16,34 @@ class Trained(Protocol):
     engine: HybridEngine
 
 
+def training_of(role: Trained) -> ZeroTraining:
+    """The optimizer's side of a trained role."""
+    return present(role.engine.training, f"the optimizer of the {role.engine.name}")
+
+
 def training_state(role: Trained) -> dict:
     """What this process's optimizer holds of a trained role, for a checkpoint. No copies: the next step changes it."""
-    return role.engine.training.shard()
+    return training_of(role).shard()
 
 
 def load_training_state(role: Trained, state: Mapping) -> None:
     """Go on where `training_state` was taken; ValueError where `state` is of other weights."""
     with role.engine.active():
-        role.engine.training.load_shard(state)
+        training_of(role).load_shard(state)
 
 
 def schedule_at(role: Trained, num_updates: int) -> None:
     """The learning-rate schedule goes on as after `num_updates` updates, those planned so far, however many were made:
     a step that stopped early, or had too few responses, leaves the end of the decay where it was."""
-    training = role.engine.training
+    training = training_of(role)
     training.num_omitted = num_updates - training.num_steps
 
 
 def scale_schedule(role: Trained, factor: Callable[[], float]) -> None:
     """From now on the role's learning rate is factor() times what its schedule says."""
-    schedule = role.engine.training.schedule
-    role.engine.training.schedule = lambda step: factor() * schedule(step)
+    training = training_of(role)
+    schedule = training.schedule
+    training.schedule = lambda step: factor() * schedule(step)
 
 
 def states(roles: Mapping[str, Trained | None]) -> dict:
@@ -49,7 +57,7 @@ def load_states(roles: Mapping[str, Trained | None], state: Mapping) -> None:
         if role and role.engine.training:
             load_training_state(role, state[name])
     for name, limits in oom_limits(state).items():
-        roles[name].engine.oom_limits = dict(limits)
+        present(roles[name], f"the {name}").engine.oom_limits = dict(limits)
 
 
 def oom_limits(state: Mapping) -> dict:

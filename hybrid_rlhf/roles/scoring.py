@@ -10,6 +10,7 @@ from torch import Tensor
 from hybrid_rlhf.core.tensors import SequenceBatch, scatter
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.engine.train import accumulate
+from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
 from hybrid_rlhf.models import shared_prefix
 from hybrid_rlhf.roles.policy_module import TokenScores
 from hybrid_rlhf.rollout import Rollout
@@ -27,7 +28,7 @@ def score(engine: HybridEngine, batch: SequenceBatch, max_tokens: int, score_fn:
 def prefix_groups(engine: HybridEngine, batch: SequenceBatch) -> Tensor | None:
     """(B,) the group of rows with one prefix that each is in, where the module computes a prefix once; else None."""
     module = engine.module
-    if not hasattr(module, "can_share") or not len(batch) or batch.position_ids is not None:
+    if not hasattr(module, "can_share") or not len(batch) or batch.position_ids is not None or is_partitioned(module):
         return None
     with engine.active():
         return shared_prefix.prefix_groups(batch) if module.can_share() else None

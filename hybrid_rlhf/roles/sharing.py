@@ -7,11 +7,12 @@ scalar head. Trainers never see which layout was chosen.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from hybrid_rlhf.core.config import check, nearest
 
 ROLES = ("actor", "ref", "critic", "reward")
+TRAINED = ("actor", "critic")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "4bit", "8bit")
 CRITIC_KINDS = ("auto", "model", "adapter", "head")
@@ -19,14 +20,17 @@ SHARING = ("auto", "all", "pairs", "actor-ref", "critic-reward", "none")
 
 
 @dataclass(frozen=True)
-class ActorConfig:
-    """Settings of the policy that is trained. null takes the run's own setting.
+class RoleConfig:
+    """Settings of one role. null takes the run's own setting.
 
     Attributes:
         model_name_or_path: Model of this role.
         learning_rate: Peak learning rate; null goes by the method, LoRA and the size of the model.
-        zero_stage: ZeRO stage of its training; null takes engine.zero_stage.
+        zero_stage: ZeRO stage of its training; of a role that is not trained 0, or 3 to shard its weights. null takes
+            engine.zero_stage (0 for a role that is not trained, but where that is 3).
         tp: Processes that share one copy of its weights while it generates.
+        kind: model (weights of its own), adapter (on a base that it shares), head (a scalar head on the reward model's
+            frozen states), or auto: adapter where its base is shared, else model.
         dtype: Of its weights; null takes model.dtype.
         quantize: none, 4bit or 8bit: how its frozen base is held; null takes model.load_in_4bit and load_in_8bit.
         offload: Whether weights, gradients and optimizer state wait on the CPU while other roles work.
@@ -37,90 +41,28 @@ class ActorConfig:
     learning_rate: float | None = None
     zero_stage: int | None = None
     tp: int | None = None
-    dtype: str | None = None
-    quantize: str | None = None
-    offload: bool = False
-    micro_batch_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_role(self, "actor")
-
-
-@dataclass(frozen=True)
-class CriticConfig:
-    """Settings of the value model. null takes the run's own setting.
-
-    Attributes:
-        kind: model (weights of its own), adapter (on a base that it shares), head (a scalar head on the reward model's
-            frozen states), or auto: adapter where its base is shared, else model.
-        model_name_or_path: Model of this role; null starts from the reward model, or the actor where there is none.
-        learning_rate: Peak learning rate; null goes by the method, LoRA and the size of the model.
-        zero_stage: ZeRO stage of its training; null takes engine.zero_stage.
-        dtype: Of its weights; null takes model.dtype.
-        quantize: none, 4bit or 8bit: how its frozen base is held; null takes model.load_in_4bit and load_in_8bit.
-        offload: Whether weights, gradients and optimizer state wait on the CPU while other roles work.
-        micro_batch_tokens: Overrides engine.micro_batch_tokens.
-    """
-
     kind: str = "auto"
-    model_name_or_path: str | None = None
-    learning_rate: float | None = None
-    zero_stage: int | None = None
     dtype: str | None = None
     quantize: str | None = None
     offload: bool = False
     micro_batch_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        check(self.kind in CRITIC_KINDS, f"roles.critic.kind is {self.kind!r}; choose {', '.join(CRITIC_KINDS)}"
-                                         f"{nearest(self.kind, CRITIC_KINDS)}")
-        _check_role(self, "critic")
-
-
-@dataclass(frozen=True)
-class FrozenConfig:
-    """Settings of a role that is never trained (ref, reward). null takes the run's own setting.
-
-    Attributes:
-        model_name_or_path: Model of this role.
-        zero_stage: 0, or 3 to shard its weights; null takes 3 where engine.zero_stage is 3.
-        dtype: Of its weights; null takes model.dtype.
-        quantize: none, 4bit or 8bit: how its weights are held; null takes model.load_in_4bit and load_in_8bit.
-        offload: Whether its weights wait on the CPU while other roles work.
-        micro_batch_tokens: Overrides engine.micro_batch_tokens.
-    """
-
-    model_name_or_path: str | None = None
-    zero_stage: int | None = None
-    dtype: str | None = None
-    quantize: str | None = None
-    offload: bool = False
-    micro_batch_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_role(self, "*")
-        check(self.zero_stage in (None, 0, 3), f"roles.*.zero_stage is {self.zero_stage} for a role that is not "
-                                               "trained; 0 keeps its weights whole, 3 shards them")
-
-
-RoleConfig = ActorConfig | CriticConfig | FrozenConfig
 
 
 def _check_role(config: RoleConfig, role: str) -> None:
-    rate = getattr(config, "learning_rate", None)
-    check(rate is None or rate >= 0, f"roles.{role}.learning_rate is {rate}; it must not be negative")
+    check((config.learning_rate or 0) >= 0,
+          f"roles.{role}.learning_rate is {config.learning_rate}; it must not be negative")
+    for name in ("tp", "micro_batch_tokens"):
+        value = getattr(config, name)
+        check(value is None or value >= 1, f"roles.{role}.{name} is {value}; it must be at least 1")
     check(config.zero_stage in (None, 0, 1, 2, 3),
           f"roles.{role}.zero_stage is {config.zero_stage}; choose 0, 1, 2 or 3")
-    degree = getattr(config, "tp", None)
-    check(degree is None or degree >= 1, f"roles.{role}.tp is {degree}; it must be at least 1")
-    check(config.dtype is None or config.dtype in DTYPE_NAMES,
-          f"roles.{role}.dtype is {config.dtype!r}; choose {', '.join(DTYPE_NAMES)}"
-          f"{nearest(config.dtype or '', DTYPE_NAMES)}")
-    check(config.quantize is None or config.quantize in QUANTIZATIONS,
-          f"roles.{role}.quantize is {config.quantize!r}; choose {', '.join(QUANTIZATIONS)}"
-          f"{nearest(config.quantize or '', QUANTIZATIONS)}")
-    check(config.micro_batch_tokens is None or config.micro_batch_tokens > 0,
-          f"roles.{role}.micro_batch_tokens is {config.micro_batch_tokens}; it must be positive")
+    check(role in TRAINED or config.zero_stage in (None, 0, 3),
+          f"roles.{role}.zero_stage is {config.zero_stage} for a role that is not trained; 0 keeps its weights whole, "
+          "3 shards them")
+    for name, choices in (("kind", CRITIC_KINDS), ("dtype", DTYPE_NAMES), ("quantize", QUANTIZATIONS)):
+        value = getattr(config, name)
+        check(value is None or value in choices,
+              f"roles.{role}.{name} is {value!r}; choose {', '.join(choices)}{nearest(value or '', choices)}")
 
 
 @dataclass(frozen=True)
@@ -140,28 +82,27 @@ class RolesConfig:
     """
 
     share_base: bool | str = "auto"
-    actor: ActorConfig = field(default_factory=ActorConfig)
-    ref: FrozenConfig = field(default_factory=FrozenConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    reward: FrozenConfig = field(default_factory=FrozenConfig)
+    actor: RoleConfig = field(default_factory=RoleConfig)
+    ref: RoleConfig = field(default_factory=RoleConfig)
+    critic: RoleConfig = field(default_factory=RoleConfig)
+    reward: RoleConfig = field(default_factory=RoleConfig)
 
     def __post_init__(self) -> None:
         check(isinstance(self.share_base, bool) or self.share_base in SHARING,
               f"roles.share_base is {self.share_base!r}; choose true, false, {', '.join(SHARING)}"
               f"{nearest(str(self.share_base), SHARING)}")
+        for role in ROLES:
+            _check_role(self[role], role)
 
     def __getitem__(self, role: str) -> RoleConfig:
         return getattr(self, role)
 
-    def given(self, role: str) -> list[str]:
-        """Names of the role's settings that are not the defaults."""
-        own = self[role]
-        return [f"roles.{role}.{f.name}" for f in fields(own) if getattr(own, f.name) != f.default]
-
     @property
     def sharing(self) -> str:
         """share_base as one of SHARING."""
-        return {True: "all", False: "none"}.get(self.share_base, self.share_base)
+        if isinstance(self.share_base, str):
+            return self.share_base
+        return "all" if self.share_base else "none"
 
 
 @dataclass(frozen=True)
@@ -211,9 +152,9 @@ def resolve(roles: RolesConfig, starts: Mapping[str, Start], has_lora: bool) -> 
     obstacles = [o for group in groups for o in _obstacles(group, starts, has_lora, kind)]
     line = None
     if obstacles and is_auto and wanted == "all":
-        candidates = [(("actor", "ref", "critic"),), GROUPS["pairs"]]
+        fewer = ((("actor", "ref", "critic"),), GROUPS["pairs"])
         candidates = [[s for s in (_sharing(g, kind, starts) for g in each)
-                       if not _obstacles(s, starts, has_lora, kind)] for each in candidates]
+                       if not _obstacles(s, starts, has_lora, kind)] for each in fewer]
         groups = next((c for c in candidates if c), [])
         shared = " and ".join(f"{' with '.join(g)}" for g in groups if len(g) > 1) or "no two roles"
         line = f"roles.share_base auto: not one base for all, for {obstacles[0]}; sharing: {shared}"

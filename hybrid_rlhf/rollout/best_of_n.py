@@ -57,4 +57,4 @@ class BestOfNSampler:
         self.num_steps = int(state["num_steps"])
         self.old_logprobs.load_state(state["gate"])
         if "source" in state:
-            self.source.load_state(state["source"])
+            self.source.load_state(state["source"])  # type: ignore[attr-defined]  # its state() was kept

@@ -13,7 +13,7 @@ from torch import Tensor
 from hybrid_rlhf.algorithms import reward_signal
 from hybrid_rlhf.algorithms.reward_signal import RewardSignal
 from hybrid_rlhf.core import activity
-from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.errors import UserError, present
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.engine.device_memory import peak_in
@@ -77,7 +77,7 @@ def _observe_groups(rollout: Rollout, group_size: int, metrics: Metrics) -> None
 def measure_values(rollout: Rollout, roles: Roles, metrics: Metrics) -> None:
     """Fill in the critic's values; metrics receives time and peak memory."""
     with metrics.timer("score"), peak_in(metrics, "critic/score", roles.actor.engine.device):
-        rollout.values = roles.critic.values(rollout)  # (B, R)
+        rollout.values = present(roles.critic, "the critic").values(rollout)  # (B, R)
 
 
 def _scores(source: RewardSource, rollout: Rollout, may_skip: bool) -> Tensor:

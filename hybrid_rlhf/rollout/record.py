@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from hybrid_rlhf.core.distributed import sum_over_ranks
+from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, masked_sum, pad_right
+
+_LATER: Any = None  # the default of what is filled in after sampling, for every rollout, and not read before
 
 
 @dataclass
@@ -74,17 +77,17 @@ class Rollout:
     action_mask: Tensor
     has_eos: Tensor
     completions: list[str] = field(default_factory=list)
-    sampled_logprobs: Tensor | None = None
-    logprobs: Tensor | None = None
+    sampled_logprobs: Tensor = _LATER
+    logprobs: Tensor = _LATER
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
-    scores: Tensor | None = None
+    scores: Tensor = _LATER
     source_scores: dict[str, Tensor] = field(default_factory=dict)
     is_clipped: Tensor | None = None
-    shaped_scores: Tensor | None = None
-    rewards: Tensor | None = None
-    advantages: Tensor | None = None
-    returns: Tensor | None = None
+    shaped_scores: Tensor = _LATER
+    rewards: Tensor = _LATER
+    advantages: Tensor = _LATER
+    returns: Tensor = _LATER
     numbers: Tensor | None = None
     temperature: float = 1.0
 
@@ -119,7 +122,7 @@ class Rollout:
         """The sequences `index` (a long tensor), in that order."""
         chosen = index.tolist()
         prompts = self.prompts.rows(chosen)
-        part = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prompts"}
+        part: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prompts"}
         part["completions"] = [self.completions[i] for i in chosen] if self.completions else []
         part["source_scores"] = {k: v[index] for k, v in self.source_scores.items()}
         part = {k: v[index] if isinstance(v, Tensor) else v for k, v in part.items()}
@@ -132,7 +135,7 @@ class Rollout:
             raise ValueError(f"rollouts sampled at temperatures {self.temperature} and {other.temperature}")
         width = max(self.response_ids.shape[1], other.response_ids.shape[1])
 
-        def joined(a: object, b: object) -> object:
+        def joined(a: Any, b: Any) -> Any:
             if isinstance(a, dict):
                 return {key: joined(value, b[key]) for key, value in a.items()}
             if a is None or isinstance(a, (int, float)):
@@ -153,7 +156,8 @@ class Rollout:
 
     def to(self, device: torch.device | str) -> Rollout:
         part = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Rollout(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in part.items()})
+        moved: dict[str, Any] = {k: v.to(device) for k, v in part.items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
     def shuffled(self, size: int, generator: torch.Generator, first: int = 0, total: int | None = None,
                  ) -> Iterator[Rollout]:
@@ -175,7 +179,8 @@ class Rollout:
 
     def mean_kl(self) -> float:
         """Mean over sequences of sum_t (logprobs - ref_logprobs), in nats: the estimate of KL(actor || ref)."""
-        return float(masked_sum(self.logprobs - self.ref_logprobs, self.action_mask) / max(len(self), 1))
+        difference = self.logprobs - present(self.ref_logprobs, "ref_logprobs")
+        return float(masked_sum(difference, self.action_mask) / max(len(self), 1))
 
     def _add_variety(self, metrics: Metrics) -> None:
         """How alike the responses are: distinct-2 of tokens (1510.03055), and the answers of unlike prompts, of which
@@ -183,13 +188,10 @@ class Rollout:
         ids, both = self.response_ids.tolist(), self.action_mask[:, 1:] & self.action_mask[:, :-1]
         pairs = (f"{row[t]} {row[t + 1]}" for row, where in zip(ids, both, strict=True) for t in where.nonzero()[:, 0])
         metrics.add_items("completions/distinct_2", pairs, "distinct")
-        asked = Counter()  # how often each prompt was seen: its n-th response is compared with the others' n-th
-        answers = []
-        for ids, text in zip(self.prompts.ids, self.completions, strict=True) if self.completions else ():
-            answers.append((asked[tuple(ids)], text.strip()))
-            asked[tuple(ids)] += 1
-        metrics.add_items("completions/distinct_answers", (f"{n} {text}" for n, text in answers), "distinct")
-        metrics.add_items("completions/top3_share", (text for _, text in answers), "top3")
+        texts = [text.strip() for text in self.completions]
+        asked = (hashlib.sha256(str(ids).encode()).hexdigest()[:16] for ids in self.prompts.ids)  # short: it travels
+        metrics.add_grouped("completions/distinct_answers", zip(asked, texts, strict=False))  # no texts, no answers
+        metrics.add_items("completions/top3_share", texts, "top3")
 
     def metrics(self) -> Metrics:
         """What every on-policy method reports of its samples (names follow TRL)."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 
 from torch import Tensor
 
+from hybrid_rlhf.core import own_files
 from hybrid_rlhf.run import tensor_file
 from hybrid_rlhf.run.state_tree import split
 
@@ -17,14 +17,16 @@ FOLDER = "not_finite"
 
 def keep(output_dir: str | Path, **records: object) -> Path:
     """Write `records` (dataclasses of tensors and lists, such as a batch or a rollout) as tensors.safetensors and
-    rest.json in a folder under output_dir; returns the folder. What was there is replaced. Raises OSError."""
+    rest.json in a folder under output_dir; returns the folder. The two that were there are replaced. Raises OSError."""
     folder = Path(output_dir) / FOLDER
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     tensors: dict[str, Tensor] = {}
     rest = split({name: _plain(record) for name, record in records.items() if record is not None}, "", tensors)
-    tensor_file.write(folder / "tensors.safetensors", tensors)
-    (folder / "rest.json").write_text(json.dumps(rest, indent=1), encoding="utf-8")
+    with own_files.fresh_folder(Path(output_dir)) as beside:
+        tensor_file.write(beside / "tensors.safetensors", tensors)
+        (beside / "rest.json").write_text(json.dumps(rest, indent=1), encoding="utf-8")
+        folder.mkdir(exist_ok=True)
+        for path in beside.iterdir():
+            path.replace(folder / path.name)
     return folder
 
 

@@ -11,12 +11,14 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from torch import Tensor
 
+from hybrid_rlhf.core import own_files
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.disk import refusal
 from hybrid_rlhf.core.distributed import gather_over_ranks, is_main, rank, world_size
 from hybrid_rlhf.run import tensor_file
 from hybrid_rlhf.run.state_tree import Stored, split, whole
@@ -30,8 +32,9 @@ class SaveError(UserError):
     """A checkpoint could not be written; those that were there are untouched."""
 
 
-def save(folder: str | Path, step: int, state: dict, keep: int = 2) -> Path:
-    """Write `state` as folder/step-{step} and keep the `keep` newest steps; returns the new checkpoint's path.
+def save(folder: str | Path, step: int, state: dict, keep: int = 2, spare: Collection[str] = ()) -> Path:
+    """Write `state` as folder/step-{step} and keep the `keep` newest steps, and those of the names in `spare` as well;
+    returns the new checkpoint's path.
 
     state: what this process holds; dicts with string keys, lists, tensors, numbers, strings, booleans and None, nested;
     tuples come back as lists. Tensors are written one at a time. Every process calls it. Complete or absent: all is
@@ -39,14 +42,14 @@ def save(folder: str | Path, step: int, state: dict, keep: int = 2) -> Path:
     anything else in `state`, and SaveError in every process if the disk refuses any of them.
     """
     folder = Path(folder)
-    target, beside = folder / f"step-{step:08d}", folder / f".step-{step:08d}.tmp"
+    target = folder / f"step-{step:08d}"
     tensors: dict[str, Tensor] = {}
     rest = split(state, "", tensors)
     own = _not_the_first_s(tensors)
+    beside = Path(_together(folder, lambda: str(_make_room(folder)) if is_main() else None)[0])
     try:
-        _together(folder, lambda: is_main() and _make_room(folder, beside))
         sums = _together(folder, lambda: _write_own(beside, own, rest))
-        _together(folder, lambda: is_main() and _finish(folder, beside, target, sums, keep))
+        _together(folder, lambda: is_main() and _finish(folder, beside, target, sums, keep, spare))
     except SaveError:
         if is_main():
             shutil.rmtree(beside, ignore_errors=True)
@@ -133,8 +136,7 @@ def keep_best(checkpoint: Path) -> Path:
 
 
 def _link(checkpoint: Path, target: Path) -> None:
-    beside = target.parent / f".{target.name}.tmp"
-    _make_room(target.parent, beside)
+    beside = _make_room(target.parent)
     for path in checkpoint.iterdir():
         try:
             os.link(path, beside / path.name)
@@ -145,21 +147,15 @@ def _link(checkpoint: Path, target: Path) -> None:
     _replace(beside, target)
     for old in steps(target.parent):
         if old != target:
-            _remove(old)
+            own_files.remove_folder(old)
 
 
 def clear(folder: str | Path, *, after: int = -1) -> None:
     """Remove the checkpoints in `folder` of the steps after `after`; other files stay."""
     for path in steps(folder):
         if number(path) > after:
-            _remove(path)
-    _clear_torn(Path(folder))
-
-
-def _clear_torn(folder: Path) -> None:
-    """What a crash left half written or half removed."""
-    for path in folder.glob(".step-*.tmp"):
-        shutil.rmtree(path)
+            own_files.remove_folder(path)
+    own_files.clear_unfinished(Path(folder))
 
 
 def steps(folder: str | Path) -> list[Path]:
@@ -189,18 +185,23 @@ def _together(folder: Path, act: Callable[[], object]) -> list:
     try:
         found = act()
     except OSError as caught:
-        error = f"{caught.strerror or caught}"
+        refused = refusal(caught)
+        error = refused or (str(caught.strerror or caught), "make the folder one that can be written to")
     outcomes = gather_over_ranks([found, error])
     wrong = next((e for _, e in outcomes if e), None)
     if wrong:
-        raise SaveError(f"cannot save a checkpoint in {folder}: {wrong}; make room there")
+        words, remedy = wrong
+        raise SaveError(f"cannot save a checkpoint in {folder}: {words}; {remedy}")
     return [f for f, _ in outcomes]
 
 
-def _make_room(folder: Path, beside: Path) -> None:
+def _make_room(folder: Path) -> Path:
+    """A new empty folder in `folder`, where a crash has left nothing half written or half removed."""
     folder.mkdir(parents=True, exist_ok=True)
-    _clear_torn(folder)
+    own_files.clear_unfinished(folder)
+    beside = own_files.fresh_path(folder)
     beside.mkdir()
+    return beside
 
 
 def _write_own(beside: Path, tensors: dict[str, Tensor], rest: dict) -> dict:
@@ -232,31 +233,21 @@ def _digest(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def _finish(folder: Path, beside: Path, target: Path, sums: list[dict], keep: int) -> None:
+def _finish(folder: Path, beside: Path, target: Path, sums: list[dict], keep: int, spare: Collection[str]) -> None:
     manifest = {"format": FORMAT, "world_size": len(sums), "files": {k: v for each in sums for k, v in each.items()}}
     (beside / MANIFEST).write_text(json.dumps(manifest | {"sha256": _sum_of(manifest)}, indent=1), encoding="utf-8")
     _sync(beside / MANIFEST)
     _sync(beside)
     _replace(beside, target)
-    for old in steps(folder)[:-keep]:
-        _remove(old)
+    for old in [p for p in steps(folder) if p.name not in spare][:-keep]:
+        own_files.remove_folder(old)
 
 
 def _replace(beside: Path, target: Path) -> None:
-    """`beside` becomes `target`; one that is there already is not missing for a moment longer than two renames take."""
-    if target.exists():
-        _remove(target)
-    beside.rename(target)
+    """`beside` becomes `target`; one that is there already is not missing for longer than two renames take."""
+    own_files.put(beside, target)
     _sync(target.parent)
     _sync(target.parent.parent)
-
-
-def _remove(path: Path) -> None:
-    """Out of sight first: a crash in the midst leaves no half of it that looks like one."""
-    doomed = path.parent / f".{path.name}.old.tmp"
-    shutil.rmtree(doomed, ignore_errors=True)
-    path.rename(doomed)
-    shutil.rmtree(doomed)
 
 
 def _sum_of(manifest: dict) -> str:

@@ -6,10 +6,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hybrid_rlhf.core import activity
+from hybrid_rlhf.core import activity, random_state
 from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.core.distributed import world_size
-from hybrid_rlhf.run import checkpoint, random_state
+from hybrid_rlhf.run import checkpoint
 from hybrid_rlhf.run.checkpoint import SaveError
 from hybrid_rlhf.run.reporter import Reporter
 from hybrid_rlhf.run.resume import FOLDER
@@ -18,6 +18,7 @@ from hybrid_rlhf.run.state_tree import whole
 from hybrid_rlhf.run.train_config import TrainConfig
 
 _SAVES_AT_MOST = 0.05  # of the time, where the clock decides
+_SKIPPED = "/skipped_updates"  # ends the names of metrics that count them from the run's beginning
 _SMALL_IS_GOOD = ("loss", "perplexity", "kl")
 
 
@@ -33,6 +34,8 @@ class Saver:
         self._best: float | None = None
         self._failed, self._newest = 0, 0  # _newest: the step of the newest checkpoint
         self._before: tuple = ()
+        self._spared: list[str] | None = None  # while updates are skipped: the checkpoints from before
+        self._skipped: dict[str, float] = {}  # how many updates so far, by the metric's name; a step may have none
         self._saved_at, self._took = time.monotonic(), 0.0  # when the last save ended, and its seconds
 
     def restore(self, saved: Mapping | None) -> int:
@@ -43,13 +46,14 @@ class Saver:
             step = int(saved["step"])
             check(step <= self.total_steps, f"the checkpoint is of step {step}, after the run's last, "
                                             f"{self.total_steps}; raise train.max_steps or give --resume never")
-            made, here = saved["run"]["data"], self._data()
-            check(made == here, "the rows of the data are not those that the checkpoint was made with; give them as "
-                                "they were, or --resume never to start again")
+            check(self._has_rows_of(saved["run"]["data"]), "the rows of the data are not those that the checkpoint was "
+                  "made with; give them as they were, or --resume never to start again")
             self.loader.load_state(saved["loader"])
             self.trainer.load_state(saved["trainer"])
             self.values, self._best = whole(saved["values"]), saved["best"]
             self.owes_evaluation = bool(saved["owes_evaluation"])
+            self._spared, told = saved.get("spared"), saved.get("skipped", self.values)
+            self._skipped = {name: value for name, value in whole(told).items() if name.endswith(_SKIPPED)}
             random_state.load_state(saved["random"])  # last: nothing above may draw
         except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             raise UserError(f"the checkpoint {self.record.resumes_from} does not fit this run: {error}; give --resume "
@@ -60,6 +64,26 @@ class Saver:
     def mark(self) -> None:
         """A step begins: where the data and the generators are, should it come to nothing."""
         self._before = self.loader.state(), random_state.state()
+
+    def observe(self, values: dict[str, float]) -> None:
+        """The metrics of a step that is done. While updates are skipped, what had been saved before is not removed: the
+        last update before may have ruined the weights."""
+        counts = {name: value for name, value in values.items() if name.endswith(_SKIPPED)}
+        is_skipping = any(value > self._skipped.get(name, 0) for name, value in counts.items())
+        if not is_skipping:
+            self._spared = None
+        elif self._spared is None:
+            self._spared = self._names()
+        self.values, self._skipped = values, self._skipped | counts
+
+    def before_skips(self) -> Path | None:
+        """The last checkpoint from before updates were skipped, or simply the last one; None where there is none."""
+        names = [name for name in self._names() if self._spared is None or name in self._spared]
+        return self.folder / names[-1] if names else None
+
+    def _names(self) -> list[str]:
+        """Of the checkpoints that there are, oldest first."""
+        return [path.name for path in checkpoint.steps(self.folder)]
 
     def save_undone(self, done: int, reporter: Reporter) -> None:
         """A checkpoint after the `done` steps before one that failed without having changed a weight."""
@@ -92,11 +116,17 @@ class Saver:
             except OSError as error:
                 raise SaveError(f"cannot save a checkpoint in {self.folder}: {error.strerror}; make room "
                                 "there") from error
+            if self._spared is not None:  # someone may have removed some of them
+                self._spared = [name for name in self._names() if name in self._spared]
             place, drawn = position or (self.loader.state(), random_state.state())
             state = {"step": step, "trainer": self.trainer.state(), "loader": place, "random": drawn,
                      "reporter": positions, "values": self.values, "best": self._best,
-                     "owes_evaluation": owes_evaluation, "run": self._run(step)}
-            path = checkpoint.save(self.folder, step, state, keep=self.config.save_total_limit)
+                     "owes_evaluation": owes_evaluation, "spared": self._spared, "skipped": self._skipped,
+                     "run": self._run(step)}
+            if self._spared and self._spared[-1:] == self._names()[-1:]:  # the first since
+                reporter.say(f"warning: updates are being skipped; {self.before_skips()} is from before and is kept")
+            path = checkpoint.save(self.folder, step, state, spare=self._spared or (),
+                                   keep=self.config.save_total_limit if self._spared is None else 1)
         except SaveError as error:
             self._failed += 1
             if self._failed >= self.config.max_failed_saves:
@@ -116,6 +146,11 @@ class Saver:
 
     def _data(self) -> str | None:
         return self.loader.fingerprint() if hasattr(self.loader, "fingerprint") else None
+
+    def _has_rows_of(self, fingerprint: str | None) -> bool:
+        if fingerprint is not None and hasattr(self.loader, "is_of"):
+            return self.loader.is_of(fingerprint)
+        return fingerprint == self._data()
 
     def evaluate(self, held_out, step: int, reporter: Reporter) -> bool:  # noqa: ANN001
         """Evaluate after `step`; returns whether it is the best so far by config.save_best."""

@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from hybrid_rlhf.core.own_files import no_link
+
 
 class Lines:
     """Lines appended to `path`. A line that the disk refuses waits for the next one: training goes on, and no line is
@@ -14,11 +16,12 @@ class Lines:
 
     def __init__(self, path: str | Path, say: Callable[[str], None], position: int | None = None) -> None:
         self.path, self._say, self._waiting, self._is_refused = path, say, b"", False
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+        self._file = open(path, "ab", buffering=0, opener=no_link)  # noqa: SIM115 - closed by close()
         size = os.fstat(self._file.fileno()).st_size
         if position is not None and size < position:
             say(f"{path} has lost its end since the checkpoint was made ({size} of {position} bytes); it goes on there")
-        elif position is not None:
+            position = Path(path).read_bytes().rfind(b"\n") + 1  # a line that was torn would spoil the next one
+        if position is not None:
             os.truncate(self._file.fileno(), position)
 
     def write(self, line: str) -> None:

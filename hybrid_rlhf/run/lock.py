@@ -17,17 +17,22 @@ def claim(folder: Path, name: str) -> None:
     OSError where the folder cannot be written; a file system that knows no locks is taken as it is.
     """
     release(folder)
-    handle = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644)
+    handle = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        raise UserError(f"output_dir {folder}: another process is at this run; wait for its end, or choose another "
-                        "output_dir") from None
+        raise taken(folder) from None
     except OSError:
         os.close(handle)
         return
     _held[folder.absolute()] = handle
+
+
+def taken(folder: Path) -> UserError:
+    """What a second process is told."""
+    return UserError(f"output_dir {folder}: another process is at this run; wait for its end, or choose another "
+                     "output_dir")
 
 
 def release(folder: Path) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Protocol
 
 from hybrid_rlhf.core import activity
-from hybrid_rlhf.core.config import NotFinite, UserError, check
 from hybrid_rlhf.core.distributed import is_main, max_over_ranks
-from hybrid_rlhf.core.failure import on_failure
+from hybrid_rlhf.core.errors import NotFinite, UserError, check
+from hybrid_rlhf.core.failure import lost_process, on_failure
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.startup import restore_gc
 from hybrid_rlhf.run import bad_batch, checkpoint
@@ -57,9 +57,9 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
     and time/per_step, seconds per step with evaluations and checkpoints.
 
     Goes on from record.resumes_from where there is one. Writes metrics.jsonl, samples.jsonl, answers.jsonl (what
-    `answers` gives before the first step and after the last) and checkpoints/ under record.output_dir. The first Ctrl-C
-    or SIGTERM finishes the step, saves a checkpoint and raises Stopped; the second stops at once. However the loop ends
-    but well, the record says so.
+    `answers` gives before the first step and after the last) and checkpoints/ under record.output_dir. The first
+    Ctrl-C, SIGTERM or SIGHUP finishes the step, saves a checkpoint and raises Stopped; the second stops at once.
+    However the loop ends but well, the record says so.
     """
     check(total_steps >= 1, f"the run has {total_steps} steps; it needs at least one")
     restore_gc()
@@ -74,7 +74,7 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
             if saver.owes_evaluation:
                 saver.evaluate(held_out, step, reporter)
             for step in range(first + 1, total_steps + 1):
-                saver.values = _step(saver, step, reporter) | {"epoch": step / len(loader)}
+                saver.observe(_step(saver, step, reporter) | {"epoch": step / len(loader)})
                 reporter.step(step, saver.values, trainer.samples)
                 is_stopped, is_overdue = _news(bool(interrupts), saver)
                 is_last = step == total_steps or _any(_over(started, config.max_seconds))
@@ -109,7 +109,7 @@ def _step(saver: Saver, step: int, reporter: Reporter) -> dict[str, float]:
     try:
         metrics = saver.trainer.step(batch)
     except NotFinite as error:
-        raise (_kept(error, saver, batch) if is_main() else error) from error
+        raise (_kept(error, saver, batch, saver.before_skips()) if is_main() else error) from error
     except UserError as error:
         if error.is_before_update:
             saver.save_undone(step - 1, reporter)
@@ -117,14 +117,15 @@ def _step(saver: Saver, step: int, reporter: Reporter) -> dict[str, float]:
     return metrics.add("time/step", time.perf_counter() - began).over_ranks().compute()
 
 
-def _kept(error: NotFinite, saver: Saver, batch: object) -> NotFinite:
-    """The error, with where to find the batch that led to it."""
+def _kept(error: NotFinite, saver: Saver, batch: object, saved: Path | None = None) -> NotFinite:
+    """The error, with where to find the batch that led to it, and the last checkpoint from before."""
+    before = f"; the last checkpoint from before is {saved}" if saved else ""
     try:
         rollout = getattr(getattr(saver.trainer, "sampler", saver.trainer), "last_rollout", None)
         folder = bad_batch.keep(saver.record.output_dir, batch=batch, rollout=rollout)
     except OSError as refusal:
-        return NotFinite(f"{error}; the batch could not be saved: {refusal.strerror}")
-    return NotFinite(f"{error}; the last batch is in {folder}")
+        return NotFinite(f"{error}; the batch could not be saved: {refusal.strerror}{before}")
+    return NotFinite(f"{error}; the last batch is in {folder}{before}")
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -156,8 +157,8 @@ def on_record(record: RunRecord) -> Iterator[None]:
     except (Stopped, KeyboardInterrupt):
         _close(record, "stopped")
         raise
-    except Exception as error:
-        _close(record, "failed", f"{type(error).__name__}: {error}")
+    except (Exception, SystemExit) as error:  # a reward function may call sys.exit()
+        _close(record, "failed", lost_process(error) or f"{type(error).__name__}: {error}")
         raise
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.distributed import is_main
+from hybrid_rlhf.core.random_state import undisturbed
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.report.first_step import first_lines
 from hybrid_rlhf.report.summary import conclude
 from hybrid_rlhf.report.terminal import Progress
 from hybrid_rlhf.report.trackers import start_trackers
 from hybrid_rlhf.run.json_lines import Lines
-from hybrid_rlhf.run.random_state import undisturbed
-from hybrid_rlhf.run.runfile import RunRecord
+from hybrid_rlhf.run.runfile import TRACKERS, RunRecord
 
-METRICS, SAMPLES, ANSWERS, TRACKERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl", "trackers"
+METRICS, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
 
 
 class Reporter:
@@ -59,8 +59,10 @@ class Reporter:
     def conclude(self) -> None:
         """The run ended well: its alarms go to report.md and to the terminal."""
         if is_main():
-            found = conclude(Path(self.record.output_dir), self.record.stage, METRICS)
+            warnings: list[str] = []
+            found = conclude(Path(self.record.output_dir), self.record.stage, METRICS, warnings.append)
             self.progress.alarms([f"{alarm.name}: {alarm.text}" for alarm in found])
+            self.progress.warnings(warnings)
 
     @undisturbed()
     def step(self, step: int, values: dict[str, float], samples: Callable[[], list[dict]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -27,9 +28,18 @@ def changes(old: Mapping, new: Mapping, harmless: tuple[str, ...] = NO_MATTER, p
         a, b, name = old[key], new[key], f"{prefix}{key}"
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             names |= set(changes(a, b, harmless, f"{name}."))
-        elif a != b and name not in harmless:
+        elif _with_home(a) != _with_home(b) and name not in harmless:
             names.add(name)
     return sorted(names)
+
+
+def _with_home(value: object) -> object:
+    """A plain value as settings are read now: records may hold paths with ~, as they were given."""
+    if isinstance(value, Mapping):
+        return {key: _with_home(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_home(each) for each in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def later_end(old: Mapping, new: Mapping) -> tuple[str, ...]:
@@ -52,7 +62,7 @@ def find(output_dir: Path, wanted: str, say: Callable[[str], None], *, is_thorou
     if wanted == "auto":
         path = checkpoint.latest(output_dir / FOLDER, say, is_thorough=is_thorough)
         return path if path is not None and made_by(path) is not None else None
-    path, home = Path(wanted).expanduser().absolute(), (output_dir / FOLDER).resolve()
+    path, home = Path(wanted).absolute(), (output_dir / FOLDER).resolve()
     check(path.exists(), f"resume is {wanted!r}; choose auto, never or the path of a checkpoint")
     check(path.resolve().parent in (home, home / checkpoint.BEST) and checkpoint.is_name(path.name),
           f"resume {wanted}: not a checkpoint of this run, which keeps them in {output_dir / FOLDER}; to go on "

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from hybrid_rlhf import __version__
+from hybrid_rlhf.core import own_files
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import barrier, gather_over_ranks, is_main
+from hybrid_rlhf.core.given_paths import check_file
 from hybrid_rlhf.core.strict_json import plain, to_json
 from hybrid_rlhf.export.model_card import write_card
 from hybrid_rlhf.report.trackers import check_trackers
@@ -28,7 +30,7 @@ from hybrid_rlhf.run import checkpoint, lock, resume
 RUN_FILE, SETTINGS_FILE, FORMAT = "run.json", "config.yaml", 1
 STATUSES = ("running", "finished", "stopped", "failed")
 ROWS_FOLDER = "rows"  # of an output_dir: data given from Python, written before the run begins
-_UNFINISHED_WRITE = ".run.json.tmp"
+TRACKERS = "trackers"  # of an output_dir: what wandb and its like write, who make links of their own
 _LEFT_BY_A_RUN = ("metrics.jsonl", "samples.jsonl", "answers.jsonl", "report.md")
 
 
@@ -73,9 +75,13 @@ class RunRecord:
         self.facts = {"header": self.facts.get("header", []), "tokenizer": tokenizer_hash(tokenizer),
                       "chat_template": template_hash(tokenizer), **facts}
         model = Path(self.output_dir) / "model"
-        if is_main() and model.is_dir():
-            write_card(model, Path(self.output_dir).resolve().name, dataclasses.asdict(self))
-        self.close("finished")
+        try:
+            if is_main() and model.is_dir():
+                write_card(model, Path(self.output_dir).resolve().name, dataclasses.asdict(self))
+            self.close("finished")
+        except OSError as error:
+            raise UserError(f"cannot write in {self.output_dir}: {error.strerror}; make room, and the same command "
+                            "goes on from the last checkpoint") from error
         barrier()
 
     def close(self, status: str, error: str | None = None) -> None:
@@ -95,11 +101,7 @@ class RunRecord:
             return
         path = Path(self.output_dir)
         contents = {k: v for k, v in dataclasses.asdict(self).items() if k != "output_dir"}
-        with (path / _UNFINISHED_WRITE).open("w", encoding="utf-8") as file:
-            file.write(to_json(contents, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(path / _UNFINISHED_WRITE, path / RUN_FILE)
+        own_files.write_file(path / RUN_FILE, to_json(contents, indent=1) + "\n")
 
 
 def finished(output_dir: str | Path, stage: str, config: object) -> RunRecord | None:
@@ -160,7 +162,7 @@ def start(output_dir: str | Path, stage: str, config: object, command: str) -> R
     if old is not None:
         how = "finished" if old.is_finished else f"unfinished ({old.status})"
         _say(f"{output_dir}: the {how} {stage} run found here is started again from the beginning")
-    return _begin(folder, stage, settings, command)
+    return _begin(folder, stage, settings, command, is_new=old is None)
 
 
 def _go_on(record: RunRecord, path: Path, settings: dict, command: str) -> RunRecord:
@@ -176,6 +178,7 @@ def _go_on(record: RunRecord, path: Path, settings: dict, command: str) -> RunRe
     if is_main():
         try:
             lock.claim(Path(record.output_dir), SETTINGS_FILE)
+            own_files.clear_unfinished(Path(record.output_dir))
             record.write()
             if path.parent.name != checkpoint.BEST:
                 checkpoint.clear(path.parent, after=made["step"])
@@ -194,29 +197,36 @@ def _found(folder: Path) -> RunRecord | None:
     if not folder.exists():
         return None
     check(folder.is_dir(), f"output_dir {folder} is a file; give a folder")
-    if (folder / RUN_FILE).exists():
+    if os.path.lexists(folder / RUN_FILE):
+        own_files.check_inside(folder, (TRACKERS,))
         return read_run(folder)
     try:
-        strangers = sorted(p.name for p in folder.iterdir() if p.name not in (_UNFINISHED_WRITE, ROWS_FOLDER))
+        strangers = sorted(p.name for p in folder.iterdir()
+                           if p.name != ROWS_FOLDER and not own_files.is_unfinished(p.name)
+                           and (p.name != SETTINGS_FILE or p.stat().st_size))  # empty: locked, and not yet begun
     except OSError as error:
         raise UserError(f"output_dir {folder} cannot be read: {error.strerror}; give another folder") from error
+    if RUN_FILE in strangers:  # it has begun since
+        return read_run(folder)
     check(not strangers, f"output_dir {folder} holds something else ({', '.join(strangers[:3])}) and no run; choose a "
                          "new or empty folder")
+    own_files.check_inside(folder)  # last: what is not ours may be a whole home
     return None
 
 
-def _begin(folder: Path, stage: str, settings: dict, command: str) -> RunRecord:
-    """A new record in `folder`. run.json comes first: from then on everything beside it is known to be ours."""
+def _begin(folder: Path, stage: str, settings: dict, command: str, is_new: bool) -> RunRecord:
+    """A new record in `folder`. After the lock run.json comes first: from then on all beside it is known to be ours."""
     record = RunRecord(str(folder), stage, command=command, config=settings, started=_now(), versions=_versions(),
                        code=code_of(settings))
     record._clock = time.monotonic()
     if is_main():
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if (folder / SETTINGS_FILE).exists():  # else run.json comes first
-                lock.claim(folder, SETTINGS_FILE)
-            record.write()
             lock.claim(folder, SETTINGS_FILE)
+            if is_new and (folder / RUN_FILE).exists():  # begun, and ended, since this process looked
+                raise lock.taken(folder)
+            record.write()
+            own_files.clear_unfinished(folder)
             for name in _LEFT_BY_A_RUN:
                 (folder / name).unlink(missing_ok=True)
             for where in (resume.FOLDER, f"{resume.FOLDER}/{checkpoint.BEST}"):
@@ -238,7 +248,8 @@ def code_of(settings: dict) -> dict[str, str]:
 def _write_settings(folder: Path, settings: dict) -> None:
     import yaml
 
-    (folder / SETTINGS_FILE).write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+    with open(folder / SETTINGS_FILE, "w", encoding="utf-8", opener=own_files.no_link) as file:  # the lock is on it
+        file.write(yaml.safe_dump(settings, sort_keys=False))
 
 
 def _now() -> str:
@@ -249,6 +260,7 @@ def read_run(folder: str | Path) -> RunRecord:
     """The record in `folder`. Raises UserError if there is none, it is not one of ours, or a newer release wrote it."""
     path = Path(folder) / RUN_FILE
     check(path.exists(), f"{folder} holds no run: it has no {RUN_FILE}")
+    check_file(path, "run record")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         newer = found["format"] > FORMAT

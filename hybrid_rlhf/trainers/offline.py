@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.algorithms.preference import LOSSES, kto_kl
-from hybrid_rlhf.core.config import check, nearest
 from hybrid_rlhf.core.distributed import sum_over_ranks
+from hybrid_rlhf.core.errors import check, nearest, present
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.data.collate import LabelledBatch, PairBatch
@@ -113,8 +113,8 @@ class OfflineTrainer:
         elif start is None:
             start = self.reference.sequence_logprobs(batch.sequences)
         groups, metrics = self._groups(batch), Metrics()
-        kl = None
-        if not self.row.needs_pairs:
+        kl = torch.zeros(())
+        if isinstance(batch, LabelledBatch):
             kl = self._kl(batch.mismatched)
             metrics.add("kl", kl)
 
@@ -122,9 +122,8 @@ class OfflineTrainer:
             size, before = (x[groups[index].T].to(logprobs.device) for x in (lengths, start))
             ratios = logprobs - before
             values = ratios / size if self.row.is_mean else ratios
-            shown = (logprobs, ratios) if self.row.needs_reference else (values, values)
-            shown = tuple(x.detach() for x in shown)
-            if self.row.needs_pairs:
+            shown = (logprobs.detach(), ratios.detach()) if self.row.needs_reference else (values.detach(),) * 2
+            if isinstance(batch, PairBatch):
                 found = self.fn(values[0], values[1])
                 return found, _of_pairs(found.detach(), *shown, self.beta)
             labels = batch.labels[index].to(logprobs.device)
@@ -134,7 +133,8 @@ class OfflineTrainer:
         return losses, metrics
 
     def _kl(self, mismatched: SequenceBatch) -> Tensor:
-        ratios = self.policy.sequence_logprobs(mismatched) - self.reference.sequence_logprobs(mismatched)
+        reference = present(self.reference, "the reference")
+        ratios = self.policy.sequence_logprobs(mismatched) - reference.sequence_logprobs(mismatched)
         return kto_kl(ratios, sum_over_ranks)
 
     def _with_margins(self, metrics: Metrics) -> Metrics:

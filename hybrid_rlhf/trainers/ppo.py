@@ -6,6 +6,7 @@ Its relatives without a critic are the same loop with another row of ESTIMATORS 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from hybrid_rlhf.algorithms.policy import denominators, entropy_loss, importance
 from hybrid_rlhf.algorithms.shaping import missing_eos, overlong, shape_rewards
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.distributed import mean_over_ranks, place_over_ranks, sum_over_ranks
+from hybrid_rlhf.core.errors import CRITIC_CURE, NotFinite, present
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.tensors import SequenceBatch, masked_mean
 from hybrid_rlhf.data.loader import Loader
@@ -44,7 +46,7 @@ class PPOTrainer:
 
     def __init__(self, roles: Roles, source: RewardSource, config: PPOConfig, *, seed: int,
                  scale: Scale | None = None, extra_prompts: Callable[[], Prompts] | None = None,
-                 ptx: Loader | None = None) -> None:
+                 ptx: Loader[SequenceBatch] | None = None) -> None:
         if bool(config.ptx_coef) != (ptx is not None):
             raise ValueError(f"ptx_coef is {config.ptx_coef} with{'' if ptx else 'out'} a pretraining stream")
         if config.kl_coef and roles.ref is None:
@@ -54,8 +56,9 @@ class PPOTrainer:
         self.scale, self.extra_prompts, self.ptx = scale, extra_prompts, ptx
         self.roles, self.source, self.config, self.seed = roles, source, config, seed
         self.estimator = ESTIMATORS[config.estimator].fn
-        self.kl_coef = FixedKL(config.kl_coef) if config.kl_target is None else AdaptiveKL(
-            config.kl_coef, config.kl_target, config.kl_horizon)
+        kl_coef = present(config.kl_coef, "ppo.kl_coef")
+        self.kl_coef = FixedKL(kl_coef) if config.kl_target is None else AdaptiveKL(
+            kl_coef, config.kl_target, config.kl_horizon)
         self.rate = UpdateRate(config.update_kl)
         if config.update_kl is not None:
             scale_schedule(roles.actor, lambda: self.rate.value)
@@ -72,8 +75,8 @@ class PPOTrainer:
         if self.roles.critic:
             self.roles.critic.begin(rollout.shaped_scores)
             measure_values(rollout, self.roles, metrics)
-        self.estimate(rollout, metrics)
         self.last_rollout = rollout
+        self.estimate(rollout, metrics)
         with metrics.timer("train"):
             updated = self.update(rollout)
         metrics.add("kl_coef", self.kl_coef.value)
@@ -91,7 +94,7 @@ class PPOTrainer:
         """The learning rates of this step are those of its place in the run: what earlier steps left out by stopping
         early, or for want of responses, does not put off the end of the decay."""
         total = place_over_ranks(len(prompts) * self.config.sampling.num_samples)[1]
-        num_updates = self.config.num_ppo_epochs * -(-total // self._minibatch_size(total))  # of one step
+        num_updates = self._num_epochs * -(-total // self._minibatch_size(total))  # of one step
         num_trained = max(0, self.num_steps - (self.config.critic_warmup_steps or 0))  # steps of the actor
         schedule_at(self.roles.actor, num_trained * num_updates)
         if self.roles.critic:
@@ -113,14 +116,17 @@ class PPOTrainer:
         first = sample(prompts, 0)
         if not config.max_refills:
             return first
-        return resample_groups(first, size, config.max_refills, lambda number: sample(self.extra_prompts(), number),
-                               metrics)
+        extra_prompts = present(self.extra_prompts, "extra_prompts")
+        return resample_groups(first, size, config.max_refills, lambda number: sample(extra_prompts(), number), metrics)
 
     @torch.no_grad()
     def estimate(self, rollout: Rollout, metrics: Metrics) -> None:
         """Fill in rewards, advantages and returns, once per rollout."""
         config, mask = self.config, rollout.action_mask
-        kl = kl_estimate(rollout.logprobs, rollout.ref_logprobs if self.roles.ref else rollout.logprobs, config.kl_kind)
+        if rollout.values is not None and not torch.isfinite(rollout.values[mask]).all():  # no update would be made
+            raise NotFinite(f"the critic's values are not finite; {CRITIC_CURE}")
+        reference = present(rollout.ref_logprobs, "ref_logprobs") if self.roles.ref else rollout.logprobs
+        kl = kl_estimate(rollout.logprobs, reference, config.kl_kind)
         kl_coef = self.kl_coef.value if config.kl_in_reward else 0.0
         rollout.rewards = shape_rewards(rollout.shaped_scores, kl, kl_coef, mask)
         rollout.advantages, rollout.returns = self.estimator(
@@ -143,7 +149,8 @@ class PPOTrainer:
         if config.overlong_penalty:
             scores = scores + config.overlong_penalty * overlong(
                 rollout.action_mask.sum(1), config.sampling.max_new_tokens, config.overlong_buffer)
-        rollout.shaped_scores = missing_eos(scores, rollout.has_eos, config.missing_eos_penalty)
+        penalty = present(config.missing_eos_penalty, "ppo.missing_eos_penalty")
+        rollout.shaped_scores = missing_eos(scores, rollout.has_eos, penalty)
 
     def update(self, rollout: Rollout) -> Metrics:
         """num_ppo_epochs passes over the rollout in shuffled minibatches: the actor's step, then the critic's.
@@ -153,7 +160,7 @@ class PPOTrainer:
         """
         metrics, config, (first, total) = Metrics(), self.config, place_over_ranks(len(rollout))
         limit, is_stopped, kl = config.early_stop_kl, False, 0.0
-        minibatches = (m for _ in activity.epochs(config.num_ppo_epochs)
+        minibatches = (m for _ in activity.epochs(self._num_epochs)
                        for m in rollout.shuffled(self._minibatch_size(total), self.rng, first, total))
         for minibatch in minibatches:
             observed = self._update_on(minibatch)
@@ -211,7 +218,13 @@ class PPOTrainer:
                             num_sequences=totals.num_sequences, length=self.config.sampling.max_new_tokens)
 
     def _minibatch_size(self, num_sequences: int) -> int:
-        return self.config.minibatch_size or -(-num_sequences // self.config.num_minibatches)
+        if self.config.minibatch_size:
+            return self.config.minibatch_size
+        return -(-num_sequences // present(self.config.num_minibatches, "ppo.num_minibatches"))
+
+    @property
+    def _num_epochs(self) -> int:
+        return present(self.config.num_ppo_epochs, "ppo.num_ppo_epochs")
 
     def actor_loss(self, tokens: TokenScores, rows: Rollout, totals: Totals) -> tuple[Tensor, dict]:
         """The loss of these rows as a share of the minibatch's, and what to report."""
@@ -227,7 +240,8 @@ class PPOTrainer:
         if weights is not None:
             observed["policy/importance"] = (weights.mean(), size)
         if not config.kl_in_reward and self.roles.ref:
-            term = kl_loss(tokens.logprobs, rows.ref_logprobs[mask], config.kl_kind, denominator)
+            term = kl_loss(tokens.logprobs, present(rows.ref_logprobs, "ref_logprobs")[mask], config.kl_kind,
+                           denominator)
             loss = loss + self.kl_coef.value * term
         if tokens.entropy is not None:
             observed["entropy"] = (tokens.entropy.detach().mean(), size)
@@ -238,8 +252,10 @@ class PPOTrainer:
     def critic_loss(self, new_values: Tensor, rows: Rollout, totals: Totals) -> tuple[Tensor, dict]:
         """Clipped value loss of these rows as a share of the minibatch's, and what to report."""
         mask, limit = rows.action_mask, self.config.cliprange_value
-        loss, observed = value_loss(new_values, rows.values[mask], rows.returns[mask], denominator=totals.num_actions,
-                                    cliprange_value=None if limit is None else limit * self.roles.critic.std)
+        if limit is not None:
+            limit = limit * present(self.roles.critic, "the critic").std
+        loss, observed = value_loss(new_values, present(rows.values, "values")[mask], rows.returns[mask],
+                                    cliprange_value=limit, denominator=totals.num_actions)
         return self.config.vf_coef * loss, observed
 
     def evaluate(self, batches: Iterable[Prompts]) -> Metrics:
@@ -254,7 +270,7 @@ class PPOTrainer:
         """The first responses of the last rollout, for people."""
         return samples_of(self.last_rollout, count)
 
-    def _parts(self) -> dict[str, object]:
+    def _parts(self) -> dict[str, Any]:
         """What has a state of its own beside the roles, by its name there. Each has state() and load_state()."""
         parts = {"kl_coef": self.kl_coef, "gate": self.old_logprobs, "source": self.source, "ptx": self.ptx,
                  "average": self.average, "rate": self.rate}

@@ -148,8 +148,8 @@ class PPOConfig:
         check(not self.max_refills or size > 1,
               f"ppo.max_refills is {self.max_refills}, and ppo.sampling.num_samples is {size}: one response has no "
               "group; give 2 or more (such as 8)")
-        passes = (self.num_ppo_epochs, self.num_minibatches)  # None: not resolved yet
-        check(self.update_kl is None or None in passes or max(passes) > 1 or self.minibatch_size,
+        passes = [n for n in (self.num_ppo_epochs, self.num_minibatches) if n is not None]  # None: not resolved yet
+        check(self.update_kl is None or len(passes) < 2 or max(passes) > 1 or self.minibatch_size,
               f"ppo.update_kl is {self.update_kl}, and one update on a rollout never sees how far it moved; give "
               "ppo.num_ppo_epochs 2")
         check(self.kl_in_reward or self.kl_estimator != "k1",

@@ -6,6 +6,7 @@ Answers stream to stdout and everything else goes to stderr, so that a pipe carr
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
-from hybrid_rlhf.core.startup import relax_gc, restore_gc
-from hybrid_rlhf.core.text_safety import error_line, escape_control
+from hybrid_rlhf.core.given_paths import expanded
+from hybrid_rlhf.core.lasting_streams import lasting_streams
+from hybrid_rlhf.core.startup import relaxed_gc
+from hybrid_rlhf.core.text_safety import error_line, escape_control, shortened
 from hybrid_rlhf.inference.named_models import named_models
 
 if TYPE_CHECKING:
@@ -26,9 +29,10 @@ BLOCK = '"""'
 def parser() -> argparse.ArgumentParser:
     """The flags. argparse's own way to refuse prints a usage text; here a refusal is a UserError of one line."""
     flags = command_flags("chat", __doc__)
-    flags.add_argument("--model", nargs="+", action="extend", default=[], metavar="[NAME=]DIR",
+    flags.add_argument("--model", type=expanded, nargs="+", action="extend", default=[], metavar="[NAME=]DIR",
                        help="a run's or a model's folder, such as outputs/demo/ppo (or a hub id); several to compare")
-    flags.add_argument("--reward_model", metavar="DIR", help="a reward model for /score, such as outputs/demo/reward")
+    flags.add_argument("--reward_model", type=expanded, metavar="DIR",
+                       help="a reward model for /score, such as outputs/demo/reward")
     flags.add_argument("--prompt", help="answer this once, print the answer and nothing else, and end")
     flags.add_argument("--system", help="system message")
     flags.add_argument("--max_new_tokens", type=int, default=256, help="longest answer in tokens (%(default)s)")
@@ -143,7 +147,7 @@ def talk(session: Session) -> int:
                 say(session, question)
         except UserError as error:
             num_faults += 1
-            notice(f"error: {error}")
+            notice(shortened(error_line(error)))
         except KeyboardInterrupt:
             notice("(stopped)")
     return 2 if num_faults and not sys.stdin.isatty() else 0
@@ -173,9 +177,8 @@ def run(argv: list[str] | None) -> int:
     if all(Path(path.rpartition("=")[2]).is_dir() for path in options.model):
         # bars are for downloads, and read once, when the libraries are imported
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    relax_gc()
-    session = open_session(options)
-    restore_gc()
+    with relaxed_gc():
+        session = open_session(options)
     if options.prompt is not None:
         session.is_comparing = len(session.chat_models) > 1
         if session.is_comparing or session.scorer:
@@ -188,6 +191,7 @@ def run(argv: list[str] | None) -> int:
     return talk(session)
 
 
+@lasting_streams("stderr")
 def main(argv: list[str] | None = None) -> int:
     """The entry point: returns the exit code (0 done, 2 the user's input is wrong, 130 interrupted)."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
@@ -200,6 +204,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of the pipe has left; keep Python from complaining about it at exit
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        # the reader of the pipe has left, or the terminal; keep Python from complaining about it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

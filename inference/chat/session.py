@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.given_paths import check_file, expanded
 
 if TYPE_CHECKING:
     from hybrid_rlhf.inference.conversation import Conversation
@@ -86,11 +87,19 @@ def last_question(messages: list[dict[str, str]]) -> int | None:
 
 def read_conversation(path: str) -> list[dict[str, str]]:
     """The messages in the first row of a jsonl file. Raises UserError for anything else."""
+    from hybrid_rlhf.data.transcripts import clean
+    from hybrid_rlhf.inference.conversation import BAD_PATH
+
+    path = expanded(path)
+    check_file(path, "/load:")
     try:
-        with Path(path).expanduser().open(encoding="utf-8") as file:
-            row = json.loads(file.readline(2**24))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; give a file that /save wrote") from error
+        with Path(path).open("rb") as file:
+            line = file.readline(2**24)
+    except BAD_PATH as error:
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; give a file that /save "
+                        "wrote") from error
+    try:
+        row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} holds no conversation: its first line is no JSON; "
                         "give a file that /save wrote") from error
@@ -99,4 +108,4 @@ def read_conversation(path: str) -> list[dict[str, str]]:
         isinstance(m, dict) and m.get("role") in ROLES and isinstance(m.get("content"), str) for m in messages)
     check(bool(is_fine), f"{path} holds no conversation: its first row has no messages of role and content; "
                          "give a file that /save wrote")
-    return [{"role": m["role"], "content": m["content"]} for m in messages]
+    return [{"role": m["role"], "content": clean(m["content"])} for m in messages]

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -19,14 +19,14 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.data.chat import SkipRow, encode_prompt
+from hybrid_rlhf.data.chat import SkipRow, compose_prompt, encode_all
 from hybrid_rlhf.engine.decode import request as engine_request
 from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server.guard import Guard, read_body, refuse
 from hybrid_rlhf.inference.server.protocol import ApiError, ChatRequest, read_chat, read_json, read_score
 from hybrid_rlhf.inference.server.replies import Answer, stream, whole
 from hybrid_rlhf.inference.server.served_model import Limits, Served
-from hybrid_rlhf.inference.server.worker import Job, Worker
+from hybrid_rlhf.inference.server.worker import Job, Stopping, Worker
 
 PAGE = Path(__file__).parent / "page"
 PAGE_HEADERS = [
@@ -34,6 +34,7 @@ PAGE_HEADERS = [
                                  b"form-action 'self'; frame-ancestors 'none'"),
     (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"), (b"cache-control", b"no-cache")]
 BODY_SECONDS = 30.0
+T = TypeVar("T")
 
 
 def make_app(models: list[Served], worker: Worker, limits: Limits, *, scorer: Scorer | None = None,
@@ -110,11 +111,19 @@ class Server:
         return JSONResponse(_described(self._model(name)))
 
     async def chat(self, request: Request) -> Response:
+        arrived = time.monotonic()
         asked = read_chat(await self._body(request))
         model = self._model(asked.model)
         self._take_place(model, asked.num_choices)
         started = time.monotonic()
         job: Job | None = None
+        answer = stream if asked.is_stream else whole
+
+        async def work(send: Send) -> None:
+            nonlocal job
+            job = await self._job(model, asked)
+            self.worker.submit(model.lane, job)
+            await answer(send, model, asked, job, lambda i: self.worker.drop(model.lane, job, range(i, i + 1)))
 
         def leave() -> None:
             model.num_open -= asked.num_choices
@@ -122,20 +131,10 @@ class Server:
             if job is not None:
                 self.worker.drop(model.lane, job)
 
-        try:
-            job = await self._job(model, asked)
-        except BaseException:
-            leave()
-            raise
-        answer = stream if asked.is_stream else whole
-
-        async def work(send: Send) -> None:
-            self.worker.submit(model.lane, job)
-            await answer(send, model, asked, job, lambda i: self.worker.drop(model.lane, job, range(i, i + 1)))
-
-        return Answer(work, leave, self.limits.request_seconds)
+        return Answer(work, leave, self.limits.request_seconds, arrived)
 
     async def score(self, request: Request) -> Response:
+        arrived = time.monotonic()
         prompts, completions = read_score(await self._body(request))
         if self._num_scoring >= self.limits.max_queue:
             raise ApiError(429, "too many requests for scores; try again", retry_after=1)
@@ -143,17 +142,20 @@ class Server:
 
         async def work(send: Send) -> None:
             scores: list[float] = []
-            for part in self.scorer.parts(prompts, completions):
-                try:
+            try:
+                await self._encode(self.scorer.check_lengths, prompts, completions)
+                for part in self.scorer.parts(prompts, completions):
                     scores += await asyncio.wrap_future(self.worker.call(part))
-                except UserError as error:
-                    raise ApiError(400, str(error)) from None
+            except UserError as error:
+                raise ApiError(400, str(error)) from None
+            except Stopping as error:
+                raise ApiError(503, f"{error}; try again later", retry_after=30) from None
             await JSONResponse({"scores": scores})({"type": "http"}, None, send)
 
         def leave() -> None:
             self._num_scoring -= 1
 
-        return Answer(work, leave, self.limits.request_seconds)
+        return Answer(work, leave, self.limits.request_seconds, arrived)
 
     # -- what a request needs ----------------------------------------------------------------------------------------
 
@@ -179,19 +181,26 @@ class Server:
                            code="queue_full", retry_after=model.wait())
         model.num_open += count
 
-    async def _job(self, model: Served, asked: ChatRequest) -> Job:
-        loop, serving = asyncio.get_running_loop(), model.lane.serving
+    async def _encode(self, function: Callable[..., T], *given: object) -> T:
+        """`function` in the thread for prompts. Who has left while others are at it has no turn there."""
+        return await asyncio.get_running_loop().run_in_executor(self.encoding, function, *given)
+
+    def _prompt(self, model: Served, messages: list[dict]) -> list[int]:
+        """The messages as tokens; ApiError for more than fit, which often shows before they are tokenized."""
         try:
-            prompt = await loop.run_in_executor(self.encoding, encode_prompt, model.encoder, asked.messages)
+            rendered = compose_prompt(model.encoder, messages)
         except SkipRow as error:
             raise ApiError(400, f"these messages make no prompt: {error}; "
                                 "send messages that the model's template takes", param="messages") from None
-        room = model.lane.capacity - len(prompt)
-        most = self.limits.max_prompt_tokens
-        if room < 1 or (most is not None and len(prompt) > most):
-            raise ApiError(400, f"the messages are {len(prompt)} tokens long; send less: with room for an "
-                                f"answer there may be {min(model.lane.capacity - 1, most or model.lane.capacity)}",
-                           param="messages", code="context_length_exceeded")
+        most = min(model.lane.capacity - 1, self.limits.max_prompt_tokens or model.lane.capacity)
+        _check_length(model.least_tokens.of(rendered), most, "or more ")
+        prompt = encode_all(model.encoder, [rendered])[0].ids
+        _check_length(len(prompt), most)
+        return prompt
+
+    async def _job(self, model: Served, asked: ChatRequest) -> Job:
+        prompt = await self._encode(self._prompt, model, asked.messages)
+        serving, room = model.lane.serving, model.lane.capacity - len(prompt)
         limit = min(asked.limit or self.limits.max_new_tokens, self.limits.max_new_tokens, room)
         sampling = replace(asked.sampling, max_new_tokens=limit, min_new_tokens=min(asked.least, limit))
         requests = [engine_request.Request(i, prompt, limit, asked.seed, sampling=sampling)
@@ -202,7 +211,13 @@ class Server:
             serving.check(requests[0])
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from None
-        return Job(requests, loop)
+        return Job(requests, asyncio.get_running_loop())
+
+
+def _check_length(count: int, most: int, words: str = "") -> None:
+    if count > most:
+        raise ApiError(400, f"the messages are {count} {words}tokens long; send less: with room for an answer there "
+                            f"may be {most}", param="messages", code="context_length_exceeded")
 
 
 def _described(model: Served) -> dict:

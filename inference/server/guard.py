@@ -8,11 +8,14 @@ import hmac
 import ipaddress
 import json
 import logging
+import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from uvicorn import Config
+from uvicorn import Server as UvicornServer
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hybrid_rlhf.inference.server.protocol import ApiError
@@ -20,6 +23,7 @@ from hybrid_rlhf.inference.server.protocol import ApiError
 HEADER_SECONDS = 10.0  # from a connection's (or a next request's) first byte to the end of its headers
 STALL_SECONDS = 30.0  # for which a reader may read nothing of what waits for it
 MAX_CONNECTIONS = 512
+STOP_SECONDS = 30  # for which a server that stops waits for open answers
 _DRAIN_BYTES, _DRAIN_SECONDS = 16 * 2**20, 2.0
 
 Scope = MutableMapping[str, Any]
@@ -36,8 +40,9 @@ def is_loopback(host: str) -> bool:
         return host.lower().rstrip(".") == "localhost"
 
 
-async def refuse(send: Send, error: ApiError) -> None:
-    """An error in OpenAI's shape; the connection ends with it, for the body may not have been read."""
+def refusal(error: ApiError) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Headers and body of an error in OpenAI's shape; the connection ends with it, for the body may not have been
+    read."""
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
     if error.retry_after is not None:
         headers.append((b"retry-after", str(error.retry_after).encode()))
@@ -45,6 +50,11 @@ async def refuse(send: Send, error: ApiError) -> None:
         headers.append((b"www-authenticate", b"Bearer"))
     body = json.dumps(error.body()).encode()
     headers.append((b"content-length", str(len(body)).encode()))
+    return headers, body
+
+
+async def refuse(send: Send, error: ApiError) -> None:
+    headers, body = refusal(error)
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
@@ -152,17 +162,35 @@ async def _drain(receive: Receive) -> None:
         has_more = message.get("more_body", False)
 
 
+class PatientServer(UvicornServer):
+    """uvicorn, where answers that are still open STOP_SECONDS after it was told to stop are ended by `stop`, which does
+    not wait, and not cancelled. Told a second time (by SIGINT) it ends them at once."""
+
+    def __init__(self, config: Config, stop: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._stop = stop
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.get_running_loop().call_later(STOP_SECONDS, self._stop)
+        await super().shutdown(sockets)
+        ending.cancel()
+        if self.force_exit:  # which uvicorn takes for leave to skip what is below
+            await self.lifespan.shutdown()
+
+
 class TimeoutProtocol(H11Protocol):
-    """uvicorn's HTTP with an end to patience: for headers that do not come, for readers that do not read, and for more
-    connections than MAX_CONNECTIONS."""
+    """uvicorn's HTTP with an end to patience: for headers that do not come, and for readers that do not read. Of more
+    connections than MAX_CONNECTIONS the oldest that has yet to ask for something is closed. What is no HTTP is refused
+    in OpenAI's shape."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._header_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
-        if len(self.connections) > MAX_CONNECTIONS:
-            transport.abort()
-            return
+        self._since = self.loop.time()
+        is_open = [each for each in self.connections if not each.transport.is_closing()]
+        if len(is_open) > MAX_CONNECTIONS:
+            min((each for each in is_open if each._is_waited_for()), key=lambda each: each._since).transport.abort()
         self._header_timer = self.loop.call_later(HEADER_SECONDS, self._give_up)
 
     def data_received(self, data: bytes) -> None:
@@ -175,6 +203,18 @@ class TimeoutProtocol(H11Protocol):
     def _is_between(self) -> bool:
         """Whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
+
+    def _is_waited_for(self) -> bool:
+        """Whether the client has not said all of its request."""
+        return self._is_between() or self.cycle.more_body
+
+    def send_400_response(self, msg: str) -> None:
+        if self._is_between() or not self.cycle.response_started:
+            headers, body = refusal(ApiError(400, "this is no HTTP/1.1 request that can be read; "
+                                                  "send one with well-formed headers and body"))
+            lines = [b"HTTP/1.1 400 Bad Request", *(name + b": " + value for name, value in headers), b"", body]
+            self.transport.write(b"\r\n".join(lines))
+        self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()

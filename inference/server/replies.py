@@ -3,43 +3,67 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from hybrid_rlhf.inference.response_text import AnswerText
 from hybrid_rlhf.inference.server.protocol import ApiError, ChatRequest, Shapes, event
 from hybrid_rlhf.inference.server.served_model import Served
-from hybrid_rlhf.inference.server.worker import Job
+from hybrid_rlhf.inference.server.worker import Job, Stopping
+
+EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
 class Answer(Response):
-    """A response that `work` sends. It is cancelled when the client leaves or the time is up; then `at_end` is called,
-    however it ended."""
+    """A response that `work` sends. It is cancelled when the client leaves, when the time is up (`seconds` from
+    `arrived`, of time.monotonic) and when the server stops; then `at_end` is called, however it ended. A stream that
+    has begun ends with the error as its last event."""
 
     def __init__(self, work: Callable[[Send], Awaitable[None]], at_end: Callable[[], None] = lambda: None,
-                 seconds: float | None = None) -> None:
-        self._work, self._at_end, self._seconds = work, at_end, seconds
+                 seconds: float = math.inf, arrived: float = 0.0) -> None:
+        self._work, self._at_end, self._seconds, self._arrived = work, at_end, seconds, arrived
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        working = asyncio.ensure_future(self._work(send))
-        leaving = asyncio.ensure_future(_until_gone(receive))
+        headers: list[tuple[bytes, bytes]] | None = None
+
+        async def noted(message: Message) -> None:
+            nonlocal headers
+            headers = message.get("headers", headers)
+            await send(message)
+
+        error = await self._end(asyncio.ensure_future(self._work(noted)), asyncio.ensure_future(_until_gone(receive)))
+        if error is not None and headers is None:
+            raise error
+        if error is not None and EVENTS in headers:
+            await send({"type": "http.response.body", "body": event(error.body())})
+
+    async def _end(self, working: asyncio.Future, leaving: asyncio.Future) -> ApiError | None:
+        """Wait for the first of them; what the client is yet to be told."""
+        left = None if self._seconds == math.inf else self._arrived + self._seconds - time.monotonic()
         try:
-            await asyncio.wait({working, leaving}, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({working, leaving}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 working.result()
             elif not leaving.done():
-                raise ApiError(504, f"no whole answer within {self._seconds:g} s; "
-                                    "ask for fewer tokens, or start the server with a larger --request_timeout",
-                               code="timeout")
+                return ApiError(504, f"no whole answer within {self._seconds:g} s; "
+                                     "ask for fewer tokens, or start the server with a larger --request_timeout",
+                                code="timeout")
+        except ApiError as error:
+            return error
+        except asyncio.CancelledError:  # by uvicorn, which has waited for as long as it does for open answers
+            return ApiError(503, "the server stops; try again later", retry_after=30)
         finally:
             for task in (working, leaving):
                 task.cancel()
             self._at_end()
             await asyncio.gather(working, leaving, return_exceptions=True)
+        return None
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -57,7 +81,8 @@ async def _pieces(model: Served, asked: ChatRequest, job: Job, drop: Callable[[i
     while num_left:
         news = await job.events.get()
         if isinstance(news, Exception):
-            raise ApiError(503 if "stops" in str(news) else 500, f"the answer failed: {news}; try again") from None
+            status = 503 if isinstance(news, Stopping) else 500
+            raise ApiError(status, f"the answer failed: {news}; try again") from None
         index, tokens, is_last = news
         text = texts[index]
         if text.has_stopped:
@@ -94,7 +119,7 @@ async def stream(send: Send, model: Served, asked: ChatRequest, job: Job, drop: 
         written.clear()
 
     await send({"type": "http.response.start", "status": 200, "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
+        EVENTS, (b"cache-control", b"no-store"),
         (b"x-accel-buffering", b"no")]})
     for index in range(len(job.requests)):
         written += event(shapes.chunk(index, {"role": "assistant", "content": ""}))

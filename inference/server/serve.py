@@ -14,6 +14,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
+from hybrid_rlhf.core.given_paths import expanded
+from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.text_safety import error_line
 from hybrid_rlhf.inference.named_models import NamedModel, named_models
 
@@ -26,9 +28,10 @@ KEY_VARIABLE = "HYBRID_RLHF_API_KEY"
 def parser() -> argparse.ArgumentParser:
     """The flags; a refusal is a UserError of one line."""
     flags = command_flags("serve", __doc__)
-    flags.add_argument("--model", nargs="+", action="extend", metavar="[NAME=]DIR", default=[],
+    flags.add_argument("--model", type=expanded, nargs="+", action="extend", metavar="[NAME=]DIR", default=[],
                        help="model folders, such as sft=outputs/demo/sft/model ppo=outputs/demo/ppo/model")
-    flags.add_argument("--reward_model", metavar="DIR", help="a reward model, whose scores POST /score gives")
+    flags.add_argument("--reward_model", type=expanded, metavar="DIR",
+                       help="a reward model, whose scores POST /score gives")
     flags.add_argument("--reward_label", help="which label of a reward model with several is the score")
     flags.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     flags.add_argument("--port", type=int, default=8000, help="port, 0 for any that is free (%(default)s)")
@@ -104,7 +107,7 @@ def run(argv: list[str] | None) -> int:
         raise UserError(f"serve: {error.name} is not installed; pip install 'hybrid-rlhf[serve]'") from error
     from hybrid_rlhf.inference.chat_models import model_folder
     from hybrid_rlhf.inference.scorer import Scorer
-    from hybrid_rlhf.inference.server.guard import TimeoutProtocol, is_loopback
+    from hybrid_rlhf.inference.server.guard import STOP_SECONDS, PatientServer, TimeoutProtocol, is_loopback
     from hybrid_rlhf.inference.server.worker import Worker
 
     judge = options.reward_model
@@ -117,19 +120,22 @@ def run(argv: list[str] | None) -> int:
     limits = Limits(options.max_queue, options.max_new_tokens, options.max_prompt_tokens, options.max_body_bytes,
                     options.request_timeout)
     app = make_app(models, worker, limits, scorer=scorer, api_key=options.api_key, is_local=is_loopback(options.host))
-    server = uvicorn.Server(uvicorn.Config(
+    server = PatientServer(uvicorn.Config(
         app, http=TimeoutProtocol, ws="none", lifespan="on", log_level="error", access_log=False, server_header=False,
-        timeout_keep_alive=5, timeout_graceful_shutdown=30))
+        timeout_keep_alive=5, timeout_graceful_shutdown=STOP_SECONDS + 10), worker.begin_stop)
     taken.listen(1024)  # who reads the next line and comes at once is not turned away
     host = f"[{options.host}]" if ":" in options.host else options.host
     print(f"serving {', '.join([m.name for m in models] + ['/score'] * bool(scorer))} at "
           f"http://{host}:{taken.getsockname()[1]}", file=sys.stderr, flush=True)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn ends well, then sends itself the signal once more
         signal.signal(number, lambda *_: None)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # the terminal is gone; under nohup it may
+        signal.signal(signal.SIGHUP, server.handle_exit)
     server.run(sockets=[taken])
     return 0
 
 
+@lasting_streams()
 def main(argv: list[str] | None = None) -> int:
     """The entry point: returns the exit code (0 stopped by a signal, 2 the input is wrong, 130 interrupted early)."""
     try:

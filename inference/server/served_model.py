@@ -8,6 +8,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from hybrid_rlhf.data.least_tokens import LeastTokens
 from hybrid_rlhf.inference.server.worker import ModelQueue
 
 
@@ -36,6 +37,7 @@ class Served:
 
     def __post_init__(self) -> None:
         self.encoder = copy.deepcopy(self.tokenizer)  # used in another thread than the one that decodes
+        self.least_tokens = LeastTokens(self.encoder)
 
     def wait(self) -> int:
         """Seconds after which there may be room again."""

@@ -27,6 +27,13 @@ _log = logging.getLogger(__name__)
 Event = tuple[int, list[int], bool] | Exception
 
 
+class Stopping(RuntimeError):
+    """The thread has ended or is about to."""
+
+    def __init__(self) -> None:
+        super().__init__("the server stops")
+
+
 @dataclass
 class Job:
     """Requests that one client waits for, and where their tokens go. `loop` is the thread that reads them."""
@@ -62,7 +69,7 @@ class Worker:
     def __init__(self, lanes: list[ModelQueue]) -> None:
         self.lanes = lanes
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._is_stopping = False
+        self._is_stopping = self._has_ended = False
         self._ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
@@ -71,9 +78,13 @@ class Worker:
         self._thread.start()
         self._ready.result()
 
-    def stop(self) -> None:
-        """End the thread after the step under way; whoever still waits is told so."""
+    def begin_stop(self) -> None:
+        """Let the thread end after the step under way; whoever still waits, or comes later, is told so."""
         self._orders.put(self._stop)
+
+    def stop(self) -> None:
+        """The same; returns when it has ended."""
+        self.begin_stop()
         self._thread.join(timeout=60)
 
     @property
@@ -81,25 +92,39 @@ class Worker:
         return self._thread.is_alive() and not self._is_stopping
 
     def submit(self, lane: ModelQueue, job: Job) -> None:
-        self._orders.put(lambda: self._submit(lane, job))
+        self._order(lambda: self._submit(lane, job))
 
     def drop(self, lane: ModelQueue, job: Job, indexes: range | None = None) -> None:
         """Forget a job, or some of its requests: their slots are free before the next step."""
-        self._orders.put(lambda: self._drop(lane, job, indexes))
+        self._order(lambda: self._drop(lane, job, indexes))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """`function` between two steps, in the engine's thread."""
         result: Future[T] = Future()
 
         def order() -> None:
-            if result.set_running_or_notify_cancel():
-                try:
-                    result.set_result(function())
-                except Exception as error:
-                    result.set_exception(error)
+            if not result.set_running_or_notify_cancel():
+                return
+            try:
+                if self._is_stopping:
+                    raise Stopping
+                result.set_result(function())
+            except Exception as error:
+                result.set_exception(error)
 
-        self._orders.put(order)
+        self._order(order)
         return result
+
+    def _order(self, order: Callable[[], None]) -> None:
+        self._orders.put(order)
+        if self._has_ended:
+            self._refuse_orders()
+
+    def _refuse_orders(self) -> None:
+        """Carry out what is left of them, which now is to say no."""
+        with suppress(queue.Empty):
+            while True:
+                self._orders.get_nowait()()
 
     # -- in the thread -----------------------------------------------------------------------------------------------
 
@@ -121,7 +146,9 @@ class Worker:
         finally:
             self._is_stopping = True
             for lane in self.lanes:
-                self._fail(lane, RuntimeError("the server stops"))
+                self._fail(lane, Stopping())
+            self._has_ended = True
+            self._refuse_orders()
 
     def _turn_until_stopped(self) -> None:
         while not self._is_stopping:
@@ -142,6 +169,9 @@ class Worker:
 
     def _submit(self, lane: ModelQueue, job: Job) -> None:
         lane.jobs.append(job)
+        if self._is_stopping:
+            self._fail(lane, Stopping())
+            return
         for request in job.requests:
             lane.serving.submit(request)
 

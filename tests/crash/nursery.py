@@ -18,6 +18,7 @@ from pathlib import Path
 
 def count_operations(at: int | None) -> list[int]:
     """Count what checkpoints do to files, in this process; at number `at` it kills itself."""
+    from hybrid_rlhf.core import own_files
     from hybrid_rlhf.run import checkpoint, tensor_file
 
     seen = [0]
@@ -31,8 +32,10 @@ def count_operations(at: int | None) -> list[int]:
 
         return counted
 
-    for name in ("_make_room", "_write_own", "_sync", "_finish", "_replace", "_remove"):
-        setattr(checkpoint, name, counting(getattr(checkpoint, name)))
+    for module, names in ((checkpoint, ("_make_room", "_write_own", "_sync", "_finish", "_replace")),
+                          (own_files, ("remove_folder", "_exchange", "_remove"))):
+        for name in names:
+            setattr(module, name, counting(getattr(module, name)))
     tensor_file.write = counting(tensor_file.write)
     return seen
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from hybrid_rlhf.run import checkpoint
-from tests.stage_options import used
-from tests.tiny import save_tiny
+from tests.factories.stage_options import used
+from tests.factories.tiny import save_tiny
 
 ROOT = Path(__file__).parents[2]
 WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the moon", "tree", "old book"]

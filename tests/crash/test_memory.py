@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.crash.place import argv_of, prepare, run
-from tests.tiny import save_tiny
+from tests.factories.tiny import save_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

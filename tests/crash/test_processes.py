@@ -9,7 +9,7 @@ import pytest
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.run import checkpoint
 from tests.crash.place import argv_of, difference, prepare, unlike
-from tests.test_dist import launch
+from tests.factories.processes import launch
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]
 HALF = ["--model.dtype", "bfloat16"]

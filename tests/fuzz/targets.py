@@ -30,7 +30,7 @@ MAX_LINE = 2000
 
 @cache
 def tokenizer():  # noqa: ANN201
-    from tests.tiny import tiny_tokenizer
+    from tests.factories.tiny import tiny_tokenizer
 
     found = tiny_tokenizer()
     found.chat_template = chat.CHATML

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 from hybrid_rlhf.algorithms.preference import LOSSES
 from hybrid_rlhf.core.config import check
-from hybrid_rlhf.core.distributed import main_first
-from hybrid_rlhf.data import collate, datasets
+from hybrid_rlhf.data import collate
 from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.data.source import Reads
 from hybrid_rlhf.engine import ZeroConfig
-from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.models.adapters import Adapters
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
 from hybrid_rlhf.roles import Actor, Reference
-from hybrid_rlhf.run import runfile
-from hybrid_rlhf.run.loop import TrainConfig, fit, on_record
+from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer
-from hybrid_rlhf.training import announce, builders, defaults, fixed_prompts, unread_options
+from hybrid_rlhf.training import builders, fixed_prompts, supervised, unread_options
+from hybrid_rlhf.training.registry import STAGES
 
 
 @dataclass(frozen=True)
@@ -60,22 +58,15 @@ class Config:
               "train.per_device_train_batch_size is 1, but kto compares each prompt with another row's response; take "
               "2 or more")
 
-    @property
-    def unused(self) -> dict[str, str]:
-        return unread_options.of(self)
 
-
-def data_stage(config: Config) -> str:
-    """The name under which this run's rows are asked for: that of the loss, however it was chosen."""
-    return {"sigmoid": "dpo"}.get(config.dpo.loss_type, config.dpo.loss_type)
+def reads_of(config: Config) -> Reads:
+    """The rows of the loss, however that was chosen."""
+    return STAGES[{"sigmoid": "dpo"}.get(config.dpo.loss_type, config.dpo.loss_type)].reads
 
 
 def start_model(config: Config) -> tuple[str, ModelConfig]:
     """The path of the stage-1 run or model, and the model settings that name its weights."""
-    check(config.model.preset is None, f"model.preset: {data_stage(config)} starts from a trained model; give "
-                                       "model.model_name_or_path or run --stage sft first")
-    path = builders.parent_run(config.model.model_name_or_path, config.output_dir, "sft", "model.model_name_or_path")
-    return path, replace(config.model, model_name_or_path=builders.model_folder(path))
+    return supervised.start_from_sft(config, reads_of(config).stage)
 
 
 def reference_model(model: ModelConfig) -> ModelConfig:
@@ -85,12 +76,7 @@ def reference_model(model: ModelConfig) -> ModelConfig:
 
 def preview(config: Config) -> None:
     """Print rendered examples of the data with the trained tokens marked."""
-    from hybrid_rlhf.data.preview import preview as show
-
-    builders.require_data(config.data, data_stage(config))
-    _, model = start_model(config)
-    stage = data_stage(config)
-    show(config.data, stage, builders.open_tokenizer(model, config.data, stage, config.seed))
+    supervised.preview(config, reads_of(config), start_model)
 
 
 def open_roles(config: Config, model: ModelConfig, tokenizer, steps: int) -> tuple[Actor, Reference | None]:  # noqa: ANN001
@@ -103,8 +89,7 @@ def open_roles(config: Config, model: ModelConfig, tokenizer, steps: int) -> tup
         adapters.train_only(adapters.names)
         turns = [{"adapter": partial(adapters.use, name)} for name in (adapters.names[0], None)]
     engine = builders.policy_engine(causal, tokenizer, **turns[0])
-    engine.prepare_training(builders.optimizer_of(config.train, config.train.learning_rate),
-                            builders.schedule_of(config.train, steps), config.engine)
+    supervised.prepare_training(engine, config, steps)
     policy = Actor(engine, tokenizer, tokens)
     if not needs_reference:
         return policy, None
@@ -119,39 +104,20 @@ def open_roles(config: Config, model: ModelConfig, tokenizer, steps: int) -> tup
 
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, export to output_dir/model, and return the final metrics."""
-    builders.require_data(config.data, data_stage(config))
-    config = defaults.resolve(config)
-    done = runfile.finished(config.output_dir, config.stage, config)
-    if done:
-        return done.metrics
-    builders.seed_everything(config.seed)
-    base, model = start_model(config)
-    builders.check_model(model, config.engine, config.train.optim)
-    builders.check_lengths(model, data__max_length=config.data.max_length)
-    stage = data_stage(config)
-    tokenizer = builders.open_tokenizer(model, config.data, stage, config.seed)
-    with main_first():  # the others find its tables in the cache
-        data = datasets.build(config.data, stage, tokenizer, config.seed)
-    collated = _collation(config, tokenizer.pad_token_id)
-    loader = builders.train_loader(data.train, config.train, config.seed, collated)
-    held_out = builders.eval_loader(data.held_out, config.train, config.seed, collated)
-    steps = builders.total_steps(config.train, len(loader))
-    policy, reference = open_roles(config, model, tokenizer, steps)
-    trainer = OfflineTrainer(policy, reference, config.dpo)
-    record = builders.start(config, command, data)
-    with on_record(record):  # a failing export is on the record too
-        announce.before(record, config, {"policy": policy.engine}, base, steps, loader)
-        said = fixed_prompts.of_demonstrations(policy, data, config.train.num_fixed_prompts, config.data.max_length)
-        metrics = fit(trainer, loader, held_out, config.train, record, steps, said)
-        with policy.engine.active():
-            export(policy.engine.model, tokenizer, Path(config.output_dir) / builders.MODEL_FOLDER,
-                   policy.engine.eos_ids)
-        record.finish(metrics, tokenizer=tokenizer, base_model=base, data=data.report)
-    return metrics
+    return supervised.run(config, command, reads_of(config), start_model, _collation, _open)
 
 
-def _collation(config: Config, pad: int):  # noqa: ANN202
+def _open(opened: supervised.Opened) -> supervised.Learner:
+    config = opened.config
+    policy, reference = open_roles(config, opened.model, opened.tokenizer, opened.steps)
+    answers = fixed_prompts.of_demonstrations(policy, opened.data, config.train.num_fixed_prompts,
+                                              config.data.max_length)
+    return supervised.Learner(OfflineTrainer(policy, reference, config.dpo), "policy", policy.engine,
+                              policy.engine.model, policy.engine.eos_ids, answers)
+
+
+def _collation(config: Config, pad: int) -> tuple:
     """How rows become a batch of the loss's kind."""
     if LOSSES[config.dpo.loss_type].needs_pairs:
-        return lambda rows: collate.collate_pairs(rows, pad)
-    return lambda rows: collate.collate_labelled(rows, pad, config.data.max_length)
+        return (lambda rows: collate.collate_pairs(rows, pad),) * 2
+    return (lambda rows: collate.collate_labelled(rows, pad, config.data.max_length),) * 2

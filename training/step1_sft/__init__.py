@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.core.distributed import main_first
-from hybrid_rlhf.data import collate, datasets
+from hybrid_rlhf.data import collate
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine import ZeroConfig
-from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.models.backbone import packing_is_exact
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.roles import Actor
-from hybrid_rlhf.run import runfile
-from hybrid_rlhf.run.loop import TrainConfig, fit, on_record
+from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.sft import SFTTrainer
-from hybrid_rlhf.training import announce, builders, defaults, fixed_prompts, unread_options
+from hybrid_rlhf.training import builders, fixed_prompts, supervised, unread_options
+from hybrid_rlhf.training.registry import STAGES
 
 
 @dataclass(frozen=True)
@@ -50,63 +47,39 @@ class Config:
     def __post_init__(self) -> None:
         unread_options.refuse(self)
 
-    @property
-    def unused(self) -> dict[str, str]:
-        return unread_options.of(self)
 
-
-def start_model(config: Config) -> ModelConfig:
-    """The model settings that name the weights to start from: those of a finished run where one is given."""
-    given = config.model.model_name_or_path
-    if given is None:
-        return config.model
-    path = builders.parent_run(given, config.output_dir, "sft", "model.model_name_or_path")
-    return replace(config.model, model_name_or_path=builders.model_folder(path))
+def start_model(config: Config) -> tuple[str, ModelConfig]:
+    """The model or preset to start from, and the model settings that name its weights: a finished run's own."""
+    path = config.model.model_name_or_path
+    if path is None:
+        return config.model.preset, config.model
+    path = builders.parent_run(path, config.output_dir, "sft", "model.model_name_or_path")
+    return path, replace(config.model, model_name_or_path=builders.model_folder(path))
 
 
 def preview(config: Config) -> None:
     """Print rendered examples of the data with the trained tokens marked."""
-    from hybrid_rlhf.data.preview import preview as show
-
-    builders.require_data(config.data, config.stage)
-    tokenizer = builders.open_tokenizer(start_model(config), config.data, config.stage, config.seed)
-    show(config.data, config.stage, tokenizer)
+    supervised.preview(config, STAGES[config.stage].reads, start_model)
 
 
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, export to output_dir/model, and return the final metrics (also in output_dir/run.json)."""
-    builders.require_data(config.data, config.stage)
-    config = defaults.resolve(config)
-    done = runfile.finished(config.output_dir, config.stage, config)
-    if done:
-        return done.metrics
-    builders.seed_everything(config.seed)
-    start = start_model(config)
-    builders.check_model(start, config.engine, config.train.optim)
-    builders.check_lengths(start, data__max_length=config.data.max_length)
-    tokenizer = builders.open_tokenizer(start, config.data, config.stage, config.seed)
-    with main_first():  # the others find its tables in the cache
-        data = datasets.build(config.data, config.stage, tokenizer, config.seed)
-    model = builders.open_policy(start, tokenizer, config.seed, dropout=True)
+    return supervised.run(config, command, STAGES[config.stage].reads, start_model, _collation, _open)
+
+
+def _collation(config: Config, pad: int) -> tuple:
+    length = config.data.max_length if config.data.packing else None
+    return lambda rows: collate.collate_sft(rows, pad, length), lambda rows: collate.collate_sft(rows, pad)
+
+
+def _open(opened: supervised.Opened) -> supervised.Learner:
+    config, tokenizer = opened.config, opened.tokenizer
+    model = builders.open_policy(opened.model, tokenizer, config.seed, dropout=True)
     if config.data.packing and not packing_is_exact(model):
         raise UserError(f"data.packing: {type(model).__name__} lets packed samples see each other; turn it off")
-    length = config.data.max_length if config.data.packing else None
-    pad = tokenizer.pad_token_id
-    loader = builders.train_loader(data.train, config.train, config.seed, lambda r: collate.collate_sft(r, pad, length))
-    held_out = builders.eval_loader(data.held_out, config.train, config.seed, lambda r: collate.collate_sft(r, pad))
-    steps = builders.total_steps(config.train, len(loader))
     engine = builders.policy_engine(model, tokenizer)
-    engine.prepare_training(builders.optimizer_of(config.train, config.train.learning_rate),
-                            builders.schedule_of(config.train, steps), config.engine)
-    trainer = SFTTrainer(Actor(engine, tokenizer, config.engine.micro_batch_tokens))
-    record = builders.start(config, command, data)
-    start = config.model.model_name_or_path or config.model.preset
-    with on_record(record):  # a failing export is on the record too
-        announce.before(record, config, {"policy": engine}, start, steps, loader)
-        said = fixed_prompts.of_demonstrations(trainer.policy, data, config.train.num_fixed_prompts,
-                                               config.data.max_length)
-        metrics = fit(trainer, loader, held_out, config.train, record, steps, said)
-        export(model, tokenizer, Path(config.output_dir) / builders.MODEL_FOLDER, engine.eos_ids)
-        record.finish(metrics, tokenizer=tokenizer, base_model=config.model.model_name_or_path or config.model.preset,
-                      data=data.report)
-    return metrics
+    supervised.prepare_training(engine, config, opened.steps)
+    policy = Actor(engine, tokenizer, config.engine.micro_batch_tokens)
+    answers = fixed_prompts.of_demonstrations(policy, opened.data, config.train.num_fixed_prompts,
+                                              config.data.max_length)
+    return supervised.Learner(SFTTrainer(policy), "policy", engine, model, engine.eos_ids, answers)

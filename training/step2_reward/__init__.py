@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from hybrid_rlhf.core.config import UserError, check
-from hybrid_rlhf.core.distributed import is_main, main_first
+from hybrid_rlhf.core.distributed import is_main
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine import ZeroConfig
-from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.weights import identity
 from hybrid_rlhf.roles import Reward
-from hybrid_rlhf.run import runfile
-from hybrid_rlhf.run.loop import TrainConfig, fit, on_record
+from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.reward import RewardTrainer
-from hybrid_rlhf.training import announce, builders, defaults, fixed_prompts, unread_options
+from hybrid_rlhf.training import builders, fixed_prompts, supervised, unread_options
+from hybrid_rlhf.training.registry import READS
 
 FEW_STATISTICS = 16  # rows; the spread of fewer scores is a guess
 NUM_STATISTICS = 512  # sequences whose scores give the mean and spread that stage 3 normalises by
@@ -72,66 +70,41 @@ class Config:
     def __post_init__(self) -> None:
         unread_options.refuse(self)
 
-    @property
-    def unused(self) -> dict[str, str]:
-        return unread_options.of(self)
-
 
 def start_model(config: Config) -> tuple[str, ModelConfig]:
     """The path of the stage-1 run or model, and the model settings that name its weights."""
-    check(config.model.preset is None, "model.preset: a reward model starts from a trained model; give "
-                                       "model.model_name_or_path or run --stage sft first")
-    path = builders.parent_run(config.model.model_name_or_path, config.output_dir, "sft", "model.model_name_or_path")
-    return path, replace(config.model, model_name_or_path=builders.model_folder(path))
+    return supervised.start_from_sft(config, "a reward model")
 
 
 def preview(config: Config) -> None:
     """Print rendered examples of the data with the trained tokens marked."""
-    from hybrid_rlhf.data.preview import preview as show
-
-    builders.require_data(config.data, "reward")
-    _, model = start_model(config)
-    show(config.data, "reward", builders.open_tokenizer(model, config.data, "reward", config.seed))
+    supervised.preview(config, READS["reward"], start_model)
 
 
 def run(config: Config, command: str = "") -> dict[str, float]:
     """Train, measure the score's mean and spread on demonstrations, export, and return the final metrics."""
-    builders.require_data(config.data, "reward")
-    config = defaults.resolve(config)
-    done = runfile.finished(config.output_dir, "reward", config)
-    if done:
-        return done.metrics
-    builders.seed_everything(config.seed)
-    base, model_config = start_model(config)
-    builders.check_model(model_config, config.engine, config.train.optim)
-    builders.check_lengths(model_config, data__max_length=config.data.max_length)
-    tokenizer = builders.open_tokenizer(model_config, config.data, "reward", config.seed)
-    with main_first():  # the others find its tables in the cache
-        data = datasets.build(config.data, "reward", tokenizer, config.seed)
-    model = builders.open_scalar(model_config, tokenizer, new_head_std=config.reward.head_std)
+    return supervised.run(config, command, READS["reward"], start_model, _collation, _open)
+
+
+def _collation(_config: Config, pad: int) -> tuple:
+    return (lambda rows: collate.collate_pairs(rows, pad),) * 2
+
+
+def _open(opened: supervised.Opened) -> supervised.Learner:
+    config, tokenizer = opened.config, opened.tokenizer
+    model = builders.open_scalar(opened.model, tokenizer, new_head_std=config.reward.head_std)
     builders.seed_dropout(config.seed)
-
-    def pairs(rows: list[dict]) -> collate.PairBatch:
-        return collate.collate_pairs(rows, tokenizer.pad_token_id)
-
-    loader = builders.train_loader(data.train, config.train, config.seed, pairs)
-    held_out = builders.eval_loader(data.held_out, config.train, config.seed, pairs)
-    steps = builders.total_steps(config.train, len(loader))
     engine = builders.scalar_engine(model, tokenizer)
-    engine.prepare_training(builders.optimizer_of(config.train, config.train.learning_rate),
-                            builders.schedule_of(config.train, steps), config.engine)
+    supervised.prepare_training(engine, config, opened.steps)
     role = Reward(engine, config.engine.micro_batch_tokens)
-    trainer = RewardTrainer(role, config.reward.center_coef)
-    record = builders.start(config, command, data)
-    with on_record(record):  # a failing export is on the record too
-        announce.before(record, config, {"reward": engine}, base, steps, loader)
-        scored = fixed_prompts.of_reward(role, tokenizer, data, config.train.num_fixed_prompts)
-        metrics = fit(trainer, loader, held_out, config.train, record, steps, scored)
-        statistics = score_statistics(role, config, tokenizer, data)
-        export(model, tokenizer, Path(config.output_dir) / builders.MODEL_FOLDER, [tokenizer.eos_token_id])
-        record.finish(metrics, tokenizer=tokenizer, base_model=base, data=data.report, score_statistics=statistics,
-                      base_weights=identity(model_config.model_name_or_path))
-    return metrics
+    scored = fixed_prompts.of_reward(role, tokenizer, opened.data, config.train.num_fixed_prompts)
+
+    def facts() -> dict:
+        return {"score_statistics": score_statistics(role, config, tokenizer, opened.data),
+                "base_weights": identity(opened.model.model_name_or_path)}
+
+    return supervised.Learner(RewardTrainer(role, config.reward.center_coef), "reward", engine, model,
+                              [tokenizer.eos_token_id], scored, facts)
 
 
 def score_statistics(role: Reward, config: Config, tokenizer, data: datasets.StageData) -> dict:  # noqa: ANN001
@@ -143,7 +116,7 @@ def score_statistics(role: Reward, config: Config, tokenizer, data: datasets.Sta
     """
     try:
         sample = replace(config.data, max_samples=NUM_STATISTICS)
-        rows, where = _unseen(datasets.build(sample, "sft", tokenizer, config.seed), bool(config.data.split))
+        rows, where = _unseen(datasets.build(sample, READS["sft"], tokenizer, config.seed), bool(config.data.split))
         batch, where = collate.collate_sft(rows, tokenizer.pad_token_id), f"{where}demonstrations"
     except UserError:  # no source holds demonstrations
         rows, where = _unseen(data, False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.distributed import rank, world_size
 from hybrid_rlhf.data import collate
 from hybrid_rlhf.data.datasets import DataConfig
@@ -17,6 +17,7 @@ from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
 from hybrid_rlhf.training import on_policy, unread_options
 from hybrid_rlhf.training.check_signal import check as check_signal_of
+from hybrid_rlhf.training.registry import PTX
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
 
@@ -58,14 +59,6 @@ class Config:
                                        self.ppo.num_minibatches)):
             updates_per_step(self)  # refuses a minibatch that no rollout can fill
         unread_options.refuse(self)
-        ref = self.roles.given("ref")
-        check(self.needs_reference or not ref,
-              f"{', '.join(ref)}: ppo.kl_coef is 0, so no reference is loaded; leave it out, or name the reference "
-              "that kl is to be measured against (roles.ref.model_name_or_path)")
-
-    @property
-    def unused(self) -> dict[str, str]:
-        return unread_options.of(self)
 
     @property
     def needs_reference(self) -> bool:
@@ -79,35 +72,23 @@ class Config:
             ppo.sampling, "ppo", updates_per_step(self), ppo.minibatch_size or -(-sequences // ppo.num_minibatches),
             needs_ref=self.needs_reference, needs_critic=ppo.needs_critic,
             normalise_scores=ppo.normalise_scores, score_clip=ppo.score_clip,
-            critic_warmup_steps=ppo.critic_warmup_steps, has_entropy=True, also_reads=("ptx",) if ppo.ptx_coef else (),
+            critic_warmup_steps=ppo.critic_warmup_steps, has_entropy=True, also_reads=(PTX,) if ppo.ptx_coef else (),
             keeps_average=ppo.ema)
 
 
-def preview(config: Config) -> None:
-    """Print rendered prompts."""
-    on_policy.preview(config)
+preview = on_policy.preview
 
 
-def check_signal(config: Config) -> None:
-    """Print whether there is anything to learn from."""
-    config = on_policy.prepared(config)
-    check_signal_of(config, partial(_trainer, config))
-
-
-def run(config: Config, command: str = "") -> dict[str, float]:
-    """Train, export the actor, and return the final metrics."""
-    config = on_policy.prepared(config)
-    return on_policy.run(config, command, partial(_trainer, config))
-
-
-def _trainer(config: Config, opened: on_policy.RunContext) -> PPOTrainer:
+def _trainer(opened: on_policy.RunContext) -> PPOTrainer:
+    config = opened.config
     ppo = replace(config.ppo, critic_warmup_steps=opened.critic_warmup_steps)
     return PPOTrainer(opened.roles, opened.source, ppo, seed=config.seed, scale=opened.scale,
-                      extra_prompts=opened.loader.next, ptx=_pretraining(config, opened))
+                      extra_prompts=opened.loader.next, ptx=_pretraining(opened))
 
 
-def _pretraining(config: Config, opened: on_policy.RunContext) -> Loader | None:
+def _pretraining(opened: on_policy.RunContext) -> Loader | None:
     """The stream that PTX mixes in, with a position of its own."""
+    config = opened.config
     if not config.ppo.ptx_coef:
         return None
     size = config.ppo.ptx_batch_size or -(-_minibatch_size(config) // world_size())
@@ -132,3 +113,7 @@ def updates_per_step(config: Config) -> int:
         raise UserError(f"{option}: a minibatch of {size} of the step's {sequences} sequences does not divide by the "
                         f"{world_size()} processes; choose a multiple")
     return config.ppo.num_ppo_epochs * -(-sequences // size)
+
+
+run = partial(on_policy.run, _trainer)
+check_signal = partial(check_signal_of, _trainer)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hybrid_rlhf.core.torch_compat import is_hooked
 from hybrid_rlhf.engine.decode.attention import SAID_ALREADY
 from hybrid_rlhf.engine.decode.kv_cache import KeyValueRows, StateRows, Step
 from hybrid_rlhf.kernels.fusions import are_close, is_gelu
@@ -49,7 +50,7 @@ class Form(NamedTuple):
 
     def is_free(self) -> bool:
         """Whether nobody has replaced or hooked into a part of it meanwhile."""
-        return all("forward" not in vars(m) and (m is self.layer or not (m._forward_hooks or m._forward_pre_hooks))
+        return all("forward" not in vars(m) and (m is self.layer or not is_hooked(m))
                    for m in self.layer.modules())
 
 

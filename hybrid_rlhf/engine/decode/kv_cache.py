@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from hybrid_rlhf.core.host_memory import free_host_bytes
 from hybrid_rlhf.models.hf_attention import LayerKind, cache_class, derived, layer_kinds
 
 
@@ -292,8 +293,4 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch gives it back at need
         return torch.cuda.mem_get_info(device)[0] + unused
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return None
+    return free_host_bytes()

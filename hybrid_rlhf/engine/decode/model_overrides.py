@@ -1,5 +1,5 @@
-"""Decoders that need a hand to run over slots: what is put in is undone on leaving the mode, and whether it is right is
-for the probe to say. Nobody is adapted by a rewritten forward: only positions and the attention itself.
+"""Overrides of single models to run over slots: undone on leaving the mode, and subject to the parity check. No forward
+is rewritten: only positions and the attention itself.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.engine.decode.attention import SlotAttention
 from hybrid_rlhf.models.hf_attention import forward_parameters
+from hybrid_rlhf.models.transformers_compat import attends_by
 
 
 def has_own_attention_adapted(model: nn.Module) -> bool:
@@ -34,8 +35,7 @@ def adapted(model: nn.Module, attention: SlotAttention, with_attention: bool) ->
                 stack.callback(hook.remove)
         own = [m for m in model.modules() if with_attention and _name(m) in _ATTENTIONS]
         for index, module in enumerate(own):
-            module._attn = _ATTENTIONS[_name(module)](module, index, attention)
-            stack.callback(delattr, module, "_attn")
+            stack.enter_context(attends_by(module, _ATTENTIONS[_name(module)](module, index, attention)))
         yield
 
 

@@ -32,20 +32,18 @@ from hybrid_rlhf.engine.decode.parity import (
 )
 from hybrid_rlhf.engine.decode.tensor_parallel import gathers_logits, sharded
 from hybrid_rlhf.engine.decode.tp_sync import all_agree, propagate_errors
-from hybrid_rlhf.engine.train.zero import is_partitioned
+from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
 from hybrid_rlhf.kernels import Ops, ops_for
 from hybrid_rlhf.kernels.fusions import Fusions, find_fusions
 from hybrid_rlhf.kernels.products import own_products
 from hybrid_rlhf.models.hf_attention import (
     causal_mask_function,
-    custom_attention,
     forward_parameters,
     layer_kinds,
-    own_attention,
-    takes_custom_attention,
     without_padding_check,
 )
 from hybrid_rlhf.models.lora_products import fused_adapters
+from hybrid_rlhf.models.transformers_compat import custom_attention, own_attention, takes_custom_attention
 
 _log = logging.getLogger(__name__)
 

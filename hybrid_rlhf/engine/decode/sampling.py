@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from hybrid_rlhf.core.config import check
 
+_MOST = 2**31 - 1  # what kernels count with
+
 
 @dataclass(frozen=True)
 class SamplingConfig:
@@ -34,11 +36,12 @@ class SamplingConfig:
     stop_token_ids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        check(self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}; at least one token must be sampled")
+        check(1 <= self.max_new_tokens <= _MOST,
+              f"max_new_tokens is {self.max_new_tokens}; it must lie in [1, {_MOST}]")
         check(0 <= self.min_new_tokens <= self.max_new_tokens,
               f"min_new_tokens is {self.min_new_tokens}; it must lie in [0, max_new_tokens {self.max_new_tokens}]")
         check(self.temperature >= 0, f"temperature is {self.temperature}; it must be 0 (greedy) or positive")
-        check(self.top_k >= 0, f"top_k is {self.top_k}; it must be 0 (off) or positive")
+        check(0 <= self.top_k <= _MOST, f"top_k is {self.top_k}; it must be 0 (off) or lie in [1, {_MOST}]")
         check(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must lie in (0, 1]")
         check(0 <= self.min_p < 1, f"min_p is {self.min_p}; it must lie in [0, 1)")
         check(self.repetition_penalty > 0, f"repetition_penalty is {self.repetition_penalty}; it must be positive")

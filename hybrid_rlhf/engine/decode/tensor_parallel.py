@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import RankGroup
-from hybrid_rlhf.engine.train.zero import gathered_weights, is_partitioned, without_hooks
+from hybrid_rlhf.engine.train.deepspeed_compat import is_part, is_partitioned, without_hooks
+from hybrid_rlhf.engine.train.zero import gathered_weights
 
 _COLWISE = frozenset(("colwise", "colwise_gather_output", "colwise_rep"))
 _ROWWISE = frozenset(("rowwise", "rowwise_split_input", "rowwise_rep"))
@@ -33,7 +34,7 @@ _WHOLE = frozenset(("replicated_with_grad_allreduce", "mla_kv_a_proj", "local_pa
 def plan_of(model: nn.Module) -> dict[str, str]:
     """Module or parameter name -> style, for everything that transformers' plan of `model` names. Parameters of sliced
     experts are left out: they go with their module."""
-    plan = getattr(model, "_tp_plan", None) or {}
+    plan = getattr(model, "tp_plan", None) or {}
     patterns = [(re.compile(re.escape(key).replace(r"\*", r"\d+")), style) for key, style in plan.items()]
     names = [n for n, _ in model.named_modules()] + [n for n, _ in model.named_parameters()]
     found = {n: style for n in names for pattern, style in patterns if pattern.fullmatch(n)}
@@ -45,7 +46,7 @@ def check_shardable(model: nn.Module, degree: int) -> None:
     """UserError, in one line, where `model` cannot be spread over `degree` ranks."""
     plan, name = plan_of(model), type(model).__name__
     base = getattr(model, "base_model", model)
-    check(bool(getattr(base, "_tp_plan", None)),
+    check(bool(getattr(base, "tp_plan", None)),
           f"{name} has no tensor-parallel plan in transformers; it runs with tp 1 only")
     unknown = sorted(set(plan.values()) - _COLWISE - _ROWWISE - _WHOLE - {_EXPERTS})
     check(not unknown, f"{name}: its tensor-parallel plan uses {', '.join(unknown)}, which this engine does not know; "
@@ -125,7 +126,7 @@ def sharded(model: nn.Module, ranks: RankGroup) -> Iterator[None]:
             with gathered_weights(weights) if is_in_parts else nullcontext():
                 _shard(stack, model, path, style, ranks)
         if is_in_parts:
-            stack.enter_context(gathered_weights(p for p in model.parameters() if hasattr(p, "ds_id")))
+            stack.enter_context(gathered_weights(p for p in model.parameters() if is_part(p)))
         yield
 
 
@@ -172,14 +173,14 @@ def _adapters(module: nn.Module, name: str) -> list[nn.Module]:
 
 
 def _swap(stack: ExitStack, module: nn.Module, name: str, value: Tensor | None) -> None:
-    own = module._parameters[name]
-    module._parameters[name] = None if value is None else nn.Parameter(_kept(own, value), requires_grad=False)
-    stack.callback(module._parameters.__setitem__, name, own)
+    whole = getattr(module, name)
+    setattr(module, name, None if value is None else nn.Parameter(_kept(whole, value), requires_grad=False))
+    stack.callback(setattr, module, name, whole)
 
 
 def _kept(parameter: Tensor, view: Tensor) -> Tensor:
     """A view of a parameter; its copy where the parameter is whole for the moment only."""
-    return view.clone(memory_format=torch.contiguous_format) if hasattr(parameter, "ds_id") else view
+    return view.clone(memory_format=torch.contiguous_format) if is_part(parameter) else view
 
 
 def _cut(parameter: Tensor, style: str, ranks: RankGroup) -> Tensor:

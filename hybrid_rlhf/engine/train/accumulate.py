@@ -16,8 +16,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.core.config import NotFinite, UserError
 from hybrid_rlhf.core.distributed import world_size
+from hybrid_rlhf.core.errors import CRITIC_CURE, NotFinite, UserError
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.tensors import prefix_groups_within, token_budget_groups
 from hybrid_rlhf.engine.device_memory import explained, is_out_of_memory, peak_in, release
@@ -138,8 +138,10 @@ def _report(engine: HybridEngine, norm: float, metrics: Metrics) -> Metrics:
         _log.warning("the %s's gradient is not finite (norm %s): update %d is skipped, %d in a row", engine.name, norm,
                      training.num_steps, training.num_skipped_in_a_row)
     if training.num_skipped_in_a_row >= training.max_skipped_in_a_row:
+        cure = CRITIC_CURE if engine.name == "critic" else (
+            "lower train.learning_rate (roles.actor.learning_rate of a stage that samples), or look at the data")
         raise NotFinite(f"the {engine.name}'s gradient was not finite in {training.num_skipped_in_a_row} updates in a "
-                        "row; lower train.learning_rate, or look at the data")
+                        f"row; {cure}")
     metrics.add("grad_norm", norm, weight=1.0) if isfinite(norm) else metrics.add("grad_norm", 0.0, weight=0.0)
     return metrics.add_spread("train/skipped_updates", torch.tensor([float(training.num_skipped)]), "max")
 

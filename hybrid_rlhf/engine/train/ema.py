@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hybrid_rlhf.core.distributed import rank
 from hybrid_rlhf.engine.hybrid import HybridEngine
+from hybrid_rlhf.engine.train.deepspeed_compat import flat_masters, places_of
 
 
 class WeightAverage:
@@ -32,9 +32,7 @@ class WeightAverage:
         if training.stage == 0:
             state = training._optimizer.state
             return {name: state.get(p, {}).get("master", p.data) for name, p in training.parameters.items()}
-        optimizer = training.engine.optimizer
-        parts = (optimizer.fp32_partitioned_groups_flat if training.stage == 3 else
-                 optimizer.single_partition_of_fp32_groups)
+        parts = flat_masters(training.engine.optimizer, training.stage)
         return {f"group {i}": part.data for i, part in enumerate(parts)}
 
     @torch.no_grad()
@@ -69,15 +67,16 @@ class WeightAverage:
         """
         whole = self.weights()
         with self.engine.active(), torch.no_grad():
-            places = [place for name, p in self.engine.training.parameters.items() for place in _places(p, whole[name])]
-            before = [(held, held.clone()) for held, _ in places]
-            for held, value in places:
-                held.copy_(value)
+            parameters = self.engine.training.parameters
+            places = [place for name, p in parameters.items() for place in places_of(p, whole[name])]
+            before = [(weight, weight.clone()) for weight, _ in places]
+            for weight, average in places:
+                weight.copy_(average)
             try:
                 yield
             finally:
-                for held, own in before:
-                    held.copy_(own)
+                for weight, original in before:
+                    weight.copy_(original)
 
     def state(self) -> dict:
         """This process's part, for a checkpoint; no copies."""
@@ -87,16 +86,3 @@ class WeightAverage:
         """Go on where `state` was taken, on as many processes."""
         for name, average in self._averages.items():
             average.copy_(state["averages"][name])
-
-
-def _places(parameter: nn.Parameter, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Where this process keeps a parameter, and the part of `whole` that belongs there: all of it, or, under ZeRO 3,
-    its flat part, and all of it besides where it is whole at the moment."""
-    if not hasattr(parameter, "ds_tensor"):
-        yield parameter.data, whole
-        return
-    part, flat = parameter.ds_tensor, whole.flatten()
-    mine = flat[rank() * part.numel():(rank() + 1) * part.numel()]
-    yield part.data[:len(mine)], mine
-    if parameter.data.numel() == flat.numel():
-        yield parameter.data, whole.view(parameter.data.shape)

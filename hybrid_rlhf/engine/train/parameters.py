@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from hybrid_rlhf.engine.hybrid import HybridEngine
-from hybrid_rlhf.engine.train.zero import size_of
+from hybrid_rlhf.engine.train.deepspeed_compat import size_of
+from hybrid_rlhf.models.quantize import quantized_layers
 
 
 def count_parameters(engine: HybridEngine) -> tuple[int, int]:
     """(trained, all) weights of the engine's module, whole ones where ZeRO 3 or a quantisation has them in parts."""
     trained = engine.training.parameters.values() if engine.training else ()
     return sum(map(size_of, trained)), sum(map(_size, engine.module.parameters()))
+
+
+def share_unquantised(engine: HybridEngine) -> float:
+    """Share of a quantised base that is not held in fewer bits: embeddings, norms, the head, and fused experts, which
+    are no linear layers."""
+    base = [p for name, p in engine.module.named_parameters() if ".lora_" not in name]
+    packed = {id(layer.weight) for layer in quantized_layers(engine.module).values()}
+    return sum(_size(p) for p in base if id(p) not in packed) / sum(map(_size, base))
 
 
 def _size(parameter) -> int:  # noqa: ANN001

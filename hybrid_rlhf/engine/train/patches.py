@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from hybrid_rlhf.engine.train.zero import is_partitioned
+from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
 from hybrid_rlhf.kernels import Ops, ops_for
 from hybrid_rlhf.kernels.fusions import Fusions, find_fusions
-from hybrid_rlhf.models.hf_attention import sdpa_replaced
 from hybrid_rlhf.models.lora_products import fused_adapters
+from hybrid_rlhf.models.transformers_compat import sdpa_replaced
 
 MAX_LENGTH = 1024  # tokens: up to here forward and backward take 0.15-0.4 (bf16) and 0.6 (fp32) of torch's time
 

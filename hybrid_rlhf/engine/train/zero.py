@@ -18,13 +18,24 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hybrid_rlhf.core.config import NotFinite
 from hybrid_rlhf.core.distributed import init_process_group, world_size
+from hybrid_rlhf.core.errors import NotFinite
 from hybrid_rlhf.engine.train import zero_state
 from hybrid_rlhf.engine.train.activation_offload import saved_on_cpu
 from hybrid_rlhf.engine.train.adamw_master import MasterAdamW
+from hybrid_rlhf.engine.train.deepspeed_compat import (
+    check_parts,
+    discard_gradients,
+    flat_weights,
+    is_loss_scale_exhausted,
+    is_overflown,
+    is_partitioned,
+    shape_of,
+    size_of,
+    skip_inference_build,
+    without_hooks,
+)
 from hybrid_rlhf.engine.train.embedding_rows import embeddings_by_rows
-from hybrid_rlhf.engine.train.gradient_discard import discard_gradients
 from hybrid_rlhf.engine.train.optimizers import MASTERED, OPTIMIZERS, OptimizerConfig
 from hybrid_rlhf.engine.train.zero_config import ZeroConfig
 
@@ -38,8 +49,7 @@ def _import_deepspeed():  # noqa: ANN202 - a module
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
-    # C++ for tensor-parallel inference, not done by DeepSpeed here: compiled, or looked up by compiler, at every start
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    skip_inference_build()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     return deepspeed
 
@@ -69,8 +79,8 @@ class ZeroTraining:
         self.set_learning_rate(optimizer.learning_rate)
 
     def _groups(self, weight_decay: float) -> list[dict]:
-        decayed = [p for p in self.parameters.values() if _num_axes(p) > 1]
-        plain = [p for p in self.parameters.values() if _num_axes(p) <= 1]
+        decayed = [p for p in self.parameters.values() if len(shape_of(p)) > 1]
+        plain = [p for p in self.parameters.values() if len(shape_of(p)) <= 1]
         groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
         return [g for g in groups if g["params"]]
 
@@ -91,6 +101,7 @@ class ZeroTraining:
             engine, *_ = _import_deepspeed().initialize(
                 model=module, optimizer=self._optimizer, model_parameters=list(self.parameters.values()),
                 config=settings, dist_init_required=False)
+        check_parts(engine.optimizer, self.stage, self.parameters.values())
         return engine
 
     def set_learning_rate(self, learning_rate: float) -> None:
@@ -151,7 +162,7 @@ class ZeroTraining:
         else:
             self.engine.set_gradient_accumulation_boundary(True)
             self._engine_step()
-            is_skipped = self.stage > 0 and bool(self.engine.optimizer.overflow)  # all processes have agreed on it
+            is_skipped = is_overflown(self.engine.optimizer, self.stage)
         self.num_steps += 1
         self.num_skipped += is_skipped
         self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if is_skipped else 0
@@ -160,8 +171,8 @@ class ZeroTraining:
     def _engine_step(self) -> None:
         try:
             self.engine.step()
-        except Exception as error:  # DeepSpeed raises nothing more special
-            if "loss scale already at minimum" not in str(error):
+        except Exception as error:
+            if not is_loss_scale_exhausted(error):
                 raise
             raise NotFinite("gradients in float16 are not finite even at the smallest loss scale, 1; lower "
                             "train.learning_rate, or take model.dtype bfloat16") from error
@@ -173,7 +184,7 @@ class ZeroTraining:
             yield from (p.grad for p in group["params"] if p.grad is not None)
         for state in self._optimizer.state.values():
             yield from (v for v in state.values() if isinstance(v, Tensor))
-        yield from getattr(self.engine.optimizer, "bit16_groups_flat", [])
+        yield from flat_weights(self.engine.optimizer)
 
     def state(self) -> dict:
         """Trained weights (the fp32 masters where there are any), Adam's moments and the step count, by parameter.
@@ -236,24 +247,10 @@ def _common_settings(module: nn.Module, stage: int, dtype: torch.dtype, offload:
         layout["offload_param"] = memory
     if stage == 3:  # norms and biases stay whole everywhere, as a message each would cost more than they do
         layout["stage3_param_persistence_threshold"] = max(
-            (size_of(p) for p in module.parameters() if _num_axes(p) <= 1), default=0)
+            (size_of(p) for p in module.parameters() if len(shape_of(p)) <= 1), default=0)
     return {"train_micro_batch_size_per_gpu": 1,  # of no effect: micro-batches are ours, by tokens
             "gradient_accumulation_steps": 1, "zero_optimization": layout, "steps_per_print": sys.maxsize,
             "bf16": {"enabled": dtype == torch.bfloat16 and stage > 0}, "fp16": {"enabled": dtype == torch.float16}}
-
-
-def _num_axes(parameter: nn.Parameter) -> int:
-    """Of the whole parameter: one that ZeRO 3 has partitioned looks empty."""
-    return len(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def size_of(parameter: nn.Parameter) -> int:
-    return getattr(parameter, "ds_numel", parameter.numel())
-
-
-def is_partitioned(module: nn.Module) -> bool:
-    """Whether ZeRO 3 keeps the weights of `module` in parts: its forwards are then the business of all processes."""
-    return any(hasattr(p, "ds_id") for p in module.parameters())
 
 
 @contextmanager
@@ -273,21 +270,6 @@ def gathered(module: nn.Module) -> Iterator[None]:
 def gathered_weights(weights: Iterable[nn.Parameter]) -> AbstractContextManager:
     """Within the block these weights, which ZeRO 3 holds in parts, are whole on every process. Every process enters."""
     return _import_deepspeed().zero.GatheredParameters(list(weights))
-
-
-@contextmanager
-def without_hooks(module: nn.Module) -> Iterator[None]:
-    """Within the block DeepSpeed's hooks are off, which would partition a layer's weights again after its forward."""
-    names = ("_forward_pre_hooks", "_forward_hooks")
-    before = [(m, name, getattr(m, name)) for m in module.modules() for name in names]
-    for each, name, hooks in before:
-        own = {k: h for k, h in hooks.items() if not getattr(h, "__module__", "").startswith("deepspeed")}
-        setattr(each, name, type(hooks)(own))
-    try:
-        yield
-    finally:
-        for each, name, hooks in before:
-            setattr(each, name, hooks)
 
 
 class _stdout_to_stderr:

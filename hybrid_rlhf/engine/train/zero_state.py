@@ -8,22 +8,21 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.engine.train.adamw_master import MasterAdamW
-
-_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+from hybrid_rlhf.engine.train.deepspeed_compat import (
+    flat_masters,
+    link_state,
+    loss_scale,
+    set_loss_scale,
+    spread_masters,
+)
 
 
 def whole(training, full_weight: Callable[[nn.Parameter], Tensor],  # noqa: ANN001 - a ZeroTraining
           full_moment: Callable[[nn.Parameter, str], Tensor]) -> dict:
     """ZeroTraining.state. full_weight, full_moment: DeepSpeed's ways to gather what several processes hold."""
     optimizer, own = training.engine.optimizer, training._optimizer
-    if training.stage in (1, 2) and training.num_steps:
-        # DeepSpeed links moments to parameters after the first group's first step, when the other groups have none
-        optimizer._hp_optimizer_states_linked = False
-        optimizer._lazy_init_hp_params_optimizer_state()
+    link_state(optimizer, training.stage, training.parameters.values(), is_stepped=training.num_steps > 0)
     keys = ("exp_avg", "exp_avg_sq") if isinstance(own, (torch.optim.AdamW, MasterAdamW)) else ()
-    if training.stage == 3:
-        for parameter in training.parameters.values():  # a later engine on the same module has linked it to itself
-            parameter._z3_optimizer = optimizer
     state: dict = {"num_steps": training.num_steps, "weights": {}, "exp_avg": {}, "exp_avg_sq": {}}
     for name, parameter in training.parameters.items():
         if training.stage == 0:
@@ -51,8 +50,7 @@ def shard(training) -> dict:  # noqa: ANN001 - a ZeroTraining
         state["optimizer"][name] = own
         if "master" not in own:  # else the weight is its master, rounded
             state["weights"][name] = tensor.detach()
-    scaler = getattr(training.engine.optimizer, "loss_scaler", None)
-    return state | {"loss_scale": {k: getattr(scaler, k) for k in _LOSS_SCALE if hasattr(scaler, k)}}
+    return state | {"loss_scale": loss_scale(training.engine.optimizer)}
 
 
 @torch.no_grad()
@@ -69,20 +67,15 @@ def load_shard(training, state: Mapping) -> None:  # noqa: ANN001
         _copy(tensor, own[tensor]["master"] if "master" in saved else state["weights"][name], name)
     training.num_steps = int(state["num_steps"])
     training.num_skipped, training.num_skipped_in_a_row = map(int, state["skipped"])
-    for key in state["loss_scale"]:
-        setattr(training.engine.optimizer.loss_scaler, key, state["loss_scale"][key])
-    if training.stage:
-        (_spread_weights if training.stage == 3 else _spread)(training.engine.optimizer)
+    set_loss_scale(training.engine.optimizer, state["loss_scale"])
+    spread_masters(training.engine.optimizer, training.stage)
 
 
 def _stepped(training) -> dict[str, Tensor]:  # noqa: ANN001
     """Name -> tensor that the optimizer steps: the parameters, or this process's part of each group of them, flat."""
     if training.stage == 0:
         return dict(training.parameters)
-    optimizer = training.engine.optimizer
-    is_whole = training.stage < 3  # the weights, if not the masters
-    groups = optimizer.single_partition_of_fp32_groups if is_whole else optimizer.fp32_partitioned_groups_flat
-    return {f"group {i}": group for i, group in enumerate(groups)}
+    return {f"group {i}": part for i, part in enumerate(flat_masters(training.engine.optimizer, training.stage))}
 
 
 def _taken(there: object, value: object, key: str, weight: Tensor, optimizer: torch.optim.Optimizer) -> object:
@@ -99,18 +92,3 @@ def _copy(tensor: Tensor, saved: Tensor, name: str) -> None:
     if tensor.shape != saved.shape:  # copy_ would broadcast
         raise ValueError(f"the checkpoint's {name} has the shape {tuple(saved.shape)}, not {tuple(tensor.shape)}")
     tensor.copy_(saved)
-
-
-def _spread(optimizer) -> None:  # noqa: ANN001
-    """The weights from the parts of all processes, at ZeRO 1 and 2."""
-    optimizer.update_lp_params()
-    optimizer._hp_optimizer_states_linked = False
-
-
-def _spread_weights(optimizer) -> None:  # noqa: ANN001
-    """The same at ZeRO 3: as DeepSpeed's own step ends."""
-    optimizer._partition_all_parameters()
-    for i in range(len(optimizer.fp32_partitioned_groups_flat)):
-        optimizer._reassign_or_swap_out_partitioned_parameters(i)
-    if optimizer.persistent_parameters:
-        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)

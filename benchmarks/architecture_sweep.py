@@ -1,0 +1,250 @@
+"""Every causal-LM type of the installed transformers on the decode engine, at tiny size, with a negative control.
+
+    python benchmarks/architecture_sweep.py [--json FILE] [--page FILE] [--only TYPE ...] [--limit SECONDS]
+
+Each type is built with random weights and examined in a process of its own: five ragged prompts in groups of two share
+three slots, greedy, in fp32. Compared are the logits of every draw with the model's plain forward over the whole
+sequence, and the tokens with transformers' generate, one prompt at a time. Then the same model is given to the engine
+with one thing broken at a time, which its load-time probe has to notice. Exit code 1 if a type that the engine takes is
+wrong, or fails in any other way than by a refusal.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from architecture_faults import FAULTS
+from harness import parse, parser_of, table_of, write_rows, write_tables
+from tiny_configs import PROMPTS, all_types, first_lines, tiny_model, versions
+from torch import Tensor, nn
+
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.engine.decode import runner as runner_module
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
+from hybrid_rlhf.engine.decode.scheduler import stream
+from hybrid_rlhf.engine.hybrid import HybridEngine
+from hybrid_rlhf.kernels import REFERENCE, cpu, ops_for
+from hybrid_rlhf.kernels.ops import Ops
+
+GROUP = 2
+GREEDY = SamplingConfig(max_new_tokens=8, temperature=0)
+BOUND = 1e-4  # of a relative difference of logits in fp32; a wrong mask gives 1e-2 and more
+EOS, SLOTS, MEMORY = 2, 3, 8 << 30
+
+
+@dataclass
+class Row:
+    """One type. difference: largest of |engine - plain forward| over the spread of the true logits. tokens: what the
+    greedy tokens equal. layers: decoder layers that decode steps pass through in one call. control: fault -> whether
+    the probe noticed it.
+    """
+
+    type: str
+    path: str = "refused"
+    reason: str = ""
+    difference: float | None = None
+    tokens: str = ""
+    layers: int = 0
+    cache_bytes: int | None = None
+    control: dict[str, bool] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def is_on_slots(self) -> bool:
+        return self.path in ("native", "eager")
+
+    @property
+    def is_wrong(self) -> bool:
+        runs = self.path in ("native", "eager", "generate")
+        return self.path == "failed" or (runs and (self.tokens == "neither" or not self.difference < BOUND))
+
+
+# -- one type ----------------------------------------------------------------------------------------------------------
+
+
+def examine(name: str) -> Row:
+    row = Row(name)
+    try:
+        model = tiny_model(name)
+    except Exception as error:
+        row.reason = f"not built: {first_lines(error)}"
+        return row
+    runner_module.ops_for = lambda _device: every_kernel()
+    engine = HybridEngine(model, model, eos_ids=[EOS], max_batch=SLOTS)
+    requests = [p for p in PROMPTS for _ in range(GROUP)]
+    logits: dict[tuple[int, int], Tensor] = {}
+    try:
+        with engine.inference():
+            listen(engine, logits, len(requests))
+            drawn = engine.generate(requests, GREEDY).tokens
+    except UserError as error:
+        row.reason = str(error)
+        return row
+    about = engine.describe()
+    row.path, row.cache_bytes, row.layers = about["path"], about["kv_bytes"], about["fused"].get("decode_layer", 0)
+    row.reason = "; ".join(f"{path}: {why}" for path, why in about["refused"].items())
+    compare(row, model, requests, drawn, logits)
+    if row.is_on_slots:
+        row.control = {fault: is_noticed(model, break_it) for fault, break_it in FAULTS.items()}
+    return row
+
+
+def every_kernel() -> Ops:
+    """The processor's kernels with none left out because torch is faster on this one: a type that is right here is
+    right on every processor."""
+    ops = ops_for("cpu")
+    return ops if ops.decode_attention is REFERENCE.decode_attention else ops._replace(
+        linear=cpu.load_linear(), linear_dtypes=frozenset((torch.float32, torch.bfloat16)),
+        decode_layer=cpu.load_decode_layer(), causal_attention=cpu.load_causal_attention())
+
+
+def listen(engine: HybridEngine, logits: dict[tuple[int, int], Tensor], count: int) -> None:
+    """Have the engine's sampler note the logits of every draw: (request, tokens drawn before) -> (V,)."""
+    runner, numbers = engine._runner, {stream(0, n): n for n in range(count)}
+    draw = runner.ops.sample
+
+    def sample(scores: Tensor, streams: Tensor, positions: Tensor, **settings: object) -> tuple[Tensor, Tensor]:
+        for values, key, position in zip(scores, streams.tolist(), positions.tolist(), strict=True):
+            if key in numbers:
+                logits.setdefault((numbers[key], position), values.float().clone())
+        return draw(scores, streams, positions, **settings)
+
+    runner.ops = runner.ops._replace(sample=sample)
+
+
+@torch.no_grad()
+def compare(row: Row, model: nn.Module, requests: list[list[int]], drawn: list[list[int]],
+            logits: dict[tuple[int, int], Tensor]) -> None:
+    """Fill in the difference and what the tokens equal."""
+    worst, is_plain = 0.0, True
+    for number, (prompt, tokens) in enumerate(zip(requests, drawn, strict=True)):
+        ours = torch.stack([logits[number, i] for i in range(len(tokens))])
+        truth = model(input_ids=torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        spread = (truth - truth.mean(-1, keepdim=True)).abs().max()
+        worst = max(worst, float(((ours - truth).abs().max() / spread).nan_to_num(float("inf"))))
+        chosen = truth.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        is_plain &= bool((chosen >= truth.max(-1).values - BOUND * spread).all())
+    row.difference = worst
+    expected = generated(model)
+    if isinstance(expected, str):
+        row.tokens = f"plain forward ({expected})" if is_plain else "neither"
+    elif drawn == [tokens for tokens in expected for _ in range(GROUP)]:
+        row.tokens = "generate" if is_plain else "generate only"
+    else:
+        row.tokens = "plain forward" if is_plain else "neither"
+
+
+def generated(model: nn.Module) -> list[list[int]] | str:
+    """transformers' greedy tokens for each prompt alone, or why there are none. The model's own settings for it go."""
+    model.generation_config = type(model.generation_config)()  # some would force an end or suppress tokens
+    try:
+        return [model.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p), dtype=torch.long),
+                               do_sample=False, max_new_tokens=GREEDY.max_new_tokens, eos_token_id=EOS,
+                               pad_token_id=0)[0, len(p):].tolist() for p in PROMPTS]
+    except Exception as error:
+        return f"generate raises {first_lines(error)}"
+
+
+def is_noticed(model: nn.Module, break_it: Callable) -> bool:
+    """Whether the engine's probe keeps a broken model off the slots."""
+    engine = HybridEngine(model, model, eos_ids=[EOS])
+    with break_it(model):
+        try:
+            with engine.inference():
+                return engine.describe()["path"] == "generate"
+        except UserError:
+            return True
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+def guarded(name: str, limit: float) -> Row:
+    """`examine` in a process of its own, so that a crash, a hang or a lack of memory is a row and not the end."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(name, sender))
+    start = time.perf_counter()
+    process.start()
+    sender.close()
+    row = Row(name, "failed", f"no answer within {limit:.0f} s")
+    try:
+        if receiver.poll(limit):
+            row = receiver.recv()
+    except EOFError:
+        process.join()
+        row.reason = f"the process ended with code {process.exitcode}"
+    process.kill()
+    process.join()
+    row.seconds = round(time.perf_counter() - start, 2)
+    return row
+
+
+def _work(name: str, answer: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    try:
+        answer.send(examine(name))
+    except Exception as error:
+        answer.send(Row(name, "failed", first_lines(error)))
+
+
+def counts(rows: list[Row]) -> dict[str, int]:
+    paths, slots = Counter(row.path for row in rows), [row for row in rows if row.is_on_slots]
+    return {"rows": len(rows), **{path: paths[path] for path in ("native", "eager", "generate", "refused", "failed")},
+            "types_on_slots": len({row.type.split(":")[0] for row in slots}), "wrong": sum(r.is_wrong for r in rows),
+            "whole_layers": sum(row.layers > 0 for row in rows),
+            "equal_to_generate": sum(row.tokens == "generate" for row in slots),
+            "control_noticed": sum(any(row.control.values()) for row in slots),
+            **{f"control_{fault}": sum(row.control[fault] for row in slots) for fault in FAULTS}}
+
+
+def tables_of(rows: list[Row]) -> list[str]:
+    """What they come to, and the types."""
+    about = versions() | {"kernels": ops_for("cpu").name} | counts(rows)
+    columns = "type", "path", "difference", "greedy tokens equal", "whole layers", "cache bytes", "control", "reason"
+    return [table_of(("of all types", ""), about.items()), table_of(columns, [(
+        row.type, row.path, None if row.difference is None else f"{row.difference:.1e}", row.tokens, row.layers or None,
+        row.cache_bytes or None, ", ".join(f for f, is_seen in row.control.items() if is_seen) or (
+            "none" if row.control else None), row.reason) for row in rows])]
+
+
+def sweep(types: list[str], limit: float) -> Iterator[Row]:
+    for name in types:
+        row = guarded(name, limit)
+        print(f"{name}: {row.path} {row.difference} {row.tokens} {row.reason}", file=sys.stderr)
+        yield row
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--page", type=Path, help="put the tables into this page")
+    parser.add_argument("--only", nargs="*", help="types (default: all)")
+    parser.add_argument("--limit", type=float, default=60, help="seconds for one type")
+    options = parse(parser, argv)
+    torch.set_num_threads(1)  # a fork inherits no thread pool
+    import transformers
+
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    ops_for("cpu")  # compiled once, before the forks
+    types = options.only or (["llama", "bloom", "mamba"] if options.quick else all_types())
+    rows = [Row(**row) for row in write_rows((asdict(row) for row in sweep(types, options.limit)), options.json)]
+    print(*(f"{name} {count}" for name, count in counts(rows).items()), sep=", ")
+    if options.page:
+        write_tables(options.page, *tables_of(rows))
+    for row in rows:
+        if row.is_wrong:
+            print(f"wrong: {row.type} ({row.path}): {row.difference} {row.tokens} {row.reason}")
+    return int(any(row.is_wrong for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""Errors that are the user's."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class UserError(Exception):
+    """The user's input is wrong. The message is one line: what, where, what would fit. Entry points exit with 2.
+
+    is_before_update: raised in a training step before it has changed any weight.
+    """
+
+    is_before_update = False
+
+
+class NotFinite(UserError):
+    """Losses or gradients have not been finite for so long that the run ends."""
+
+
+CRITIC_CURE = ("lower roles.critic.learning_rate, or the scores (ppo.score_clip bounds a reward model's, "
+               "reward.weights scales the others)")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """' (did you mean X?)' for the known name most like `name`, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def check(condition: object, message: str) -> None:
+    """Raise UserError(message) unless `condition` holds; for value checks beside the value."""
+    if not condition:
+        raise UserError(message)
+
+
+def present(value: T | None, name: str) -> T:
+    """`value`, which must be there by now. ValueError where it is None: a fault of the calling code, not the user's."""
+    if value is None:
+        raise ValueError(f"{name} is None, and is needed here")
+    return value

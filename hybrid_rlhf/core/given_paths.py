@@ -1,0 +1,61 @@
+"""Paths as people write them: ~ is the home folder, and what is read as a file is one."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+from hybrid_rlhf.core.errors import check
+from hybrid_rlhf.core.options import SettingsT
+
+# Options, and keys of a data source, that name files and folders: one path, NAME=PATH, path.py:name, or a list.
+_PATHS = ("output_dir", "resume", "model_name_or_path", "tokenizer_name_or_path", "cache_dir", "sources", "path",
+          "functions", "models", "reference")
+_NO_FILES = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"),
+             (stat.S_ISBLK, "a device"))
+
+
+def expanded(path: str) -> str:
+    """`path`, or NAME=path, with the ~ or ~user that the path begins with written out. UserError where there is no such
+    user: what is written there would be in a folder of that name."""
+    named = re.match(r"[\w.:-]+=(?=~)", path)
+    start = named.end() if named else 0
+    try:
+        written_out = os.path.expanduser(path[start:])
+    except ValueError:  # a NUL or a lone surrogate, which no user's name has
+        written_out = path[start:]
+    check(not written_out.startswith("~"), f"{path}: the home folder of {path[start:].partition('/')[0]} is not known; "
+                                           "write the path out, or ./ before it where it is a name")
+    return path[:start] + written_out
+
+
+def with_homes(settings: SettingsT) -> SettingsT:
+    """Nested settings in which ~ is written out wherever an option names files or folders."""
+    def written_out(value: Any) -> Any:
+        if isinstance(value, list):
+            return [written_out(each) for each in value]
+        return expanded(value) if isinstance(value, str) else with_homes(value) if is_part(value) else value
+
+    def is_part(value: Any) -> bool:
+        return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+    found = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}
+    changed = {name: new for name, value in found.items() if name in _PATHS or is_part(value)
+               if (new := written_out(value)) != value}
+    return dataclasses.replace(settings, **changed) if changed else settings
+
+
+def check_file(path: str | Path, where: str) -> None:
+    """UserError for a pipe, a socket or a device where a file is read: what is given is read more than once, and a pipe
+    that nobody writes to is waited for without end. What else is wrong with a path is for its reader to say."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return
+    kind = next((words for is_one, words in _NO_FILES if is_one(mode)), None)
+    check(kind is None, f"{where} {path} is {kind}, and what is given is read more than once; write it to a file "
+                        "and give that")

@@ -1,0 +1,76 @@
+"""stdout and stderr that outlast whoever reads them: a pipe that is closed, a terminal that is gone, a full disk."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import select
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+_TRIES = 5  # a second each
+_PASSES = (errno.ENOSPC, errno.EDQUOT)  # there may be room again for what comes later
+
+
+class _Lasting(io.FileIO):
+    """A file descriptor that takes whatever is written to it: nobody reads it any more after a refusal, and it leads to
+    /dev/null from then on, for libraries and children that write to the descriptor itself too."""
+
+    def write(self, data: Any) -> int:  # of any kind of buffer
+        try:
+            for _ in range(_TRIES):
+                number: int | None = super().write(data)
+                if number is not None:
+                    return number
+                select.select([], [self], [], 1.0)  # a pipe that is full, and would not wait
+            return len(data)  # its reader has stopped reading
+        except OSError as error:
+            if error.errno not in _PASSES:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self.fileno())
+                os.close(nowhere)
+            return len(data)
+
+
+@contextmanager
+def lasting_streams(*names: str) -> Iterator[None]:
+    """Within the block nothing that is written to sys.stdout and sys.stderr (or those of `names`) raises an error: what
+    nobody can read is dropped, and the program goes on. A decorator too.
+
+    A descriptor 0, 1 or 2 that the process began without is opened on /dev/null: a file of a run would get its number
+    else, and what is meant for the terminal.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    names = names or ("stdout", "stderr")
+    before = {name: getattr(sys, name) for name in names}
+    ours = {name: _lasting(stream) for name, stream in before.items()}
+    for name, stream in ours.items():
+        setattr(sys, name, stream)
+    try:
+        yield
+    finally:
+        for name, stream in ours.items():
+            with suppress(Exception):  # whoever wrote to it last has closed it, or its class is someone else's
+                stream.flush()
+            if getattr(sys, name) is stream:
+                setattr(sys, name, before[name])
+
+
+def _lasting(stream: TextIO | None) -> TextIO:
+    """The same file without errors; a stream that is no file (a notebook's, a test's) as it is."""
+    if stream is None:
+        return open(os.devnull, "w", encoding="utf-8")
+    buffer = getattr(stream, "buffer", None)
+    if not isinstance(stream, io.TextIOWrapper) or not isinstance(getattr(buffer, "raw", buffer), io.FileIO):
+        return stream
+    with suppress(OSError):
+        stream.flush()
+    return io.TextIOWrapper(io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False)), stream.encoding,
+                            stream.errors, line_buffering=stream.line_buffering, write_through=stream.write_through)

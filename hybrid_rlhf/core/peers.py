@@ -1,0 +1,93 @@
+"""The other processes of a run, as far as this host can tell: which have died, which are stopped; and the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hybrid_rlhf.core.distributed import rank, world_size
+
+# Set by launchers that wait for their processes: torchrun and accelerate, deepspeed. Any other parent may leave first.
+_LAUNCHED = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
+
+
+class Launcher:
+    """The process that started this one, if it is a launcher. holds_store: whether the processes meet in its memory."""
+
+    def __init__(self) -> None:
+        self._number = os.getppid() if any(name in os.environ for name in _LAUNCHED) else None
+        self.holds_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+    def has_died(self) -> bool:
+        return self._number is not None and os.getppid() != self._number
+
+
+class Peers:
+    """The processes of this host, by rank. Each says in the store which one it is, and later that it leaves."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self._unknown = store, set(range(world_size())) - {rank()}
+        self._processes: dict[int, tuple[int, str]] = {}  # rank -> number of the process, when it began
+        own = os.getpid()
+        store.set(f"process/{rank()}", json.dumps([_host(), own, _status(own)[1]]))
+
+    def leave(self) -> None:
+        self._store.set(f"left/{rank()}", "")
+
+    def meet(self) -> None:
+        """Read who has said who it is. RuntimeError where the store has gone."""
+        for number in sorted(self._unknown):
+            if self._store.check([f"process/{number}"]):
+                host, process, began = json.loads(self._store.get(f"process/{number}"))
+                self._unknown.remove(number)
+                if host == _host():
+                    self._processes[number] = process, began
+
+    def dead(self) -> list[int]:
+        """Ranks of processes that ended without leaving."""
+        return [number for number, (process, began) in list(self._processes.items())  # another thread adds to them
+                if _has_ended(process, began) and not self._has_left(number)]
+
+    def stopped(self) -> list[int]:
+        """Ranks of processes that a signal or a debugger has stopped."""
+        return [number for number, (process, _) in list(self._processes.items()) if _status(process)[0] == "stopped"]
+
+    def _has_left(self, number: int) -> bool:
+        try:
+            return self._store.check([f"left/{number}"])
+        except RuntimeError:  # the store has gone, and with it one of the processes
+            return False
+
+
+def _host() -> str:
+    """What processes have in common that see each other's numbers. Machines made from one image may have the name and
+    the namespace in common too, and no boot."""
+    boot = ""
+    with suppress(OSError):  # a sandbox may hide it
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')} {boot}"
+    except OSError:  # no Linux: nobody is seen
+        return f"{socket.gethostname()} {os.getpid()} {boot}"
+
+
+def _has_ended(process: int, began: str) -> bool:
+    """Whether the process of this number that began then has: another one may have the number now."""
+    status, since = _status(process)
+    return status == "dead" or (status != "unknown" and bool(began) and since != began)
+
+
+def _status(process: int) -> tuple[str, str]:
+    """running, stopped, dead or unknown, and when it began, in ticks of the clock ("" where nobody can tell)."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return "dead", ""
+    except OSError:  # out of file descriptors or memory: that is this process's trouble
+        return "unknown", ""
+    return {"Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}.get(fields[0], "running"), fields[19]

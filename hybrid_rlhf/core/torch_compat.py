@@ -1,0 +1,63 @@
+"""The private parts of torch that are used here, and nowhere else."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybrid_rlhf.core.compat import Dependency
+
+TORCH = Dependency("torch", checked="2.13.0")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+def launcher_store() -> dist.Store:
+    """A handle of its own on the key-value store by which the processes of the default group found each other."""
+    return TORCH.part(dist.distributed_c10d, "_get_default_store")().clone()
+
+
+def fake_mode() -> Any:  # a private class of torch
+    """The block in which operations make tensors that have a shape, a dtype and a device, and no memory."""
+    return TORCH.part(TORCH.module("torch._subclasses.fake_tensor"), "FakeTensorMode")()
+
+
+def dispatch_mode() -> type:
+    """The class whose method __torch_dispatch__ sees every operation of a block."""
+    return TORCH.part(TORCH.module("torch.utils._python_dispatch"), "TorchDispatchMode")
+
+
+def leaves_of(tree: object) -> list:
+    """What nested tuples, lists and dicts hold."""
+    return TORCH.part(TORCH.module("torch.utils._pytree"), "tree_leaves")(tree)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether the forward of `module` has hooks, before or behind it."""
+    return any(TORCH.part(module, name) for name in _HOOKS)
+
+
+@contextmanager
+def hooks_kept(module: nn.Module, is_kept: Callable[[Callable], bool]) -> Iterator[None]:
+    """Within the block only those forward hooks of `module` and what it holds run that `is_kept`."""
+    before = [(m, name, TORCH.part(m, name)) for m in module.modules() for name in _HOOKS]
+    for each, name, hooks in before:
+        setattr(each, name, type(hooks)({key: hook for key, hook in hooks.items() if is_kept(hook)}))
+    try:
+        yield
+    finally:
+        for each, name, hooks in before:
+            setattr(each, name, hooks)
+
+
+def copy_with(module: nn.Module, parts: Mapping[str, Tensor | nn.Module]) -> nn.Module:
+    """A shallow copy of `module` with `parts` in the place of its own parameters and submodules of these names. A
+    tensor that stands for a parameter keeps its gradient."""
+    copied = copy.copy(module)
+    for kind in ("_parameters", "_modules"):
+        setattr(copied, kind, {name: parts.get(name, part) for name, part in TORCH.part(module, kind).items()})
+    return copied

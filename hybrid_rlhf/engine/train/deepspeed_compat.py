@@ -1,0 +1,178 @@
+"""The private parts of DeepSpeed that are used here, and nowhere else: what its optimizers keep at ZeRO 1 to 3, what it
+does to parameters at ZeRO 3, and a build that it does at import.
+
+DeepSpeed has no calls for most of this: to forget a pass that failed half way, to take a checkpoint that is bit for bit
+its own state on any number of processes, to run a module without its hooks. Every stage of it is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from hybrid_rlhf.core.compat import Dependency
+from hybrid_rlhf.core.distributed import rank
+from hybrid_rlhf.core.torch_compat import hooks_kept
+
+DEEPSPEED = Dependency("deepspeed", checked="0.19.8")
+
+_OF_BOTH = ("_backward_active_depth", "_remaining_grad_acc_hooks", "averaged_gradients", "clear_backward_seen_flag",
+            "exit_backward", "ipg_buckets", "loss_scaler", "overflow", "params_already_reduced")
+_OF_SPLIT_STATE = (*_OF_BOTH, "_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state",
+                   "_release_ipg_buffers", "_release_preflattened_grad_buffers", "all_grad_tensors",
+                   "bit16_groups_flat", "extra_large_param_to_reduce", "micro_step_id",
+                   "single_partition_of_fp32_groups", "update_lp_params")
+_OF_SPLIT_WEIGHTS = (*_OF_BOTH, "_partition_all_parameters", "_reassign_or_swap_out_partitioned_parameters",
+                     "fp32_partitioned_groups_flat", "parameter_offload", "persistent_parameters")
+_OF_OPTIMIZER = {1: _OF_SPLIT_STATE, 2: _OF_SPLIT_STATE, 3: _OF_SPLIT_WEIGHTS}  # by ZeRO stage
+_OF_PARAMETER = ("ds_id", "ds_numel", "ds_shape", "ds_tensor")  # at ZeRO 3
+_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def check_parts(optimizer, stage: int, parameters: Iterable[nn.Parameter]) -> None:  # noqa: ANN001
+    """UserError unless a new engine's optimizer, and its parameters at ZeRO 3, have the parts that are used below."""
+    if stage:
+        DEEPSPEED.require(optimizer, *_OF_OPTIMIZER[stage])
+    for parameter in parameters if stage == 3 else ():
+        DEEPSPEED.require(parameter, *_OF_PARAMETER)
+
+
+def skip_inference_build() -> None:
+    """DeepSpeed's C++ for tensor-parallel inference, which is not done by it here, is compiled, or looked up by
+    compiler, at every start."""
+    module = DEEPSPEED.module("deepspeed.comm.torch")
+    DEEPSPEED.require(module, "build_shm_op")
+    module.build_shm_op = lambda: None
+
+
+def is_partitioned(module: nn.Module) -> bool:
+    """Whether ZeRO 3 keeps the weights of `module` in parts: its forwards are then the business of all processes."""
+    return any(is_part(p) for p in module.parameters())
+
+
+def is_part(parameter: Tensor) -> bool:
+    """Whether ZeRO 3 keeps this parameter in parts; it may be whole at the moment."""
+    return hasattr(parameter, "ds_id")
+
+
+def shape_of(parameter: nn.Parameter) -> torch.Size:
+    """Of the whole parameter: one that ZeRO 3 has partitioned looks empty."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def size_of(parameter: nn.Parameter) -> int:
+    """Numbers of the whole parameter."""
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
+def places_of(parameter: nn.Parameter, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Where this process keeps a parameter, and the part of `whole` that belongs there: all of it, or, under ZeRO 3,
+    its flat part, and all of it besides where it is whole at the moment."""
+    if not is_part(parameter):
+        return [(parameter.data, whole)]
+    part, flat = parameter.ds_tensor, whole.flatten()
+    piece = flat[rank() * part.numel():(rank() + 1) * part.numel()]
+    places = [(part.data[:len(piece)], piece)]
+    is_gathered = parameter.data.numel() == flat.numel()
+    return places + ([(parameter.data, whole.view(parameter.data.shape))] if is_gathered else [])
+
+
+def without_hooks(module: nn.Module) -> AbstractContextManager:
+    """Within the block DeepSpeed's hooks are off, which would partition a layer's weights again after its forward."""
+    return hooks_kept(module, lambda hook: not getattr(hook, "__module__", "").startswith("deepspeed"))
+
+
+def flat_masters(optimizer, stage: int) -> list[Tensor]:  # noqa: ANN001
+    """The fp32 weights that this process's optimizer steps at ZeRO 1 to 3: its flat part of each group."""
+    return optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
+
+
+def flat_weights(optimizer) -> list[Tensor]:  # noqa: ANN001
+    """The 16-bit weights that ZeRO 1 and 2 keep flat, by group; none at the other stages."""
+    return getattr(optimizer, "bit16_groups_flat", [])
+
+
+def link_state(optimizer, stage: int, parameters: Iterable[nn.Parameter], *, is_stepped: bool) -> None:  # noqa: ANN001
+    """Before safe_get_full_fp32_param and safe_get_full_optimizer_state: let each parameter find its part of the state.
+    is_stepped: whether the optimizer has made a step, so that there are moments."""
+    if stage in (1, 2) and is_stepped:  # else linked after the first group's first step, before the others'
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+    for parameter in parameters if stage == 3 else ():  # a later engine on the same module has linked it to itself
+        parameter._z3_optimizer = optimizer
+
+
+def spread_masters(optimizer, stage: int) -> None:  # noqa: ANN001
+    """After the masters have been written: the weights from the parts of all processes, as DeepSpeed's step ends."""
+    if stage in (1, 2):
+        optimizer.update_lp_params()
+        optimizer._hp_optimizer_states_linked = False
+    elif stage == 3:
+        optimizer._partition_all_parameters()
+        for i in range(len(optimizer.fp32_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(i)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+
+def is_overflown(optimizer, stage: int) -> bool:  # noqa: ANN001
+    """Whether the last step was skipped, on all processes, because a gradient was not finite."""
+    return stage > 0 and bool(optimizer.overflow)
+
+
+def is_loss_scale_exhausted(error: Exception) -> bool:
+    """Whether a step failed because fp16 gradients are not finite at any loss scale. DeepSpeed raises nothing more
+    special than Exception."""
+    return "loss scale already at minimum" in str(error)
+
+
+def loss_scale(optimizer) -> dict[str, float]:  # noqa: ANN001
+    """What fp16's loss scaler goes by, for a checkpoint; empty where there is none."""
+    scaler = getattr(optimizer, "loss_scaler", None)
+    return {name: getattr(scaler, name) for name in _LOSS_SCALE if hasattr(scaler, name)}
+
+
+def set_loss_scale(optimizer, values: Mapping[str, float]) -> None:  # noqa: ANN001
+    """Go on with what `loss_scale` gave."""
+    for name, value in values.items():
+        setattr(optimizer.loss_scaler, name, value)
+
+
+def discard_gradients(engine, stage: int) -> None:  # noqa: ANN001
+    """As if the passes since the last step had not been: gradients that wait in buckets and in sums, which only
+    DeepSpeed's own step clears, and how far its hooks have counted in the backward pass."""
+    engine.zero_grad()
+    if stage == 0:
+        return
+    optimizer = engine.optimizer
+    optimizer.zero_grad()  # its second copy, in fp32, of bf16 gradients; at ZeRO 3 the next pass overwrites them
+    (_empty_partitions if stage == 3 else _empty_buckets)(optimizer)
+    while optimizer._backward_active_depth:
+        optimizer.exit_backward()
+    optimizer._remaining_grad_acc_hooks = 0
+    optimizer.clear_backward_seen_flag()
+
+
+def _empty_buckets(optimizer) -> None:  # noqa: ANN001
+    """At ZeRO 1 and 2."""
+    for bucket in optimizer.ipg_buckets.values():
+        bucket.clear()
+    optimizer.extra_large_param_to_reduce.clear()
+    optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
+    for sums in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+        sums.update(dict.fromkeys(sums))
+    optimizer._release_preflattened_grad_buffers()
+    optimizer._release_ipg_buffers()
+    optimizer.micro_step_id = -1
+
+
+def _empty_partitions(optimizer) -> None:  # noqa: ANN001
+    """At ZeRO 3: buckets, and the layers that were gathered when the pass failed."""
+    optimizer.averaged_gradients = {}
+    for bucket in optimizer.ipg_buckets.values():
+        bucket.clear_params()
+    optimizer.params_already_reduced = dict.fromkeys(optimizer.params_already_reduced, False)
+    optimizer.parameter_offload.partition_all_parameters()

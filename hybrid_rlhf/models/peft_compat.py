@@ -1,0 +1,52 @@
+"""The private parts of peft that are used here, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from hybrid_rlhf.core.compat import Dependency
+
+PEFT = Dependency("peft", checked="0.21.2")
+
+
+def activate(layer: nn.Module, names: list[str]) -> None:
+    """Make the adapters `names` of a layer the active ones. peft's own switch also toggles requires_grad."""
+    PEFT.require(layer, "_active_adapter")
+    layer._active_adapter = names
+
+
+def active(layer: nn.Module) -> list[str] | str:
+    """What was made active, the same object."""
+    return PEFT.part(layer, "_active_adapter")
+
+
+def is_out_first(layer: nn.Module) -> bool:
+    """Whether an adapted stack of experts has the shape (experts, out, in), and not (experts, in, out)."""
+    return PEFT.part(layer, "_did_swap_in_out_features")
+
+
+def is_refused(model: nn.Module, name: str) -> bool:
+    """Whether peft takes no adapter on layers of this name (its last part): those of state-space models whose kernels
+    read the weight without calling the layer."""
+    refuse = PEFT.part(PEFT.module("peft.tuners.tuners_utils"), "_check_lora_target_modules_mamba")
+    try:
+        refuse(PEFT.module("peft").LoraConfig(), model, name)
+    except ValueError:
+        return True
+    return False
+
+
+@contextmanager
+def names_as_given() -> Iterator[None]:
+    """Within the block peft does not rename targets from transformers 4's layers of experts to those of 5: ours are
+    names of the model in hand, and a shared expert's gate_proj would be taken for the fused experts'."""
+    conversion, name = PEFT.module("peft.utils.transformers_weight_conversion"), "convert_peft_config_for_transformers"
+    before = PEFT.part(conversion, name)
+    setattr(conversion, name, lambda *_given, **_named: None)
+    try:
+        yield
+    finally:
+        setattr(conversion, name, before)

@@ -1,0 +1,116 @@
+"""The private parts of transformers that are used here, and nowhere else: registries of attention and masks, and what
+models keep for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from hybrid_rlhf.core.compat import Dependency
+
+TRANSFORMERS = Dependency("transformers", checked="5.23.0")
+
+
+def _functions(module: str, registry: str) -> dict[str, Callable]:
+    """The functions of a registry by name, as every model finds them."""
+    return TRANSFORMERS.part(TRANSFORMERS.part(TRANSFORMERS.module(f"transformers.{module}"), registry),
+                             "_global_mapping")
+
+
+def _attentions() -> dict[str, Callable]:
+    return _functions("modeling_utils", "AttentionInterface")
+
+
+def _masks() -> dict[str, Callable]:
+    return _functions("masking_utils", "AttentionMaskInterface")
+
+
+def attention_name(config) -> str:  # noqa: ANN001 - a transformers class
+    """The name of the attention that models of this configuration take: eager, sdpa, ..."""
+    return TRANSFORMERS.part(config, "_attn_implementation")
+
+
+def takes_custom_attention(model: nn.Module) -> bool:
+    """Whether every attention of `model` looks its function up in transformers' registry."""
+    name = "_can_set_attn_implementation"
+    TRANSFORMERS.require(TRANSFORMERS.module("transformers").PreTrainedModel, name)
+    return all(getattr(type(m), name)() for m in model.modules() if hasattr(m, name))
+
+
+def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Whether transformers loads the weight of a name in fp32 where `model` is loaded in `dtype`."""
+    parts = TRANSFORMERS.part(model, "_get_dtype_plan")(dtype)
+    return lambda name: any(re.search(part.replace("*", ".*"), name) for part in parts)
+
+
+@contextmanager
+def custom_attention(model: nn.Module, name: str, attention: Callable, mask: Callable) -> Iterator[None]:
+    """Within the block, `model` attends by `attention` with the masks of `mask`, registered as `name`."""
+    attentions, masks, key = _attentions(), _masks(), "_attn_implementation_internal"
+    TRANSFORMERS.require(model.config, key)
+    # every config that some module reads, for composite models hold copies
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), key)}
+    before = [(config, getattr(config, key)) for config in configs.values()]
+    attentions[name], masks[name] = attention, mask
+    try:
+        for config, _ in before:
+            setattr(config, key, name)
+        yield
+    finally:
+        for config, value in before:
+            setattr(config, key, value)
+        del attentions[name], masks[name]
+
+
+@contextmanager
+def own_attention(is_float: Callable, is_bool: Callable) -> Iterator[None]:
+    """Within the block, models that attend by themselves get additive masks from `is_float`, boolean from `is_bool`."""
+    masks = _masks()
+    before = {name: masks[name] for name in ("eager", "sdpa")}
+    masks.update(eager=is_float, sdpa=is_bool)
+    try:
+        yield
+    finally:
+        masks.update(before)
+
+
+@contextmanager
+def sdpa_replaced(attention: Callable) -> Iterator[None]:
+    """Within the block models whose attention is "sdpa" call attention(original, module, query, key, ...) in its place,
+    where original is what they would have called. Their configuration, and so their masks, stay as they are."""
+    attentions = _attentions()
+    original = attentions["sdpa"]
+    attentions["sdpa"] = partial(attention, original)
+    try:
+        yield
+    finally:
+        attentions["sdpa"] = original
+
+
+@contextmanager
+def never_packed() -> Iterator[None]:
+    """Within the block transformers does not look at position ids for packed rows, which fake ones cannot answer: it
+    would make a mask, where a real row has none, and attention with a mask is another."""
+    masking, name = TRANSFORMERS.module("transformers.masking_utils"), "find_packed_sequence_indices"
+    before = TRANSFORMERS.part(masking, name)
+    setattr(masking, name, lambda *_given, **_named: None)
+    try:
+        yield
+    finally:
+        setattr(masking, name, before)
+
+
+@contextmanager
+def attends_by(module: nn.Module, attention: Callable) -> Iterator[None]:
+    """Within the block a module that attends by a method of its own calls attention(query, key, value, ...) for it."""
+    TRANSFORMERS.require(module, "_attn")
+    module._attn = attention
+    try:
+        yield
+    finally:
+        del module._attn

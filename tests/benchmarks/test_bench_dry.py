@@ -1,0 +1,160 @@
+"""Every benchmark runs dry at tiny sizes, so that what was renamed since the last measurement is noticed here.
+
+Most run our sides in this process; a peer that needs one of its own, or comes before any process group, has the last.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import cards
+import grpo_step
+import harness
+import memory
+import offline_step
+import ppo_step
+import pytest
+import reward_step
+import rollout
+import scaling
+import sft_step
+import steps
+import torch
+
+pytestmark = pytest.mark.slow
+
+
+class Peer:
+    """In the place of one that is in another process or needs to come first."""
+
+    versions, peak = {"torch": "2"}, 7
+
+    def __init__(self, *_settings: object, **_named: object) -> None:
+        self.num_steps = 0
+
+    def step(self) -> None:
+        self.num_steps += 1
+
+    def rows(self, step: int) -> list[list[int]]:
+        return [[3 + step, 4, 5, 6], [7, 8]]
+
+    def close(self) -> None:
+        self.num_steps = -1
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch):
+    """Dry runs change neither malloc nor the threads of the other tests."""
+    for module in (steps, scaling, sft_step):
+        monkeypatch.setattr(module, "keep_freed_blocks", lambda: True)
+    monkeypatch.setattr(memory, "ALLOCATORS", {"give_back": lambda: True})
+    monkeypatch.setattr(harness.measuring, "block", harness.measuring.block)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def rows_of(module, tmp_path, *words: str) -> dict[str, dict]:
+    """A quick run's rows by their case."""
+    module.main(["--quick", "--json", str(tmp_path / "rows.json"), *words])
+    return {row["case"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+
+
+def test_ppo_steps_beside_the_plain_one(tmp_path) -> None:
+    rows = rows_of(ppo_step, tmp_path, "--cases", "full", "ragged_lora")
+    assert list(rows) == ["full", "ragged_lora"]
+    for row in rows.values():
+        assert row["ratio"] == row["peer"] / row["ours"] and row["floor_ratio"] > row["wide_floor_ratio"] > 0
+        assert {"time/generate", "time/score", "time/train"} <= row["phases"].keys()
+
+
+def test_grpo_steps(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(grpo_step, "TrlGRPO", Peer)
+    rows = rows_of(grpo_step, tmp_path)
+    assert list(rows) == list(grpo_step.CASES)
+    assert rows["rloo"]["beside"] == "TRL RLOOTrainer" and rows["rloo"]["response_tokens"] == 2 * 2 * 16
+    assert rows["ragged"]["response_tokens"] < 2 * 2 * 16
+    assert all(row["floor_ratio_shared"] > 0 for row in rows.values())
+
+
+def test_sft_steps_and_their_memory(tmp_path, monkeypatch) -> None:
+    def held(function, side: str, **settings: object) -> dict:
+        return function(side=side, **settings) if side == "ours" else {"idle": 1, "peak": 10**10}
+
+    monkeypatch.setattr(sft_step, "TrlSFT", Peer)
+    monkeypatch.setattr(sft_step, "run_apart", held)
+    rows = rows_of(sft_step, tmp_path, "--cases", *sft_step.CASES, "--micro_batch_tokens", "768")
+    assert list(rows) == ["packed", "wrapped", "memory"]
+    assert rows["packed"]["tokens"] == 6 and rows["packed"]["unit"] == "tokens/s"
+    assert 10**8 < 1e6 * rows["memory"]["ours"] == rows["memory"]["sides"]["ours"]["peak"]
+
+
+def test_reward_steps(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(reward_step, "TrlReward", Peer)
+    row = rows_of(reward_step, tmp_path)["pairs"]
+    assert row["padded_tokens"] > row["tokens"] > row["different_tokens"] > 0
+    assert row["floor_ratio_shared"] > 0
+
+
+def test_steps_whose_peer_is_in_its_own_process(tmp_path, monkeypatch) -> None:
+    peers = []
+    monkeypatch.setattr(offline_step, "PeerProcess", lambda *settings: peers.append(Peer()) or peers[-1])
+    rows = rows_of(offline_step, tmp_path)
+    assert list(rows) == ["dpo", "sft_lora"]
+    assert rows["dpo"]["peer_runs_on"] == {"torch": "2"} and rows["dpo"]["peer_peak"] == 7
+    assert [peer.num_steps for peer in peers] == [-1, -1]  # ended
+
+
+def test_a_profile_names_operations_and_writes_no_row(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(reward_step, "TrlReward", Peer)
+    reward_step.main(["--quick", "--profile", "--json", str(tmp_path / "rows.json")])
+    assert "aten::" in capsys.readouterr().out and not (tmp_path / "rows.json").exists()
+
+
+def test_memory_of_generating_and_of_ppo(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(memory, "run_apart", lambda function, **settings: function(**settings))
+    rows = rows_of(memory, tmp_path, "--cases", "generation", "ppo")
+    assert list(rows) == ["generation", "ppo"]
+    assert set(rows["ppo"]["must_hold_mb"]) == {"base", "kv", "activations"}
+    assert rows["ppo"]["planned_mb"] > 0 and "actor/update" in rows["ppo"]["phases_mb"]
+
+
+def test_rollouts_beside_transformers(tmp_path) -> None:
+    rows = rows_of(rollout, tmp_path, "--cases", "stories3M", "ragged", "fixed_batch")
+    assert list(rows) == ["stories3M", "ragged", "fixed_batch"]
+    for row in rows.values():
+        assert row["ours"] > 0 and row["floor_ratio"] > 0 and row["engine"]["path"] == "native"
+
+
+def test_growth_of_every_work(tmp_path, monkeypatch) -> None:
+    peaks = {"batch": [10**6, 2 * 10**6, 4 * 10**6]}
+    monkeypatch.setattr(scaling, "run_apart", lambda *_given, **_named: peaks)
+    rows = rows_of(scaling, tmp_path, "--page", str(tmp_path / "scaling.md"))
+    assert list(rows) == ["rollout by batch", "ppo by batch", "grpo by batch"]
+    assert all(row["fits"]["memory"]["last"] == pytest.approx(1) for row in rows.values())
+    assert (tmp_path / "scaling.md").read_text().count("| 4, 8, 16 | sequences |") == 2 * 3
+    assert scaling.peak_bytes("rollout", scaling.points_of("batch", True)[0], tmp_path) >= 0
+
+
+def test_the_table_of_cards(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(cards, "SHAPES", ["0.5B"])
+    monkeypatch.setattr(cards, "WAYS", {"qlora": cards.WAYS["qlora"]})
+    cards.main(["--quick", "--json", str(tmp_path / "cards.json"), "--page", str(tmp_path / "cards.md")])
+    row, = json.loads((tmp_path / "cards.json").read_text())
+    assert (row["card_gib"], row["way"], row["shape"]) == (8, "qlora", "0.5B")
+    assert f"| 8 GiB | 0.5B ({row['micro_batch_tokens']}; " in (tmp_path / "cards.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_what_needs_other_processes_and_peers_of_its_own(tmp_path) -> None:
+    """As `make bench BENCH_ARGS=--quick`, without what the tests above run whole."""
+    names = "grpo_step", "sft_step", "reward_step", "offline_step", "startup", "server"
+    done = subprocess.run([sys.executable, "benchmarks/bench.py", "--quick", "--only", *names], cwd=harness.ROOT)
+    assert done.returncode == 0
+    for name in ("tensor_parallel", "architecture_sweep"):
+        command = [sys.executable, f"benchmarks/{name}.py", "--quick", "--page", str(tmp_path / f"{name}.md")]
+        assert subprocess.run(command, cwd=harness.ROOT).returncode == 0
+        assert (tmp_path / f"{name}.md").read_text().count("| llama |") == 1

@@ -1,0 +1,111 @@
+"""A private part of a dependency that is gone is one line for the user, before anything has been computed with it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from functools import reduce
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hybrid_rlhf.core import jsonargparse_compat, torch_compat
+from hybrid_rlhf.core.compat import Dependency
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
+from hybrid_rlhf.models import peft_compat, transformers_compat
+from hybrid_rlhf.models.lora import LoraConfig, add_lora
+from tests.factories.tiny import tiny_causal_lm
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = [p for folder in ("hybrid_rlhf", "training", "inference") for p in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_a_part_that_is_gone_is_named_with_the_release_in_use_and_the_one_that_has_it() -> None:
+    torch_of_old = Dependency("torch", checked="1.0.0")
+    with pytest.raises(UserError) as caught:
+        torch_of_old.part(nn.Linear(1, 1), "_gone")
+    assert str(caught.value) == (f"torch {version('torch')} has no Linear._gone, which hybrid-rlhf needs and "
+                                 "torch 1.0.0 has; pip install 'torch==1.0.0'")
+    with pytest.raises(UserError, match=r"has no torch\.gone, "):
+        torch_of_old.module("torch.gone")
+    with pytest.raises(UserError, match=r"has no torch\.nn\._gone, "):
+        torch_of_old.require(nn, "Linear", "_gone")
+    assert torch_of_old.part(nn, "Linear") is nn.Linear
+
+
+def _zero(stage: int) -> Callable[[], object]:
+    return lambda: HybridEngine(nn.Linear(2, 2)).prepare_training(OptimizerConfig(), lambda _: 1.0, ZeroConfig(stage))
+
+
+GONE = [
+    ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.update_lp_params", _zero(1)),
+    ("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._partition_all_parameters", _zero(3)),
+    ("deepspeed.comm.torch:build_shm_op", _zero(0)),
+    ("peft.utils.transformers_weight_conversion:convert_peft_config_for_transformers",
+     lambda: add_lora(tiny_causal_lm(), LoraConfig(r=2))),
+    ("transformers.modeling_utils:AttentionInterface",
+     lambda: transformers_compat.sdpa_replaced(lambda *_: None).__enter__()),
+    ("transformers.masking_utils:find_packed_sequence_indices",
+     lambda: transformers_compat.never_packed().__enter__()),
+    ("torch.distributed.distributed_c10d:_get_default_store", torch_compat.launcher_store),
+    ("torch._subclasses.fake_tensor:FakeTensorMode", torch_compat.fake_mode),
+]
+
+
+@pytest.mark.parametrize(("path", "use"), GONE, ids=[path.rpartition(".")[2] for path, _ in GONE])
+def test_each_file_says_so(path: str, use: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    package, name = path.split(":")[0].split(".")[0], path.split(":")[1].split(".")[-1]
+    module, _, owner = path.partition(":")
+    holder = reduce(getattr, owner.split(".")[:-1], import_module(module))
+    monkeypatch.delattr(holder, name)
+    release = re.escape(version(package))
+    with pytest.raises(UserError, match=rf"^{package} {release} has no \S*\.{name}, .*; pip install"):
+        use()
+
+
+def test_objects_without_their_parts_are_refused_too() -> None:
+    with pytest.raises(UserError, match=r"jsonargparse .* has no object\._actions"):
+        jsonargparse_compat.hide(object(), lambda name: True)
+    with pytest.raises(UserError, match=r"peft .* has no Linear\._active_adapter"):  # written, it would change nothing
+        peft_compat.activate(nn.Linear(1, 1), ["default"])
+
+
+@pytest.mark.parametrize("dependency", [torch_compat.TORCH, jsonargparse_compat.JSONARGPARSE, peft_compat.PEFT,
+                                        transformers_compat.TRANSFORMERS], ids=lambda d: d.name)
+def test_the_release_that_is_named_is_the_one_that_the_tests_run_with(dependency: Dependency) -> None:
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
+    assert pinned[dependency.name] == dependency.checked
+
+
+def _foreign(tree: ast.Module) -> set[str]:
+    """Private names that a file reads or writes on something else than itself, but for those that it gives."""
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+             and re.fullmatch(r"_[a-z]\w*", node.attr) and ast.unparse(node.value) not in ("self", "cls")}
+    return names - {"_replace"}  # of a NamedTuple
+
+
+def test_nothing_else_reaches_into_private_parts() -> None:
+    given = {name for path in PRODUCT for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+             for name in [getattr(node, "name", None), *([node.attr] if isinstance(node, ast.Attribute)
+                          and ast.unparse(node.value) == "self" else [])] if name}
+    given |= {"_peft_wrapper", "_dequantised", "_exit"}  # two that we hang on a model; os._exit
+    faults = {str(path.relative_to(ROOT)): names for path in PRODUCT if not path.stem.endswith("_compat")
+              and (names := _foreign(ast.parse(path.read_text(encoding="utf-8"))) - given)}
+    assert not faults
+    assert "_modules" in _foreign(ast.parse("model._modules['a'] = 1")) - given  # what it must not miss
+
+
+def test_a_copy_with_parts_leaves_the_original_and_keeps_gradients() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    weight = torch.ones(2, 2, requires_grad=True)
+    copied = torch_compat.copy_with(layer, {"weight": 2 * weight})
+    copied(torch.ones(1, 2)).sum().backward()
+    assert weight.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    assert copied.weight is not layer.weight
+    assert isinstance(layer.weight, nn.Parameter)

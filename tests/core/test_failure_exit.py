@@ -1,0 +1,158 @@
+"""A process that watches for the others' failure ends with its own exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from hybrid_rlhf.core import failure, peers
+from tests.factories.processes import ROOT, free_port
+
+CHILDREN = """
+import json, os, sys, time
+import torch.distributed as dist
+from hybrid_rlhf.core import distributed, failure
+
+failure._POLL_SECONDS, codes = 0.0001, []
+failure.world_size = lambda: 2  # the other one is not needed: nothing is sent to it
+for _ in range(8):
+    if number := os.fork():
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]))
+        continue
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1]}
+    failure.join()
+    time.sleep(0.05)
+    sys.exit(3)
+print(json.dumps(codes))
+"""
+
+
+@pytest.mark.slow
+def test_the_watching_thread_does_not_abort_a_process_that_ends():
+    """Without waiting for the thread about every second one was aborted: exit code -6 after a run that succeeded."""
+    done = subprocess.run([sys.executable, "-c", CHILDREN, free_port()], capture_output=True, text=True, cwd=ROOT,
+                          timeout=120, check=False)
+    assert json.loads(done.stdout) == [3] * 8, done.stderr[-2000:]
+
+
+@pytest.fixture
+def sleeping(monkeypatch):
+    """This process's view of three others of a world of four, and the first of them: two of this host, one of another.
+    """
+    monkeypatch.setattr(peers, "world_size", lambda: 4)
+    store, started = dist.HashStore(), [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    for number, process in enumerate(started, 1):
+        told = [peers._host(), process.pid, peers._status(process.pid)[1]]
+        store.set(f"process/{number}", json.dumps(told))
+    store.set("process/3", json.dumps(["elsewhere", 1, "0"]))
+    seen = peers.Peers(store)
+    seen.meet()
+    yield seen, started, store
+    for process in started:
+        process.kill(), process.wait()
+
+
+def test_a_process_that_dies_without_leaving_is_dead_and_one_that_a_signal_stops_is_stopped(sleeping):
+    seen, (first, second), store = sleeping
+    assert (seen.dead(), seen.stopped()) == ([], [])
+    first.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    while not seen.stopped() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (seen.dead(), seen.stopped()) == ([], [1])
+    first.kill()
+    second.kill()
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)  # not waited for by its parent: a zombie is dead too
+    second.wait()
+    assert seen.dead() == [1, 2]
+    store.set("left/2", "")
+    assert (seen.dead(), seen.stopped()) == ([1], [])
+
+
+def test_a_number_that_another_process_has_now_is_not_the_one_that_died(sleeping):
+    seen, (first, _), _ = sleeping
+    seen._processes[1] = first.pid, "12345"
+    assert seen.dead() == [1]
+
+
+def test_an_error_of_a_collective_names_the_process_it_comes_from(sleeping, monkeypatch):
+    seen, (first, _), store = sleeping
+    monkeypatch.setattr(failure, "_peers", seen), monkeypatch.setattr(failure, "_store", store)
+    monkeypatch.setattr(failure, "_SEARCH_SECONDS", 0.1)
+    late, closed = RuntimeError("Timed out waiting 1800000ms for recv operation"), RuntimeError("Connection closed")
+    assert failure.lost_process(late) is None and failure.lost_process(ValueError("a fault of ours")) is None
+    first.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    while not seen.stopped() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert failure.lost_process(late).startswith("error: process 1 is stopped") and failure.lost_process(closed) is None
+    first.kill(), first.wait()
+    assert failure.lost_process(closed).startswith("error: process 1 has died")
+    store.set(failure._KEY, json.dumps({"message": "error: no such file", "code": 2, "is_lost": False}))
+    assert failure.lost_process(closed) == "error: no such file"
+
+
+def test_the_first_of_the_living_is_the_main_process_when_that_has_died(monkeypatch):
+    monkeypatch.setattr("hybrid_rlhf.core.distributed._main", 0)
+    monkeypatch.setattr(failure, "world_size", lambda: 4)
+    monkeypatch.setattr("hybrid_rlhf.core.distributed.rank", lambda: 2)
+    for own, dead, is_main in ((2, [0], False), (2, [1], False), (2, [0, 1], True)):
+        monkeypatch.setattr(failure, "rank", lambda own=own: own)
+        assert f"process {dead[0]} has died" in failure._death(dead)
+        assert failure.is_main() is is_main
+
+
+def test_only_a_known_launcher_s_end_is_one(monkeypatch):
+    """A shell that started a process of several may leave before it: nohup, setsid."""
+    for name in ("TORCHELASTIC_RUN_ID", "CROSS_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    plain = peers.Launcher()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    launched = peers.Launcher()
+    assert not launched.has_died()
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert launched.has_died() and not plain.has_died() and not plain.holds_store
+
+
+def test_a_process_that_cannot_be_looked_up_is_not_dead(sleeping, monkeypatch):
+    seen, _, _ = sleeping
+
+    def refuse(*_given, **_named):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(peers.Path, "read_text", refuse)
+    assert (seen.dead(), seen.stopped()) == ([], [])
+
+
+class Ended(BaseException):
+    """Stands for the end of the process."""
+
+
+def test_a_callback_or_a_stream_that_fails_does_not_keep_the_watching_process(monkeypatch):
+    store = dist.HashStore()
+    store.set(failure._KEY, json.dumps({"code": 2, "message": "error: x", "is_lost": True}))
+    codes, told = [], []
+
+    def end(code):
+        codes.append(code)
+        raise Ended
+
+    def fail(_message):
+        raise ValueError("I/O operation on closed file")
+
+    monkeypatch.setattr(failure.os, "_exit", end), monkeypatch.setattr(failure, "_callbacks", [fail, told.append])
+    monkeypatch.setattr(failure, "_ending", threading.Lock())
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=fail, flush=lambda: fail(0)))
+    launcher = SimpleNamespace(has_died=lambda: False, holds_store=False)
+    with pytest.raises(Ended):
+        failure._watch(store, None, launcher)
+    assert codes == [2] and told == ["error: x"]

@@ -1,0 +1,245 @@
+"""Strings become turns where there is a chat template, content survives templates, and only answers are trained."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.data.chat import SkipRow, compose_messages, compose_prompt, encode, encode_all, ensure_template
+from hybrid_rlhf.data.collate import collate_labelled, collate_pairs
+from hybrid_rlhf.data.datasets import DataConfig, build, describe
+from hybrid_rlhf.data.literal import BREAK
+from hybrid_rlhf.data.schema import detect, read_row
+from hybrid_rlhf.data.sources import Source
+from hybrid_rlhf.models.template import special_ids
+from hybrid_rlhf.training.registry import READS
+from tests.factories.tiny import chatml_tokenizer, tiny_tokenizer
+from tests.factories.trl_templates import tokenizer_of
+
+USER, ANSWER = "<|im_start|>user\n", "<|im_start|>assistant\n"
+TWO_TURNS = [{"role": "assistant", "content": "A fox."}, {"role": "user", "content": "And cat?"},
+             {"role": "assistant", "content": "You are."}]
+
+
+@pytest.fixture
+def tokenizer():
+    return chatml_tokenizer()
+
+
+@pytest.fixture
+def built(tmp_path, tokenizer):
+    def build_rows(rows: list[dict], stage: str, tokenizer=tokenizer, **changes):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("\n".join(json.dumps(row) for row in rows))
+        config = DataConfig([Source(str(path))], split=None, eval_fraction=0.0, cache_dir=str(tmp_path / "cache"),
+                            **changes)
+        return build(config, READS[stage], tokenizer, 0)
+
+    return build_rows
+
+
+def trained(tokenizer, ids, mask) -> str:
+    return tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m])
+
+
+PAIR = {"prompt": "What is red?", "chosen": " A fox.", "rejected": "A tree."}
+
+
+def test_string_prompts_and_answers_are_turns_in_every_stage_of_a_model_with_a_template(built, tokenizer):
+    asked = f"{USER}What is red?<|im_end|>\n{ANSWER}"
+    sft, reward, ppo, kto = (built([PAIR], stage) for stage in ("sft", "reward", "ppo", "kto"))
+    assert tokenizer.decode(sft.train[0]["input_ids"]) == f"{asked}A fox.<|im_end|>"  # the space joined plain texts
+    assert tokenizer.decode(reward.train[0]["chosen_ids"]) == f"{asked}A fox.<|im_end|>"
+    assert tokenizer.decode(reward.train[0]["rejected_ids"]) == f"{asked}A tree.<|im_end|>"
+    assert tokenizer.decode(ppo.train[0]["prompt_ids"]) == ppo.train[0]["text"] == asked
+    assert ppo.train[0]["prompt"] == "What is red?"  # what reward functions are given: the row's own form
+    assert [tokenizer.decode(row["input_ids"]) for row in kto.train] == [f"{asked}A fox.<|im_end|>",
+                                                                        f"{asked}A tree.<|im_end|>"]
+    how = "1 prompts of plain text rendered as user turns (data.raw true keeps them as they are)"
+    assert how in describe(sft.report)
+
+
+def test_prompts_that_look_rendered_already_are_counted(built):
+    assert "1 of these prompts hold special tokens as text; data.raw true is for prompts that are rendered already" in (
+        describe(built([{**PAIR, "prompt": f"{USER}hi<|im_end|>"}, PAIR], "sft").report))
+
+
+def test_raw_keeps_strings_as_they_are_and_so_does_a_tokenizer_without_a_template_and_both_say_so(built, tokenizer):
+    for changes, why in (({"raw": True}, "(data.raw)"),
+                         ({"tokenizer": tiny_tokenizer()}, "since the tokenizer has no chat template")):
+        data = built([PAIR], "sft", **changes)
+        assert tokenizer.decode(data.train[0]["input_ids"]) == "What is red? A fox.<|im_end|>"
+        assert f"1 prompts of plain text kept as they are{',' * ('since' in why)} {why}" in describe(data.report)
+
+
+@pytest.mark.parametrize(("row", "stage"), [({"text": "A fox."}, "sft"),
+                                            ({"chosen": "A fox runs.", "rejected": "A fox."}, "reward")])
+def test_texts_that_answer_nobody_stay_as_they_are(built, tokenizer, row, stage):
+    data = built([row], stage)
+    ids = data.train[0].get("input_ids") or data.train[0]["chosen_ids"]
+    assert tokenizer.decode(ids) == f"{row.get('text') or row['chosen']}<|im_end|>"
+    assert data.report["rendered"] == {}
+
+
+def test_rows_as_turns_and_as_they_are_have_tables_of_their_own_in_the_cache(built, tokenizer):
+    assert built([PAIR], "sft").train[0] != built([PAIR], "sft", raw=True).train[0]
+    assert built([PAIR], "sft").train[0] != built([PAIR], "sft", tokenizer=tiny_tokenizer()).train[0]
+
+
+def test_a_preference_over_several_turns_trains_the_assistant_s_and_not_the_user_s(built, tokenizer):
+    row = {"prompt": [{"role": "user", "content": "What is red?"}], "chosen": TWO_TURNS,
+           "rejected": [{"role": "assistant", "content": "A tree."}]}
+    said = "A fox.<|im_end|>You are.<|im_end|>"
+    rows = built([row], "dpo").train
+    batch = collate_pairs(list(rows), 0).sequences
+    masks = batch.loss_mask.tolist()
+    assert trained(tokenizer, batch.input_ids[0].tolist(), masks[0]) == said
+    assert trained(tokenizer, batch.input_ids[1].tolist(), masks[1]) == "A tree.<|im_end|>"
+    other = {"prompt": "What is tall?", "chosen": "A house.", "rejected": "No."}
+    labelled = [r for r in built([row, other], "kto").train if r["label"]]
+    batch = collate_labelled(labelled, 0, 64)
+    for sequences, expected in ((batch.sequences, [said, "A house.<|im_end|>"]),
+                                (batch.mismatched, ["A house.<|im_end|>", said])):
+        assert [trained(tokenizer, ids, mask) for ids, mask in zip(
+            sequences.input_ids.tolist(), sequences.loss_mask.tolist(), strict=True)] == expected
+    cut = collate_labelled(list(labelled), 0, len(labelled[1]["input_ids"]) + 3).mismatched  # the longer one is cut
+    assert said.startswith(trained(tokenizer, cut.input_ids[1].tolist(), cut.loss_mask[1].tolist()))
+
+
+def test_a_completion_of_several_turns_that_no_one_text_can_hold_is_refused_with_the_reason(built):
+    row = {"prompt": "What is red?", "chosen": TWO_TURNS, "rejected": TWO_TURNS[:1]}
+    with pytest.raises(UserError, match="1 dropped: the chat template rewrites earlier turns of a completion of sev"):
+        built([row], "dpo", tokenizer=tokenizer_of("qwen3"))
+
+
+def test_a_conversation_under_a_template_that_rewrites_history_is_one_row_per_answer_and_counted(built):
+    tokenizer = tokenizer_of("qwen3")
+    messages = [{"role": "user", "content": "What is red?"}, *TWO_TURNS]
+    data = built([{"messages": messages}] * 2, "sft", tokenizer=tokenizer)
+    assert len(data.train) == 4
+    assert ("2 conversations as one row per answer, since the chat template rewrites earlier turns"
+            in describe(data.report))
+    assert [trained(tokenizer, r["input_ids"], r["loss_mask"]) for r in list(data.train)[:2]] == [
+        "<think>\n\n</think>\n\nA fox.<|im_end|>", "<think>\n\n</think>\n\nYou are.<|im_end|>"]
+    everything = built([{"messages": messages}], "sft", tokenizer=tokenizer, train_on="all").train
+    assert len(everything) == 1 and all(everything[0]["loss_mask"])  # every word once
+
+
+def test_a_system_message_that_is_refused_is_said_in_the_first_user_turn_in_training_and_chat_alike(built):
+    tokenizer = tokenizer_of("gemma")
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What is red?"}, *TWO_TURNS]
+    row = built([{"messages": messages}], "sft", tokenizer=tokenizer)
+    text = tokenizer.decode(row.train[0]["input_ids"])
+    assert text.startswith("<bos><start_of_turn>user\nBe kind.\n\nWhat is red?<end_of_turn>\n<start_of_turn>model\n")
+    assert "1 system messages put into the first user turn" in describe(row.report)
+    assert text.startswith(compose_prompt(tokenizer, messages[:2]).text)
+
+
+@pytest.mark.parametrize(("template", "lost"), [
+    ("{% for m in messages %}{{ m.role }}{% endfor %}", "what the user says"),
+    ("{% for m in messages %}<|im_start|>{{ m.content if m.role == 'user' }}{% endfor %}", "what the assistant says"),
+    ("{% for m in messages %}<|im_start|>{{ m.content[:3] }}{% endfor %}", "what the user says")])
+def test_a_template_that_drops_content_is_one_line_that_says_so(built, tokenizer, template, lost):
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=f"1 dropped: the chat template leaves out {lost}"):
+        built([PAIR], "sft", tokenizer=tokenizer)
+
+
+def test_a_tokenizer_without_eos_gets_one_by_chatml_and_is_refused_in_one_line_for_plain_text(built):
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="the tokenizer has no eos_token, so no response could ever end; name one in"):
+        built([PAIR], "sft", tokenizer=tokenizer)
+    ensure_template(tokenizer)
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert encode(tokenizer, [{"role": "user", "content": "a"}], "b").ids[-1] == tokenizer.eos_token_id
+
+
+def read(row: dict):
+    return read_row(row, detect(row, "here"), "here")
+
+
+def test_tools_and_calls_are_read_as_objects_also_from_json_text_and_tables_with_nulls():
+    tool = {"type": "function", "function": {"name": "sum_of", "parameters": {"a": {"type": "int"}, "other": None}}}
+    call = {"id": None, "function": {"name": "sum_of", "arguments": '{"a": 1}'}}
+    row = {"messages": [{"role": "user", "content": "Add."},
+                        {"role": "assistant", "tool_calls": [call], "content": None}],
+           "tools": json.dumps([tool])}
+    messages = read(row).messages
+    assert messages[0]["tools"] == [{"type": "function", "function": {
+        "name": "sum_of", "parameters": {"a": {"type": "int"}}}}]
+    assert messages[1] == {"role": "assistant", "content": "", "tool_calls": [
+        {"function": {"name": "sum_of", "arguments": {"a": 1}}}]}
+    assert read({**row, "tools": None}).messages[0] == {"role": "user", "content": "Add."}
+    with pytest.raises(UserError, match="here: tools must be a list of tool schemas"):
+        read({**row, "tools": "hammer"})
+
+
+ODD = st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|", "|>", "<think>", "</think>", "<start_of_turn>",
+                                "[INST]", "{{ x }}", "{% if", "\\n", '"', "'", "&amp;", "<b>", "\r\n", "\n", "\t", " ",
+                                "\u200b", "e\u0301", "日本", "😀", "a", BREAK]), max_size=8).map("".join)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "gemma", "gemma3", "phi3_5", "smolvlm", "muse_glimmer",
+                                  "cohere"])
+@settings(max_examples=25, deadline=None)
+@given(asked=ODD, said=ODD)
+def test_content_makes_no_special_token_and_stands_in_the_row_as_it_was_written(name, asked, said):
+    tokenizer = _tokenizer(name)
+    special = set(special_ids(tokenizer).values())
+
+    def row_of(question: str, answer: str):
+        return encode_all(tokenizer, compose_messages(tokenizer, [
+            {"role": "user", "content": f"q{question}q"}, {"role": "assistant", "content": f"a{answer}a"}]))[0]
+
+    row, plain = row_of(asked, said), row_of("", "")
+    assert [i for i in row.ids if i in special] == [i for i in plain.ids if i in special]
+    text = tokenizer.decode(row.ids)
+    answer = trained(tokenizer, row.ids, row.loss_mask)
+    assert f"q{asked}q".replace(BREAK, "\ufffd") in text and f"a{said}a".replace(BREAK, "\ufffd") in answer
+
+
+_made: dict = {}
+
+
+def _tokenizer(name: str):
+    return _made.setdefault(name, None) or _made.update({name: tokenizer_of(name)}) or _made[name]
+
+
+@given(ODD, ODD)
+@settings(max_examples=40, deadline=None)
+def test_a_template_that_parses_thoughts_loses_none_of_the_words_or_refuses_the_row(thought, said):
+    tokenizer = _tokenizer("qwen3")
+    message = {"role": "assistant", "content": f"<think>\nt{thought}t\n</think>\n\na{said}a"}
+    try:
+        row = encode_all(tokenizer, compose_messages(tokenizer, [{"role": "user", "content": "?"}, message]))[0]
+    except SkipRow:
+        assert "think>" in thought + said
+        return
+    text = trained(tokenizer, row.ids, row.loss_mask)
+    for words in f"t{thought}t", f"a{said}a":
+        for piece in words.replace(BREAK, "\ufffd").replace("<think>", "</think>").split("</think>"):
+            assert piece.strip() in text
+
+
+def test_a_run_that_reads_plain_prompts_otherwise_than_its_parent_says_so(tmp_path, capsys):
+    from hybrid_rlhf.training.plain_prompts import tell_other_form
+
+    (tmp_path / "rows.jsonl").write_text(json.dumps(PAIR))
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"question": "What is red?", "answer": "A fox."}))
+    (tmp_path / "sft" / "model").mkdir(parents=True)
+    record = {"format": 1, "stage": "sft", "status": "finished", "config": {"data": {"raw": True}}, "metrics": {},
+              "facts": {}, "command": "", "started": "", "finished": "", "seconds": 0.0, "versions": {}}
+    (tmp_path / "sft" / "run.json").write_text(json.dumps(record))
+
+    def said(rows: str, raw: bool) -> str:
+        config = DataConfig([Source(str(tmp_path / rows))], raw=raw, split=None)
+        tell_other_form(str(tmp_path / "sft" / "model"), config, READS["sft"])
+        return capsys.readouterr().err
+
+    assert "sft was trained with data.raw true and this run has false" in said("rows.jsonl", False)
+    assert said("rows.jsonl", True) == said("chat.jsonl", False) == ""

@@ -1,0 +1,91 @@
+"""Launchers: a common end when one process finds a mistake, two hosts, and a hostfile as the guide writes it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.hosts import two_hosts
+from tests.distributed.two_processes import SLOW_RUNS, argv_of, metrics
+from tests.factories.processes import ROOT, TORCHRUN, ended, free_port, launch, start
+from tests.factories.tiny import save_tiny
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.mark.slow
+def test_when_one_process_finds_a_mistake_all_end_with_its_code_and_one_message(tmp_path):
+    """The second process alone cannot see the data; the first would wait for it for half an hour."""
+    (tmp_path / "demos.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    script = tmp_path / "one_sees.py"
+    script.write_text(f"import os, sys\nif os.environ['RANK'] == '1': os.chdir({str(tmp_path / 'none')!r})\n"
+                      "from hybrid_rlhf.cli import main\ncode = main(sys.argv[1:])\nsys.exit(code)\n")
+    (tmp_path / "none").mkdir()
+    save_tiny(tmp_path / "base")
+    done = ended(launch(str(script), "--stage", "sft", "--output_dir", f"{tmp_path}/out", "--model.model_name_or_path",
+                        f"{tmp_path}/base", "--data.sources=[{path: demos.jsonl}]", "--data.split", "null",
+                        "--data.max_length", "64", folder=tmp_path))
+    assert done.stderr.count("error: ") == 1, done.stderr
+    assert "demos.jsonl does not exist" in done.stderr
+    assert done.stderr.count("exitcode  : 2 ") == 2, done.stderr
+
+
+def test_the_guide_s_hostfile_is_one_that_deepspeed_s_launcher_reads(tmp_path):
+    """The launcher itself needs pdsh or ssh to other machines."""
+    from deepspeed.launcher.runner import encode_world_info, fetch_hostfile, parse_inclusion_exclusion
+
+    guide = (ROOT / "docs" / "guide" / "several-gpus.md").read_text()
+    lines = re.search(r"\$ cat (\w+)\n((?:\S+ slots=\d+\n)+)\$ deepspeed --hostfile (\w+)", guide)
+    assert lines and lines[1] == lines[3]
+    (tmp_path / "hostfile").write_text(lines[2])
+    pool = fetch_hostfile(str(tmp_path / "hostfile"))
+    assert dict(pool) == {"10.0.0.1": 8, "10.0.0.2": 8}
+    chosen = parse_inclusion_exclusion(pool, "", "10.0.0.2:0,1")
+    assert {host: list(slots) for host, slots in chosen.items()} == {
+        "10.0.0.1": list(range(8)), "10.0.0.2": list(range(2, 8))}
+    assert encode_world_info(chosen)
+
+
+def _same_sft(place: Path, where: str) -> None:
+    one, other = (metrics(place / name / "sft") for name in ("one", where))
+    assert len(other) == 4
+    for expected, row in zip(one, other, strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=2e-6)
+
+
+@pytest.mark.slow
+def test_two_hosts_are_two_torchruns_that_meet_at_an_address(slow_place):
+    """Both are this machine: two node groups over loopback, one process each."""
+    argv = argv_of(slow_place, SLOW_RUNS, "hosts", 4)["sft"]
+    meet = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "127.0.0.1", "--master_port", free_port()]
+    nodes = [start([*TORCHRUN, *meet, "--node_rank", str(i), "train.py", *argv]) for i in range(2)]
+    for done in [ended(node) for node in nodes]:
+        assert done.returncode == 0, done.stderr
+    _same_sft(slow_place, "hosts")
+
+
+@pytest.mark.slow
+def test_two_hosts_are_two_network_namespaces_with_a_cable_between_them(slow_place):
+    argv = argv_of(slow_place, SLOW_RUNS, "namespaces", 4)["sft"]
+    meet = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "10.77.0.1", "--master_port", free_port()]
+    with two_hosts() as hosts:
+        if hosts is None:
+            pytest.skip("no network namespaces are permitted here")
+        nodes = [start([*before, *TORCHRUN, *meet, "--node_rank", str(i), "train.py", *argv], **env)
+                 for i, (before, env) in enumerate(hosts)]
+        for done in [ended(node) for node in nodes]:
+            assert done.returncode == 0, done.stderr
+    _same_sft(slow_place, "namespaces")
+
+
+@pytest.mark.slow
+def test_deepspeed_s_own_launcher_starts_the_same_run(slow_place):
+    launcher = Path(sys.executable).with_name("deepspeed")
+    done = ended(start([str(launcher), "--num_gpus", "2", "--master_port", free_port(), "train.py",
+                        *argv_of(slow_place, SLOW_RUNS, "deepspeed", 4)["sft"]], DS_ACCELERATOR="cpu"))
+    assert done.returncode == 0, done.stderr
+    _same_sft(slow_place, "deepspeed")

@@ -1,0 +1,230 @@
+"""Decoder layers in one call: right by plain torch, equal to the separate kernels, taken only where they are right."""
+
+from __future__ import annotations
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hybrid_rlhf.engine.decode.fused_layers import _ROWS
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
+from hybrid_rlhf.engine.hybrid import HybridEngine
+from hybrid_rlhf.kernels import REFERENCE, cpu, ops_for, reference
+from tests.factories.tiny import tiny_causal_lm
+
+GREEDY = SamplingConfig(max_new_tokens=6, temperature=0.0)
+PROMPTS = [[5, 9, 11], [6], [7, 8, 9, 10, 11, 12], [13, 5]]
+SHAPE = {"hidden_size": 64, "intermediate_size": 136, "head_dim": 16}  # not a multiple of a piece's outputs
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def kernel(request):
+    if request.param == "reference":
+        return reference.DecodeLayer
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler")
+    return cpu.load_decode_layer()
+
+
+def plain(x, weights, biases, norms, angles, columns, scaling, is_gelu, adds_one):
+    """The layer of one row in double precision: x (E), keys and values (C, K, D) before it -> its output and column."""
+    dim = angles[0].numel()
+
+    def norm(v, weight):
+        if weight is None:
+            return v
+        return v * (v.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (weight + (1 if adds_one else 0))
+
+    def turn(v):
+        return v * angles[0] + torch.cat([-v[..., dim // 2:], v[..., : dim // 2]], -1) * angles[1]
+
+    query, key, value = ((w @ norm(x, norms[0]) + (0 if b is None else b)).view(-1, dim)
+                         for w, b in zip(weights[:3], biases[:3], strict=True))
+    query, key = turn(norm(query, norms[2])), turn(norm(key, norms[3]))
+    keys, values = (torch.cat([c, n[None]]) for c, n in zip(columns, (key, value), strict=True))
+    group = len(query) // len(key)
+    heads = [((keys[:, h // group] @ query[h] * scaling).softmax(0) @ values[:, h // group])
+             for h in range(len(query))]
+    x = x + weights[3] @ torch.cat(heads)
+    inner = norm(x, norms[1])
+    gate, up = weights[4] @ inner, weights[5] @ inner
+    act = F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)
+    return x + weights[6] @ (act * up), key, value
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-5), (torch.bfloat16, 0.03)], ids=str)
+@pytest.mark.parametrize("heads, kv_heads, has_extras", [(4, 2, False), (3, 3, True), (4, 1, True)])
+def test_a_layer_is_that_of_plain_torch(kernel, dtype, bound, heads, kv_heads, has_extras):
+    g = torch.Generator().manual_seed(heads + kv_heads)
+    hidden, dim, inner, rows, columns = 40, 32, 72, 5, 9
+
+    def numbers(*shape, scale=1.0):
+        return (torch.randn(*shape, generator=g) * scale).to(dtype)
+
+    sizes = [(heads * dim, hidden), (kv_heads * dim, hidden), (kv_heads * dim, hidden), (hidden, heads * dim),
+             (inner, hidden), (inner, hidden), (hidden, inner)]
+    weights = [numbers(*size, scale=size[1] ** -0.5) for size in sizes]
+    biases = [numbers(size[0]) if has_extras and i < 3 else None for i, size in enumerate(sizes)]
+    norms = [numbers(hidden), numbers(hidden), *((numbers(dim), numbers(dim)) if has_extras else (None, None))]
+    layer = kernel(weights, biases, norms, eps=1e-6, adds_one=has_extras, scaling=0.2, is_gelu=has_extras)
+    assert layer.max_rows >= rows or dtype != torch.float32
+    if layer.max_rows < rows:
+        pytest.skip("this processor multiplies no bf16 numbers")
+    keys, values = (numbers(rows + 1, kv_heads, columns, dim) for _ in range(2))
+    before = keys.clone(), values.clone()
+    x, angles = numbers(rows, 1, hidden), (numbers(rows, 1, dim), numbers(rows, 1, dim))
+    slots, positions = torch.tensor([5, 0, 2, 1, 4]), torch.tensor([0, 8, 3, -1, 5])  # the fourth row is idle
+    out = layer(x, *angles, keys, values, slots, positions, columns)
+    assert out.shape == x.shape and out.dtype == dtype
+    doubles = [[t if t is None else t.double() for t in ts] for ts in (weights, biases, norms)]
+    for row in (0, 1, 2, 4):
+        slot, position = slots[row], positions[row]
+        want, key, value = plain(x[row, 0].double(), *doubles, [a[row, 0].double() for a in angles],
+                                 [c[slot, :, :position].transpose(0, 1).double() for c in before], 0.2, has_extras,
+                                 has_extras)
+        for ours, theirs in ((out[row, 0], want), (keys[slot, :, position], key), (values[slot, :, position], value)):
+            assert (ours.double() - theirs).abs().max() <= bound * theirs.abs().max()
+        before[0][slot, :, position], before[1][slot, :, position] = keys[slot, :, position], values[slot, :, position]
+    assert torch.equal(before[0], keys) and torch.equal(before[1], values)  # nothing else was written
+
+
+def test_a_small_layer_takes_many_rows_and_a_large_one_what_our_product_is_good_for(kernel):
+    """Above that many rows torch's product is faster, but a small layer would pay more for the way through Python."""
+    def most(hidden):
+        eye = torch.eye(hidden, dtype=torch.bfloat16)
+        norms = [torch.ones(hidden, dtype=torch.bfloat16)] * 2 + [None] * 2
+        return kernel([eye] * 7, [None] * 7, norms, eps=1e-6, adds_one=False, scaling=1.0, is_gelu=False).max_rows
+
+    if most(8) == 0:
+        pytest.skip("this processor multiplies no bf16 numbers")
+    assert most(64) >= 512
+    assert most(1024) == 48 or kernel is reference.DecodeLayer
+
+
+def test_what_does_not_fit_a_layer_is_an_error():
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler")
+    make, eye = cpu.load_decode_layer(), torch.eye(8)
+    settings = {"eps": 1e-6, "adds_one": False, "scaling": 1.0, "is_gelu": False}
+    with pytest.raises(ValueError, match="do not fit each other"):
+        make([eye] * 6 + [torch.zeros(8, 4)], [None] * 7, [torch.ones(8)] * 2 + [None] * 2, **settings)
+    layer = make([eye] * 7, [None] * 7, [torch.ones(8)] * 2 + [None] * 2, **settings)
+    cache = torch.zeros(2, 2, 3, 4)
+    step = torch.zeros(1, 1, 8), torch.zeros(1, 1, 4), torch.zeros(1, 1, 4), cache, cache.clone()
+    with pytest.raises(IndexError, match="position 3; width is 3"):
+        layer(*step, torch.tensor([0]), torch.tensor([3]), 3)
+    with pytest.raises(IndexError, match="slot 2 of 2"):
+        layer(*step, torch.tensor([2]), torch.tensor([0]), 3)
+    with pytest.raises(ValueError, match="heads of 8"):
+        layer(*step[:3], cache.view(2, 1, 3, 8), cache.view(2, 1, 3, 8), torch.tensor([0]), torch.tensor([0]), 3)
+    with pytest.raises(ValueError, match="do not fit the layer"):
+        layer(*step[:3], cache[:, :1], cache[:, :1], torch.tensor([0]), torch.tensor([0]), 3)
+
+
+def engine(model):
+    return HybridEngine.for_inference(model, SimpleNamespace(eos_token_id=None, pad_token_id=0))
+
+
+def drawn(made, has_layers, sampling=GREEDY):
+    runner = made._runner
+    forms = runner.layers
+    try:
+        runner.layers = forms if has_layers else []
+        with made.inference():
+            out = made.generate(PROMPTS, sampling, seed=3)
+        return out.tokens, out.logprobs
+    finally:
+        runner.layers = forms
+
+
+def needs_layers(dtype):
+    ops, eye, one = ops_for("cpu"), torch.eye(8, dtype=dtype), torch.ones(8, dtype=dtype)
+    settings = {"eps": 1e-6, "adds_one": False, "scaling": 1.0, "is_gelu": False}
+    if (ops.decode_layer is None or dtype not in ops.linear_dtypes
+            or not ops.decode_layer([eye] * 7, [None] * 7, [one, one, None, None], **settings).max_rows):
+        pytest.skip(f"{ops.name} computes no layers of {dtype}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_layers_in_one_call_give_the_bits_of_separate_kernels(kind, dtype):
+    needs_layers(dtype)
+    made = engine(tiny_causal_lm(kind=kind, **SHAPE).to(dtype))
+    with made.inference():
+        assert made.describe()["fused"]["decode_layer"] == 2
+    assert drawn(made, True) == drawn(made, False)
+    mixed = SamplingConfig(max_new_tokens=6)
+    assert drawn(made, True, mixed) == drawn(made, False, mixed)
+
+
+@pytest.mark.parametrize("kind, changes", [("gemma2", {}), ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+                                           ("granite", {"residual_multiplier": 0.5}), ("olmo2", {})])
+def test_layers_of_another_form_are_left_to_the_model(kind, changes):
+    made = engine(tiny_causal_lm(kind=kind, **changes))
+    with made.inference():
+        assert "decode_layer" not in made.describe()["fused"]
+
+
+def test_weights_are_read_where_they_are_and_hooks_and_adapters_are_respected():
+    needs_layers(torch.float32)
+    model = tiny_causal_lm(**SHAPE)
+    made = engine(model)
+    with made.inference():
+        before = made.generate(PROMPTS, GREEDY).tokens
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.normal_()
+    with made.inference():
+        after = made.generate(PROMPTS, GREEDY).tokens
+    assert after != before
+    assert drawn(made, False)[0] == after
+    calls = []
+    handle = model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *_: calls.append(1))
+    with made.inference():
+        assert made.generate(PROMPTS, GREEDY).tokens == after
+    assert len(calls) > 1  # prompts and steps
+    handle.remove()
+    assert all("forward" not in vars(m) for m in model.modules())
+
+
+def over_slots(model, monkeypatch, layer=reference.DecodeLayer):
+    """The engine of a model in inference mode's first use, with whole layers in fp32 wherever the test runs."""
+    ops = REFERENCE._replace(linear=F.linear, linear_dtypes=frozenset([torch.float32]), decode_layer=layer)
+    monkeypatch.setattr("hybrid_rlhf.engine.decode.runner.ops_for", lambda _device: ops)
+    made = engine(model)
+    with made.inference():
+        tokens = made.generate(PROMPTS, GREEDY).tokens
+    return made.describe(), tokens
+
+
+def by_transformers(model):
+    return [model.generate(torch.tensor([p]), do_sample=False, max_new_tokens=6, eos_token_id=None,
+                           pad_token_id=0)[0, len(p):].tolist() for p in PROMPTS]
+
+
+def test_layers_that_rotate_a_part_of_each_head_are_left_to_the_model(monkeypatch):
+    """GLM-4.5's dense layers among those with experts: Llama's parts, but angles for half of a head."""
+    model = tiny_causal_lm(kind="glm4_moe", first_k_dense_replace=1, moe_intermediate_size=16, n_routed_experts=4,
+                           num_experts_per_tok=2, head_dim=8)
+    about, tokens = over_slots(model, monkeypatch)
+    assert about["path"] == "native"
+    assert about["refused"] == {}
+    assert "decode_layer" not in about["fused"]
+    assert tokens == by_transformers(model)
+
+
+def test_layers_that_are_wrong_together_are_said_to_be_and_the_model_generates_without_them(monkeypatch, caplog):
+    class RightOnlyInTheTrial(reference.DecodeLayer):
+        def __call__(self, hidden, cosines, sines, keys, *others):
+            out = super().__call__(hidden, cosines, sines, keys, *others)
+            return out if len(keys) == _ROWS else out + 1
+
+    model = tiny_causal_lm()
+    about, tokens = over_slots(model, monkeypatch, RightOnlyInTheTrial)
+    assert about["path"] == "native"
+    assert "differ from the plain forward" in about["refused"]["decode layers"]
+    assert "decode_layer" not in about["fused"]
+    assert "keeps its own decode layers in inference mode: its logits over slots differ" in caplog.text
+    assert tokens == by_transformers(model)

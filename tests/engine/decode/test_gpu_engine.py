@@ -1,0 +1,90 @@
+"""The decode engine on a card: captured steps, our kernels, and the tokens of transformers' generate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybrid_rlhf.engine import HybridEngine, SamplingConfig
+from hybrid_rlhf.models.lora import LoraConfig, add_lora
+from tests.factories.architectures import ARCHITECTURES, build
+from tests.factories.decoding import GREEDY, MANY_PROMPTS, PROMPTS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no card")]
+
+
+def _engine(model, **settings):
+    return HybridEngine(model, model, eos_ids=[2], **settings)
+
+
+def _oracle(model):
+    tokens = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt], device="cuda")
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8,
+                             eos_token_id=2, pad_token_id=0)
+        tokens.append(out[0, len(prompt):].tolist())
+    return tokens
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_greedy_tokens_equal_generate_captured_and_uncaptured(kind):
+    model = build(kind).cuda()
+    expected = _oracle(model)
+    for capture in ("auto", None):
+        engine = _engine(model, max_batch=3, capture=capture)
+        with engine.inference():
+            drawn = engine.generate(PROMPTS, GREEDY).tokens
+        said = engine.describe()
+        assert drawn == expected, said
+        assert said["path"] != "generate", said
+        assert said["kernels"] == "cuda (Triton)"
+        if kind in ("llama", "opt", "gpt2", "mistral", "qwen3"):
+            assert (said["path"], said["captured"]) == ("native", capture == "auto"), said
+
+
+SETTINGS = [dict(), dict(top_p=0.9, top_k=40), dict(repetition_penalty=1.4, min_new_tokens=5)]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_captured_draws_are_the_uncaptured_ones_as_rows_come_and_go(settings):
+    model, settings = build("llama").cuda(), SamplingConfig(max_new_tokens=12, **settings)
+    found = []
+    for capture in ("auto", None):
+        engine = _engine(model, max_batch=9, capture=capture)
+        with engine.inference():
+            found.append([engine.generate(MANY_PROMPTS, settings, seed=5).tokens for _ in range(2)])
+    assert found[0][0] == found[0][1] == found[1][0]
+
+
+def test_weights_changed_in_place_reach_the_next_steps_and_memory_goes_back():
+    model = build("llama").cuda()
+    add_lora(model, LoraConfig(r=4))
+    for up in [p for n, p in model.named_parameters() if "lora_B" in n]:
+        torch.nn.init.normal_(up, std=0.3)
+    engine, before = _engine(model), _oracle(model)
+    for _ in range(3):
+        with engine.inference():
+            assert engine.generate(PROMPTS, GREEDY).tokens == before
+    allocated = torch.cuda.memory_allocated()
+    with engine.inference():
+        assert engine.generate(PROMPTS, GREEDY).tokens == before
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "lora_B" in name:
+                    weight.mul_(-1.5)
+        changed = engine.generate(PROMPTS, GREEDY).tokens
+    assert changed == _oracle(model) != before
+    assert torch.cuda.memory_allocated() <= allocated + 2**16
+
+
+def test_sampled_logprobs_are_those_of_the_training_forward_in_bf16():
+    model = build("llama").cuda().bfloat16()
+    with _engine(model).inference() as engine:
+        drawn = engine.generate(PROMPTS * 4, SamplingConfig(max_new_tokens=12), seed=3)
+    differences = []
+    for prompt, tokens, logprobs in zip(PROMPTS * 4, drawn.tokens, drawn.logprobs, strict=True):
+        logits = model(torch.tensor([prompt + tokens], device="cuda")).logits[0, len(prompt) - 1 : -1].float()
+        truth = logits.log_softmax(-1).gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0]
+        differences += (torch.tensor(logprobs) - truth.cpu()).abs().tolist()
+    assert sum(differences) / len(differences) < 0.02 and max(differences) < 0.3

@@ -1,0 +1,63 @@
+"""Conversations with a scripted engine, and the greedy answer of plain transformers."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
+from hybrid_rlhf.inference.conversation import Conversation
+from tests.factories.tiny import tiny_tokenizer
+
+TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def tokenizer_with_template():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+class ScriptedEngine:
+    """Answers with what it was told to, token by token, and remembers what it was asked."""
+
+    def __init__(self, *answers: str, interrupt_after: int | None = None) -> None:
+        self.tokenizer, self.answers, self.interrupt_after = tokenizer_with_template(), list(answers), interrupt_after
+        self.prompts, self.seeds, self.limits, self.inside, self.closed = [], [], [], False, 0
+
+    @contextmanager
+    def inference(self):
+        self.inside = True
+        try:
+            yield self
+        finally:
+            self.inside = False
+
+    def stream(self, prompt, sampling, seed):
+        assert self.inside
+        self.prompts.append(self.tokenizer.decode(prompt))
+        self.seeds.append(seed)
+        self.limits.append(sampling.max_new_tokens)
+        try:
+            ids = self.tokenizer(self.answers.pop(0), add_special_tokens=False)["input_ids"]
+            for i, token in enumerate(ids[: sampling.max_new_tokens]):
+                if i == self.interrupt_after:
+                    raise KeyboardInterrupt
+                yield token
+        finally:
+            self.closed += 1
+
+
+def conversation(*answers: str, interrupt_after: int | None = None, **changes) -> Conversation:
+    engine = ScriptedEngine(*answers, interrupt_after=interrupt_after)
+    return Conversation(engine, engine.tokenizer, SamplingConfig(max_new_tokens=64), **changes)
+
+
+def greedy_by_transformers(folder: Path, prompt: str, num_tokens: int) -> str:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n", return_tensors="pt")["input_ids"]
+    out = model.generate(ids, do_sample=False, max_new_tokens=num_tokens)
+    return tokenizer.decode(out[0, ids.shape[1]:], skip_special_tokens=True)

@@ -1,0 +1,216 @@
+"""The server's page in a real Chromium: it streams, stops, compares, scores, and needs nothing from elsewhere.
+
+Skipped where chromium and chromedriver are not installed (Debian: apt install chromium chromium-driver). The
+accessibility check needs axe-core from npm: npm install --prefix ~/.cache/hybrid_rlhf/npm axe-core@4, or AXE=FILE.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hybrid_rlhf.inference.scorer import Scorer
+from hybrid_rlhf.inference.server.served_model import Limits
+from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_scalar_model
+from tests.inference.server.tiny_server import chat, content, running
+
+DRIVER, BROWSER = shutil.which("chromedriver"), shutil.which("chromium") or shutil.which("google-chrome")
+AXE = Path(os.environ.get("AXE") or Path.home() / ".cache/hybrid_rlhf/npm/node_modules/axe-core/axe.min.js")
+pytestmark = pytest.mark.skipif(not (DRIVER and BROWSER), reason="no chromium and chromedriver on this machine")
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+         "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1100,900")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folders = {name: save_tiny(tmp_path_factory.mktemp(name), seed, max_position_embeddings=8192)
+               for seed, name in enumerate(("base", "ppo"))}
+    reward = tmp_path_factory.mktemp("reward")
+    tiny_scalar_model().save_pretrained(reward)
+    tokenizer = chatml_tokenizer()
+    tokenizer.save_pretrained(reward)
+    scorer = Scorer(str(reward))
+    scorer.open()
+    with running(folders, scorer=scorer, capacity=8192, limits=Limits(max_new_tokens=8000)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def page(browser, served):
+    from selenium.webdriver.support.ui import Select
+
+    browser.get(served.url)
+    until(browser, lambda: Select(find(browser, "#model")).options)
+    fill(browser, "#max_tokens", "12")
+    return browser
+
+
+def find(browser, selector: str):
+    from selenium.webdriver.common.by import By
+
+    return browser.find_element(By.CSS_SELECTOR, selector)
+
+
+def texts(browser, selector: str) -> list[str]:
+    from selenium.webdriver.common.by import By
+
+    return [e.get_attribute("textContent") for e in browser.find_elements(By.CSS_SELECTOR, selector)]
+
+
+def until(browser, condition, seconds: float = 20):
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    return WebDriverWait(browser, seconds, poll_frequency=0.05).until(lambda _: condition())
+
+
+def fill(browser, selector: str, text: str) -> None:
+    if not find(browser, selector).is_displayed():
+        find(browser, "summary").click()
+    find(browser, selector).clear()
+    find(browser, selector).send_keys(text)
+
+
+def choose(browser, selector: str, name: str) -> None:
+    from selenium.webdriver.support.ui import Select
+
+    Select(find(browser, selector)).select_by_visible_text(name)
+
+
+def say(browser, text: str) -> None:
+    find(browser, "#message").send_keys(text + "\n")
+
+
+def is_answered(browser) -> bool:
+    return find(browser, "#status").text == "Answered."
+
+
+def test_an_answer_is_the_servers_and_the_next_question_carries_the_history(page, served):
+    choose(page, "#model", "ppo")
+    say(page, "Hello?")
+    until(page, lambda: is_answered(page))
+    settings = dict(model="ppo", temperature=0.7, max_tokens=12)
+    first = content(chat(served.url, "Hello?", seed=0, **settings))
+    assert texts(page, ".answer .said") == [first]
+    say(page, "And?")
+    until(page, lambda: len(texts(page, ".answer .said")) == 2 and is_answered(page))
+    talk = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": first},
+            {"role": "user", "content": "And?"}]
+    assert texts(page, ".answer .said")[1] == content(chat(served.url, messages=talk, seed=1, **settings))
+
+
+def test_two_models_answer_side_by_side_each_with_a_score(page):
+    choose(page, "#model", "base")
+    choose(page, "#other", "ppo")
+    say(page, "Hello?")
+    until(page, lambda: is_answered(page))
+    who = texts(page, ".answer .who")
+    assert [w[:4] for w in who] == ["base", "ppo" + who[1][3]]
+    assert all("score " in w for w in who)
+    left, right = (e.rect for e in page.find_elements("css selector", ".answer"))
+    assert left["y"] == right["y"]
+    assert left["x"] < right["x"]
+
+
+def test_stop_keeps_what_was_written_and_escape_stops_too(page, served):
+    from selenium.webdriver.common.keys import Keys
+
+    for stop in (lambda: find(page, "#stop").click(), lambda: find(page, "#message").send_keys(Keys.ESCAPE)):
+        fill(page, "#max_tokens", "8000")
+        fill(page, "#temperature", "0")  # a random model that is greedy never comes to an end
+        say(page, "Tell me everything.")
+        until(page, lambda: texts(page, ".turn:last-child .said")[-1] != "")
+        stop()
+        until(page, lambda: "stopped" in texts(page, ".answer .who")[-1])
+        assert texts(page, ".answer .said")[-1]
+        until(page, lambda: all(m.num_open == 0 for m in served.models))
+
+
+def test_what_a_model_or_a_user_writes_is_never_markup(page):
+    say(page, "<img src=x onerror=document.title='broken'><b>bold</b>")
+    until(page, lambda: is_answered(page))
+    assert texts(page, ".mine .said") == ["<img src=x onerror=document.title='broken'><b>bold</b>"]
+    assert page.title.startswith("Chat")
+    assert not page.find_elements("css selector", ".said *")
+
+
+def test_a_refusal_is_shown_in_the_servers_words(page):
+    fill(page, "#temperature", "-3")
+    page.execute_script("document.getElementById('composer').noValidate = true")
+    say(page, "Hello?")
+    until(page, lambda: "temperature" in "".join(texts(page, ".answer .fault")))
+
+
+def test_nothing_is_asked_of_any_other_origin(page, served):
+    import json
+
+    page.get_log("performance")  # what came before
+    page.refresh()
+    until(page, lambda: find(page, "#model").get_attribute("value"))
+    say(page, "Hello?")
+    until(page, lambda: is_answered(page))
+    asked = [json.loads(e["message"])["message"] for e in page.get_log("performance")]
+    urls = {e["params"]["request"]["url"] for e in asked if e["method"] == "Network.requestWillBeSent"}
+    assert urls
+    elsewhere = {u for u in urls if u.startswith(("http", "ws")) and not u.startswith(served.url + "/")}
+    assert not elsewhere
+    assert not [e for e in page.get_log("browser") if "Content Security Policy" in e["message"]]
+
+
+@pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not installed")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(page, scheme):
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    choose(page, "#other", "base")
+    say(page, "Hello?")
+    until(page, lambda: is_answered(page))
+    page.execute_cdp_cmd("Runtime.evaluate", {"expression": AXE.read_text(encoding="utf-8")})
+    found = page.execute_async_script("axe.run().then(arguments[0])")
+    assert found["passes"]
+    assert [(v["id"], v["impact"], [n["html"] for n in v["nodes"]]) for v in found["violations"]
+            if v["impact"] in ("serious", "critical")] == []
+
+
+def test_without_a_mouse_tab_reaches_everything_in_order(browser, served):
+    from selenium.webdriver.common.keys import Keys
+
+    page = browser
+    page.get(served.url)
+    until(page, lambda: find(page, "#status").text == "")
+    order = []
+    for _ in range(25):
+        page.switch_to.active_element.send_keys(Keys.TAB)
+        order.append(page.switch_to.active_element.get_attribute("id") or page.switch_to.active_element.tag_name)
+    places = [order.index(name) for name in ("model", "other", "fresh", "summary", "log", "message", "send")]
+    assert places == sorted(places)
+
+
+def test_a_key_is_asked_for_and_then_it_works(browser, tmp_path):
+    key = "correct horse battery"
+    with running({"m": save_tiny(tmp_path)}, api_key=key) as locked:
+        browser.get(locked.url)
+        until(browser, lambda: "API key" in find(browser, "#status").text)
+        find(browser, "#key").send_keys(key + "\t")
+        until(browser, lambda: find(browser, "#status").text == "")
+        fill(browser, "#max_tokens", "5")
+        say(browser, "Hello?")
+        until(browser, lambda: is_answered(browser))
+        assert texts(browser, ".answer .said") != [""]

@@ -1,0 +1,242 @@
+"""The memory plan over processes, offload, 8-bit Adam and further reward models; the settings that make a run fit."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hybrid_rlhf.engine import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.engine.train.zero import ZeroTraining
+from hybrid_rlhf.memory_plan import table, trace
+from hybrid_rlhf.memory_plan.formulas import StateBytes, state_bytes
+from hybrid_rlhf.memory_plan.plan import LIBRARIES, Generation, Line, Plan, Role, make_plan
+from hybrid_rlhf.memory_plan.search import choose
+from hybrid_rlhf.memory_plan.trace import Activations, Sizes
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.lora import LoraConfig
+from hybrid_rlhf.run.train_config import TrainConfig
+from hybrid_rlhf.trainers.ppo import PPOConfig
+from hybrid_rlhf.training import step1_sft, step3_ppo
+from tests.factories.tiny import tiny_config
+
+CPU, CARD = torch.device("cpu"), torch.device("cuda")
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("only_config")
+    tiny_config().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def counted(monkeypatch) -> ModelConfig:
+    """A model of 20,000 bf16 weights, the largest 9,600, whose activations a hand can add up."""
+    monkeypatch.setattr(trace, "sizes", lambda *_args, **_named: Sizes(40_000, 0, 20_000, BF16, 300, 2, 19_200))
+    monkeypatch.setattr(trace, "activations", lambda *_args, **_named: Activations(5000, 6000, 700))
+    monkeypatch.setattr(trace, "logit_bytes", lambda *_args, **_named: 100)
+    monkeypatch.setattr(trace, "cache_bytes", lambda *_args: (256, 0))
+    return ModelConfig("somewhere", dtype="bfloat16")
+
+
+def model_of(folder: str, **changes: object) -> ModelConfig:
+    return ModelConfig(model_name_or_path=folder, dtype="bfloat16", **changes)
+
+
+def lines_of(plan: Plan, role: str) -> dict[str, dict[str, int]]:
+    return {line.kind: line.phases for line in plan.lines if line.role == role}
+
+
+@pytest.mark.parametrize(("given", "expected"), [
+    ((FP32, None), StateBytes(8000, 4000, 4000, 4000)),
+    ((BF16, None), StateBytes(16000, 0, 0, 0)),
+    ((BF16, 1), StateBytes(12000, 4000, 4000, 8000)),
+    ((BF16, 1, 4), StateBytes(3000, 4000, 4000, 2000)),
+    ((BF16, 2, 4), StateBytes(3000, 500, 4500, 2000)),
+    ((BF16, 3, 4), StateBytes(3000 + 500 + 2000, 0, 4000, 1500)),
+    ((FP32, 0, 1, "adamw_8bit"), StateBytes(2031, 4000, 4000, 4000)),
+    ((BF16, None, 1, "adamw_8bit"), StateBytes(6031, 4000, 4000, 8000)),  # ZeRO 1: masters
+    ((FP32, 0, 1, "sgd"), StateBytes(0, 4000, 4000, 4000)),
+    ((BF16, None, 1, "adamw", ["optimizer"]), StateBytes(0, 4000, 4000, 0, 12000 + 4000 + 2000)),
+    ((BF16, 2, 4, "adamw", ["optimizer"]), StateBytes(0, 0, 2000, 0, 3000 + 1000 + 1000))])
+def test_state_bytes_of_a_thousand_parameters(given, expected) -> None:
+    assert state_bytes(1000, *given) == expected
+
+
+@pytest.mark.parametrize(("dtype", "stage", "optim", "offload"), [
+    (FP32, 0, "adamw", []), (FP32, 1, "adamw", []), (FP32, 2, "adamw", []), (FP32, 3, "adamw", []),
+    (BF16, 0, "adamw", []), (BF16, 1, "adamw", []), (BF16, 2, "adamw", []), (BF16, 3, "adamw", []),
+    (FP32, 0, "adamw_8bit", []), (BF16, 1, "adamw_8bit", []), (FP32, 0, "sgd", []), (BF16, 1, "sgd", []),
+    (BF16, 1, "adamw", ["optimizer"]), (FP32, 2, "adamw", ["optimizer"]), (BF16, 2, "adamw", ["optimizer"]),
+    (BF16, 3, "adamw", ["optimizer"]), (BF16, 3, "adamw", ["optimizer", "parameters"])])
+def test_state_bytes_are_those_of_deepspeed(dtype, stage, optim, offload) -> None:
+    """Every storage that training makes, counted while it lives; activations of one row do not matter here."""
+    if optim == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    module = torch.nn.Sequential(*[torch.nn.Linear(128, 128, bias=False) for _ in range(16)]).to(dtype)
+    count = 16 * 128 * 128
+    expected = state_bytes(count, dtype, stage, 1, optim, offload)
+    weights = dtype.itemsize * {0: 0, 1: 2, 2: 2, 3: 1}[stage]  # that DeepSpeed moves, with a copy of them below ZeRO 3
+    with trace.LiveBytes(tuple(module.parameters())) as live:
+        training = ZeroTraining(module, OptimizerConfig(optim=optim), lambda _: 1.0,
+                                ZeroConfig(zero_stage=stage, offload=offload))
+
+        def backward(is_last: bool) -> None:
+            training.backward(training.engine(torch.ones(1, 128, dtype=dtype)).float().sum(), is_last)
+
+        def peak_of(act, *given) -> float:
+            live.peak = live.now
+            act(*given)
+            return live.peak / count - weights
+
+        for _ in range(2):  # the first step makes the moments
+            backward(False)
+            accumulated = live.now / count - weights
+            closing = peak_of(backward, True)
+            stepping = peak_of(training.step)
+        resident = live.now / count - weights
+    found = [resident, accumulated - resident, closing - resident, stepping - resident]
+    assert found == pytest.approx([(expected.optimizer + expected.host) / count, expected.gradients / count,
+                                   expected.closing / count, expected.stepping / count], rel=0.08, abs=0.6)
+
+
+def test_zero_3_holds_a_part_of_every_weight_and_gathers_what_it_computes_with(counted) -> None:
+    role = Role("actor", counted, 24, 2, predicted=8, trains=True, zero_stage=3, generation=Generation(4, 16, 8))
+    one, four = (lines_of(make_plan("ppo", [role], CPU, None, world), "actor") for world in (1, 4))
+    assert set(one["weights"].values()) == {40_000}
+    assert "gathered" not in one
+    assert set(four["weights"].values()) == {10_000}
+    assert four["gathered"] == {"generate": 40_000, "score": 40_000, "train actor": 40_000}  # under a billion weights
+    assert four["optimizer"]["score"] == 12 * 5000 + 2 * 5000 + 2 * 20_000  # state, gradients, a bucket
+    assert four["gradients"]["step actor"] == 6 * 5000
+
+
+def test_an_offloaded_optimizer_is_in_the_cpus_memory_and_on_a_cpu_where_it_was(counted) -> None:
+    role = Role("policy", counted, 24, 2, predicted=8, trains=True, scores=False, offload=("optimizer",))
+    there, here = (make_plan("sft", [role], device, None) for device in (CARD, CPU))
+    assert there.host == 18 * 20_000
+    assert "optimizer" not in lines_of(there, "policy")
+    assert lines_of(here, "policy")["optimizer"]["train policy"] == 18 * 20_000
+    assert here.host == 0
+
+
+def test_offloaded_parameters_and_activations_leave_a_layer_on_the_card(counted) -> None:
+    plain = Role("policy", counted, 64, 8, predicted=63, trains=True, scores=False, zero_stage=3, is_shared=True)
+    away = replace(plain, offload=("optimizer", "parameters", "activations"))
+    before, after = (make_plan("sft", [role], CARD, None) for role in (plain, away))
+    assert "weights" not in lines_of(after, "policy")
+    assert lines_of(after, "policy")["gathered"] == {"train policy": 19_200}  # its largest weight
+    assert after.host == 40_000 + 5000 + 18 * 20_000
+    assert lines_of(before, "policy")["activations"] == {"train policy": 5900}  # 6000 with logits, which are 100
+    assert lines_of(after, "policy")["activations"] == {"train policy": 1000}
+
+
+def test_a_role_that_waits_elsewhere_counts_in_its_own_phases(counted) -> None:
+    actor = Role("actor", counted, 24, 2, predicted=8, trains=True, generation=Generation(4, 16, 8))
+    ref = Role("ref", counted, 24, 2, predicted=8, waits=True)
+    plan = make_plan("ppo", [actor, ref], CARD, None)
+    assert lines_of(plan, "ref")["weights"] == {"score": 40_000}
+    assert plan.host == 40_000
+    both = make_plan("ppo", [replace(actor, waits=True), ref], CARD, None)
+    assert both.total("score") == 40_000 + 16 * 20_000 + 700 + 100 + LIBRARIES["cuda"]  # in turns
+    cache, prefill, logits = 4 * 24 * 256, 700 * 64 // 48, 4 * 300 * 6
+    assert both.total("generate") == 40_000 + 16 * 20_000 + cache + prefill + logits + LIBRARIES["cuda"]
+    stream = io.StringIO()
+    table.show(both, (), stream)
+    assert "kept in the CPU's memory for each process: 0.4 MiB" in stream.getvalue()
+    assert set(lines_of(make_plan("ppo", [actor, ref], CPU, None), "ref")["weights"].values()) == {40_000}
+
+
+def test_adapters_are_counted_in_the_dtype_they_are_made_in(folder) -> None:
+    """bf16, with masters, moments and sums in fp32 also where processes are several, for they are few."""
+    model = model_of(folder, lora=LoraConfig(r=1, target_modules=["q_proj"]))
+    found = trace.sizes(model, CPU)
+    assert (found.trained_dtype, found.adapter_bytes) == (BF16, 2 * found.trained)
+    role = Role("policy", model, 24, 2, predicted=8, trains=True, scores=False)
+    plan = make_plan("sft", [role], CPU, None, world=2)
+    assert lines_of(plan, "policy")["optimizer"]["step policy"] == 16 * found.trained
+    averaged = make_plan("sft", [replace(role, has_average=True)], CPU, None, world=2)
+    assert lines_of(averaged, "policy")["optimizer"]["step policy"] == 20 * found.trained
+
+
+def test_models_among_the_reward_sources_are_counted(tmp_path, folder) -> None:
+    """A judge by hand: vocabulary 300 x 32, two layers, and a head of 32 x 2 numbers."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = tiny_config()
+    config.num_labels = 2
+    judge = AutoModelForSequenceClassification.from_config(config)
+    config.save_pretrained(tmp_path)
+    role = Role("reward judge", ModelConfig(str(tmp_path)), 1, 1, labels=2)
+    actor = Role("actor", model_of(folder), 24, 2, predicted=8, trains=True)
+    plan = make_plan("ppo", [actor, role], CPU, None)
+    expected = 4 * sum(t.numel() for t in [*judge.parameters(), *judge.buffers()])
+    assert lines_of(plan, "reward judge")["weights"] == dict.fromkeys(plan.phases, expected)
+
+
+# -- settings that fit -------------------------------------------------------------------------------------------------
+
+
+def ppo_of(**model: object) -> step3_ppo.Config:
+    return step3_ppo.Config(model=ModelConfig("somewhere", **model), train=TrainConfig(per_device_train_batch_size=8),
+                            ppo=PPOConfig(num_ppo_epochs=1, num_minibatches=1, kl_coef=0.1))
+
+
+def priced(config: object, *, is_exact: bool = True) -> list[Plan]:
+    """Bytes that a hand can count: 100 for weights, 64 for 8192 tokens (half with checkpointing), 40 for an optimizer,
+    20 for each of the other three roles; quantised weights take 50 or 25."""
+    weights = {None: 100, "8bit": 50, "4bit": 25}[config.model.quantize] * ("parameters" not in config.engine.offload)
+    tokens = config.engine.micro_batch_tokens // 128 // (2 if config.model.gradient_checkpointing else 1)
+    tokens = 0 if "activations" in config.engine.offload else tokens
+    roles = getattr(config, "roles", None)
+    others = sum(20 for r in ("ref", "critic", "reward") if not getattr(roles, r).offload) if roles else 0
+    total = weights + tokens + 40 * ("optimizer" not in config.engine.offload) + others
+    return [Plan("t", ("p",), (Line("a", "weights", {"p": total}),), available=AVAILABLE[0])]
+
+
+AVAILABLE = [0]
+
+
+@pytest.mark.parametrize(("available", "tokens"), [(232, 4096), (202, 256)])  # 100 + 40 + 60, and 32 or 2
+@pytest.mark.parametrize("has_host", [False, True])
+def test_smaller_micro_batches_come_first(available, has_host, tokens) -> None:
+    AVAILABLE[0] = available
+    assert choose(ppo_of(), priced, has_host=has_host).flags == [f"--engine.micro_batch_tokens {tokens}"]
+
+
+def test_on_a_card_idle_roles_then_the_optimizer_then_activations_go_to_the_host() -> None:
+    waits = [f"--roles.{r}.offload true" for r in ("actor", "critic", "ref", "reward")]
+    for available, expected in ((190, waits), (120, [*waits, "--engine.offload [optimizer]"]),
+                                (100, [*waits, "--engine.offload [optimizer,activations]"]),
+                                (0, [*waits, "--engine.offload [optimizer,activations,parameters]"])):
+        AVAILABLE[0] = available
+        chosen = choose(ppo_of(), priced, has_host=True)
+        assert chosen.fits
+        assert {f for f in chosen.flags if "micro_batch" not in f} == {"--model.gradient_checkpointing true", *expected}
+
+
+def test_on_a_cpu_nothing_is_offloaded_and_what_does_not_fit_does_not() -> None:
+    AVAILABLE[0] = 120
+    assert not choose(ppo_of(), priced, has_host=False).fits
+
+
+def test_a_frozen_base_is_quantised_when_nothing_cheaper_fits() -> None:
+    AVAILABLE[0] = 160
+    chosen = choose(ppo_of(lora=LoraConfig(r=4)), priced, has_host=False)
+    assert chosen.flags[-1] == "--model.load_in_8bit true"
+    AVAILABLE[0] = 130
+    assert choose(ppo_of(lora=LoraConfig(r=4)), priced, has_host=False).flags[-1] == "--model.load_in_4bit true"
+
+
+def test_what_was_chosen_is_a_table_with_reasons() -> None:
+    AVAILABLE[0] = 100
+    stream = io.StringIO()
+    table.show_changes(choose(step1_sft.Config(model=ModelConfig("somewhere")), priced, has_host=True).changes,
+                       stream)
+    rows = stream.getvalue().splitlines()
+    assert rows[0].split() == ["setting", "given", "chosen", "why"]
+    assert any(row.startswith("engine.offload") and "[optimizer" in row and "slower" in row for row in rows)

@@ -1,0 +1,128 @@
+"""Loading, adapters and heads: what other systems got wrong."""
+
+import pytest
+import torch
+
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
+from hybrid_rlhf.models import load
+from hybrid_rlhf.models import tokenizer as tokenizer_of
+from hybrid_rlhf.models.backbone import check_head, hidden_states, own_head, packing_is_exact
+from hybrid_rlhf.models.heads import ScalarModel
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.lora import LoraConfig, add_lora
+from hybrid_rlhf.models.merging import merged_state_dict
+from tests.factories.tiny import save_tiny, tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
+
+
+def _batch(rows):
+    mask = length_mask([len(r) for r in rows])
+    return SequenceBatch(pad_right(rows, 0), mask, mask)
+
+
+def test_the_pad_token_is_never_the_eos_token():
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer_of.set_pad_token(tokenizer)
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id and tokenizer.pad_token == "<|pad|>"
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    assert tokenizer_of.set_pad_token(tokenizer) is False  # <|pad|> is in the vocabulary already
+    assert tokenizer.pad_token == "<|pad|>"
+
+
+@pytest.mark.parametrize(("special", "chosen"), [
+    (["<|fim_pad|>", "<|image_pad|>"], "<|fim_pad|>"),  # Qwen's base models: eos is their pad token
+    (["<repo_name>", "<empty_output>", "<|image|>"], "<empty_output>"),  # SmolLM2's base model: one name for all else
+    (["<|reserved_special_token_0|>"], "<|reserved_special_token_0|>"),
+    (["<|image|>", "<|turn|>"], None), ([], None)])
+def test_a_special_token_that_nobody_uses_pads_before_the_vocabulary_grows(special, chosen):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE({"a": 0}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>", *special], special_tokens=True)
+    tokenizer.chat_template = "<|turn|>{{ messages }}"
+    size = len(tokenizer)
+    assert tokenizer_of.set_pad_token(tokenizer) is (chosen is None)
+    assert (tokenizer.pad_token, len(tokenizer)) == (chosen or "<|pad|>", size + (chosen is None))
+
+
+@pytest.mark.parametrize("kind, changes", [
+    ("llama", {}), ("gpt2", dict(n_embd=32, n_layer=2, n_head=4, n_positions=64)), ("qwen2", {}), ("gpt_neox", {}),
+    ("gemma2", dict(head_dim=8, final_logit_softcapping=3.0)), ("cohere", dict(logit_scale=0.25)),
+    ("granite", dict(logits_scaling=3.0)), ("mamba", dict(state_size=8)), ("opt", dict(ffn_dim=64)), ("bloom", {}),
+])
+def test_the_head_s_logits_are_the_model_s_own_for_any_architecture(kind, changes):
+    model = tiny_causal_lm(kind=kind, **changes)
+    check_head(model)
+    rows = [[5, 6, 7, 8], [9, 10, 11]]
+    whole = model(input_ids=torch.tensor([rows[0]])).logits[0]
+    pieces = own_head(model)(hidden_states(model, _batch(rows))[0])
+    torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_packing_is_found_exact_for_llama_and_leaking_for_mamba_and_bloom():
+    assert packing_is_exact(tiny_causal_lm())
+    assert not packing_is_exact(tiny_causal_lm(kind="mamba", state_size=8))
+    assert not packing_is_exact(tiny_causal_lm(kind="bloom"))
+
+
+def test_a_lora_target_that_matches_nothing_is_an_error_naming_the_layers():
+    with pytest.raises(UserError, match=r"query_key_value.*q_proj"):
+        add_lora(tiny_causal_lm(), LoraConfig(r=4, target_modules=["query_key_value"]))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_merging_gives_the_adapted_model_s_logits_and_leaves_the_live_weights_bit_equal(kind):
+    model = tiny_causal_lm(kind=kind)
+    add_lora(model, LoraConfig(r=4))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    before = {n: p.clone() for n, p in model.state_dict().items()}
+    merged = merged_state_dict(model)
+    plain = tiny_causal_lm(seed=1, kind=kind)
+    plain.load_state_dict(merged)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    torch.testing.assert_close(plain(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
+    assert (plain(ids).logits - tiny_causal_lm(kind=kind)(ids).logits).abs().max() > 1e-3
+    assert all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
+
+
+def test_the_scalar_head_reads_what_plain_transformers_reads_at_the_last_real_token():
+    model = tiny_scalar_model()
+    rows = [[5, 6, 7, 8, 3], [9, 10, 3]]
+    ours = ScalarModel(model)(_batch(rows))
+    for i, row in enumerate(rows):
+        assert ours[i, len(row) - 1].item() == pytest.approx(model(torch.tensor([row])).logits.item(), abs=1e-5)
+
+
+def test_freezing_by_name_and_its_errors():
+    model = load.prepare(tiny_causal_lm(), ModelConfig(freeze=["layers.0.", "embed"]), 300)
+    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+    assert frozen and all("layers.0." in n or "embed" in n for n in frozen)
+    with pytest.raises(UserError, match="matches no parameter"):
+        load.prepare(tiny_causal_lm(), ModelConfig(freeze=["layer_0"]), 300)
+    with pytest.raises(UserError, match="nothing is trained"):
+        load.prepare(tiny_causal_lm(), ModelConfig(freeze=["."]), 300)
+
+
+def test_folders_that_are_no_models_are_refused_in_one_line(tmp_path):
+    good = save_tiny(tmp_path / "good")
+    assert load.load_causal_lm(ModelConfig(good)) is not None
+    cases = {"missing": "does not exist", "empty": "no config.json", "unweighted": "no weights", "pickled": "a pickle",
+             "mute": "no tokenizer"}
+    for name, message in cases.items():
+        folder = tmp_path / name
+        if name != "missing":
+            folder.mkdir()
+        if name in ("unweighted", "pickled", "mute"):
+            (folder / "config.json").write_text((tmp_path / "good" / "config.json").read_text())
+        if name == "pickled":
+            (folder / "pytorch_model.bin").write_bytes(b"\x80")
+        read = tokenizer_of.load_tokenizer if name == "mute" else lambda p: load.load_causal_lm(ModelConfig(p))
+        with pytest.raises(UserError, match=message) as caught:
+            read(str(folder))
+        assert "\n" not in str(caught.value)

@@ -1,0 +1,66 @@
+"""Which layers get an adapter: what "all-linear" means, and what is refused because no adapter can be merged there."""
+
+import pytest
+
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.models import load
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.lora import LoraConfig, add_lora, load_adapter, lora_layers
+from tests.factories.architectures import ARCHITECTURES, MOE, random_model
+from tests.factories.tiny import save_tiny, tiny_causal_lm
+
+EXPERTS = dict(kind="mixtral", num_local_experts=4, num_experts_per_tok=2)
+
+
+def adapted(kind: str, **changes: object) -> set[str]:
+    """The last two parts of the names of the layers that "all-linear" adapts."""
+    model = random_model(kind, ARCHITECTURES.get(kind, {}) | changes)
+    add_lora(model, LoraConfig(r=2))
+    return {".".join(name.split(".")[-2:]) for name in lora_layers(model)}
+
+
+@pytest.mark.parametrize("kind, changes, one", [
+    ("falcon_h1", dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=8, mamba_d_ssm=64),
+     "mamba.in_proj"),
+    ("mamba", {}, "mixer.x_proj")])
+def test_all_linear_leaves_out_the_layers_whose_weights_a_state_space_kernel_reads_by_itself(kind, changes, one):
+    found = adapted(kind, **changes)
+    assert one in found and not any("out_proj" in name for name in found)
+
+
+@pytest.mark.parametrize("kind, changes, kept", [
+    ("afmoe", dict(MOE, num_experts=4, num_dense_layers=1), {"mlp.gate_proj", "self_attn.gate_proj"}),
+    ("jetmoe", dict(num_local_experts=4, num_experts_per_tok=2, kv_channels=8), {"self_attention.kv_proj"})])
+def test_all_linear_leaves_out_routers_that_are_linear_layers_and_no_gate_of_a_layer(kind, changes, kept):
+    found = adapted(kind, **changes)
+    assert kept <= found and not any("router" in name for name in found)
+
+
+def test_what_peft_refuses_is_said_in_its_own_words():
+    with pytest.raises(UserError, match=r"\['out_proj'\]: peft refuses MambaForCausalLM .*'out_proj' is incompat.*; "
+                                        "choose others of"):
+        add_lora(random_model("mamba", ARCHITECTURES["mamba"]), LoraConfig(r=2, target_modules=["out_proj"]))
+
+
+@pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "experts"])
+def test_only_linear_layers_and_experts_are_targets_and_no_matrix_that_is_the_embedding_too(experts, tmp_path):
+    """Refused from the configuration alone, before weights are read."""
+    folder = save_tiny(tmp_path, tie_word_embeddings=True, **experts)
+    for target, said in (("embed_tokens", "embed_tokens of .* is Embedding, no linear layer; there are .*q_proj"),
+                         ("self_attn", "layers.0.self_attn of .* no linear layer"),
+                         ("lm_head", "lm_head of .* is the embedding's own matrix")):
+        with pytest.raises(UserError, match=said):
+            load.check_lora(ModelConfig(folder, lora=LoraConfig(r=2, target_modules=["q_proj", target])))
+    model = tiny_causal_lm(tie_word_embeddings=False)
+    for name in ("one", "two"):  # beside the adapters of another role too
+        add_lora(model, LoraConfig(r=2, target_modules=["q_proj", "lm_head"]), name)
+    assert "lm_head" in lora_layers(model) and len(lora_layers(model)) == 3
+
+
+def test_an_adapter_with_biases_is_refused_since_a_merge_would_lose_them(tmp_path):
+    import peft
+
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True)
+    peft.get_peft_model(tiny_causal_lm(), settings).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="is no plain LoRA adapter"):
+        load_adapter(tiny_causal_lm(), tmp_path, "default")

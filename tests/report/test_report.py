@@ -1,0 +1,140 @@
+"""report.md, report.html and their pictures: what is drawn, what is said, and that no text in them is markup."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from hybrid_rlhf.report import plots, summary
+from hybrid_rlhf.report.plots import SUBJECTS, lines_of, smooth
+
+HOSTILE = "<script>alert(1)</script> | a\x1b[31m ![x](http://evil) `b`"
+
+
+def history(steps: int = 30) -> list[dict]:
+    rows = [{"step": s, "reward": s / 10, "rewards/model/mean": s / 10, "objective/kl": 0.1 * s, "entropy": 2.0,
+             "policy/loss": 1.0 / s, "value/explained_variance": 0.5, "completions/mean_length": 9.0,
+             "time/generate": 1.0, "time/score": 0.5, "time/train": 2.0, "grad_norm": 0.0} for s in range(1, steps + 1)]
+    return [*rows, {"step": steps, "eval/reward": 2.5}]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in history()))
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps({
+        "step": s, "prompt": f"{HOSTILE} {s}", "completion": f"answer {s}", "score": s / 4}) + "\n"
+        for s in (1, 15, 30)))
+    (tmp_path / "run.json").write_text(json.dumps({"command": "train.py --stage ppo", "versions": {"torch": "2.13"},
+                                                   "seconds": 75.0}))
+    return tmp_path
+
+
+def test_the_report_has_curves_words_before_and_after_and_the_command(folder):
+    summary.conclude(folder, "ppo")
+    text = (folder / "report.md").read_text()
+    drawn = sorted(p.name for p in (folder / "plots").glob("*.png"))
+    assert drawn == ["entropy.png", "kl_to_the_reference.png", "loss.png", "response_length.png", "reward.png",
+                     "value_explained_variance.png", "where_a_step_s_time_goes.png"]
+    assert sorted(re.findall(r"^!\[.*\]\(plots/(.*)\)$", text, re.MULTILINE)) == drawn
+    assert text.index("said at the start (step 1)") < text.index("answer 1 ") < text.index("said at the end (step 30)")
+    assert "answer 15" not in text
+    assert "`train.py --stage ppo`" in text
+    assert "torch 2.13" in text
+
+
+def test_what_a_model_wrote_is_no_markup_in_either_report(folder):
+    summary.conclude(folder, "ppo")
+    text = (folder / "report.md").read_text()
+    assert "\x1b" not in text
+    row = next(line for line in text.splitlines() if "evil" in line)
+    assert len(re.findall(r"(?<!\\)\|", row)) == 4  # the cells' own
+    assert not re.search(r"(?<!\\)[<!`]", row)
+    assert "<script>" not in (folder / "report.html").read_text()
+
+
+def test_the_page_is_one_file_that_loads_nothing(folder):
+    summary.conclude(folder, "ppo")
+    sources, tags = [], []
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            tags.append(tag)
+            sources.extend(v for k, v in attrs if k in ("src", "href"))
+
+    Reader().feed((folder / "report.html").read_text())
+    assert tags.count("img") == 7
+    assert "script" not in tags
+    assert all(s.startswith(("data:image/png;base64,", "#")) for s in sources)
+
+
+def test_stages_are_compared_on_one_page(folder):
+    for stage in ("sft", "ppo"):
+        (folder / stage).mkdir()
+        for name in ("metrics.jsonl", "run.json"):
+            (folder / stage / name).write_text((folder / name).read_text())
+    path = summary.compare_stages(folder, ["sft", "reward", "ppo"], [{"model": "sft", "accuracy": 0.5}],
+                                  [{"prompt": "p & q", "sft": "a", "ppo": "b"}])
+    text = path.read_text()
+    assert text.index("accuracy") < text.index("p &amp; q") < text.index('id="sft"') < text.index('id="ppo"')
+    assert 'id="reward"' not in text
+
+
+def test_without_matplotlib_the_report_says_so(folder, monkeypatch):
+    def missing(*_):
+        raise ImportError
+
+    monkeypatch.setattr(summary, "draw", missing)
+    summary.conclude(folder, "ppo")
+    assert "matplotlib is not installed" in (folder / "report.md").read_text()
+    assert "matplotlib is not installed" in (folder / "report.html").read_text()
+
+
+def test_a_link_where_the_report_goes_is_told_and_ends_no_run(folder, tmp_path):
+    (folder / "report.md").symlink_to(tmp_path / "elsewhere")
+    told = []
+    summary.conclude(folder, "ppo", warn=told.append)
+    assert len(told) == 1 and "report.md is a link" in told[0]
+    assert (folder / "report.html").exists() and not (tmp_path / "elsewhere").exists()
+
+
+def test_equal_and_empty_lines_are_drawn_once_or_not():
+    subject = {s.title: s for s in SUBJECTS}
+    assert list(lines_of(history(), subject["reward"])) == ["reward", "eval/reward"]
+    assert lines_of(history(), subject["gradient norm"]) == {}
+    assert lines_of([{"step": 1, "entropy": None}], subject["entropy"]) == {}
+
+
+def test_smoothing_is_a_mean_over_neighbours():
+    assert smooth([0.0, 3.0, 0.0, 3.0]) == [1.5, 1.0, 2.0, 1.5]
+    assert smooth([1.0] * 100) == [1.0] * 100
+
+
+def test_old_pictures_do_not_stay(folder):
+    summary.conclude(folder, "ppo")
+    assert [p.stem for p in plots.draw([{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}], folder)] == ["loss"]
+    assert [p.stem for p in (folder / "plots").iterdir()] == ["loss"]
+
+
+def _answer(folder, rows: list[dict]) -> str:
+    (folder / "answers.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    summary.conclude(folder, "ppo")
+    assert "step 30" in (folder / "report.html").read_text()
+    return (folder / "report.md").read_text()
+
+
+def test_the_same_prompts_before_and_after_stand_side_by_side(folder):
+    text = _answer(folder, [{"step": s, "prompt": p, "completion": f"{p}{s}", "score": s + 0.5}
+                            for s in (0, 30) for p in ("ask ", "beg ")])
+    assert "## The same prompts before and after\n\n| prompt | step 0 | step 30 |" in text
+    assert "| ask | ask 0 (score 0.5) | ask 30 (score 30.5) |" in text
+    assert "at the start" not in text
+
+
+def test_a_reward_model_s_scores_of_the_same_responses_stand_side_by_side(folder):
+    text = _answer(folder, [{"step": s, "prompt": "ask", "completion": side, "score": s + i, "side": side}
+                            for s in (0, 30) for i, side in enumerate(("chosen", "rejected"))])
+    assert "| prompt | response | was | score, step 0 | score, step 30 |" in text
+    assert re.search(r"\| ask \| rejected \| rejected \| 1\S* \| 31\S* \|", text)

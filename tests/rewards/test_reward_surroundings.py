@@ -1,0 +1,48 @@
+"""What a reward function does to the process around it, and when its time is up, takes the place of no answer."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from hybrid_rlhf.rewards import BadAnswer, checked_scores, process_state
+from hybrid_rlhf.rewards.functions import FunctionSource
+from tests.factories.rollouts import rollout
+
+
+def lengths(completions, **_):
+    return [len(c) for c in completions]
+
+
+def test_a_setting_that_cannot_be_read_or_restored_changes_no_answer(monkeypatch, caplog):
+    """torch 2.13 refuses to tell a precision in the older way once it was set in the newer one."""
+    def refuse(*_given):
+        raise RuntimeError("mix of the legacy and new APIs")
+
+    values = iter(range(99))
+    settings = process_state._SETTINGS | {"unread": (refuse, refuse), "moving": (lambda: next(values), refuse)}
+    monkeypatch.setattr(process_state, "_SETTINGS", settings)
+    assert checked_scores(FunctionSource("good", lengths), rollout()).tolist() == [3.0, 8.0, 3.0]
+    assert "reward source good changes moving for the whole process, and it cannot be restored" in caplog.text
+
+    @process_state.unchanged("x")
+    def fails() -> None:
+        torch.set_grad_enabled(False)
+        raise KeyError("own")
+
+    with pytest.raises(KeyError, match="own"):
+        fails()
+    assert torch.is_grad_enabled()
+
+
+def test_what_is_raised_after_the_time_is_up_is_named():
+    def clears_up(completions, **_):
+        try:
+            time.sleep(5)
+        finally:
+            raise ConnectionError("reset by peer")
+
+    with pytest.raises(BadAnswer, match=r"no answer within 0.1 s .*then it raised ConnectionError: reset by peer"):
+        checked_scores(FunctionSource("bad", clears_up, timeout=0.1), rollout())

@@ -1,0 +1,226 @@
+"""The switches of the on-policy loop, each by its effect on whole steps of a tiny policy."""
+
+import copy
+
+import pytest
+import torch
+
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.engine import SamplingConfig
+from hybrid_rlhf.rewards.scale import Scale
+from hybrid_rlhf.trainers.ppo import PPOConfig
+from tests.factories.trainers import (
+    CLOCKED,
+    GROUPED,
+    PROMPTS,
+    Source,
+    count_of,
+    online,
+    ppo,
+    prompts_of,
+    settings,
+    varied_if,
+    weights,
+)
+
+
+def same(before, engine) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("changes", [{"estimator": "grpo"}, {"estimator": "dr_grpo"},
+                                     {"estimator": "grpo", "policy_loss": "gspo"},
+                                     {"estimator": "rloo", "importance": "token", "old_logprobs": "recompute"}],
+                         ids=lambda c: "-".join(c.values()))
+def test_a_step_without_a_critic_is_the_same_whatever_the_token_budget(changes):
+    outcomes = []
+    for max_tokens in (14, 8192):
+        trainer = online(settings(sampling=GROUPED, num_minibatches=3, **changes), count_of(42), max_tokens, 1e-3)
+        outcomes.append(trainer.step(PROMPTS).compute())
+    for name, value in outcomes[0].items():
+        if not name.startswith(CLOCKED) and not name.endswith("micro_batch_tokens"):
+            assert outcomes[1][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+    assert not any(name.startswith("value/") for name in outcomes[0])
+
+
+def test_grpo_learns_to_say_a_rewarded_token():
+    trainer = online(settings(sampling=GROUPED, estimator="grpo", num_ppo_epochs=2, kl_coef=0.0), count_of(42))
+    scores = [trainer.step(PROMPTS).compute()["reward"] for _ in range(25)]
+    assert sum(scores[-5:]) / 5 > 10 * max(sum(scores[:5]) / 5, 0.2)
+
+
+def test_groups_whose_scores_are_equal_move_nothing_but_by_the_price_of_kl():
+    trainer = online(settings(sampling=GROUPED, estimator="grpo", kl_coef=0.0), Source(lambda r: torch.ones(len(r))))
+    assert trainer.step(PROMPTS).compute()["grad_norm"] == 0
+
+
+def test_a_price_of_kl_in_the_loss_pulls_back_to_the_reference():
+    far = online(settings(sampling=GROUPED, estimator="grpo", num_ppo_epochs=2, kl_coef=0.0), count_of(42))
+    near = online(settings(sampling=GROUPED, estimator="grpo", num_ppo_epochs=2, kl_coef=2.0), count_of(42))
+    kl = [[t.step(PROMPTS).compute()["kl"] for _ in range(15)][-1] for t in (far, near)]
+    assert kl[0] > 4 * abs(kl[1])
+
+
+def test_the_critic_warms_up_alone():
+    trainer = ppo(settings(critic_warmup_steps=1))
+    actor, critic = (weights(r.engine) for r in (trainer.roles.actor, trainer.roles.critic))
+    first = trainer.step(PROMPTS).compute()
+    assert same(actor, trainer.roles.actor.engine) and not same(critic, trainer.roles.critic.engine)
+    assert "policy/loss" not in first and "value/loss" in first
+    assert "policy/loss" in trainer.step(PROMPTS).compute() and not same(actor, trainer.roles.actor.engine)
+
+
+def test_updates_on_a_rollout_stop_at_the_kl_bound():
+    trainer = ppo(settings(num_ppo_epochs=8, early_stop_kl=1e-3), count_of(42), rate=1e-2)
+    assert trainer.step(PROMPTS).compute()["policy/early_stop"] == 1
+    assert trainer.roles.actor.engine.training.num_steps == 2  # the first finds no KL, the second finds too much
+    calm = ppo(settings(num_ppo_epochs=2, early_stop_kl=1e3))
+    assert calm.step(PROMPTS).compute()["policy/early_stop"] == 0
+    assert calm.roles.actor.engine.training.num_steps == 2
+
+
+def test_an_entropy_bonus_keeps_the_policy_wide():
+    entropies = []
+    for coef in (0.0, 0.5):
+        trainer = online(settings(sampling=GROUPED, estimator="grpo", num_ppo_epochs=2, kl_coef=0.0, entropy_coef=coef),
+                         count_of(42))
+        entropies.append([trainer.step(PROMPTS).compute()["entropy"] for _ in range(12)][-1])
+    assert entropies[1] > entropies[0] + 0.1
+
+
+def test_long_responses_pay_the_overlong_penalty():
+    trainer = ppo(settings(overlong_penalty=2.0, overlong_buffer=4), Source(
+        lambda r: torch.zeros(len(r))))
+    trainer.step(PROMPTS)
+    rollout = trainer.last_rollout
+    lengths = rollout.action_mask.sum(1)
+    expected = -2.0 * ((lengths - 6).clamp(min=0) / 4)
+    torch.testing.assert_close(rollout.shaped_scores, expected)
+    assert expected.min() == -2
+
+
+def test_the_method_s_rows_decide_where_nothing_is_given_and_what_is_given_wins():
+    def of(**changes):
+        config = PPOConfig(sampling=GROUPED, **changes)
+        return config.needs_critic, config.kl_in_reward, config.kl_kind, config.averaging, config.whitens
+
+    assert of() == (True, True, "k1", "token", True)
+    assert of(estimator="grpo") == (False, False, "k3", "sequence", False)
+    assert of(estimator="dr_grpo") == (False, False, "k3", "constant", False)
+    assert of(estimator="rloo", policy_loss="ppo_sequence") == (False, True, "k1", "sequence", False)
+    assert of(estimator="grpo", policy_loss="cispo")[3] == "token"
+    assert of(estimator="grpo", kl_in="reward", aggregation="token", whiten_advantages=True) == (
+        False, True, "k1", "token", True)
+    with pytest.raises(UserError, match=r"num_samples is 1; give 2 or more"):
+        PPOConfig(estimator="grpo")
+
+
+def test_groups_that_teach_nothing_are_replaced_from_new_prompts():
+    fresh = iter([prompts_of("flat", "c", "flat"), prompts_of("d", "e", "f")])
+    trainer = online(settings(sampling=GROUPED, estimator="grpo", max_refills=5), varied_if(lambda t: t != "flat"),
+                     extra_prompts=lambda: next(fresh))
+    metrics = trainer.step(prompts_of("a", "flat", "flat")).compute()
+    rollout = trainer.last_rollout
+    assert rollout.prompts.texts == ["a"] * 4 + ["c"] * 4 + ["d"] * 4  # what was accepted, in its order; no more
+    assert rollout.prompts.columns["n"] == [0] * 4 + [1] * 4 + [0] * 4
+    assert (metrics["refill/rounds"], metrics["refill/filled"]) == (2, 1)
+    assert metrics["frac_reward_zero_std"] == pytest.approx(4 / 9)
+    assert rollout.scores.tolist() == [0.0, 1.0, 2.0, 3.0] * 3
+    # every number still stands beside its own tokens
+    torch.testing.assert_close(rollout.ref_logprobs, trainer.roles.ref.logprobs(rollout), rtol=1e-4, atol=1e-5)
+    assert not rollout.logprobs[~rollout.action_mask].any() and rollout.rewards.shape == rollout.action_mask.shape
+
+
+def test_what_was_accepted_is_trained_on_when_the_rounds_end_and_nothing_accepted_is_no_empty_step():
+    given = [prompts_of("flat", "flat", "flat")] * 9
+    trainer = online(settings(sampling=GROUPED, estimator="grpo", max_refills=2), varied_if(lambda t: t != "flat"),
+                     extra_prompts=given.pop)
+    metrics = trainer.step(prompts_of("flat", "b", "flat")).compute()
+    assert len(given) == 7 and trainer.last_rollout.prompts.texts == ["b"] * 4 and metrics["grad_norm"] > 0
+    assert metrics["refill/filled"] == pytest.approx(1 / 3)
+    assert len(trainer._sample(prompts_of("flat", "flat", "flat"), Metrics())) == 12
+    assert len(given) == 5
+
+
+def test_a_trainer_that_cannot_refill_says_so():
+    with pytest.raises(ValueError, match="nowhere to take more prompts"):
+        online(settings(sampling=GROUPED, max_refills=1), count_of(42))
+
+
+def test_a_setting_that_no_recipe_has_filled_in_is_named():
+    with pytest.raises(ValueError, match="kl_coef is None"):
+        online(settings(sampling=GROUPED, kl_coef=None), count_of(42))
+
+
+def test_groups_are_judged_by_what_is_paid_and_not_by_the_score():
+    ended = torch.tensor([True, False, True, False] * 3)
+
+    def scored(rollout):
+        rollout.has_eos = ended[: len(rollout)]
+        return torch.ones(len(rollout))  # one score for all: only half of them ended
+
+    flat = online(settings(sampling=GROUPED, estimator="grpo"), Source(scored)).step(prompts_of("a", "b", "c"))
+    paid = online(settings(sampling=GROUPED, estimator="grpo", missing_eos_penalty=1.0, max_refills=1), Source(scored),
+                  extra_prompts=lambda: pytest.fail("no group is to be replaced")).step(prompts_of("a", "b", "c"))
+    assert flat.compute()["frac_reward_zero_std"] == 1 and paid.compute()["frac_reward_zero_std"] == 0
+    assert paid.compute()["grad_norm"] > 0
+
+
+def test_a_group_whose_scores_are_all_beyond_the_bound_is_flat():
+    trainer = online(settings(sampling=GROUPED, estimator="grpo"), varied_if(lambda t: t == "a"))
+    trainer.scale = Scale(-10.0, 1.0, 5.0)  # scores 0 to 3 are 10 to 13 deviations up: all are paid 5
+    metrics = trainer.step(prompts_of("a", "b", "c")).compute()
+    assert metrics["frac_reward_zero_std"] == metrics["score/clip_fraction"] == 1
+
+
+def test_equal_scores_of_any_size_are_no_advantage_to_the_bit():
+    trainer = online(settings(sampling=SamplingConfig(max_new_tokens=10, num_samples=8), estimator="grpo", kl_coef=0.0),
+                     Source(lambda r: torch.full((len(r),), 73.3)))
+    assert trainer.step(prompts_of("a", "b", "c")).compute()["grad_norm"] == 0
+
+
+@pytest.mark.parametrize("policy_loss", ["gspo", "ppo_sequence"])
+def test_a_ratio_of_sequences_starts_from_recomputed_logprobs_however_small_the_drift(policy_loss):
+    config = settings(sampling=GROUPED, estimator="grpo", policy_loss=policy_loss, cliprange_low=3e-4,
+                      cliprange_high=4e-4)
+    trainer = online(config, count_of(42))
+
+    def drifted(*inputs):  # a sampler whose kernels differ from training's by a tenth of what auto bears of tokens
+        rollout = generate(*inputs)
+        rollout.sampled_logprobs += 2e-3 * rollout.action_mask
+        return rollout
+
+    generate, trainer.roles.actor.generate = trainer.roles.actor.generate, drifted
+    metrics = trainer.step(PROMPTS).compute()
+    assert metrics["policy/clip_fraction"] == 0 and metrics["policy/ratio"] == pytest.approx(1, abs=1e-5)
+    assert metrics["engine/logprob_drift"] == pytest.approx(2e-3, rel=0.01)
+    of_tokens = online(settings(sampling=GROUPED, estimator="grpo"), count_of(42))
+    generate, of_tokens.roles.actor.generate = of_tokens.roles.actor.generate, drifted
+    assert of_tokens.step(PROMPTS).compute()["policy/ratio"] == pytest.approx(0.998, abs=1e-4)
+
+
+def test_the_samples_shown_are_of_different_prompts():
+    trainer = online(settings(sampling=GROUPED, estimator="grpo"), count_of(42))
+    assert trainer.samples() == []
+    trainer.step(prompts_of("a", "b", "c"))
+    assert [row["prompt"] for row in trainer.samples(3)] == ["a", "b", "c"]
+    assert [row["prompt"] for row in trainer.samples(100)] == ["a", "b", "c"]
+    assert [row["prompt"] for row in trainer.samples(2)] == ["a", "b"] and trainer.samples(0) == []
+
+
+def test_a_rollout_is_scored_and_trained_at_the_temperature_that_it_was_sampled_at():
+    """The log-probabilities of plain logits divided by 0.5; the first update's ratio is 1 there, and at 1 it is not."""
+    sampling = SamplingConfig(max_new_tokens=10, num_samples=4, temperature=0.5)
+    trainer = online(settings(sampling=sampling, estimator="grpo", old_logprobs="recompute"), count_of(42))
+    plain = copy.deepcopy(trainer.roles.actor.engine.model)
+    metrics = trainer.step(prompts_of("a", "b", "c")).compute()
+    rollout = trainer.last_rollout
+    assert rollout.temperature == rollout.rows(torch.arange(2)).temperature == (rollout + rollout).temperature == 0.5
+    for i in (0, 5):
+        prompt, response = rollout.prompts.ids[i], rollout.response_ids[i][rollout.action_mask[i]].tolist()
+        logits = plain(torch.tensor([prompt + response])).logits[0, len(prompt) - 1:-1] / 0.5
+        by_hand = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+        assert torch.allclose(rollout.logprobs[i][rollout.action_mask[i]], by_hand, atol=1e-4)
+    assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-4)
+    assert metrics["engine/logprob_drift"] < 1e-4

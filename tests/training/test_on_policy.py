@@ -1,0 +1,25 @@
+from types import SimpleNamespace
+
+import pytest
+
+from hybrid_rlhf.training import on_policy
+
+
+@pytest.mark.parametrize(("accuracy", "held_out", "is_told"), [
+    (0.625, 15, True),  # 0.5 + 1 / sqrt(15) is 0.76
+    (0.74, 15, True), (0.8, 15, False), (0.55, 300, True), (0.57, 300, False), (1.0, 4, False), (None, 0, False)])
+def test_a_reward_model_that_may_have_guessed_is_told_of_before_anything_is_trained_on_it(
+        monkeypatch, tmp_path, capsys, accuracy, held_out, is_told):
+    """PPO on SmolLM2 with one of 0.63 raised the score from 0.1 to 2.3 and lost every right answer."""
+    metrics = {} if accuracy is None else {"eval/accuracy": accuracy}
+    record = SimpleNamespace(metrics=metrics, facts={"data": {"held_out": held_out}})
+    (tmp_path / "run.json").touch()
+    monkeypatch.setattr(on_policy.runfile, "read_run", lambda _folder: record)
+    on_policy._tell_weak_reward(str(tmp_path))
+    assert ("which may be chance" in capsys.readouterr().err) == is_told
+
+
+def test_a_reward_model_that_is_no_run_of_ours_is_not_judged(tmp_path, capsys):
+    on_policy._tell_weak_reward(str(tmp_path))
+    on_policy._tell_weak_reward(None)
+    assert capsys.readouterr().err == ""

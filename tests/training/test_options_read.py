@@ -1,0 +1,89 @@
+"""Every option that a stage has is read by it: each access is recorded over tiny runs that switch everything on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybrid_rlhf.cli import main
+from hybrid_rlhf.training.registry import STAGES
+from hybrid_rlhf.training.unread_options import of_stage as unused_by
+from tests.factories.stage_options import used
+from tests.factories.tiny import own_cache, save_tiny
+from tests.training.reads import config_of, leaves, recorded
+
+WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the moon", "tree", "old book"]
+COMMON = ["--model.dtype", "float32", "--data.eval_fraction", "0.2", "--data.max_length", "48",
+          "--data.max_prompt_length", "32"]
+TRAIN = ["--train.max_steps", "2", "--train.per_device_train_batch_size", "4"]
+# read elsewhere than from the settings: of the record by the reporter, and where the disk refuses a checkpoint
+ELSEWHERE = {"report_to": "hybrid_rlhf/run/reporter.py", "train.max_failed_saves": "hybrid_rlhf/run/checkpointing.py"}
+LORA, EPOCH = ["--model.lora.r=2"], ["--train.max_steps=-1", "--train.per_device_train_batch_size=16"]
+FUNCTION = ["--reward.functions=builtin:length_penalty",
+            "--reward.options={length_penalty: {max_tokens: 4, buffer: 2}}"]
+SERVICE = ["--reward.url=http://127.0.0.1:9/score", "--reward.retries=0"]
+OFFLINE = [[*LORA], EPOCH]
+SAMPLED = [[*LORA], [*FUNCTION, *EPOCH], SERVICE]
+ON_POLICY = [*SAMPLED, ["--ppo.kl_target=3", "--ppo.importance=token", "--ppo.old_logprobs=recompute", "--ppo.ema=true",
+                        "--ppo.overlong_penalty=1", "--ppo.overlong_buffer=2", "--ppo.ptx_coef=1",
+                        "--data.max_length=48"]]
+# what else a stage is run with, so that every switch is on in one of its runs
+MORE: dict[str, list[list[str]]] = {
+    "sft": [["--model.preset=tiny"], *OFFLINE], "conditional_sft": OFFLINE, "reward": OFFLINE,
+    **dict.fromkeys(("dpo", "kto", "simpo", "orpo"), OFFLINE),
+    **dict.fromkeys(("ppo", "grpo", "rloo", "reinforce_pp", "cispo"), ON_POLICY),
+    "online_dpo": SAMPLED, "rejection": SAMPLED, "evaluate": [FUNCTION]}
+SECTIONS = {"online_dpo": "online", "rejection": "rejection", "evaluate": "evaluate"}
+
+
+def test_every_recipe_is_among_them() -> None:
+    assert {STAGES[name].module for name in MORE} == {row.module for row in STAGES.values()} - {STAGES["all"].module}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("reads")
+    rows = [{"prompt": f"say {w} {i}", "chosen": w, "rejected": "no no", "answer": w} for i in range(2) for w in WORDS]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_tiny(folder / "base")
+    with pytest.MonkeyPatch.context() as patch:
+        own_cache(patch, folder / "cache")
+        assert main(argv_of(folder, "reward", "reward")) == 0
+        yield folder
+
+
+def argv_of(folder: Path, stage: str, out: str, *more: str) -> list[str]:
+    source = f"{{path: {folder}/rows.jsonl}}, {{path: {folder}/rows.jsonl, stages: [ptx], name: texts}}"
+    words = [*COMMON, "--model.model_name_or_path", f"{folder}/base"]
+    if "--model.preset=tiny" in more:
+        words = words[:-2]
+    if stage in SECTIONS or "roles.ref.tp" in unused_by(stage):
+        words += [f"--{SECTIONS.get(stage, 'ppo')}.sampling.max_new_tokens=6"]
+        is_paid = any(word.startswith(("--reward.f", "--reward.u")) for word in more)
+        words += [] if is_paid else ["--roles.reward.model_name_or_path", f"{folder}/reward"]
+    words += [f"--evaluate.models=[{folder}/base, other={folder}/base]"] if stage == "evaluate" else TRAIN
+    return ["--stage", stage, "--output_dir", f"{folder}/{out}", f"--data.sources=[{source}]", *used(stage, words),
+            *more]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("stage", MORE)
+def test_a_stage_reads_every_option_that_it_has(place, stage) -> None:
+    seen: set[str] = set()
+    for number, more in enumerate([[], *MORE[stage]]):
+        with recorded(stage) as read:
+            code = main(argv_of(place, stage, f"{stage}{number}", *more))
+        assert code == 0 or "--reward.retries=0" in more  # nobody answers there
+        seen |= read
+    hidden = tuple(f"{option}." for option in unused_by(stage))
+    own = {option for option, _, _ in leaves(config_of(stage)) if not f"{option}.".startswith(hidden)}
+    assert own - seen - set(ELSEWHERE) == set()
+
+
+def test_what_is_read_elsewhere_is_read_there() -> None:
+    root = Path(__file__).parents[2]
+    for option, file in ELSEWHERE.items():
+        assert option.rpartition(".")[2] in (root / file).read_text(encoding="utf-8")

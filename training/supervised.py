@@ -1,0 +1,116 @@
+"""What recipes that learn from given rows have in common: the run, and the preview."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from torch import nn
+
+from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.distributed import main_first
+from hybrid_rlhf.data import datasets
+from hybrid_rlhf.data.datasets import DataConfig, StageData
+from hybrid_rlhf.data.source import Reads
+from hybrid_rlhf.engine import HybridEngine, ZeroConfig
+from hybrid_rlhf.export.folder import export
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.run import runfile
+from hybrid_rlhf.run.loop import TrainConfig, Trainer, fit, on_record
+from hybrid_rlhf.training import announce, builders, defaults
+
+
+class Config(Protocol):
+    """The settings that these recipes share."""
+
+    stage: str
+    output_dir: str
+    seed: int
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    engine: ZeroConfig
+
+
+class Opened(NamedTuple):
+    """A run before its model is loaded. config: with nothing left to be decided; model: what to load; steps: how many
+    there will be."""
+
+    config: Config
+    model: ModelConfig
+    tokenizer: object
+    data: StageData
+    steps: int
+
+
+class Learner(NamedTuple):
+    """What is trained, under its optimizer. role: its name; model: what is exported, with the tokens that end it;
+    answers: what it says to the fixed prompts, if anything; facts: for the record, asked for after the training."""
+
+    trainer: Trainer
+    role: str
+    engine: HybridEngine
+    model: nn.Module
+    ends: list[int]
+    answers: Callable[[], list[dict]] | None
+    facts: Callable[[], dict] = dict
+
+
+Start = Callable[[Config], tuple[str, ModelConfig]]  # settings -> the run or model to start from, and how it is loaded
+# (settings, pad id) -> how rows become a batch of training, and one of evaluation
+Collation = Callable[[Config, int], tuple[Callable[[list[dict]], object], Callable[[list[dict]], object]]]
+
+
+def preview(config: Config, reads: Reads, start: Start) -> None:
+    """Print rendered examples of the data with the trained tokens marked."""
+    from hybrid_rlhf.data.preview import preview as show
+
+    builders.require_data(config.data, reads.stage)
+    show(config.data, reads, builders.open_tokenizer(start(config)[1], config.data, reads, config.seed))
+
+
+def run(config: Config, command: str, reads: Reads, start: Start, collation: Collation,
+        make: Callable[[Opened], Learner]) -> dict[str, float]:
+    """Train, export to output_dir/model, and return the final metrics (also in output_dir/run.json)."""
+    builders.require_data(config.data, reads.stage)
+    config = defaults.resolve(config)
+    done = runfile.finished(config.output_dir, config.stage, config)
+    if done:
+        return done.metrics
+    builders.seed_everything(config.seed)
+    base, model = start(config)
+    builders.check_model(model, config.engine, config.train.optim)
+    builders.check_lengths(model, data__max_length=config.data.max_length)
+    tokenizer = builders.open_tokenizer(model, config.data, reads, config.seed)
+    with main_first():  # the others find its tables in the cache
+        data = datasets.build(config.data, reads, tokenizer, config.seed)
+    collate, collate_held_out = collation(config, tokenizer.pad_token_id)
+    loader = builders.train_loader(data.train, config.train, config.seed, collate)
+    held_out = builders.eval_loader(data.held_out, config.train, config.seed, collate_held_out)
+    steps = builders.total_steps(config.train, len(loader))
+    learner = make(Opened(config, model, tokenizer, data, steps))
+    record = builders.start(config, command, data)
+    with on_record(record):  # a failing export is on the record too
+        announce.before(record, config, {learner.role: learner.engine}, base, steps, loader)
+        metrics = fit(learner.trainer, loader, held_out, config.train, record, steps, learner.answers)
+        facts = learner.facts()
+        with learner.engine.active():
+            export(learner.model, tokenizer, Path(config.output_dir) / builders.MODEL_FOLDER, learner.ends)
+        record.finish(metrics, tokenizer=tokenizer, base_model=base, data=data.report, **facts)
+    return metrics
+
+
+def start_from_sft(config: Config, what: str) -> tuple[str, ModelConfig]:
+    """The path of the stage-1 run or model that `what` starts from, and the model settings that name its weights."""
+    check(config.model.preset is None, f"model.preset: {what} starts from a trained model; give "
+                                       "model.model_name_or_path or run --stage sft first")
+    path = builders.parent_run(config.model.model_name_or_path, config.output_dir, "sft", "model.model_name_or_path")
+    return path, replace(config.model, model_name_or_path=builders.model_folder(path))
+
+
+def prepare_training(engine: HybridEngine, config: Config, steps: int) -> None:
+    """Put the optimizer of the run's settings on an engine."""
+    engine.prepare_training(builders.optimizer_of(config.train, config.train.learning_rate),
+                            builders.schedule_of(config.train, steps), config.engine)
