@@ -177,7 +177,8 @@ def run(name: str, seed: int, given: argparse.Namespace) -> dict:
     row = {"row": name, "seed": seed, "settings": experiment.words, **cost, "history": history(folder / name)}
     if experiment.stage != "reward":
         is_chat = not any("BASE" in word for word in experiment.words)  # else its prompts are not those of the start
-        row["after"] = measured(folder / name / "model", given.model if is_chat else None, given.work / "sums",
+        origin = folder / "sft" / "model" if any("BESIDE/sft" in word for word in experiment.words) else given.model
+        row["after"] = measured(folder / name / "model", origin if is_chat else None, given.work / "sums",
                                 given.instructions if is_chat else None)
     return row
 
@@ -205,7 +206,7 @@ def main() -> None:
     for name in given.rows.split(","):
         for seed in [int(s) for s in given.seeds.split(",")] if given.seeds else EXPERIMENTS[name].seeds:
             same = [r for r in found["rows"] if (r["row"], r["seed"]) == (name, seed)]
-            if same and same[0]["settings"] == EXPERIMENTS[name].words:
+            if same and sorted(same[0]["settings"]) == sorted(EXPERIMENTS[name].words):
                 continue
             row = run(name, seed, given)
             found["rows"] = sorted([r for r in found["rows"] if r not in same] + [row], key=_place)

@@ -18,12 +18,14 @@ SEEDS = (0, 1, 2)
 _START = "--model.model_name_or_path=START"
 COMMON = ["--data.split=null", "--train.num_fixed_prompts=0", "--train.save_minutes=0", "--train.logging_steps=1",
           "--train.max_eval_batches=1", "--data.eval_fraction=0.02", "--train.warmup_ratio=0"]
-_ANSWERS = [_START, *COMMON, "--data.sources=[{path: SUMS/train.jsonl}]", "--ppo.sampling.max_new_tokens=12",
+_ANSWERS = [*COMMON, "--data.sources=[{path: SUMS/train.jsonl}]", "--ppo.sampling.max_new_tokens=12",
             "--ppo.sampling.num_samples=8", "--train.per_device_train_batch_size=8", "--train.max_steps=24",
             "--train.lr_scheduler_type=constant"]
-_SUMS = [*_ANSWERS, "--reward.functions=builtin:numeric_match"]
-_PAIRS = [*COMMON, "--data.sources=[{path: SUMS/pairs.jsonl}]", "--train.max_steps=40",
-          "--train.per_device_train_batch_size=8"]
+_SUMS = [_START, *_ANSWERS, "--reward.functions=builtin:numeric_match"]
+_PAIRS = [*COMMON, "--data.sources=[{path: SUMS/pairs.jsonl}]", "--train.per_device_train_batch_size=8"]
+_TALKS = [*COMMON, "--data.sources=[{path: SUMS/talks.jsonl}]", "--train.per_device_train_batch_size=8",
+          "--train.max_steps=40"]
+_OF_SFT = "--model.model_name_or_path=BESIDE/sft"
 
 EXPERIMENTS: dict[str, Experiment] = {
     "grpo": Experiment("grpo", _SUMS, SEEDS),
@@ -32,12 +34,14 @@ EXPERIMENTS: dict[str, Experiment] = {
     "ppo_kl10": Experiment("ppo", [*_SUMS, "--ppo.kl_coef=0.1"], SEEDS),
     "grpo_lora16": Experiment("grpo", [*_SUMS, "--model.lora.r=16"]),
     "grpo_lora1": Experiment("grpo", [*_SUMS, "--model.lora.r=1"]),
-    "dpo": Experiment("dpo", [_START, *_PAIRS]),
-    "base_sft": Experiment("sft", ["--model.model_name_or_path=BASE", *COMMON, "--train.max_steps=40",
-                                   "--train.per_device_train_batch_size=8",
-                                   "--data.sources=[{path: SUMS/talks.jsonl}]"]),
-    "reward": Experiment("reward", [_START, *_PAIRS]),
-    "ppo_reward_model": Experiment("ppo", [*_ANSWERS, "--roles.reward.model_name_or_path=BESIDE/reward"]),
+    "dpo": Experiment("dpo", [_START, *_PAIRS, "--train.max_steps=40"]),
+    "base_sft": Experiment("sft", ["--model.model_name_or_path=BASE", *_TALKS]),
+    "reward": Experiment("reward", [_START, *_PAIRS, "--train.max_steps=40"]),
+    "ppo_reward_model": Experiment("ppo", [_START, *_ANSWERS, "--roles.reward.model_name_or_path=BESIDE/reward"]),
+    "sft": Experiment("sft", [_START, *_TALKS]),
+    "sft_reward": Experiment("reward", [_OF_SFT, *_PAIRS, "--train.max_steps=160", "--data.eval_fraction=0.1",
+                                        "--train.max_eval_batches=null"]),
+    "sft_ppo": Experiment("ppo", [_OF_SFT, *_ANSWERS, "--roles.reward.model_name_or_path=BESIDE/sft_reward"]),
     "grpo_trl": Experiment("trl", ["--model=START", "--train=SUMS/train.jsonl"]),
     "grpo_bf16": Experiment("grpo", [*_SUMS, "--model.dtype=bfloat16"]),
 }

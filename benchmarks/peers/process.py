@@ -14,7 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-ENVIRONMENT = dict(os.environ)  # before our engine names a process group in it, which a child would try to join
+# Without what names a process group, ours at ZeRO 3 or a launcher's: a child that uses accelerate would try to join it.
+ENVIRONMENT = {name: value for name, value in os.environ.items()
+               if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
 BENCHMARKS = Path(__file__).resolve().parents[1]
 
 

@@ -51,9 +51,8 @@ def init_process_group() -> None:
     if is_initialized():
         return
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    os.environ.setdefault("LOCAL_RANK", "0")
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device())
     if {"RANK", "MASTER_ADDR"} <= os.environ.keys():  # accelerate leaves RANK alone behind in a process of its own
         dist.init_process_group(backend)
     else:

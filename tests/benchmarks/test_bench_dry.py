@@ -152,9 +152,10 @@ def test_the_table_of_cards(tmp_path, monkeypatch) -> None:
 def test_what_needs_other_processes_and_peers_of_its_own(tmp_path) -> None:
     """As `make bench BENCH_ARGS=--quick`, without what the tests above run whole."""
     names = "grpo_step", "sft_step", "reward_step", "offline_step", "startup", "server"
-    done = subprocess.run([sys.executable, "benchmarks/bench.py", "--quick", "--only", *names], cwd=harness.ROOT)
+    done = subprocess.run([sys.executable, "benchmarks/bench.py", "--quick", "--only", *names], cwd=harness.ROOT,
+                          env=harness.ENVIRONMENT)
     assert done.returncode == 0
     for name in ("tensor_parallel", "architecture_sweep"):
         command = [sys.executable, f"benchmarks/{name}.py", "--quick", "--page", str(tmp_path / f"{name}.md")]
-        assert subprocess.run(command, cwd=harness.ROOT).returncode == 0
+        assert subprocess.run(command, cwd=harness.ROOT, env=harness.ENVIRONMENT).returncode == 0
         assert (tmp_path / f"{name}.md").read_text().count("| llama |") == 1

@@ -54,6 +54,19 @@ def _import_deepspeed():  # noqa: ANN202 - a module
     return deepspeed
 
 
+def _deepspeed_engine(settings: dict, **given: object):  # noqa: ANN202 - a DeepSpeed class
+    """An engine by `deepspeed.initialize`, which asks for LOCAL_RANK even where nothing was launched. It is taken back
+    where no forward needs it again, for with it a program started from here, one that uses accelerate among them, looks
+    for a launcher."""
+    is_added = "LOCAL_RANK" not in os.environ
+    os.environ.setdefault("LOCAL_RANK", "0")
+    with _stdout_to_stderr():
+        engine, *_ = _import_deepspeed().initialize(config=settings, dist_init_required=False, **given)
+    if is_added and settings["zero_optimization"]["stage"] < 3:
+        del os.environ["LOCAL_RANK"]
+    return engine
+
+
 class ZeroTraining:
     """The trainable parameters of `module` under DeepSpeed ZeRO, with an optimizer and a learning-rate schedule.
 
@@ -97,10 +110,8 @@ class ZeroTraining:
             settings["zero_optimization"] |= {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
         if self.stage == 3:
             _gather_experts_at_once(module)
-        with _stdout_to_stderr():
-            engine, *_ = _import_deepspeed().initialize(
-                model=module, optimizer=self._optimizer, model_parameters=list(self.parameters.values()),
-                config=settings, dist_init_required=False)
+        engine = _deepspeed_engine(settings, model=module, optimizer=self._optimizer,
+                                   model_parameters=list(self.parameters.values()))
         check_parts(engine.optimizer, self.stage, self.parameters.values())
         return engine
 
@@ -228,10 +239,8 @@ class ZeroFrozen:
         init_process_group()
         module.requires_grad_(False)
         dtype = next(module.parameters()).dtype
-        with _stdout_to_stderr():
-            self.engine, *_ = _import_deepspeed().initialize(
-                model=module, config=_common_settings(module, 3, dtype, frozenset(zero.offload) & {"parameters"}),
-                dist_init_required=False)
+        settings = _common_settings(module, 3, dtype, frozenset(zero.offload) & {"parameters"})
+        self.engine = _deepspeed_engine(settings, model=module)
 
     def __call__(self, *inputs: object, **named: object):  # noqa: ANN204 - the module's own
         """The module's forward."""

@@ -1,6 +1,7 @@
 """Training through DeepSpeed gives the weights that plain torch gives."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -93,3 +94,12 @@ def test_the_state_holds_weights_and_moments_by_parameter(stage):
     for name in names:
         assert state["exp_avg"][name].shape == state["weights"][name].shape
         assert state["exp_avg"][name].abs().sum() > 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_no_variable_of_a_launcher_is_left_for_programs_started_later(monkeypatch, stage):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    module, _ = _pair()
+    _engine(module, stage)
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"} & os.environ.keys()
