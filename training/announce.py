@@ -16,7 +16,7 @@ from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.data.source import Source
 from hybrid_rlhf.engine import HybridEngine
-from hybrid_rlhf.engine.train.parameters import count_parameters, share_unquantised
+from hybrid_rlhf.engine.train.parameters import count_parameters, share_unquantised, without_adapter
 from hybrid_rlhf.report.summary import PAGE
 from hybrid_rlhf.report.terminal import duration
 from hybrid_rlhf.run import runfile
@@ -46,6 +46,9 @@ def _model_line(config: object, engines: Mapping[str, HybridEngine], start: str)
               for role, engine in engines.items()]
     how = f" by LoRA of rank {config.model.lora.r}" if config.model.lora.r else ""
     first = next(iter(engines.values()))
+    if config.model.lora.r and config.model.lora.target_modules == "all-linear":
+        share, names = without_adapter(first)
+        how += f" (none for {', '.join(names)}: {share:.0%} of the weights)" if share > 0.1 else ""
     kind = str(next(first.module.parameters()).dtype).removeprefix("torch.")
     if config.model.quantize:
         kind = f"{config.model.quantize} base ({share_unquantised(first):.0%} of it left in {kind})"

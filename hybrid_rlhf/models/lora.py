@@ -48,6 +48,16 @@ class LoraConfig:
     def __post_init__(self) -> None:
         check(self.r >= 0, f"lora.r is {self.r}; it must be 0 (off) or a positive rank such as 8")
         check(0.0 <= self.dropout < 1.0, f"lora.dropout is {self.dropout}; it must lie in [0, 1)")
+        if isinstance(self.target_modules, str):
+            _check_expression(self.target_modules)
+
+
+def _check_expression(wanted: str) -> None:
+    try:
+        re.compile(wanted)
+    except re.error as error:
+        raise UserError(f"lora.target_modules {wanted!r} is no regular expression ({error}); give a list of names, "
+                        "such as [q_proj, v_proj]") from None
 
 
 def _settings(model: nn.Module, config: LoraConfig):  # noqa: ANN202 - peft's class
@@ -145,11 +155,13 @@ def expert_weights(model: nn.Module) -> list[str]:
             if value.ndim == 3 and len(value) == module.num_experts]
 
 
-def plain_linear_layers(model: nn.Module) -> list[str]:
-    """Names of the linear layers but the heads, adapters left out."""
-    heads = {id(m) for m in (model.get_output_embeddings(), getattr(model, "score", None)) if m is not None}
+def plain_linear_layers(model: nn.Module, with_head: bool = False) -> list[str]:
+    """Names of the linear layers, adapters left out; of a language model's head only where it is asked for."""
+    from peft.tuners.tuners_utils import Conv1D  # of GPT-2, transformers' own
+
+    heads = {id(getattr(model, "score", None)), *([] if with_head else [id(model.get_output_embeddings())])}
     return [plain_name(n) for n, m in model.named_modules()
-            if isinstance(m, nn.Linear) and ".lora_" not in n and id(m) not in heads]
+            if isinstance(m, (nn.Linear, Conv1D)) and ".lora_" not in n and id(m) not in heads]
 
 
 def plain_name(name: str) -> str:
@@ -168,7 +180,7 @@ def _targets(model: nn.Module, wanted: list[str] | str) -> tuple[list[str] | str
     if not experts and not left_out:
         return wanted if isinstance(wanted, str) else list(wanted), []
     modules, weights = ([n for n in names if n not in left_out and _is_wanted(n, wanted)]
-                        for names in (plain_linear_layers(model), experts))
+                        for names in (plain_linear_layers(model, with_head=wanted != "all-linear"), experts))
     if not modules and not weights:  # peft's error says what there is
         return list(wanted) if not isinstance(wanted, str) else wanted, []
     return modules, weights

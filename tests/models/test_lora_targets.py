@@ -1,8 +1,11 @@
 """Which layers get an adapter: what "all-linear" means, and what is refused because no adapter can be merged there."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.engine.train.parameters import without_adapter
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, load_adapter, lora_layers
@@ -55,6 +58,35 @@ def test_only_linear_layers_and_experts_are_targets_and_no_matrix_that_is_the_em
     for name in ("one", "two"):  # beside the adapters of another role too
         add_lora(model, LoraConfig(r=2, target_modules=["q_proj", "lm_head"]), name)
     assert "lm_head" in lora_layers(model) and len(lora_layers(model)) == 3
+
+
+def test_the_head_of_a_model_with_experts_is_adapted_where_it_is_named():
+    model = random_model("mixtral", MOE | {"tie_word_embeddings": False})
+    add_lora(model, LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    assert "lm_head" in lora_layers(model)
+
+
+@pytest.mark.parametrize("kind, share, names", [
+    ("mixtral", 0.0, None), ("gpt2", 0.0, None), ("llama", 0.0, None), ("dbrx", 0.5, ["v1", "w1", "w2"])])
+def test_weights_that_no_adapter_serves_are_counted(kind, share, names):
+    """DBRX holds the experts' weights as one matrix, which peft does not adapt."""
+    model = random_model(kind, dict(d_model=32, n_heads=4, n_layers=2, max_seq_len=128, hidden_size=None,
+                                    num_attention_heads=None, num_hidden_layers=None, max_position_embeddings=None,
+                                    num_key_value_heads=None,
+                                    attn_config=dict(kv_n_heads=2, clip_qkv=8, rope_theta=1e4),
+                                    ffn_config=dict(ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2, hidden_size=32)
+                                    ) if kind == "dbrx" else ARCHITECTURES[kind])
+    add_lora(model, LoraConfig(r=2))
+    found, left = without_adapter(SimpleNamespace(module=model))
+    assert (found > share and left == names) if names else found < 0.05
+
+
+def test_gpt2s_layers_are_named_where_none_matches_and_a_broken_expression_is_one_line():
+    model = random_model("gpt2", ARCHITECTURES["gpt2"])
+    with pytest.raises(UserError, match="matches no layer of GPT2LMHeadModel; its linear layers are c_attn, c_fc, c_p"):
+        add_lora(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(UserError, match=r"lora.target_modules '\*q_proj' is no regular expression \(nothing to repeat"):
+        LoraConfig(r=2, target_modules="*q_proj")
 
 
 def test_an_adapter_with_biases_is_refused_since_a_merge_would_lose_them(tmp_path):

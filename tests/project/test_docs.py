@@ -198,7 +198,8 @@ def test_every_option_of_ours_in_coming_from_exists() -> None:
 def test_serve_takes_a_run_s_folder_as_chat_does(tmp_path, monkeypatch) -> None:
     from types import SimpleNamespace
 
-    from hybrid_rlhf.inference import conversation
+    # chat_models is imported before the patch, for it keeps the function that it finds
+    from hybrid_rlhf.inference import chat_models, conversation  # noqa: F401
     from hybrid_rlhf.inference.named_models import NamedModel
     from hybrid_rlhf.inference.server import serve
 

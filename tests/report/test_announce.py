@@ -106,9 +106,9 @@ def test_before_the_first_step_stand_what_is_trained_of_the_model_and_how_long_t
     announce.before(record, config, {"policy": engine}, "base", 25, loader)
     lines = capsys.readouterr().err.splitlines()
     assert json.loads((tmp_path / "run.json").read_text())["facts"]["header"] == ["data: 20 rows", *lines]
-    assert lines == [
-        "model: base; trained: 200 of 30,200 parameters by LoRA of rank 4; float32 on "
-        + announce.device().type,
+    assert lines == [  # no layer of this module is peft's
+        "model: base; trained: 200 of 30,200 parameters by LoRA of rank 4 (none for weight: 100% of the weights); "
+        "float32 on " + announce.device().type,
         "settings: train.learning_rate 0.0001, train.num_train_epochs 2.5",
         "run: 25 steps of 16 rows (2.5 epochs), at most 1:30, to outputs/sft"]
     held = replace(config, model=replace(config.model, load_in_4bit=True))

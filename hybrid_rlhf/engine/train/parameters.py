@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.engine.train.deepspeed_compat import size_of
+from hybrid_rlhf.models.lora import lora_layers
 from hybrid_rlhf.models.quantize import quantized_layers
 
 
@@ -19,6 +22,18 @@ def share_unquantised(engine: HybridEngine) -> float:
     base = [p for name, p in engine.module.named_parameters() if ".lora_" not in name]
     packed = {id(layer.weight) for layer in quantized_layers(engine.module).values()}
     return sum(_size(p) for p in base if id(p) not in packed) / sum(map(_size, base))
+
+
+def without_adapter(engine: HybridEngine) -> tuple[float, list[str]]:
+    """Share of the weights that are neither in a layer with an adapter nor in embeddings and the head, and their names'
+    last parts: experts of models whose weights for all of them are one matrix, say."""
+    module = engine.module
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    served = [*lora_layers(module).values(), *(m for m in module.modules() if isinstance(m, nn.Embedding) or m is head)]
+    served_ids = {id(p) for layer in served for p in layer.parameters()}
+    left = {name: _size(p) for name, p in module.named_parameters() if id(p) not in served_ids}
+    most = {name.rsplit(".", 1)[-1] for name, size in left.items() if size >= max(left.values()) / 2}
+    return sum(left.values()) / max(1, sum(map(_size, module.parameters()))), sorted(most)
 
 
 def _size(parameter) -> int:  # noqa: ANN001
