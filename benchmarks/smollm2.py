@@ -28,51 +28,14 @@ sys.path[:0] = [str(ROOT), str(HERE), str(ROOT / "examples" / "first_model")]
 
 from harness import machine
 from smollm2_settings import EXPERIMENTS
+from smollm2_tasks import NUM_TOKENS, TASKS
 
 if TYPE_CHECKING:
     from hybrid_rlhf.roles import Actor
     from hybrid_rlhf.rollout import Rollout
 
-ASKED = ("What is {a} + {b}? Answer with a number.", "What is {a} plus {b}? Answer with a number.")
-NUM_TOKENS = 12  # of an answer: "13 + 14 = 27" and its end are 11
 NUM_TEXTS, TEXT_LENGTH = 64, 256  # of the instructions whose perplexity is measured
 NUM_NATS = 100  # sampled answers that the KL is a mean of
-
-
-def sums(folder: Path) -> Path:
-    """All ordered pairs of 1 to 20 in `folder`: test.jsonl, and train.jsonl with no pair of test in any order.
-
-    Of train's questions also pairs.jsonl, a right answer and one that is off by 1 to 9, and talks.jsonl, the right one.
-    """
-    draw = random.Random(7)
-    pairs = [(a, b) for a in range(1, 21) for b in range(a, 21)]
-    draw.shuffle(pairs)
-    half = len(pairs) // 2 + 1
-    test, train = (sorted({pair for a, b in part for pair in ((a, b), (b, a))})
-                   for part in (pairs[:half], pairs[half:]))
-    draw.shuffle(test)
-    draw.shuffle(train)
-    asked = [(a, b, words) for a, b in train for words in ASKED]
-    rows = {"test": [_row(a, b, ASKED[i % 2]) for i, (a, b) in enumerate(test)],
-            "train": [_row(*each) for each in asked],
-            "pairs": [_pair(*each, off=draw.choice([-1, 1]) * draw.randint(1, 9)) for each in asked],
-            "talks": [{"messages": [*_row(a, b, words)["prompt"], *_said(a, b, a + b)]} for a, b, words in asked]}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, found in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
-    return folder
-
-
-def _row(a: int, b: int, words: str) -> dict:
-    return {"prompt": [{"role": "user", "content": words.format(a=a, b=b)}], "answer": str(a + b)}
-
-
-def _pair(a: int, b: int, words: str, off: int) -> dict:
-    return {"prompt": _row(a, b, words)["prompt"], "chosen": _said(a, b, a + b), "rejected": _said(a, b, a + b + off)}
-
-
-def _said(a: int, b: int, total: int) -> list[dict]:
-    return [{"role": "assistant", "content": f"{a} + {b} = {total}"}]
 
 
 def launch(script: Path, words: list[str], folder: Path) -> dict:
@@ -100,7 +63,7 @@ def history(folder: Path) -> dict:
 
 
 def measured(model: Path, start: Path | None, task: Path, instructions: Path | None) -> dict:
-    """A model on the test's sums, greedy and sampled, its KL to the start, and the perplexity of ordinary answers."""
+    """A model on the task's test, greedy and sampled, its KL to the start, and the perplexity of ordinary answers."""
     import torch
 
     from hybrid_rlhf.data import collate, datasets
@@ -121,7 +84,8 @@ def measured(model: Path, start: Path | None, task: Path, instructions: Path | N
     found: dict = {"items": len(rows)}
     for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
         with torch.no_grad(), actor.inference():
-            rollout = actor.generate(prompts, SamplingConfig(max_new_tokens=NUM_TOKENS, temperature=temperature), 0)
+            sampling = SamplingConfig(max_new_tokens=NUM_TOKENS[task.name], temperature=temperature)
+            rollout = actor.generate(prompts, sampling, 0)
         right = NumericMatch()(rollout.completions, answer=prompts.columns["answer"])
         found[name] = {"right": int(sum(right)), "ended": round(float(rollout.has_eos.float().mean()), 4),
                        "empty": sum(not text.strip() for text in rollout.completions),
@@ -168,24 +132,28 @@ def perplexity(model: Path, instructions: Path) -> float:
 def run(name: str, seed: int, given: argparse.Namespace) -> dict:
     """Train one row and measure it."""
     experiment, folder = EXPERIMENTS[name], given.work / f"seed{seed}"
+    TASKS[experiment.task](given.work / experiment.task)
     words = filled(experiment.words, folder, given)
     words = ["--seed", str(seed), *words]
     if experiment.stage == "trl":
         cost = launch(HERE / "peers" / "trl_smollm2.py", words, folder / name)
     else:
         cost = launch(ROOT / "train.py", ["--stage", experiment.stage, "--resume", "never", *words], folder / name)
-    row = {"row": name, "seed": seed, "settings": experiment.words, **cost, "history": history(folder / name)}
+    row = {"row": name, "seed": seed, "settings": experiment.words, **cost, "machine": machine(),
+           "history": history(folder / name)}
+    if experiment.task != "sums":  # whose start is one for all
+        row["before"] = measured(given.model, given.model, given.work / experiment.task, None)
     if experiment.stage != "reward":
         is_chat = not any("BASE" in word for word in experiment.words)  # else its prompts are not those of the start
         origin = folder / "sft" / "model" if any("BESIDE/sft" in word for word in experiment.words) else given.model
-        row["after"] = measured(folder / name / "model", origin if is_chat else None, given.work / "sums",
+        row["after"] = measured(folder / name / "model", origin if is_chat else None, given.work / experiment.task,
                                 given.instructions if is_chat else None)
     return row
 
 
 def filled(words: list[str], folder: Path, given: argparse.Namespace) -> list[str]:
     for name, path in (("BESIDE", folder), ("START", given.model), ("BASE", f"{given.model}-base"),
-                       ("SUMS", given.work / "sums")):
+                       ("SUMS", given.work / "sums"), ("GYM", given.work)):
         words = [word.replace(name, str(path)) for word in words]
     return words
 
@@ -200,9 +168,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=ROOT / "docs" / "results" / "smollm2.json")
     given = parser.parse_args()
     given.model, given.work = (given.model or _fetched()).resolve(), given.work.resolve()
-    sums(given.work / "sums")
+    TASKS["sums"](given.work / "sums")
     found = json.loads(given.json.read_text()) if given.json.exists() else {"rows": []}
-    found["machine"] = machine()
+    found.setdefault("machine", machine())
     for name in given.rows.split(","):
         for seed in [int(s) for s in given.seeds.split(",")] if given.seeds else EXPERIMENTS[name].seeds:
             same = [r for r in found["rows"] if (r["row"], r["seed"]) == (name, seed)]

@@ -48,15 +48,36 @@ def cells(row: dict, start: dict) -> list[str]:
 
 
 def page(found: dict) -> str:
-    start, rows = found.get("start"), [row for row in found["rows"] if "after" in row]
+    start, rows = found.get("start"), [row for row in found["rows"] if "after" in row and "before" not in row]
     measured = [start, *(row["after"] for row in rows)] if start else [row["after"] for row in rows]
     lines = [HEAD.format(machine=found["machine"], items=measured[0]["items"] if measured else 201)]
     if start or rows:
         table = [COLUMNS, ["---"] * len(COLUMNS), *([beginning(start)] if start else []),
                  *(cells(row, start or {}) for row in rows)]
         lines += ["| " + " | ".join(row) + " |" for row in table]
-    lines += ["", *means(found), "", *settings(found), ""] if rows else []
+    lines += ["", *elsewhere(found), *means(found), *others(found), "", *settings(found), ""] if rows else []
     return "\n".join([*lines, NOTES.read_text(encoding="utf-8").rstrip(), *missing(found)]) + "\n"
+
+
+def elsewhere(found: dict) -> list[str]:
+    """Which rows were run on another machine than the first ones."""
+    named: dict[str, list[str]] = {}
+    for row in found["rows"]:
+        if row.get("machine", found["machine"]) != found["machine"]:
+            named.setdefault(row["machine"], []).append(f"{row['row']} (seed {row['seed']})")
+    return [f"On another machine ({machine}): {', '.join(rows)}.\n" for machine, rows in named.items()]
+
+
+def others(found: dict) -> list[str]:
+    """The rows of tasks that start elsewhere than the sums do."""
+    rows = [row for row in found["rows"] if "before" in row]
+    lines = [[row["row"], str(row["seed"]), str(row["after"]["items"]),
+              *(f"{row['before'][kind]['right'] / row['after']['items']:.3f} to "
+                f"{share(row['after'][kind]['right'], row['after']['items'])}" for kind in ("greedy", "sampled")),
+              *cells(row, found.get("start") or {})[4:]] for row in rows]
+    table = [("row", "seed", "items", "greedy", "sampled", *COLUMNS[4:]), ["---"] * (len(COLUMNS) + 1), *lines]
+    return ["", "Two tasks of reasoning-gym, half of whose questions are trained on and half asked:", "",
+            *("| " + " | ".join(line) + " |" for line in table)] if rows else []
 
 
 def beginning(start: dict) -> list[str]:

@@ -1,5 +1,6 @@
 """The settings of every row of smollm2.py: words of the command line. BESIDE stands for the folder of the seed's runs,
-START for the chat model's folder, BASE for the same weights without a chat template, SUMS for the task's folder."""
+START for the chat model's folder, BASE for the same weights without a chat template, SUMS for the task's folder,
+GYM for that of reasoning-gym's."""
 
 from __future__ import annotations
 
@@ -7,20 +8,22 @@ from typing import NamedTuple
 
 
 class Experiment(NamedTuple):
-    """One row. words: of the command line. seeds: what the page asks for."""
+    """One row. words: of the command line. seeds: what the page asks for. task: a name of smollm2_tasks.py."""
 
     stage: str
     words: list[str]
     seeds: tuple[int, ...] = (0,)
+    task: str = "sums"
 
 
 SEEDS = (0, 1, 2)
 _START = "--model.model_name_or_path=START"
 COMMON = ["--data.split=null", "--train.num_fixed_prompts=0", "--train.save_minutes=0", "--train.logging_steps=1",
           "--train.max_eval_batches=1", "--data.eval_fraction=0.02", "--train.warmup_ratio=0"]
-_ANSWERS = [*COMMON, "--data.sources=[{path: SUMS/train.jsonl}]", "--ppo.sampling.max_new_tokens=12",
-            "--ppo.sampling.num_samples=8", "--train.per_device_train_batch_size=8", "--train.max_steps=24",
-            "--train.lr_scheduler_type=constant"]
+_STEPS = [*COMMON, "--ppo.sampling.num_samples=8", "--train.per_device_train_batch_size=8", "--train.max_steps=24",
+          "--train.lr_scheduler_type=constant"]
+_ANSWERS = [*_STEPS, "--data.sources=[{path: SUMS/train.jsonl}]", "--ppo.sampling.max_new_tokens=12"]
+_GYM = [_START, *_STEPS, "--ppo.sampling.max_new_tokens=24", "--reward.functions=builtin:numeric_match"]
 _SUMS = [_START, *_ANSWERS, "--reward.functions=builtin:numeric_match"]
 _PAIRS = [*COMMON, "--data.sources=[{path: SUMS/pairs.jsonl}]", "--train.per_device_train_batch_size=8"]
 _TALKS = [*COMMON, "--data.sources=[{path: SUMS/talks.jsonl}]", "--train.per_device_train_batch_size=8",
@@ -42,6 +45,9 @@ EXPERIMENTS: dict[str, Experiment] = {
     "sft_reward": Experiment("reward", [_OF_SFT, *_PAIRS, "--train.max_steps=160", "--data.eval_fraction=0.1",
                                         "--train.max_eval_batches=null"]),
     "sft_ppo": Experiment("ppo", [_OF_SFT, *_ANSWERS, "--roles.reward.model_name_or_path=BESIDE/sft_reward"]),
+    "grpo_gcd": Experiment("grpo", [*_GYM, "--data.sources=[{path: GYM/gcd/train.jsonl}]"], task="gcd"),
+    "grpo_chain_sum": Experiment("grpo", [*_GYM, "--data.sources=[{path: GYM/chain_sum/train.jsonl}]"],
+                                 task="chain_sum"),
     "grpo_trl": Experiment("trl", ["--model=START", "--train=SUMS/train.jsonl"]),
     "grpo_bf16": Experiment("grpo", [*_SUMS, "--model.dtype=bfloat16"]),
 }

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 
-import smollm2
 import smollm2_page
+import smollm2_tasks
 from smollm2_settings import EXPERIMENTS
 
 from hybrid_rlhf.training.registry import STAGES
 
 
 def test_no_pair_of_terms_of_the_test_is_trained_on_in_either_order(tmp_path) -> None:
-    folder = smollm2.sums(tmp_path)
+    folder = smollm2_tasks.sums(tmp_path)
     terms = {}
     for name in ("train", "test"):
         rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
@@ -36,6 +36,14 @@ def test_a_row_says_accuracy_with_wilson_s_interval_and_how_much_worse_the_perpl
     assert cells["perplexity"] == "10.40 (+4.0%)" and cells["entropy"] == "2.00 to 0.50" and cells["KL"] == "1.50"
     found = {"start": measured(74, 10.0), "machine": "here", "rows": [row]}
     assert "rloo (seed 0)" in smollm2_page.page(found).split("Not run yet:")[1]
+
+
+def test_rows_of_another_task_and_of_another_machine_are_told_apart() -> None:
+    row = {"row": "grpo_gcd", "seed": 0, "settings": [], "seconds": 480.0, "cpu_seconds": 700.0, "peak_gib": 5.0,
+           "history": {"steps": 16}, "before": measured(40, 10.0), "after": measured(170, 10.4), "machine": "there"}
+    text = smollm2_page.page({"start": measured(74, 10.0), "machine": "here", "rows": [row]})
+    assert "On another machine (there): grpo_gcd (seed 0)." in text
+    assert "| grpo_gcd | 0 | 200 | 0.200 to 0.850 (0.79-0.89) | 0.200 to 0.850 (0.79-0.89) | 1.00 |" in text
 
 
 def test_every_row_is_a_stage_that_there_is() -> None:
