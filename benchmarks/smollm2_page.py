@@ -55,7 +55,7 @@ def page(found: dict) -> str:
         table = [COLUMNS, ["---"] * len(COLUMNS), *([beginning(start)] if start else []),
                  *(cells(row, start or {}) for row in rows)]
         lines += ["| " + " | ".join(row) + " |" for row in table]
-    lines += ["", *elsewhere(found), *means(found), *others(found), "", *settings(found), ""] if rows else []
+    lines += ["", *elsewhere(found), *means(found), *others(found), "", *settings(found), ""] if found["rows"] else []
     return "\n".join([*lines, NOTES.read_text(encoding="utf-8").rstrip(), *missing(found)]) + "\n"
 
 
