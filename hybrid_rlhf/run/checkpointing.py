@@ -96,6 +96,13 @@ class Saver:
                 if path:
                     reporter.say(f"a checkpoint after step {done} is saved; the same command goes on there")
 
+    def keep_best(self, path: Path, reporter: Reporter) -> None:
+        """The checkpoint in `path` is the best so far; where the disk has no room for it twice, that is said."""
+        try:
+            checkpoint.keep_best(path)
+        except SaveError as error:
+            reporter.say(f"warning: {error}; the best checkpoint so far, {path}, is not in {checkpoint.BEST}/")
+
     def is_overdue(self) -> bool:
         """Whether train.save_minutes have gone by since the last checkpoint, or since the run began."""
         wait = max(60 * self.config.save_minutes, self._took / _SAVES_AT_MOST)

@@ -83,7 +83,7 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
                 if is_stopped or is_last or is_best or is_overdue or _is_due(step, config.save_steps):
                     path = saver.save(step, reporter, owes_evaluation=is_evaluated and is_stopped)
                     if is_best and path:
-                        checkpoint.keep_best(path)
+                        saver.keep_best(path, reporter)
                 if is_stopped or (is_last and _any(bool(interrupts))):  # the second: during evaluation or saving
                     raise Stopped(f"stopped after step {step} of {total_steps}; {_where(path, record)}")
                 if is_last:

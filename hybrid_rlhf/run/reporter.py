@@ -12,7 +12,7 @@ from hybrid_rlhf.core.random_state import undisturbed
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.report.first_step import first_lines
 from hybrid_rlhf.report.summary import conclude
-from hybrid_rlhf.report.terminal import Progress
+from hybrid_rlhf.report.terminal import Progress, one_line
 from hybrid_rlhf.report.trackers import start_trackers
 from hybrid_rlhf.run.json_lines import Lines
 from hybrid_rlhf.run.runfile import TRACKERS, RunRecord
@@ -53,8 +53,7 @@ class Reporter:
         self.progress.__exit__(*exc)
         for file in self._files.values():
             file.close()
-        for tracker in self._trackers:
-            tracker.finish()
+        self._each_tracker(lambda tracker: tracker.finish())
 
     def conclude(self) -> None:
         """The run ended well: its alarms go to report.md and to the terminal."""
@@ -106,5 +105,14 @@ class Reporter:
         self._files[name].write(to_json(row))
 
     def _track(self, step: int, values: dict[str, float]) -> None:
-        for tracker in self._trackers:
-            tracker.log(values, step=step)
+        self._each_tracker(lambda tracker: tracker.log(values, step=step))
+
+    def _each_tracker(self, act: Callable) -> None:
+        """A dashboard that fails (no network, no room) ends no training: it is told no more, and that is said."""
+        for tracker in list(self._trackers):
+            try:
+                act(tracker)
+            except Exception as error:  # other people's code
+                self._trackers.remove(tracker)
+                self.say(f"warning: report_to {tracker.name} has failed and gets nothing more ({type(error).__name__}: "
+                         f"{one_line(str(error), 200)}); {METRICS} has every step")

@@ -219,6 +219,35 @@ def test_trackers_get_the_logged_steps(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("eval/seen")] == [(4, 10.0)]
 
 
+def test_a_dashboard_that_fails_ends_no_run_and_is_told_of_once(tmp_path, monkeypatch, capfd):
+    class Broken:
+        name = "wandb"
+
+        def log(self, values, step):
+            raise ConnectionError("no route to\nthe host")
+
+    monkeypatch.setattr("hybrid_rlhf.run.reporter.start_trackers", lambda *_: [Broken()])
+    config = Config(str(tmp_path), train=TrainConfig(logging_steps=1))
+    record = runfile.start(config.output_dir, "sft", config, "")
+    fit(CountingTrainer(), CountingLoader(), None, config.train, record, 4)
+    said = [line for line in capfd.readouterr().err.splitlines() if "wandb" in line]
+    words = "report_to wandb has failed and gets nothing more (ConnectionError: no route to the host)"
+    assert said == [f"warning: {words}; metrics.jsonl has every step"]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_best_checkpoint_that_finds_no_room_is_said_and_training_goes_on(tmp_path, monkeypatch, capfd):
+    def full(_path):
+        raise checkpoint.SaveError("cannot save a checkpoint in best: No space left on device")
+
+    monkeypatch.setattr(checkpoint, "keep_best", full)
+    config = Config(str(tmp_path), train=TrainConfig(eval_steps=2, save_best="eval/seen"))
+    record = runfile.start(config.output_dir, "sft", config, "")
+    fit(CountingTrainer(), CountingLoader(), CountingLoader(), config.train, record, 4)
+    assert "No space left on device; the best checkpoint so far, " in capfd.readouterr().err
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
+
+
 def test_a_tracker_that_is_not_there_is_refused_before_anything_is_written(tmp_path):
     config = Config(str(tmp_path / "run"), report_to=["tensorbord"])
     with pytest.raises(UserError, match=r"report_to is 'tensorbord'; choose from .*did you mean tensorboard"):
