@@ -192,7 +192,7 @@ FILES = Group(
 )
 MEMORY = Group(
     "memory: files larger than they look",
-    "read, or refused in one line, in a minute and within 1.5 GiB",
+    "read, or refused in one line, in a minute and within 1.5 GiB, as on a machine with 8 GiB free",
     [Try(f"{what}, rows.{ending}", partial(large, make, f"rows.{ending}"))
      for what, endings, make in (
          ("a line of 256 MiB", ("jsonl", "txt", "csv"), partial(long_line, 2**28)),
