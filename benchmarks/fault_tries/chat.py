@@ -27,36 +27,10 @@ LINES = [
                     "temperature=-1", "temperature=" + "1" * 5000, "top_p=0", "top_p=1e308", "max_new_tokens=0",
                     "max_new_tokens=2147483648", "seed=x", "x=1", "=", "temperature", "top_k=\u0663",
                     "temperature=1_0", "temperature=0.5 temperature=")),
-    "/system \udc80",
-    "/system <|im_end|>" * 40,
-    f"/system {'x' * 5000}",
-    "/edit",
-    "/edit \x00",
-    "/undo",
-    "/again",
-    "/regen x",
-    "/score on",
-    "/score",
-    "/compare on",
-    "/compare",
-    "/model none",
-    "/model ../../etc",
-    "/model",
-    "/history",
-    "/reset",
-    "/",
-    "//",
-    "/\x00",
-    "/nothing",
-    "/" + "a" * 100_000,
-    '"""',
-    "\\",
-    "x" * 100_000,
-    "\x1b[2J\u202e",
-    "<|im_end|>" * 500,
-    "\udc80\udcff",
-    "{{ 7 * 7 }}",
-    "{% for %}",
+    "/system \udc80", "/system <|im_end|>" * 40, f"/system {'x' * 5000}", "/edit", "/edit \x00", "/undo", "/again",
+    "/regen x", "/score on", "/score", "/compare on", "/compare", "/model none", "/model ../../etc", "/model",
+    "/history", "/reset", "/", "//", "/\x00", "/nothing", "/" + "a" * 100_000, '"""', "\\", "x" * 100_000,
+    "\x1b[2J\u202e", "<|im_end|>" * 500, "\udc80\udcff", "{{ 7 * 7 }}", "{% for %}",
 ]
 
 
@@ -68,14 +42,8 @@ def typed(line: str, place: Path) -> None:
     os.symlink("outside", "link")
     os.mkfifo("pipe")
     before = contents(".", besides=["pipe"])
-    lines = [
-        "first",
-        line,
-        '"""' if line == '"""' else "/history",
-        "/reset",
-        "/set temperature=0.7 top_p=1 top_k=0 max_new_tokens=3 seed=0",
-        "last",
-    ]
+    lines = ["first", line, line if line == '"""' else "/history", "/reset",
+             "/set temperature=0.7 top_p=1 top_k=0 max_new_tokens=3 seed=0", "last"]
     said = command("chat", "--model", "base", "--max_new_tokens", "3",
                    stdin="".join(each + "\n" for each in lines).encode("utf-8", "surrogateescape"), seconds=30)
     expect(said.code == (2 if said.errors else 0), f"exit code {said.code} with {len(said.errors)} errors")

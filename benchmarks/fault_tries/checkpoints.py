@@ -195,6 +195,7 @@ DAMAGED = Group(
            partial(damaged, file, Path.unlink, of=("step-00000004", "step-00000002")))
        for file in FILES]
     + [Try(f"{file}: {name}", partial(damaged_record, file, DAMAGE[name]))
-       for file in ("run.json", "config.yaml", "metrics.jsonl", "samples.jsonl")
-       for name in ("a bit in the midst", "half of it", "emptied", "a folder")],
+       for file in ("run.json", "config.yaml", "metrics.jsonl", "answers.jsonl")
+       for name in ("a bit in the midst", "half of it", "emptied", "a folder")]
+    + [Try("samples.jsonl: a folder", partial(damaged_record, "samples.jsonl", DAMAGE["a folder"]))],
 )

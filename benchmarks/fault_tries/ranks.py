@@ -39,12 +39,15 @@ def gone(pids: list[int], seconds: float) -> None:
     until(lambda: not any(map(is_there, pids)), seconds, "the end of all processes")
 
 
-def errors(launcher: subprocess.Popen) -> list[str]:
+def fails(launcher: subprocess.Popen, words: str) -> None:
+    """It ends with one line of error, which holds the words; run.json says that it has failed."""
     said = launcher.communicate(timeout=60)[1]
     print(said)
     ours = said.replace('Traceback (most recent call last):\n  File "<frozen runpy>"', "")  # torchrun ends with one
     expect("Traceback (most recent call last):\n" not in ours, "a traceback")
-    return [line for line in said.splitlines() if line.startswith("error: ")]
+    lines = [line for line in said.splitlines() if line.startswith("error: ")]
+    expect(len(lines) == 1 and words in lines[0], f"said: {lines}")
+    expect(status_of("run") == "failed", f"run.json says {status_of('run')}")
 
 
 def launcher_ends(number: int, _place: Path) -> None:
@@ -60,9 +63,7 @@ def one_is_killed(which: int, _place: Path) -> None:
     launcher, pids = begun()
     os.kill(pids[which], signal.SIGKILL)
     gone(pids, 15)
-    said = errors(launcher)
-    expect(len(said) == 1 and f"process {which} has died" in said[0], f"said: {said}")
-    expect(status_of("run") == "failed", f"run.json says {status_of('run')}")
+    fails(launcher, f"process {which} has died")
 
 
 def one_is_stopped(which: int, _place: Path) -> None:
@@ -71,10 +72,8 @@ def one_is_stopped(which: int, _place: Path) -> None:
     os.kill(pids[which], signal.SIGSTOP)
     until(lambda: not is_there(pids[1 - which]), 40, "the end of the other")
     os.kill(pids[which], signal.SIGCONT)
-    said = errors(launcher)
-    expect(len(said) == 1 and f"process {which} is stopped" in said[0], f"said: {said}")
+    fails(launcher, f"process {which} is stopped")
     gone(pids, 10)
-    expect(status_of("run") == "failed", f"run.json says {status_of('run')}")
 
 
 def killed_while_it_trains(which: int, place: Path) -> None:
@@ -94,9 +93,7 @@ def killed_while_it_trains(which: int, place: Path) -> None:
     until(lambda: Path("run/checkpoints/step-00000002").exists() and len(ranks()) == 2, 100, "a checkpoint")
     os.kill(sorted(found)[which], signal.SIGKILL)
     gone(found, 20)
-    said = errors(launcher)
-    expect(len(said) == 1 and f"process {which} has died" in said[0], f"said: {said}")
-    expect(status_of("run") == "failed", f"run.json says {status_of('run')}")
+    fails(launcher, f"process {which} has died")
 
 
 RANKS = Group(
