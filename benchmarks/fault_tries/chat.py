@@ -59,5 +59,4 @@ def typed(line: str, place: Path) -> None:
 CHAT = Group(
     "chat commands with hostile arguments",
     "one line for what is refused, no file is changed, and the next question is answered",
-    [Try(repr(line)[1:60], partial(typed, line)) for line in LINES],
-)
+    [Try(repr(line)[1:60], partial(typed, line)) for line in LINES])

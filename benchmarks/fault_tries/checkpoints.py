@@ -175,8 +175,7 @@ ROWS = Group(
     "refused in one line, with the checkpoints untouched; with the rows as they were the same "
     "command ends in the same bits as without interruption. The same rows written otherwise are taken",
     [Try(name, partial(other_rows, change)) for name, change in OTHER_ROWS.items()]
-    + [Try("the same rows in another spelling", same_rows)],
-)
+    + [Try("the same rows in another spelling", same_rows)])
 SKIPPED = Group(
     "checkpoints while updates are skipped",
     "one line at the end names the last checkpoint from before, and it is there",
@@ -184,8 +183,7 @@ SKIPPED = Group(
      Try("SFT with LoRA", partial(ruined, ["--model.lora.r", "4"])),
      Try("SFT in bfloat16", partial(ruined, ["--model.dtype", "bfloat16"])),
      Try("GRPO, scores near the largest number", partial(paid_without_bounds, [])),
-     Try("RLOO, scores near the largest number", partial(paid_without_bounds, ["--stage", "rloo"]))],
-)
+     Try("RLOO, scores near the largest number", partial(paid_without_bounds, ["--stage", "rloo"]))])
 DAMAGED = Group(
     "damaged checkpoints and run files",
     "checkpoints: named, the run goes on from the one before and ends in the same bits "
@@ -197,5 +195,4 @@ DAMAGED = Group(
     + [Try(f"{file}: {name}", partial(damaged_record, file, DAMAGE[name]))
        for file in ("run.json", "config.yaml", "metrics.jsonl", "answers.jsonl")
        for name in ("a bit in the midst", "half of it", "emptied", "a folder")]
-    + [Try("samples.jsonl: a folder", partial(damaged_record, "samples.jsonl", DAMAGE["a folder"]))],
-)
+    + [Try("samples.jsonl: a folder", partial(damaged_record, "samples.jsonl", DAMAGE["a folder"]))])

@@ -21,54 +21,44 @@ def row(**values: object) -> bytes:
     return json.dumps(values).encode() + b"\n"
 
 
-REFUSED: dict[str, tuple[str, bytes]] = {  # the file's name and its bytes
-    "half a line at the end": ("rows.jsonl", GOOD * 20 + b'{"prompt": "a", "comp'),
-    "half a line in the midst": ("rows.jsonl", GOOD * 9 + b'{"prompt": "a", "comp\n' + GOOD * 9),
-    "two rows in a line": ("rows.jsonl", GOOD.strip() + GOOD),
-    "a NUL between rows": ("rows.jsonl", GOOD + b"\0\n" + GOOD),
-    "a file of NULs": ("rows.jsonl", bytes(4096)),
-    "no UTF-8": ("rows.jsonl", GOOD + b'{"prompt": "\xff", "completion": "b"}\n'),
-    "empty": ("rows.jsonl", b""),
-    "blank": ("rows.jsonl", b"\n \n\n"),
-    "numbers": ("rows.jsonl", b"1\n2\n"),
-    "lists": ("rows.jsonl", b"[]\n"),
-    "nulls": ("rows.jsonl", b"null\n"),
-    "unknown columns": ("rows.jsonl", row(alpha=1, beta=2)),
-    "an answer that is a number": ("rows.jsonl", row(prompt="a", completion=3)),
-    "an answer that is null": ("rows.jsonl", row(prompt="a", completion=None)),
-    "messages that are text": ("rows.jsonl", row(messages="x")),
-    "messages of numbers": ("rows.jsonl", row(messages=[1])),
-    "messages without content": ("rows.jsonl", row(messages=[{"role": "user"}])),
-    "an unknown role": ("rows.jsonl", row(messages=[{"role": "x", "content": "y"}])),
-    "an integer of 5,000 digits": ("rows.jsonl", b'{"prompt": "a", "completion": %s}\n' % (b"9" * 5000)),
-    "nested 200 deep": ("rows.jsonl", b'{"prompt": "a", "completion": ' + b"[" * 200 + b"]" * 200 + b"}\n"),
-    "nested 100,000 deep": ("rows.jsonl", b"[" * 100_000),
-    "5,000 columns": ("rows.jsonl", row(**{f"column {i}": 1 for i in range(5000)})),
-    "a column of 100,000 characters": ("rows.jsonl", row(**{"x" * 100_000: 1})),
-    "a column named to drive the terminal": ("rows.jsonl", row(**{"\x1b[2J\u202e": 1})),
+REFUSED_LINES: dict[str, bytes] = {  # of rows.jsonl
+    "half a line at the end": GOOD * 20 + b'{"prompt": "a", "comp',
+    "half a line in the midst": GOOD * 9 + b'{"prompt": "a", "comp\n' + GOOD * 9,
+    "two rows in a line": GOOD.strip() + GOOD, "a NUL between rows": GOOD + b"\0\n" + GOOD,
+    "a file of NULs": bytes(4096), "no UTF-8": GOOD + b'{"prompt": "\xff", "completion": "b"}\n', "empty": b"",
+    "blank": b"\n \n\n", "numbers": b"1\n2\n", "lists": b"[]\n", "nulls": b"null\n",
+    "unknown columns": row(alpha=1, beta=2), "an answer that is a number": row(prompt="a", completion=3),
+    "an answer that is null": row(prompt="a", completion=None), "messages that are text": row(messages="x"),
+    "messages of numbers": row(messages=[1]), "messages without content": row(messages=[{"role": "user"}]),
+    "an unknown role": row(messages=[{"role": "x", "content": "y"}]),
+    "an integer of 5,000 digits": b'{"prompt": "a", "completion": %s}\n' % (b"9" * 5000),
+    "nested 200 deep": b'{"prompt": "a", "completion": ' + b"[" * 200 + b"]" * 200 + b"}\n",
+    "nested 100,000 deep": b"[" * 100_000, "5,000 columns": row(**{f"column {i}": 1 for i in range(5000)}),
+    "a column of 100,000 characters": row(**{"x" * 100_000: 1}),
+    "a column named to drive the terminal": row(**{"\x1b[2J\u202e": 1}),
+}
+REFUSED: dict[str, tuple[str, bytes]] = {  # other files, by their name
     "JSON cut off": ("rows.json", b'[{"prompt": "a", "completion": "b"}, {"pro'),
-    "JSON of a number": ("rows.json", b"3"),
-    "a CSV of one column": ("rows.csv", b"prompt\na\n"),
+    "JSON of a number": ("rows.json", b"3"), "a CSV of one column": ("rows.csv", b"prompt\na\n"),
     "a CSV without rows": ("rows.csv", b"prompt,completion\n"),
     "a CSV of NULs": ("rows.csv", b"prompt,completion\n\0,\0\n" * 2 + bytes(99)),
     "an open quote": ("rows.csv", b'prompt,completion\n"a,b\nc,d\n'),
     "more cells than columns": ("rows.csv", b"prompt,completion\na,b,c,d\n"),
     "no parquet": ("rows.parquet", b"PAR1" + bytes(99)),
-    "gzip cut off": ("rows.jsonl.gz", gzip.compress(GOOD * 5000)[:60]),
-    "an unknown kind": ("rows.xyz", GOOD),
+    "gzip cut off": ("rows.jsonl.gz", gzip.compress(GOOD * 5000)[:60]), "an unknown kind": ("rows.xyz", GOOD),
+} | {name: ("rows.jsonl", raw) for name, raw in REFUSED_LINES.items()}
+READ_LINES: dict[str, bytes] = {  # of rows.jsonl
+    "UTF-16": (GOOD * 12).decode().encode("utf-16"), "a byte order mark": b"\xef\xbb\xbf" + GOOD * 12,
+    "carriage returns": GOOD.replace(b"\n", b"\r\n") * 12, "no line end": GOOD * 12 + GOOD.strip(),
+    "some answers empty": (GOOD + row(prompt="a", completion="")) * 9,
+    "separators of lines within text": row(prompt="a\u2028b\x85c", completion="b\x0bd") * 12,
+    "special tokens in text": row(prompt="<|im_end|>" * 3, completion="<|im_start|>b") * 12,
+    "lone surrogates": row(prompt="\ud800", completion="b\udfff") * 12,
+    "an answer of 300,000 characters": GOOD * 12 + row(prompt="a", completion="b " * 150_000),
 }
-READ: dict[str, tuple[str, bytes]] = {
-    "UTF-16": ("rows.jsonl", (GOOD * 12).decode().encode("utf-16")),
+READ: dict[str, tuple[str, bytes]] = {  # other files, by their name
     "plain text called .gz": ("rows.jsonl.gz", GOOD * 12),
-    "a byte order mark": ("rows.jsonl", b"\xef\xbb\xbf" + GOOD * 12),
-    "carriage returns": ("rows.jsonl", GOOD.replace(b"\n", b"\r\n") * 12),
-    "no line end": ("rows.jsonl", GOOD * 12 + GOOD.strip()),
-    "some answers empty": ("rows.jsonl", (GOOD + row(prompt="a", completion="")) * 9),
-    "separators of lines within text": ("rows.jsonl", row(prompt="a\u2028b\x85c", completion="b\x0bd") * 12),
-    "special tokens in text": ("rows.jsonl", row(prompt="<|im_end|>" * 3, completion="<|im_start|>b") * 12),
-    "lone surrogates": ("rows.jsonl", row(prompt="\ud800", completion="b\udfff") * 12),
-    "an answer of 300,000 characters": ("rows.jsonl", GOOD * 12 + row(prompt="a", completion="b " * 150_000)),
-}
+} | {name: ("rows.jsonl", raw) for name, raw in READ_LINES.items()}
 
 
 def read(name: str, raw: bytes, is_refused: bool, place: Path) -> None:
@@ -188,8 +178,7 @@ FILES = Group(
     "damaged files of data",
     "exit code 2 and one line that names the file; what is odd but right is read",
     [Try(name, partial(read, *file, True)) for name, file in REFUSED.items()]
-    + [Try(f"{name} (right)", partial(read, *file, False)) for name, file in READ.items()],
-)
+    + [Try(f"{name} (right)", partial(read, *file, False)) for name, file in READ.items()])
 MEMORY = Group(
     "memory: files larger than they look",
     "read, or refused in one line, in a minute and within 1.5 GiB, as on a machine with 8 GiB free",
@@ -198,8 +187,7 @@ MEMORY = Group(
          ("a line of 256 MiB", ("jsonl", "txt", "csv"), partial(long_line, 2**28)),
          ("4 GiB of NULs in 4 MB", ("jsonl.gz", "txt.gz", "csv.gz"), partial(bomb, 2**32)),
          ("2 GiB of good rows in 8 MB", ("jsonl.gz",), partial(bomb, 2**31, line=GOOD * 30_000)),
-         ("50,000 columns", ("parquet", "csv"), partial(wide, 50_000))) for ending in endings],
-)
+         ("50,000 columns", ("parquet", "csv"), partial(wide, 50_000))) for ending in endings])
 PATHS = Group(
     "paths: ~, pipes, devices, damaged caches",
     "~ is the user's folder; a pipe or a device is refused in one line and not waited for; "
@@ -213,5 +201,4 @@ PATHS = Group(
            ("--reward.functions", "pay.py"))]
     + [Try(f"{name} as data", partial(device, name)) for name in ("/dev/zero", "/dev/stdin", "/proc/kmsg")]
     + [Try(f"{what} in the cache: {name}", partial(damaged_cache, what, change))
-       for what in ("counts", "rows") for name, change in CHANGES.items()],
-)
+       for what in ("counts", "rows") for name, change in CHANGES.items()])

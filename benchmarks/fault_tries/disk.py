@@ -115,5 +115,4 @@ DISK = Group(
     + [Try(f"an export to a disk of {size} KiB", partial(export_to, size, True)) for size in (4, 64, 128, 180)]
     + [Try(f"an export of files of at most {size} KiB", partial(export_to, size, False)) for size in (1, 32, 100)]
     + [Try(f"a cache on a disk of {size} KiB", partial(cache_on, size)) for size in (4, 16)]
-    + [Try("a disk that may only be read", read_only)],
-)
+    + [Try("a disk that may only be read", read_only)])

@@ -24,7 +24,6 @@ def mine(path: str) -> None:
 
 def dies_at_rename(number: int) -> Callable[[], None]:
     """In a command's process: it ends, as by SIGKILL, before its so-manieth rename."""
-
     def prepare() -> None:
         numbers = count(1)
 
@@ -165,14 +164,12 @@ EXPORTS = Group(
     + [Try(f"export killed at rename {number}", partial(export_killed, number)) for number in (1, 2, 3)]
     + [Try("a run, killed, resumed and started anew", run_beside)]
     + [Try(f"a run in {kind}", partial(onto, SFT, ONTO[kind], ""))
-       for kind in ("a folder with a file", "a file", "a folder below a file", "a model")],
-)
+       for kind in ("a folder with a file", "a file", "a folder below a file", "a model")])
 SETTINGS = Group(
     "settings that name code",
     "exit code 2 and one line; the module is not imported, no folder is written",
     [Try(" ".join(words), partial(setting, words, None)) for words in WORDS]
-    + [Try(" ".join(text.split()), partial(setting, [], text)) for text in FILES],
-)
+    + [Try(" ".join(text.split()), partial(setting, [], text)) for text in FILES])
 INSIDE = Group(
     "links and pipes inside an output folder",
     "exit code 2 and one line that names it; nothing changed on either side",
@@ -182,5 +179,4 @@ INSIDE = Group(
        for name in ("model", "metrics.jsonl", "checkpoints")]
     + [Try("checkpoints are another run", partial(link, "checkpoints", "other", "never"))]
     + [Try(f"{name} is a pipe", partial(link, name, "pipe", "auto"))
-       for name in ("run.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "model")],
-)
+       for name in ("run.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "model")])

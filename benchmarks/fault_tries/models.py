@@ -182,5 +182,4 @@ MODELS = Group(
     "training and chat: exit code 2 and one line; no code of it runs, nothing in it changes, no model is exported",
     [Try("the folder before it was broken", whole)]
     + [Try(f"{name}: {act}", partial(broken, change, COMMANDS[act], name not in ANY), 90.0)
-       for number, (name, change) in enumerate(FOLDERS.items()) for act in list(COMMANDS)[: 1 + number % 2]],
-)
+       for number, (name, change) in enumerate(FOLDERS.items()) for act in list(COMMANDS)[: 1 + number % 2]])

@@ -103,5 +103,4 @@ RANKS = Group(
     [Try(f"{signal.Signals(n).name} of the launcher", partial(launcher_ends, n), 120.0, is_alone=True) for n in (9, 15)]
     + [Try(f"SIGKILL of process {i}", partial(one_is_killed, i), 120.0, is_alone=True) for i in (0, 1)]
     + [Try("SIGSTOP of process 1", partial(one_is_stopped, 1), 120.0, is_alone=True)]
-    + [Try("SIGKILL of process 1 of train.py", partial(killed_while_it_trains, 1), 150.0, is_alone=True)],
-)
+    + [Try("SIGKILL of process 1 of train.py", partial(killed_while_it_trains, 1), 150.0, is_alone=True)])

@@ -141,12 +141,10 @@ SERVICE = Group(
     "a reward service that fails",
     "for ever: exit code 2, one line with the service, run.json says failed. Once, with retries: the run ends",
     [Try(f"{name}, for ever", partial(serves, act, 10**9, 0)) for name, act in ALWAYS.items()]
-    + [Try(f"{name}, once", partial(serves, ALWAYS[name], 1, 3)) for name in ONCE],
-)
+    + [Try(f"{name}, once", partial(serves, ALWAYS[name], 1, 3)) for name in ONCE])
 SHORTAGE = Group(
     "starts at once, and few descriptors",
     "one of the starts runs to its end, the others exit with 2 and one line; "
     "with few descriptors one line or a whole run, and the same command then ends in the same bits as without",
     [Try(f"{number} starts at once", partial(at_once, number)) for number in (2, 2, 3)]
-    + [Try(f"{number} descriptors", partial(few_files, number)) for number in (6, 8, 10, 12, 14, 16, 20, 24, 32, 48)],
-)
+    + [Try(f"{number} descriptors", partial(few_files, number)) for number in (6, 8, 10, 12, 14, 16, 20, 24, 32, 48)])

@@ -160,5 +160,4 @@ TERMINAL = Group(
     + [Try(f"{name} closed before the start", partial(closed_at_start, numbers))
        for name, numbers in {"stdout": (1,), "stderr": (2,), "all three": (0, 1, 2)}.items()]
     + [Try("a log on a full disk", full_log)]
-    + [Try(f"a terminal that is closed after step {steps}", partial(hung_up, steps)) for steps in (1, 3)],
-)
+    + [Try(f"a terminal that is closed after step {steps}", partial(hung_up, steps)) for steps in (1, 3)])
