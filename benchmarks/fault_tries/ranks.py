@@ -30,9 +30,15 @@ def begun(*more: str) -> tuple[subprocess.Popen, list[int]]:
     """The launcher and its two processes, in their third step or so: the loop on a trainer that counts and waits."""
     launcher = launch(str(ROOT / "tests/crash/rank_loop.py"), os.getcwd(), str(STEP_SECONDS), *more)
     files = [Path(f"rank{i}") for i in (0, 1)]
-    until(lambda: all(f.exists() and f.read_text() for f in files), 60, "the first step of two processes")
+    found: list[str] = []
+
+    def have_begun() -> bool:
+        found[:] = [f.read_text() for f in files if f.exists()]  # emptied and written in every step
+        return len(found) == 2 and all(found)
+
+    until(have_begun, 60, "the first step of two processes")
     time.sleep(2 * STEP_SECONDS)
-    return launcher, [int(f.read_text()) for f in files]
+    return launcher, [int(text) for text in found]
 
 
 def gone(pids: list[int], seconds: float) -> None:
