@@ -56,6 +56,7 @@ def import_everything() -> None:
     import peft  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    import hybrid_rlhf.cli
     import hybrid_rlhf.commands.export
     import hybrid_rlhf.inference.chat.session
     import hybrid_rlhf.inference.server.app

@@ -62,23 +62,15 @@ def until(is_so: Callable[[], object], seconds: float, what: str) -> None:
 # --- tries, in turns -------------------------------------------------------------------------------------------------
 
 
-def outcomes(
-    tries: Sequence[Try], place: Path, scratch: Path, jobs: int, end: float = float("inf")
-) -> Iterator[tuple[Try, dict]]:
+def outcomes(tries: Sequence[Try], place: Path, scratch: Path, jobs: int,
+             end: float = float("inf")) -> Iterator[tuple[Try, dict]]:
     """Each try with {"said": "" where it was survived, "seconds", "log"}, as they end; `jobs` at once. None is begun
     after `end`, of the monotonic clock."""
     waiting, running = list(enumerate(tries)), {}
     while waiting or running:
         if time.monotonic() > end:
             waiting = []
-            if not running:
-                return
-        while (
-            waiting
-            and len(running) < jobs
-            and not (running and waiting[0][1].is_alone)
-            and not any(attempt.is_alone for attempt, _ in running.values())
-        ):
+        while waiting and len(running) < jobs and _may_share(waiting[0][1], [each for each, _ in running.values()]):
             number, attempt = waiting.pop(0)
             folder = scratch / str(number)
             folder.mkdir()
@@ -86,20 +78,20 @@ def outcomes(
             if not (pid := os.fork()):
                 _never_returning(_supervise, attempt, place, folder)
             running[pid] = attempt, folder
+        if not running:
+            return
         pid, _ = os.wait()
         if pid not in running:
             continue
         attempt, folder = running.pop(pid)
         answer = folder / "answer.json"
-        yield (
-            attempt,
-            (
-                json.loads(answer.read_text(encoding="utf-8"))
-                if answer.exists()
-                else {"said": "its supervisor has died", "seconds": 0.0, "log": ""}
-            ),
-        )
+        yield attempt, (json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else
+                        {"said": "its supervisor has died", "seconds": 0.0, "log": ""})
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _may_share(one: Try, others: list[Try]) -> bool:
+    return not others or not any(each.is_alone for each in (one, *others))
 
 
 def _never_returning(act: Callable[..., None], *given: object) -> None:
@@ -140,6 +132,7 @@ def _work(attempt: Try, place: Path, folder: Path) -> None:
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0), os.dup2(log, 1), os.dup2(log, 2)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # this may run under nohup
         (folder / "own").mkdir()
         os.chdir(folder / "own")
         os.environ.setdefault("HYBRID_RLHF_CACHE", os.path.expanduser("~/.cache/hybrid_rlhf"))  # compiled kernels

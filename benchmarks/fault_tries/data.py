@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from fault_tries.attempt import Group, Try, expect
-from fault_tries.prepared import SFT, same_run
+from fault_tries.prepared import GRPO, SFT, same_run
 from fault_tries.product import command, contents, done_or_refused, finished, refused, take
 
 GOOD = b'{"prompt": "a", "completion": "b"}\n'
@@ -21,54 +21,44 @@ def row(**values: object) -> bytes:
     return json.dumps(values).encode() + b"\n"
 
 
-REFUSED: dict[str, tuple[str, bytes]] = {  # the file's name and its bytes
-    "half a line at the end": ("rows.jsonl", GOOD * 20 + b'{"prompt": "a", "comp'),
-    "half a line in the midst": ("rows.jsonl", GOOD * 9 + b'{"prompt": "a", "comp\n' + GOOD * 9),
-    "two rows in a line": ("rows.jsonl", GOOD.strip() + GOOD),
-    "a NUL between rows": ("rows.jsonl", GOOD + b"\0\n" + GOOD),
-    "a file of NULs": ("rows.jsonl", bytes(4096)),
-    "no UTF-8": ("rows.jsonl", GOOD + b'{"prompt": "\xff", "completion": "b"}\n'),
-    "empty": ("rows.jsonl", b""),
-    "blank": ("rows.jsonl", b"\n \n\n"),
-    "numbers": ("rows.jsonl", b"1\n2\n"),
-    "lists": ("rows.jsonl", b"[]\n"),
-    "nulls": ("rows.jsonl", b"null\n"),
-    "unknown columns": ("rows.jsonl", row(alpha=1, beta=2)),
-    "an answer that is a number": ("rows.jsonl", row(prompt="a", completion=3)),
-    "an answer that is null": ("rows.jsonl", row(prompt="a", completion=None)),
-    "messages that are text": ("rows.jsonl", row(messages="x")),
-    "messages of numbers": ("rows.jsonl", row(messages=[1])),
-    "messages without content": ("rows.jsonl", row(messages=[{"role": "user"}])),
-    "an unknown role": ("rows.jsonl", row(messages=[{"role": "x", "content": "y"}])),
-    "an integer of 5,000 digits": ("rows.jsonl", b'{"prompt": "a", "completion": %s}\n' % (b"9" * 5000)),
-    "nested 200 deep": ("rows.jsonl", b'{"prompt": "a", "completion": ' + b"[" * 200 + b"]" * 200 + b"}\n"),
-    "nested 100,000 deep": ("rows.jsonl", b"[" * 100_000),
-    "5,000 columns": ("rows.jsonl", row(**{f"column {i}": 1 for i in range(5000)})),
-    "a column of 100,000 characters": ("rows.jsonl", row(**{"x" * 100_000: 1})),
-    "a column named to drive the terminal": ("rows.jsonl", row(**{"\x1b[2J\u202e": 1})),
+REFUSED_LINES: dict[str, bytes] = {  # of rows.jsonl
+    "half a line at the end": GOOD * 20 + b'{"prompt": "a", "comp',
+    "half a line in the midst": GOOD * 9 + b'{"prompt": "a", "comp\n' + GOOD * 9,
+    "two rows in a line": GOOD.strip() + GOOD, "a NUL between rows": GOOD + b"\0\n" + GOOD,
+    "a file of NULs": bytes(4096), "no UTF-8": GOOD + b'{"prompt": "\xff", "completion": "b"}\n', "empty": b"",
+    "blank": b"\n \n\n", "numbers": b"1\n2\n", "lists": b"[]\n", "nulls": b"null\n",
+    "unknown columns": row(alpha=1, beta=2), "an answer that is a number": row(prompt="a", completion=3),
+    "an answer that is null": row(prompt="a", completion=None), "messages that are text": row(messages="x"),
+    "messages of numbers": row(messages=[1]), "messages without content": row(messages=[{"role": "user"}]),
+    "an unknown role": row(messages=[{"role": "x", "content": "y"}]),
+    "an integer of 5,000 digits": b'{"prompt": "a", "completion": %s}\n' % (b"9" * 5000),
+    "nested 200 deep": b'{"prompt": "a", "completion": ' + b"[" * 200 + b"]" * 200 + b"}\n",
+    "nested 100,000 deep": b"[" * 100_000, "5,000 columns": row(**{f"column {i}": 1 for i in range(5000)}),
+    "a column of 100,000 characters": row(**{"x" * 100_000: 1}),
+    "a column named to drive the terminal": row(**{"\x1b[2J\u202e": 1}),
+}
+REFUSED: dict[str, tuple[str, bytes]] = {  # other files, by their name
     "JSON cut off": ("rows.json", b'[{"prompt": "a", "completion": "b"}, {"pro'),
-    "JSON of a number": ("rows.json", b"3"),
-    "a CSV of one column": ("rows.csv", b"prompt\na\n"),
+    "JSON of a number": ("rows.json", b"3"), "a CSV of one column": ("rows.csv", b"prompt\na\n"),
     "a CSV without rows": ("rows.csv", b"prompt,completion\n"),
     "a CSV of NULs": ("rows.csv", b"prompt,completion\n\0,\0\n" * 2 + bytes(99)),
     "an open quote": ("rows.csv", b'prompt,completion\n"a,b\nc,d\n'),
     "more cells than columns": ("rows.csv", b"prompt,completion\na,b,c,d\n"),
     "no parquet": ("rows.parquet", b"PAR1" + bytes(99)),
-    "gzip cut off": ("rows.jsonl.gz", gzip.compress(GOOD * 5000)[:60]),
-    "an unknown kind": ("rows.xyz", GOOD),
+    "gzip cut off": ("rows.jsonl.gz", gzip.compress(GOOD * 5000)[:60]), "an unknown kind": ("rows.xyz", GOOD),
+} | {name: ("rows.jsonl", raw) for name, raw in REFUSED_LINES.items()}
+READ_LINES: dict[str, bytes] = {  # of rows.jsonl
+    "UTF-16": (GOOD * 12).decode().encode("utf-16"), "a byte order mark": b"\xef\xbb\xbf" + GOOD * 12,
+    "carriage returns": GOOD.replace(b"\n", b"\r\n") * 12, "no line end": GOOD * 12 + GOOD.strip(),
+    "some answers empty": (GOOD + row(prompt="a", completion="")) * 9,
+    "separators of lines within text": row(prompt="a\u2028b\x85c", completion="b\x0bd") * 12,
+    "special tokens in text": row(prompt="<|im_end|>" * 3, completion="<|im_start|>b") * 12,
+    "lone surrogates": row(prompt="\ud800", completion="b\udfff") * 12,
+    "an answer of 300,000 characters": GOOD * 12 + row(prompt="a", completion="b " * 150_000),
 }
-READ: dict[str, tuple[str, bytes]] = {
-    "UTF-16": ("rows.jsonl", (GOOD * 12).decode().encode("utf-16")),
+READ: dict[str, tuple[str, bytes]] = {  # other files, by their name
     "plain text called .gz": ("rows.jsonl.gz", GOOD * 12),
-    "a byte order mark": ("rows.jsonl", b"\xef\xbb\xbf" + GOOD * 12),
-    "carriage returns": ("rows.jsonl", GOOD.replace(b"\n", b"\r\n") * 12),
-    "no line end": ("rows.jsonl", GOOD * 12 + GOOD.strip()),
-    "some answers empty": ("rows.jsonl", (GOOD + row(prompt="a", completion="")) * 9),
-    "separators of lines within text": ("rows.jsonl", row(prompt="a\u2028b\x85c", completion="b\x0bd") * 12),
-    "special tokens in text": ("rows.jsonl", row(prompt="<|im_end|>" * 3, completion="<|im_start|>b") * 12),
-    "lone surrogates": ("rows.jsonl", row(prompt="\ud800", completion="b\udfff") * 12),
-    "an answer of 300,000 characters": ("rows.jsonl", GOOD * 12 + row(prompt="a", completion="b " * 150_000)),
-}
+} | {name: ("rows.jsonl", raw) for name, raw in READ_LINES.items()}
 
 
 def read(name: str, raw: bytes, is_refused: bool, place: Path) -> None:
@@ -105,25 +95,28 @@ def bomb(size: int, name: str, line: bytes = bytes(2**20)) -> None:
 
 def wide(columns: int, name: str) -> None:
     import pyarrow
-    from pyarrow import parquet
+    from pyarrow import csv, parquet
 
-    names = [f"c{i}" for i in range(columns)]
-    parquet.write_table(pyarrow.table([pyarrow.array([1])] * columns, names), name)
-
-
-def many_cells(columns: int, name: str) -> None:
-    names = [f"c{i}" for i in range(columns)]
-    Path(name).write_text(",".join(names) + "\n" + ",".join("1" for _ in names) + "\n")
+    write = csv.write_csv if name.endswith(".csv") else parquet.write_table
+    write(pyarrow.table({f"c{i}": [1] for i in range(columns)}), name)
 
 
 def large(make: Callable[[str], object], name: str, place: Path) -> None:
-    """Read or refused within the limits of the try; made in a process of its own, whose memory does not count."""
+    """Read or refused within the limits of the try, as where 8 GiB are free: how much of a file is read depends on it.
+    Made in a process of its own, whose memory does not count."""
     take(place, "base")
     if not (pid := os.fork()):
         make(name)
         os._exit(0)
     expect(os.waitpid(pid, 0)[1] == 0, "the file could not be made")
-    done_or_refused(command(*SFT, "--data.sources", name, "--data.eval_fraction", "0", "--train.eval_steps", "0"))
+
+    def has_eight_gibibytes() -> None:
+        from hybrid_rlhf.data import files
+
+        files.free_host_bytes = lambda: 2**33
+
+    done_or_refused(command(*SFT, "--data.sources", name, "--data.eval_fraction", "0", "--train.eval_steps", "0",
+                            prepare=has_eight_gibibytes))
 
 
 # --- paths -----------------------------------------------------------------------------------------------------------
@@ -132,31 +125,23 @@ def large(make: Callable[[str], object], name: str, place: Path) -> None:
 def at_home(option: str, place: Path) -> None:
     """~ is the user's folder wherever a path is given."""
     take(place, "base", "sft.jsonl")
-    value = {
-        "--data.sources": "~/there/sft.jsonl",
-        "--model.model_name_or_path": "~/there/base",
-        "--output_dir": "~/there/run",
-        "--data.cache_dir": "~/there/cache",
-        "--config": "~/there/a.yaml",
-    }[option]
+    value = {"--data.sources": "~/there/sft.jsonl", "--model.model_name_or_path": "~/there/base",
+             "--output_dir": "~/there/run", "--data.cache_dir": "~/there/cache", "--config": "~/there/a.yaml"}[option]
     Path("there").mkdir()
     Path("there/a.yaml").write_text("seed: 0\n")
     for name in ("base", "sft.jsonl"):
         shutil.copytree(name, f"there/{name}") if Path(name).is_dir() else shutil.copy(name, f"there/{name}")
     finished(command(*SFT, option, value))
     expect(not Path("~").exists(), "a folder called ~ was made")
-    same_run(place, "straight", "there/run" if option == "--output_dir" else "run")
+    same_run(place, run="there/run" if option == "--output_dir" else "run")
 
 
 def pipe(option: str, name: str, place: Path) -> None:
     """A pipe in the place of a file, which nobody writes: refused, not waited for."""
-    take(place, "base", "sft.jsonl")
+    take(place, "base", "sft.jsonl", "paid.jsonl")
     os.mkfifo(name)
-    words = {"--reward.functions": [f"{name}:pay"]}.get(option, [name])
-    done = command(
-        *(["--stage", "grpo", *SFT[2:8]] if option == "--reward.functions" else SFT), option, *words, seconds=20
-    )
-    refused(done)
+    words = [*GRPO, option, f"{name}:pay"] if option == "--reward.functions" else [*SFT, option, name]
+    refused(command(*words, seconds=20))
 
 
 def device(name: str, place: Path) -> None:
@@ -164,87 +149,56 @@ def device(name: str, place: Path) -> None:
     refused(command(*SFT, "--data.sources", name, seconds=20))
 
 
-def damaged_counts(change: Callable[[Path], object], place: Path) -> None:
-    """The counts beside cached rows are damaged: the same run."""
+def damaged_cache(what: str, change: Callable[[Path], object], place: Path) -> None:
+    """Cached rows are damaged: made anew, or refused in one line; never another run. Of the counts beside them: always
+    the same run."""
     take(place, "base", "sft.jsonl")
     finished(command(*SFT))
-    found = [path for path in Path("cache").rglob("*") if path.is_file() and path.suffix == ".json"]
-    expect(found, "no JSON in the cache")
+    found = [path for path in Path("cache").rglob("*")
+             if path.is_file() and (path.suffix == ".json") == (what == "counts")]
+    expect(found, f"no {what} in the cache")
     for path in found:
         change(path)
     shutil.rmtree("run")
-    finished(command(*SFT))
-    same_run(place, "straight")
-
-
-def damaged_rows(change: Callable[[Path], object], place: Path) -> None:
-    """Cached rows are damaged: made anew, or refused in one line; never another run."""
-    take(place, "base", "sft.jsonl")
-    finished(command(*SFT))
-    for path in [path for path in Path("cache").rglob("*") if path.is_file() and path.suffix != ".json"]:
-        change(path)
-    shutil.rmtree("run")
-    before = contents("cache")
-    if done_or_refused(command(*SFT)):
-        same_run(place, "straight")
+    before, done = contents("cache"), command(*SFT)
+    if done_or_refused(done):
+        same_run(place)
     else:
+        expect(what == "rows", f"refused for its counts: {done.errors[0][:300]}")
         expect(contents("cache") == before, "refused, and the cache was changed")
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
     "emptied": lambda p: p.write_bytes(b""),
     "half of it": lambda p: p.write_bytes(p.read_bytes()[: p.stat().st_size // 2]),
-    "a list": lambda p: p.write_text("[]"),
-    "of another type": lambda p: p.write_text('{"rows": "many"}'),
-    "no UTF-8": lambda p: p.write_bytes(b"\xff" * 40),
-    "gone": Path.unlink,
-    "a bit": lambda p: p.write_bytes(bytes([p.read_bytes()[0] ^ 1]) + p.read_bytes()[1:]),
-}
+    "a list": lambda p: p.write_text("[]"), "of another type": lambda p: p.write_text('{"rows": "many"}'),
+    "no UTF-8": lambda p: p.write_bytes(b"\xff" * 40), "gone": Path.unlink,
+    "a bit": lambda p: p.write_bytes(bytes([p.read_bytes()[0] ^ 1]) + p.read_bytes()[1:])}
 FILES = Group(
     "damaged files of data",
     "exit code 2 and one line that names the file; what is odd but right is read",
     [Try(name, partial(read, *file, True)) for name, file in REFUSED.items()]
-    + [Try(f"{name} (right)", partial(read, *file, False)) for name, file in READ.items()],
-)
+    + [Try(f"{name} (right)", partial(read, *file, False)) for name, file in READ.items()])
 MEMORY = Group(
     "memory: files larger than they look",
-    "read, or refused in one line, in a minute and within 1.5 GiB",
-    [
-        Try(f"{what}, {name}", partial(large, make, name))
-        for what, name, make in (
-            ("a line of 256 MiB", "rows.jsonl", partial(long_line, 2**28)),
-            ("a line of 256 MiB", "rows.txt", partial(long_line, 2**28)),
-            ("a line of 256 MiB", "rows.csv", partial(long_line, 2**28)),
-            ("4 GiB of NULs in 4 MB", "rows.jsonl.gz", partial(bomb, 2**32)),
-            ("4 GiB of NULs in 4 MB", "rows.txt.gz", partial(bomb, 2**32)),
-            ("4 GiB of NULs in 4 MB", "rows.csv.gz", partial(bomb, 2**32)),
-            ("2 GiB of good rows in 8 MB", "rows.jsonl.gz", partial(bomb, 2**31, line=GOOD * 30_000)),
-            ("50,000 columns", "rows.parquet", partial(wide, 50_000)),
-            ("50,000 columns", "rows.csv", partial(many_cells, 50_000)),
-        )
-    ],
-)
+    "read, or refused in one line, in a minute and within 1.5 GiB, as on a machine with 8 GiB free",
+    [Try(f"{what}, rows.{ending}", partial(large, make, f"rows.{ending}"))
+     for what, endings, make in (
+         ("a line of 256 MiB", ("jsonl", "txt", "csv"), partial(long_line, 2**28)),
+         ("4 GiB of NULs in 4 MB", ("jsonl.gz", "txt.gz", "csv.gz"), partial(bomb, 2**32)),
+         ("2 GiB of good rows in 8 MB", ("jsonl.gz",), partial(bomb, 2**31, line=GOOD * 30_000)),
+         ("50,000 columns", ("parquet", "csv"), partial(wide, 50_000))) for ending in endings])
 PATHS = Group(
     "paths: ~, pipes, devices, damaged caches",
     "~ is the user's folder; a pipe or a device is refused in one line and not waited for; "
     "a damaged cache leads to the same bits as none, or to one line",
-    [
-        Try(f"~ in {option}", partial(at_home, option))
-        for option in ("--data.sources", "--model.model_name_or_path", "--output_dir", "--data.cache_dir", "--config")
-    ]
-    + [
-        Try(f"a pipe for {option} ({name})", partial(pipe, option, name))
-        for option, name in (
-            ("--data.sources", "rows.jsonl"),
-            ("--data.sources", "rows.csv"),
-            ("--data.sources", "rows.parquet"),
-            ("--model.model_name_or_path", "model"),
-            ("--config", "a.yaml"),
-            ("--output_dir", "out"),
-            ("--reward.functions", "pay.py"),
-        )
-    ]
+    [Try(f"~ in {option}", partial(at_home, option))
+     for option in ("--data.sources", "--model.model_name_or_path", "--output_dir", "--data.cache_dir", "--config")]
+    + [Try(f"a pipe for {option} ({name})", partial(pipe, option, name))
+       for option, name in (
+           ("--data.sources", "rows.jsonl"), ("--data.sources", "rows.csv"), ("--data.sources", "rows.parquet"),
+           ("--model.model_name_or_path", "model"), ("--config", "a.yaml"), ("--output_dir", "out"),
+           ("--reward.functions", "pay.py"))]
     + [Try(f"{name} as data", partial(device, name)) for name in ("/dev/zero", "/dev/stdin", "/proc/kmsg")]
-    + [Try(f"counts in the cache: {name}", partial(damaged_counts, change)) for name, change in CHANGES.items()]
-    + [Try(f"rows in the cache: {name}", partial(damaged_rows, change)) for name, change in CHANGES.items()],
-)
+    + [Try(f"{what} in the cache: {name}", partial(damaged_cache, what, change))
+       for what in ("counts", "rows") for name, change in CHANGES.items()])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fault_tries.attempt import Group, Try, expect
 from fault_tries.prepared import SFT, same_run
-from fault_tries.product import Started, command, contents, finished, refused, status_of, take
+from fault_tries.product import Ended, Started, command, contents, done_or_refused, finished, refused, status_of, take
 
 _NEW_MOUNTS = 0x00020000  # CLONE_NEWNS: what is mounted is seen by this process and its children, and ends with them
 
@@ -28,8 +28,8 @@ def mount(size: str) -> bool:
     return True
 
 
-def make_room() -> None:
-    subprocess.run(["mount", "-o", "remount,size=64m", os.path.abspath("disk")], check=True, capture_output=True)
+def remount(option: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{option}", os.path.abspath("disk")], check=True, capture_output=True)
 
 
 def kibibytes(size: int) -> Callable[[], None]:
@@ -37,7 +37,11 @@ def kibibytes(size: int) -> Callable[[], None]:
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size << 10, resource.RLIM_INFINITY))
 
 
-def _confined(size: int, words: list[str]) -> tuple[object, bool]:
+def has_no_half_model(run: str) -> None:
+    expect(not Path(run, "model").exists() or Path(run, "model/model.safetensors").exists(), "half a model")
+
+
+def _confined(size: int, words: list[str]) -> tuple[Ended, bool]:
     """A command on a disk of so many KiB, or with files of at most so many, and whether it was a disk."""
     is_disk = mount(f"{size}k")
     return command(*words, prepare=None if is_disk else kibibytes(size)), is_disk
@@ -49,32 +53,25 @@ def train_on(size: int, place: Path) -> None:
     take(place, "base", "sft.jsonl")
     words = [*SFT, "--output_dir", "disk/run", "--train.save_total_limit", "2"]
     done, is_disk = _confined(size, words)
-    if done.code:
-        refused(done)
+    if not done_or_refused(done):
         expect(any(word in done.err for word in ("No space left", "File too large", "cannot save")), "not what it was")
         if Path("disk/run/run.json").exists():
             expect(status_of("disk/run") in ("failed", "running"), f"run.json says {status_of('disk/run')}")
-        expect(not Path("disk/run/model").exists() or Path("disk/run/model/model.safetensors").exists(), "half a model")
+        has_no_half_model("disk/run")
         if is_disk:
-            make_room()
+            remount("size=64m")
         finished(command(*words))
-    else:
-        finished(done)
-    same_run(place, "straight", "disk/run")
+    same_run(place, run="disk/run")
 
 
 def files_up_to(size: int, place: Path) -> None:
     """A run whose files may not grow beyond so many KiB; without that, the same command."""
     Started.draws = True
     take(place, "base", "sft.jsonl")
-    done = command(*SFT, prepare=kibibytes(size))
-    if done.code:
-        refused(done)
-        expect(not Path("run/model").exists() or Path("run/model/model.safetensors").exists(), "half a model")
+    if not done_or_refused(command(*SFT, prepare=kibibytes(size))):
+        has_no_half_model("run")
         finished(command(*SFT))
-    else:
-        finished(done)
-    same_run(place, "straight")
+    same_run(place)
 
 
 def export_to(size: int, is_disk: bool, place: Path) -> None:
@@ -82,31 +79,26 @@ def export_to(size: int, is_disk: bool, place: Path) -> None:
     words = ["export", "--model", "straight", "--output_dir", "disk/mine"]
     Path("disk").mkdir()
     done = _confined(size, words)[0] if is_disk else command(*words, prepare=kibibytes(size))
-    if done.code:
+    if done_or_refused(done):
+        expect(Path("disk/mine/model.safetensors").exists(), "no model")
+    else:
         refused(done, "export: cannot write")
         expect(not os.listdir("disk"), f"left {os.listdir('disk')}")
-    else:
-        finished(done)
-        expect(Path("disk/mine/model.safetensors").exists(), "no model")
 
 
 def cache_on(size: int, place: Path) -> None:
     """The cache of tokenized rows is on the small disk."""
     take(place, "base", "sft.jsonl")
-    words = [*SFT, "--data.cache_dir", "disk/cache"]
-    done, _ = _confined(size, words)
-    if done.code:
-        refused(done)
+    done, _ = _confined(size, [*SFT, "--data.cache_dir", "disk/cache"])
+    if not done_or_refused(done):
         finished(command(*SFT))
-    else:
-        finished(done)
-    same_run(place, "straight")
+    same_run(place)
 
 
 def read_only(place: Path) -> None:
     take(place, "base", "sft.jsonl")
     expect(mount("64m"), "no file system can be mounted here")
-    subprocess.run(["mount", "-o", "remount,ro", os.path.abspath("disk")], check=True, capture_output=True)
+    remount("ro")
     refused(command(*SFT, "--output_dir", "disk/run"), "disk")
     before = contents("base")
     refused(command("export", "--model", "base", "--output_dir", "disk/mine"), "Read-only")
@@ -117,13 +109,10 @@ DISK = Group(
     "a full disk",
     "at checkpoints and plots training goes on, or ends with 2 and one line; with room the same command ends in "
     "the same bits as without. An export is whole or not there",
-    [
-        Try(f"a run on a disk of {size} KiB", partial(train_on, size))
-        for size in (4, 12, 64, 256, 400, 640, 960, 1600, 2400)
-    ]
+    [Try(f"a run on a disk of {size} KiB", partial(train_on, size))
+     for size in (4, 12, 64, 256, 400, 640, 960, 1600, 2400)]
     + [Try(f"files of at most {size} KiB", partial(files_up_to, size)) for size in (1, 8, 64, 128, 300)]
     + [Try(f"an export to a disk of {size} KiB", partial(export_to, size, True)) for size in (4, 64, 128, 180)]
     + [Try(f"an export of files of at most {size} KiB", partial(export_to, size, False)) for size in (1, 32, 100)]
     + [Try(f"a cache on a disk of {size} KiB", partial(cache_on, size)) for size in (4, 16)]
-    + [Try("a disk that may only be read", read_only)],
-)
+    + [Try("a disk that may only be read", read_only)])

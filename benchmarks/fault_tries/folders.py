@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from fault_tries.attempt import Group, Try, expect
-from fault_tries.prepared import SFT, dies_before_step
+from fault_tries.prepared import SFT, dies_before_step, take_killed
 from fault_tries.product import command, contents, finished, refused, take
 
 MINE = "years of work"
+EXPORT = ["export", "--model", "straight"]
 
 
 def mine(path: str) -> None:
@@ -19,38 +22,21 @@ def mine(path: str) -> None:
     Path(path).write_text(MINE)
 
 
-def die_at_rename(number: int) -> object:
-    """In a command's process: it ends, as by SIGKILL, before it gives its work a name for the so-manieth time."""
-
+def dies_at_rename(number: int) -> Callable[[], None]:
+    """In a command's process: it ends, as by SIGKILL, before its so-manieth rename."""
     def prepare() -> None:
-        count = [0]
+        numbers = count(1)
 
-        def counting(act):  # noqa: ANN001, ANN202
-            def counted(*given: object, **named: object) -> object:
-                count[0] += 1
-                if count[0] == number:
-                    os._exit(9)
-                return act(*given, **named)
+        def counted(act: Callable, *given: object, **named: object) -> object:
+            return os._exit(9) if next(numbers) == number else act(*given, **named)
 
-            return counted
-
-        for name in ("replace", "rename"):
-            setattr(os, name, counting(getattr(os, name)))
+        os.replace, os.rename = partial(counted, os.replace), partial(counted, os.rename)
 
     return prepare
 
 
-NEAR = [
-    "exp/mine.tmp/thesis",
-    "exp/mine.old/thesis",
-    "exp/.mine/thesis",
-    "exp/.mine.tmp/thesis",
-    "exp/mine~/thesis",
-    "exp/.hybrid_rlhf-mine/thesis",
-    "exp/.hybrid_rlhf-0123456789abcdefg/thesis",
-    "exp/mine.bak",
-    "exp/model/thesis",
-]
+NEAR = ["exp/mine.tmp/thesis", "exp/mine.old/thesis", "exp/.mine/thesis", "exp/.mine.tmp/thesis", "exp/mine~/thesis",
+        "exp/.hybrid_rlhf-mine/thesis", "exp/.hybrid_rlhf-0123456789abcdefg/thesis", "exp/mine.bak", "exp/model/thesis"]
 
 
 def export_beside(names: list[str], place: Path) -> None:
@@ -59,31 +45,22 @@ def export_beside(names: list[str], place: Path) -> None:
     for name in names:
         mine(name)
     before = contents("exp")
-    finished(command("export", "--model", "straight", "--output_dir", "exp/mine"))
+    finished(command(*EXPORT, "--output_dir", "exp/mine"))
     expect(contents("exp", besides=["mine"]) == before, "what lay beside the export was changed")
 
 
-def export_onto(kind: str, place: Path) -> None:
+ONTO = {"a folder with a file": "full", "a file": "file", "the run itself": "straight", "its model": "straight/model",
+        "a folder below a file": "file/mine", "a link to a full folder": "link", "a model": "base"}
+
+
+def onto(words: list[str], target: str, said: str, place: Path) -> None:
     """What is there is never replaced."""
-    take(place, "straight")
-    before = contents("straight")
-    target = {
-        "a folder with a file": "full",
-        "a file": "file",
-        "the run itself": "straight",
-        "its model": "straight/model",
-        "a folder below a file": "file/mine",
-        "a link to a full folder": "link",
-    }[kind]
+    take(place, "base", "sft.jsonl", "straight")
     mine("full/thesis"), mine("file")
     os.symlink("full", "link")
-    refused(command("export", "--model", "straight", "--output_dir", target), "export: ")
-    expect(
-        contents("straight") == before
-        and contents("full") == {"thesis": MINE.encode()}
-        and Path("file").read_text() == MINE,
-        "something was changed",
-    )
+    before = contents(".", besides=["cache"])
+    refused(command(*words, "--output_dir", target), said)
+    expect(contents(".", besides=["cache"]) == before, "something was changed")
 
 
 def export_killed(number: int, place: Path) -> None:
@@ -91,8 +68,8 @@ def export_killed(number: int, place: Path) -> None:
     take(place, "straight")
     mine("exp/mine.tmp/thesis")
     Path("exp/mine").mkdir()
-    words = ["export", "--model", "straight", "--output_dir", "exp/mine"]
-    killed = command(*words, prepare=die_at_rename(number))
+    words = [*EXPORT, "--output_dir", "exp/mine"]
+    killed = command(*words, prepare=dies_at_rename(number))
     expect(Path("exp/mine.tmp/thesis").read_text() == MINE, "what lay beside it was changed")
     if killed.code != 0:
         expect(killed.code == 9, f"exit code {killed.code}")
@@ -105,14 +82,8 @@ def run_beside(place: Path) -> None:
     """A run leaves what it did not make in its folder, through kills, resume and a start anew."""
     take(place, "base", "sft.jsonl")
     expect(command(*SFT, prepare=dies_before_step(4)).code == 9, "was not killed")
-    names = [
-        "run/model.tmp/thesis",
-        "run/notes.txt",
-        "run/plots/mine.png",
-        "run/checkpoints/.step-00000002.tmp/thesis",
-        "run/checkpoints/mine/thesis",
-        "run/not_finite/notes",
-    ]
+    names = ["run/model.tmp/thesis", "run/notes.txt", "run/plots/mine.png", "run/checkpoints/.step-00000002.tmp/thesis",
+             "run/checkpoints/mine/thesis", "run/not_finite/notes"]
     for name in names:
         mine(name)
     finished(command(*SFT))
@@ -121,21 +92,11 @@ def run_beside(place: Path) -> None:
     expect(not gone, f"changed or removed: {gone}")
 
 
-def run_onto(kind: str, place: Path) -> None:
-    take(place, "base", "sft.jsonl")
-    mine("full/thesis"), mine("file")
-    before = contents(".", besides=["cache"])
-    target = {"a folder with a file": "full", "a file": "file", "below a file": "file/run", "a model": "base"}[kind]
-    refused(command(*SFT, "--output_dir", target))
-    expect(contents(".", besides=["cache"]) == before, "something was written")
-
-
 def link(name: str, kind: str, resume: str, place: Path) -> None:
     """A link, or a pipe, inside the output folder: refused, and what it leads to is untouched."""
-    take(place, "base", "sft.jsonl", "broken", "straight")
-    Path("broken").rename("run")
+    take_killed(place), take(place, "straight")
     path, outside = Path("run", name), Path("outside")
-    if (path.is_dir() and not path.is_symlink()) or path.exists():
+    if path.exists():
         path.rename(outside)
     elif kind == "file":
         mine("outside")
@@ -143,9 +104,8 @@ def link(name: str, kind: str, resume: str, place: Path) -> None:
     if kind == "pipe":
         os.mkfifo(path)
     else:
-        path.symlink_to(
-            Path(os.path.relpath({"file": "outside", "nowhere": "none", "other": "straight"}[kind], path.parent))
-        )
+        target = {"file": "outside", "nowhere": "none", "other": "straight"}[kind]
+        path.symlink_to(os.path.relpath(target, path.parent))
     before = contents(".", besides=["cache"])
     refused(command(*SFT, "--resume", resume, seconds=20), name)
     expect(contents(".", besides=["cache"]) == before, "something was changed")
@@ -159,56 +119,24 @@ pathlib.Path("ran").touch()
 class A:
     pass
 """
-WORDS = [
-    ["--data.sources", "[{class_path: evilmod.A}]"],
-    ["--data.sources", "{class_path: evilmod.A, init_args: {x: 1}}"],
-    ["--data.sources+", "{class_path: evilmod.A}"],
-    ["--data", "{class_path: evilmod.A}"],
-    ["--data=evilmod.A"],
-    ["--model", "{class_path: evilmod.A}"],
-    ["--model.lora", "evilmod.A"],
-    ["--train={class_path: evilmod.A}"],
-    ["--model.class_path", "evilmod.A"],
-    ["--model", "!!python/name:evilmod.A"],
-    ["--model", "!!python/object/apply:evilmod.A []"],
-    ["--train", "evilmod"],
-    ["--engine", "evilmod.A"],
-    ["--report_to", "[{class_path: evilmod.A}]"],
-    ["--data.columns", "evilmod.A"],
-    ["--seed", "evilmod.A"],
-    ["--data.sources", "[evilmod.jsonl]"],
-    ["--data.sources", "[evilmod]"],
-    ["--data.sources", "evilmod.A"],
-    ["--report_to", "[evilmod]"],
-    ["--train.optim", "evilmod.A"],
-    ["--model.attn_implementation", "evilmod.A"],
-    ["--train.lr_scheduler_type", "evilmod.A"],
-    ["--stage", "evilmod"],
-]
-FILES = [
-    "config: other.yaml",
-    "data: evilmod.A",
-    "data: {class_path: evilmod.A}",
-    "data: {sources: [{class_path: evilmod.A}]}",
-    "model: {lora: {class_path: evilmod.A}}",
-    "report_to: [{init_args: 1, class_path: evilmod.A}]",
-    "model.class_path: evilmod.A",
-    "model+: {class_path: evilmod.A}",
-    "data: {config: other.yaml}",
-    "data.config: other.yaml",
-    "__path__: evilmod.A",
-    "data.sources.class_path: evilmod.A",
-    "none: {a: evilmod.A}",
-    "help: evilmod.A",
-    "seed: !!python/object/apply:evilmod.A []",
-    "seed: !!python/name:evilmod.A ''",
-    "seed: !!python/module:evilmod ''",
-    "stage: evilmod.A",
-    "a: &a [*a]",
-    "<<: {class_path: evilmod.A}",
-    "train: {<<: {class_path: evilmod.A}}",
-    "? {class_path: evilmod.A}\n: 1",
-]
+WORDS = [["--data.sources", "[{class_path: evilmod.A}]"],
+         ["--data.sources", "{class_path: evilmod.A, init_args: {x: 1}}"],
+         ["--data.sources+", "{class_path: evilmod.A}"], ["--data", "{class_path: evilmod.A}"], ["--data=evilmod.A"],
+         ["--model", "{class_path: evilmod.A}"], ["--model.lora", "evilmod.A"], ["--train={class_path: evilmod.A}"],
+         ["--model.class_path", "evilmod.A"], ["--model", "!!python/name:evilmod.A"],
+         ["--model", "!!python/object/apply:evilmod.A []"], ["--train", "evilmod"], ["--engine", "evilmod.A"],
+         ["--report_to", "[{class_path: evilmod.A}]"], ["--data.columns", "evilmod.A"], ["--seed", "evilmod.A"],
+         ["--data.sources", "[evilmod.jsonl]"], ["--data.sources", "[evilmod]"], ["--data.sources", "evilmod.A"],
+         ["--report_to", "[evilmod]"], ["--train.optim", "evilmod.A"], ["--model.attn_implementation", "evilmod.A"],
+         ["--train.lr_scheduler_type", "evilmod.A"], ["--stage", "evilmod"]]
+FILES = ["config: other.yaml", "data: evilmod.A", "data: {class_path: evilmod.A}",
+         "data: {sources: [{class_path: evilmod.A}]}", "model: {lora: {class_path: evilmod.A}}",
+         "report_to: [{init_args: 1, class_path: evilmod.A}]", "model.class_path: evilmod.A",
+         "model+: {class_path: evilmod.A}", "data: {config: other.yaml}", "data.config: other.yaml",
+         "__path__: evilmod.A", "data.sources.class_path: evilmod.A", "none: {a: evilmod.A}", "help: evilmod.A",
+         "seed: !!python/object/apply:evilmod.A []", "seed: !!python/name:evilmod.A ''",
+         "seed: !!python/module:evilmod ''", "stage: evilmod.A", "a: &a [*a]", "<<: {class_path: evilmod.A}",
+         "train: {<<: {class_path: evilmod.A}}", "? {class_path: evilmod.A}\n: 1"]
 
 
 def setting(words: list[str], text: str | None, place: Path) -> None:
@@ -225,65 +153,30 @@ def setting(words: list[str], text: str | None, place: Path) -> None:
     expect(not Path("run").exists(), "a folder was written")
 
 
-LINKS = [
-    "checkpoints",
-    "checkpoints/step-00000004",
-    "checkpoints/step-00000002/state.json",
-    "metrics.jsonl",
-    "samples.jsonl",
-    "run.json",
-    "config.yaml",
-    "model",
-    "model/config.json",
-    "plots",
-    "plots/loss.png",
-    "report.md",
-    "adapter",
-    "rows",
-    "answers.jsonl",
-    "not_finite",
-    ".run.json.tmp",
-]
+LINKS = ["checkpoints", "checkpoints/step-00000004", "checkpoints/step-00000002/state.json", "metrics.jsonl",
+         "samples.jsonl", "run.json", "config.yaml", "model", "model/config.json", "plots", "plots/loss.png",
+         "report.md", "adapter", "rows", "answers.jsonl", "not_finite", ".run.json.tmp"]
 EXPORTS = Group(
     "exports and runs beside a user's folders",
     "what the command did not make is there, byte for byte; where it cannot be left, one line and nothing written",
     [Try(f"export beside {' and '.join(NEAR[i::3])}", partial(export_beside, NEAR[i::3])) for i in range(3)]
-    + [
-        Try(f"export to {kind}", partial(export_onto, kind))
-        for kind in (
-            "a folder with a file",
-            "a file",
-            "the run itself",
-            "its model",
-            "a folder below a file",
-            "a link to a full folder",
-        )
-    ]
+    + [Try(f"export to {kind}", partial(onto, EXPORT, ONTO[kind], "export: ")) for kind in list(ONTO)[:-1]]
     + [Try(f"export killed at rename {number}", partial(export_killed, number)) for number in (1, 2, 3)]
     + [Try("a run, killed, resumed and started anew", run_beside)]
-    + [
-        Try(f"a run in {kind}", partial(run_onto, kind))
-        for kind in ("a folder with a file", "a file", "below a file", "a model")
-    ],
-)
+    + [Try(f"a run in {kind}", partial(onto, SFT, ONTO[kind], ""))
+       for kind in ("a folder with a file", "a file", "a folder below a file", "a model")])
 SETTINGS = Group(
     "settings that name code",
     "exit code 2 and one line; the module is not imported, no folder is written",
     [Try(" ".join(words), partial(setting, words, None)) for words in WORDS]
-    + [Try(" ".join(text.split()), partial(setting, [], text)) for text in FILES],
-)
+    + [Try(" ".join(text.split()), partial(setting, [], text)) for text in FILES])
 INSIDE = Group(
     "links and pipes inside an output folder",
     "exit code 2 and one line that names it; nothing changed on either side",
     [Try(f"{name} is a link", partial(link, name, "file", "auto")) for name in LINKS]
     + [Try(f"{name} is a link, --resume never", partial(link, name, "file", "never")) for name in LINKS]
-    + [
-        Try(f"{name} is a link to nowhere", partial(link, name, "nowhere", "auto"))
-        for name in ("model", "metrics.jsonl", "checkpoints")
-    ]
+    + [Try(f"{name} is a link to nowhere", partial(link, name, "nowhere", "auto"))
+       for name in ("model", "metrics.jsonl", "checkpoints")]
     + [Try("checkpoints are another run", partial(link, "checkpoints", "other", "never"))]
-    + [
-        Try(f"{name} is a pipe", partial(link, name, "pipe", "auto"))
-        for name in ("run.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "model")
-    ],
-)
+    + [Try(f"{name} is a pipe", partial(link, name, "pipe", "auto"))
+       for name in ("run.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "model")])

@@ -38,9 +38,8 @@ class Started:
 
     draws, _number = False, 0
 
-    def __init__(
-        self, words: Sequence[str], prepare: Callable[[], object] | None = None, stdin: bytes | None = None
-    ) -> None:
+    def __init__(self, words: Sequence[str], prepare: Callable[[], object] | None = None,
+                 stdin: bytes | None = None) -> None:
         Started._number += 1
         self.words, self._code = words, None
         self.log = Path.cwd().parent / f"command{Started._number}"
@@ -101,9 +100,8 @@ class Started:
         return Ended(self._code, out, self.err)
 
 
-def command(
-    *words: str, prepare: Callable[[], object] | None = None, stdin: bytes | None = None, seconds: float = SECONDS
-) -> Ended:
+def command(*words: str, prepare: Callable[[], object] | None = None, stdin: bytes | None = None,
+            seconds: float = SECONDS) -> Ended:
     return Started(words, prepare, stdin).wait(seconds)
 
 
@@ -185,3 +183,7 @@ def status_of(folder: str | Path) -> str:
 
 def write_rows(name: str, rows: Iterable[dict]) -> None:
     Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def read_rows(path: str | Path) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]

@@ -83,13 +83,9 @@ ANSWERS = {
     "an exception group": "raise ExceptionGroup('a', [ValueError('b'), KeyError('c')])",
     "an await that fails": "import asyncio\nasync def a(): raise KeyError('x')\nreturn asyncio.run(a())",
 }
-CRASHES = {
-    "os._exit(7)": "import os; os._exit(7)",
-    "os._exit(0)": "import os; os._exit(0)",
-    "SIGSEGV": "import os; os.kill(os.getpid(), 11)",
-    "SIGKILL": "import os; os.kill(os.getpid(), 9)",
-    "closes every descriptor": "import os; os.closerange(0, 4096)",
-}
+CRASHES = {"os._exit(7)": "import os; os._exit(7)", "os._exit(0)": "import os; os._exit(0)",
+           "SIGSEGV": "import os; os.kill(os.getpid(), 11)", "SIGKILL": "import os; os.kill(os.getpid(), 9)",
+           "closes every descriptor": "import os; os.closerange(0, 4096)"}
 SWALLOWS = {
     "except Exception": "import time\nwhile True:\n    try: time.sleep(0.01)\n    except Exception: pass",
     "except BaseException": "import time\nwhile True:\n    try: time.sleep(0.01)\n    except BaseException: pass",
@@ -112,8 +108,7 @@ COMPILED = {  # the guide says that only a process of its own ends these
     "compiled code": "sum(range(10**11))",
     "a handler of its own for ever": (
         "import signal, time\nsignal.signal(signal.SIGALRM, lambda *_: None)\nwhile True:\n    try: time.sleep(1)\n"
-        "    except BaseException: pass"
-    ),
+        "    except BaseException: pass"),
     "a child that it waits for": "import subprocess; subprocess.run(['sleep', '40'])",
 }
 
@@ -125,15 +120,14 @@ def run(body: str, isolate: bool, timeout: float = 10.0):  # noqa: ANN201
     return command(*GRPO, *PAID, "--reward.timeout", str(timeout), "--reward.isolate", str(isolate).lower())
 
 
-def changes_nothing(body: str, isolate: bool, place: Path) -> None:
-    take(place, "base", "paid.jsonl")
-    finished(run(body, isolate))
-    same_run(place, "paid")
-
-
 def ends(body: str, isolate: bool, place: Path) -> None:
     take(place, "base", "paid.jsonl")
     finished(run(body, isolate))
+
+
+def changes_nothing(body: str, isolate: bool, place: Path) -> None:
+    ends(body, isolate, place)
+    same_run(place, "paid")
 
 
 def is_refused(body: str, isolate: bool, place: Path, said: str = "", timeout: float = 10.0) -> None:
@@ -144,37 +138,29 @@ def is_refused(body: str, isolate: bool, place: Path, said: str = "", timeout: f
 
 
 def tries_of(act: Callable, rows: dict, ways: Iterable[bool] = (False, True), **named: object) -> list[Try]:
-    return [
-        Try(f"{name}{', isolated' * isolate}", partial(act, body, isolate, **named))
-        for name, body in rows.items()
-        for isolate in ways
-    ]
+    return [Try(f"{name}{', isolated' * isolate}", partial(act, body, isolate, **named))
+            for name, body in rows.items() for isolate in ways]
 
 
 def third(rows: dict) -> dict:
     return dict(list(rows.items())[::3])
 
 
-INPUTS = Group(
-    "reward functions that change their inputs",
-    "the run ends in the same bits as beside a function that changes nothing",
-    tries_of(changes_nothing, CHANGES),
-)
+INPUTS = Group("reward functions that change their inputs",
+               "the run ends in the same bits as beside a function that changes nothing",
+               tries_of(changes_nothing, CHANGES))
 TIMEOUT = Group(
     "reward.timeout and functions that swallow what ends them",
     'exit code 2 within the limit, one line with "no answer within"; run.json says failed; no process is left',
     tries_of(is_refused, SWALLOWS, said="no answer within 0.3 s", timeout=0.3)
-    + tries_of(is_refused, COMPILED, [True], said="no answer within 0.3 s", timeout=0.3),
-)
+    + tries_of(is_refused, COMPILED, [True], said="no answer within 0.3 s", timeout=0.3))
 DRAWS = "import random, numpy, torch; random.seed(0); numpy.random.seed(0); torch.manual_seed(0); torch.rand(3)"
-EFFECTS = Group(
-    "reward functions that change the process, and what they answer or raise",
-    "changed: the same bits as beside a function that changes nothing. Answered or raised: exit code 2, "
-    "one line with the source; run.json says failed",
-    tries_of(changes_nothing, SURROUNDINGS, [False])
-    + tries_of(changes_nothing, third(SURROUNDINGS), [True])
-    + tries_of(ends, {"seeds and draws": DRAWS})
-    + tries_of(is_refused, ANSWERS, [False])
-    + tries_of(is_refused, third(ANSWERS), [True])
-    + tries_of(is_refused, CRASHES, [True]),
-)
+EFFECTS = Group("reward functions that change the process, and what they answer or raise",
+                "changed: the same bits as beside a function that changes nothing. Answered or raised: exit code 2, "
+                "one line with the source; run.json says failed",
+                tries_of(changes_nothing, SURROUNDINGS, [False])
+                + tries_of(changes_nothing, third(SURROUNDINGS), [True])
+                + tries_of(ends, {"seeds and draws": DRAWS})
+                + tries_of(is_refused, ANSWERS, [False])
+                + tries_of(is_refused, third(ANSWERS), [True])
+                + tries_of(is_refused, CRASHES, [True]))

@@ -36,19 +36,11 @@ def resets(handler: Handler) -> None:
     handler.connection.close()
 
 
-def drips(handler: Handler) -> None:
-    handler.send_response(200)
-    handler.end_headers()
-    for _ in range(200):
-        handler.wfile.write(b" ")
-        time.sleep(0.1)
-
-
-def endless(handler: Handler) -> None:
-    handler.send_response(200)
-    handler.end_headers()
-    for _ in range(4000):
-        handler.wfile.write(b" " * 2**20)
+def pours(handler: Handler, times: int, size: int, pause: float) -> None:
+    answers(handler, b"")
+    for _ in range(times):
+        handler.wfile.write(b" " * size)
+        time.sleep(pause)
 
 
 ALWAYS: dict[str, Callable[[Handler], object]] = {
@@ -77,18 +69,12 @@ ALWAYS: dict[str, Callable[[Handler], object]] = {
     "two lengths": lambda h: answers(h, b"{}", Content_Length="2", content_length="3"),
     "a redirect to itself": lambda h: answers(h, b"", 302, Location="/score"),
     "a redirect to a file": lambda h: answers(h, b"", 302, Location="file:///etc/passwd"),
-    "a byte now and then": drips,
+    "a byte now and then": lambda h: pours(h, 200, 1, 0.1),
     "never an answer": lambda h: time.sleep(20),
-    "4 GB": endless,
+    "4 GB": lambda h: pours(h, 4000, 2**20, 0),
 }
-ONCE = (
-    "status 500",
-    "closes before it answers",
-    "resets",
-    "closes in the midst of its answer",
-    "half an answer, no length",
-    "never an answer",
-)
+ONCE = ("status 500", "closes before it answers", "resets", "closes in the midst of its answer",
+        "half an answer, no length", "never an answer")
 
 
 @contextmanager
@@ -117,15 +103,8 @@ def service(act: Callable[[Handler], object], times: int):  # noqa: ANN201
 def serves(act: Callable[[Handler], object], times: int, retries: int, place: Path) -> None:
     take(place, "base", "paid.jsonl")
     with service(act, times) as server:
-        words = [
-            *GRPO,
-            "--reward.url",
-            f"http://127.0.0.1:{server.server_port}/score",
-            "--reward.timeout",
-            "0.5",
-            "--reward.retries",
-            str(retries),
-        ]
+        words = [*GRPO, "--reward.url", f"http://127.0.0.1:{server.server_port}/score", "--reward.timeout", "0.5",
+                 "--reward.retries", str(retries)]
         started = Started(words)  # before there is a second thread: it is forked
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         ended = started.wait()
@@ -141,34 +120,31 @@ def at_once(number: int, place: Path) -> None:
     """Several starts with one output folder."""
     take(place, "base", "sft.jsonl")
     ended = [each.wait() for each in [Started(SFT) for _ in range(number)]]
-    good = [each for each in ended if each.code == 0]
-    expect(good, "none began")
+    expect(any(each.code == 0 for each in ended), "none began")
     for each in ended:
         if each.code:
             refused(each, "another process is at this run")
-    same_run(place, "straight")
+    same_run(place)
 
 
 def few_files(number: int, place: Path) -> None:
     """A start that may open few files."""
     take(place, "base", "sft.jsonl")
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    done = done_or_refused(command(*SFT, prepare=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (number, soft))))
-    if not done:
+    if not done_or_refused(
+            command(*SFT, prepare=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (number, soft)))):
         finished(command(*SFT))
-    same_run(place, "straight")
+    same_run(place)
 
 
 SERVICE = Group(
     "a reward service that fails",
     "for ever: exit code 2, one line with the service, run.json says failed. Once, with retries: the run ends",
     [Try(f"{name}, for ever", partial(serves, act, 10**9, 0)) for name, act in ALWAYS.items()]
-    + [Try(f"{name}, once", partial(serves, ALWAYS[name], 1, 3)) for name in ONCE],
-)
+    + [Try(f"{name}, once", partial(serves, ALWAYS[name], 1, 3)) for name in ONCE])
 SHORTAGE = Group(
     "starts at once, and few descriptors",
     "one of the starts runs to its end, the others exit with 2 and one line; "
     "with few descriptors one line or a whole run, and the same command then ends in the same bits as without",
     [Try(f"{number} starts at once", partial(at_once, number)) for number in (2, 2, 3)]
-    + [Try(f"{number} descriptors", partial(few_files, number)) for number in (6, 8, 10, 12, 14, 16, 20, 24, 32, 48)],
-)
+    + [Try(f"{number} descriptors", partial(few_files, number)) for number in (6, 8, 10, 12, 14, 16, 20, 24, 32, 48)])

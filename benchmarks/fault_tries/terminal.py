@@ -6,33 +6,20 @@ import os
 import pty
 import signal
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from fault_tries.attempt import Group, Try, expect, until
-from fault_tries.prepared import SFT, same_run
-from fault_tries.product import Started, command, finished, status_of, stopped, take
+from fault_tries.prepared import SFT, before_step, same_run
+from fault_tries.product import Ended, Started, command, finished, status_of, stopped, take
 
 SLOW = 0.15  # seconds that each step waits, so that a signal comes in its midst
 
 
-def slowed(then: Callable[[], object] = lambda: None) -> Callable[[], None]:
-    """In a command's process: steps that take their time, after `then`."""
-
-    def prepare() -> None:
-        from hybrid_rlhf.run import loop
-
-        step = loop._step
-
-        def waits(*given: object) -> object:
-            time.sleep(SLOW)
-            return step(*given)
-
-        loop._step = waits
-        then()
-
-    return prepare
+def slowed() -> None:
+    """In a command's process: steps that take their time."""
+    before_step(lambda _number: time.sleep(SLOW))
 
 
 def steps_done() -> int:
@@ -40,8 +27,8 @@ def steps_done() -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def begun(then: Callable[[], object] = lambda: None) -> Started:
-    started = Started(SFT, slowed(then))
+def begun() -> Started:
+    started = Started(SFT, slowed)
     until(lambda: steps_done() or started.has_ended(), 30, "the first step")
     return started
 
@@ -50,7 +37,12 @@ def goes_on(place: Path) -> None:
     """The same command ends as if nothing had been."""
     expect(status_of("run") == "stopped", f"run.json says {status_of('run')}")
     finished(command(*SFT))
-    same_run(place, "straight")
+    same_run(place)
+
+
+def runs_to_its_end(ended: Ended, place: Path) -> None:
+    expect(ended.code == 0, f"exit code {ended.code}, not 0")
+    same_run(place)
 
 
 def signalled(numbers: list[int], place: Path) -> None:
@@ -72,7 +64,7 @@ def twice(number: int, place: Path) -> None:
     os.kill(started.pid, number)
     stopped(started.wait(10))
     finished(command(*SFT))
-    same_run(place, "straight")
+    same_run(place)
 
 
 def ignored(place: Path) -> None:
@@ -83,7 +75,7 @@ def ignored(place: Path) -> None:
     signal.signal(signal.SIGHUP, before)
     os.kill(started.pid, signal.SIGHUP)
     finished(started.wait())
-    same_run(place, "straight")
+    same_run(place)
 
 
 def unread(numbers: tuple[int, ...], after: int, place: Path) -> None:
@@ -92,34 +84,30 @@ def unread(numbers: tuple[int, ...], after: int, place: Path) -> None:
     reader, writer = os.pipe()
 
     def onto_pipe() -> None:
+        slowed()
         os.close(reader)
         for number in numbers:
             os.dup2(writer, number)
 
-    started = Started(SFT, slowed(onto_pipe))
+    started = Started(SFT, onto_pipe)
     os.close(writer)
     if after:
         os.read(reader, after)
     os.close(reader)
-    ended = started.wait()
-    expect(ended.code == 0, f"exit code {ended.code}, not 0")
-    same_run(place, "straight")
+    runs_to_its_end(started.wait(), place)
 
 
 def closed_at_start(numbers: tuple[int, ...], place: Path) -> None:
     """As >&- 2>&- starts it."""
     take(place, "base", "sft.jsonl")
-    ended = command(*SFT, prepare=lambda: [os.close(number) for number in numbers])
-    expect(ended.code == 0, f"exit code {ended.code}, not 0")
-    same_run(place, "straight")
+    runs_to_its_end(command(*SFT, prepare=lambda: [os.close(number) for number in numbers]), place)
 
 
 def full_log(place: Path) -> None:
     """stdout and stderr are on a full disk."""
     take(place, "base", "sft.jsonl")
     ended = command(*SFT, prepare=lambda: [os.dup2(os.open("/dev/full", os.O_WRONLY), n) for n in (1, 2)])
-    expect(ended.code == 0, f"exit code {ended.code}, not 0")
-    same_run(place, "straight")
+    runs_to_its_end(ended, place)
 
 
 def hung_up(steps: int, place: Path) -> None:
@@ -130,7 +118,7 @@ def hung_up(steps: int, place: Path) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         code = 1
         try:
-            slowed()()
+            slowed()
             from hybrid_rlhf.cli import main
 
             code = main(SFT)
@@ -139,25 +127,23 @@ def hung_up(steps: int, place: Path) -> None:
     os.set_blocking(terminal, False)
     until(lambda: _drained(terminal) and steps_done() >= steps, 30, f"step {steps}")
     os.close(terminal)
-    code: list[int] = []
+    ended = (0, 0)
 
-    def has_ended() -> bool:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            code.append(os.waitstatus_to_exitcode(status))
-        return bool(ended)
+    def has_ended() -> int:
+        nonlocal ended
+        ended = os.waitpid(pid, os.WNOHANG)
+        return ended[0]
 
     until(has_ended, 30, "its end")
-    expect(code == [130], f"exit code {code[0]}, not 130")
+    code = os.waitstatus_to_exitcode(ended[1])
+    expect(code == 130, f"exit code {code}, not 130")
     goes_on(place)
 
 
 def _drained(terminal: int) -> bool:
-    try:
+    with suppress(OSError):
         while os.read(terminal, 65536):
             pass
-    except OSError:
-        pass
     return True
 
 
@@ -165,27 +151,13 @@ TERMINAL = Group(
     "a terminal that is gone, and signals",
     "signals and a closed terminal: 130, and the same command ends in the same bits as without. "
     "Output that nobody reads, and nohup: the run ends with 0 in the same bits",
-    [
-        Try(name, partial(signalled, numbers))
-        for name, numbers in {
-            "SIGHUP": [1],
-            "SIGINT": [2],
-            "SIGTERM": [15],
-            "SIGHUP and SIGHUP at once": [1, 1],
-            "SIGTERM and SIGINT at once": [15, 2],
-        }.items()
-    ]
+    [Try(" and ".join(signal.Signals(n).name for n in numbers) + " at once" * (len(numbers) > 1),
+         partial(signalled, numbers)) for numbers in ([1], [2], [15], [1, 1], [15, 2])]
     + [Try(f"{signal.Signals(number).name} twice", partial(twice, number)) for number in (2, 15)]
     + [Try("SIGHUP under nohup", ignored)]
-    + [
-        Try(f"{name} to a reader that leaves after {after} bytes", partial(unread, numbers, after))
-        for name, numbers in {"stdout": (1,), "stderr": (2,), "both": (1, 2)}.items()
-        for after in (0, 1, 500)
-    ]
-    + [
-        Try(f"{name} closed before the start", partial(closed_at_start, numbers))
-        for name, numbers in {"stdout": (1,), "stderr": (2,), "all three": (0, 1, 2)}.items()
-    ]
+    + [Try(f"{name} to a reader that leaves after {after} bytes", partial(unread, numbers, after))
+       for name, numbers in {"stdout": (1,), "stderr": (2,), "both": (1, 2)}.items() for after in (0, 1, 500)]
+    + [Try(f"{name} closed before the start", partial(closed_at_start, numbers))
+       for name, numbers in {"stdout": (1,), "stderr": (2,), "all three": (0, 1, 2)}.items()]
     + [Try("a log on a full disk", full_log)]
-    + [Try(f"a terminal that is closed after step {steps}", partial(hung_up, steps)) for steps in (1, 3)],
-)
+    + [Try(f"a terminal that is closed after step {steps}", partial(hung_up, steps)) for steps in (1, 3)])

@@ -13,8 +13,10 @@ MAX_DEPTH = 100  # levels of lists and objects
 
 
 def to_json(value: object, **options: Any) -> str:
-    """Strict JSON; a number that is not finite, which JSON has no word for, becomes null."""
-    return json.dumps(_finite(value), allow_nan=False, ensure_ascii=False, **options)
+    """Strict JSON; a number that is not finite, which JSON has no word for, becomes null. Lone surrogates, which UTF-8
+    has no bytes for, are escaped: \\ud800."""
+    text = json.dumps(_finite(value), allow_nan=False, ensure_ascii=False, **options)
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _finite(value: object) -> object:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import csv
 import gzip
-import io
 import json
+import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hybrid_rlhf.core.config import UserError, check
@@ -16,6 +16,7 @@ from hybrid_rlhf.core.strict_json import loads, why
 
 Rows = list[dict]
 MAX_COLUMNS = 10_000  # of a table: 50,000 took gigabytes before the first row
+MAX_CELL = 2**26  # characters in a value of a table; the reader takes four bytes for each, and as much again to grow
 _TIMES = 8  # bytes of memory for each byte of a text: its characters (one emoji makes all four bytes wide), lines, rows
 
 
@@ -144,14 +145,19 @@ def check_columns(number: int, path: str | Path) -> None:
                                  f"{MAX_COLUMNS:,}")
 
 
+def _table_lines(text: str) -> Iterator[str]:
+    """Its lines with their ends, which a value in quotes may hold (io.StringIO copies all, four bytes a character)."""
+    return (found[0] for found in re.finditer(r"[^\r\n]+(?:\r\n?|\n)?|\r\n?|\n", text))
+
+
 def _delimited(delimiters: str) -> Callable[[str, str | Path], Rows]:
     """A reader of lines separated by one of `delimiters`: by the one that the header has most of."""
 
     def parse(text: str, path: str | Path) -> Rows:
-        csv.field_size_limit(2**31 - 1)
-        header = next((line for _, line in _lines(text)), "")
+        csv.field_size_limit(MAX_CELL)
+        header = next(filter(str.strip, _table_lines(text)), "")
         delimiter = max(delimiters, key=header.count)  # of equals the first
-        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        reader = csv.DictReader(_table_lines(text), delimiter=delimiter, strict=True)
         rows = []
         try:
             check_columns(len(reader.fieldnames or ()), path)

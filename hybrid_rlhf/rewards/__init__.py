@@ -72,6 +72,8 @@ def _number(name: str, answer: object, i: int, rollout: Rollout) -> float:
         number = float(answer) if isinstance(answer, Real) else math.nan
     except OverflowError:  # 10**400
         number = math.inf
+    except Exception:  # someone else's class
+        number = math.nan
     if not abs(number) <= torch.finfo(torch.float32).max:
         raise BadAnswer(f"reward source {name}: score {_shown_value(answer)} for response {i}, where a finite number "
                         f"or None is needed: {shown(rollout, i)}")

@@ -26,8 +26,9 @@ class Saver:
     """Saves the whole state of a run, and restores it. values: the newest metrics. owes_evaluation: whether the
     held-out batches are yet to be evaluated after the step that was restored."""
 
-    def __init__(self, trainer, loader, record: RunRecord, config: TrainConfig, total_steps: int) -> None:  # noqa: ANN001
-        self.trainer, self.loader, self.record, self.config = trainer, loader, record, config
+    def __init__(self, trainer, loader, held_out, record: RunRecord, config: TrainConfig,  # noqa: ANN001
+                 total_steps: int) -> None:
+        self.trainer, self.loader, self.held_out, self.record, self.config = trainer, loader, held_out, record, config
         self.total_steps, self.folder = total_steps, Path(record.output_dir) / FOLDER
         self.values: dict[str, float] = {}
         self.owes_evaluation = False
@@ -46,8 +47,9 @@ class Saver:
             step = int(saved["step"])
             check(step <= self.total_steps, f"the checkpoint is of step {step}, after the run's last, "
                                             f"{self.total_steps}; raise train.max_steps or give --resume never")
-            check(self._has_rows_of(saved["run"]["data"]), "the rows of the data are not those that the checkpoint was "
-                  "made with; give them as they were, or --resume never to start again")
+            _check_rows("the rows of the data", self.loader, saved["run"]["data"])
+            if "held_out" in saved["run"]:  # earlier releases did not ask
+                _check_rows("the held-out rows", self.held_out, saved["run"]["held_out"])
             self.loader.load_state(saved["loader"])
             self.trainer.load_state(saved["trainer"])
             self.values, self._best = whole(saved["values"]), saved["best"]
@@ -149,20 +151,13 @@ class Saver:
     def _run(self, step: int) -> dict:
         """What tells whether another process may go on from here, without its tensors."""
         return {"stage": self.record.stage, "settings": self.record.config, "world_size": world_size(), "step": step,
-                "total_steps": self.total_steps, "versions": self.record.versions, "data": self._data()}
+                "total_steps": self.total_steps, "versions": self.record.versions, "data": _fingerprint(self.loader),
+                "held_out": _fingerprint(self.held_out)}
 
-    def _data(self) -> str | None:
-        return self.loader.fingerprint() if hasattr(self.loader, "fingerprint") else None
-
-    def _has_rows_of(self, fingerprint: str | None) -> bool:
-        if fingerprint is not None and hasattr(self.loader, "is_of"):
-            return self.loader.is_of(fingerprint)
-        return fingerprint == self._data()
-
-    def evaluate(self, held_out, step: int, reporter: Reporter) -> bool:  # noqa: ANN001
+    def evaluate(self, step: int, reporter: Reporter) -> bool:
         """Evaluate after `step`; returns whether it is the best so far by config.save_best."""
         activity.doing("evaluating on held-out rows")
-        batches = held_out.once()
+        batches = self.held_out.once()
         if self.config.max_eval_batches is not None:
             batches = (b for _, b in zip(range(self.config.max_eval_batches), batches, strict=False))
         found = {f"eval/{name}": value for name, value in self.trainer.evaluate(batches).compute().items()}
@@ -181,3 +176,17 @@ class Saver:
             return False
         self._best = value
         return True
+
+
+def _fingerprint(loader) -> str | None:  # noqa: ANN001
+    """None where there are no rows, or a loader of another kind."""
+    return loader.fingerprint() if hasattr(loader, "fingerprint") else None
+
+
+def _check_rows(what: str, loader, made_with: str | None) -> None:  # noqa: ANN001
+    if made_with is not None and hasattr(loader, "is_of"):
+        is_same = loader.is_of(made_with)
+    else:
+        is_same = made_with == _fingerprint(loader)
+    check(is_same, f"{what} are not those that the checkpoint was made with; give them as they were, or --resume never "
+                   "to start again")

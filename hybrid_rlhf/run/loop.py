@@ -63,7 +63,7 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
     """
     check(total_steps >= 1, f"the run has {total_steps} steps; it needs at least one")
     restore_gc()
-    started, saver = time.perf_counter(), Saver(trainer, loader, record, config, total_steps)
+    started, saver = time.perf_counter(), Saver(trainer, loader, held_out, record, config, total_steps)
     with on_record(record):
         saved = checkpoint.read(record.resumes_from) if record.resumes_from else None
         first = step = saver.restore(saved)
@@ -72,14 +72,14 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
               interruptible(reporter.say) as interrupts):
             reporter.answered(0, answers if step == 0 else None)
             if saver.owes_evaluation:
-                saver.evaluate(held_out, step, reporter)
+                saver.evaluate(step, reporter)
             for step in range(first + 1, total_steps + 1):
                 saver.observe(_step(saver, step, reporter) | {"epoch": step / len(loader)})
                 reporter.step(step, saver.values, trainer.samples)
                 is_stopped, is_overdue = _news(bool(interrupts), saver)
                 is_last = step == total_steps or _any(_over(started, config.max_seconds))
                 is_evaluated = held_out is not None and (is_last or _is_due(step, config.eval_steps))
-                is_best = is_evaluated and not is_stopped and saver.evaluate(held_out, step, reporter)
+                is_best = is_evaluated and not is_stopped and saver.evaluate(step, reporter)
                 if is_stopped or is_last or is_best or is_overdue or _is_due(step, config.save_steps):
                     path = saver.save(step, reporter, owes_evaluation=is_evaluated and is_stopped)
                     if is_best and path:

@@ -199,6 +199,9 @@ def _found(folder: Path) -> RunRecord | None:
     check(folder.is_dir(), f"output_dir {folder} is a file; give a folder")
     if os.path.lexists(folder / RUN_FILE):
         own_files.check_inside(folder, (TRACKERS,))
+        for name in _LEFT_BY_A_RUN:
+            check(not (folder / name).is_dir(),
+                  f"output_dir {folder} holds a folder where a run writes the file {name}; move it elsewhere")
         return read_run(folder)
     try:
         strangers = sorted(p.name for p in folder.iterdir()

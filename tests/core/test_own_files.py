@@ -150,6 +150,15 @@ def test_a_pipe_in_an_output_folder_is_refused_and_not_waited_for(tmp_path):
     assert "neither a file nor a folder (samples.jsonl)" in refused(tmp_path)
 
 
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_folder_in_the_place_of_a_file_of_the_run_is_refused_by_name(tmp_path, resume):
+    runfile.start(tmp_path, "sft", Config(), "").close("failed")
+    mine(tmp_path / "metrics.jsonl" / "thesis")
+    with pytest.raises(UserError, match=r"a folder where a run writes the file metrics\.jsonl; move it"):
+        runfile.start(tmp_path, "sft", Config(resume), "")
+    assert (tmp_path / "metrics.jsonl" / "thesis").read_text() == MINE
+
+
 def test_the_output_folder_itself_may_be_a_link_and_trackers_make_their_own(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "disk")

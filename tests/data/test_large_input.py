@@ -144,6 +144,23 @@ def test_a_table_of_too_many_columns_is_refused_before_its_rows_are_read(tmp_pat
             read(Source(str(tmp_path / name)))
 
 
+def test_a_table_is_read_line_by_line_and_a_value_too_long_for_any_use_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "a.csv").write_bytes(b'text\r"red\rblue"\r\n\xe2\x80\xa8\n"a\n\r\nb"\n')
+    assert read(Source(str(tmp_path / "a.csv"))) == [{"text": "red\rblue"}, {"text": "\u2028"}, {"text": "a\n\r\nb"}]
+    monkeypatch.setattr(files, "MAX_CELL", 9_000)
+    (tmp_path / "b.csv").write_text("text\n" + "x" * 10_000)
+    with pytest.raises(UserError, match=r"b\.csv line 2: not valid CSV \(field larger than field limit \(9000\)\)"):
+        read(Source(str(tmp_path / "b.csv")))
+    (tmp_path / "c.csv").write_text("text\n" + "\n" * 8_000_000)  # lines that are no rows: all memory is the reader's
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=r"c\.csv is empty"):
+            read(Source(str(tmp_path / "c.csv")))
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000  # the file as bytes and as text
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_file_that_memory_cannot_hold_is_one_line(tmp_path, monkeypatch):
     def fails(path):  # noqa: ANN202
         raise MemoryError

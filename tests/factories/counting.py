@@ -78,7 +78,8 @@ class Trainer:
 
 def runner(tmp_path: Path):
     """go(name, at, resume=..., **train): one process's part of the run in the folder `name`; 9 steps in all."""
-    def run(name: str, at: dict | None = None, resume: str = "auto", steps: int = 9, seed: int = 0, **train):
+    def run(name: str, at: dict | None = None, resume: str = "auto", steps: int = 9, seed: int = 0,
+            held_out: Loader | None = None, **train):
         for each in (torch.manual_seed, random.seed, np.random.seed):
             each(7)
         settings = dict(save_steps=2, eval_steps=3, logging_steps=2, save_total_limit=3) | train
@@ -87,7 +88,7 @@ def runner(tmp_path: Path):
         if record.is_finished:
             return record
         trainer = Trainer(at)
-        values = fit(trainer, Loader(), Loader(), config.train, record, steps)
+        values = fit(trainer, Loader(), held_out or Loader(), config.train, record, steps)
         record.metrics = values
         record.close("finished")
         return record

@@ -21,7 +21,7 @@ from hybrid_rlhf.run import checkpoint, lock, loop, runfile, tensor_file
 from hybrid_rlhf.run.checkpointing import Saver
 from hybrid_rlhf.run.loop import Stopped
 from hybrid_rlhf.run.train_config import TrainConfig
-from tests.factories.counting import Killed, Trainer, killed, left, runner
+from tests.factories.counting import Killed, Loader, Trainer, killed, left, runner
 
 
 @pytest.fixture
@@ -263,7 +263,7 @@ def test_when_updates_are_made_again_checkpoints_are_removed_as_before(go, tmp_p
 
 def test_a_step_without_an_update_begins_no_new_count_and_checkpoints_may_be_removed_by_hand(tmp_path):
     reporter = SimpleNamespace(state=dict, say=lambda text: None)
-    saver = Saver(SimpleNamespace(state=dict), SimpleNamespace(state=dict),
+    saver = Saver(SimpleNamespace(state=dict), SimpleNamespace(state=dict), None,
                   SimpleNamespace(output_dir=str(tmp_path), stage="sft", config={}, versions={}), TrainConfig(), 9)
     saver.save(1, reporter)
     for values in ({"policy/skipped_updates": 1.0}, {"policy/skipped_updates": 1.0}, {"kl": 0.5}):
@@ -316,8 +316,6 @@ def test_a_reward_source_that_fails_leaves_a_checkpoint_of_the_step_before(go, t
 
 
 def test_other_rows_are_refused(go):
-    from tests.factories.counting import Loader
-
     with pytest.raises(Killed):
         go("run", {5: killed})
     try:
@@ -329,8 +327,6 @@ def test_other_rows_are_refused(go):
 
 
 def test_the_loader_says_whether_the_rows_are_those_of_a_checkpoint(go, monkeypatch):
-    from tests.factories.counting import Loader
-
     monkeypatch.setattr(Loader, "fingerprint", lambda _self: "of the first 64", raising=False)
     with pytest.raises(Killed):
         go("run", {5: killed})
@@ -340,6 +336,31 @@ def test_the_loader_says_whether_the_rows_are_those_of_a_checkpoint(go, monkeypa
         go("run")
     monkeypatch.setattr(Loader, "is_of", lambda _self, made: made == "of the first 64", raising=False)
     go("run")
+
+
+def held_out_rows(fingerprint: str) -> Loader:
+    loader = Loader()
+    loader.fingerprint = lambda: fingerprint
+    return loader
+
+
+def test_other_held_out_rows_are_refused(go):
+    with pytest.raises(Killed):
+        go("run", {5: killed}, held_out=held_out_rows("these"))
+    for others in (held_out_rows("those"), None):
+        with pytest.raises(UserError, match="the held-out rows are not those"):
+            go("run", held_out=others)
+    go("run", held_out=held_out_rows("these"))
+
+
+def test_a_checkpoint_of_an_earlier_release_that_does_not_tell_its_held_out_rows_is_taken(go, monkeypatch):
+    tells = Saver._run
+    monkeypatch.setattr(Saver, "_run", lambda saver, step: {
+        name: value for name, value in tells(saver, step).items() if name != "held_out"})
+    with pytest.raises(Killed):
+        go("run", {5: killed}, held_out=held_out_rows("these"))
+    monkeypatch.undo()
+    go("run", held_out=held_out_rows("these"))
 
 
 def test_a_second_process_is_told_that_the_first_is_still_at_it(go, tmp_path):

@@ -218,6 +218,13 @@ def test_whatever_a_run_json_holds_it_is_read_or_refused(tmp_path_factory, conte
     assert found.status in runfile.STATUSES
 
 
+def test_an_error_of_letters_that_no_file_can_hold_is_on_the_record(tmp_path):
+    record = runfile.start(tmp_path, "sft", Config(), "the command")
+    record.close("failed", "ValueError: \ud800")
+    assert runfile.read_run(tmp_path).status == "failed"
+    assert json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))["error"] == "ValueError: \ud800"
+
+
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
 def test_run_json_is_never_half_written(tmp_path, monkeypatch, moment):
     record = finish(tmp_path)
