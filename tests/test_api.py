@@ -11,7 +11,9 @@ import torch
 
 import hybrid_rlhf
 from hybrid_rlhf import DPOTrainer, GRPOTrainer, PPOTrainer, RewardTrainer, SFTTrainer, UserError
+from hybrid_rlhf.api_inputs import dotted
 from hybrid_rlhf.rewards.functions import open_functions
+from hybrid_rlhf.training import step3_ppo
 from tests.project.docs_blocks import ROOT, blocks, documents_folder
 
 PAGE = [b for b in blocks() if b.page == "docs/guide/from-python.md" and b.language == "python"]
@@ -134,3 +136,8 @@ def test_a_prompt_of_another_kind_and_an_unknown_setting_of_generate_are_refused
                               ([{"text": "x"}], {}, "give messages with role and content")):
         with pytest.raises(UserError, match=said):
             sft.generate(given, **more)
+
+
+def test_trl_s_names_are_the_options_they_mean_here():
+    assert dotted(step3_ppo.Config, {"beta": 0.1, "num_generations": 4}) == {
+        "ppo.kl_coef": 0.1, "ppo.sampling.num_samples": 4}

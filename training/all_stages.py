@@ -141,7 +141,7 @@ def preview(config: Config) -> None:
 
 def check_all(config: Config, configs: dict[str, object]) -> None:
     """What a later stage would refuse, before the first one has trained: missing data, lengths beyond the model."""
-    lengths = {"data.max_length": config.data.max_length}
+    lengths = {"data.max_length": min(each.data.max_length for each in (config, *configs.values()))}
     if "ppo" in configs:
         lengths["data.max_prompt_length + ppo.sampling.max_new_tokens"] = (
             config.data.max_prompt_length + config.ppo.sampling.max_new_tokens)

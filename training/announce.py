@@ -38,7 +38,8 @@ def before(record: runfile.RunRecord, config: object, engines: Mapping[str, Hybr
     record.facts["header"] = [*record.facts.get("header", []), *lines]
     record.write()
     if is_main():
-        print(*lines, sep="\n", file=sys.stderr)
+        resumed = [f"resuming from {record.resumes_from}"] if record.resumes_from else []
+        print(*lines, *resumed, sep="\n", file=sys.stderr)
 
 
 def _model_line(config: object, engines: Mapping[str, HybridEngine], start: str) -> str:

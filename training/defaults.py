@@ -12,8 +12,9 @@ from pathlib import Path
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.options import value_of, with_value
+from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.models import shapes
-from hybrid_rlhf.models.load import ModelConfig, configuration
+from hybrid_rlhf.models.load import ModelConfig, configuration, configured_positions
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.training import builders, unread_options
 from hybrid_rlhf.training.registry import MAX_STEPS, STAGES, Rate
@@ -21,6 +22,7 @@ from hybrid_rlhf.training.registry import MAX_STEPS, STAGES, Rate
 # Below so many parameters every rate of the table is multiplied by the factor: GRPO of all weights takes 1e-5 for 135
 # million (docs/results/smollm2.md), and nothing larger was measured.
 SMALL_MODEL, SMALL_FACTOR = 200_000_000, 10
+MAX_LENGTH = "data.max_length"
 
 
 def method_of(config: object) -> str:
@@ -47,11 +49,12 @@ def of_method(config: object) -> dict:
 def resolve(config: object, start: ModelConfig | None = None) -> object:
     """The settings with every null of the table filled in.
 
-    Settings without one are returned as they are. A run that is found in output_dir keeps the values that it was made
-    with.
+    Settings without one are returned as they are, but for a default data.max_length beyond the model's positions. A
+    run that is found in output_dir keeps the values that it was made with.
 
     start: the model that the run starts from, where an earlier stage of the same command has not left it yet.
     """
+    config = _within_positions(config, start)
     row, recorded, found = of_method(config), _recorded(config), {}
     missing = _missing(config, row, recorded)
     if not missing:
@@ -72,6 +75,26 @@ def resolve(config: object, start: ModelConfig | None = None) -> object:
     return config
 
 
+def _within_positions(config: object, start: ModelConfig | None) -> object:
+    """The default data.max_length is lowered to a model that has fewer positions; another value is the user's."""
+    if not _reads_max_length(config) or config.data.max_length != DataConfig.max_length:
+        return config
+    limit = _positions(start or _start(config))
+    return with_value(config, MAX_LENGTH, limit) if limit and limit < config.data.max_length else config
+
+
+def _reads_max_length(config: object) -> bool:
+    return hasattr(config, "data") and not hasattr(config, "roles")  # who has roles samples: other lengths bound that
+
+
+def _positions(model: ModelConfig) -> int | None:
+    """None where the model cannot be read: what opens it says what is wrong."""
+    try:
+        return configured_positions(model)
+    except UserError:
+        return None
+
+
 def _missing(config: object, row: dict, recorded: dict) -> list[str]:
     """The options of the row that are left open. A run's length is open where neither steps nor epochs are given, and
     an earlier run of this folder may have gone by epochs."""
@@ -85,6 +108,8 @@ def _missing(config: object, row: dict, recorded: dict) -> list[str]:
 def told(config: object) -> str:
     """The values that the run goes by of all options that the table has for its method, given or filled in."""
     found = {option: value_of(config, option) for option in of_method(config)}
+    if _reads_max_length(config) and config.data.max_length < DataConfig.max_length:
+        found[MAX_LENGTH] = config.data.max_length
     rates = [(of_method(config)[option], value) for option, value in found.items() if option.endswith("_rate")]
     is_small = any(math.isclose(value or 0, SMALL_FACTOR * (rate.lora if config.model.lora.r else rate.full))
                    for rate, value in rates)

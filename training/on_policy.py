@@ -247,6 +247,9 @@ def _tell_weak_reward(reward: str | None) -> None:
     record = runfile.read_run(reward) if reward and (Path(reward) / runfile.RUN_FILE).exists() else None
     accuracy = record.metrics.get("eval/accuracy") if record else None
     count = record.facts.get("data", {}).get("held_out") if record else None
+    if record and count == 0 and is_main():
+        print("warning: no pair was held out when the reward model was trained, so nobody knows whether it ranks new "
+              "answers rightly; raise data.eval_fraction of --stage reward, or give more pairs", file=sys.stderr)
     if accuracy is not None and count and accuracy - count ** -0.5 < 0.5 and is_main():
         print(f"warning: the reward model ranked {accuracy:.0%} of its held-out pairs rightly ({count} were held out), "
               "which may be chance: its score will rise whether answers get better or not. Train it for longer or on "

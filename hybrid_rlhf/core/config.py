@@ -239,6 +239,11 @@ def _one_line(error: Exception, known: list[str], unused: Mapping[str, str], pro
     """jsonargparse's message as one line, with the nearest known key where a key is unknown."""
     text = re.sub(r"\s+", " ", str(error)).strip().replace("Parser key ", "option ")
     text = re.sub(r"<class '(\w+)'>", r"\1", text)
+    union = re.search(r"Does not validate against any of the Union subtypes Subtypes: \[(.*?)\] Errors:.* "
+                      r"Given value type: \w+ Given value: (.*)", text)
+    if union:
+        kinds = re.sub(r"\bNoneType\b", "null", union.group(1)).replace(", ", " or ")
+        return f"{text[:union.start()]}{union.group(2)} is not {kinds}"
     unknown = re.search(r"[Uu]nrecognized arguments?: -*([\w.\-+]+)|does not accept option '([^']+)'|"
                         r"Option '([^']+)' is not accepted", text)
     if not unknown:

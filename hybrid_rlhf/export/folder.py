@@ -25,7 +25,7 @@ from hybrid_rlhf.engine.train.zero import gathered
 from hybrid_rlhf.models.lora import lora_layers, save_adapter
 from hybrid_rlhf.models.merging import merged_state_dict
 from hybrid_rlhf.models.quantize import multiplying_by, quantized_layers
-from hybrid_rlhf.models.saving import original_weights, reload_like, save, share_kept
+from hybrid_rlhf.models.saving import original_weights, reload_like, save, share_as, share_kept
 from hybrid_rlhf.models.transformers_compat import kept_in_fp32
 
 MERGE_FILE = "merge.json"
@@ -73,6 +73,7 @@ def _write_all(model: nn.Module, tokenizer, places: list[Path], eos_ids: list[in
         gap = _difference(held, _compare(model, places[0], dtype))
     for adapter in places[1:]:
         save_adapter(model, adapter)
+        share_as(adapter / "adapter_config.json")
         tokenizer.save_pretrained(adapter)  # by which peft's AutoPeftModel makes room for added tokens
         if quantized_layers(model):
             facts = {"into": "original" if originals else "dequantised", "difference": gap}

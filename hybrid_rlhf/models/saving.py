@@ -33,10 +33,17 @@ def save(model: nn.Module, state: dict[str, torch.Tensor], folder: str | Path) -
             model.save_pretrained(folder, state_dict=state)  # which may empty the mapping
             model.config.dtype = written
             model.config.save_pretrained(folder)
+            share_as(Path(folder) / "config.json")
         model.config.dtype = own
     finally:
         for owner, name, value in hidden:
             setattr(owner, name, value)
+
+
+def share_as(settings: Path) -> None:
+    """Give the weights beside `settings` its mode: safetensors makes them readable by their owner alone."""
+    for weights in settings.parent.glob("*.safetensors"):
+        weights.chmod(settings.stat().st_mode)
 
 
 def reload_like(model: nn.Module, folder: str | Path) -> nn.Module:

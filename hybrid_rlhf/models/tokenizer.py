@@ -43,7 +43,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False):  # noqa: ANN201 
     check_folder(path, needs=("tokenizer",))
     check_tokenizer_config(path)
     file = Path(path) / "tokenizer.json"
-    place = file if file.exists() else path
+    place = file if file.exists() else path if Path(path).exists() else f"{path} (no folder here, so taken as a hub id)"
     with refusing(f"cannot load a tokenizer from {place}", "give model.tokenizer_name_or_path", tokenizer_files(path)):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         tokenizer("a")  # what is wrong with its rules may come out only now

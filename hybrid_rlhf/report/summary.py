@@ -12,7 +12,7 @@ from hybrid_rlhf.report.alarms import Alarm, answered, find
 from hybrid_rlhf.report.html import Chapter, html
 from hybrid_rlhf.report.metric_names import meaning
 from hybrid_rlhf.report.plots import PLOTS, draw
-from hybrid_rlhf.report.terminal import number, one_line
+from hybrid_rlhf.report.terminal import last_line, number, one_line
 
 REPORT, PAGE, METRICS = "report.md", "report.html", "metrics.jsonl"
 SAMPLES, ANSWERS = "samples.jsonl", "answers.jsonl"
@@ -95,8 +95,9 @@ def page(run: Chapter) -> str:
         run.no_pictures or "Nothing to draw."]
     for title, rows in run.said:
         lines += ["", f"## {title}", "", "| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
-        lines += ["| " + " | ".join(number(v) if isinstance(v, (int, float)) else _cell(v) for v in row.values()) + " |"
-                  for row in rows]
+        lines += ["| " + " | ".join(
+            number(v) if isinstance(v, (int, float)) else _cell(_end(v) if name == "prompt" else v)
+            for name, v in row.items()) + " |" for row in rows]
     lines += ["", "## Metrics", ""]
     lines += _table("the last step", run.last_step) if run.last_step else ["No step was taken."]
     lines += ["", *_table("held out", run.held_out)] if run.held_out else []
@@ -109,6 +110,11 @@ def _cell(text: object, length: int = 160) -> str:
     """Text in a cell of a table: one line, nothing in it that Markdown or a terminal would take for its own."""
     plain = one_line(str(text or ""), length)
     return "".join(f"\\{c}" if c in "\\|`*_<>[]!#~" else c for c in plain)
+
+
+def _end(prompt: object, length: int = 160) -> str:
+    """A prompt that is too long for a cell without its beginning: the question comes last, behind system messages."""
+    return last_line("", str(prompt or ""), length)
 
 
 def conclude_comparison(folder: Path, title: str, rows: list[dict], found: list[Alarm]) -> None:

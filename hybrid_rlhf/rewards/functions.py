@@ -96,7 +96,8 @@ class FunctionSource:
             self.function, "column") else []
         for name in needed:
             check(name in known, f"reward.functions: {self.name} needs a column {name}, and the data has "
-                                 f"{', '.join(columns)}{nearest(name, columns)}")
+                                 f"{', '.join(columns) or 'no more columns'}{nearest(name, [*columns, *OURS])}; "
+                                 f"{', '.join(OURS)} are always given")
 
 
 def inputs(rollout: Rollout) -> dict[str, list]:

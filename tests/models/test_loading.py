@@ -12,6 +12,7 @@ from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from hybrid_rlhf.models.merging import merged_state_dict
+from hybrid_rlhf.models.saving import share_as
 from tests.factories.tiny import save_tiny, tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
 
 
@@ -126,3 +127,10 @@ def test_folders_that_are_no_models_are_refused_in_one_line(tmp_path):
         with pytest.raises(UserError, match=message) as caught:
             read(str(folder))
         assert "\n" not in str(caught.value)
+
+
+def test_saved_weights_may_be_read_by_whoever_may_read_the_settings_beside_them(tmp_path):
+    (tmp_path / "config.json").touch(mode=0o644)
+    (tmp_path / "model.safetensors").touch(mode=0o600)
+    share_as(tmp_path / "config.json")
+    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode

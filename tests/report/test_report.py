@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from hybrid_rlhf.report import plots, summary
+from hybrid_rlhf.report.html import Chapter
 from hybrid_rlhf.report.plots import SUBJECTS, lines_of, smooth
 
 HOSTILE = "<script>alert(1)</script> | a\x1b[31m ![x](http://evil) `b`"
@@ -138,3 +139,8 @@ def test_a_reward_model_s_scores_of_the_same_responses_stand_side_by_side(folder
                             for s in (0, 30) for i, side in enumerate(("chosen", "rejected"))])
     assert "| prompt | response | was | score, step 0 | score, step 30 |" in text
     assert re.search(r"\| ask \| rejected \| rejected \| 1\S* \| 31\S* \|", text)
+
+
+def test_a_long_prompt_keeps_its_end_where_the_question_is():
+    rows = [{"step": 1, "prompt": f"system {'x ' * 100}user How hot is tea?", "completion": "Hot."}]
+    assert "How hot is tea?" in summary.page(Chapter("sft", [], [], [], "", [], rows, {}))

@@ -11,6 +11,7 @@ import yaml
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.options import value_of
+from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
 from hybrid_rlhf.roles.sharing import RoleConfig, RolesConfig
@@ -63,7 +64,7 @@ def test_the_values_that_a_run_goes_by_are_told_and_why_the_rate_of_a_small_mode
         config = step1_sft.Config(output_dir=str(tmp_path / "out"), model=made(models[model]))
         return defaults.told(defaults.resolve(config))
 
-    rest = "train.num_train_epochs 3, train.per_device_train_batch_size 8"
+    rest = "train.num_train_epochs 3, train.per_device_train_batch_size 8, data.max_length 256"
     assert told("large") == f"train.learning_rate 2e-05, {rest}"
     assert told("large", with_lora) == f"train.learning_rate 0.0002, {rest}"  # adapters' own: ten times the other
     assert told("small") == f"train.learning_rate 0.0002, {rest} (rates 10 times the usual ones, for a model so small)"
@@ -280,3 +281,21 @@ def test_a_method_that_was_added_without_a_name_of_its_own_goes_by_its_stage(mod
     found = defaults.resolve(config)
     assert found.roles.actor.learning_rate == 1e-6 and found.roles.critic.learning_rate is None
     assert (found.ppo.num_ppo_epochs, found.ppo.kl_coef) == (2, 0.04)
+
+
+def test_the_default_length_is_lowered_to_the_models_positions_and_said(tmp_path):
+    tiny_config(max_position_embeddings=64).save_pretrained(tmp_path / "short")
+    (tmp_path / "short" / "model.safetensors").write_bytes(b"")
+    config = step1_sft.Config(model=ModelConfig(str(tmp_path / "short")), output_dir=str(tmp_path / "out"))
+    found = defaults.resolve(config)
+    assert found.data.max_length == 64
+    assert "data.max_length 64" in defaults.told(found)
+    assert "data.max_length" not in defaults.told(config)
+
+
+def test_a_length_that_was_given_stays_for_the_check_to_refuse(tmp_path):
+    tiny_config(max_position_embeddings=64).save_pretrained(tmp_path / "short")
+    (tmp_path / "short" / "model.safetensors").write_bytes(b"")
+    config = step1_sft.Config(model=ModelConfig(str(tmp_path / "short")), data=DataConfig(max_length=65),
+                              output_dir=str(tmp_path / "out"))
+    assert defaults.resolve(config).data.max_length == 65

@@ -16,7 +16,9 @@ def test_a_reward_model_that_may_have_guessed_is_told_of_before_anything_is_trai
     (tmp_path / "run.json").touch()
     monkeypatch.setattr(on_policy.runfile, "read_run", lambda _folder: record)
     on_policy._tell_weak_reward(str(tmp_path))
-    assert ("which may be chance" in capsys.readouterr().err) == is_told
+    said = capsys.readouterr().err
+    assert ("which may be chance" in said) == is_told
+    assert ("no pair was held out" in said) == (held_out == 0)
 
 
 def test_a_reward_model_that_is_no_run_of_ours_is_not_judged(tmp_path, capsys):
