@@ -29,7 +29,8 @@ WIDTH = 118  # of a sample's lines
 
 
 def check(make_trainer: Callable[[on_policy.RunContext], Trainer], config: on_policy.Config) -> RewardSignal:
-    """Sample, score, take one step, and print what that says; every process takes part, the main one prints."""
+    """Sample, score, and print what that says; then take one step for its time. All processes take part, the main one
+    prints."""
     config = on_policy.prepared(config)
     builders.seed_everything(config.seed)
     opened = on_policy.open_run(config)
@@ -39,15 +40,28 @@ def check(make_trainer: Callable[[on_policy.RunContext], Trainer], config: on_po
     began = time.perf_counter()
     rollout = _sample(opened, sampling, config.seed)
     signal = signal_of(rollout, sampling.num_samples)
-    _say(f"{len(rollout)} responses in {duration(time.perf_counter() - began)}; now one training step ...")
-    began = time.perf_counter()
-    trainer.step(opened.loader.next())
-    seconds = max_over_ranks(round(1000 * (time.perf_counter() - began))) / 1000
+    _say(f"{len(rollout)} responses in {duration(time.perf_counter() - began)}")
     if is_main():
-        rows = figures(signal) | {"a training step": _seconds(seconds, opened.num_steps)}
-        lines = [*(f"{name:<18}{text}" for name, text in rows.items()), *_samples(rollout), ""]
-        print("\n".join([*lines, *(f"verdict: {text}" for text in verdict(signal))]))
+        lines = [*(f"{name:<18}{text}" for name, text in figures(signal).items()), *_samples(rollout), ""]
+        print("\n".join([*lines, *(f"verdict: {text}" for text in verdict(signal))]), flush=True)
+    _say("now one training step, for the time that it takes ...")
+    text = _time_step(trainer, opened)
+    if is_main():
+        print(f"\n{'a training step':<18}{text}")
     return signal
+
+
+def _time_step(trainer: Trainer, opened: on_policy.RunContext) -> str:
+    """How long a step takes, and the run. The step is made on PROMPTS_AT_ONCE prompts; more take longer in proportion,
+    which is a little too much, for the optimizer's part does not grow."""
+    batch = opened.loader.next()
+    few = batch.rows(range(min(len(batch), PROMPTS_AT_ONCE)))
+    began = time.perf_counter()
+    trainer.step(few)
+    seconds = max_over_ranks(round(1000 * (time.perf_counter() - began))) / 1000 * len(batch) / len(few)
+    part = f" (measured on {len(few)} of its {len(batch)} prompts)" if len(few) < len(batch) else ""
+    total = f"; the run has {opened.num_steps}: about {duration(seconds * opened.num_steps)}"
+    return f"{'about ' * bool(part)}{number(seconds)} s{part}{total * (opened.num_steps > 1)}"
 
 
 @torch.no_grad()
@@ -70,12 +84,6 @@ def _prompts(rows, seed: int) -> Iterator:  # noqa: ANN001
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:NUM_PROMPTS]
     for part in order.split(PROMPTS_AT_ONCE):
         yield collate.collate_prompts([rows[i] for i in part.tolist()])
-
-
-def _seconds(seconds: float, num_steps: int) -> str:
-    """One step's, and the run's: all its steps take as long as the one that was made."""
-    total = f"; the run has {num_steps}: about {duration(seconds * num_steps)}" if num_steps > 1 else ""
-    return f"{number(seconds)} s{total}"
 
 
 def _samples(rollout: Rollout) -> list[str]:

@@ -98,8 +98,8 @@ def _of_responses(signal: RewardSignal) -> str:
         return (f"{signal.empty:.0%} of the responses are empty: see with --preview whether the prompts are rendered "
                 "as the model knows them, or begin with SFT")
     if signal.ended < FEW_ENDED:
-        return (f"only {signal.ended:.0%} of the responses end by themselves: raise max_new_tokens, or teach the model "
-                "to end by SFT")
+        count = f"only {signal.ended:.0%}" if signal.ended else "none"
+        return f"{count} of the responses end by themselves: raise max_new_tokens, or teach the model to end by SFT"
     return ""
 
 

@@ -68,7 +68,7 @@ def test_responses_that_are_empty_or_never_end_are_named_beside_the_scores():
     never = [[False, False], [False, False]]
     assert verdict(signal([[0, 0], [0, 0]], has_eos=never)) == [
         "0 of 2 prompts ever score above 0: no method can learn this; begin with SFT, or an easier task",
-        "only 0% of the responses end by themselves: raise max_new_tokens, or teach the model to end by SFT"]
+        "none of the responses end by themselves: raise max_new_tokens, or teach the model to end by SFT"]
     assert verdict(signal([[0, 1], [0, 1]], is_empty=[[True, False], [False, False]]))[0].startswith(
         "25% of the responses are empty")
 

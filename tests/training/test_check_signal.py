@@ -4,6 +4,7 @@ leaves alone."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,16 @@ def test_every_stage_that_samples_draws_eight_responses_and_shows_the_best_the_m
     assert not (place / "out").exists()
 
 
+def test_the_verdict_comes_before_the_step_and_a_large_step_is_measured_on_a_part_of_its_prompts(place, capsys):
+    rows = place / "many.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"say {w} {i}"}) + "\n" for w in WORDS for i in range(8)))
+    lines = checked(place, capsys, "grpo", "alternating", "--ppo.sampling.max_new_tokens", "4", "--train.max_steps",
+                    "3", "--train.per_device_train_batch_size", "16", f"--data.sources=[{{path: {rows}}}]").splitlines()
+    assert lines[-3].startswith("verdict: ") and not lines[-2]
+    assert re.fullmatch(r"a training step +about [\d.]+ s \(measured on 8 of its 16 prompts\); the run has 3: about .*",
+                        lines[-1])
+
+
 def test_a_task_that_is_solved_is_said_to_be(place, capsys):
     assert "verdict: solved: every response scores 1" in checked(place, capsys, "rloo", "always",
                                                                  "--ppo.sampling.max_new_tokens", "4")
@@ -86,5 +97,5 @@ def test_the_report_of_a_run_begins_with_what_its_first_rollout_scored(place, ca
     text = (out / "report.md").read_text()
     first = "Before the first update, mean score: 0.5; best of 4: 1, mean over prompts"
     assert text.index(first) < text.index("Alarms")
-    assert "Verdict: only 0% of the responses end by themselves" in text
+    assert "Verdict: none of the responses end by themselves" in text
     assert "Before the first update, mean score: 0.5" in (out / "report.html").read_text()
