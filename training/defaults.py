@@ -108,6 +108,8 @@ def _missing(config: object, row: dict, recorded: dict) -> list[str]:
 def told(config: object) -> str:
     """The values that the run goes by of all options that the table has for its method, given or filled in."""
     found = {option: value_of(config, option) for option in of_method(config)}
+    if config.train.max_steps > 0:  # which goes before it
+        found.pop("train.num_train_epochs", None)
     if _reads_max_length(config) and config.data.max_length < DataConfig.max_length:
         found[MAX_LENGTH] = config.data.max_length
     rates = [(of_method(config)[option], value) for option, value in found.items() if option.endswith("_rate")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -71,6 +72,8 @@ def test_the_values_that_a_run_goes_by_are_told_and_why_the_rate_of_a_small_mode
     given = step1_sft.Config(output_dir=str(tmp_path / "out"), model=models["large"],
                              train=TrainConfig(learning_rate=2e-4))
     assert defaults.told(defaults.resolve(given)) == f"train.learning_rate 0.0002, {rest}"  # the user's own
+    by_steps = replace(given, train=replace(given.train, max_steps=7))  # by which the run goes, not by epochs
+    assert "num_train_epochs" not in defaults.told(defaults.resolve(by_steps))
 
 
 def test_what_is_given_wins_and_settings_that_are_complete_are_returned_as_they_are(models, tmp_path) -> None:
