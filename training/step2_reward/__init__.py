@@ -126,9 +126,8 @@ def score_statistics(role: Reward, config: Config, tokenizer, data: datasets.Sta
         rows = [part[i] for part in (data.held_out, data.train) for i in range(len(part))][:NUM_STATISTICS]
         batch, where = collate.collate_pairs(rows, tokenizer.pad_token_id).sequences, "pairs, training ones among them"
         if is_main():
-            print(f"warning: stage ppo will normalise scores by the mean and spread of {len(rows)} {where}: of those "
-                  f"better suited there are too few ({few}); raise data.eval_fraction or give more rows",
-                  file=sys.stderr)
+            print(f"warning: stage ppo will normalise scores by the mean and spread of {len(rows)} {where}, for "
+                  f"there are only {few}; raise data.eval_fraction or give more rows", file=sys.stderr)
     scores = role.score(batch)
     spread = float(scores.std(correction=0))
     return {"mean": float(scores.mean()), "std": spread if spread > 1e-6 else 1.0, "count": len(scores), "on": where}
