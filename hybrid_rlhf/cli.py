@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 from types import ModuleType
 
+from hybrid_rlhf import __version__
 from hybrid_rlhf.core.config import UserError, check, nearest, parse
 from hybrid_rlhf.core.disk import refusal
 from hybrid_rlhf.core.lasting_streams import lasting_streams
@@ -32,6 +33,7 @@ USAGE = """usage: {prog} --stage STAGE [--config FILE.yaml] [--dotted.key value 
        {prog} export --model DIR --output_dir DIR [--gguf f16] [--ollama]
        {prog} init
        {prog} doctor
+       {prog} --version
 
 Stages:
 {stages}
@@ -52,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     argv = [word for word in given if not word.startswith("--local_rank=")]  # deepspeed's launcher adds it
     quiet_libraries()
+    if argv == ["--version"]:
+        print(f"hybrid-rlhf {__version__}")
+        return 0
     if argv and argv[0] in COMMANDS:
         try:
             return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])

@@ -81,6 +81,11 @@ def test_the_launcher_without_a_stage_lists_the_stages(argv, capsys) -> None:
     assert all(re.search(rf"^  {name} ", out, re.MULTILINE) for name in STAGES)
 
 
+def test_the_version_is_told_and_is_the_package_s(capsys) -> None:
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"hybrid-rlhf \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_printed_settings_given_back_are_the_same_settings(stage, capsys, tmp_path) -> None:
     changes = ["--seed", "7", "--data.sources=[{path: a.jsonl, weight: 2, columns: {prompt: q}}]",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hybrid_rlhf.report.alarms import Alarm
 from hybrid_rlhf.report.first_step import first_lines
-from hybrid_rlhf.report.metric_names import meaning
+from hybrid_rlhf.report.metric_names import meaning, shown
 from hybrid_rlhf.report.terminal import duration, number, remarks
 
 _STYLE = """
@@ -141,7 +141,7 @@ def _chapter(run: Chapter, heading: str) -> str:
         parts.append(f"<h3>{escape(title)}</h3>" + _table(rows))
     for title, row in (("Last step", run.last_step), ("Held out", run.held_out)):
         if row:
-            values = [{"metric": name.removeprefix("eval/"), "value": value, "meaning": meaning(name)}
+            values = [{"metric": name.removeprefix("eval/"), "value": shown(name, value), "meaning": meaning(name)}
                       for name, value in sorted(row.items())]
             parts.append(f"<details><summary>{title}: all metrics</summary>{_table(values)}</details>")
     parts.append(f"<p><code>{escape(run.record.get('command', ''))}</code></p>"

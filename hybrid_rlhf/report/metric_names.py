@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
+from hybrid_rlhf.report.terminal import memory
+
 # * stands for any text; the first row that fits is taken.
 MEANINGS: dict[str, str] = {
     "step": "optimizer steps so far",
@@ -75,10 +77,10 @@ MEANINGS: dict[str, str] = {
     "refill/rounds": "rounds of sampling until enough prompts had spread",
     "refill/filled": "share of the wanted prompts that were found",
     "engine/tokens_per_second": "tokens sampled in a second",
-    "engine/kv_bytes": "memory of the sampler's keys and values, in bytes",
+    "engine/kv_bytes": "memory of the sampler's keys and values (in metrics.jsonl in bytes)",
     "engine/logprob_drift": "nats per token between the sampler's log-probabilities and the trained model's",
     "time/*": "seconds of this part of the step",
-    "memory/*": "most memory in use during this part, in bytes",
+    "memory/*": "most memory in use during this part (in metrics.jsonl in bytes)",
 }
 
 
@@ -86,3 +88,10 @@ def meaning(name: str) -> str:
     """The line for a metric, held out (eval/...) or not; empty for one that a reward source or a script has added."""
     plain = name.removeprefix("eval/")
     return next((text for pattern, text in MEANINGS.items() if fnmatchcase(plain, pattern)), "")
+
+
+def shown(name: str, value: float | None) -> float | str:
+    """A metric's value for people: bytes as MiB or GiB, a word where there is no number."""
+    if value is None:
+        return "not a number"
+    return memory(value) if "in bytes" in meaning(name) else value

@@ -10,7 +10,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.report.alarms import Alarm, answered, find
 from hybrid_rlhf.report.html import Chapter, html
-from hybrid_rlhf.report.metric_names import meaning
+from hybrid_rlhf.report.metric_names import meaning, shown
 from hybrid_rlhf.report.plots import PLOTS, draw
 from hybrid_rlhf.report.terminal import last_line, number, one_line
 
@@ -133,7 +133,8 @@ def alarm_lines(found: list[Alarm]) -> list[str]:
 
 
 def _table(title: str, row: dict) -> list[str]:
-    values = [(name.removeprefix("eval/"), "not a number" if value is None else number(value), meaning(name))
+    values = [(name.removeprefix("eval/"), shown(name, value), meaning(name))
               for name, value in sorted(row.items()) if name != "step"]
     return [f"| {title} (step {row['step']}) | | |", "|---|---|---|",
-            *(f"| {name} | {value} | {text} |" for name, value, text in values)]
+            *(f"| {name} | {value if isinstance(value, str) else number(value)} | {text} |"
+              for name, value, text in values)]

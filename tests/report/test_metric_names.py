@@ -27,9 +27,11 @@ def test_a_name_has_the_first_line_that_fits_it(name, words) -> None:
 
 
 def test_the_meaning_stands_beside_the_value(tmp_path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "kl": 1.5, "mine": 2}\n{"step": 3, "eval/loss": 0.25}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "kl": 1.5, "mine": 2, "memory/actor/update": 3294967296}\n'
+                                            '{"step": 3, "eval/loss": 0.25}\n')
     conclude(tmp_path, "ppo")
     text, page = ((tmp_path / f"report.{kind}").read_text(encoding="utf-8") for kind in ("md", "html"))
     assert f"| kl | 1.5 | {MEANINGS['kl']} |" in text and "| mine | 2 |  |" in text
     assert f"| loss | 0.25 | {MEANINGS['loss']} |" in text
+    assert "| memory/actor/update | 3.1 GiB | " in text and ">3.1 GiB<" in page and 'number">1.5<' in page
     assert MEANINGS["kl"] in page and MEANINGS["loss"] in page
