@@ -8,9 +8,11 @@ import hmac
 import ipaddress
 import json
 import logging
+import signal
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -164,11 +166,18 @@ async def _drain(receive: Receive) -> None:
 
 class PatientServer(UvicornServer):
     """uvicorn, where answers that are still open STOP_SECONDS after it was told to stop are ended by `stop`, which does
-    not wait, and not cancelled. Told a second time (by SIGINT) it ends them at once."""
+    not wait, and not cancelled. Told a second time it ends them at once, if one of the two was SIGINT."""
 
     def __init__(self, config: Config, stop: Callable[[], None]) -> None:
         super().__init__(config)
-        self._stop = stop
+        self._stop, self._is_interrupted = stop, False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """uvicorn asks that SIGINT be the second; of two that come at once Python hands out the lower number first."""
+        was_told = self.should_exit
+        super().handle_exit(sig, frame)
+        self._is_interrupted |= sig == signal.SIGINT
+        self.force_exit |= was_told and self._is_interrupted
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.get_running_loop().call_later(STOP_SECONDS, self._stop)

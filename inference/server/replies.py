@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
@@ -62,7 +63,8 @@ class Answer(Response):
             for task in (working, leaving):
                 task.cancel()
             self._at_end()
-            await asyncio.gather(working, leaving, return_exceptions=True)
+            with suppress(asyncio.CancelledError):  # a second one: a server that is told twice to stop waits no more
+                await asyncio.gather(working, leaving, return_exceptions=True)
         return None
 
 

@@ -11,7 +11,7 @@ COMMON = ["--model.dtype", "float32", "--data.split=[4, 3, 3]", "--data.eval_fra
           "--train.per_device_eval_batch_size", "256", "--train.max_eval_batches", "1"]
 TEXTS = ["--data.max_length", "64"]
 PPO = ["--data.max_prompt_length", "40",
-       "--train.max_steps", "15", "--train.per_device_train_batch_size", "128", "--roles.actor.learning_rate", "4e-3",
+       "--train.max_steps", "20", "--train.per_device_train_batch_size", "128", "--roles.actor.learning_rate", "4e-3",
        "--roles.critic.learning_rate", "4e-3", "--ppo.num_ppo_epochs", "2", "--ppo.num_minibatches", "2",
        "--ppo.kl_coef", "0.2", "--ppo.missing_eos_penalty", "1.0", "--ppo.sampling.max_new_tokens", "16"]
 

@@ -15,11 +15,13 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+import uvicorn
 
 from hybrid_rlhf.data import chat as encoding
 from hybrid_rlhf.engine.decode.request import Request
 from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server import guard, replies, worker
+from hybrid_rlhf.inference.server.protocol import ApiError
 from hybrid_rlhf.inference.server.served_model import Limits
 from hybrid_rlhf.inference.server.worker import Job, ModelQueue, Worker
 from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_scalar_model, tiny_tokenizer
@@ -261,6 +263,37 @@ def test_who_is_still_answered_when_the_server_stops_is_told_so_without_a_traceb
         client.join(10)
         assert (whole[0].status_code, whole[0].json()["error"]["type"]) == (503, "server_error")
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("signals", "is_forced"), [
+    ([signal.SIGTERM, signal.SIGINT], True), ([signal.SIGINT, signal.SIGTERM], True), ([signal.SIGINT] * 2, True),
+    ([signal.SIGTERM, signal.SIGHUP], False), ([signal.SIGINT], False)])
+def test_the_second_signal_waits_for_nothing_in_whichever_order_they_are_handed_out(signals, is_forced):
+    server = guard.PatientServer(uvicorn.Config(lambda: None), lambda: None)
+    for number in signals:
+        server.handle_exit(number, None)
+    assert (server.should_exit, server.force_exit) == (True, is_forced)
+
+
+def test_an_answer_that_is_cancelled_twice_ends_with_the_line_for_its_client():
+    """By uvicorn when its patience is over, and again by the loop's end, while the work is still being taken back."""
+
+    async def work(send):
+        try:
+            await asyncio.sleep(10)
+        finally:
+            await asyncio.sleep(0.1)
+
+    async def cancelled_twice():
+        ends = replies.Answer(work)({}, asyncio.Event().wait, None)
+        task = asyncio.ensure_future(ends)
+        for _ in range(2):
+            await asyncio.sleep(0.02)
+            task.cancel()
+        await task
+
+    with pytest.raises(ApiError, match="the server stops"):
+        asyncio.run(cancelled_twice())
 
 
 @pytest.mark.slow
