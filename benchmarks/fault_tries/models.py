@@ -149,7 +149,8 @@ TEMPLATES = {
 FOLDERS: dict[str, Change] = (
     {name: edit("config.json", **values) for name, values in SETTINGS.items()} | OTHERS
     | {name: text("chat_template.jinja", content) for name, content in TEMPLATES.items()})
-ANY = {"weights that are not finite", "its class a path"}  # may be taken: tokenizer.json says all of a tokenizer
+# May be taken: tokenizer.json says all of a tokenizer, and an empty template is none (ChatML takes its place).
+ANY = {"weights that are not finite", "its class a path", "a template without words"}
 
 
 COMMANDS = {"trained": [*SFT, "--model.model_name_or_path", "model"],
