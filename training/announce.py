@@ -48,7 +48,7 @@ def _model_line(config: object, engines: Mapping[str, HybridEngine], start: str)
     how = f" by LoRA of rank {config.model.lora.r}" if config.model.lora.r else ""
     first = next(iter(engines.values()))
     if config.model.lora.r and config.model.lora.target_modules == "all-linear":
-        share, names = without_adapter(first)
+        share, names = without_adapter(first.module.model)
         how += f" (none for {', '.join(names)}: {share:.0%} of the weights)" if share > 0.1 else ""
     kind = str(next(first.module.parameters()).dtype).removeprefix("torch.")
     if config.model.quantize:

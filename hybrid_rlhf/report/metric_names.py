@@ -77,11 +77,12 @@ MEANINGS: dict[str, str] = {
     "refill/rounds": "rounds of sampling until enough prompts had spread",
     "refill/filled": "share of the wanted prompts that were found",
     "engine/tokens_per_second": "tokens sampled in a second",
-    "engine/kv_bytes": "memory of the sampler's keys and values (in metrics.jsonl in bytes)",
+    "engine/kv_bytes": "memory of the sampler's keys and values (in metrics.jsonl: bytes)",
     "engine/logprob_drift": "nats per token between the sampler's log-probabilities and the trained model's",
     "time/*": "seconds of this part of the step",
-    "memory/*": "most memory in use during this part (in metrics.jsonl in bytes)",
+    "memory/*": "most memory in use during this part (in metrics.jsonl: bytes)",
 }
+BYTES = ("engine/kv_bytes", "memory/*")  # shown as MiB and GiB
 
 
 def meaning(name: str) -> str:
@@ -94,4 +95,4 @@ def shown(name: str, value: float | None) -> float | str:
     """A metric's value for people: bytes as MiB or GiB, a word where there is no number."""
     if value is None:
         return "not a number"
-    return memory(value) if "in bytes" in meaning(name) else value
+    return memory(value) if any(fnmatchcase(name, pattern) for pattern in BYTES) else value

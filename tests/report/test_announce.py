@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 from hybrid_rlhf import cli
 from hybrid_rlhf.core.config import parse
+from hybrid_rlhf.models.lora import add_lora
 from hybrid_rlhf.run.runfile import RunRecord
-from hybrid_rlhf.training import announce, preferences, step1_sft, step2_reward, step3_ppo, unread_options
+from hybrid_rlhf.training import announce, builders, preferences, step1_sft, step2_reward, step3_ppo, unread_options
+from tests.factories.tiny import tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
 
 MODULES = {"sft": step1_sft, "reward": step2_reward, "ppo": step3_ppo, "ipo": preferences}
 
@@ -99,6 +103,7 @@ def test_before_the_first_step_stand_what_is_trained_of_the_model_and_how_long_t
     module = nn.ModuleDict({"base": nn.Linear(100, 300, bias=False), "adapter": nn.Linear(10, 20, bias=False)})
     engine = SimpleNamespace(module=module, training=SimpleNamespace(parameters={"a": module["adapter"].weight}))
     config = parse(step1_sft.Config, ["--data.sources=x.jsonl", "--model.lora.r=4", "--train.max_seconds=90",
+                                      "--model.lora.target_modules=[q_proj]",
                                       "--train.learning_rate=1e-4", "--train.num_train_epochs=2.5",
                                       "--output_dir=outputs/sft"], prog="test")[0]
     loader = type("Ten", (), {"__len__": lambda self: 10, "batch_size": 8, "world": 2})()
@@ -106,9 +111,8 @@ def test_before_the_first_step_stand_what_is_trained_of_the_model_and_how_long_t
     announce.before(record, config, {"policy": engine}, "base", 25, loader)
     lines = capsys.readouterr().err.splitlines()
     assert json.loads((tmp_path / "run.json").read_text())["facts"]["header"] == ["data: 20 rows", *lines]
-    assert lines == [  # no layer of this module is peft's
-        "model: base; trained: 200 of 30,200 parameters by LoRA of rank 4 (none for weight: 100% of the weights); "
-        "float32 on " + announce.device().type,
+    assert lines == [
+        "model: base; trained: 200 of 30,200 parameters by LoRA of rank 4; float32 on " + announce.device().type,
         "settings: train.learning_rate 0.0001, train.num_train_epochs 2.5",
         "run: 25 steps of 16 rows (2.5 epochs), at most 1:30, to outputs/sft"]
     held = replace(config, model=replace(config.model, load_in_4bit=True))
@@ -119,3 +123,19 @@ def test_before_the_first_step_stand_what_is_trained_of_the_model_and_how_long_t
     first, _, last = capsys.readouterr().err.splitlines()
     assert "trained: actor all 30,200 parameters, critic all 30,200 parameters" in first
     assert "10 steps of 16 rows (1 epoch)" in last
+
+
+@pytest.mark.parametrize("stage, engine", [("sft", builders.policy_engine), ("reward", builders.scalar_engine)])
+def test_weights_without_an_adapter_are_told_and_an_untied_head_is_none_of_them(stage, engine):
+    """The head of this model is a quarter of its weights."""
+    config = parse(MODULES[stage].Config, ["--data.sources=x.jsonl", "--model.lora.r=4"], prog="test")[0]
+
+    def line(model: nn.Module) -> str:
+        add_lora(model, config.model.lora)
+        return announce._model_line(config, {"policy": engine(model, tiny_tokenizer())}, "base")
+
+    make = tiny_causal_lm if stage == "sft" else tiny_scalar_model
+    assert " by LoRA of rank 4; float32 on" in line(make(tie_word_embeddings=False))
+    bare = make(tie_word_embeddings=False)
+    bare.model.layers[0].mlp.experts = nn.ParameterList([nn.Parameter(torch.zeros(64, 300))])  # one matrix, no layer
+    assert re.search(r" by LoRA of rank 4 \(none for 0: [2-4]\d% of the weights\); float32 on", line(bare))

@@ -24,16 +24,16 @@ def share_unquantised(engine: HybridEngine) -> float:
     return sum(_size(p) for p in base if id(p) not in packed) / sum(map(_size, base))
 
 
-def without_adapter(engine: HybridEngine) -> tuple[float, list[str]]:
-    """Share of the weights that are neither in a layer with an adapter nor in embeddings and the head, and their names'
-    last parts: experts of models whose weights for all of them are one matrix, say."""
-    module = engine.module
-    head = getattr(module, "get_output_embeddings", lambda: None)()
-    served = [*lora_layers(module).values(), *(m for m in module.modules() if isinstance(m, nn.Embedding) or m is head)]
+def without_adapter(model: nn.Module) -> tuple[float, list[str]]:
+    """Share of a transformers model's weights that are neither in a layer with an adapter nor in embeddings and the
+    head, and their names' last parts: experts of models whose weights for all of them are one matrix, say."""
+    heads = (model.get_output_embeddings(), getattr(model, "score", None))
+    served = [*lora_layers(model).values(), *(m for m in heads if m is not None),
+              *(m for m in model.modules() if isinstance(m, nn.Embedding))]
     served_ids = {id(p) for layer in served for p in layer.parameters()}
-    left = {name: _size(p) for name, p in module.named_parameters() if id(p) not in served_ids}
+    left = {name: _size(p) for name, p in model.named_parameters() if id(p) not in served_ids}
     most = {name.rsplit(".", 1)[-1] for name, size in left.items() if size >= max(left.values()) / 2}
-    return sum(left.values()) / max(1, sum(map(_size, module.parameters()))), sorted(most)
+    return sum(left.values()) / sum(map(_size, model.parameters())), sorted(most)
 
 
 def _size(parameter) -> int:  # noqa: ANN001
