@@ -3,6 +3,8 @@ one way that a part is gone."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from types import ModuleType
@@ -36,6 +38,17 @@ class Dependency(NamedTuple):
         """UserError unless `owner` has all these attributes: before they are written, which would succeed anyway."""
         for name in names:
             self.part(owner, name)
+
+    @contextmanager
+    def silenced(self, module: str, name: str) -> Iterator[None]:
+        """Within the block the function `name` of one of its private modules does nothing and returns None."""
+        owner = self.module(module)
+        before = self.part(owner, name)
+        setattr(owner, name, lambda *_given, **_named: None)
+        try:
+            yield
+        finally:
+            setattr(owner, name, before)
 
     def _lacks(self, what: str) -> UserError:
         return UserError(f"{self.name} {version(self.name)} has no {what}, which hybrid-rlhf needs and {self.name} "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from torch import nn
 
@@ -39,14 +38,7 @@ def is_refused(model: nn.Module, name: str) -> bool:
     return False
 
 
-@contextmanager
-def names_as_given() -> Iterator[None]:
+def names_as_given() -> AbstractContextManager[None]:
     """Within the block peft does not rename targets from transformers 4's layers of experts to those of 5: ours are
     names of the model in hand, and a shared expert's gate_proj would be taken for the fused experts'."""
-    conversion, name = PEFT.module("peft.utils.transformers_weight_conversion"), "convert_peft_config_for_transformers"
-    before = PEFT.part(conversion, name)
-    setattr(conversion, name, lambda *_given, **_named: None)
-    try:
-        yield
-    finally:
-        setattr(conversion, name, before)
+    return PEFT.silenced("peft.utils.transformers_weight_conversion", "convert_peft_config_for_transformers")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -92,17 +92,10 @@ def sdpa_replaced(attention: Callable) -> Iterator[None]:
         attentions["sdpa"] = original
 
 
-@contextmanager
-def never_packed() -> Iterator[None]:
+def never_packed() -> AbstractContextManager[None]:
     """Within the block transformers does not look at position ids for packed rows, which fake ones cannot answer: it
     would make a mask, where a real row has none, and attention with a mask is another."""
-    masking, name = TRANSFORMERS.module("transformers.masking_utils"), "find_packed_sequence_indices"
-    before = TRANSFORMERS.part(masking, name)
-    setattr(masking, name, lambda *_given, **_named: None)
-    try:
-        yield
-    finally:
-        setattr(masking, name, before)
+    return TRANSFORMERS.silenced("transformers.masking_utils", "find_packed_sequence_indices")
 
 
 @contextmanager

@@ -11,8 +11,7 @@ import os
 import pytest
 import torch
 
-from hybrid_rlhf.kernels import cuda, reference
-from hybrid_rlhf.kernels.ops import KernelsUnavailableError
+from hybrid_rlhf.kernels import reference
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
@@ -28,14 +27,6 @@ MORE_SHAPES = [(32, 32, 64, 64), (32, 8, 64, 64), (32, 8, 128, 128), (71, 1, 64,
 CASES = (list(zip(SHAPES, (torch.float16, torch.bfloat16, torch.float16, torch.float32), strict=True)) if IS_INTERPRETED
          else list(itertools.product(SHAPES + MORE_SHAPES, BOUNDS)))
 OPTIONS = list(itertools.product((False, True), (False, True), (None, 5.0)))
-
-
-@pytest.fixture(scope="module")
-def ops():
-    try:
-        return cuda.load()
-    except KernelsUnavailableError as error:
-        pytest.skip(str(error))
 
 
 def case(heads, kv_heads, dim, value_dim, dtype, positions, seed=0, columns=0):

@@ -8,8 +8,7 @@ import os
 import pytest
 import torch
 
-from hybrid_rlhf.kernels import cuda, reference
-from hybrid_rlhf.kernels.ops import KernelsUnavailableError
+from hybrid_rlhf.kernels import reference
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
@@ -22,14 +21,6 @@ SETTINGS = [{}, dict(temperature=0.0), dict(temperature=0.7), dict(top_k=5), dic
             dict(top_p=0.999), dict(top_p=0.013), dict(min_p=0.1), dict(top_p=0.7, min_p=0.05),
             dict(top_k=20, top_p=0.8, min_p=0.01, temperature=1.3), dict(repetition_penalty=1.3),
             dict(repetition_penalty=1.3, temperature=0.0, top_k=3)]
-
-
-@pytest.fixture(scope="module")
-def ops():
-    try:
-        return cuda.load()
-    except KernelsUnavailableError as error:
-        pytest.skip(str(error))
 
 
 def numbers(count):

@@ -1,10 +1,9 @@
 """Reward hacking is seen and can be prevented: without a KL price the demo's score rises while its answers become
-wrong, and the report says so; with the demo's price both rise and no alarm of either goes off."""
+wrong, and the report says so; with the demo's price both rise and no alarm goes off."""
 
 from __future__ import annotations
 
 import json
-import re
 
 import methods
 import pytest
@@ -22,14 +21,14 @@ def ends(folder) -> tuple[dict, dict]:
 @pytest.mark.parametrize("kl_coef", [0.0, 0.2])
 def test_without_a_kl_price_the_reward_model_is_fooled_and_the_report_says_so_with_it_neither(learned, kl_coef) -> None:
     folder = learned / f"hacking{kl_coef}"
-    methods.launch(words(str(learned), 0, kl_coef), folder)
+    # without a bound of the score: on some processors it rises beyond the default one, of which an alarm tells
+    methods.launch([*words(str(learned), 0, kl_coef), *["--ppo.score_clip=null"] * bool(kl_coef)], folder)
     (first, last), report = ends(folder), (folder / "report.md").read_text()
     score, truth = "rewards/model/mean", "rewards/demo_correct/mean"
     assert last[f"eval/{score}"] > first[score] + 2
     if kl_coef:
         assert last[f"eval/{truth}"] > first[truth] + 0.1
-        alarms = re.findall(r"^- \*\*(.+?)\*\*: ", report, re.MULTILINE)
-        assert set(alarms) <= {"bounded scores"}, alarms  # which is true where the rounding of a processor makes it so
+        assert "None of the alarms went off." in report
         return
     assert last[f"eval/{truth}"] < first[truth] - 0.1
     assert "- **reward hacking**: the training score rose from" in report and "while demo_correct fell from" in report

@@ -12,10 +12,9 @@ import torch
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.models.quantize import quantized_layers
 from hybrid_rlhf.training import on_policy
-from tests.factories.stage_options import used
+from tests.factories.stage_options import used, write_rows
 from tests.factories.tiny import save_tiny
 
-WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the moon", "tree", "old book"]
 COMMON = ["--model.dtype", "float32", "--data.split", "null", "--data.eval_fraction", "0.25", "--data.max_length", "48",
           "--data.max_prompt_length", "32", "--train.max_steps", "3", "--train.per_device_train_batch_size", "8",
           "--train.learning_rate", "1e-2", "--train.logging_steps", "1"]
@@ -48,11 +47,7 @@ class Place(SimpleNamespace):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("roles")
-    rows = {"sft": [{"prompt": f"say {w} {i}", "completion": w} for i in range(3) for w in WORDS],
-            "reward": [{"prompt": f"say {w} {i}", "chosen": w, "rejected": "no no"} for i in range(3) for w in WORDS],
-            "ppo": [{"prompt": f"say {w} {i}"} for i in range(3) for w in WORDS]}
-    for name, table in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in table))
+    write_rows(folder)
     made = Place(folder=folder, base=save_tiny(folder / "base"), built=[])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(on_policy, "build", _keeping(on_policy.build, made.built))

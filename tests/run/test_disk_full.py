@@ -6,7 +6,6 @@ Files may not grow beyond a limit (RLIMIT_FSIZE): real writes fail, in Python an
 from __future__ import annotations
 
 import errno
-import json
 import resource
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.training import supervised
 from tests.factories.counting import runner
+from tests.factories.stage_options import short_sft
 from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_causal_lm
 
 
@@ -171,12 +171,8 @@ def test_a_report_that_cannot_be_written_is_a_warning_too(go, tmp_path, monkeypa
 
 
 def test_a_run_without_room_for_its_model_says_so_in_run_json_and_goes_on_when_there_is(tmp_path, monkeypatch, capsys):
-    save_tiny(tmp_path / "base")
-    rows = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}] * 8
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
-    words = ["--stage", "sft", "--model", "base", "--data.sources", "rows.jsonl", "--data.max_length", "64",
-             "--train.max_steps", "2", "--train.num_fixed_prompts", "0", "--output_dir", "run"]
+    words = [*short_sft(tmp_path), "--train.num_fixed_prompts", "0"]
 
     def confined(*given):
         with files_of_at_most(20_000):

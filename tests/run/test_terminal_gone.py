@@ -22,6 +22,7 @@ from hybrid_rlhf.inference.chat import repl
 from hybrid_rlhf.run import checkpoint, runfile
 from hybrid_rlhf.run.loop import Stopped
 from tests.factories.counting import left, runner
+from tests.factories.stage_options import short_sft
 from tests.factories.tiny import save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,12 +114,8 @@ def test_streams_that_were_closed_before_the_start_do_not_become_a_file_of_the_r
 
 
 def test_a_run_whose_output_nobody_reads_trains_to_its_end(tmp_path, monkeypatch):
-    save_tiny(tmp_path / "base")
-    rows = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}] * 8
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
-    sft = ["--stage", "sft", "--model", "base", "--data.sources", "rows.jsonl", "--data.max_length", "64",
-           "--train.max_steps", "2", "--train.logging_steps", "1", "--output_dir", "run"]
+    sft = [*short_sft(tmp_path), "--train.logging_steps", "1"]
     with unread():
         assert main(sft) == 0
     record = runfile.read_run("run")

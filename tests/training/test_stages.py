@@ -20,7 +20,7 @@ from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.roles import Reward
 from hybrid_rlhf.training import on_policy, step1_sft, step2_reward, step3_ppo, supervised
-from tests.factories.stage_options import COMMON, PPO, WORDS, used
+from tests.factories.stage_options import COMMON, PPO, used, write_rows
 from tests.factories.tiny import own_cache, save_tiny, tiny_tokenizer
 
 MODULES = {"sft": step1_sft, "reward": step2_reward, "ppo": step3_ppo}
@@ -65,11 +65,7 @@ class Place(SimpleNamespace):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stages")
-    rows = {"sft": [{"prompt": f"say {w} {i}", "completion": w} for i in range(3) for w in WORDS],
-            "reward": [{"prompt": f"say {w} {i}", "chosen": w, "rejected": "no no"} for i in range(3) for w in WORDS],
-            "ppo": [{"prompt": f"say {w} {i}"} for i in range(3) for w in WORDS]}
-    for name, table in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in table))
+    write_rows(folder)
     made = Place(folder=folder, base=save_tiny(folder / "base"), live={}, before={})
     with pytest.MonkeyPatch.context() as patch:
         own_cache(patch, folder / "cache")
