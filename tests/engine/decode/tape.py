@@ -80,7 +80,7 @@ def attention(query, key, value, keys, values, slots, positions, width, *, scali
     idle rows write to the spare column."""
     keys[slots, :, positions] = key[:, :, 0].to(keys.dtype)
     values[slots, :, positions] = value[:, :, 0].to(values.dtype)
-    visible = torch.arange(width) <= positions[:, None]
+    visible = torch.arange(width, device=positions.device) <= positions[:, None]
     visible = visible if mask is None else visible & mask
     scores = query.float().unflatten(1, (keys.shape[1], -1))[..., 0, :] @ keys[slots, :, :width].float().mT * scaling
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
