@@ -78,6 +78,8 @@ def _main(argv: list[str]) -> int:
     except Exception as error:
         if lost := _lost_process(error):  # first: its text may name any error of the system's
             return _fail(1, lost)
+        if short := _shortage(error):  # where nobody below knew a better advice
+            return _fail(2, short)
         if found := refusal(error):  # wherever a file was written
             where = f" ({error.filename})" if getattr(error, "filename", None) else ""
             return _fail(2, error_line(UserError(f"{found.words}{where}; {found.remedy}, and the same command goes on "
@@ -94,6 +96,16 @@ def _lost_process(error: Exception) -> str | None:
     from hybrid_rlhf.core.failure import lost_process
 
     return lost_process(error)
+
+
+def _shortage(error: Exception) -> str | None:
+    """One line where `error` says that memory ran out: what was going on, and what would help; else None."""
+    from hybrid_rlhf.core import activity
+    from hybrid_rlhf.core.out_of_memory import SMALLER, is_out_of_memory
+
+    if not is_out_of_memory(error):
+        return None
+    return error_line(UserError(f"out of memory{f' ({activity.now()})' if activity.now() else ''}; {SMALLER}"))
 
 
 def _is_one_of_several() -> bool:
