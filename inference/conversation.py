@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
+from hybrid_rlhf.core.accelerator import keep_within_card
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import device
 from hybrid_rlhf.core.given_paths import expanded
@@ -147,6 +148,7 @@ def open_conversation(path: str, sampling: SamplingConfig, seed: int = 0, system
 
 def load_to_chat(path: str) -> nn.Module:
     """The causal model at `path`, on the device."""
+    keep_within_card()
     with explained(f"while loading {path}", "close what else uses the device, or take a smaller model"):
         return load_causal_lm(ModelConfig(model_name_or_path=path), device())
 
