@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 
 from hybrid_rlhf.api_inputs import Rows, dotted, rewards_of, rows_of, words
+from hybrid_rlhf.core.allocator import grow_segments
 from hybrid_rlhf.core.config import UserError, check, nearest, parse
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
@@ -35,6 +36,7 @@ class Training:
     def __init__(self, stage: str, model: object = None, train_dataset: object = None, reward_funcs: object = None,
                  output_dir: str | PurePath | None = None, settings: Mapping | None = None,
                  options: Mapping | None = None) -> None:
+        grow_segments()  # of use where nothing is on the card yet
         with _one_line():
             check(int(os.environ.get("WORLD_SIZE", 1)) == 1,
                   "a run in several processes needs its functions by name in each; use train.py --stage under torchrun")
@@ -55,8 +57,10 @@ class Training:
     def train(self) -> dict[str, float]:
         """Train, or go on with an unfinished run of this folder; returns the final metrics. A run that finished with
         these settings is left as it is."""
+        from hybrid_rlhf.core.accelerator import keep_within_card
         from hybrid_rlhf.rewards.functions import handed_over
 
+        keep_within_card()
         with _one_line(), lasting_streams(), handed_over(self.functions):
             if isinstance(self._rows, Rows):
                 self._rows.write(self.output_dir)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from hybrid_rlhf import __version__
+from hybrid_rlhf.core.allocator import grow_segments
 from hybrid_rlhf.core.config import UserError, check, nearest, parse
 from hybrid_rlhf.core.disk import refusal
 from hybrid_rlhf.core.lasting_streams import lasting_streams
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     argv = [word for word in given if not word.startswith("--local_rank=")]  # deepspeed's launcher adds it
     quiet_libraries()
+    grow_segments()  # before anything of torch's is there
     if argv == ["--version"]:
         print(f"hybrid-rlhf {__version__}")
         return 0
@@ -78,6 +80,8 @@ def _main(argv: list[str]) -> int:
     except Exception as error:
         if lost := _lost_process(error):  # first: its text may name any error of the system's
             return _fail(1, lost)
+        if short := _shortage(error):  # where nobody below knew a better advice
+            return _fail(2, short)
         if found := refusal(error):  # wherever a file was written
             where = f" ({error.filename})" if getattr(error, "filename", None) else ""
             return _fail(2, error_line(UserError(f"{found.words}{where}; {found.remedy}, and the same command goes on "
@@ -94,6 +98,16 @@ def _lost_process(error: Exception) -> str | None:
     from hybrid_rlhf.core.failure import lost_process
 
     return lost_process(error)
+
+
+def _shortage(error: Exception) -> str | None:
+    """One line where `error` says that memory ran out: what was going on, and what would help; else None."""
+    from hybrid_rlhf.core import activity
+    from hybrid_rlhf.core.out_of_memory import SMALLER, is_out_of_memory
+
+    if not is_out_of_memory(error):
+        return None
+    return error_line(UserError(f"out of memory{f' ({activity.now()})' if activity.now() else ''}; {SMALLER}"))
 
 
 def _is_one_of_several() -> bool:
@@ -156,9 +170,7 @@ def _train(argv: list[str]) -> int:
         config, code = _plan(config, switches)
         if code or switches["plan"]:
             return code
-        _hold_little()
-    else:
-        _hold_freed()
+    _prepare_device(is_bounded=switches["memory"] is not None)
     if switches["check_signal"]:
         stage.check_signal(config)
         return 0
@@ -186,17 +198,17 @@ def _plan(config: object, switches: dict) -> tuple[object, int]:
     return carry_out(config, memory=memory, only_plan=switches["plan"], cards=cards)
 
 
-def _hold_little() -> None:
-    """Where memory was named, it counts for more than the time that the system takes to map blocks again."""
-    from hybrid_rlhf.core.allocator import give_back_freed_blocks
+def _prepare_device(*, is_bounded: bool) -> None:
+    """How this process gets and gives back memory. On a CPU, where memory was named it counts for more than the time
+    that the system takes to map blocks again. Beside a card the computer's memory is for loading and for what waits
+    there: what is freed goes back."""
+    from hybrid_rlhf.core.accelerator import keep_within_card
+    from hybrid_rlhf.core.allocator import give_back_freed_blocks, keep_freed_blocks
+    from hybrid_rlhf.core.distributed import device
 
-    give_back_freed_blocks()
-
-
-def _hold_freed() -> None:
-    from hybrid_rlhf.core.allocator import keep_freed_blocks
-
-    keep_freed_blocks()
+    if device().type == "cpu":
+        (give_back_freed_blocks if is_bounded else keep_freed_blocks)()
+    keep_within_card()
 
 
 def _run(stage: ModuleType, config: object, command: str) -> int:

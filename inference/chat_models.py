@@ -17,13 +17,12 @@ from pathlib import Path
 import torch
 
 from hybrid_rlhf.core.config import UserError, check
-from hybrid_rlhf.core.distributed import device
 from hybrid_rlhf.engine.decode.admission import stop_ids
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.hybrid import HybridEngine
-from hybrid_rlhf.inference.conversation import Conversation, check_can_chat, open_conversation
+from hybrid_rlhf.inference.conversation import Conversation, check_can_chat, load_to_chat, open_conversation
 from hybrid_rlhf.models.adapters import Adapters
-from hybrid_rlhf.models.load import ModelConfig, load_causal_lm, max_positions
+from hybrid_rlhf.models.load import max_positions
 from hybrid_rlhf.models.lora import base_of, is_adapter, load_adapter
 from hybrid_rlhf.models.merging import adapted_weight
 from hybrid_rlhf.models.tokenizer import load_tokenizer
@@ -109,7 +108,7 @@ def _on_one_base(root: str, members: dict[str, Chain], places: dict[str, str], s
                  system: str | None) -> dict[str, Conversation]:
     """Conversations over one load of `root`. A model that its adapters do not give is left out: it is loaded itself."""
     tokenizers = {name: load_tokenizer(places[name]) for name in members}
-    model = load_causal_lm(ModelConfig(model_name_or_path=root), device())
+    model = load_to_chat(root)
     size = model.get_input_embeddings().num_embeddings
     members = {name: chain for name, chain in members.items() if len(tokenizers[name]) <= size}
     folders = list(dict.fromkeys(folder for chain in members.values() for folder in chain.adapters))

@@ -9,14 +9,17 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from torch import nn
+
+from hybrid_rlhf.core.accelerator import keep_within_card
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import device
 from hybrid_rlhf.core.given_paths import expanded
+from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.data.chat import SkipRow, encode_prompt
 from hybrid_rlhf.data.transcripts import clean
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
-from hybrid_rlhf.engine.device_memory import explained
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.inference.detokenizer import pieces
 from hybrid_rlhf.models.complete import few
@@ -72,7 +75,7 @@ class Conversation:
         given: list[str] = []
         is_complete = False
         try:
-            with explained("this conversation", _FEWER), closing(self._stream()) as stream:
+            with explained("in this conversation", _FEWER), closing(self._stream()) as stream:
                 for piece in stream:
                     given.append(piece)
                     yield piece
@@ -137,10 +140,17 @@ def open_conversation(path: str, sampling: SamplingConfig, seed: int = 0, system
     check_can_chat(path)
     tokenizer = load_tokenizer(path)
     check(bool(tokenizer.chat_template), f"{path} has no chat template; a model trained here (--stage sft) saves one")
-    model = load_causal_lm(ModelConfig(model_name_or_path=path), device())
+    model = load_to_chat(path)
     engine = HybridEngine.for_inference(model, tokenizer)
     _check_rows(path, tokenizer, model.get_input_embeddings().num_embeddings, engine.eos_ids)
     return Conversation(engine, tokenizer, sampling, seed=seed, system=system, max_positions=max_positions(model))
+
+
+def load_to_chat(path: str) -> nn.Module:
+    """The causal model at `path`, on the device."""
+    keep_within_card()
+    with explained(f"while loading {path}", "close what else uses the device, or take a smaller model"):
+        return load_causal_lm(ModelConfig(model_name_or_path=path), device())
 
 
 def _check_rows(path: str, tokenizer, size: int, eos_ids: Collection[int]) -> None:  # noqa: ANN001

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from hybrid_rlhf.core.accelerator import device_line
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.distributed import device, is_main
 from hybrid_rlhf.data import datasets
@@ -31,9 +32,9 @@ PLACEHOLDERS = {"reward": "PAIRS.jsonl", "ppo": "PROMPTS.jsonl"}  # where the ru
 
 def before(record: runfile.RunRecord, config: object, engines: Mapping[str, HybridEngine], start: str, num_steps: int,
            loader: Loader) -> None:
-    """Print the lines of the model, of the settings that go by the method, and of the run; the report begins with them.
-    engines: what is trained, by role; start: the run or model that it starts from."""
-    lines = [_model_line(config, engines, start), f"settings: {defaults.told(config)}",
+    """Print the lines of the model, of the device, of the settings that go by the method, and of the run; the report
+    begins with them. engines: what is trained, by role; start: the run or model that it starts from."""
+    lines = [_model_line(config, engines, start), device_line(), f"settings: {defaults.told(config)}",
              _run_line(config, num_steps, loader)]
     record.facts["header"] = [*record.facts.get("header", []), *lines]
     record.write()

@@ -14,6 +14,7 @@ from torch import nn
 
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import device, is_main, world_size
+from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.engine import HybridEngine, ZeroConfig
 from hybrid_rlhf.engine.train.zero_config import lowest_stage
 from hybrid_rlhf.models import load
@@ -198,6 +199,19 @@ class Backbone:
         return BackboneWithHead(self.model.base_model, self.heads[role]) if self.is_frozen else self.model
 
 
+def _lay_out(engine: HybridEngine, role: str, group: tuple[str, ...], parts: RoleInputs,
+             num_updates: Mapping[str, int], base: Backbone) -> None:
+    """Put a role's engine under its optimizer, cut its weights, let it wait elsewhere: as its settings say."""
+    if role in TRAINED:
+        engine.prepare_training(builders.optimizer_of(parts.train, parts.roles[role].learning_rate),
+                                builders.schedule_of(parts.train, num_updates[role]), layout_of(parts, role),
+                                base.parameters(role))
+    elif layout_of(parts, role).zero_stage == 3 and not set(group) & set(TRAINED):
+        engine.prepare_frozen(layout_of(parts, role))
+    if parts.roles[role].offload:
+        engine.offload_when_idle()
+
+
 def build(parts: RoleInputs, starts: dict[str, Start], layout: Layout, tokenizer,  # noqa: ANN001
           num_updates: Mapping[str, int], scale: Scale | None, reward_tokenizer=None,  # noqa: ANN001
           ) -> tuple[Roles, Reward | None]:
@@ -213,7 +227,8 @@ def build(parts: RoleInputs, starts: dict[str, Start], layout: Layout, tokenizer
     is_copy = head is not None and "critic" in starts and starts["critic"].head == head
     for group in layout.bases:
         own = reward_tokenizer if reward_tokenizer is not None and group == ("reward",) else tokenizer
-        base = Backbone(group, parts, starts, layout, own)
+        with explained(f"while loading the model of {' and '.join(group)}"):
+            base = Backbone(group, parts, starts, layout, own)
         for role in group:
             if role in ("actor", "ref"):
                 tp = (parts.roles.actor.tp or 1) if role == "actor" else 1
@@ -221,14 +236,8 @@ def build(parts: RoleInputs, starts: dict[str, Start], layout: Layout, tokenizer
             else:
                 numbers = (scale.mean, scale.std) if role == "critic" and is_copy and scale else ()
                 engine = builders.scalar_engine(base.scalar(role), own, *numbers, adapter=base.turn(role))
-            if role in TRAINED:
-                engine.prepare_training(builders.optimizer_of(parts.train, parts.roles[role].learning_rate),
-                                        builders.schedule_of(parts.train, num_updates[role]), layout_of(parts, role),
-                                        base.parameters(role))
-            elif layout_of(parts, role).zero_stage == 3 and not set(group) & set(TRAINED):
-                engine.prepare_frozen(layout_of(parts, role))
-            if parts.roles[role].offload:
-                engine.offload_when_idle()
+            with explained(f"while {'making the optimizer of' if role in TRAINED else 'placing'} the {role}"):
+                _lay_out(engine, role, group, parts, num_updates, base)
             engines[role] = engine
     tokens = {role: layout_of(parts, role).micro_batch_tokens for role in ROLES}
     return (Roles(Actor(engines["actor"], tokenizer, tokens["actor"]),

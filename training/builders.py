@@ -17,6 +17,7 @@ from torch import nn
 from hybrid_rlhf.algorithms.schedule import learning_rate_factor
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import consecutive_ranks, device, init_process_group, is_main, rank, world_size
+from hybrid_rlhf.core.out_of_memory import SMALLER, explained
 from hybrid_rlhf.data import chat, datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
@@ -39,6 +40,9 @@ from hybrid_rlhf.training.plain_prompts import tell_other_form
 from hybrid_rlhf.training.registry import PTX, STAGES
 
 MODEL_FOLDER = "model"
+# What to do where there was memory for the training and is none for the export.
+EXPORT_LATER = ("the training is kept in the last checkpoint: close what else uses the memory, and the same command "
+                f"goes on with the export. For the next run, {SMALLER}")
 
 
 def parent_run(given: str | None, output_dir: str, stage: str, option: str) -> str:
@@ -154,6 +158,7 @@ def prepare(model: nn.Module, config: ModelConfig, tokenizer) -> list[int]:  # n
     return found
 
 
+@explained("while loading the model")
 def open_policy(model: ModelConfig, tokenizer, seed: int, *, dropout: bool) -> nn.Module:  # noqa: ANN001
     """The causal model of a stage, adapters on if asked for, ready for an engine."""
     check_dtype(model)
@@ -169,6 +174,7 @@ def open_policy(model: ModelConfig, tokenizer, seed: int, *, dropout: bool) -> n
     return without_dropout(causal)
 
 
+@explained("while loading the model")
 def open_scalar(model: ModelConfig, tokenizer, *, new_head_std: float | None = None) -> nn.Module:  # noqa: ANN001
     """A model with a scalar head from `model.model_name_or_path`; with LoRA the head is trained in full."""
     check_dtype(model)

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import is_main, main_first
+from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.data.source import Reads
@@ -174,7 +175,7 @@ def run(make_trainer: Callable[[RunContext], Trainer], config: Config, command: 
 
 def _leave(roles: Roles, opened: RunContext, config: Config, folder: str) -> None:
     engine = roles.actor.engine
-    with engine.active():
+    with explained("while exporting", builders.EXPORT_LATER), engine.active():
         export(engine.model, opened.tokenizer, Path(config.output_dir) / folder, engine.eos_ids)
 
 

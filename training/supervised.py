@@ -11,6 +11,7 @@ from torch import nn
 
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import main_first
+from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.data import datasets
 from hybrid_rlhf.data.datasets import DataConfig, StageData
 from hybrid_rlhf.data.source import Reads
@@ -96,7 +97,7 @@ def run(config: Config, command: str, reads: Reads, start: Start, collation: Col
         announce.before(record, config, {learner.role: learner.engine}, base, steps, loader)
         metrics = fit(learner.trainer, loader, held_out, config.train, record, steps, learner.answers)
         facts = learner.facts()
-        with learner.engine.active():
+        with explained("while exporting", builders.EXPORT_LATER), learner.engine.active():
             export(learner.model, tokenizer, Path(config.output_dir) / builders.MODEL_FOLDER, learner.ends)
         record.finish(metrics, tokenizer=tokenizer, base_model=base, data=data.report, **facts)
     return metrics
@@ -112,5 +113,6 @@ def start_from_sft(config: Config, what: str) -> tuple[str, ModelConfig]:
 
 def prepare_training(engine: HybridEngine, config: Config, steps: int) -> None:
     """Put the optimizer of the run's settings on an engine."""
-    engine.prepare_training(builders.optimizer_of(config.train, config.train.learning_rate),
-                            builders.schedule_of(config.train, steps), config.engine)
+    with explained("while making the optimizer"):
+        engine.prepare_training(builders.optimizer_of(config.train, config.train.learning_rate),
+                                builders.schedule_of(config.train, steps), config.engine)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
+from hybrid_rlhf.core.allocator import is_wsl
 from hybrid_rlhf.core.config import UserError, command_flags, parse_command
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
@@ -116,9 +117,11 @@ def _kernels(compile_kernels: bool) -> Iterator[Finding]:
 def _device() -> Iterator[Finding]:
     import torch
 
+    from hybrid_rlhf.core.accelerator import WSL_SHARE, why_no_card
+
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
-        yield Finding("GPU", "warning", f"none seen by torch {torch.__version__}: runs use the CPU",
+        yield Finding("GPU", "warning", f"none that can be used, runs take the CPU: {why_no_card()}",
                       "" if built else "with an NVIDIA card, install a CUDA build: pip install torch --index-url "
                                        "https://download.pytorch.org/whl/cu130")
         return
@@ -130,6 +133,11 @@ def _device() -> Iterator[Finding]:
                       f"{torch.cuda.get_device_name(index)}, {_gib(free)} of {_gib(total)} free, "
                       f"capability {major}.{minor}",
                       "" if has_bf16 else "no bf16 on this card: give --model.dtype float16")
+    if is_wsl():
+        yield Finding("WSL2", "warning", f"runs take at most {WSL_SHARE:.0%} of the memory that is free on the card "
+                      "when they start: beyond it Windows lends the computer's own, many times slower, and Linux none",
+                      "close Windows programs that use the card; in NVIDIA's control panel, 'CUDA - Sysmem Fallback "
+                      "Policy: Prefer No Sysmem Fallback' makes Windows say no as well")
 
 
 def _memory() -> Iterator[Finding]:

@@ -6,12 +6,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _listeners: list[Callable[[str], None]] = []
+_now = "starting"
 
 
 def doing(text: str) -> None:
     """Say what begins now ("sampling", "epoch 2 of 4"); "" when it is over. Costs nothing where nobody listens."""
+    global _now
+    _now = text
     for listener in _listeners:
         listener(text)
+
+
+def now() -> str:
+    """What was said last; "starting" before anything was."""
+    return _now
 
 
 def epochs(count: int) -> Iterator[int]:

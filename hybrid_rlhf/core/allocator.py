@@ -1,13 +1,41 @@
-"""How the C library gives memory back on a CPU."""
+"""How memory is got and given back: by the C library on a CPU, by torch's allocator on a card."""
 
 from __future__ import annotations
 
 import ctypes
+import os
+import platform
 import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
 _MOST_BLOCKS = 65536  # mapped by themselves: glibc's default
 _THRESHOLD = 2**17  # bytes: glibc begins with it, and raises it unless it is set
+
+# Variables that torch 2.11 to 2.13 reads its allocator's settings from, the first that is there. The first is the old
+# name; HIP's is read by builds for ROCm.
+CONFIGURED_BY = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def is_wsl() -> bool:
+    """Whether this Linux runs inside Windows, whose driver manages the card's memory."""
+    return "microsoft" in platform.uname().release.lower()
+
+
+def grow_segments() -> bool:
+    """Let torch's allocator on a card grow its segments instead of adding more: lengths differ from batch to batch, and
+    pieces of many sizes leave holes that no later tensor fits. Returns whether that was set.
+
+    To be called before the first tensor on a card: torch reads the variable once. A variable of the user's stays as it
+    is, and so does everything on WSL2, where mapping memory piece by piece fails on some drivers (pytorch issue
+    192330), and on other systems, which have none of it. CUDA graphs need nothing more: their private pools have
+    segments of the old kind in some releases of torch and growing ones in others, and either keeps its addresses.
+    """
+    if not sys.platform.startswith("linux") or is_wsl():
+        return False
+    if any(name in os.environ for name in CONFIGURED_BY):
+        return False
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    return True
 
 
 def give_back_freed_blocks() -> bool:

@@ -1,4 +1,4 @@
-"""Memory in use: the peak of each phase, how running out of it is recognised, what is given back before another try."""
+"""Memory in use: the peak of each phase, and what is given back before another try."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.core.out_of_memory import is_out_of_memory
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # of Linux; elsewhere there is no peak
 
@@ -80,30 +81,12 @@ def peak_in(metrics: Metrics, name: str, device: torch.device) -> Iterator[None]
         metrics.add_spread(f"memory/{name}", torch.tensor([found[0]], dtype=torch.float64), "max")
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that an allocation failed, on an accelerator or on the CPU."""
-    from accelerate.utils.memory import should_reduce_batch_size
-
-    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
-
-
 def release() -> None:
     """Collect what a failed pass left behind and give cached blocks back to the device. Call it outside `except`,
     for a caught exception holds the frames that hold the tensors."""
     from accelerate.utils.memory import clear_device_cache
 
     clear_device_cache(garbage_collection=True)
-
-
-@contextmanager
-def explained(what: str, advice: str) -> Iterator[None]:
-    """Within the block, running out of memory is a UserError that names `what` and gives `advice`."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise UserError(f"out of memory in {what}; {advice}") from error
 
 
 def fewer_slots(num_slots: int, capacity: int, error: BaseException) -> int:

@@ -16,6 +16,7 @@ import torch
 
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.given_paths import check_file
+from hybrid_rlhf.core.out_of_memory import is_out_of_memory
 from hybrid_rlhf.core.strict_json import loads, why
 
 CONFIG = "config.json"
@@ -171,6 +172,8 @@ def refusing(what: str, hint: str, files: Collection[Path] = ()) -> Iterator[Non
         raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of Rust: no Exception
+            raise
+        if is_out_of_memory(error):  # no fault of the files
             raise
         for path in files:
             if path.exists():

@@ -17,6 +17,7 @@ from hybrid_rlhf.core.config import check, nearest
 from hybrid_rlhf.core.hub import stay_offline_if_unreachable
 from hybrid_rlhf.models import complete, folder_files, quantize, weights
 from hybrid_rlhf.models.lora import LoraConfig, check_targets
+from hybrid_rlhf.models.transformers_compat import shortage_passes
 
 _LOADABLE = "give a model that this release of transformers loads"
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
@@ -191,7 +192,10 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, is_new: bo
         skip = ["score"] if "num_labels" in extra else None  # None: transformers' own rule, which spares the head
         extra |= {"device_map": {"": device}, "quantization_config": transformers.BitsAndBytesConfig(
             **quantize.SETTINGS[config.quantize], **compute, llm_int8_skip_modules=skip)}
-    with _only_errors(), folder_files.refusing(  # "score.weight newly initialized" is what we want, not a warning
+    elif device.type == "cuda":  # tensor by tensor, as it is read: the host never holds the model
+        extra["device_map"] = {"": device}
+    # no warnings: "score.weight newly initialized" is what we want
+    with _only_errors(), shortage_passes(), folder_files.refusing(
             f"cannot load {path} by {auto_class}", _LOADABLE, folder_files.model_files(path)):
         model, info = getattr(transformers, auto_class).from_pretrained(
             path, dtype=dtype, trust_remote_code=config.trust_remote_code, output_loading_info=True,

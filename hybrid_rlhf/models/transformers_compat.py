@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.core.compat import Dependency
+from hybrid_rlhf.core.out_of_memory import is_out_of_memory
 
 TRANSFORMERS = Dependency("transformers", checked="5.23.0")
 
@@ -90,6 +91,35 @@ def sdpa_replaced(attention: Callable) -> Iterator[None]:
         yield
     finally:
         attentions["sdpa"] = original
+
+
+@contextmanager
+def shortage_passes() -> Iterator[None]:
+    """Within the block an allocation that fails while transformers quantises or joins weights is raised as it is. Else
+    it is noted, and the end is an error that tells of weights that could not be converted."""
+    owner, name = TRANSFORMERS.module("transformers.core_model_loading"), "log_conversion_errors"
+    noting = TRANSFORMERS.part(owner, name)
+
+    @contextmanager
+    def passing(*given: object, **named: object) -> Iterator[None]:
+        short = None
+        try:
+            with noting(*given, **named):
+                try:
+                    yield
+                except Exception as error:
+                    short = error if is_out_of_memory(error) else None
+                    raise
+        except Exception:
+            if short is not None:
+                raise short from None
+            raise
+
+    setattr(owner, name, passing)
+    try:
+        yield
+    finally:
+        setattr(owner, name, noting)
 
 
 def never_packed() -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybrid_rlhf.core.config import check, nearest
 from hybrid_rlhf.core.distributed import device
+from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.core.tensors import length_mask, pad_right
 from hybrid_rlhf.data.chat import Text
 from hybrid_rlhf.models import load
@@ -68,7 +69,8 @@ class ClassifierSource:
         if self.model is not None:
             return
         self.tokenizer = load_tokenizer(self.path)
-        self.model = load.load_classifier(self._settings, device())
+        with explained(f"while loading the reward model {self.path}"):
+            self.model = load.load_classifier(self._settings, device())
         load.prepare(self.model, self._settings, len(self.tokenizer))
         self.model.config.pad_token_id = self.tokenizer.pad_token_id
         self.model.eval().requires_grad_(False)

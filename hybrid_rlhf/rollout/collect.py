@@ -15,6 +15,7 @@ from hybrid_rlhf.algorithms.reward_signal import RewardSignal
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.errors import UserError, present
 from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.engine.device_memory import peak_in
 from hybrid_rlhf.rewards import RewardSource, checked_scores, part_scores
@@ -37,12 +38,13 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
     old_logprobs, start = old_logprobs or OldLogprobs("recompute"), time.perf_counter()
     activity.doing(f"sampling {len(prompts) * sampling.num_samples} responses")
     peak = partial(peak_in, metrics, device=roles.actor.engine.device)
-    with peak("actor/generate"), metrics.timer("generate"), roles.actor.inference():
+    with (explained("while generating"), peak("actor/generate"), metrics.timer("generate"),
+          roles.actor.inference()):
         rollout = roles.actor.generate(prompts.repeat(sampling.num_samples), sampling, seed)
     metrics.add("engine/tokens_per_second", rollout.action_mask.sum() / (time.perf_counter() - start))
     metrics.add("engine/kv_bytes", roles.actor.engine.kv_bytes)
     activity.doing("scoring the responses")
-    with metrics.timer("score"):
+    with explained("while scoring"), metrics.timer("score"):
         with peak("actor/score"):
             rollout.logprobs = old_logprobs.logprobs(rollout, roles.actor, metrics)  # (B, R)
         if roles.ref:
@@ -76,7 +78,8 @@ def _observe_groups(rollout: Rollout, group_size: int, metrics: Metrics) -> None
 @torch.no_grad()
 def measure_values(rollout: Rollout, roles: Roles, metrics: Metrics) -> None:
     """Fill in the critic's values; metrics receives time and peak memory."""
-    with metrics.timer("score"), peak_in(metrics, "critic/score", roles.actor.engine.device):
+    device = roles.actor.engine.device
+    with explained("while scoring"), metrics.timer("score"), peak_in(metrics, "critic/score", device):
         rollout.values = present(roles.critic, "the critic").values(rollout)  # (B, R)
 
 

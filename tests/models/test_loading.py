@@ -134,3 +134,34 @@ def test_saved_weights_may_be_read_by_whoever_may_read_the_settings_beside_them(
     (tmp_path / "model.safetensors").touch(mode=0o600)
     share_as(tmp_path / "config.json")
     assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode
+
+
+def test_memory_that_runs_out_while_weights_are_quantised_is_told_as_that(tmp_path, monkeypatch):
+    """transformers notes such errors and ends with one that tells of a file that it could not convert."""
+    from transformers.integrations import bitsandbytes
+
+    def full(*_given, **_named):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB.")
+
+    folder = save_tiny(tmp_path / "model")
+    monkeypatch.setattr(bitsandbytes.Bnb4bitQuantize, "convert", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        load.load_causal_lm(ModelConfig(folder, load_in_4bit=True))
+
+
+def test_a_model_for_a_card_is_read_onto_it_and_on_a_cpu_as_ever(tmp_path, monkeypatch):
+    """Tensor by tensor: else all of it is in the computer's memory before it is moved."""
+    import transformers
+
+    given, read = [], transformers.AutoModelForCausalLM.from_pretrained
+
+    def noted(*places, **named):
+        given.append(named.pop("device_map", None))
+        return read(*places, **named)
+
+    folder = save_tiny(tmp_path / "model")
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", noted)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, _device: module)
+    for device in (torch.device("cuda", 1), torch.device("cpu")):
+        load.load_causal_lm(ModelConfig(folder), device)
+    assert given == [{"": torch.device("cuda", 1)}, None]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hybrid_rlhf import cli
+from hybrid_rlhf.core.accelerator import device_line
 from hybrid_rlhf.core.config import parse
 from hybrid_rlhf.models.lora import add_lora
 from hybrid_rlhf.run.runfile import RunRecord
@@ -113,6 +114,7 @@ def test_before_the_first_step_stand_what_is_trained_of_the_model_and_how_long_t
     assert json.loads((tmp_path / "run.json").read_text())["facts"]["header"] == ["data: 20 rows", *lines]
     assert lines == [
         "model: base; trained: 200 of 30,200 parameters by LoRA of rank 4; float32 on " + announce.device().type,
+        device_line(),
         "settings: train.learning_rate 0.0001, train.num_train_epochs 2.5",
         "run: 25 steps of 16 rows (2.5 epochs), at most 1:30, to outputs/sft"]
     held = replace(config, model=replace(config.model, load_in_4bit=True))
@@ -120,7 +122,7 @@ def test_before_the_first_step_stand_what_is_trained_of_the_model_and_how_long_t
     assert "; 4bit base (100% of it left in float32) on " in capsys.readouterr().err
     engine.training = SimpleNamespace(parameters=dict(module.named_parameters()))
     announce.before(record, config, {"actor": engine, "critic": engine}, "base", 10, loader)
-    first, _, last = capsys.readouterr().err.splitlines()
+    first, *_, last = capsys.readouterr().err.splitlines()
     assert "trained: actor all 30,200 parameters, critic all 30,200 parameters" in first
     assert "10 steps of 16 rows (1 epoch)" in last
 

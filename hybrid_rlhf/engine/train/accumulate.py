@@ -9,7 +9,7 @@ in `engine.oom_limits`, phase -> most tokens, for later steps and for checkpoint
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import isfinite
 from typing import NamedTuple, TypeVar
 
@@ -19,8 +19,9 @@ from torch import Tensor
 from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.errors import CRITIC_CURE, NotFinite, UserError
 from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.core.out_of_memory import explained, is_out_of_memory
 from hybrid_rlhf.core.tensors import prefix_groups_within, token_budget_groups
-from hybrid_rlhf.engine.device_memory import explained, is_out_of_memory, peak_in, release
+from hybrid_rlhf.engine.device_memory import peak_in, release
 from hybrid_rlhf.engine.hybrid import HybridEngine
 
 Found = TypeVar("Found")
@@ -52,6 +53,11 @@ def accumulate(engine: HybridEngine, max_tokens: int, *minibatch: Rows) -> Metri
     the peak of memory in bytes. Raises UserError where a single row does not fit in memory, and whatever a loss raises;
     no gradient is left behind.
     """
+    with explained(f"while updating the {engine.name}"):
+        return _accumulated(engine, max_tokens, minibatch)
+
+
+def _accumulated(engine: HybridEngine, max_tokens: int, minibatch: Sequence[Rows]) -> Metrics:
     training, learning_rate = engine.training, engine.training.learning_rate
     while True:
         budget, metrics, lengths = token_budget(engine, UPDATE, max_tokens), Metrics(), None
@@ -83,7 +89,7 @@ def accumulate(engine: HybridEngine, max_tokens: int, *minibatch: Rows) -> Metri
 
 def _optimizer_step(engine: HybridEngine) -> float:
     """The norm of the gradient before clipping."""
-    with explained(f"the {engine.name}'s optimizer step", "its state does not fit: train fewer weights "
+    with explained(f"in the {engine.name}'s optimizer step", "its state does not fit: train fewer weights "
                    "(model.lora.r) or take a smaller model"):
         return engine.training.step()
 
