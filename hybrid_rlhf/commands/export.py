@@ -110,8 +110,8 @@ def _write(source: Path, base: str | None, folder: Path, record: RunRecord | Non
     from hybrid_rlhf.export.folder import dtype_to_write, in_dtype
     from hybrid_rlhf.export.model_card import write_card
     from hybrid_rlhf.models.load import ModelConfig, configuration, load_causal_lm, load_scalar_model, prepare
-    from hybrid_rlhf.models.lora import load_adapter, lora_layers, task_of
-    from hybrid_rlhf.models.merging import merged_state_dict
+    from hybrid_rlhf.models.lora import load_adapter, task_of
+    from hybrid_rlhf.models.merging import plain_weights
     from hybrid_rlhf.models.saving import save
     from hybrid_rlhf.models.tokenizer import load_tokenizer
 
@@ -126,9 +126,9 @@ def _write(source: Path, base: str | None, folder: Path, record: RunRecord | Non
         load_adapter(model, source, "default")
     live = verify.answers(model, tokenizer)
     dtype = getattr(settings, "dtype", None) or torch.float32
-    state = merged_state_dict(model) if lora_layers(model) else model.state_dict()
-    dtype = dtype_to_write(model, state, dtype) if base else dtype
-    save(model, in_dtype(model, state, dtype), folder)
+    weights = plain_weights(model)
+    dtype = dtype_to_write(model, weights, dtype) if base else dtype
+    save(model, in_dtype(model, weights, dtype), folder)
     tokenizer.save_pretrained(folder)
     difference = verify.compare(live, folder, type(model).__name__, dtype)
     print(f"reloaded in a fresh process: tokens equal, logits within {difference:.2g} (relative)", file=sys.stderr)

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,7 +25,7 @@ from hybrid_rlhf.core.distributed import barrier, is_main
 from hybrid_rlhf.core.own_files import whole
 from hybrid_rlhf.engine.train.zero import gathered
 from hybrid_rlhf.models.lora import lora_layers, save_adapter
-from hybrid_rlhf.models.merging import merged_state_dict
+from hybrid_rlhf.models.merging import Weight, plain_weights
 from hybrid_rlhf.models.quantize import multiplying_by, quantized_layers
 from hybrid_rlhf.models.saving import original_weights, reload_like, save, share_as, share_kept
 from hybrid_rlhf.models.transformers_compat import kept_in_fp32
@@ -89,26 +91,26 @@ def has_quantized_values(run: str | Path) -> bool:
 
 def _write(model: nn.Module, tokenizer, folder: Path, eos_ids: list[int]) -> torch.dtype:  # noqa: ANN001
     """Returns the dtype of the weights."""
-    state = merged_state_dict(model) if lora_layers(model) else model.state_dict()
+    weights = plain_weights(model)
     settings = getattr(model, "generation_config", None)
     if settings is not None:
         settings.eos_token_id = eos_ids if len(eos_ids) > 1 else eos_ids[0]
         settings.pad_token_id = tokenizer.pad_token_id
     model.config.pad_token_id = tokenizer.pad_token_id
     model.config.eos_token_id = tokenizer.eos_token_id
-    dtype = dtype_to_write(model, state, getattr(model, "file_dtype", None) or model.dtype)
-    save(model, in_dtype(model, state, dtype), folder)
+    dtype = dtype_to_write(model, weights, getattr(model, "file_dtype", None) or model.dtype)
+    save(model, in_dtype(model, weights, dtype), folder)
     tokenizer.save_pretrained(folder)
     return dtype
 
 
-def dtype_to_write(model: nn.Module, state: dict[str, Tensor], wanted: torch.dtype) -> torch.dtype:
+def dtype_to_write(model: nn.Module, weights: Mapping[str, Weight], wanted: torch.dtype) -> torch.dtype:
     """`wanted`, or the dtype that `model` is held in: where that is no wider, and where `wanted` would lose more than a
     tenth of what was learned, which is said."""
     held = model.dtype
     if wanted.itemsize >= held.itemsize:
         return held
-    kept = share_kept(model, state, wanted)
+    kept = share_kept(model, weights, wanted)
     if kept < LEAST_KEPT:
         _log.warning("exported in %s: rounded to the base's %s, %.0f%% of what was learned would be left",
                      *(str(d).removeprefix("torch.") for d in (held, wanted)), 100 * max(0.0, kept))
@@ -116,24 +118,24 @@ def dtype_to_write(model: nn.Module, state: dict[str, Tensor], wanted: torch.dty
     return wanted
 
 
-def in_dtype(model: nn.Module, state: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """`state` with its numbers in `dtype`, but for what `model` holds in another than its own or transformers would
-    load in fp32 (a router's bias); tied weights stay one tensor."""
-    made: dict[int, Tensor] = {}
+def in_dtype(model: nn.Module, weights: Mapping[str, Weight], dtype: torch.dtype) -> dict[str, Weight]:
+    """`weights` with their numbers in `dtype`, but for what `model` holds in another than its own or transformers would
+    load in fp32 (a router's bias)."""
     is_kept = kept_in_fp32(model, dtype)
-    return {k: made.setdefault(v.data_ptr(), v.to(dtype)) if v.dtype == model.dtype and v.numel() and not is_kept(k)
-            else v for k, v in state.items()}
+    return {k: w if w.like.dtype != model.dtype or is_kept(k) else
+            replace(w, like=w.like.to(dtype), make=lambda make=w.make: make().to(dtype)) for k, w in weights.items()}
 
 
 @torch.no_grad()
 def _logits(model: nn.Module) -> Tensor:
-    """What a model says of one fixed row, in fp32: of some tokens, and of the last, which may be added ones."""
+    """What a model says of one fixed row, in fp32 on the CPU: of some tokens, and of the last, which may be added ones.
+    """
     vocab = model.get_input_embeddings().num_embeddings
     ids = torch.cat([(torch.arange(24) * 7 + 5) % vocab, torch.arange(vocab)[-4:]])[None]
     ids = ids.to(next(model.parameters()).device)
     was_training = model.training
     model.eval()
-    logits = model(input_ids=ids, use_cache=False).logits.float()
+    logits = model(input_ids=ids, use_cache=False).logits.float().cpu()
     model.train(was_training)
     return logits
 
@@ -144,9 +146,9 @@ def _difference(one: Tensor, other: Tensor) -> float:
 
 def _compare(model: nn.Module, folder: Path, dtype: torch.dtype) -> Tensor:
     """The folder's logits, after they were found to be the live model's within the rounding of `dtype`, the folder's,
-    or of the live model's own."""
-    device = next(model.parameters()).device
-    live, again = _logits(model), _logits(reload_like(model, folder).to(device))
+    or of the live model's own. The folder is read into the CPU's memory: beside all that a run has left on its card,
+    that may have no room for a second model."""
+    live, again = _logits(model), _logits(reload_like(model, folder))
     bound = max(BOUNDS[dtype], BOUNDS[model.dtype])
     difference = _difference(live, again)
     if not difference <= bound:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,41 +13,69 @@ from hybrid_rlhf.models import added_rows, peft_compat, quantize
 from hybrid_rlhf.models.lora import lora_layers, plain_name
 
 
-@torch.no_grad()
-def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict `model` would have had without peft and quantisation, the active adapters merged; the model itself
-    is not touched.
+@dataclass(frozen=True)
+class Weight:
+    """One weight of a plain model that is not there as a whole. like: its shape and dtype, without memory; make: its
+    value, which may be a tensor of the live model; source: equal for weights that are tied to each other."""
+
+    like: Tensor
+    make: Callable[[], Tensor]
+    source: Hashable
+
+
+def plain_weights(model: nn.Module) -> dict[str, Weight]:
+    """The state dict that `model` would have had without peft and quantisation, the active adapters merged, each weight
+    made when it is asked for; the model itself is not touched.
 
     The product B A is formed and added in fp32, to the weight that the layers multiply by (dequantised where it is held
     in fewer bits), and rounded to the model's dtype once, so that nothing is lost but that one rounding.
     """
-    state = quantize.plain_state_dict(model, model.dtype)
-    state = {plain_name(k): v for k, v in state.items() if ".lora_" not in k and not added_rows.is_of_rows(k)}
-    state |= _rows_in_tables(model, state)
+    found = {plain_name(k): _held(v) for k, v in quantize.unpacked_state(model).items()
+             if ".lora_" not in k and not added_rows.is_of_rows(k)}
+    for name, layer in quantize.quantized_layers(model).items():
+        like = torch.empty(layer.out_features, layer.in_features, dtype=model.dtype, device="meta")
+        place = f"{plain_name(name)}.weight"
+        found[place] = Weight(like, partial(_dequantised, layer, model.dtype), place)
+    found |= _tables_with_rows(model, found)
     for name, layer in lora_layers(model).items():
-        total = layer.get_param().float() if _is_fused(layer) else _own_weight(layer.get_base_layer())
-        for adapter in layer.active_adapters:
-            if adapter in layer.lora_A:
-                total = total + _delta(layer, adapter)
         place = f"{plain_name(name)}.{layer.parameter_name if _is_fused(layer) else 'weight'}"
-        state[place] = total.to(state[place].dtype)
-    return state
+        like = found[place].like
+        found[place] = Weight(like, partial(_merged, layer, like.dtype), place)
+    return found
 
 
-def _own_weight(layer: nn.Module) -> Tensor:
-    """A layer's weight in fp32, dequantised, with the rows of added tokens where it is a table that has some."""
-    return added_rows.with_rows(layer, quantize.dequantised(layer))
+def _held(value: Tensor) -> Weight:
+    return Weight(value.to("meta"), lambda: value, value.data_ptr() if value.numel() else object())
 
 
-def _rows_in_tables(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The entries of `state` that tables with rows of added tokens have, tied ones as one tensor, those rows in it."""
-    found = {}
+def _dequantised(layer: nn.Module, dtype: torch.dtype) -> Tensor:
+    return quantize.dequantised(layer).to(dtype)
+
+
+def _tables_with_rows(model: nn.Module, found: dict[str, Weight]) -> dict[str, Weight]:
+    """The entries of `found` that tables with rows of added tokens have, tied ones included, those rows in it."""
+    changed = {}
     for name, layer in added_rows.tables(model).items():
         if hasattr(layer, "added_rows"):
-            before = state[f"{name}.weight"]
-            after = added_rows.with_rows(layer, before)
-            found |= {k: after for k, v in state.items() if v.data_ptr() == before.data_ptr()}
-    return found
+            before = found[f"{name}.weight"]
+            after = replace(before, make=lambda layer=layer, make=before.make: added_rows.with_rows(layer, make()))
+            changed |= {k: after for k, w in found.items() if w.source == before.source}
+    return changed
+
+
+@torch.no_grad()
+def _merged(layer: nn.Module, dtype: torch.dtype) -> Tensor:
+    """The weight of an adapted layer with its active adapters in it, and with the rows of added tokens where it is a
+    table that has some."""
+    if _is_fused(layer):
+        total = layer.get_param().float()
+    else:
+        base = layer.get_base_layer()
+        total = added_rows.with_rows(base, quantize.dequantised(base))
+    for adapter in layer.active_adapters:
+        if adapter in layer.lora_A:
+            total = total + _delta(layer, adapter)
+    return total.to(dtype)
 
 
 @torch.no_grad()

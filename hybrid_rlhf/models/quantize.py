@@ -123,14 +123,10 @@ class _Product(torch.autograd.Function):
         return grad @ ctx.layer._dequantised(grad.dtype) if ctx.needs_input_grad[0] else None, into_bias, None
 
 
-def plain_state_dict(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The state dict that `model` would have had without quantisation: dequantised weights in `dtype`."""
-    layers = quantized_layers(model)
-    packed = {f"{name}.weight" for name in layers} | {f"{name}.SCB" for name in layers}
-    inside = tuple(f"{name}.weight" for name in layers) + tuple(f"{name}.SCB" for name in layers)
-    state = {k: v for k, v in model.state_dict().items()
-             if k not in packed and not (layers and k.startswith(inside))}
-    return state | {f"{name}.weight": dequantised(layer).to(dtype) for name, layer in layers.items()}
+def unpacked_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of `model` but for what its quantised layers hold packed: their weights and scales."""
+    inside = tuple(f"{name}.{part}" for name in quantized_layers(model) for part in ("weight", "SCB"))
+    return {k: v for k, v in model.state_dict().items() if not (inside and k.startswith(inside))}
 
 
 def adamw_8bit(groups: Iterable[dict], learning_rate: float, betas: tuple[float, float],

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from hybrid_rlhf.models import quantize
+from hybrid_rlhf.models import quantize, shards
 from hybrid_rlhf.models.dropout import dropout_in_config
 from hybrid_rlhf.models.lora import plain_name
+from hybrid_rlhf.models.merging import Weight
 
 _log = logging.getLogger(__name__)
 
 
-def save(model: nn.Module, state: dict[str, torch.Tensor], folder: str | Path) -> None:
-    """`state` as safetensors with the model's configuration, which says the dtype of `state`, in transformers' own
-    layout.
+def save(model: nn.Module, weights: Mapping[str, Weight], folder: str | Path) -> None:
+    """`weights` as safetensors with the model's configuration, which says their dtype, in transformers' own layout.
 
-    Of a quantised model `state` holds the plain weights, so the folder is that of a plain model.
+    Of a quantised model they are the plain ones, so the folder is that of a plain model.
     """
     import transformers
 
@@ -28,11 +29,12 @@ def save(model: nn.Module, state: dict[str, torch.Tensor], folder: str | Path) -
     hidden = [(owner, name, vars(owner).pop(name)) for owner, name in
               ((model, "hf_quantizer"), (model.config, "quantization_config")) if name in vars(owner)]
     try:
-        own, written = model.config.dtype, next(v.dtype for v in state.values() if v.is_floating_point())
+        own, written = model.config.dtype, next(w.like.dtype for w in weights.values() if w.like.is_floating_point())
         with dropout_in_config(model):
-            model.save_pretrained(folder, state_dict=state)  # which may empty the mapping
+            model.save_pretrained(folder, state_dict={})  # everything but the weights
             model.config.dtype = written
             model.config.save_pretrained(folder)
+            shards.write(model, weights, Path(folder))
             share_as(Path(folder) / "config.json")
         model.config.dtype = own
     finally:
@@ -85,8 +87,8 @@ def _read_again(model: nn.Module, source: str) -> nn.Module:
 
 
 @torch.no_grad()
-def share_kept(model: nn.Module, state: dict[str, torch.Tensor], dtype: torch.dtype) -> float:
-    """How much of what training changed is left of the weights `state` once they are rounded to `dtype`: with w the
+def share_kept(model: nn.Module, weights: Mapping[str, Weight], dtype: torch.dtype) -> float:
+    """How much of what training changed is left of `weights` once they are rounded to `dtype`: with w the
     change from the files that `model` was loaded from and q what rounding leaves of it, q . w / w . w.
 
     A change of less than half a step of `dtype` is rounded away: 1e-4 of a weight of 0.1 in bfloat16. 1 where nothing
@@ -97,12 +99,14 @@ def share_kept(model: nn.Module, state: dict[str, torch.Tensor], dtype: torch.dt
     except (OSError, ValueError, RuntimeError):
         return 1.0
     left = whole = 0.0
-    for name, weight in state.items():
-        if name == "score.weight" or name not in before or before[name].ndim != weight.ndim:
+    for name, entry in weights.items():
+        like = entry.like
+        if name == "score.weight" or name not in before or before[name].ndim != like.ndim:
             continue  # a head may have been made at random
-        rows = min(len(weight), len(before[name])) if weight.ndim else None
-        if weight.shape[1:] != before[name].shape[1:] or not weight.is_floating_point():
+        rows = min(len(like), len(before[name])) if like.ndim else None
+        if like.shape[1:] != before[name].shape[1:] or not like.is_floating_point():
             continue
+        weight = entry.make()
         rounded, old = weight.to(dtype), before[name][:rows].to(weight.device, torch.float32)
         if not rounded.isfinite().all():
             return 0.0

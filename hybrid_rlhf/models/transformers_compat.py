@@ -4,12 +4,12 @@ models keep for them."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hybrid_rlhf.core.compat import Dependency
 from hybrid_rlhf.core.out_of_memory import is_out_of_memory
@@ -47,6 +47,22 @@ def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
     """Whether transformers loads the weight of a name in fp32 where `model` is loaded in `dtype`."""
     parts = TRANSFORMERS.part(model, "_get_dtype_plan")(dtype)
     return lambda name: any(re.search(part.replace("*", ".*"), name) for part in parts)
+
+
+def names_in_files(model: nn.Module, sources: Mapping[str, Hashable]) -> list[str]:
+    """The names that transformers would write of weights name -> source: of those tied to each other, which have one
+    source, one; and none that the model's class leaves out."""
+    ignored = set(TRANSFORMERS.part(model, "_keys_to_ignore_on_save") or ())
+    stand_ins = {source: torch.empty(1) for source in sources.values()}
+    without_ties = TRANSFORMERS.part(TRANSFORMERS.module("transformers.modeling_utils"),
+                                     "remove_tied_weights_from_state_dict")
+    return list(without_ties({k: stand_ins[s] for k, s in sources.items() if k not in ignored}, model))
+
+
+def as_files_have_it(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of `model` under the names and in the pieces of its files: single experts for fused ones, say."""
+    modules = TRANSFORMERS.module("transformers.core_model_loading")
+    return dict(TRANSFORMERS.part(modules, "revert_weight_conversion")(model, state))
 
 
 @contextmanager

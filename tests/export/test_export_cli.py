@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,8 +106,9 @@ def test_an_export_that_differs_leaves_nothing(tmp_path, monkeypatch, capsys):
     base = save_tiny(tmp_path / "base")
     real = saving.save
 
-    def damaged(model, state, folder):
-        real(model, {k: v * 1.1 if "down_proj" in k else v for k, v in state.items()}, folder)
+    def damaged(model, weights, folder):
+        real(model, {k: replace(w, make=lambda make=w.make: make() * 1.1) if "down_proj" in k else w
+                     for k, w in weights.items()}, folder)
 
     monkeypatch.setattr(saving, "save", damaged)
     assert export.main(["--model", base, "--output_dir", str(tmp_path / "out")]) == 1

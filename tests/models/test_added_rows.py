@@ -16,9 +16,9 @@ from hybrid_rlhf.models.adapters import Adapters
 from hybrid_rlhf.models.added_rows import holders
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, copy_adapter, load_adapter, lora_layers, save_adapter
-from hybrid_rlhf.models.merging import merged_state_dict
 from hybrid_rlhf.models.tokenizer import added_ids, load_tokenizer
 from hybrid_rlhf.roles import PolicyModule
+from tests.factories.merged import merged_state_dict
 from tests.factories.tiny import optimizer_step, save_tiny, tiny_causal_lm, tiny_scalar_model
 
 NEW = [301, 300]  # of 302: in no order, as a tokenizer may have them

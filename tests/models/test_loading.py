@@ -11,8 +11,8 @@ from hybrid_rlhf.models.backbone import check_head, hidden_states, own_head, pac
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
-from hybrid_rlhf.models.merging import merged_state_dict
 from hybrid_rlhf.models.saving import share_as
+from tests.factories.merged import merged_state_dict
 from tests.factories.tiny import save_tiny, tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
 
 

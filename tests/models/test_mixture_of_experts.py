@@ -12,12 +12,12 @@ from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.models.backbone import hidden_states, hidden_states_and_router_logits, router_coefficient
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers
-from hybrid_rlhf.models.merging import merged_state_dict
 from hybrid_rlhf.models.router import Router, router_of
 from hybrid_rlhf.roles import Actor, PolicyModule, Reference, Reward, Roles
 from hybrid_rlhf.trainers.ppo import PPOTrainer
 from hybrid_rlhf.trainers.reward import RewardTrainer
 from hybrid_rlhf.trainers.sft import SFTTrainer
+from tests.factories.merged import merged_state_dict
 from tests.factories.shortage import little_memory
 from tests.factories.tiny import tiny_causal_lm, tiny_tokenizer
 from tests.factories.trainers import PROMPTS, SFT_ROWS, Source, ppo, scalar, settings, trained

@@ -13,8 +13,8 @@ from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers
-from hybrid_rlhf.models.merging import merged_state_dict
 from hybrid_rlhf.models.quantize import adamw_8bit, dequantised, quantized_layers
+from tests.factories.merged import merged_state_dict
 from tests.factories.tiny import save_tiny, tiny_scalar_model, tiny_tokenizer
 
 KINDS = ("4bit", "8bit")

@@ -19,8 +19,8 @@ from hybrid_rlhf.inference.chat import repl
 from hybrid_rlhf.inference.chat.session import Session, read_conversation
 from hybrid_rlhf.inference.chat_models import Chain, chain_of, open_chat_models
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers, save_adapter
-from hybrid_rlhf.models.merging import merged_state_dict
 from tests.factories.chats import conversation
+from tests.factories.merged import merged_state_dict
 from tests.factories.tiny import save_tiny
 
 

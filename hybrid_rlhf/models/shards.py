@@ -1,0 +1,90 @@
+"""A model's weights as safetensors in transformers' layout, made and written piece by piece: of all of them about one
+file and one layer are in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from hybrid_rlhf.models.merging import Weight
+from hybrid_rlhf.models.transformers_compat import as_files_have_it, names_in_files
+
+MAX_BYTES = 2 * 10**9  # of one file
+_log = logging.getLogger(__name__)
+
+
+def write(model: nn.Module, weights: Mapping[str, Weight], folder: Path) -> None:
+    """`weights` (those tied to each other once) as model.safetensors, or as model-00001-of-0000N.safetensors and an
+    index where they take more than MAX_BYTES; under the names and in the pieces that files of this architecture have.
+    """
+    from safetensors.torch import save_file
+
+    kept = {name: weights[name] for name in names_in_files(model, {k: w.source for k, w in weights.items()})}
+    places: dict[str, Path] = {}
+    count = size = 0
+    for shard in _shards(_as_in_files(model, kept)):
+        path = folder / f"part-{len(set(places.values()))}"
+        save_file(shard, path, {"format": "pt"})
+        places |= dict.fromkeys(shard, path)
+        count, size = count + sum(v.numel() for v in shard.values()), size + sum(v.nbytes for v in shard.values())
+    parts = list(dict.fromkeys(places.values()))
+    if len(parts) == 1:
+        parts[0].rename(folder / "model.safetensors")
+        return
+    named = {part: f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i, part in enumerate(parts, start=1)}
+    for part, name in named.items():
+        part.rename(folder / name)
+    index = {"metadata": {"total_parameters": count, "total_size": size},
+             "weight_map": {name: named[part] for name, part in places.items()}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def _shards(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Weights in files of at most MAX_BYTES, a larger one alone; each dict is emptied when the next is asked for."""
+    shard: dict[str, Tensor] = {}
+    for name, value in weights:
+        if shard and sum(v.nbytes for v in shard.values()) + value.nbytes > MAX_BYTES:
+            yield shard
+            shard.clear()
+        shard[name] = value
+    yield shard
+
+
+def _as_in_files(model: nn.Module, weights: Mapping[str, Weight]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the files, on the CPU and contiguous."""
+    for group in _groups(model, weights):
+        made = as_files_have_it(model, {name: weights[name].make().detach().cpu() for name in group})
+        while made:
+            name = next(iter(made))
+            yield name, made.pop(name).contiguous()
+
+
+def _groups(model: nn.Module, weights: Mapping[str, Weight]) -> list[list[str]]:
+    """The weights to make at once: one; or a layer's, where files have them in other pieces than the model; or, where
+    those are not all that it takes, every one."""
+    layers: dict[str, list[str]] = {}
+    for name in weights:
+        layers.setdefault(_layer(name), []).append(name)
+    whole = _shapes(model, list(weights), weights)
+    for groups in ([[name] for name in weights], list(layers.values())):
+        pieces = [item for group in groups for item in _shapes(model, group, weights)]
+        if sorted(pieces) == sorted(whole):
+            return groups
+    _log.warning("the files of %s mix weights of several layers: the export holds all of them at once",
+                 type(model).__name__)
+    return [list(weights)]
+
+
+def _layer(name: str) -> str:
+    found = re.match(r".*?\.\d+\.", name)
+    return found.group() if found else name
+
+
+def _shapes(model: nn.Module, names: list[str], weights: Mapping[str, Weight]) -> list[tuple[str, tuple[int, ...]]]:
+    found = as_files_have_it(model, {name: weights[name].like for name in names})
+    return [(name, tuple(value.shape)) for name, value in found.items()]
