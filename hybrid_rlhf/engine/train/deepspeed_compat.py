@@ -20,7 +20,7 @@ from hybrid_rlhf.core.torch_compat import hooks_kept
 DEEPSPEED = Dependency("deepspeed", checked="0.19.8")
 
 _OF_BOTH = ("_backward_active_depth", "_remaining_grad_acc_hooks", "averaged_gradients", "clear_backward_seen_flag",
-            "exit_backward", "ipg_buckets", "loss_scaler", "overflow", "params_already_reduced")
+            "exit_backward", "ipg_buckets", "loss_scaler", "overflow", "override_loss_scale", "params_already_reduced")
 _OF_SPLIT_STATE = (*_OF_BOTH, "_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state",
                    "_release_ipg_buffers", "_release_preflattened_grad_buffers", "all_grad_tensors",
                    "bit16_groups_flat", "extra_large_param_to_reduce", "micro_step_id",
@@ -139,6 +139,11 @@ def set_loss_scale(optimizer, values: Mapping[str, float]) -> None:  # noqa: ANN
     """Go on with what `loss_scale` gave."""
     for name, value in values.items():
         setattr(optimizer.loss_scaler, name, value)
+
+
+def set_loss_factor(optimizer, value: float) -> None:  # noqa: ANN001
+    """At ZeRO 1 to 3: multiply losses by `value`, and free gradients of it before they are clipped and stepped."""
+    optimizer.override_loss_scale(value)
 
 
 def discard_gradients(engine, stage: int) -> None:  # noqa: ANN001
