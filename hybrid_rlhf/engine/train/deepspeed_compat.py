@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.core.compat import Dependency
-from hybrid_rlhf.core.distributed import rank
+from hybrid_rlhf.core.distributed import new_group, rank, world_size
 from hybrid_rlhf.core.torch_compat import hooks_kept
 
 DEEPSPEED = Dependency("deepspeed", checked="0.19.8")
@@ -46,6 +46,15 @@ def skip_inference_build() -> None:
     module = DEEPSPEED.module("deepspeed.comm.torch")
     DEEPSPEED.require(module, "build_shm_op")
     module.build_shm_op = lambda: None
+
+
+def share_patience() -> None:
+    """The group in which DeepSpeed's ZeRO talks waits as long as ours: its own would have NCCL's ten minutes. Every
+    process calls it, where DeepSpeed has been imported and before its first engine."""
+    groups = DEEPSPEED.module("deepspeed.utils.groups")
+    DEEPSPEED.require(groups, "_WORLD_GROUP")
+    if groups._WORLD_GROUP is None:
+        groups._WORLD_GROUP = new_group(range(world_size()))
 
 
 def is_partitioned(module: nn.Module) -> bool:

@@ -32,6 +32,7 @@ from hybrid_rlhf.engine.train.deepspeed_compat import (
     loss_scale,
     set_loss_factor,
     shape_of,
+    share_patience,
     size_of,
     skip_inference_build,
     without_hooks,
@@ -63,7 +64,9 @@ def _deepspeed_engine(settings: dict, **given: object):  # noqa: ANN202 - a Deep
     is_added = "LOCAL_RANK" not in os.environ
     os.environ.setdefault("LOCAL_RANK", "0")
     with _stdout_to_stderr():
-        engine, *_ = _import_deepspeed().initialize(config=settings, dist_init_required=False, **given)
+        deepspeed = _import_deepspeed()
+        share_patience()
+        engine, *_ = deepspeed.initialize(config=settings, dist_init_required=False, **given)
     if is_added and settings["zero_optimization"]["stage"] < 3:
         del os.environ["LOCAL_RANK"]
     return engine
@@ -196,8 +199,9 @@ class ZeroTraining:
         return float(self.engine.get_global_grad_norm() if norm is None else norm)
 
     def _unscale(self) -> None:
-        if self.scale:
-            torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], 1 / self.scale.value)
+        for parameter in self.parameters.values() if self.scale else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 / self.scale.value)
 
     def _engine_step(self) -> None:
         try:
