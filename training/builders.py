@@ -31,7 +31,7 @@ from hybrid_rlhf.models.backbone import check_head
 from hybrid_rlhf.models.dropout import without_dropout
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.models.lora import add_lora
+from hybrid_rlhf.models.lora import adapter_dtype, add_lora
 from hybrid_rlhf.models.tokenizer import added_ids, load_tokenizer, train_tokenizer
 from hybrid_rlhf.roles import PolicyModule
 from hybrid_rlhf.run import runfile
@@ -183,7 +183,7 @@ def open_scalar(model: ModelConfig, tokenizer, *, new_head_std: float | None = N
     without_dropout(scalar)
     if model.lora.r:
         add_lora(scalar, model.lora, new_ids=new_ids)
-        scalar.score.weight.requires_grad_(True)
+        scalar.score.to(adapter_dtype(scalar)).weight.requires_grad_(True)  # stepped with them: of their dtype
     return scalar
 
 

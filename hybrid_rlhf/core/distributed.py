@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+# What processes wait for each other: the first may tokenise, or a judge take its time, for hours, where NCCL would end
+# the run after ten minutes. Who has died, failed or fallen silent is noticed by the thread of core/failure.py.
+PATIENCE = timedelta(hours=12)
 
 
 def is_initialized() -> bool:
@@ -54,9 +59,15 @@ def init_process_group() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
     if {"RANK", "MASTER_ADDR"} <= os.environ.keys():  # accelerate leaves RANK alone behind in a process of its own
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=PATIENCE)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A group of these processes, with the patience of the whole (torch's own has that of NCCL). All processes call
+    it."""
+    return dist.new_group(list(ranks), timeout=PATIENCE)
 
 
 def _carrier() -> torch.device:
@@ -142,7 +153,7 @@ def consecutive_ranks(degree: int) -> RankGroup:
     """
     if world_size() % degree:
         raise ValueError(f"groups of {degree} ranks in a world of {world_size()}")
-    groups = [dist.new_group(list(range(first, first + degree))) for first in range(0, world_size(), degree)]
+    groups = [new_group(range(first, first + degree)) for first in range(0, world_size(), degree)]
     return RankGroup(groups[rank() // degree])
 
 

@@ -1,6 +1,6 @@
 """One process fails, or dies: all end, with one message and the same exit code, whatever the others are waiting for.
 
-A process that waits in a collective for one that is gone waits until a timeout of many minutes. So every process
+A process that waits in a collective for one that is gone waits until a timeout of many hours. So every process
 watches the others, its launcher and a key of the launcher's store from a thread; the one that fails writes the key.
 """
 
@@ -116,11 +116,14 @@ def lost_process(error: BaseException) -> str | None:
 
 
 def _death(dead: list[int]) -> str:
-    """The message; the first of the living takes the main process's place, if that is among the dead."""
-    if 0 in dead and rank() == min(set(range(world_size())) - set(dead)):
+    return _loss(dead, "has died (killed, or out of memory)")
+
+
+def _loss(lost: list[int], what: str) -> str:
+    """The message; the first of the others takes the main process's place, if that is among the lost."""
+    if 0 in lost and rank() == min(set(range(world_size())) - set(lost)):
         stand_in_for_main()
-    return (f"error: process {dead[0]} has died (killed, or out of memory); the same command goes on from the last "
-            "checkpoint")
+    return f"error: process {lost[0]} {what}; the same command goes on from the last checkpoint"
 
 
 def _watch(store: dist.Store, peers: Peers, launcher: Launcher) -> None:
@@ -134,10 +137,11 @@ def _watch(store: dist.Store, peers: Peers, launcher: Launcher) -> None:
                 found = json.loads(store.get(_KEY))
             else:
                 peers.meet()
-                dead = peers.dead()
-                if not dead:
+                dead, silent = peers.dead(), peers.silent()
+                if not dead and not silent:
                     continue
-                found = {"code": 1, "message": _death(dead), "is_lost": True}
+                lost = _death(dead) if dead else _loss(silent, "gives no sign of life (stopped, or its host is gone)")
+                found = {"code": 1, "message": lost, "is_lost": True}
                 store.set(_KEY, json.dumps(found))
         except (RuntimeError, ValueError):  # the store is gone
             if launcher.holds_store:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import torch.distributed as dist
 
 from hybrid_rlhf.core.distributed import rank, world_size
 
+# How often a process says that it is alive, and after how long a silence it counts as lost: one on another host can be
+# noticed by nothing else.
+_BEAT_SECONDS, SILENT_SECONDS = 10.0, 600.0
 # Set by launchers that wait for their processes: torchrun and accelerate, deepspeed. Any other parent may leave first.
 _LAUNCHED = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")
 
@@ -33,6 +37,8 @@ class Peers:
     def __init__(self, store: dist.Store) -> None:
         self._store, self._unknown = store, set(range(world_size())) - {rank()}
         self._processes: dict[int, tuple[int, str]] = {}  # rank -> number of the process, when it began
+        self._heard: dict[int, tuple[bytes, float]] = {}  # rank -> its last sign of life, when it was new here
+        self._beats, self._next_beat = 0, 0.0
         own = os.getpid()
         store.set(f"process/{rank()}", json.dumps([_host(), own, _status(own)[1]]))
 
@@ -52,6 +58,22 @@ class Peers:
         """Ranks of processes that ended without leaving."""
         return [number for number, (process, began) in list(self._processes.items())  # another thread adds to them
                 if _has_ended(process, began) and not self._has_left(number)]
+
+    def silent(self) -> list[int]:
+        """Say that this process is alive, and return the ranks of those that have not said so for SILENT_SECONDS nor
+        left: stopped, or on a host that has gone. RuntimeError where the store has gone."""
+        now = time.monotonic()
+        if now < self._next_beat:
+            return []
+        self._beats, self._next_beat = self._beats + 1, now + _BEAT_SECONDS
+        self._store.set(f"alive/{rank()}", str(self._beats))
+        for number in range(world_size()):
+            if number != rank() and self._store.check([f"alive/{number}"]):
+                sign = self._store.get(f"alive/{number}")
+                if sign != self._heard.get(number, (b"", 0.0))[0]:
+                    self._heard[number] = sign, now
+        return [number for number, (_, since) in sorted(self._heard.items())
+                if now - since > SILENT_SECONDS and not self._has_left(number)]
 
     def stopped(self) -> list[int]:
         """Ranks of processes that a signal or a debugger has stopped."""

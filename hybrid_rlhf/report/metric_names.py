@@ -69,6 +69,7 @@ MEANINGS: dict[str, str] = {
     "learning_rate": "learning rate of the step",
     "micro_batch_tokens": "tokens that a micro-batch may have",
     "train/skipped_updates": "updates left out so far because a gradient was not finite",
+    "train/loss_scale": "factor of the loss in float16, by which small gradients survive",
     "value/*": "the same of the critic",
     "pairs/kept": "share of prompts that gave a pair: their responses score differently",
     "pairs/score_margin": "score of a pair's better response minus that of its worse one",

@@ -32,7 +32,7 @@ from hybrid_rlhf.rollout.dynamic_sampling import resample_groups
 from hybrid_rlhf.rollout.old_logprobs import OldLogprobs
 from hybrid_rlhf.trainers.ppo_config import PPOConfig
 
-_UPDATED = ("grad_norm", "learning_rate", "micro_batch_tokens", "train/skipped_updates")  # of both roles
+_UPDATED = ("grad_norm", "learning_rate", "micro_batch_tokens", "train/skipped_updates", "train/loss_scale")  # of both
 
 
 class PPOTrainer:

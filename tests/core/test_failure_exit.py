@@ -133,6 +133,30 @@ def test_a_process_that_cannot_be_looked_up_is_not_dead(sleeping, monkeypatch):
     assert (seen.dead(), seen.stopped()) == ([], [])
 
 
+def test_a_process_of_which_nothing_is_heard_for_ten_minutes_is_silent_until_it_is_heard_of_or_leaves(monkeypatch):
+    """One on another host, which cannot be looked up. Each counts by its own clock; a first sign must have come."""
+    now, store = [1000.0], dist.HashStore()
+    monkeypatch.setattr(peers, "world_size", lambda: 3)
+    monkeypatch.setattr(peers.time, "monotonic", lambda: now[0])
+    views = []
+    for number in range(3):
+        monkeypatch.setattr(peers, "rank", lambda number=number: number)
+        views.append(peers.Peers(store))
+
+    def look(number: int, after: float) -> list[int]:
+        monkeypatch.setattr(peers, "rank", lambda: number)
+        now[0] += after
+        return views[number].silent()
+
+    assert (look(0, 0), look(1, 1)) == ([], [])  # process 2 loads for an hour and has said nothing yet
+    assert (look(0, 3600), look(1, 1)) == ([], [])
+    assert (look(2, 1), look(0, 10), look(1, 1)) == ([], [], [])
+    assert (look(0, 590), look(1, 0), look(0, 5), look(0, 10)) == ([], [], [], [2])
+    assert (look(2, 1), look(0, 10)) == ([], [])  # it was stopped, and goes on
+    store.set("left/2", "")
+    assert (look(0, 700), look(1, 11), look(0, 11)) == ([1], [], [])
+
+
 class Ended(BaseException):
     """Stands for the end of the process."""
 
@@ -156,3 +180,20 @@ def test_a_callback_or_a_stream_that_fails_does_not_keep_the_watching_process(mo
     with pytest.raises(Ended):
         failure._watch(store, None, launcher)
     assert codes == [2] and told == ["error: x"]
+
+
+def test_a_silent_process_ends_the_others(monkeypatch):
+    store, codes, told = dist.HashStore(), [], []
+
+    def end(code):
+        codes.append(code)
+        raise Ended
+
+    monkeypatch.setattr(failure.os, "_exit", end), monkeypatch.setattr(failure, "_callbacks", [told.append])
+    monkeypatch.setattr(failure, "_ending", threading.Lock())
+    seen = SimpleNamespace(meet=lambda: None, dead=list, silent=lambda: [1])
+    with pytest.raises(Ended):
+        failure._watch(store, seen, SimpleNamespace(has_died=lambda: False, holds_store=False))
+    assert codes == [1] and json.loads(store.get(failure._KEY))["is_lost"]
+    assert told == ["error: process 1 gives no sign of life (stopped, or its host is gone); the same command goes on "
+                    "from the last checkpoint"]

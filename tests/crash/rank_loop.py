@@ -25,7 +25,8 @@ if __name__ == "__main__":
     folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
     if len(sys.argv) > 3:
         joined = dist.init_process_group
-        dist.init_process_group = lambda backend: joined(backend, timeout=timedelta(seconds=float(sys.argv[3])))
+        dist.init_process_group = lambda backend, **_: joined(
+            backend, timeout=timedelta(seconds=float(sys.argv[3])))
 
     def run(config: object, command: str) -> None:
         def step() -> None:

@@ -141,14 +141,17 @@ def _report(engine: HybridEngine, norm: float, metrics: Metrics) -> Metrics:
     """
     training = engine.training
     if training.num_skipped_in_a_row:
-        _log.warning("the %s's gradient is not finite (norm %s): update %d is skipped, %d in a row", engine.name, norm,
-                     training.num_steps, training.num_skipped_in_a_row)
+        scale = "" if training.loss_scale is None else f"; the loss scale of float16 is now {training.loss_scale:g}"
+        _log.warning("the %s's gradient is not finite (norm %s): update %d is skipped, %d in a row%s", engine.name,
+                     norm, training.num_steps, training.num_skipped_in_a_row, scale)
     if training.num_skipped_in_a_row >= training.max_skipped_in_a_row:
         cure = CRITIC_CURE if engine.name == "critic" else (
             "lower train.learning_rate (roles.actor.learning_rate of a stage that samples), or look at the data")
         raise NotFinite(f"the {engine.name}'s gradient was not finite in {training.num_skipped_in_a_row} updates in a "
                         f"row; {cure}")
     metrics.add("grad_norm", norm, weight=1.0) if isfinite(norm) else metrics.add("grad_norm", 0.0, weight=0.0)
+    if training.loss_scale is not None:
+        metrics.add("train/loss_scale", training.loss_scale)
     return metrics.add_spread("train/skipped_updates", torch.tensor([float(training.num_skipped)]), "max")
 
 

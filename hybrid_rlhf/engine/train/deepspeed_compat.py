@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.core.compat import Dependency
-from hybrid_rlhf.core.distributed import rank
+from hybrid_rlhf.core.distributed import new_group, rank, world_size
 from hybrid_rlhf.core.torch_compat import hooks_kept
 
 DEEPSPEED = Dependency("deepspeed", checked="0.19.8")
 
 _OF_BOTH = ("_backward_active_depth", "_remaining_grad_acc_hooks", "averaged_gradients", "clear_backward_seen_flag",
-            "exit_backward", "ipg_buckets", "loss_scaler", "overflow", "params_already_reduced")
+            "exit_backward", "ipg_buckets", "loss_scaler", "overflow", "override_loss_scale", "params_already_reduced")
 _OF_SPLIT_STATE = (*_OF_BOTH, "_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state",
                    "_release_ipg_buffers", "_release_preflattened_grad_buffers", "all_grad_tensors",
                    "bit16_groups_flat", "extra_large_param_to_reduce", "micro_step_id",
@@ -46,6 +46,15 @@ def skip_inference_build() -> None:
     module = DEEPSPEED.module("deepspeed.comm.torch")
     DEEPSPEED.require(module, "build_shm_op")
     module.build_shm_op = lambda: None
+
+
+def share_patience() -> None:
+    """The group in which DeepSpeed's ZeRO talks waits as long as ours: its own would have NCCL's ten minutes. Every
+    process calls it, where DeepSpeed has been imported and before its first engine."""
+    groups = DEEPSPEED.module("deepspeed.utils.groups")
+    DEEPSPEED.require(groups, "_WORLD_GROUP")
+    if groups._WORLD_GROUP is None:
+        groups._WORLD_GROUP = new_group(range(world_size()))
 
 
 def is_partitioned(module: nn.Module) -> bool:
@@ -139,6 +148,11 @@ def set_loss_scale(optimizer, values: Mapping[str, float]) -> None:  # noqa: ANN
     """Go on with what `loss_scale` gave."""
     for name, value in values.items():
         setattr(optimizer.loss_scaler, name, value)
+
+
+def set_loss_factor(optimizer, value: float) -> None:  # noqa: ANN001
+    """At ZeRO 1 to 3: multiply losses by `value`, and free gradients of it before they are clipped and stepped."""
+    optimizer.override_loss_scale(value)
 
 
 def discard_gradients(engine, stage: int) -> None:  # noqa: ANN001

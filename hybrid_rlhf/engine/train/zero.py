@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.core.distributed import init_process_group, world_size
-from hybrid_rlhf.core.errors import NotFinite
 from hybrid_rlhf.engine.train import zero_state
 from hybrid_rlhf.engine.train.activation_offload import saved_on_cpu
 from hybrid_rlhf.engine.train.adamw_master import MasterAdamW
@@ -30,12 +29,16 @@ from hybrid_rlhf.engine.train.deepspeed_compat import (
     is_loss_scale_exhausted,
     is_overflown,
     is_partitioned,
+    loss_scale,
+    set_loss_factor,
     shape_of,
+    share_patience,
     size_of,
     skip_inference_build,
     without_hooks,
 )
 from hybrid_rlhf.engine.train.embedding_rows import embeddings_by_rows
+from hybrid_rlhf.engine.train.loss_scale import exhausted, scale_for
 from hybrid_rlhf.engine.train.optimizers import MASTERED, OPTIMIZERS, OptimizerConfig
 from hybrid_rlhf.engine.train.zero_config import ZeroConfig
 
@@ -61,7 +64,9 @@ def _deepspeed_engine(settings: dict, **given: object):  # noqa: ANN202 - a Deep
     is_added = "LOCAL_RANK" not in os.environ
     os.environ.setdefault("LOCAL_RANK", "0")
     with _stdout_to_stderr():
-        engine, *_ = _import_deepspeed().initialize(config=settings, dist_init_required=False, **given)
+        deepspeed = _import_deepspeed()
+        share_patience()
+        engine, *_ = deepspeed.initialize(config=settings, dist_init_required=False, **given)
     if is_added and settings["zero_optimization"]["stage"] < 3:
         del os.environ["LOCAL_RANK"]
     return engine
@@ -88,6 +93,7 @@ class ZeroTraining:
         kinds = MASTERED if self.stage == 0 and self._dtype != torch.float32 else OPTIMIZERS
         self._optimizer = kinds[optimizer.optim](self._groups(optimizer.weight_decay), optimizer)
         self._masters = self._optimizer if isinstance(self._optimizer, MasterAdamW) else None
+        self.scale = scale_for(module, self._dtype)
         self.engine = self._initialize(module, is_shared=parameters is not None)
         self.set_learning_rate(optimizer.learning_rate)
 
@@ -123,6 +129,13 @@ class ZeroTraining:
         """The learning rate of the next step. The schedule counts omitted updates too, else it would never end."""
         return self._base_learning_rate * self.schedule(self.num_steps + self.num_omitted)
 
+    @property
+    def loss_scale(self) -> float | None:
+        """What the next loss is multiplied by, in float16; None elsewhere."""
+        if self.scale:
+            return self.scale.value
+        return loss_scale(self.engine.optimizer)["cur_scale"] if self._dtype == torch.float16 else None
+
     def __call__(self, *inputs: object, **named: object):  # noqa: ANN204 - the module's own
         """The module's forward."""
         with ExitStack() as stack:
@@ -146,7 +159,10 @@ class ZeroTraining:
             return
         # alone at ZeRO 0 there is nothing to reduce, but DeepSpeed would flatten all gradients for it
         self.engine.set_gradient_accumulation_boundary(is_last and (self.stage > 0 or world_size() > 1))
-        self.engine.backward(loss * world_size())
+        if self.scale and self.stage > 0:
+            set_loss_factor(self.engine.optimizer, self.scale.value)
+        factor = self.scale.value if self.scale and self.stage == 0 else 1.0
+        self.engine.backward(loss * (world_size() * factor))
 
     def discard_gradients(self) -> None:
         """Forget all that was accumulated since the last step, after a pass that failed half way."""
@@ -166,6 +182,7 @@ class ZeroTraining:
             self._masters.reduce()
             norm = self._masters.clip(self.max_grad_norm)
         elif self.stage == 0:
+            self._unscale()
             norm = nn.utils.clip_grad_norm_(list(self.parameters.values()), self.max_grad_norm)
         if norm is not None and not norm.isfinite():
             self.discard_gradients()
@@ -174,10 +191,17 @@ class ZeroTraining:
             self.engine.set_gradient_accumulation_boundary(True)
             self._engine_step()
             is_skipped = is_overflown(self.engine.optimizer, self.stage)
+        if self.scale:
+            self.scale.update(is_finite=not is_skipped)
         self.num_steps += 1
         self.num_skipped += is_skipped
         self.num_skipped_in_a_row = self.num_skipped_in_a_row + 1 if is_skipped else 0
         return float(self.engine.get_global_grad_norm() if norm is None else norm)
+
+    def _unscale(self) -> None:
+        for parameter in self.parameters.values() if self.scale else ():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 / self.scale.value)
 
     def _engine_step(self) -> None:
         try:
@@ -185,8 +209,7 @@ class ZeroTraining:
         except Exception as error:
             if not is_loss_scale_exhausted(error):
                 raise
-            raise NotFinite("gradients in float16 are not finite even at the smallest loss scale, 1; lower "
-                            "train.learning_rate, or take model.dtype bfloat16") from error
+            raise exhausted() from error
 
     def tensors(self) -> Iterator[Tensor]:
         """What training holds on the device beside the module's own tensors: optimizer state, fp32 masters, buffers."""

@@ -50,7 +50,8 @@ def shard(training) -> dict:  # noqa: ANN001 - a ZeroTraining
         state["optimizer"][name] = own
         if "master" not in own:  # else the weight is its master, rounded
             state["weights"][name] = tensor.detach()
-    return state | {"loss_scale": loss_scale(training.engine.optimizer)}
+    own = training.scale.state() if training.scale else loss_scale(training.engine.optimizer)
+    return state | {"loss_scale": own}
 
 
 @torch.no_grad()
@@ -67,7 +68,10 @@ def load_shard(training, state: Mapping) -> None:  # noqa: ANN001
         _copy(tensor, own[tensor]["master"] if "master" in saved else state["weights"][name], name)
     training.num_steps = int(state["num_steps"])
     training.num_skipped, training.num_skipped_in_a_row = map(int, state["skipped"])
-    set_loss_scale(training.engine.optimizer, state["loss_scale"])
+    if training.scale:
+        training.scale.load_state(state["loss_scale"])
+    else:
+        set_loss_scale(training.engine.optimizer, state["loss_scale"])
     spread_masters(training.engine.optimizer, training.stage)
 
 
