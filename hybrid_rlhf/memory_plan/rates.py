@@ -20,7 +20,8 @@ class Rates:
     """device: its name, for people. memory: bytes per second, by the bytes of an operation (a processor's caches are
     faster). products: operations per second of matrix products, by dtype and by their shortest side; few_rows: the same
     of decode steps, by number of rows, where they have kernels of their own. attention: operations per second, by dtype.
-    passes: the most bytes per second of element-wise operations, by dtype (arithmetic, not memory). launch: seconds of
+    passes: the most bytes per second of element-wise operations, by dtype (arithmetic, not memory). product_start: seconds
+    that a product takes beside, by dtype. launch: seconds of
     the host for an operation; gradient_launch: for one with gradients. overlaps: whether the device computes meanwhile.
     kernel: seconds that an operation takes at least; gap: between two of them. captures: whether decode steps are
     recorded, so that the host launches nothing. published: bytes per second that the maker promises (0: as measured).
@@ -33,6 +34,7 @@ class Rates:
     few_rows: Mapping[str, Points] = field(default_factory=dict)
     attention: Mapping[str, float] = field(default_factory=dict)
     passes: Mapping[str, float] = field(default_factory=dict)
+    product_start: Mapping[str, float] = field(default_factory=dict)
     launch: float = 0.0
     gradient_launch: float = 0.0
     overlaps: bool = False
@@ -60,7 +62,7 @@ class Rates:
         """Of one operation on the device, whose packed weights have `bits` each. decodes: in a decode step."""
         name = str(operation.dtype).removeprefix("torch.")
         size = operation.bytes + operation.packed * bits / 8
-        moved, computed = size / at(self.memory, size), 0.0
+        moved, computed, start = size / at(self.memory, size), 0.0, 0.0
         if operation.kind in (PASS, FUSED):
             computed = operation.bytes / self.passes.get(name, math.inf)
         elif operation.kind == ATTENTION and name in self.attention:
@@ -68,7 +70,8 @@ class Rates:
         elif operation.count:
             points = (self.few_rows if decodes else {}).get(name) or self.products.get(name) or self.products["float32"]
             computed = operation.count / at(points, operation.least)
-        return max(moved, computed, self.kernel) + self.gap
+            start = self.product_start.get(name, 0.0) if points is self.products.get(name) else 0.0
+        return max(moved, computed, self.kernel) + self.gap + start
 
     def passed(self, size: float) -> float:
         """Seconds of moving so many bytes from and to memory."""
