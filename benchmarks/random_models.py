@@ -24,6 +24,10 @@ SHAPES = {
                             vocab_size=50272, word_embed_proj_dim=768, max_position_embeddings=512, dropout=0.0)),
     "llama134m": ("llama", dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
                                 num_key_value_heads=12, vocab_size=32000, max_position_embeddings=512)),
+    "llama34m": ("llama", dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
+                               num_key_value_heads=8, vocab_size=8192, max_position_embeddings=512)),
+    "llama4m": ("llama", dict(hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
+                              num_key_value_heads=4, vocab_size=2048, max_position_embeddings=512)),
     "tiny": ("llama", dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
                            num_key_value_heads=4, vocab_size=512, max_position_embeddings=512)),
 }
@@ -90,12 +94,13 @@ def _save_head(config, causal: str, place: Path) -> None:  # noqa: ANN001
     save_file({"score.weight": head.bfloat16()}, place / "model.safetensors", metadata={"format": "pt"})
 
 
-def roles_of(place: Path, *, lora: bool, share: str, micro_batch_tokens: int, is_4bit: bool = False):  # noqa: ANN201
-    """(Roles, Reward) of bf16 models; share as in roles.share_base. One base means the reward is an adapter on it.
+def roles_of(place: Path, *, lora: bool, share: str, micro_batch_tokens: int, is_4bit: bool = False,  # noqa: ANN201
+             dtype: str = "bfloat16"):
+    """(Roles, Reward) of models of `dtype`; share as in roles.share_base. One base means the reward is an adapter on it.
 
     is_4bit: the bases are held in NF4.
     """
-    held = dict(dtype="bfloat16", quantize="4bit" if is_4bit else "none")
+    held = dict(dtype=dtype, quantize="4bit" if is_4bit else "none")
     base, reward, adapter = (str(place / n) for n in ("base", "reward", "adapter"))
     is_one = share == "all"
     policy = Start(base, **held)
@@ -103,7 +108,7 @@ def roles_of(place: Path, *, lora: bool, share: str, micro_batch_tokens: int, is
     starts = {"actor": policy, "ref": policy, "critic": scalar, "reward": scalar}
     roles = RolesConfig(share, actor=RoleConfig(learning_rate=1e-5), critic=RoleConfig(learning_rate=1e-5))
     layout, _ = resolve(roles, starts, lora)
-    model = ModelConfig(model_name_or_path=base, dtype="bfloat16", load_in_4bit=is_4bit,
+    model = ModelConfig(model_name_or_path=base, dtype=dtype, load_in_4bit=is_4bit,
                         lora=LORA if lora else LoraConfig())
     parts = RoleInputs(model, roles, ZeroConfig(micro_batch_tokens=micro_batch_tokens), TrainConfig(), seed=0)
     vocab = _vocab(base)
@@ -145,8 +150,8 @@ def actor_of(place: Path, tokenizer, is_lora: bool = False, zero: ZeroConfig | N
     return Actor(prepared(engine, zero), tokenizer, zero.micro_batch_tokens)
 
 
-def policy_config(place: Path, is_lora: bool = False) -> ModelConfig:
-    return ModelConfig(model_name_or_path=str(place / "base"), dtype="bfloat16", lora=LORA if is_lora else LoraConfig())
+def policy_config(place: Path, is_lora: bool = False, dtype: str = "bfloat16") -> ModelConfig:
+    return ModelConfig(model_name_or_path=str(place / "base"), dtype=dtype, lora=LORA if is_lora else LoraConfig())
 
 
 def prepared(engine: HybridEngine, zero: ZeroConfig) -> HybridEngine:

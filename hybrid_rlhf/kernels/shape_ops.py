@@ -1,8 +1,13 @@
-"""The shapes of our operations without their arithmetic: what a memory plan runs in their place, on fake tensors."""
+"""The shapes of our operations without their arithmetic: what a plan runs in their place, on fake tensors.
+
+What counts operations is told of them by `telling`: aten's own ones in here make empty tensors and compute nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from types import SimpleNamespace
 
 import torch
@@ -27,6 +32,30 @@ def shape_ops(device_type: str) -> Ops:
                causal_attention=causal_attention_by(_KERNELS) if cpu.has_wide_vectors() else None)
 
 
+_listeners: list[Callable[[str, tuple, object], None]] = []
+
+
+@contextmanager
+def telling(listener: Callable[[str, tuple, object], None]) -> Iterator[None]:
+    """Within the block `listener` is told of every operation of ours: its name, what it read and what it made."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def _told(name: str, function: Callable) -> Callable:
+    @wraps(function)
+    def call(*given: object, **named: object):  # noqa: ANN202 - the function's own
+        made = function(*given, **named)
+        for listener in _listeners:
+            listener(name, given, made)
+        return made
+
+    return call
+
+
 def _missing(*_given: object, **_named: object) -> None:
     raise NotImplementedError("shapes alone do not decode")
 
@@ -47,13 +76,14 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out, normalisers = _attention(query, key, value, scaling=1.0, with_normalisers=True)
+        out, normalisers = _KERNELS.causal_attention(query, key, value, scaling=1.0, with_normalisers=True)
         ctx.save_for_backward(query, key, value, out, normalisers)
         return out
 
     @staticmethod
-    def backward(ctx: FunctionCtx, _gradient: Tensor) -> tuple[Tensor, ...]:
-        return _like(*ctx.saved_tensors[:3])
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, _, normalisers = ctx.saved_tensors
+        return _KERNELS.causal_attention_backward(gradient, query, key, value, normalisers)
 
 
 def flash(original: Callable, module: object, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
@@ -64,12 +94,13 @@ def flash(original: Callable, module: object, query: Tensor, key: Tensor, value:
     return original(module, query, key, value, mask, **named)
 
 
-_KERNELS = SimpleNamespace(
-    rms_norm=lambda x, *_settings: torch.empty_like(x),
-    rms_norm_backward=lambda _gradient, x, weight, _eps, _one, by_weight: (
+_KERNELS = SimpleNamespace(**{name: _told(name, function) for name, function in {
+    "rms_norm": lambda x, *_settings: torch.empty_like(x),
+    "rms_norm_backward": lambda _gradient, x, weight, _eps, _one, by_weight: (
         torch.empty_like(x), torch.empty_like(weight) if by_weight else None),
-    gated=lambda gate, *_others: torch.empty_like(gate),
-    gated_backward=lambda _gradient, gate, up, _is_gelu: _like(gate, up),
-    rotary=lambda query, key, *_angles: _like(query, key),
-    causal_attention=_attention,
-    causal_attention_backward=lambda _gradient, query, key, value, _normalisers, **_named: _like(query, key, value))
+    "gated": lambda gate, *_others: torch.empty_like(gate),
+    "gated_backward": lambda _gradient, gate, up, _is_gelu: _like(gate, up),
+    "rotary": lambda query, key, *_angles: _like(query, key),
+    "causal_attention": _attention,
+    "causal_attention_backward": lambda _gradient, query, key, value, _normalisers, **_named: _like(query, key, value),
+}.items()})

@@ -13,10 +13,12 @@ from hybrid_rlhf.core import torch_compat
 
 
 class LiveBytes(torch_compat.dispatch_mode()):
-    """Counts the storages that operations make within the block, while they live. now, peak: bytes."""
+    """Counts the storages that operations make within the block, while they live. now, peak: bytes. told: called with
+    each operation, its inputs (in place and by name) and what it gave."""
 
-    def __init__(self, known: tuple[Tensor, ...] = ()) -> None:
+    def __init__(self, known: tuple[Tensor, ...] = (), told: Callable[..., None] | None = None) -> None:
         super().__init__()
+        self._told = told
         self.now = self.peak = 0
         self._sizes: dict[int, int] = {}
         for tensor in known:
@@ -24,6 +26,8 @@ class LiveBytes(torch_compat.dispatch_mode()):
 
     def __torch_dispatch__(self, func: Callable, types, given=(), named=None):  # noqa: ANN001, ANN204
         out = func(*given, **(named or {}))
+        if self._told:
+            self._told(func, given, named or {}, out)
         for leaf in torch_compat.leaves_of(out):
             if isinstance(leaf, Tensor):
                 self._add(leaf.untyped_storage(), leaf.untyped_storage().nbytes())
@@ -42,8 +46,8 @@ class LiveBytes(torch_compat.dispatch_mode()):
 
 
 @contextmanager
-def counting(model: nn.Module) -> Iterator[LiveBytes]:
-    """Count within the block what is made beside the model itself and its gradients."""
+def counting(model: nn.Module, told: Callable[..., None] | None = None) -> Iterator[LiveBytes]:
+    """Count within the block what is made beside the model itself and its gradients. told: as LiveBytes has it."""
     known = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    with LiveBytes(tuple(known)) as live:
+    with LiveBytes(tuple(known), told) as live:
         yield live

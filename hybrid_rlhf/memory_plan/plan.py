@@ -32,12 +32,13 @@ LIBRARIES = {"cpu": 64 << 20, "cuda": 64 << 20}
 @dataclass(frozen=True)
 class Generation:
     """How a role samples: `slots` sequences at once, of at most prompt + response tokens each, over `tp` processes that
-    hold a part of the heads each."""
+    hold a part of the heads each. sequences: of a step (0: not known)."""
 
     slots: int
     prompt: int
     response: int
     tp: int = 1
+    sequences: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,9 @@ class Role:
     engine.offload. waits: whether all of it is in the CPU's memory while others compute. labels: of a classifier that
     is no decoder of ours (0: not one). has_average: whether a moving average of its weights is kept. texts: (rows,
     length) of other rows that it trains on as well, each token of which gets a log-probability and no entropy.
+
+    For the time of a step: scored, trained: rows that it scores and trains on, each pass over them counted; updates:
+    optimizer steps; group: rows that begin with one prompt.
     """
 
     name: str
@@ -71,6 +75,10 @@ class Role:
     labels: int = 0
     has_average: bool = False
     texts: tuple[int, int] | None = None
+    scored: int = 0
+    trained: int = 0
+    updates: int = 1
+    group: int = 1
 
     @property
     def is_scalar(self) -> bool:
@@ -130,7 +138,7 @@ def make_plan(title: str, roles: Iterable[Role], device: torch.device, available
     is_exact False: see trace.activations.
     """
     roles = list(roles)
-    phases = _phases(roles)
+    phases = phases_of(roles)
     lines, host = [], 0
     for role in roles:
         needs = _Needs(role, device, world, is_exact)
@@ -143,7 +151,7 @@ def make_plan(title: str, roles: Iterable[Role], device: torch.device, available
     return Plan(title, phases, tuple(lines), available, tuple(notes), host)
 
 
-def _phases(roles: list[Role]) -> tuple[str, ...]:
+def phases_of(roles: list[Role]) -> tuple[str, ...]:
     """Phases of one step, in order."""
     first = [*(["generate"] if any(r.generation for r in roles) else []), "score"]
     first = first if any(r.scores for r in roles) else first[:-1]

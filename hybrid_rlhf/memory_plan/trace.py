@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from itertools import islice
 
@@ -21,14 +21,15 @@ from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs
 from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.engine.train.patches import attention_by
 from hybrid_rlhf.kernels.fusions import Fusions, find_fusions
-from hybrid_rlhf.kernels.shape_ops import TRIAL, flash, shape_ops
+from hybrid_rlhf.kernels.shape_ops import TRIAL, flash, shape_ops, telling
 from hybrid_rlhf.memory_plan.live_bytes import LiveBytes, counting
+from hybrid_rlhf.memory_plan.operations import Recorder, Tally, Work
 from hybrid_rlhf.models import shapes
 from hybrid_rlhf.models.backbone import hidden_states, own_head
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
 from hybrid_rlhf.models.lora_products import fused_adapters
-from hybrid_rlhf.models.packed_shapes import pack
+from hybrid_rlhf.models.packed_shapes import Packed, pack
 from hybrid_rlhf.models.transformers_compat import sdpa_replaced
 
 __all__ = ["Activations", "LiveBytes", "Sizes", "activations", "cache_bytes", "classifier_bytes", "logit_bytes",
@@ -72,11 +73,15 @@ class Sizes:
 @dataclass(frozen=True)
 class Activations:
     """Bytes of a backbone on rows of one length. saved: what a forward with gradients leaves for the backward; peak:
-    the most in either, gradients of parameters aside; scoring: the most of a forward without gradients."""
+    the most in either, gradients of parameters aside; scoring: the most of a forward without gradients. score_work,
+    train_work: the operations of a forward without gradients, and of one with its backward (empty where rows were not
+    traced themselves)."""
 
     saved: int
     peak: int
     scoring: int
+    score_work: Work = field(default=Work(), compare=False)
+    train_work: Work = field(default=Work(), compare=False)
 
 
 def _plain(model: ModelConfig) -> ModelConfig:
@@ -197,23 +202,44 @@ def _between(rows: int, known: dict[int, Activations], low: int, high: int) -> A
 
 def _traced_model(model: ModelConfig, device: torch.device, rows: int, length: int, dropout: bool,
                   trains: bool, is_partitioned: bool = False) -> Activations:
-    config = shapes.read_config(model)
-    depths, found, ops = _depths(model), [], shape_ops(device.type)
-    for i, depth in enumerate(depths if trains else depths[-1:]):  # what scoring takes does not grow with the depth
-        cut = shapes.shallow(config, depth)
-        empty = shapes.empty_model(cut, model, device, is_scalar=False, dropout=dropout)
-        if model.quantize:
-            pack(empty)
-        fusions = Fusions() if is_partitioned else find_fusions(empty, ops.fused, TRIAL)
-        attention = sdpa_replaced(flash) if device.type == "cuda" else attention_by(ops)
-        with shapes.without_memory(device), attention, fusions.swapped():
-            shapes.on_device(empty)
-            with nullcontext() if is_partitioned else fused_adapters(empty):
-                found.append(_trace(empty, rows, length, scores=i + 1 == len(depths) or not trains, trains=trains))
-    layers = config.get_text_config().num_hidden_layers
-    saved = _deeper([f.saved for f in found], depths[: len(found)], layers)
+    depths, found = _depths(model), []
+    for depth in depths:
+        with _made(model, depth, device, dropout, is_partitioned) as empty:
+            found.append(_trace(empty, rows, length, trains=trains))
+    layers = shapes.read_config(model).get_text_config().num_hidden_layers
+    saved = _deeper([f.saved for f in found], depths, layers)
     on_top = found[-1].peak - found[-1].saved  # one layer's, or the embeddings' business
-    return Activations(saved, saved + on_top, found[-1].scoring)
+    works = [Work(layers, depths, tuple(tally for f in found for tally in getattr(f, name).found))
+             for name in ("score_work", "train_work")]
+    return Activations(saved, saved + on_top, found[-1].scoring, *works)
+
+
+@contextmanager
+def _made(model: ModelConfig, depth: int, device: torch.device, dropout: bool = False,
+          is_partitioned: bool = False) -> Iterator[nn.Module]:
+    """The model with `depth` layers, on fake tensors and in the forms that it computes in."""
+    ops = shape_ops(device.type)
+    empty = shapes.empty_model(shapes.shallow(shapes.read_config(model), depth), model, device, is_scalar=False,
+                               dropout=dropout)
+    if model.quantize:
+        pack(empty)
+    fusions = Fusions() if is_partitioned else find_fusions(empty, ops.fused, TRIAL)
+    attention = sdpa_replaced(flash) if device.type == "cuda" else attention_by(ops)
+    with shapes.without_memory(device), attention, fusions.swapped():
+        shapes.on_device(empty)
+        with nullcontext() if is_partitioned else fused_adapters(empty):
+            yield empty
+
+
+@_remembered
+def decode_work(model: ModelConfig, device: torch.device, slots: int) -> Work:
+    """The operations of a backbone on one token of each of `slots` sequences, attention to what came before aside."""
+    depths, found = _depths(model), []
+    held = replace(model, load_in_4bit=False, load_in_8bit=bool(model.quantize))
+    for depth in depths:
+        with _made(held, depth, device) as empty:
+            found.append(_recorded_forward(empty.eval(), _batch(slots, 1), is_fused=True)[1])
+    return Work(shapes.read_config(model).get_text_config().num_hidden_layers, depths, tuple(found))
 
 
 def _packed_away(empty: nn.Module, model: ModelConfig) -> int:
@@ -229,21 +255,37 @@ def _packed_away(empty: nn.Module, model: ModelConfig) -> int:
     return saved
 
 
-def _trace(model: nn.Module, rows: int, length: int, *, scores: bool, trains: bool) -> Activations:
+def _batch(rows: int, length: int) -> SequenceBatch:
     ids = torch.zeros(rows, length, dtype=torch.long)
-    batch = SequenceBatch(ids, ids.bool(), ids.bool())
-    with counting(model.eval()) as scoring, torch.no_grad():
-        if scores:
-            hidden_states(model, batch)
+    return SequenceBatch(ids, ids.bool(), ids.bool())
+
+
+def _trace(model: nn.Module, rows: int, length: int, *, trains: bool) -> Activations:
+    batch = _batch(rows, length)
+    scoring, scored = _recorded_forward(model.eval(), batch)
+    score_work = Work(found=(scored,))
     if not trains:
-        return Activations(0, 0, scoring.peak)
+        return Activations(0, 0, scoring, score_work)
     for parameter in model.parameters():  # as after a first micro-batch, so that only activations are counted
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    with counting(model.train()) as training:
+    recorder = Recorder(_packed(model))
+    with counting(model.train(), recorder.told) as training, telling(recorder.told_own):
         hidden = hidden_states(model, batch)
         saved = training.now
         hidden.backward(torch.zeros_like(hidden))
-    return Activations(saved, training.peak, scoring.peak)
+    return Activations(saved, training.peak, scoring, score_work, Work(found=(recorder.tally,)))
+
+
+def _recorded_forward(model: nn.Module, batch: SequenceBatch, is_fused: bool = False) -> tuple[int, Tally]:
+    """(most bytes, operations) of a forward without gradients."""
+    recorder = Recorder(_packed(model), is_fused)
+    with counting(model, recorder.told) as scoring, telling(recorder.told_own), torch.no_grad():
+        hidden_states(model, batch)
+    return scoring.peak, recorder.tally
+
+
+def _packed(model: nn.Module) -> list[Tensor]:
+    return [module.weight for module in model.modules() if isinstance(module, Packed)]
 
 
 @_remembered

@@ -24,7 +24,7 @@ class _Dequantised(torch.autograd.Function):
         return gradient @ torch.empty_like(ctx.saved_tensors[0]), None, None
 
 
-class _Packed(nn.Linear):
+class Packed(nn.Linear):
     """A frozen linear layer in 4 or 8 bits; no nn.Linear by type, so that nothing is fused with it."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -36,4 +36,4 @@ def pack(model: nn.Module) -> None:
     names = set(plain_linear_layers(model))
     for name, module in model.named_modules():
         if name.removesuffix(".base_layer") in names and type(module) is nn.Linear:
-            module.__class__ = _Packed
+            module.__class__ = Packed

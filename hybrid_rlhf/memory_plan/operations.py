@@ -1,0 +1,130 @@
+"""What operations cost before any device runs them: numbers multiplied, bytes read and written, and how often.
+
+Products and attention are counted by torch.utils.flop_counter's formulas; of everything else the bytes count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from hybrid_rlhf.core.torch_compat import leaves_of
+
+PRODUCT, ATTENTION, PASS, FUSED = "product", "attention", "pass", "fused"
+_FREE = ("empty", "new_empty", "detach", "alias", "lift_fresh", "resize", "set_", "_local_scalar_dense", "is_", "sym_",
+         "_unsafe_view")
+_LOOKUPS = ("embedding", "index", "index_select", "gather", "slice_scatter")  # which read what they return
+_BACKWARD = 2.5  # products of attention's backward over those of its forward (2307.08691, section 4.1)
+
+
+class Operation(NamedTuple):
+    """kind: PRODUCT, ATTENTION, PASS (over memory) or FUSED (one of ours, over memory). least: of a product, its shortest side. count: multiplications and
+    additions; bytes: read and written, but for `packed` weights, which are read in as many bits as they are held in."""
+
+    kind: str
+    dtype: torch.dtype
+    least: int = 0
+    count: float = 0
+    bytes: float = 0
+    packed: float = 0
+
+
+Tally = Counter[Operation]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations of a model, from those of one or two shallower ones with the same code: `found` at `depths`."""
+
+    layers: int = 0
+    depths: tuple[int, ...] = ()
+    found: tuple[Tally, ...] = field(default=())
+
+    def total(self, cost: Callable[[Operation], float]) -> float:
+        """The sum of `cost` over all operations at all layers."""
+        sums = [sum(cost(o) * n for o, n in tally.items()) for tally in self.found]
+        if len(sums) < 2:
+            return sums[0] if sums else 0.0
+        (low, high), (first, second) = self.depths, sums
+        return second + (second - first) / (high - low) * (self.layers - high)
+
+
+class Recorder:
+    """Tallies what it is told of: aten operations, and ours by name. packed: weights that are held in fewer bits, of
+    which each use reads `packed` numbers and no bytes. is_fused: whether a product reads them as they are; else it reads
+    them in its own dtype, in which they were written just before."""
+
+    def __init__(self, packed: Sequence[Tensor] = (), is_fused: bool = False) -> None:
+        self.tally: Tally = Counter()
+        self._packed, self._is_fused = {id(p.untyped_storage()) for p in packed}, is_fused
+        self._unpacked: dict[int, Tensor] = {}  # storage -> the tensor that keeps it
+
+    def told(self, func: object, given: tuple, named: dict, out: object) -> None:
+        """Of an aten operation, its inputs and what it gave."""
+        name, inputs, made = str(func).split(".")[1], _tensors((given, named)), _tensors(out)
+        if name == "empty_like" and inputs and id(inputs[0].untyped_storage()) in self._packed:
+            self._unpack(inputs[0], made[0])
+        if name.startswith(_FREE) or not made or _is_view(name, inputs, made):
+            return
+        formula = flop_registry.get(func.overloadpacket)  # type: ignore[attr-defined] - an OpOverload
+        if name.startswith("_scaled_dot_product") and not formula:
+            self._attention(name, inputs, made)
+        elif formula:
+            kind = ATTENTION if "attention" in name else PRODUCT
+            self._product(kind, formula(*given, **named, out_val=out), inputs, made)
+        else:
+            read = made if name in _LOOKUPS else inputs
+            self._add(Operation(PASS, made[0].dtype, bytes=_bytes(read) + _bytes(made)))
+
+    def told_own(self, name: str, inputs: Sequence[object], out: object) -> None:
+        """Of an operation of ours (kernels/reference.py)."""
+        read, made = _tensors(list(inputs)), _tensors(out)
+        if "attention" in name:
+            self._attention(name, read[1:] if "backward" in name else read, made)
+        else:
+            self._add(Operation(FUSED, made[0].dtype, bytes=_bytes(read) + _bytes(made)))
+
+    def _attention(self, name: str, inputs: list[Tensor], made: list[Tensor]) -> None:
+        """Of causal attention, each query sees half of the keys on average."""
+        query, key = inputs[1:3] if "backward" in name and name.startswith("_scaled") else inputs[:2]
+        batch, heads, length, width = query.shape
+        count = 2.0 * batch * heads * length * key.shape[-2] * width * (_BACKWARD if "backward" in name else 1)
+        self._add(Operation(ATTENTION, query.dtype, count=count, bytes=_bytes(inputs) + _bytes(made)))
+
+    def _product(self, kind: str, count: float, inputs: list[Tensor], made: list[Tensor]) -> None:
+        sides = [*inputs[-2].shape[-2:], inputs[-1].shape[-1]]
+        unpacked = [t for t in inputs if id(t.untyped_storage()) in self._unpacked] if self._is_fused else []
+        read = [t for t in inputs if not any(t is u for u in unpacked)]
+        self._add(Operation(kind, made[0].dtype, min(sides), count, _bytes(read) + _bytes(made),
+                            sum(t.numel() for t in unpacked)))
+
+    def _unpack(self, weight: Tensor, made: Tensor) -> None:
+        self._unpacked[id(made.untyped_storage())] = made
+        if not self._is_fused:
+            self._add(Operation(PASS, made.dtype, bytes=_bytes([made]), packed=weight.numel()))
+
+    def _add(self, operation: Operation) -> None:
+        self.tally[operation] += 1
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
+
+
+def _is_view(name: str, inputs: list[Tensor], made: list[Tensor]) -> bool:
+    """Whether nothing is read or written: what it gave is a part of what it was given, not changed in place."""
+    if name.endswith("_") and not name.endswith("__"):
+        return False
+    storages = {id(t.untyped_storage()) for t in inputs}
+    return bool(storages) and all(id(t.untyped_storage()) in storages for t in made)
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    """Of expanded tensors what is there counts."""
+    return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)

@@ -1,0 +1,151 @@
+"""How fast a device is: bytes and operations per second, and what each operation costs on top of them.
+
+Of cards the published figures; of what a card reaches of them SHARES, which are assumptions and no measurements.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from hybrid_rlhf.memory_plan.operations import ATTENTION, FUSED, PASS, Operation
+
+Points = tuple[tuple[float, float], ...]  # (size, rate) by size; between them the rate goes by the size's logarithm
+
+
+@dataclass(frozen=True)
+class Rates:
+    """device: its name, for people. memory: bytes per second, by the bytes of an operation (a processor's caches are
+    faster). products: operations per second of matrix products, by dtype and by their shortest side; few_rows: the same
+    of decode steps, by number of rows, where they have kernels of their own. attention: operations per second, by dtype.
+    passes: the most bytes per second of element-wise operations, by dtype (arithmetic, not memory). product_start: seconds
+    that a product takes beside, by dtype. launch: seconds of
+    the host for an operation; gradient_launch: for one with gradients. overlaps: whether the device computes meanwhile.
+    kernel: seconds that an operation takes at least; gap: between two of them. captures: whether decode steps are
+    recorded, so that the host launches nothing. published: bytes per second that the maker promises (0: as measured).
+    has_layers: whether a decode step takes whole layers in one operation.
+    """
+
+    device: str
+    memory: Points
+    products: Mapping[str, Points]
+    few_rows: Mapping[str, Points] = field(default_factory=dict)
+    attention: Mapping[str, float] = field(default_factory=dict)
+    passes: Mapping[str, float] = field(default_factory=dict)
+    product_start: Mapping[str, float] = field(default_factory=dict)
+    launch: float = 0.0
+    gradient_launch: float = 0.0
+    overlaps: bool = False
+    kernel: float = 0.0
+    gap: float = 0.0
+    captures: bool = False
+    published: float = 0.0
+    has_layers: bool = False
+
+    @classmethod
+    def of(cls, stored: Mapping) -> Rates:
+        """The rates that `stored` made into a dictionary, as JSON has it."""
+        points = {name: {k: _points(v) for k, v in stored.get(name, {}).items()} for name in ("products", "few_rows")}
+        return cls(**{**stored, "memory": _points(stored["memory"]), **points})
+
+    @property
+    def peak_memory(self) -> float:
+        """Bytes per second that no long read exceeds."""
+        return self.published or self.memory[-1][1]
+
+    def stored(self) -> dict:
+        return asdict(self)
+
+    def seconds(self, operation: Operation, bits: float = 16, *, decodes: bool = False) -> float:
+        """Of one operation on the device, whose packed weights have `bits` each. decodes: in a decode step."""
+        name = str(operation.dtype).removeprefix("torch.")
+        size = operation.bytes + operation.packed * bits / 8
+        moved, computed, start = size / at(self.memory, size), 0.0, 0.0
+        if operation.kind in (PASS, FUSED):
+            computed = operation.bytes / self.passes.get(name, math.inf)
+        elif operation.kind == ATTENTION and name in self.attention:
+            computed = operation.count / self.attention[name]
+        elif operation.count:
+            points = (self.few_rows if decodes else {}).get(name) or self.products.get(name) or self.products["float32"]
+            computed = operation.count / at(points, operation.least)
+            start = self.product_start.get(name, 0.0) if points is self.products.get(name) else 0.0
+        return max(moved, computed, self.kernel) + self.gap + start
+
+    def passed(self, size: float) -> float:
+        """Seconds of moving so many bytes from and to memory."""
+        return size / at(self.memory, size)
+
+    def with_host(self, device: float, num_operations: float, *, has_gradients: bool = False,
+                  is_captured: bool = False) -> float:
+        """Seconds of operations that take `device` seconds on the device, the host's launches included."""
+        if is_captured and self.captures:
+            return device
+        host = num_operations * (self.gradient_launch if has_gradients else self.launch)
+        return max(device, host) if self.overlaps else device + host
+
+
+def at(points: Points, size: float) -> float:
+    """The rate at `size`; outside of the points, that of the nearest."""
+    place = bisect_right(points, size, key=lambda p: p[0])
+    if place == 0 or place == len(points):
+        return points[0 if place == 0 else -1][1]
+    (low, first), (high, second) = points[place - 1 : place + 1]
+    share = math.log(size / low) / math.log(high / low)
+    return math.exp(math.log(first) + share * (math.log(second) - math.log(first)))
+
+
+def _points(stored: object) -> Points:
+    return tuple((float(size), float(rate)) for size, rate in stored)  # type: ignore[attr-defined] - of JSON
+
+
+@dataclass(frozen=True)
+class CardFigures:
+    """Published: GiB of memory, GB/s of it, dense tensor TFLOPS of bf16 or fp16 with sums in fp32, and TFLOPS of fp32
+    (not tf32, which torch does not take unless told to). words: what a driver's name of the card contains."""
+
+    name: str
+    words: tuple[str, ...]
+    gib: int
+    bandwidth: float
+    half: float
+    single: float
+
+
+# NVIDIA: Ampere GA102 architecture (3090), Ada architecture (4090) and RTX Blackwell architecture (5090) white papers,
+# tables of specifications; A100 80GB SXM and H100 SXM data sheets, without sparsity. Of the 3060 and the 4060 Ti, whose
+# tensor rates stand in no white paper: SMs x 256 and x 512 operations a clock (as GA102's and AD102's) x boost clock.
+CARDS = {
+    "3060": CardFigures("RTX 3060 12GB", ("3060",), 12, 360, 25.5, 12.7),
+    "3090": CardFigures("RTX 3090", ("3090",), 24, 936, 71, 35.6),
+    "4060ti": CardFigures("RTX 4060 Ti 16GB", ("4060 Ti",), 16, 288, 44.1, 22.1),
+    "4090": CardFigures("RTX 4090", ("4090",), 24, 1008, 165.2, 82.6),
+    "5090": CardFigures("RTX 5090", ("5090",), 32, 1792, 209.5, 104.8),
+    "a100": CardFigures("A100 80GB", ("A100", "80GB"), 80, 2039, 312, 19.5),
+    "h100": CardFigures("H100 80GB", ("H100",), 80, 3352, 989.4, 66.9),
+}
+# Assumed: of the bandwidth in a long read, of the tensor rate in large products, of it in attention; seconds of the
+# host for an operation without and with gradients; seconds of the shortest kernel, and between two.
+SHARES = {"memory": 0.85, "products": 0.7, "attention": 0.4, "launch": 7e-6, "gradient_launch": 10e-6, "kernel": 2e-6,
+          "gap": 0.5e-6}
+
+
+def rates_of_card(figures: CardFigures) -> Rates:
+    """What a run may expect of a card: its published figures times SHARES."""
+    half, single = (SHARES["products"] * 1e12 * rate for rate in (figures.half, figures.single))
+    products = {"bfloat16": ((1, half),), "float16": ((1, half),), "float32": ((1, single),)}
+    attention = {name: SHARES["attention"] / SHARES["products"] * points[0][1] for name, points in products.items()}
+    return Rates(figures.name, ((1, SHARES["memory"] * 1e9 * figures.bandwidth),), products, attention=attention,
+                 launch=SHARES["launch"], gradient_launch=SHARES["gradient_launch"], overlaps=True,
+                 kernel=SHARES["kernel"], gap=SHARES["gap"], captures=True, published=1e9 * figures.bandwidth)
+
+
+def figures_of(name: str) -> CardFigures | None:
+    """The row of a card by the name that its driver gives it."""
+    return next((c for c in CARDS.values() if all(w.lower() in name.lower() for w in c.words)), None)
+
+
+def cards_with(memory: int) -> list[CardFigures]:
+    """Cards that have about `memory` bytes."""
+    return [c for c in CARDS.values() if abs(memory / 2**30 / c.gib - 1) < 0.08]

@@ -1,0 +1,159 @@
+"""Seconds of a step by phase, predicted from the operations that the memory plan traces and a device's rates.
+
+Every sequence is taken to be as long as the settings allow, so that runs on shorter texts take less. Not counted: what
+processes send each other, what offloading moves, data, rewards that are functions or services, checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hybrid_rlhf.algorithms.likelihood import chunk_rows
+from hybrid_rlhf.memory_plan import trace
+from hybrid_rlhf.memory_plan.formulas import MOMENT_BYTES
+from hybrid_rlhf.memory_plan.operations import ATTENTION, FUSED, PASS, PRODUCT, Operation, Work
+from hybrid_rlhf.memory_plan.plan import MAX_PREFILL_TOKENS, Role, phases_of
+from hybrid_rlhf.memory_plan.rates import Rates
+from hybrid_rlhf.models import shapes
+
+# Bytes of a packed weight: 4 bits and an fp32 scale per 64 (QLoRA, 2305.14314), or 8.
+BITS = {"4bit": 4.5, "8bit": 8.0, None: 16.0}
+# Bytes per logit beside its own product: forward, what entropy adds, backward. A processor's kernel reads the logits
+# once and writes their gradient; elsewhere `likelihood` makes passes over fp32 copies.
+LOGIT_PASSES = {"cpu": (1, 0, 2), "cuda": (15, 14, 18)}  # in numbers of the logits' dtype (2 bytes; fp32 counts twice)
+LAYER_CALLS = 12  # operations of a decode step around its layers where each of these is one
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by phase. device: what it was predicted for; tokens: that a step samples, or trains on where it
+    samples none; steps: of the run, if known. decode: seconds of one decode step, and those of the bytes it must read at
+    `device`'s bandwidth."""
+
+    device: str
+    phases: dict[str, float]
+    tokens: int
+    steps: int | None = None
+    decode: tuple[float, float] | None = None
+
+    @property
+    def whole(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def longest(self) -> str:
+        return max(self.phases, key=self.phases.__getitem__)
+
+
+def step_time(roles: Sequence[Role], device: torch.device, rates: Rates, steps: int | None = None) -> StepTime:
+    """The prediction for these roles, whose counts per step (Role.scored, .trained, Generation.sequences) are given."""
+    found = dict.fromkeys(phases_of(list(roles)), 0.0)
+    tokens, decode = 0, None
+    for role in (r for r in roles if not r.labels):
+        timer = _RoleTime(role, device, rates)
+        if role.generation:
+            decode = timer.decode_step()
+            found["generate"] += timer.generate(decode[0])
+            tokens = role.generation.sequences * role.generation.response
+        if role.scores and role.scored:
+            found["score"] += timer.passes(role.scored, trains=False)
+        if role.trains:
+            found[f"train {role.name}"] += timer.passes(role.trained, trains=True)
+            found[f"step {role.name}"] += role.updates * timer.update()
+    tokens = tokens or sum(r.trained * r.length for r in roles if r.trains)
+    return StepTime(rates.device, found, tokens, steps, decode)
+
+
+class _RoleTime:
+    """One role's seconds at `rates`."""
+
+    def __init__(self, role: Role, device: torch.device, rates: Rates) -> None:
+        self.role, self.device, self.rates = role, device, rates
+        self.sizes = trace.sizes(role.model, device, is_scalar=role.is_scalar)
+        self.traced = trace.activations(role.model, device, role.rows, role.length, dropout=role.dropout,
+                                        trains=role.trains, is_partitioned=False)
+        self.bits = BITS[role.model.quantize]
+        text = shapes.read_config(role.model).get_text_config()
+        self.hidden, self.vocab, self.layers = text.hidden_size, text.vocab_size, text.num_hidden_layers
+        heads = getattr(text, "num_attention_heads", 1)
+        self.queries_per_key = heads // (getattr(text, "num_key_value_heads", None) or heads)
+        self.dtype = {2: torch.bfloat16, 4: torch.float32}[self.sizes.itemsize]
+
+    def passes(self, rows: int, *, trains: bool) -> float:
+        """Forwards over `rows` rows, with backwards if trains, in micro-batches. Rows that begin with one prompt pass
+        it once in a language model (models/shared_prefix.py)."""
+        role, work = self.role, self.traced.train_work if trains else self.traced.score_work
+        num_micro_batches = -(-rows // role.rows)
+        share = 1.0
+        if not role.is_scalar and (group := min(role.group, role.rows)) > 1:
+            share = ((role.length - role.predicted) / group + role.predicted) / role.length
+        device = rows / role.rows * share * self._of(work)
+        count = num_micro_batches * work.total(lambda _: 1)
+        if role.predicted:
+            device += self._head(rows * role.predicted, trains=trains)
+            count += 20 * num_micro_batches
+        return self.rates.with_host(device, count, has_gradients=trains)
+
+    def _of(self, work: Work, *, decodes: bool = False) -> float:
+        return work.total(lambda operation: self.rates.seconds(operation, self.bits, decodes=decodes))
+
+    def _head(self, tokens: int, *, trains: bool) -> float:
+        """Log-probabilities of so many tokens: the head's products, and passes over the logits. Where there are several
+        chunks, the backward computes their logits again (algorithms/likelihood.py)."""
+        role, size = self.role, self.sizes.itemsize
+        rows = min(tokens, chunk_rows(self.vocab, self.dtype), max(1, role.rows * role.predicted))
+        product = Operation(PRODUCT, self.dtype, min(rows, self.hidden), 2.0 * rows * self.hidden * self.vocab,
+                            size * (rows * (self.hidden + self.vocab) + self.hidden * self.vocab))
+        forward, entropy, backward = LOGIT_PASSES["cpu" if self.device.type == "cpu" else "cuda"]
+        is_again = trains and role.rows * role.predicted > rows
+        products = 1 + trains * (1 + is_again + (not role.model.lora.r))
+        numbers = (forward + entropy * role.entropy) * (1 + is_again) + backward * trains
+        logits = Operation(PASS, self.dtype, bytes=rows * self.vocab * size * numbers)
+        return tokens / rows * (products * self.rates.seconds(product) + self.rates.seconds(logits))
+
+    def update(self) -> float:
+        """One optimizer step: of each parameter that is trained its gradient read twice (its norm, its step), master
+        and moments read and written, and, in 16 bits, the weight written. Gradients that are summed over micro-batches
+        are added to a sum in fp32."""
+        role, count = self.role, self.sizes.trained
+        gradient = self.sizes.trained_dtype.itemsize if self.sizes.trained_dtype else 4
+        num_bytes = 2 * gradient + 8 + 2 * MOMENT_BYTES[role.optim] + (2 if gradient == 2 else 0)
+        num_micro_batches = -(-role.trained // (role.rows * role.updates))
+        num_bytes += (num_micro_batches - 1) * (gradient + 8)
+        return self.rates.passed(count * num_bytes)
+
+    def generate(self, step: float) -> float:
+        """All steps of all rounds through the slots, and each prompt read once."""
+        sampling = self.role.generation
+        rounds = -(-sampling.sequences // sampling.slots)
+        tokens = sampling.sequences // self.role.group * sampling.prompt
+        work = self.traced.score_work
+        prefill = self.rates.with_host(
+            tokens / (self.role.rows * self.role.length) * self._of(work) / sampling.tp,
+            -(-tokens // MAX_PREFILL_TOKENS) * work.total(lambda _: 1))
+        return rounds * sampling.response * step + prefill
+
+    def decode_step(self) -> tuple[float, float]:
+        """Seconds of one token for all slots, whose caches hold a prompt and half a response; and of reading weights and
+        cache at the device's bandwidth."""
+        sampling, model, rates = self.role.generation, self.role.model, self.rates
+        slots = min(sampling.slots, sampling.sequences or sampling.slots)
+        work = trace.decode_work(model, self.device, slots)
+        cache = slots * trace.cache_bytes(model, self.device)[0] * (sampling.prompt + sampling.response / 2)
+        attention = Operation(ATTENTION, self.dtype, count=2 * cache * self.queries_per_key / self.sizes.itemsize
+                              / self.layers, bytes=cache / self.layers)
+        size = self.sizes.itemsize
+        head = Operation(PRODUCT, self.dtype, slots, 2.0 * slots * self.hidden * self.vocab,
+                         size * (self.hidden * self.vocab + slots * (self.hidden + self.vocab)))
+        draw = Operation(PASS, torch.float32, bytes=slots * self.vocab * 3 * 4)
+        layered = rates.has_layers and not model.lora.r and not model.quantize and any(
+            o.kind == FUSED for tally in work.found for o in tally)
+        count = self.layers + LAYER_CALLS if layered else work.total(lambda _: 1)
+        device = (self._of(work, decodes=True) + self.layers * rates.seconds(attention, decodes=True)
+                  + rates.seconds(head, decodes=True) + rates.seconds(draw)) / sampling.tp
+        must_read = work.total(lambda o: (o.kind == PRODUCT) * (o.bytes + o.packed * self.bits / 8))
+        return (rates.with_host(device, count, is_captured=True),
+                (must_read + head.bytes + cache) / sampling.tp / rates.peak_memory)
