@@ -26,6 +26,7 @@ from hybrid_rlhf.engine.decode.streaming import Conversation
 from hybrid_rlhf.engine.decode.tensor_parallel import check_shardable
 from hybrid_rlhf.engine.decode.tp_sync import all_agree, as_group, draw_together
 from hybrid_rlhf.engine.device_memory import fewer_slots, release
+from hybrid_rlhf.engine.idle_cache import IdleCache
 from hybrid_rlhf.engine.modes import evaluating
 from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
 from hybrid_rlhf.engine.train.dummy_forward import dummy_batch, zero_of
@@ -36,6 +37,7 @@ from hybrid_rlhf.engine.train.zero import ZeroConfig, ZeroFrozen, ZeroTraining, 
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _log = logging.getLogger(__name__)
+_COLUMNS = 128  # of a cache over which steps are recorded, a multiple of this
 
 
 class HybridEngine(Generic[ModuleT]):
@@ -70,6 +72,7 @@ class HybridEngine(Generic[ModuleT]):
         self._num_slots = 0
         self._runner: Runner | None = None
         self._cache: SlotCache | None = None
+        self._idle_cache = IdleCache()
         self._conversation: Conversation | None = None
 
     @classmethod
@@ -124,10 +127,18 @@ class HybridEngine(Generic[ModuleT]):
         try:
             weights = nullcontext() if self.ranks else gathered(self.module)
             with evaluating(self.module), self.active(), torch.no_grad(), weights, self._plugged_in():
+                self._cache = self._idle_cache.take(self.module.parameters())
                 yield self
+                if self._is_lasting():
+                    self._idle_cache.keep(self._cache, self.module.parameters(), self.device)
         finally:
             self.is_inference = False
             self._cache = self._conversation = None  # the memory goes back to training
+
+    def _is_lasting(self) -> bool:
+        """Whether the weights stay where they are until the next mode, and all that training keeps is there."""
+        moves = self._turn.offload is not None or is_partitioned(self.module) or self.ranks is not None
+        return not moves and (self.training is None or self.training.num_steps > 0)
 
     def _plugged_in(self) -> AbstractContextManager:
         """The model over slots; at the first time it is probed."""
@@ -217,6 +228,8 @@ class HybridEngine(Generic[ModuleT]):
                 granted = max(0, granted - chat.num_bytes()) if None not in (granted, chat) else granted
                 return fitting_slots(self._runner, wanted, capacity, granted)
 
+            if self._runner.capture is not None and self.max_kv_bytes is None:  # it will serve longer prompts too
+                capacity = -(-capacity // _COLUMNS) * _COLUMNS
             cache = self._runner.new_cache(min(all_agree(self.ranks, slots)) if self.ranks else slots(), capacity)
             self._cache = cache
         return cache

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hybrid_rlhf.core.out_of_memory import is_out_of_memory
 from hybrid_rlhf.core.torch_compat import copy_with
 from hybrid_rlhf.kernels.ops import Fused
 
@@ -86,7 +87,9 @@ def _agrees(original: Callable, ours: Callable, example: tuple[Tensor, ...], num
     try:
         (wants, their_gradients), (gots, our_gradients) = (
             _with_gradients(f, example, num_leaves) for f in (original, ours))
-    except Exception:  # whatever third-party code raises, it is no place for ours
+    except Exception as error:  # whatever third-party code raises, it is no place for ours
+        if is_out_of_memory(error):
+            raise
         return False
     is_wide = example[0].dtype == torch.float32
     return (are_close(wants, gots, 1e-5 if is_wide else 2.0**-6)

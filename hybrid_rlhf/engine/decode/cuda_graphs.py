@@ -20,6 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hybrid_rlhf.core.out_of_memory import is_out_of_memory
 from hybrid_rlhf.engine.decode.kv_cache import SlotCache
 from hybrid_rlhf.engine.decode.parity import PROBE_LENGTHS, PROBE_STEPS, probe_sequences
 from hybrid_rlhf.engine.decode.runner import Runner, said
@@ -48,7 +49,9 @@ class CudaCapture:
 
     def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-        self._pool = self._pool if len(self._alive) else torch.cuda.graph_pool_handle()
+        if not len(self._alive):
+            self._pool = torch.cuda.graph_pool_handle()
+            torch.cuda.empty_cache()  # while it records, torch gives no unused memory back to find room for a pool
         torch.cuda.synchronize()
         gc.disable()  # freeing device objects in the middle of a recording would break it
         try:
@@ -88,8 +91,9 @@ def _refusing_to_wait(device: torch.device) -> Iterator[None]:
 
 
 def num_rows(wanted: int, most: int) -> int:
-    """The rows that a step over `wanted` requests is recorded with: few sizes, none larger than the slots."""
-    size = 1 << (wanted - 1).bit_length() if wanted <= 64 else -(-wanted // 64) * 64
+    """The rows that a step over `wanted` requests is recorded with: few sizes, none larger than the slots. Below 8 a
+    step takes as long as with 8, for reading the weights is its work."""
+    size = max(8, 1 << (wanted - 1).bit_length()) if wanted <= 64 else -(-wanted // 64) * 64
     return min(size, most)
 
 
@@ -110,6 +114,7 @@ class StaticSteps:
         self._done = torch.zeros(1, dtype=torch.long, device=device)  # steps since the host looked
         self._seen: Tensor | None = None
         self._replays: dict[tuple, Callable[[], None]] = {}
+        self._draws: dict[tuple, Callable] = {}  # whose tensors a recording reads, and nobody else may hold
         self._live = self._rows = 0
         self._is_plain = False
 
@@ -147,18 +152,21 @@ class StaticSteps:
             step = partial(self._step, self._rows, self._is_plain, draw, has_seen, below_min_tokens)
             if len(self._replays) >= MAX_RECORDINGS:
                 self._replays.clear()
+                self._draws.clear()
             with self._guard():
                 step()  # the first one runs as it is: kernels compile, libraries set themselves up, and it counts
-            self._replays[key] = self._recorded(step)
+            self._replays[key], self._draws[key] = self._recorded(step), draw
         tokens, logprobs = (t[:num_steps, : self._live].tolist() for t in (self._tokens, self._logprobs))
         return zip(tokens, logprobs, strict=True)
 
     def _recorded(self, step: Callable[[], None]) -> Callable[[], None]:
-        """`step` captured; or as it is, which is said, where that fails."""
+        """`step` captured; or as it is, which is said, where that fails for another reason than memory."""
+        if self.runner.capture is None:  # another step's has failed
+            return step
         try:
             return self.runner.capture(step)
         except Exception as error:  # whatever the device's library says of third-party code
-            if self._guard is not nullcontext:
+            if self._guard is not nullcontext or is_out_of_memory(error):
                 raise
             self.runner.capture, self.runner.reasons["graphs"] = None, said(error)
             _log.warning("a decode step could not be captured; it runs uncaptured (%s)", said(error))
@@ -194,6 +202,8 @@ def probe_capture(runner: Runner, capture: Capture | None) -> None:
             ours = _probe_logits(runner)
         reason = runner.disagreement(ours, "in captured steps")
     except Exception as error:  # whatever third-party code raises, it runs uncaptured
+        if is_out_of_memory(error):
+            raise
         reason = said(error)
     if reason is not None:
         runner.capture, runner.reasons["graphs"] = None, reason

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hybrid_rlhf.core.out_of_memory import is_out_of_memory
 from hybrid_rlhf.core.torch_compat import is_hooked
 from hybrid_rlhf.engine.decode.attention import SAID_ALREADY
 from hybrid_rlhf.engine.decode.kv_cache import KeyValueRows, StateRows, Step
@@ -174,5 +175,7 @@ def _is_right(runner, form: Form) -> bool:  # noqa: ANN001 - a Runner
                                                    step.width)
         bound = 1e-5 if like.dtype == torch.float32 else 2.0**-6
         return are_close((want - x.to(like), rows.keys, rows.values), (got - x.to(like), *ours), bound)
-    except Exception:  # whatever third-party code raises, it is not of this form
+    except Exception as error:  # whatever third-party code raises, it is not of this form
+        if is_out_of_memory(error):
+            raise
         return False

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import RankGroup
+from hybrid_rlhf.core.out_of_memory import is_out_of_memory
 from hybrid_rlhf.core.tensors import pad_right
 from hybrid_rlhf.engine.decode.attention import SlotAttention
 from hybrid_rlhf.engine.decode.fused_layers import Form, decode_layers, find_decode_layers
@@ -209,6 +210,8 @@ class Runner:
                 return logits_over_slots(self)
         except Exception as error:
             self._ranks.abandon()  # the others may be waiting
+            if is_out_of_memory(error):
+                raise
             raise UserError(f"{self._described()} does not run ({said(error)}); use tp 1") from error
 
     def _find_path(self) -> None:
@@ -257,6 +260,8 @@ class Runner:
                     ours = forced_logits(self.model, sequences, PROBE_LENGTHS, self.keeps_cache)
                 reason = self.disagreement(ours, "in generate")
             except Exception as error:  # whatever third-party code raises, the path is not for it
+                if is_out_of_memory(error):  # which says nothing of the path
+                    raise
                 reason = said(error)
             if reason is None:
                 if self.keeps_cache:
@@ -281,6 +286,8 @@ class Runner:
             with self.plugged_in():
                 ours = logits_over_slots(self)
         except Exception as error:  # whatever third-party code raises, the path is not for it
+            if is_out_of_memory(error):
+                raise
             return said(error)
         return self.disagreement(ours, "over slots")
 

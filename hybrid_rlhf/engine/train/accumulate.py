@@ -23,6 +23,7 @@ from hybrid_rlhf.core.out_of_memory import explained, is_out_of_memory
 from hybrid_rlhf.core.tensors import prefix_groups_within, token_budget_groups
 from hybrid_rlhf.engine.device_memory import peak_in, release
 from hybrid_rlhf.engine.hybrid import HybridEngine
+from hybrid_rlhf.engine.idle_cache import give_back_idle
 
 Found = TypeVar("Found")
 
@@ -156,13 +157,18 @@ def _report(engine: HybridEngine, norm: float, metrics: Metrics) -> Metrics:
 
 
 def halve_budget(engine: HybridEngine, phase: str, lengths: Tensor, error: BaseException) -> int:
-    """Half the tokens of the micro-batch of `lengths` that ran out of memory, kept as a limit.
+    """Half the tokens of the micro-batch of `lengths` that ran out of memory, kept as a limit; or as many again, where
+    there was memory to give back.
 
     Raises `error` if it is not about memory, and UserError where nothing can be split.
     """
     if not is_out_of_memory(error):
         raise error
     longest, size = int(lengths.max()), len(lengths) * int(lengths.max())
+    if give_back_idle():
+        _log.warning("out of memory in the %s's %s; the decode cache is not kept between rollouts any more",
+                     engine.name, phase)
+        return size
     what = f"out of memory in the {engine.name}'s {phase}: a micro-batch of {size} tokens ({len(lengths)} x {longest})"
     if len(lengths) == 1:
         raise UserError(f"{what} is a single row and cannot be split; shorten it (data.max_length, or "

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -290,12 +290,10 @@ def gathered(module: nn.Module) -> Iterator[None]:
     """Within the block every weight of `module` is whole on every process, and its forward needs no other process.
 
     Every process must enter. Weights are read only: what is written to them is lost, and references to their storage
-    are stale afterwards. Does nothing for a module that ZeRO 3 does not hold.
+    are stale afterwards. A module that ZeRO 3 does not hold is whole as it is; of its forward too DeepSpeed does not
+    hear, whose timer would wait for the card at every step of decoding.
     """
-    if not is_partitioned(module):
-        yield
-        return
-    with gathered_weights(module.parameters()), without_hooks(module):
+    with gathered_weights(module.parameters()) if is_partitioned(module) else nullcontext(), without_hooks(module):
         yield
 
 

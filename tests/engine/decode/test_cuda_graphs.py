@@ -48,8 +48,8 @@ def test_replayed_steps_give_the_tokens_of_generate(kind, tape):
 
 
 def test_sizes_of_recorded_steps_are_few():
-    assert [num_rows(n, 1000) for n in (1, 2, 3, 5, 33, 64, 65, 130)] == [1, 2, 4, 8, 64, 64, 128, 192]
-    assert [num_rows(n, 5) for n in (1, 3, 5)] == [1, 4, 5]
+    assert [num_rows(n, 1000) for n in (1, 2, 3, 5, 9, 33, 64, 65, 130)] == [8, 8, 8, 8, 16, 64, 64, 128, 192]
+    assert [num_rows(n, 5) for n in (1, 3, 5)] == [5, 5, 5]
 
 
 @pytest.mark.parametrize("settings", [dict(), dict(repetition_penalty=1.4, temperature=0.8), dict(min_new_tokens=5)],

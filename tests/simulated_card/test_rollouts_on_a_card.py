@@ -1,0 +1,189 @@
+"""Decoding on the simulated card: what is recorded, when, how often the host waits, and what runs out of memory."""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+import pytest
+import torch
+
+from hybrid_rlhf.engine import HybridEngine, SamplingConfig
+from hybrid_rlhf.engine.decode.cuda_graphs import STEPS_PER_LOOK, CudaCapture
+from hybrid_rlhf.engine.decode.sampler import Sampler
+from hybrid_rlhf.engine.train.optimizers import OptimizerConfig
+from hybrid_rlhf.engine.train.zero_config import ZeroConfig
+from hybrid_rlhf.models.lora import LoraConfig, add_lora
+from tests.factories.decoding import MANY_PROMPTS
+from tests.factories.tiny import optimizer_step, tiny_causal_lm
+from tests.simulated_card import simulated_card
+
+SETTINGS = SamplingConfig(max_new_tokens=24, temperature=0.8, min_new_tokens=24)
+
+
+@pytest.fixture
+def card():
+    with simulated_card() as made:
+        yield made
+
+
+def engine_of(device: str = "cuda", adapters: int = 0, trains: bool = False, **settings) -> HybridEngine:
+    model = tiny_causal_lm()
+    if adapters:
+        add_lora(model, LoraConfig(r=adapters))
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(1))
+    engine = HybridEngine(model.to(device), model, eos_ids=[2], **settings)
+    if trains:
+        engine.prepare_training(OptimizerConfig(learning_rate=1e-2), lambda _: 1.0, ZeroConfig())
+    return engine
+
+
+def drawn(engine: HybridEngine, settings: SamplingConfig = SETTINGS, seed: int = 0) -> list[list[int]]:
+    with engine.inference():
+        return engine.generate(MANY_PROMPTS[:20], settings, seed).tokens
+
+
+def update(engine: HybridEngine) -> None:
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]], device=engine.device)
+    optimizer_step(engine, [ids], lambda piece: engine.module(input_ids=piece, labels=piece).loss)
+
+
+@pytest.fixture
+def recordings(monkeypatch):
+    """How often a step was recorded."""
+    count, capture = [], CudaCapture.__call__
+    monkeypatch.setattr(CudaCapture, "__call__", lambda self, step: (count.append(1), capture(self, step))[1])
+    return count
+
+
+@pytest.mark.parametrize("adapters", [0, 4])
+def test_the_card_draws_what_the_processor_draws_by_replays(card, adapters):
+    engine = engine_of(adapters=adapters, max_batch=8)
+    tokens = drawn(engine)
+    assert engine.describe()["captured"] and not engine.describe()["refused"] and card.launches["graph"] > 50
+    assert tokens == drawn(engine_of("cpu", adapters, max_batch=8))
+
+
+def test_generations_in_one_mode_share_recordings_that_read_only_what_is_alive(card, recordings):
+    """min_new_tokens: a recorded draw reads the sampler's table of stop tokens, which ended with the first call."""
+    engine = engine_of(max_batch=8)
+    with engine.inference():
+        first = engine.generate(MANY_PROMPTS[:8], SETTINGS, 1).tokens
+        gc.collect()
+        count = len(recordings)
+        assert engine.generate(MANY_PROMPTS[:8], SETTINGS, 1).tokens == first
+    assert len(recordings) == count
+
+
+def test_the_host_waits_at_every_eighth_step_only(card):
+    engine = engine_of(max_batch=8)
+    with engine.inference():
+        engine.generate(MANY_PROMPTS[:8], SETTINGS)
+        card.reset()
+        engine.generate(MANY_PROMPTS[:8], SamplingConfig(max_new_tokens=64, min_new_tokens=64))
+    steps = [n for (_, place), n in card.waits.items() if "cuda_graphs.py" in place]
+    assert sum(steps) <= 2 * 64 // STEPS_PER_LOOK + 1, card.waits  # tokens and log-probabilities; one synchronize
+    entering = sum(card.waits.values()) - sum(steps)
+    assert entering <= 12, card.waits  # once for all eight: prompts, tables of rows
+
+
+def test_an_engine_that_trains_keeps_cache_and_recordings_between_rollouts(card, recordings):
+    engine = engine_of(max_batch=8, trains=True)
+    found, counts = [], []
+    for i in range(4):
+        found.append(drawn(engine, seed=i))
+        counts.append(len(recordings))
+        update(engine)
+    assert counts[1] > counts[0] and counts[3] == counts[2] == counts[1], counts  # kept once a step had been made
+    plain = engine_of(max_batch=8, trains=True, capture=None)
+    for i in range(4):
+        assert drawn(plain, seed=i) == found[i]
+        update(plain)
+
+
+def test_a_cache_that_has_no_room_beside_training_goes_when_the_mode_ends(recordings):
+    with simulated_card(total=1 << 30) as card:
+        engine = engine_of(max_batch=8, trains=True)
+        counts = []
+        for i in range(4):
+            drawn(engine, seed=i)
+            counts.append(len(recordings))
+            others = torch.empty(int(0.9 * card.memory.free), dtype=torch.uint8, device="cuda")
+            update(engine)
+            del others
+        assert counts[0] < counts[1] < counts[2] < counts[3]
+
+
+def test_memory_that_runs_out_in_training_takes_the_idle_cache_first(card, caplog):
+    engine = engine_of(max_batch=8, trains=True)
+    for i in range(2):
+        drawn(engine, seed=i)
+        update(engine)
+    drawn(engine, seed=2)
+    held = torch.cuda.memory_allocated()
+    card.memory.fail_at = card.memory.count + 20
+    with caplog.at_level(logging.WARNING):
+        update(engine)
+    assert "the decode cache is not kept between rollouts any more" in caplog.text
+    assert engine.oom_limits == {} and torch.cuda.memory_allocated() < held - 50_000
+
+
+@pytest.mark.parametrize("moves", [lambda e: e.module.to("cpu").to("cuda"), lambda e: e.offload_when_idle()])
+def test_weights_that_moved_are_not_read_where_they_were(card, moves):
+    engine = engine_of(max_batch=8)
+    tokens = drawn(engine)
+    moves(engine)
+    assert drawn(engine) == drawn(engine) == tokens
+
+
+# -- memory runs out --------------------------------------------------------------------------------------------------
+
+
+def failing_captures(card, monkeypatch, times: int, error: Exception):
+    """The first captures of rollouts (those of the probe go well) fail with `error`."""
+    capture, count = CudaCapture.__call__, [times]
+
+    def tried(self, step):
+        if count[0] and isinstance(step.args[2], Sampler):
+            count[0] -= 1
+            raise error
+        return capture(self, step)
+
+    monkeypatch.setattr(CudaCapture, "__call__", tried)
+
+
+def test_a_capture_that_runs_out_of_memory_goes_on_with_fewer_slots_and_captures_again(card, monkeypatch, caplog):
+    expected = drawn(engine_of(max_batch=8))
+    failing_captures(card, monkeypatch, 1, torch.OutOfMemoryError("CUDA out of memory."))
+    engine = engine_of(max_batch=8)
+    with caplog.at_level(logging.WARNING):
+        assert drawn(engine) == expected
+    assert engine.oom_limits == {"slots": 4} and engine.describe()["captured"], caplog.text
+    assert "8 slots of" in caplog.text
+
+
+def test_another_failure_in_a_capture_is_said_once_and_later_steps_run_as_they_are(card, monkeypatch, caplog):
+    expected = drawn(engine_of(max_batch=8))
+    failing_captures(card, monkeypatch, 5, RuntimeError("CUDA error: the library does not like it"))
+    engine = engine_of(max_batch=8)
+    assert drawn(engine) == expected  # several sizes: the second used to call None
+    assert engine.describe()["refused"] == {"graphs": "RuntimeError: CUDA error: the library does not like it"}
+
+
+def test_unused_memory_goes_back_before_the_first_recording(card):
+    engine = engine_of(max_batch=8)
+    block = torch.empty(card.memory.free - (60 << 20), dtype=torch.uint8, device="cuda")
+    del block  # reserved by torch, and used by nobody
+    drawn(engine)
+    assert engine.describe()["captured"] and not engine.oom_limits, engine.describe()
+
+
+@pytest.mark.parametrize("at", [5, 60, 120, 200])
+def test_memory_that_runs_out_in_the_probe_is_no_reason_to_take_another_path(card, at):
+    engine = engine_of(max_batch=8)
+    card.memory.fail_at = card.memory.count + at
+    with pytest.raises(torch.OutOfMemoryError):
+        drawn(engine)
+    assert drawn(engine) and engine.describe()["path"] == "native" and not engine.describe()["refused"]
