@@ -56,6 +56,7 @@ class Card(TorchDispatchMode):
         self._blocks: dict[int, object] = {}  # id of a storage on the card -> its block
         self._floating: set[int] = set()  # storages made inside of torch, on the device of whom they meet first
         self._pinned: set[int] = set()
+        self._locked: dict[int, int] = {}  # address -> bytes of the processor's memory
         self._here = threading.local()
 
     def reset(self) -> None:
@@ -107,8 +108,18 @@ class Card(TorchDispatchMode):
         self._pinned.add(id(storage))
         weakref.finalize(storage, self._pinned.discard, id(storage))
 
+    def lock(self, start: int, size: int, _flags: int) -> int:
+        """cudaHostRegister."""
+        self._locked[start] = size
+        return 0
+
+    def unlock(self, start: int) -> int:
+        del self._locked[start]
+        return 0
+
     def is_pinned(self, storage: torch.UntypedStorage) -> bool:
-        return id(storage) in self._pinned
+        at = storage.data_ptr()
+        return id(storage) in self._pinned or any(start <= at < start + n for start, n in self._locked.items())
 
     def settle(self, tensor: Tensor) -> None:
         """`tensor` was asked for by name of its device, the processor."""
@@ -164,6 +175,8 @@ class Card(TorchDispatchMode):
         name = func._schema.name.split("::")[1] if hasattr(func, "_schema") else str(func)
         if not any(self.holds(t) for t in given):
             return self._elsewhere(func, given, args, kwargs)
+        if any(t.numel() and not t.untyped_storage().nbytes() for t in given):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered (the storage has been freed)")
         self._check_devices(name, given, args)
         self._check_waits(name, args, kwargs)
         out = self._ran(func, name, args, kwargs, given)

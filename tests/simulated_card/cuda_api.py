@@ -104,11 +104,13 @@ class Graph:
     def reset(self) -> None: ...
 
 
-def _nothing(*_given: object, **_named: object) -> None: ...
-
-
 def _always(value: object) -> Callable:
     return lambda *_given, **_named: value
+
+
+def _nothing() -> Callable:
+    """A function of its own for each name: torch's compiler refuses one with two."""
+    return _always(None)
 
 
 def functions(card: Card) -> dict[str, object]:
@@ -123,8 +125,8 @@ def _device(card: Card) -> dict[str, object]:
                                  max_threads_per_multi_processor=1536, regs_per_multiprocessor=65536,
                                  L2_cache_size=4 << 20, gcnArchName="")
     return {"is_available": _always(True), "is_initialized": _always(True), "_is_compiled": _always(True),
-            "init": _nothing, "_lazy_init": _nothing, "device_count": _always(1), "current_device": _always(0),
-            "set_device": _nothing, "device": lambda _device: nullcontext(), "get_device_properties":
+            "init": _nothing(), "_lazy_init": _nothing(), "device_count": _always(1), "current_device": _always(0),
+            "set_device": _nothing(), "device": lambda _device: nullcontext(), "get_device_properties":
             _always(properties), "get_device_name": _always(properties.name), "get_device_capability":
             _always(card.capability), "can_device_access_peer": _always(False), "utilization": _always(0),
             "is_bf16_supported": _always(card.capability >= (8, 0)),
@@ -149,8 +151,9 @@ def _memory(card: Card) -> dict[str, object]:
             "memory_allocated": lambda _device=None: memory.allocated, "max_memory_allocated":
             lambda _device=None: memory.peak, "memory_reserved": lambda _device=None: memory.reserved,
             "max_memory_reserved": lambda _device=None: memory.reserved, "reset_peak_memory_stats": reset_peak,
-            "memory_stats": stats, "ipc_collect": _nothing, "set_per_process_memory_fraction": _nothing,
-            "get_allocator_backend": _always("native")}
+            "memory_stats": stats, "ipc_collect": _nothing(), "set_per_process_memory_fraction": _nothing(),
+            "get_allocator_backend": _always("native"), "cudart": lambda: SimpleNamespace(
+                cudaHostRegister=card.lock, cudaHostUnregister=card.unlock, cudaGetLastError=_always(0))}
 
 
 def _work(card: Card) -> dict[str, object]:
@@ -160,7 +163,7 @@ def _work(card: Card) -> dict[str, object]:
         card.sync = {0: "default", 1: "warn", 2: "error"}.get(mode, mode)
 
     return {"synchronize": lambda _device=None: card.waits_for("synchronize"), "Stream": Stream, "Event": Event,
-            "current_stream": _always(stream), "default_stream": _always(stream), "set_stream": _nothing,
+            "current_stream": _always(stream), "default_stream": _always(stream), "set_stream": _nothing(),
             "stream": lambda _stream: nullcontext(), "CUDAGraph": Graph, "graph_pool_handle": Pool,
             "is_current_stream_capturing": lambda: card.recording is not None, "set_sync_debug_mode": set_sync,
             "get_sync_debug_mode": lambda: {"default": 0, "warn": 1, "error": 2}[card.sync]}
@@ -171,7 +174,7 @@ def _random(card: Card) -> dict[str, object]:
     return {"get_rng_state": lambda _device=None: drawn.get_state(), "set_rng_state":
             lambda state, _device=None: drawn.set_state(state), "get_rng_state_all": lambda: [drawn.get_state()],
             "set_rng_state_all": lambda states: drawn.set_state(states[0]), "manual_seed": drawn.manual_seed,
-            "manual_seed_all": drawn.manual_seed, "seed_all": _nothing, "default_generators": (drawn,)}
+            "manual_seed_all": drawn.manual_seed, "seed_all": _nothing(), "default_generators": (drawn,)}
 
 
 def _groups() -> dict[str, object]:
@@ -227,7 +230,7 @@ def answered(card: Card) -> Iterator[None]:
     """Within the block torch.cuda is the card's."""
     Stream.card = card
     tables = {torch.cuda: functions(card), dist: _groups(), threading.Thread: {"run": _in_threads(card)},
-              torch.cuda.nvtx: dict.fromkeys(("range_push", "range_pop", "mark"), _nothing),
+              torch.cuda.nvtx: {name: _nothing() for name in ("range_push", "range_pop", "mark")},
               torch.accelerator: {"is_available": _always(True), "device_count": _always(1), "current_accelerator":
                                   _always(torch.device("cuda")), "current_device_index": _always(0), "current_stream":
                                   _always(Stream()), "synchronize": lambda *_given: card.waits_for("synchronize")},
