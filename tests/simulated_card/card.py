@@ -114,7 +114,7 @@ class Card(TorchDispatchMode):
         return 0
 
     def unlock(self, start: int) -> int:
-        del self._locked[start]
+        self._locked.pop(start, None)
         return 0
 
     def is_pinned(self, storage: torch.UntypedStorage) -> bool:
@@ -175,8 +175,6 @@ class Card(TorchDispatchMode):
         name = func._schema.name.split("::")[1] if hasattr(func, "_schema") else str(func)
         if not any(self.holds(t) for t in given):
             return self._elsewhere(func, given, args, kwargs)
-        if any(t.numel() and not t.untyped_storage().nbytes() for t in given):
-            raise RuntimeError("CUDA error: an illegal memory access was encountered (the storage has been freed)")
         self._check_devices(name, given, args)
         self._check_waits(name, args, kwargs)
         out = self._ran(func, name, args, kwargs, given)
@@ -225,6 +223,8 @@ class Card(TorchDispatchMode):
     def _ran(self, func, name: str, args: tuple, kwargs: dict, given: list[Tensor]):
         is_view = hasattr(func, "_schema") and any(
             r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if not is_view and any(t.numel() and not t.untyped_storage().nbytes() for t in given):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered (the storage has been freed)")
         if not is_view and name not in _WITHOUT_KERNEL and name != "copy_":
             self.launched(name)
         if self.recording is not None and not is_view:

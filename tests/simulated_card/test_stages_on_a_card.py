@@ -1,0 +1,68 @@
+"""Every stage and layout of the launcher on the simulated card: the numbers of the processor, and nothing left on the
+way that only a processor forgives."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybrid_rlhf.cli import main
+from tests.factories.tiny import own_cache
+from tests.simulated_card import runs, simulated_card
+
+REWARD_MODEL = ["--roles.reward.model_name_or_path", "reward"]
+FUNCTION = ["--reward.functions", "[rewards.py:short]"]
+OFFLOADED = [word for role in ("actor", "critic", "ref", "reward") for word in (f"--roles.{role}.offload", "true")]
+FAST = {
+    "sft": runs.words("sft"),
+    "ppo": runs.words("ppo", *REWARD_MODEL),
+    "ppo-one-base": runs.words("ppo", "--roles.reward.model_name_or_path", "lora-reward", *runs.LORA),
+    "ppo-offload": runs.words("ppo", *REWARD_MODEL, *OFFLOADED),
+}
+SLOW = {
+    "dpo": runs.words("dpo"),
+    "grpo": runs.words("grpo", *FUNCTION),
+    "packed": runs.words("sft", "--data.packing", "true"),
+    "ppo-lora-four-bases": runs.words("ppo", *REWARD_MODEL, "--roles.share_base", "false", *runs.LORA),
+    "qlora": runs.words("sft", *runs.LORA, "--model.load_in_4bit", "true"),
+    "8bit": runs.words("sft", *runs.LORA, "--model.load_in_8bit", "true"),
+    "ppo-qlora": runs.words("ppo", *FUNCTION, *runs.LORA, "--model.load_in_4bit", "true"),
+    "ppo-optimizer-offload": runs.words("ppo", *FUNCTION, "--engine.offload", "[optimizer,activations]"),
+    "ppo-zero2": runs.words("ppo", *FUNCTION, "--engine.zero_stage", "2"),
+    "ppo-zero3": runs.words("ppo", *FUNCTION, "--engine.zero_stage", "3"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("card")
+    runs.prepare(made)
+    with pytest.MonkeyPatch.context() as patch:
+        own_cache(patch, made / "cache")
+        with runs.inside(made):
+            assert main([*runs.words("reward"), "--output_dir", "reward"]) == 0
+            assert main([*runs.words("reward", *runs.LORA), "--output_dir", "lora-reward"]) == 0
+            yield made
+
+
+def check(folder, name: str, words: list[str]) -> None:
+    """The metrics of both devices agree: kernels and the order of sums differ, so by 1 in 500."""
+    assert main([*words, "--output_dir", f"{name}-cpu"]) == 0
+    with simulated_card() as card:
+        assert main([*words, "--output_dir", name]) == 0
+    assert card.memory.count > 500
+    there, here = runs.metrics(folder / name), runs.metrics(folder / f"{name}-cpu")
+    assert len(there) == len(here) >= 2
+    for left, right in zip(there, here, strict=True):
+        assert left.keys() == right.keys()
+        assert left == pytest.approx(right, rel=2e-3, abs=2e-4)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_run_on_the_card_gives_the_numbers_of_the_processor(folder, name):
+    check(folder, name, FAST[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_other_layouts_give_the_numbers_of_the_processor(folder, name):
+    check(folder, name, SLOW[name])
