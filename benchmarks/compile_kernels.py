@@ -1,57 +1,238 @@
-"""Compiles the Triton kernels for a Hopper card without one, down to machine code; prints what each needs. Run by
-tests/kernels/test_kernels_triton.py in a process of its own, with Triton's interpreter off.
+"""What the Triton kernels need on each generation of cards, compiled to machine code; needs Triton and no card.
+
+    python benchmarks/compile_kernels.py [--architectures 86 90] [--cases attend_128 ...] [--json FILE]
+        [--page docs/results/kernels.md]
+
+Every kernel in the form that the library chooses for the card: for every head size, one query head to a key head, four
+and sixty-four, with every option; sampling with every option and with none. Registers and spills are ptxas's; blocks to
+a processor are what registers, shared memory and threads allow. Ends with 1 where a kernel does not fit its card or
+spills more than 16 bytes a thread, or where decode attention leaves a processor a single block. Four minutes on a core.
 """
 
 from __future__ import annotations
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import contextlib
+import io
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
-from hybrid_rlhf.kernels import triton_attention as attention
-from hybrid_rlhf.kernels import triton_sampling as sampling
+import harness
+from harness import parser_of, table_of, write_rows, write_tables
 
-SHARED_MEMORY = 99 * 1024  # bytes that a block may have on every card since Ampere's small ones
+SPILLED = 16  # bytes a thread that are not worth naming
+
+
+class Limits(NamedTuple):
+    """Of one generation: KiB of shared memory of a block and of a processor; threads and blocks of a processor."""
+
+    names: str
+    block: int
+    processor: int
+    threads: int
+    blocks: int
+
+
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". All have 65,536 registers.
+ARCHITECTURES = {75: Limits("T4, RTX 20", 64, 64, 1024, 16), 80: Limits("A100", 163, 164, 2048, 32),
+                 86: Limits("RTX 30, A10", 99, 100, 1536, 16), 89: Limits("RTX 40, L4", 99, 100, 1536, 24),
+                 90: Limits("H100", 227, 228, 2048, 32), 100: Limits("B200", 227, 228, 2048, 32),
+                 120: Limits("RTX 50", 99, 100, 1536, 24)}
 POINTERS = dict(slots="*i64", positions="*i64", mask="*i1", maxima="*fp32", totals="*fp32", seen="*i1", forbidden="*i1",
                 streams="*i64", sums="*fp32", found="*i32", logprobs="*fp32", parts="*fp32")
 NUMBERS = dict(scaling="fp32", softcap="fp32", temperature="fp32", penalty="fp32", top_p="fp32", min_p="fp32")
 
 
-def compiled(function, constants: dict, pointers: dict[str, str], **options: int) -> None:
-    """Every other parameter is an integer; pointers and strides are multiples of 16, as they are in use."""
-    types = NUMBERS | POINTERS | pointers
-    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in function.arg_names}
-    places = {n: (i,) for i, n in enumerate(function.arg_names)}
+class Kernel(NamedTuple):
+    """One kernel as it is launched: its compile-time constants, the types of its pointers, warps and stages."""
+
+    function: object
+    constants: dict[str, object]
+    pointers: dict[str, str]
+    launch: dict[str, int]
+
+
+class Case(NamedTuple):
+    """One row of the table. build(architecture, type): the kernel there. least: blocks that a processor must hold."""
+
+    work: str
+    types: tuple[str, ...]
+    build: Callable[[int, str], Kernel]
+    least: int = 1
+
+
+# -- the kernels, as the library launches them -------------------------------------------------------------------------
+
+
+def attend(group: int, dim: int, value_dim: int) -> Callable[[int, str], Kernel]:
+    def build(architecture: int, kind: str) -> Kernel:
+        from hybrid_rlhf.kernels import triton_attention as attention
+
+        card = attention.Card(1, ARCHITECTURES[architecture].block * 1024, has_matrix_units=architecture >= 80)
+        form = attention.form_for(card, group, dim, value_dim, is_16_bit=kind != "fp32")
+        constants = dict(form.sizes, DIM=dim, VALUE_DIM=value_dim, GROUP=group, NUM_SPLITS=1, HAS_MASK=True,
+                         HAS_SINKS=True, HAS_SOFTCAP=True)
+        pointers = dict.fromkeys(("query", "key", "value", "keys", "values", "sinks", "out"), "*" + kind)
+        function = attention._attend_grouped if form.is_grouped else attention._attend_single
+        return Kernel(function, constants, pointers, form.launch)
+
+    return build
+
+
+def join(value_dim: int) -> Callable[[int, str], Kernel]:
+    def build(_architecture: int, kind: str) -> Kernel:
+        from hybrid_rlhf.kernels import triton_attention as attention
+
+        constants = dict(VALUE_DIM=value_dim, BLOCK_V=value_dim, NUM_SPLITS=32, BLOCK_S=32, HAS_SINKS=True)
+        return Kernel(attention._join, constants, dict(sinks="*" + kind, out="*" + kind), dict(num_warps=4))
+
+    return build
+
+
+def sampling(step: str, is_plain: bool) -> Callable[[int, str], Kernel]:
+    def build(_architecture: int, kind: str) -> Kernel:
+        from hybrid_rlhf.kernels import triton_sampling
+
+        flags = dict.fromkeys(("HAS_SEEN", "HAS_FORBIDDEN", "TEMPERED", "TRUNCATED"), not is_plain)
+        if step == "scan":
+            return Kernel(triton_sampling._scan, dict(CHUNK=triton_sampling._CHUNK, GREEDY=False, **flags),
+                          dict(logits="*" + kind), dict(num_warps=4))
+        constants = dict(CHUNKS=128, TOP_K=0 if is_plain else 50, HAS_TOP_P=not is_plain,
+                         BLOCK=triton_sampling._BLOCK, **flags)  # chunks of Gemma's 262,144 tokens
+        return Kernel(triton_sampling._draw, constants, dict(logits="*" + kind, out="*i64"),
+                      dict(num_warps=4 if is_plain else 16))
+
+    return build
+
+
+SIZES = [*((size, size) for size in (64, 80, 96, 112, 128, 192, 256, 512)), (192, 128), (576, 512)]  # of keys, values
+SIXTEEN, ALL = ("fp16", "bf16"), ("fp16", "bf16", "fp32")
+
+
+def cases() -> dict[str, Case]:
+    """By name. Where more query heads to a key head than four make no other tiles, they are not compiled again."""
+    found = {}
+    for dim, value_dim in SIZES:
+        size = f"{dim}" if dim == value_dim else f"{dim}/{value_dim}"
+        name = f"attend_{size.replace('/', '_')}"
+        found[name] = Case(f"attention {size}", SIXTEEN, attend(1, dim, value_dim), 2)
+        found[f"{name}_fp32"] = Case(f"attention {size}, fp32", ("fp32",), attend(1, dim, value_dim), 2)
+        for group in (4, 64) if dim <= 128 else (4,):
+            work = f"attention {size}, {group} heads to a key head"
+            found[f"{name}_group{group}"] = Case(work, SIXTEEN, attend(group, dim, value_dim), 2)
+    for dim in (64, 128, 256, 512):
+        found[f"join_{dim}"] = Case(f"joining 32 parts of {dim}", ALL, join(dim))
+    for step in ("scan", "draw"):
+        found[step] = Case(f"sampling, {step}", ALL, sampling(step, is_plain=True))
+        found[f"{step}_truncated"] = Case(f"sampling, {step}, all options", ALL, sampling(step, is_plain=False))
+    return found
+
+
+# -- compiling ---------------------------------------------------------------------------------------------------------
+
+
+def compiled(kernel: Kernel, architecture: int) -> dict[str, int]:
+    """Registers and bytes spilled of a thread, bytes of shared memory, warps. Every parameter that is neither constant,
+    pointer nor float is an integer; pointers and strides are multiples of 16, as they are in use.
+    """
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names, types = kernel.function.arg_names, NUMBERS | POINTERS | kernel.pointers
+    signature = {n: "constexpr" if n in kernel.constants else types.get(n, "i32") for n in names}
+    places = {n: (i,) for i, n in enumerate(names)}
     aligned = {places[n]: [["tt.divisibility", 16]] for n, t in signature.items() if t[0] == "*" or t == "i32"}
-    source = ASTSource(function, signature, {places[n]: v for n, v in constants.items()}, aligned)
-    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert kernel.asm["cubin"][:4] == b"\x7fELF"
-    assert kernel.metadata.shared <= SHARED_MEMORY, kernel.metadata.shared
-    print(f"{function.__name__}: {kernel.metadata.shared} bytes of shared memory", flush=True)
+    source = ASTSource(kernel.function, signature, {places[n]: v for n, v in kernel.constants.items()}, aligned)
+    said = io.StringIO()
+    with (tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.nvidia.scope(),
+          contextlib.redirect_stdout(said)):
+        knobs.cache.dir, knobs.nvidia.dump_ptxas_log = folder, True
+        found = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=kernel.launch)
+    if found.asm["cubin"][:4] != b"\x7fELF":
+        raise SystemExit(f"{kernel.function.__name__} for sm_{architecture} is no machine code")
+    registers, spilled = (int(re.search(pattern, said.getvalue())[1])
+                          for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
+    return dict(registers=registers, spilled=spilled, shared=found.metadata.shared, warps=found.metadata.num_warps)
 
 
-def attend(group: int, dim: int, value_dim: int, dtype: str, splits: int, has_all: bool) -> None:
-    is_grouped = group > 1 and dtype != "*fp32"
-    constants = dict(attention.blocks(group if is_grouped else 1, dim, value_dim), DIM=dim, VALUE_DIM=value_dim,
-                     GROUP=group, NUM_SPLITS=splits, HAS_MASK=has_all, HAS_SINKS=has_all, HAS_SOFTCAP=has_all)
-    pointers = dict.fromkeys(("query", "key", "value", "keys", "values", "sinks"), dtype)
-    pointers["out"] = dtype if splits == 1 else "*fp32"
-    function = attention._attend_grouped if is_grouped else attention._attend_single
-    compiled(function, constants, pointers, **(dict(num_warps=4, num_stages=2) if is_grouped else dict(num_warps=8)))
+def blocks_of(registers: int, shared: int, warps: int, architecture: int) -> int:
+    """Blocks that a processor holds at once; registers are given out 8 a thread to whole warps, and since Ampere the
+    system takes 1 KiB of each block's shared memory."""
+    limits, reserved = ARCHITECTURES[architecture], 1024 if architecture >= 80 else 0
+    by_registers = 65536 // (-(-registers // 8) * 8 * 32) // warps
+    by_shared = limits.processor * 1024 // (shared + reserved) if shared + reserved else limits.blocks
+    return min(by_registers, by_shared, limits.threads // (32 * warps), limits.blocks)
 
 
-def main() -> None:
-    attend(1, 64, 64, "*bf16", 1, has_all=False)  # OPT
-    attend(1, 80, 80, "*fp32", 3, has_all=True)
-    attend(8, 128, 128, "*bf16", 3, has_all=True)  # Llama
-    attend(71, 64, 64, "*bf16", 1, has_all=False)  # Falcon: more heads than one tile
-    compiled(attention._join, dict(VALUE_DIM=128, BLOCK_V=128, NUM_SPLITS=3, BLOCK_S=4, HAS_SINKS=True),
-             dict(sinks="*bf16", out="*bf16"), num_warps=4)
-    flags = dict(HAS_SEEN=True, HAS_FORBIDDEN=True, TEMPERED=True, TRUNCATED=True)
-    compiled(sampling._scan, dict(CHUNK=2048, GREEDY=False, **flags), dict(logits="*bf16"), num_warps=4)
-    compiled(sampling._draw, dict(CHUNKS=32, TOP_K=50, HAS_TOP_P=True, BLOCK=4096, **flags),
-             dict(logits="*bf16", out="*i64"), num_warps=16)
+def faults_of(row: dict, least: int) -> list[str]:
+    """What is wrong with one compiled kernel."""
+    limit = ARCHITECTURES[row["architecture"]].block * 1024
+    return [text for is_wrong, text in (
+        (row["shared"] > limit, f"{row['shared']} bytes of shared memory, of {limit}"),
+        (row["spilled"] > SPILLED, f"spills {row['spilled']} bytes"),
+        (row["blocks"] < least, f"{row['blocks']} blocks to a processor, not {least}")) if is_wrong]
+
+
+def rows(names: Sequence[str], architectures: Sequence[int]) -> Iterator[dict]:
+    """A row for each case, architecture and type; Turing has no bf16."""
+    for name in names:
+        case = cases()[name]
+        for architecture in architectures:
+            for kind in case.types:
+                if kind == "bf16" and architecture < 80:
+                    continue
+                kernel = case.build(architecture, kind)
+                use = compiled(kernel, architecture)
+                row = {"case": name, "architecture": architecture, "type": kind, "kernel": kernel.function.__name__,
+                       **use, "blocks": blocks_of(use["registers"], use["shared"], use["warps"], architecture)}
+                row["faults"] = faults_of(row, case.least)
+                print(f"{name} sm_{architecture} {kind}: {row['registers']} registers, {row['spilled']} spilled, "
+                      f"{row['shared']} bytes, {row['blocks']} blocks{''.join('; ' + f for f in row['faults'])}",
+                      flush=True)
+                yield row
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def cell_of(found: list[dict]) -> str:
+    """The worst of the types: registers, KiB of shared memory, blocks to a processor, and what it spills."""
+    registers, shared, spilled = (max(row[key] for row in found) for key in ("registers", "shared", "spilled"))
+    text = f"{registers}, {shared / 1024:.0f}, {min(row['blocks'] for row in found)}"
+    text += f" ({spilled} spilled)" if spilled else ""
+    return f"**{text}**" if any(row["faults"] for row in found) else text
+
+
+def tables_of(found: list[dict]) -> list[str]:
+    limits = table_of(["", "cards", "KiB of a block", "KiB of a processor", "threads", "blocks"],
+                      [(f"sm_{a}", *ARCHITECTURES[a]) for a in ARCHITECTURES])
+    lines = []
+    for name, case in cases().items():
+        by = {a: [row for row in found if row["case"] == name and row["architecture"] == a] for a in ARCHITECTURES}
+        if any(by.values()):
+            lines.append([case.work, *(cell_of(by[a]) if by[a] else None for a in ARCHITECTURES)])
+    return [limits, table_of(["", *(f"sm_{a}" for a in ARCHITECTURES)], lines)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, cases())
+    parser.add_argument("--architectures", type=int, nargs="+", choices=list(ARCHITECTURES),
+                        default=list(ARCHITECTURES))
+    parser.add_argument("--page", type=Path, help="put the tables into this page")
+    options = harness.parse(parser, argv)
+    os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton
+    names = options.cases[:1] if options.quick else options.cases
+    found = write_rows(rows(names, options.architectures), options.json)
+    if options.page:
+        write_tables(options.page, *tables_of(found))
+    return int(any(row["faults"] for row in found))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
