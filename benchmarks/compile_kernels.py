@@ -44,7 +44,7 @@ ARCHITECTURES = {75: Limits("T4, RTX 20", 64, 64, 1024, 16), 80: Limits("A100", 
                  120: Limits("RTX 50", 99, 100, 1536, 24)}
 POINTERS = dict(slots="*i64", positions="*i64", mask="*i1", maxima="*fp32", totals="*fp32", seen="*i1", forbidden="*i1",
                 streams="*i64", sums="*fp32", found="*i32", logprobs="*fp32", parts="*fp32")
-NUMBERS = dict(scaling="fp32", softcap="fp32", temperature="fp32", penalty="fp32", top_p="fp32", min_p="fp32")
+NUMBERS = dict.fromkeys(("scaling", "softcap", "temperature", "penalty", "top_p", "min_p", "eps"), "fp32")
 
 
 class Kernel(NamedTuple):
@@ -109,6 +109,42 @@ def sampling(step: str, is_plain: bool) -> Callable[[int, str], Kernel]:
     return build
 
 
+def norm(size: int, is_backward: bool) -> Callable[[int, str], Kernel]:
+    def build(_architecture: int, kind: str) -> Kernel:
+        from hybrid_rlhf.kernels import triton_fused as fused
+
+        form = fused._norm_form(size)
+        constants = dict(ADDS_ONE=False, BLOCK_R=form["BLOCK_R"], BLOCK_D=form["BLOCK_D"])
+        pointers = dict.fromkeys(("x", "weight", "out", "gradient", "by_x"), "*" + kind) | {"by_weight": "*fp32"}
+        function = fused._norm_backward if is_backward else fused._norm
+        return Kernel(function, constants | (dict(BY_WEIGHT=True) if is_backward else {}), pointers,
+                      dict(num_warps=form["num_warps"]))
+
+    return build
+
+
+def gate(is_gelu: bool, is_backward: bool) -> Callable[[int, str], Kernel]:
+    def build(_architecture: int, kind: str) -> Kernel:
+        from hybrid_rlhf.kernels import triton_fused as fused
+
+        pointers = dict.fromkeys(("gate", "up", "out", "gradient", "by_gate", "by_up"), "*" + kind)
+        return Kernel(fused._gate_backward if is_backward else fused._gate,
+                      dict(IS_GELU=is_gelu, BLOCK=fused._BLOCK), pointers, dict(num_warps=4))
+
+    return build
+
+
+def turn(size: int) -> Callable[[int, str], Kernel]:
+    def build(_architecture: int, kind: str) -> Kernel:
+        from hybrid_rlhf.kernels import triton_fused as fused
+
+        block = size // 2
+        return Kernel(fused._turn, dict(BLOCK_H=min(32, fused._TILE // block), BLOCK_D=block),
+                      dict.fromkeys(("x", "cosines", "sines", "out"), "*" + kind), dict(num_warps=4))
+
+    return build
+
+
 SIZES = [*((size, size) for size in (64, 80, 96, 112, 128, 192, 256, 512)), (192, 128), (576, 512)]  # of keys, values
 SIXTEEN, ALL = ("fp16", "bf16"), ("fp16", "bf16", "fp32")
 
@@ -129,6 +165,13 @@ def cases() -> dict[str, Case]:
     for step in ("scan", "draw"):
         found[step] = Case(f"sampling, {step}", ALL, sampling(step, is_plain=True))
         found[f"{step}_truncated"] = Case(f"sampling, {step}, all options", ALL, sampling(step, is_plain=False))
+    for is_backward, word in ((False, ""), (True, ", backward")):
+        end = "_backward" if is_backward else ""
+        for size in (128, 4096, 8192):
+            found[f"norm_{size}{end}"] = Case(f"norm of {size}{word}", ALL, norm(size, is_backward))
+        for is_gelu, name in ((False, "silu"), (True, "gelu")):
+            found[f"gate_{name}{end}"] = Case(f"gate, {name}{word}", ALL, gate(is_gelu, is_backward))
+    found["rotary_128"] = Case("rotary positions, 128", ALL, turn(128))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hybrid_rlhf.kernels import launcher
+from hybrid_rlhf.kernels.gradients import fused_by
 from hybrid_rlhf.kernels.ops import KernelsUnavailableError, Ops
 
 
@@ -16,9 +17,9 @@ def load() -> Ops:
     captured into a CUDA graph after one uncaptured run (which compiles).
     """
     try:
-        from hybrid_rlhf.kernels import triton_attention, triton_sampling
+        from hybrid_rlhf.kernels import triton_attention, triton_fused, triton_sampling
     except ImportError as error:
         raise KernelsUnavailableError(f"Triton is not installed: {error}; pip install triton") from error
     if torch.cuda.is_available() and (reason := launcher.why_no_launch()):
         raise KernelsUnavailableError(f"Triton cannot launch kernels here: {reason}")
-    return Ops("cuda (Triton)", triton_attention.decode_attention, triton_sampling.sample)
+    return Ops("cuda (Triton)", triton_attention.decode_attention, triton_sampling.sample, fused=fused_by(triton_fused))
