@@ -9,10 +9,12 @@ import os
 import pytest
 import torch
 
+from hybrid_rlhf import kernels
 from hybrid_rlhf.kernels import reference
 from hybrid_rlhf.kernels.fusions import find_fusions
 from hybrid_rlhf.kernels.ops import Fused
 from tests.factories.architectures import build
+from tests.simulated_card import simulated_card
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
@@ -118,3 +120,18 @@ def test_models_are_fused_everywhere_and_give_the_same_logits_and_gradients(ops,
     with found.swapped():
         inside = results()
     assert all((a - b).abs().max() <= 1e-4 * b.abs().max() + 1e-7 for a, b in zip(inside, before, strict=True))
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="for machines without a card")
+def test_on_a_card_a_first_launch_is_made_and_trying_fusions_leaves_its_generator_alone(monkeypatch):
+    from hybrid_rlhf.kernels import triton_trial
+
+    with simulated_card(has_triton=True):
+        launches, put_seven = [], triton_trial.put_seven
+        monkeypatch.setattr(triton_trial, "put_seven", lambda: launches.append(put_seven()) or launches[-1])
+        ops, model = kernels.ops_for("cuda"), build("llama").to("cuda")
+        assert (ops.name, launches) == ("cuda (Triton)", [7])
+        torch.cuda.manual_seed(3)
+        before = torch.cuda.get_rng_state()
+        assert find_fusions(model, ops.fused).counts.keys() == {"rms_norm", "gated", "rotary"}
+        assert torch.equal(torch.cuda.get_rng_state(), before)
