@@ -13,7 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 # Triton's kernels need a card, or its interpreter, to be imported; their definitions are in kernels.reference.
-LEFT_OUT = tuple(f"!hybrid_rlhf.kernels.{name}" for name in ("triton_attention", "triton_sampling", "cuda"))
+LEFT_OUT = tuple(f"!hybrid_rlhf.kernels.{name}"
+                 for name in ("triton_attention", "triton_fused", "triton_sampling", "triton_trial", "cuda"))
 # A NamedTuple's constructor carries its fields' annotations as text, which pdoc looks up in another module than their
 # own; the page shows the text.
 _OF_A_NAMED_TUPLE = re.compile(r"annotation ForwardRef\(.*\) for [\w.]+\.__init__")

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
+from hybrid_rlhf.core import nvidia
 from hybrid_rlhf.core.allocator import is_wsl
 from hybrid_rlhf.core.config import UserError, command_flags, parse_command
 from hybrid_rlhf.core.given_paths import expanded
@@ -42,7 +43,8 @@ class Finding:
 def examine(*, compile_kernels: bool = True) -> list[Finding]:
     """Every finding, in the order of the report. compile_kernels: build the C++ kernels if they are not cached."""
     checks: list[Callable[[], Iterator[Finding]]] = [_python, _packages, _compiler,
-                                                     lambda: _kernels(compile_kernels), _device, _memory, _disk]
+                                                     lambda: _kernels(compile_kernels), _device, _launcher, _memory,
+                                                     _disk]
     return [finding for check in checks for finding in check()]
 
 
@@ -127,17 +129,37 @@ def _device() -> Iterator[Finding]:
         return
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        major, minor = torch.cuda.get_device_capability(index)
-        has_bf16 = major >= 8
-        yield Finding(f"GPU {index}", "ok" if has_bf16 else "warning",
-                      f"{torch.cuda.get_device_name(index)}, {_gib(free)} of {_gib(total)} free, "
-                      f"capability {major}.{minor}",
-                      "" if has_bf16 else "no bf16 on this card: give --model.dtype float16")
+        card = torch.device("cuda", index)
+        found = nvidia.capability(card)
+        lacking = nvidia.lacks_kernels(card)
+        has_bf16 = found is None or found >= nvidia.AMPERE
+        yield Finding(f"GPU {index}", "missing" if lacking else "ok" if has_bf16 else "warning",
+                      f"{torch.cuda.get_device_name(index)}, {_gib(free)} of {_gib(total)} free"
+                      + (f", capability {found[0]}.{found[1]}" if found else "")
+                      + ("" if has_bf16 else "; bfloat16 by emulation only, so model.dtype auto is float16")
+                      + (f"; {lacking[0]}" if lacking else ""), lacking[1] if lacking else "")
     if is_wsl():
         yield Finding("WSL2", "warning", f"runs take at most {WSL_SHARE:.0%} of the memory that is free on the card "
                       "when they start: beyond it Windows lends the computer's own, many times slower, and Linux none",
                       "close Windows programs that use the card; in NVIDIA's control panel, 'CUDA - Sysmem Fallback "
                       "Policy: Prefer No Sysmem Fallback' makes Windows say no as well")
+
+
+def _launcher() -> Iterator[Finding]:
+    """Whether Triton launches kernels: asked of the card; where a CUDA build of torch sees none, of the system."""
+    import torch
+
+    from hybrid_rlhf.kernels import launcher, ops_for
+
+    if torch.cuda.is_available():
+        name = ops_for("cuda").name
+        is_slow = name.startswith("reference")
+        yield Finding("GPU kernels", "warning" if is_slow else "ok", name,
+                      "fix what the line says; until then generation takes torch's slower path" if is_slow else "")
+    elif torch.version.cuda:
+        for what, cure in launcher.missing_tools():
+            yield Finding("GPU kernels", "warning",
+                          f"{what} is missing: generation on a card takes torch's slower path", cure)
 
 
 def _memory() -> Iterator[Finding]:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hybrid_rlhf.core.nvidia import check_kernels
+
 # What processes wait for each other: the first may tokenise, or a judge take its time, for hours, where NCCL would end
 # the run after ten minutes. Who has died, failed or fallen silent is noticed by the thread of core/failure.py.
 PATIENCE = timedelta(hours=12)
@@ -52,11 +54,15 @@ def device() -> torch.device:
 
 
 def init_process_group() -> None:
-    """Join the processes that a launcher started, or be a group of one. Does nothing the second time."""
+    """Join the processes that a launcher started, or be a group of one. Does nothing the second time.
+
+    Raises UserError for a card that this build of torch has no kernels for.
+    """
     if is_initialized():
         return
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
+        check_kernels(device())
         torch.cuda.set_device(device())
     if {"RANK", "MASTER_ADDR"} <= os.environ.keys():  # accelerate leaves RANK alone behind in a process of its own
         dist.init_process_group(backend, timeout=PATIENCE)

@@ -62,8 +62,9 @@ def find_fusions(model: nn.Module, ops: Fused | None, trial: Fused | None = None
     found = Fusions()
     if ops is None:
         return found
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    first = next(model.parameters())
+    with torch.random.fork_rng(devices=[first.device] if first.device.type == "cuda" else []):
+        torch.manual_seed(0)  # of the card's generator too
         for module in model.modules():
             if "forward" in vars(module):
                 continue
@@ -72,7 +73,6 @@ def find_fusions(model: nn.Module, ops: Fused | None, trial: Fused | None = None
                 if forward is not None:
                     found.modules.append((module, forward))
                     found.add(name)
-        first = next(model.parameters())
         files = {id(f): f for m in model.modules() if hasattr(f := sys.modules.get(type(m).__module__), _ROTARY)}
         for file in files.values():
             if _agrees(getattr(file, _ROTARY), (trial or ops).rotary,

@@ -1,5 +1,6 @@
 """The definition of every kernel, in plain torch. A device's own kernel has the same signature and the same meaning;
-its results differ by rounding only, which its tests bound.
+its results differ by rounding only, which its tests bound. Decode attention and sampling never make the host wait for a
+card, which takes them where its own kernels cannot be had.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, va
     dimension; H is a multiple of K and query head h reads key head h // (H / K). keys (S, K, C, D) and values
     (S, K, C, Dv): the caches of S slots and C columns, written in place. slots (B,) int64, all different: the slot of
     each row. positions (B,) int64: the row's column, which is also its number of earlier tokens; row b reads columns
-    0..positions[b] of its slot, the new one included. A row at position -1 is idle: nothing is written for it and its
-    output is zero. width: a host-side bound, every position < width <= C. mask (B, width) bool or None: columns that
-    are not true are not read (sliding and chunked windows); a row that may read nothing gives zeros.
+    0..positions[b] of its slot, the new one included. A row at position -1 is idle: nothing is written for it, its
+    output is zero, and it may name the slot of another row whose position is not the last column. width: a host-side
+    bound, every position < width <= C. mask (B, width) bool or None: columns that are not true are not read (sliding
+    and chunked windows); a row that may read nothing gives zeros.
 
     Scores are q k * scaling, then softcap * tanh(scores / softcap) if given; sinks (H,) joins the softmax as the score
     of a column whose value is zero. Sums and softmax are in fp32; the result has the query's dtype, and is contiguous.
     """
-    live = (positions >= 0).nonzero()[:, 0]
-    rows, columns = slots[live], positions[live]
-    keys[rows, :, columns] = key[live, :, 0].to(keys.dtype)
-    values[rows, :, columns] = value[live, :, 0].to(values.dtype)
+    # to leave idle rows out, the host would have to know them: they write back what the last column, at -1, holds
+    is_live = (positions >= 0)[:, None, None]
+    for cache, new in ((keys, key), (values, value)):
+        cache[slots, :, positions] = torch.where(is_live, new[:, :, 0].to(cache.dtype), cache[slots, :, positions])
     visible = torch.arange(width, device=query.device) <= positions[:, None]  # (B, width)
     if mask is not None:
         visible = visible & mask
@@ -197,7 +199,7 @@ def truncated(scores: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float =
         dropped = probs.cumsum(-1) - probs >= top_p
         scores = scores.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), float("-inf"))
     if min_p > 0:
-        floor = scores.amax(-1, keepdim=True) + torch.log(torch.tensor(min_p, device=scores.device))
+        floor = scores.amax(-1, keepdim=True) + torch.full((), min_p, device=scores.device).log()
         scores = scores.masked_fill(scores < floor, float("-inf"))
     return scores
 

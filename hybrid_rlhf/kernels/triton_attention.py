@@ -8,6 +8,7 @@ part it ends stores it in the cache and takes it from registers, and nobody load
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,6 +20,7 @@ from triton import knobs
 _MATRIX_TYPES = (torch.float16,) if knobs.runtime.interpret else (torch.float16, torch.bfloat16)
 _SPLIT_COLUMNS = 128  # fewest columns that are worth a program of their own
 _MAX_SPLITS = 32
+_LARGE = 160 * 1024  # bytes of shared memory of a block on the large cards (A100, H100, B200); small ones have 99 KiB
 _LEAST = tl.constexpr(-3.4e38)  # the maximum of columns whose scores are all -inf, as against no columns at all
 
 
@@ -112,7 +114,7 @@ def _attend_single(query, key, value, keys, values, slots, positions, mask, sink
                    GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
                    NUM_SPLITS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SINKS: tl.constexpr,
                    HAS_SOFTCAP: tl.constexpr):
-    """Grid (rows, query heads, splits). For GROUP 1, and for what is not all in one 16-bit type."""
+    """Grid (rows, query heads, splits). For GROUP 1, and for what `form_for` gives no matrix unit."""
     row, own, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position, slot, head = tl.load(positions + row), tl.load(slots + row), own // GROUP
     first, end = _part(position, split, NUM_SPLITS, BLOCK_N)
@@ -229,32 +231,58 @@ def _join(parts, maxima, totals, sinks, out, VALUE_DIM: tl.constexpr, BLOCK_V: t
     tl.store(out + place * VALUE_DIM + dims, result.to(out.dtype.element_ty), mask=dims < VALUE_DIM)
 
 
+class Card(NamedTuple):
+    """What the kernels need to know of a device. shared_memory: bytes that one block may have."""
+
+    processors: int
+    shared_memory: int
+    has_matrix_units: bool
+
+
 @cache
-def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
+def card_of(device: torch.device) -> Card:
+    """The card of `device`; for the interpreter on a processor, one of few blocks and large tiles."""
+    if device.type != "cuda":
+        return Card(16, _LARGE, has_matrix_units=True)
+    found = torch.cuda.get_device_properties(device)
+    shared = getattr(found, "shared_memory_per_block_optin", 64 * 1024)  # ROCm's properties have no such field
+    return Card(found.multi_processor_count, shared, has_matrix_units=found.major >= 8)  # Triton's, from Ampere on
 
 
-def num_splits(programs: int, width: int, device: torch.device) -> int:
+def num_splits(programs: int, width: int, processors: int) -> int:
     """Parts of every row's columns: enough to give each processor two programs, none smaller than is worth it; a power
     of two, since each number is compiled by itself.
     """
-    wanted = min(-(-2 * _num_processors(device) // programs), width // _SPLIT_COLUMNS)
+    wanted = min(-(-2 * processors // programs), width // _SPLIT_COLUMNS)
     return min(triton.next_power_of_2(wanted), _MAX_SPLITS) if wanted > 1 else 1
 
 
-def blocks(group: int, dim: int, value_dim: int) -> dict[str, int]:
-    """Tile sizes for a group of query heads to a key head; a tile of keys is at most 8,192 numbers.
+class Form(NamedTuple):
+    """How a kernel is compiled: the sizes of its tiles, warps and stages. is_grouped: `_attend_grouped`'s."""
 
-    Group 1 is for `_attend_single`, any other for `_attend_grouped`, whose matrix units take 16 of everything at least.
+    is_grouped: bool
+    sizes: dict[str, int]
+    launch: dict[str, int]
+
+
+def form_for(card: Card, group: int, dim: int, value_dim: int, is_16_bit: bool) -> Form:
+    """The form in which a group of query heads to a key head is attended: at least two blocks to a processor, none
+    that spills registers, as compiled for each generation (docs/results/kernels.md, benchmarks/compile_kernels.py).
+
+    is_16_bit: query and caches are all in one 16-bit type. Matrix units take 16 of everything at least, and a query of
+    more than 512 numbers leaves them no registers.
     """
-    least = 1 if group == 1 else 16
-    sizes = {"BLOCK_D": triton.next_power_of_2(dim), "BLOCK_V": triton.next_power_of_2(value_dim)}
-    sizes = {name: max(least, size) for name, size in sizes.items()}
-    columns = max(16, min(128 if group == 1 else 64, 8192 // max(sizes.values())))
-    if group == 1:
-        return {"BLOCK_N": columns, **sizes}
-    heads = min(64, max(16, triton.next_power_of_2(group)))
-    return {"BLOCK_N": columns, **sizes, "BLOCK_G": heads, "TILES": -(-group // heads)}
+    block_d, block_v = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
+    if group == 1 or not is_16_bit or not card.has_matrix_units or max(block_d, block_v) > 512:
+        wide = max(block_d, block_v)
+        columns = min(128, max(1, (8192 if is_16_bit and wide <= 128 else 4096) // wide))
+        return Form(False, dict(BLOCK_N=columns, BLOCK_D=block_d, BLOCK_V=block_v), dict(num_warps=8))
+    block_d, block_v = max(16, block_d), max(16, block_v)
+    wide, is_large = max(block_d, block_v), card.shared_memory >= _LARGE
+    columns = min(64, max(16, (8192 if is_large else 4096) // wide))
+    heads = min(64 if is_large else 32, max(16, 4096 // wide), max(16, triton.next_power_of_2(group)))
+    sizes = dict(BLOCK_N=columns, BLOCK_D=block_d, BLOCK_V=block_v, BLOCK_G=heads, TILES=-(-group // heads))
+    return Form(True, sizes, dict(num_warps=4, num_stages=2 if is_large or wide < 512 else 1))
 
 
 def decode_attention(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor,
@@ -267,10 +295,11 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, va
     mask = mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
     slots, positions = slots.contiguous(), positions.contiguous()
     (rows, num_heads, _, dim), (num_keys, value_dim) = query.shape, values.shape[1::2]
-    is_grouped = num_heads > num_keys and query.dtype == keys.dtype == values.dtype and query.dtype in _MATRIX_TYPES
-    sizes = blocks(num_heads // num_keys if is_grouped else 1, dim, value_dim)
+    card, group = card_of(query.device), num_heads // num_keys
+    is_16_bit = query.dtype == keys.dtype == values.dtype and query.dtype in _MATRIX_TYPES
+    is_grouped, sizes, launch = form_for(card, group, dim, value_dim, is_16_bit)
     programs = num_keys * sizes["TILES"] if is_grouped else num_heads
-    splits = num_splits(rows * programs, width, query.device)
+    splits = num_splits(rows * programs, width, card.processors)
     out = query.new_empty(rows, 1, num_heads, value_dim)
     parts = out if splits == 1 else query.new_empty(rows, num_heads, splits, value_dim, dtype=torch.float32)
     maxima, totals = query.new_empty(2, rows, num_heads, splits, dtype=torch.float32).unbind(0)
@@ -278,12 +307,12 @@ def decode_attention(query: Tensor, key: Tensor, value: Tensor, keys: Tensor, va
     given = (query, key, value, keys, values, slots, positions, out if mask is None else mask, given_sinks, parts,
              maxima, totals, *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *keys.stride()[:3],
              *values.stride()[:3], 0 if mask is None else mask.stride(0), scaling, softcap or 0.0)
-    constants = dict(DIM=dim, VALUE_DIM=value_dim, GROUP=num_heads // num_keys, NUM_SPLITS=splits,
+    constants = dict(DIM=dim, VALUE_DIM=value_dim, GROUP=group, NUM_SPLITS=splits,
                      HAS_MASK=mask is not None, HAS_SINKS=sinks is not None, HAS_SOFTCAP=softcap is not None, **sizes)
     if is_grouped:
-        _attend_grouped[rows, programs, splits](*given, num_heads, **constants, num_warps=4, num_stages=2)
+        _attend_grouped[rows, programs, splits](*given, num_heads, **constants, **launch)
     else:
-        _attend_single[rows, programs, splits](*given, **constants, num_warps=8)
+        _attend_single[rows, programs, splits](*given, **constants, **launch)
     if splits > 1:
         _join[rows, num_heads](parts, maxima, totals, given_sinks, out, VALUE_DIM=value_dim, BLOCK_V=sizes["BLOCK_V"],
                                NUM_SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), HAS_SINKS=sinks is not None,

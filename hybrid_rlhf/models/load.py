@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hybrid_rlhf.core import hub
+from hybrid_rlhf.core import hub, nvidia
 from hybrid_rlhf.core.config import check, nearest
 from hybrid_rlhf.core.hub import stay_offline_if_unreachable
 from hybrid_rlhf.models import complete, folder_files, quantize, weights
@@ -45,7 +45,8 @@ class ModelConfig:
         preset: Instead of that: a random model from scratch (tiny, demo, small), with a tokenizer trained on the data.
         tokenizer_name_or_path: Tokenizer, where it is not the model's own.
         vocab_size: Size of the tokenizer that a preset trains.
-        dtype: auto (bfloat16 on an accelerator, float32 on CPU), float32, bfloat16 or float16.
+        dtype: auto (bfloat16 on an accelerator, float16 on NVIDIA cards before Ampere, float32 on CPU), float32,
+            bfloat16 or float16.
         attn_implementation: auto (transformers' choice), sdpa, eager or flash_attention_2 (an accelerator, 16-bit
             weights and the package flash_attn).
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
@@ -105,7 +106,8 @@ def _compiles(pattern: str) -> bool:
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """The torch dtype that `model.dtype` means on `device`."""
     if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
+        return nvidia.automatic_dtype(device)
+    nvidia.warn_of_emulation(DTYPES[name], device)
     return DTYPES[name]
 
 
@@ -185,6 +187,7 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, is_new: bo
         extra["adapter_kwargs"] = {"subfolder": "none"}  # transformers looks for an adapter there, and not beside it
     if config.attn_implementation != "auto":
         extra["attn_implementation"] = config.attn_implementation
+    nvidia.check_kernels(device)
     dtype = resolve_dtype(config.dtype, device)
     if config.quantize:
         quantize.require(f"model.load_in_{config.quantize}")

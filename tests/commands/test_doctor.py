@@ -9,8 +9,10 @@ from importlib.metadata import version as real_version
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hybrid_rlhf import cli
+from hybrid_rlhf import kernels as kernels_package
 from hybrid_rlhf.commands import doctor
 
 
@@ -79,3 +81,57 @@ def test_a_full_disk_is_a_note(monkeypatch, capsys):
 def test_an_unknown_flag_is_one_line(capsys):
     assert doctor.main(["--verbose"]) == 2
     assert capsys.readouterr().err.startswith("error: doctor: unknown argument --verbose")
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Says that one card of a capability is there, and what `ops_for` has for it."""
+
+    def there(capability, kernels="cuda (Triton)", built=("sm_75", "sm_80", "sm_90")):
+        said = dict(is_available=True, device_count=1, mem_get_info=(6 << 30, 8 << 30), get_device_name="T4",
+                    get_device_capability=capability, get_arch_list=list(built))
+        for name, value in said.items():
+            monkeypatch.setattr(torch.cuda, name, lambda *_device, value=value: value)
+        monkeypatch.setattr(kernels_package, "ops_for", lambda _kind: SimpleNamespace(name=kernels))
+
+    return there
+
+
+def test_a_card_that_launches_triton_kernels_is_ok(card, capsys):
+    card((8, 6))
+    assert doctor.main(["--no_compile", "--json"]) == 0
+    found = by_name(capsys)
+    assert found["GPU 0"]["found"] == "T4, 6.0 GiB of 8.0 GiB free, capability 8.6"
+    assert (found["GPU 0"]["state"], found["GPU kernels"]["state"]) == ("ok", "ok")
+
+
+def test_a_turing_card_is_told_that_auto_is_float16(card, capsys):
+    card((7, 5))
+    assert doctor.main(["--no_compile", "--json"]) == 0
+    found = by_name(capsys)["GPU 0"]
+    assert found["state"] == "warning" and found["found"].endswith("so model.dtype auto is float16")
+
+
+def test_a_card_that_torch_has_no_kernels_for_is_missing_something(card, capsys):
+    card((7, 0))
+    assert doctor.main(["--no_compile", "--json"]) == 3
+    found = by_name(capsys)["GPU 0"]
+    assert found["state"] == "missing" and found["cure"].endswith("whl/cu126")
+
+
+def test_a_card_on_which_triton_launches_nothing_is_a_note_with_the_reason(card, capsys):
+    card((8, 6), "reference (Triton cannot launch kernels here: Python.h is missing: apt install python3.12-dev)")
+    assert doctor.main(["--no_compile", "--json"]) == 0
+    found = by_name(capsys)["GPU kernels"]
+    assert found["state"] == "warning" and "apt install python3.12-dev" in found["found"]
+
+
+@pytest.mark.parametrize("cuda, states", [("13.0", ["warning"]), (None, [])], ids=["CUDA build", "CPU build"])
+def test_a_cuda_build_without_a_card_is_checked_for_what_triton_compiles_with(monkeypatch, capsys, cuda, states):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert doctor.main(["--no_compile", "--json"]) == 0
+    found = [f for f in json.loads(capsys.readouterr().out) if f["name"] == "GPU kernels"]
+    assert [f["state"] for f in found] == states
+    assert all("apt install gcc" in f["cure"] for f in found)

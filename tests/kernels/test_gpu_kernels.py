@@ -82,6 +82,20 @@ def test_a_long_context_is_read_in_parts_that_give_the_same(ops, rows, dtype):
         assert (ours - want).abs().max() < BOUNDS[dtype], options
 
 
+@pytest.mark.skipif(not IS_INTERPRETED, reason="a card takes its own form; each is compiled by compile_kernels.py")
+@pytest.mark.parametrize("kib, has_matrix_units", [(227, True), (99, True), (64, False)], ids=["H100", "RTX", "Turing"])
+@pytest.mark.parametrize("shape", [(8, 2, 64, 64), (40, 1, 128, 128), (20, 1, 256, 256), (4, 2, 192, 128),
+                                   (3, 1, 512, 512), (3, 1, 576, 512)], ids=str)
+def test_attention_is_the_definitions_in_the_form_of_every_card(ops, monkeypatch, kib, has_matrix_units, shape):
+    from hybrid_rlhf.kernels import triton_attention
+
+    card = triton_attention.Card(16, kib * 1024, has_matrix_units)
+    monkeypatch.setattr(triton_attention, "card_of", lambda _device: card)
+    for dtype in (torch.float16, torch.float32):
+        ours, want = both(ops, case(*shape, dtype, [0, 40, -1, 70]))
+        assert (ours - want).abs().max() < BOUNDS[dtype]
+
+
 def test_attention_is_right_at_the_lengths_around_a_tile_and_where_the_graph_is_wider(ops):
     for length in (1, 64, 65) if IS_INTERPRETED else (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257):
         inputs = case(2, 1, 16, 16, torch.float16, [length - 1], seed=length, columns=900)

@@ -56,6 +56,15 @@ def test_an_idle_row_writes_nothing_and_gives_zeros():
     assert not out.any()
 
 
+def test_an_idle_row_may_name_the_slot_of_a_row_that_writes():
+    keys, values = _caches()
+    before = keys.clone()
+    query, key, value = torch.ones(3, 4, 1, 4), torch.full((3, 2, 1, 4), 7.0), torch.ones(3, 2, 1, 6)
+    slots, positions = torch.tensor([2, 2, 2]), torch.tensor([-1, 0, -1])
+    decode_attention(query, key, value, keys, values, slots, positions, 5, scaling=1.0)
+    assert (keys[2, :, 0] == 7).all() and torch.equal(keys[2, :, 1:], before[2, :, 1:])
+
+
 def test_splitmix64_gives_the_published_sequence():
     """The first outputs of the generator seeded with 0 (Vigna's splitmix64.c): its state steps by the golden gamma."""
     golden, published = -7046029254386353131, [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]

@@ -74,21 +74,4 @@ class TapeCapture:
         return replay
 
 
-def attention(query, key, value, keys, values, slots, positions, width, *, scaling, softcap=None, sinks=None,
-              mask=None):
-    """reference.decode_attention for a tape: its one operation with a size of its own, nonzero, is avoided by having
-    idle rows write to the spare column."""
-    keys[slots, :, positions] = key[:, :, 0].to(keys.dtype)
-    values[slots, :, positions] = value[:, :, 0].to(values.dtype)
-    visible = torch.arange(width, device=positions.device) <= positions[:, None]
-    visible = visible if mask is None else visible & mask
-    scores = query.float().unflatten(1, (keys.shape[1], -1))[..., 0, :] @ keys[slots, :, :width].float().mT * scaling
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    scores = torch.where(visible[:, None, None], scores, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.view(1, keys.shape[1], -1, 1).expand(*scores.shape[:-1], 1)], -1)
-    weights = torch.where(visible.any(1)[:, None, None, None], scores.softmax(-1)[..., :width], 0.0)
-    return (weights @ values[slots, :, :width].float()).flatten(1, 2)[:, None].to(query.dtype)
-
-
-OPS = Ops("reference, for tapes", attention, reference.sample)
+OPS = Ops("reference, for tapes", reference.decode_attention, reference.sample)

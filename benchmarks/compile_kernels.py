@@ -1,0 +1,281 @@
+"""What the Triton kernels need on each generation of cards, compiled to machine code; needs Triton and no card.
+
+    python benchmarks/compile_kernels.py [--architectures 86 90] [--cases attend_128 ...] [--json FILE]
+        [--page docs/results/kernels.md]
+
+Every kernel in the form that the library chooses for the card: for every head size, one query head to a key head, four
+and sixty-four, with every option; sampling with every option and with none. Registers and spills are ptxas's; blocks to
+a processor are what registers, shared memory and threads allow. Ends with 1 where a kernel does not fit its card or
+spills more than 16 bytes a thread, or where decode attention leaves a processor a single block. Four minutes on a core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import harness
+from harness import parser_of, table_of, write_rows, write_tables
+
+SPILLED = 16  # bytes a thread that are not worth naming
+
+
+class Limits(NamedTuple):
+    """Of one generation: KiB of shared memory of a block and of a processor; threads and blocks of a processor."""
+
+    names: str
+    block: int
+    processor: int
+    threads: int
+    blocks: int
+
+
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". All have 65,536 registers.
+ARCHITECTURES = {75: Limits("T4, RTX 20", 64, 64, 1024, 16), 80: Limits("A100", 163, 164, 2048, 32),
+                 86: Limits("RTX 30, A10", 99, 100, 1536, 16), 89: Limits("RTX 40, L4", 99, 100, 1536, 24),
+                 90: Limits("H100", 227, 228, 2048, 32), 100: Limits("B200", 227, 228, 2048, 32),
+                 120: Limits("RTX 50", 99, 100, 1536, 24)}
+POINTERS = dict(slots="*i64", positions="*i64", mask="*i1", maxima="*fp32", totals="*fp32", seen="*i1", forbidden="*i1",
+                streams="*i64", sums="*fp32", found="*i32", logprobs="*fp32", parts="*fp32")
+NUMBERS = dict.fromkeys(("scaling", "softcap", "temperature", "penalty", "top_p", "min_p", "eps"), "fp32")
+
+
+class Kernel(NamedTuple):
+    """One kernel as it is launched: its compile-time constants, the types of its pointers, warps and stages."""
+
+    function: object
+    constants: dict[str, object]
+    pointers: dict[str, str]
+    launch: dict[str, int]
+
+
+class Case(NamedTuple):
+    """One row of the table. build(architecture, type): the kernel there. least: blocks that a processor must hold."""
+
+    work: str
+    types: tuple[str, ...]
+    build: Callable[[int, str], Kernel]
+    least: int = 1
+
+
+# -- the kernels, as the library launches them -------------------------------------------------------------------------
+
+
+def attend(group: int, dim: int, value_dim: int) -> Callable[[int, str], Kernel]:
+    def build(architecture: int, kind: str) -> Kernel:
+        from hybrid_rlhf.kernels import triton_attention as attention
+
+        card = attention.Card(1, ARCHITECTURES[architecture].block * 1024, has_matrix_units=architecture >= 80)
+        form = attention.form_for(card, group, dim, value_dim, is_16_bit=kind != "fp32")
+        constants = dict(form.sizes, DIM=dim, VALUE_DIM=value_dim, GROUP=group, NUM_SPLITS=1, HAS_MASK=True,
+                         HAS_SINKS=True, HAS_SOFTCAP=True)
+        pointers = dict.fromkeys(("query", "key", "value", "keys", "values", "sinks", "out"), "*" + kind)
+        function = attention._attend_grouped if form.is_grouped else attention._attend_single
+        return Kernel(function, constants, pointers, form.launch)
+
+    return build
+
+
+def join(value_dim: int) -> Callable[[int, str], Kernel]:
+    def build(_architecture: int, kind: str) -> Kernel:
+        from hybrid_rlhf.kernels import triton_attention as attention
+
+        constants = dict(VALUE_DIM=value_dim, BLOCK_V=value_dim, NUM_SPLITS=32, BLOCK_S=32, HAS_SINKS=True)
+        return Kernel(attention._join, constants, dict(sinks="*" + kind, out="*" + kind), dict(num_warps=4))
+
+    return build
+
+
+def sampling(step: str, is_plain: bool) -> Callable[[int, str], Kernel]:
+    def build(_architecture: int, kind: str) -> Kernel:
+        from hybrid_rlhf.kernels import triton_sampling
+
+        flags = dict.fromkeys(("HAS_SEEN", "HAS_FORBIDDEN", "TEMPERED", "TRUNCATED"), not is_plain)
+        if step == "scan":
+            return Kernel(triton_sampling._scan, dict(CHUNK=triton_sampling._CHUNK, GREEDY=False, **flags),
+                          dict(logits="*" + kind), dict(num_warps=4))
+        constants = dict(CHUNKS=128, TOP_K=0 if is_plain else 50, HAS_TOP_P=not is_plain,
+                         BLOCK=triton_sampling._BLOCK, **flags)  # chunks of Gemma's 262,144 tokens
+        return Kernel(triton_sampling._draw, constants, dict(logits="*" + kind, out="*i64"),
+                      dict(num_warps=4 if is_plain else 16))
+
+    return build
+
+
+def norm(size: int, is_backward: bool) -> Callable[[int, str], Kernel]:
+    def build(_architecture: int, kind: str) -> Kernel:
+        from hybrid_rlhf.kernels import triton_fused as fused
+
+        form = fused._norm_form(size)
+        constants = dict(ADDS_ONE=False, BLOCK_R=form["BLOCK_R"], BLOCK_D=form["BLOCK_D"])
+        pointers = dict.fromkeys(("x", "weight", "out", "gradient", "by_x"), "*" + kind) | {"by_weight": "*fp32"}
+        function = fused._norm_backward if is_backward else fused._norm
+        return Kernel(function, constants | (dict(BY_WEIGHT=True) if is_backward else {}), pointers,
+                      dict(num_warps=form["num_warps"]))
+
+    return build
+
+
+def gate(is_gelu: bool, is_backward: bool) -> Callable[[int, str], Kernel]:
+    def build(_architecture: int, kind: str) -> Kernel:
+        from hybrid_rlhf.kernels import triton_fused as fused
+
+        pointers = dict.fromkeys(("gate", "up", "out", "gradient", "by_gate", "by_up"), "*" + kind)
+        return Kernel(fused._gate_backward if is_backward else fused._gate,
+                      dict(IS_GELU=is_gelu, BLOCK=fused._BLOCK), pointers, dict(num_warps=4))
+
+    return build
+
+
+def turn(size: int) -> Callable[[int, str], Kernel]:
+    def build(_architecture: int, kind: str) -> Kernel:
+        from hybrid_rlhf.kernels import triton_fused as fused
+
+        block = size // 2
+        return Kernel(fused._turn, dict(BLOCK_H=min(32, fused._TILE // block), BLOCK_D=block),
+                      dict.fromkeys(("x", "cosines", "sines", "out"), "*" + kind), dict(num_warps=4))
+
+    return build
+
+
+SIZES = [*((size, size) for size in (64, 80, 96, 112, 128, 192, 256, 512)), (192, 128), (576, 512)]  # of keys, values
+SIXTEEN, ALL = ("fp16", "bf16"), ("fp16", "bf16", "fp32")
+
+
+def cases() -> dict[str, Case]:
+    """By name. Where more query heads to a key head than four make no other tiles, they are not compiled again."""
+    found = {}
+    for dim, value_dim in SIZES:
+        size = f"{dim}" if dim == value_dim else f"{dim}/{value_dim}"
+        name = f"attend_{size.replace('/', '_')}"
+        found[name] = Case(f"attention {size}", SIXTEEN, attend(1, dim, value_dim), 2)
+        found[f"{name}_fp32"] = Case(f"attention {size}, fp32", ("fp32",), attend(1, dim, value_dim), 2)
+        for group in (4, 64) if dim <= 128 else (4,):
+            work = f"attention {size}, {group} heads to a key head"
+            found[f"{name}_group{group}"] = Case(work, SIXTEEN, attend(group, dim, value_dim), 2)
+    for dim in (64, 128, 256, 512):
+        found[f"join_{dim}"] = Case(f"joining 32 parts of {dim}", ALL, join(dim))
+    for step in ("scan", "draw"):
+        found[step] = Case(f"sampling, {step}", ALL, sampling(step, is_plain=True))
+        found[f"{step}_truncated"] = Case(f"sampling, {step}, all options", ALL, sampling(step, is_plain=False))
+    for is_backward, word in ((False, ""), (True, ", backward")):
+        end = "_backward" if is_backward else ""
+        for size in (128, 4096, 8192):
+            found[f"norm_{size}{end}"] = Case(f"norm of {size}{word}", ALL, norm(size, is_backward))
+        for is_gelu, name in ((False, "silu"), (True, "gelu")):
+            found[f"gate_{name}{end}"] = Case(f"gate, {name}{word}", ALL, gate(is_gelu, is_backward))
+    found["rotary_128"] = Case("rotary positions, 128", ALL, turn(128))
+    return found
+
+
+# -- compiling ---------------------------------------------------------------------------------------------------------
+
+
+def compiled(kernel: Kernel, architecture: int) -> dict[str, int]:
+    """Registers and bytes spilled of a thread, bytes of shared memory, warps. Every parameter that is neither constant,
+    pointer nor float is an integer; pointers and strides are multiples of 16, as they are in use.
+    """
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names, types = kernel.function.arg_names, NUMBERS | POINTERS | kernel.pointers
+    signature = {n: "constexpr" if n in kernel.constants else types.get(n, "i32") for n in names}
+    places = {n: (i,) for i, n in enumerate(names)}
+    aligned = {places[n]: [["tt.divisibility", 16]] for n, t in signature.items() if t[0] == "*" or t == "i32"}
+    source = ASTSource(kernel.function, signature, {places[n]: v for n, v in kernel.constants.items()}, aligned)
+    said = io.StringIO()
+    with (tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.nvidia.scope(),
+          contextlib.redirect_stdout(said)):
+        knobs.cache.dir, knobs.nvidia.dump_ptxas_log = folder, True
+        found = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=kernel.launch)
+    if found.asm["cubin"][:4] != b"\x7fELF":
+        raise SystemExit(f"{kernel.function.__name__} for sm_{architecture} is no machine code")
+    registers, spilled = (int(re.search(pattern, said.getvalue())[1])
+                          for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
+    return dict(registers=registers, spilled=spilled, shared=found.metadata.shared, warps=found.metadata.num_warps)
+
+
+def blocks_of(registers: int, shared: int, warps: int, architecture: int) -> int:
+    """Blocks that a processor holds at once; registers are given out 8 a thread to whole warps, and since Ampere the
+    system takes 1 KiB of each block's shared memory."""
+    limits, reserved = ARCHITECTURES[architecture], 1024 if architecture >= 80 else 0
+    by_registers = 65536 // (-(-registers // 8) * 8 * 32) // warps
+    by_shared = limits.processor * 1024 // (shared + reserved) if shared + reserved else limits.blocks
+    return min(by_registers, by_shared, limits.threads // (32 * warps), limits.blocks)
+
+
+def faults_of(row: dict, least: int) -> list[str]:
+    """What is wrong with one compiled kernel."""
+    limit = ARCHITECTURES[row["architecture"]].block * 1024
+    return [text for is_wrong, text in (
+        (row["shared"] > limit, f"{row['shared']} bytes of shared memory, of {limit}"),
+        (row["spilled"] > SPILLED, f"spills {row['spilled']} bytes"),
+        (row["blocks"] < least, f"{row['blocks']} blocks to a processor, not {least}")) if is_wrong]
+
+
+def rows(names: Sequence[str], architectures: Sequence[int]) -> Iterator[dict]:
+    """A row for each case, architecture and type; Turing has no bf16."""
+    for name in names:
+        case = cases()[name]
+        for architecture in architectures:
+            for kind in case.types:
+                if kind == "bf16" and architecture < 80:
+                    continue
+                kernel = case.build(architecture, kind)
+                use = compiled(kernel, architecture)
+                row = {"case": name, "architecture": architecture, "type": kind, "kernel": kernel.function.__name__,
+                       **use, "blocks": blocks_of(use["registers"], use["shared"], use["warps"], architecture)}
+                row["faults"] = faults_of(row, case.least)
+                print(f"{name} sm_{architecture} {kind}: {row['registers']} registers, {row['spilled']} spilled, "
+                      f"{row['shared']} bytes, {row['blocks']} blocks{''.join('; ' + f for f in row['faults'])}",
+                      flush=True)
+                yield row
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def cell_of(found: list[dict]) -> str:
+    """The worst of the types: registers, KiB of shared memory, blocks to a processor, and what it spills."""
+    registers, shared, spilled = (max(row[key] for row in found) for key in ("registers", "shared", "spilled"))
+    text = f"{registers}, {shared / 1024:.0f}, {min(row['blocks'] for row in found)}"
+    text += f" ({spilled} spilled)" if spilled else ""
+    return f"**{text}**" if any(row["faults"] for row in found) else text
+
+
+def tables_of(found: list[dict]) -> list[str]:
+    limits = table_of(["", "cards", "KiB of a block", "KiB of a processor", "threads", "blocks"],
+                      [(f"sm_{a}", *ARCHITECTURES[a]) for a in ARCHITECTURES])
+    lines = []
+    for name, case in cases().items():
+        by = {a: [row for row in found if row["case"] == name and row["architecture"] == a] for a in ARCHITECTURES}
+        if any(by.values()):
+            lines.append([case.work, *(cell_of(by[a]) if by[a] else None for a in ARCHITECTURES)])
+    return [limits, table_of(["", *(f"sm_{a}" for a in ARCHITECTURES)], lines)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__, cases())
+    parser.add_argument("--architectures", type=int, nargs="+", choices=list(ARCHITECTURES),
+                        default=list(ARCHITECTURES))
+    parser.add_argument("--page", type=Path, help="put the tables into this page")
+    options = harness.parse(parser, argv)
+    os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton
+    names = options.cases[:1] if options.quick else options.cases
+    found = write_rows(rows(names, options.architectures), options.json)
+    if options.page:
+        write_tables(options.page, *tables_of(found))
+    return int(any(row["faults"] for row in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
