@@ -16,12 +16,14 @@ from hybrid_rlhf.memory_plan import trace
 from hybrid_rlhf.memory_plan.amounts import parse_bytes, size_text
 from hybrid_rlhf.memory_plan.calibration import Calibration
 from hybrid_rlhf.memory_plan.formulas import stage_of, state_bytes
+from hybrid_rlhf.models import shards
 from hybrid_rlhf.models.load import ModelConfig
 
 __all__ = ["DOES_NOT_FIT", "Generation", "Line", "Plan", "Role", "make_plan", "parse_bytes", "size_text"]
 
 KINDS = ("weights", "adapters", "optimizer", "gradients", "gathered", "KV cache", "activations", "logits")
 PASSING = ("gathered", "activations", "logits")  # given back before the next role computes
+EXPORT = "export"  # the phase behind the last step
 DOES_NOT_FIT = 3  # exit code of --plan
 MAX_PREFILL_TOKENS = 4096  # of one forward, as in engine/decode/scheduler.py
 MAX_LIVE = 10**9  # elements that ZeRO 3 keeps gathered for their next use
@@ -139,14 +141,17 @@ def make_plan(title: str, roles: Iterable[Role], device: torch.device, available
     is_exact False: see trace.activations. calibration: of the card (None: the published one).
     """
     roles = list(roles)
-    phases = phases_of(roles)
-    lines, host = [], 0
+    phases = (*phases_of(roles), *([EXPORT] if any(r.trains for r in roles) else []))
+    lines, host, notes = [], 0, list(notes)
     for role in roles:
         needs = _Needs(role, device, world, is_exact)
         for kind, found in needs.by_phase(phases).items():
             if any(found.values()):
                 lines.append(Line(role.name, kind, found, passes=needs.waits))
         host += needs.host
+        if available is not None and needs.gathers > available:
+            notes.append(f"not counted: to export {role.name} ZeRO 3 gathers all {size_text(needs.gathers)} of it on every "
+                         "device, which does not fit; its checkpoints hold what was trained")
     lines += _of_process(device, Plan(title, phases, tuple(lines), available), calibration or Calibration())
     return Plan(title, phases, tuple(lines), available, tuple(notes), host)
 
@@ -176,6 +181,7 @@ class _Needs:
         self.always = dict.fromkeys(("weights", "adapters", "optimizer"), 0)
         self.now: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
         self.host, self.is_host = 0, device.type == "cpu"
+        self.gathers = 0  # at the export, all at once
         self.waits = role.waits and not self.is_host
         if role.labels:
             self._add_classifier()
@@ -197,6 +203,8 @@ class _Needs:
                                                                 trains=False)
         if role.generation:
             self._add_generation()
+        if role.trains and not (role.is_scalar and self.waits):  # a critic is not exported
+            self._add_export()
         if self.waits:
             self.host += sum(self.always.values())
 
@@ -271,6 +279,14 @@ class _Needs:
         if "activations" in role.offload and not self.is_host:
             return max(act.scoring, act.peak - act.saved), logits, act.saved
         return max(act.saved, act.peak - logits), logits, 0
+
+    def _add_export(self) -> None:
+        """Adapters are merged weight by weight in fp32 (the weight, B A scaled, and their sum); on a CPU a file of the
+        result waits there until it is written. What was trained whole is written as it is."""
+        self.gathers = self.sizes.weight_bytes if self.now["gathered"] else 0
+        if self.sizes.adapter_bytes:
+            waiting = min(shards.MAX_BYTES, self.sizes.weight_bytes) if self.is_host else 0
+            self.now["gathered"] |= {EXPORT: 12 * self.sizes.widest + waiting}
 
     def _add_generation(self) -> None:
         """The cache of all slots at full length; a prefill, which takes per token what scoring takes; one row of logits

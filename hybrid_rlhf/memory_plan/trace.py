@@ -27,7 +27,7 @@ from hybrid_rlhf.memory_plan.operations import Recorder, Tally, Work
 from hybrid_rlhf.models import shapes
 from hybrid_rlhf.models.backbone import hidden_states, own_head
 from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.models.lora import LoraConfig
+from hybrid_rlhf.models.lora import LoraConfig, plain_linear_layers
 from hybrid_rlhf.models.lora_products import fused_adapters
 from hybrid_rlhf.models.packed_shapes import Packed, pack
 from hybrid_rlhf.models.transformers_compat import sdpa_replaced
@@ -59,7 +59,8 @@ def _remembered(function: Callable) -> Callable:
 class Sizes:
     """Counts of one model. weight_bytes: of all that is not an adapter; adapter_bytes: of adapters and of the scalar
     head beside them; trained, trained_dtype: elements that an optimizer moves; vocab: rows of its head; itemsize: bytes
-    of one element of its dtype; largest: bytes of the largest weight."""
+    of one element of its dtype; largest: bytes of the largest weight; widest: elements of the largest linear layer beside
+    which there may be an adapter."""
 
     weight_bytes: int
     adapter_bytes: int
@@ -68,6 +69,7 @@ class Sizes:
     vocab: int
     itemsize: int
     largest: int = 0
+    widest: int = 0
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,8 @@ def sizes(model: ModelConfig, device: torch.device, *, is_scalar: bool = False) 
     head = plain.score.weight if is_scalar else None
     count, size, dtype = _adapters(model, device)
     more = (head.numel(), _bytes(head)) if is_scalar else (0, 0)
-    return Sizes(weights - more[1], size + more[1], count + more[0], dtype, *facts)
+    widest = max((plain.get_submodule(n).weight.numel() for n in plain_linear_layers(plain)), default=0)
+    return Sizes(weights - more[1], size + more[1], count + more[0], dtype, *facts, widest)
 
 
 @_remembered

@@ -142,9 +142,13 @@ def _add(model: nn.Module, settings: object, name: str) -> None:
     with peft_compat.names_as_given():
         if hasattr(model, "_peft_wrapper"):
             model._peft_wrapper.add_adapter(name, settings, autocast_adapter_dtype=in_fp32)
-            return
-        wrapped = peft.get_peft_model(model, settings, adapter_name=name, autocast_adapter_dtype=in_fp32)
-    object.__setattr__(model, "_peft_wrapper", wrapped)  # not as a submodule: the wrapper holds the model
+        else:
+            wrapped = peft.get_peft_model(model, settings, adapter_name=name, autocast_adapter_dtype=in_fp32)
+            object.__setattr__(model, "_peft_wrapper", wrapped)  # not as a submodule: the wrapper holds the model
+    for layer in lora_layers(model).values():  # beside a base in bytes peft's are fp32
+        for part in (layer.lora_A, layer.lora_B):
+            if name in part:
+                part[name].to(adapter_dtype(model))
 
 
 def expert_weights(model: nn.Module) -> list[str]:

@@ -11,6 +11,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
 from hybrid_rlhf.core.torch_compat import is_hooked
+from hybrid_rlhf.models.packed_products import AdaptedPackedLinear
 
 _FEW_ROWS = 48  # as a decode step has
 
@@ -44,9 +45,10 @@ class AdaptedLinear(torch.autograd.Function):
 @contextmanager
 def fused_adapters(model: nn.Module, product: Callable | None = None,
                    dtypes: frozenset[torch.dtype] = frozenset()) -> Iterator[int]:
-    """Within the block plain adapters of `model` (peft's, over a frozen nn.Linear) run as AdaptedLinear; yields how
-    many layers may. Any other call (merged, several adapters at once, dropout, mixed dtypes) runs as written.
-    product(x, weight, bias, down, up, scaling): the same for few rows of `dtypes` on a CPU, without gradients.
+    """Within the block plain adapters of `model` (peft's, over a frozen nn.Linear) run as AdaptedLinear, those over a
+    weight in 4 or 8 bits as AdaptedPackedLinear; yields how many layers may. Any other call (merged, several adapters
+    at once, dropout, mixed dtypes) runs as written. product(x, weight, bias, down, up, scaling): the same for few rows
+    of `dtypes` on a CPU, without gradients.
     """
     layers = [m for m in model.modules() if _may_be_fused(m)]
     for layer in layers:
@@ -60,7 +62,8 @@ def fused_adapters(model: nn.Module, product: Callable | None = None,
 
 
 def _may_be_fused(module: nn.Module) -> bool:
-    return (hasattr(module, "lora_A") and type(getattr(module, "base_layer", None)) is nn.Linear
+    base = getattr(module, "base_layer", None)
+    return (hasattr(module, "lora_A") and (type(base) is nn.Linear or hasattr(base, "packed_weight"))
             and not is_hooked(module.base_layer)  # such as those of a head with rows of added tokens
             and "forward" not in vars(module) and not module.fan_in_fan_out and not module.lora_variant
             and all(type(m) is nn.Linear and m.bias is None for part in (module.lora_A, module.lora_B)
@@ -82,7 +85,10 @@ def _forward(layer: nn.Module, product: Callable | None) -> Callable[..., Tensor
         if down.dtype != x.dtype or up.dtype != x.dtype or (dropout.training and getattr(dropout, "p", 0.0)):
             return original(x)
         rows = x.reshape(-1, x.shape[-1])
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and hasattr(base, "packed_weight"):
+            bias = None if base.bias is None else base.bias.to(x.dtype)
+            out = AdaptedPackedLinear.apply(rows, base.packed_weight, bias, down, up, scaling)
+        elif torch.is_grad_enabled():
             out = AdaptedLinear.apply(rows, base.weight, base.bias, down, up, scaling)
         elif product and len(rows) <= _FEW_ROWS:
             out = product(rows, base.weight, base.bias, down, up, scaling)
@@ -95,5 +101,6 @@ def _forward(layer: nn.Module, product: Callable | None) -> Callable[..., Tensor
 
 def _is_plain(x: Tensor, base: nn.Linear) -> bool:
     weight = base.weight
-    return (x.dtype == weight.dtype and not weight.requires_grad and x.numel() > 0
+    return ((hasattr(base, "packed_weight") or x.dtype == weight.dtype) and not weight.requires_grad
+            and (base.bias is None or not base.bias.requires_grad) and x.numel() > 0
             and not torch.is_autocast_enabled(x.device.type))

@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
-from torch.nn import functional as F
 
 from hybrid_rlhf.models.lora import plain_linear_layers
-
-
-class _Dequantised(torch.autograd.Function):
-    """x W^T of a frozen weight that is held in fewer bits: its numbers are there during the product only, forward and
-    backward, as bitsandbytes has it."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight)
-        return F.linear(x, torch.empty_like(weight), bias)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient @ torch.empty_like(ctx.saved_tensors[0]), None, None
+from hybrid_rlhf.models.packed_products import Dequantised, PackedLinear, PackedWeight
 
 
 class Packed(nn.Linear):
-    """A frozen linear layer in 4 or 8 bits; no nn.Linear by type, so that nothing is fused with it."""
+    """A frozen linear layer in 4 or 8 bits, and its own packed weight, whose numbers are there during a product only;
+    no nn.Linear by type, so that nothing is fused with it but adapters."""
+
+    @property
+    def packed_weight(self) -> PackedWeight:
+        return Dequantised(lambda _dtype: torch.empty_like(self.weight))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Dequantised.apply(x, self.weight, self.bias)
+        return PackedLinear.apply(x, self.bias, self.packed_weight)
 
 
 def pack(model: nn.Module) -> None:

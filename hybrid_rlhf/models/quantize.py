@@ -3,10 +3,12 @@ reaches into its private parts.
 
 Sources: QLoRA, arXiv 2305.14314 (NF4 in blocks of 64); 8-bit optimizers, arXiv 2110.02861.
 
-Products are always those of the dequantised weight in the activations' dtype, the same in training, evaluation and
-generation. bitsandbytes' own ways are not taken, because in them the modes differ: on CPUs with AVX512-BF16 its 4-bit
-layers repack their bytes at the first call in eval mode, multiply in bf16 from then on and pass no gradient through
-(0.50.2), and its 8-bit product rounds activations with a threshold that depends on the other rows of the batch.
+Products with gradients, and those that score, are of the dequantised weight in the activations' dtype. bitsandbytes'
+own layers are not used, because in them the modes differ: on CPUs with AVX512-BF16 its 4-bit layers repack their bytes
+at the first call in eval mode, multiply in bf16 from then on and pass no gradient through (0.50.2), and its 8-bit
+product rounds activations with a threshold that depends on the other rows of the batch. Only the sampler on a card
+takes its fused 4-bit product, which reads a quarter of the bytes, where that was found equal at load;
+engine/logprob_drift measures it with the sampler's other roundings.
 """
 
 from __future__ import annotations
@@ -15,16 +17,22 @@ import importlib.util
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType, ModuleType
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hybrid_rlhf.core.compat import Dependency
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.models.packed_products import Dequantised, PackedLinear, RowScaled
 
 BITSANDBYTES = Dependency("bitsandbytes", checked="0.50.2")
+FUSED_ON = ("cuda",)  # types of devices on which the sampler may take the fused 4-bit product
+# Largest difference of the fused product from the dequantised one, relative to the largest number, that is rounding:
+# each rounds its sums to the dtype once, by half a step of 2^-7 (bfloat16) or 2^-10 (float16) at most.
+FUSED_BOUNDS = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+_log = logging.getLogger(__name__)
 SETTINGS = {"4bit": dict(load_in_4bit=True, bnb_4bit_quant_type="nf4"), "8bit": dict(load_in_8bit=True)}
 
 
@@ -43,37 +51,40 @@ def _bitsandbytes() -> ModuleType:
 
 def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers of `model` whose weight is held in 4 or 8 bits, by name."""
-    return {n: m for n, m in model.named_modules() if hasattr(m, "_dequantised")}
+    return {n: m for n, m in model.named_modules() if hasattr(m, "packed_weight")}
 
 
 def settle(model: nn.Module, source: str) -> nn.Module:
-    """Make the quantised layers of a model that transformers just loaded from `source` multiply by the dequantised
-    weight, in place.
+    """Give the quantised layers of a model that transformers just loaded from `source` our products, in place.
 
     Raises RuntimeError if there are none.
     """
     model.quantised_from = source
     bnb = _bitsandbytes()
-    found = 0
+    found = []
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
             BITSANDBYTES.require(module, "support_avx512bf16_for_cpu")
             module.support_avx512bf16_for_cpu = False
-            module._dequantised = MethodType(_dequantised_4bit, module)
+            module.packed_weight = Dequantised(partial(_dequantised_4bit, module))
         elif isinstance(module, bnb.nn.Linear8bitLt):
-            module._dequantised = MethodType(_dequantised_8bit, module)
+            module.packed_weight = RowScaled(partial(_values_and_factors, module))
         else:
             continue
-        found += 1
+        found.append(module)
         module.forward = MethodType(_forward, module)
     if not found:
         raise RuntimeError(f"{type(model).__name__} has no linear layer that could be quantised")
+    if next(model.parameters()).device.type in FUSED_ON:
+        _take_fused([m for m in found if isinstance(m, bnb.nn.Linear4bit)], model.dtype)
     return model
 
 
 def dequantised(layer: nn.Module) -> Tensor:
     """The weight of a linear layer, quantised or not, in fp32 (out, in)."""
-    return (layer._dequantised(torch.float32) if hasattr(layer, "_dequantised") else layer.weight.detach()).float()
+    if hasattr(layer, "packed_weight"):
+        return layer.packed_weight.dequantised(torch.float32)
+    return layer.weight.detach().float()
 
 
 @contextmanager
@@ -81,46 +92,82 @@ def multiplying_by(model: nn.Module, weights: dict[str, Tensor]) -> Iterator[Non
     """Within the block the quantised layers of `model` multiply by `weights` (name -> (out, in)) instead of their own:
     by those that were quantised, say."""
     layers = quantized_layers(model)
-    before = {name: layer._dequantised for name, layer in layers.items()}
+    before = {name: layer.packed_weight for name, layer in layers.items()}
     for name, layer in layers.items():
-        layer._dequantised = MethodType(lambda self, dtype, weight=weights[name]: weight.to(self.weight.device, dtype),
-                                        layer)
+        layer.packed_weight = Dequantised(partial(weights[name].to, layer.weight.device))
     try:
         yield
     finally:
         for name, layer in layers.items():
-            layer._dequantised = before[name]
+            layer.packed_weight = before[name]
 
 
-def _dequantised_4bit(self: nn.Module, dtype: torch.dtype) -> Tensor:
-    state = self.weight.quant_state
-    return _bitsandbytes().functional.dequantize_4bit(self.weight.data, state).to(dtype)
+@contextmanager
+def sampling_products(model: nn.Module) -> Iterator[None]:
+    """Within the block products of `model` without gradients are the fused ones, where there are any."""
+    weights = [w for w in (m.packed_weight for m in quantized_layers(model).values()) if isinstance(w, Dequantised)]
+    for weight in weights:
+        weight.is_sampling = True
+    try:
+        yield
+    finally:
+        for weight in weights:
+            weight.is_sampling = False
 
 
-def _dequantised_8bit(self: nn.Module, dtype: torch.dtype) -> Tensor:
+def _dequantised_4bit(layer: nn.Module, dtype: torch.dtype) -> Tensor:
+    return _bitsandbytes().functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).to(dtype)
+
+
+def _fused_4bit(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+    return _bitsandbytes().matmul_4bit(x, layer.weight.data, layer.weight.quant_state, bias=bias)
+
+
+def _values_and_factors(layer: nn.Module) -> tuple[Tensor, Tensor]:
     """Row i is its int8 values times the row's largest magnitude over 127."""
-    values = self.weight.CB if self.weight.CB is not None else self.state.CB
-    scale = self.weight.SCB if self.weight.SCB is not None else self.state.SCB
-    return (values.float() * (scale.float()[:, None] / 127.0)).to(dtype)
+    values = layer.weight.CB if layer.weight.CB is not None else layer.state.CB
+    scale = layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
+    return values, scale.float() / 127.0
 
 
 def _forward(self: nn.Module, x: Tensor) -> Tensor:
     bias = None if self.bias is None else self.bias.to(x.dtype)
-    return _Product.apply(x, bias, self)
+    if torch.is_grad_enabled():
+        return PackedLinear.apply(x, bias, self.packed_weight)
+    return self.packed_weight.sampled(x, bias)
 
 
-class _Product(torch.autograd.Function):
-    """x W^T + b with a frozen W that is dequantised in the forward and again in the backward, and kept in neither."""
+def _take_fused(layers: list[nn.Module], dtype: torch.dtype) -> None:
+    """Give `layers` bitsandbytes' fused 4-bit product for sampling, if for each of their shapes it is that of the
+    dequantised weight; else a line says why not."""
+    layers = [m for m in layers if m.in_features % m.weight.quant_state.blocksize == 0]  # others have no kernel
+    one_each = {m.weight.quant_state.shape: m for m in layers}.values()
+    reason = next((found for m in one_each if (found := _difference(m, dtype))), None)
+    if reason:
+        _log.warning("4-bit weights are dequantised at every decode step, which takes about three times as long: "
+                     "bitsandbytes' fused product %s", reason)
+        return
+    for layer in layers:
+        layer.packed_weight.fused = partial(_fused_4bit, layer)
 
-    @staticmethod
-    def forward(ctx, x: Tensor, bias: Tensor | None, layer: nn.Module) -> Tensor:  # noqa: ANN001
-        ctx.layer = layer
-        return F.linear(x, layer._dequantised(x.dtype), bias)
 
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # noqa: ANN001
-        into_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        return grad @ ctx.layer._dequantised(grad.dtype) if ctx.needs_input_grad[0] else None, into_bias, None
+@torch.no_grad()
+def _difference(layer: nn.Module, dtype: torch.dtype) -> str | None:
+    """What is wrong with the fused product of `layer`, for as many rows as its kernels tell apart; None if nothing."""
+    weight, random = layer.packed_weight, torch.Generator().manual_seed(0)
+    for rows in (1, 6, 40):
+        x = torch.randn(rows, layer.in_features, generator=random).to(layer.weight.device, dtype)
+        expected = weight.product(x, None).float()
+        try:
+            found = _fused_4bit(layer, x, None).float()
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, AttributeError) as error:
+            return f"fails ({str(error).strip().splitlines()[0]})"
+        gap = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+        if not gap <= FUSED_BOUNDS[dtype]:
+            return f"differs by {gap:.2g} of the largest number, and at most {FUSED_BOUNDS[dtype]} is rounding"
+    return None
 
 
 def unpacked_state(model: nn.Module) -> dict[str, Tensor]:

@@ -144,6 +144,21 @@ def test_roles_score_in_turns_and_stay_side_by_side() -> None:
     assert "short by 0 KiB" in table.verdict(plan)
 
 
+@pytest.mark.parametrize("kind", [None, "4bit", "8bit"])
+def test_an_export_of_adapters_takes_three_fp32_copies_of_one_layer_and_on_a_cpu_a_file(folder, kind) -> None:
+    """The largest adapted layer is 32 x 64; the whole model is less than a file."""
+    settings = {f"load_in_{kind}": True} if kind else {}
+    role = Role("policy", model_of(folder, lora=LoraConfig(r=4), **settings), 24, 2, predicted=23, trains=True)
+    for device, more in ((torch.device("cuda"), 0), (CPU, trace.sizes(role.model, CPU).weight_bytes)):
+        plan = make_plan("sft", [role], device, None)
+        (found,) = [line.phases["export"] for line in plan.lines if line.kind == "gathered"]
+        assert found == 3 * 4 * 32 * 64 + more
+        assert plan.total("export") < plan.total("train policy") + more
+    critic = Role("critic", role.model, 24, 2, trains=True, waits=True)
+    plan = make_plan("ppo", [role, critic], torch.device("cuda"), None)
+    assert not [line for line in plan.lines if line.role == "critic" and line.phases.get("export")]
+
+
 def test_a_plan_adds_up(folder) -> None:
     """One role, by hand where a hand can count."""
     role = Role("actor", model_of(folder), length=24, rows=2, predicted=8, trains=True, zero_stage=0,
@@ -151,7 +166,7 @@ def test_a_plan_adds_up(folder) -> None:
     plan = make_plan("ppo", [role], CPU, available=10**9)
     lines = {line.kind: line.phases for line in plan.lines}
     count = trace.sizes(model_of(folder), CPU).trained
-    assert plan.phases == ("generate", "score", "train actor", "step actor")
+    assert plan.phases == ("generate", "score", "train actor", "step actor", "export")
     assert lines["optimizer"] == dict.fromkeys(plan.phases, 8 * count)
     assert lines["gradients"]["step actor"] == 4 * count
     assert lines["KV cache"] == {"generate": 4 * 24 * 256}

@@ -140,6 +140,12 @@ def test_offloaded_parameters_and_activations_leave_a_layer_on_the_card(counted)
     assert lines_of(after, "policy")["activations"] == {"train policy": 1000}
 
 
+def test_a_plan_says_that_an_export_gathers_more_than_a_device_has(counted) -> None:
+    role = Role("policy", counted, 64, 8, predicted=63, trains=True, scores=False, zero_stage=3)
+    fits, does_not = (make_plan("sft", [role], CARD, available, world=4).notes for available in (40_000, 39_999))
+    assert not fits and "gathers all" in does_not[0] and "39 KiB of it" in does_not[0]
+
+
 def test_a_role_that_waits_elsewhere_counts_in_its_own_phases(counted) -> None:
     actor = Role("actor", counted, 24, 2, predicted=8, trains=True, generation=Generation(4, 16, 8))
     ref = Role("ref", counted, 24, 2, predicted=8, waits=True)

@@ -44,6 +44,7 @@ from hybrid_rlhf.models.hf_attention import (
     without_padding_check,
 )
 from hybrid_rlhf.models.lora_products import fused_adapters
+from hybrid_rlhf.models.quantize import sampling_products
 from hybrid_rlhf.models.transformers_compat import custom_attention, own_attention, takes_custom_attention
 
 _log = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class Runner:
             stack.enter_context(self.fusions.swapped())
             if not self._group:  # shards of adapters are not the layers' own parameters
                 stack.enter_context(fused_adapters(self.model, self.ops.adapted_linear, self.ops.linear_dtypes))
+            stack.enter_context(sampling_products(self.model))
             stack.enter_context(without_padding_check(self.model))
             if self.path == "native":
                 name = f"hybrid_rlhf_{id(self)}"

@@ -1,0 +1,286 @@
+"""Products by weights in 4 and 8 bits: their numbers, their memory, who takes the fused one, and adapters over them."""
+
+from collections import Counter
+from contextlib import nullcontext
+
+import bitsandbytes
+import pytest
+import torch
+from torch import nn
+
+from hybrid_rlhf.core import torch_compat
+from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.engine import HybridEngine, SamplingConfig
+from hybrid_rlhf.memory_plan.live_bytes import LiveBytes
+from hybrid_rlhf.models import load, quantize
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers
+from hybrid_rlhf.models.lora_products import fused_adapters
+from hybrid_rlhf.models.packed_products import RowScaled
+from hybrid_rlhf.roles import Actor, PolicyModule, Roles
+from hybrid_rlhf.rollout import Prompts
+from hybrid_rlhf.rollout.collect import collect
+from hybrid_rlhf.rollout.old_logprobs import OldLogprobs
+from tests.factories.tiny import save_tiny, tiny_tokenizer
+
+KINDS = ("4bit", "8bit")
+SHAPE = dict(hidden_size=64, intermediate_size=128)
+# Largest relative difference (by norm) from fp64's product with the dequantised weight: half a step of the dtype once
+# for the product and once for the row's factor, and for bfloat16 the weight's own rounding in the 4-bit form.
+BOUNDS = {torch.float32: 1e-6, torch.float16: 8e-4, torch.bfloat16: 6e-3}
+
+
+class Operations(torch_compat.dispatch_mode()):
+    """Counts the operations of a block by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, func, types, given=(), named=None):
+        self.seen[str(func).removesuffix(".default")] += 1
+        return func(*given, **(named or {}))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("base"), **SHAPE)
+
+
+@pytest.fixture
+def as_on_a_card(monkeypatch):
+    monkeypatch.setattr(quantize, "FUSED_ON", ("cpu",))
+
+
+def quantised(folder, kind, dtype="float32", rank=4):
+    model = load.load_causal_lm(ModelConfig(folder, dtype=dtype, **{f"load_in_{kind}": True})).eval()
+    torch.manual_seed(3)
+    if rank:
+        add_lora(model, LoraConfig(r=rank))
+    for layer in lora_layers(model).values():
+        nn.init.normal_(layer.lora_B["default"].weight, std=0.2)
+    return model
+
+
+def relative(found, wanted):
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+def row_scaled(out=48, width=40, size=0.3):
+    """(weight in int8, the same in fp64), its rows of different sizes."""
+    g = torch.Generator().manual_seed(0)
+    values = torch.randint(-127, 128, (out, width), generator=g, dtype=torch.int8)
+    factors = size / 127 * torch.linspace(0.2, 1, out)
+    return RowScaled(lambda: (values, factors)), values.double() * factors.double()[:, None]
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_the_8_bit_product_and_its_gradient_are_the_dequantised_ones_within_rounding(dtype, has_bias):
+    packed, weight = row_scaled()
+    x, gradient = torch.randn(5, 40, dtype=dtype), torch.randn(5, 48, dtype=dtype)
+    bias = torch.randn(48, dtype=dtype) if has_bias else None
+    wanted = x.double() @ weight.T + (bias.double() if has_bias else 0)
+    assert relative(packed.product(x, bias), wanted) < BOUNDS[dtype]
+    assert relative(packed.back(gradient), gradient.double() @ weight) < BOUNDS[dtype]
+    assert packed.product(x, bias).dtype == packed.back(gradient).dtype == dtype
+    assert torch.equal(packed.dequantised(torch.float32), weight.float())
+
+
+@pytest.mark.parametrize("size", [0.02, 30.0])
+def test_in_float16_the_8_bit_product_ends_where_the_dequantised_one_does(size):
+    """The largest float16 is 65,504; x by the int8 values is 80,000 or more here. Nor do small gradients vanish by the
+    factors."""
+    packed, weight = row_scaled(size=size)
+    x = torch.randn(3, 40, generator=torch.Generator().manual_seed(1)).double()
+    x = (x * min(2e3 / x.abs().max(), 2e4 / (x @ weight.T).abs().max())).half()
+    assert (x.double() @ packed.dequantised(torch.float64).T).abs().max() / size * 127 > 8e4
+    assert relative(packed.product(x, None), x.double() @ weight.T) < BOUNDS[torch.float16]
+    gradient = (1e-3 / size * torch.randn(3, 48)).half()
+    assert relative(packed.back(gradient), gradient.double() @ weight) < BOUNDS[torch.float16]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_the_8_bit_product_takes_at_most_5_bytes_a_weight(dtype):
+    packed, _ = row_scaled(512, 512)
+    for multiply in (lambda x: packed.product(x, None), packed.back):
+        x = torch.randn(1, 512, dtype=dtype)
+        with LiveBytes() as live:
+            multiply(x)
+        assert 0 < live.peak <= dtype.itemsize * 512 * 512 + 16 * 512  # the rest: a row of outputs, and the factors
+    # with the byte that stays: 5 in fp32, 3 in 16 bits
+
+
+# -- the sampler's fused product ---------------------------------------------------------------------------------------
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13]]
+
+
+def sampled(model, num=6):
+    engine = HybridEngine.for_inference(model, tiny_tokenizer())
+    with engine.inference():
+        return engine.generate(PROMPTS, SamplingConfig(max_new_tokens=num, temperature=0)).tokens
+
+
+def test_on_a_card_decode_steps_take_the_fused_4_bit_product_and_training_and_scoring_do_not(folder, as_on_a_card):
+    fused = "bitsandbytes.gemm_4bit"
+    model = quantised(folder, "4bit")
+    with Operations() as operations:
+        sampled(model, num=1)
+    prefill = operations.seen[fused]
+    with Operations() as operations:
+        sampled(model, num=4)
+    assert operations.seen[fused] - prefill == 3 * 14  # products a step
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with Operations() as operations:
+        with torch.no_grad():
+            model(ids)
+        with fused_adapters(model):
+            model(ids).logits.sum().backward()
+    assert operations.seen[fused] == 0
+    # scoring, forward, and backward, in which nothing below the first q, k and v is trained
+    assert operations.seen["bitsandbytes.dequantize_4bit"] == 14 + 14 + 11
+
+
+def test_on_a_cpu_nothing_is_fused(folder):
+    with Operations() as operations:
+        sampled(quantised(folder, "4bit"))
+    assert "bitsandbytes.gemm_4bit" not in operations.seen
+
+
+def test_the_fused_product_says_what_the_dequantised_one_does(folder, as_on_a_card, caplog):
+    ours = sampled(quantised(folder, "4bit"))
+    assert not caplog.text
+    quantize.FUSED_ON = ()
+    assert ours == sampled(quantised(folder, "4bit"))
+
+
+def fails(*_given, **_named):
+    raise RuntimeError("no kernel image is available\nfor this device")
+
+
+@pytest.mark.parametrize("change, said", [
+    (lambda real: lambda *given, **named: real(*given, **named) * 1.001, "differs by 0.001 of the largest number"),
+    (lambda real: lambda *given, **named: real(*given, **named) * torch.nan, "differs by nan"),
+    (lambda real: fails, "fails (no kernel image is available)")])
+def test_a_fused_product_that_is_another_is_refused_at_load_in_one_line(change, said, folder, as_on_a_card, caplog,
+                                                                        monkeypatch):
+    monkeypatch.setattr(bitsandbytes, "matmul_4bit", change(bitsandbytes.matmul_4bit))
+    model = quantised(folder, "4bit")
+    assert caplog.text.count("\n") == 1 and said in caplog.text
+    with Operations() as operations:
+        sampled(model)
+    assert "bitsandbytes.gemm_4bit" not in operations.seen
+
+
+def test_the_check_at_load_draws_no_number_of_the_run_s(folder, as_on_a_card):
+    torch.manual_seed(5)
+    quantised_at = torch.get_rng_state()
+    load.load_causal_lm(ModelConfig(folder, dtype="float32", load_in_4bit=True))
+    on_card = torch.get_rng_state()
+    torch.manual_seed(5)
+    quantize.FUSED_ON = ()
+    load.load_causal_lm(ModelConfig(folder, dtype="float32", load_in_4bit=True))
+    assert torch.equal(on_card, torch.get_rng_state()) and quantised_at.shape == on_card.shape
+
+
+class Length:
+    name = "length"
+
+    def score(self, rollout):
+        return rollout.action_mask.sum(1).float()
+
+
+def test_what_the_fused_product_rounds_otherwise_is_seen_by_the_drift_gate(folder, as_on_a_card, monkeypatch, caplog):
+    model = quantised(folder, "4bit")
+    real, off_by = bitsandbytes.matmul_4bit, []
+    monkeypatch.setattr(bitsandbytes, "matmul_4bit", lambda *given, **named: real(*given, **named) * off_by[-1])
+    actor = Actor(HybridEngine(PolicyModule(model), model, eos_ids=[3], pad_id=0), tiny_tokenizer())
+    gate, drifts = OldLogprobs("auto", max_drift=1e-4), []
+    for factor in (1.0, 1.05):
+        off_by.append(factor)
+        metrics = Metrics()
+        collect(Prompts(PROMPTS, [""] * 3), Roles(actor), Length(), SamplingConfig(max_new_tokens=8), 3, metrics, gate)
+        drifts.append(metrics.compute()["engine/logprob_drift"])
+    assert drifts[0] < 1e-5 and drifts[1] > 1e-4
+    assert "recomputed by a training forward" in caplog.text
+
+
+# -- adapters over them ------------------------------------------------------------------------------------------------
+
+def run(model, x, pull, block):
+    """Output and gradients of an adapted layer, and the operations that they took."""
+    (layer,) = [m for n, m in lora_layers(model).items() if n.endswith("layers.0.mlp.up_proj")]
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    with block, Operations() as operations:
+        out = layer(x)
+        out.backward(pull)
+    parts = (layer.lora_A["default"].weight, layer.lora_B["default"].weight)
+    with block, torch.no_grad():
+        unrecorded = layer(x)
+    return [out.detach(), unrecorded, x.grad, *(p.grad.clone() for p in parts)], operations.seen
+
+
+class Reusable:
+    """A block that may be entered again."""
+
+    def __init__(self, make):
+        self._make = make
+
+    def __enter__(self):
+        self._block = self._make()
+        self._block.__enter__()
+
+    def __exit__(self, *error):
+        return self._block.__exit__(*error)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_over_a_quantised_layer_and_its_gradients_are_peft_s(kind, dtype, has_bias, folder):
+    model = quantised(folder, kind, dtype)
+    base = model.model.layers[0].mlp.up_proj.base_layer
+    if has_bias:
+        base.bias = nn.Parameter(torch.randn(128, dtype=model.dtype), requires_grad=False)
+    x, pull = torch.randn(2, 3, 64, dtype=model.dtype), torch.randn(2, 3, 128, dtype=model.dtype)
+    assert {p.dtype for n, p in model.named_parameters() if ".lora_" in n} == {model.dtype}
+    theirs, before = run(model, x, pull, nullcontext())
+    ours, after = run(model, x, pull, Reusable(lambda: fused_adapters(model)))
+    for found, wanted in zip(ours, theirs, strict=True):
+        assert found.shape == wanted.shape and found.dtype == wanted.dtype
+        assert relative(found, wanted.double()) < (1e-6 if dtype == "float32" else 8e-3)
+    assert after["aten.addmm_"] == 2 and not after["aten.add.Tensor"] and not after["aten.clone"]
+    passes = ("aten.add.Tensor", "aten.mul.Tensor", "aten.clone", "aten.add_.Tensor", "aten.mul_.Tensor")
+    assert sum(after[name] for name in passes) < sum(before[name] for name in passes)
+
+
+def test_a_decode_step_over_a_4_bit_base_is_the_base_s_product_and_two_more(folder, as_on_a_card):
+    model = quantised(folder, "4bit")
+    layer = model.model.layers[0].mlp.up_proj
+    products = ("aten.mm", "aten.addmm_", "bitsandbytes.gemm_4bit")
+    computing = ("aten.mul", "aten.add", "aten.clone", "aten.mm", "aten.addmm", "bitsandbytes")
+    with torch.no_grad(), fused_adapters(model), quantize.sampling_products(model), Operations() as operations:
+        layer(torch.randn(3, 1, 64))
+    assert [operations.seen[name] for name in products] == [1, 1, 1]
+    assert sum(count for name, count in operations.seen.items() if name.startswith(computing)
+               and not name.startswith("bitsandbytes.dequantize")) == 3  # which the CPU's form of the fused one calls
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_steps_over_a_quantised_base_are_those_of_peft(kind, folder):
+    ids = torch.tensor([[5, 6, 7, 42, 99, 3]])
+    losses = []
+    for is_ours in (False, True):
+        model = quantised(folder, kind)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        with fused_adapters(model) if is_ours else nullcontext():
+            losses.append([])
+            for _ in range(4):
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:])
+                loss.backward()
+                optimizer.step()
+                losses[-1].append(float(loss.detach()))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[0][-1] < losses[0][0]
