@@ -3,9 +3,9 @@
     python benchmarks/cards.py [--json docs/results/cards.json] [--page docs/results/cards.md]
 
 Shapes of the Qwen2.5 and Llama families, written here as configurations. PPO of 8 sequences of 512 + 512 tokens a step,
-bf16, gradient checkpointing, micro-batches of 4096, 2048 or 1024 tokens: the largest that fits. Nine tenths of a card
-are planned with. lora and qlora: one base, rank 16; full: four models, actor and critic with AdamW; offload: the same
-with optimizers and idle roles in the computer's memory, whose size stands beside it.
+bf16, gradient checkpointing, micro-batches of 4096, 2048 or 1024 tokens: the largest that fits. 97% of a
+card is planned with. lora and qlora: one base, rank 16; full: four models, actor and critic with AdamW; offload: the
+same with optimizers and idle roles in the computer's memory, whose size stands beside it.
 """
 
 from __future__ import annotations

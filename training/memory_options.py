@@ -13,11 +13,14 @@ from typing import TextIO
 import torch
 
 from hybrid_rlhf.algorithms.preference import LOSSES
+from hybrid_rlhf.core.accelerator import WSL_SHARE
+from hybrid_rlhf.core.allocator import is_wsl
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import device
 from hybrid_rlhf.engine.decode.kv_cache import free_bytes
 from hybrid_rlhf.memory_plan import table
 from hybrid_rlhf.memory_plan.amounts import Cards
+from hybrid_rlhf.memory_plan.calibration import Calibration, read_calibration
 from hybrid_rlhf.memory_plan.plan import DOES_NOT_FIT, Generation, Plan, Role, make_plan, size_text
 from hybrid_rlhf.memory_plan.search import Choice, choose
 from hybrid_rlhf.models import load, shapes
@@ -49,8 +52,7 @@ def carry_out(config: object, *, memory: int | None, only_plan: bool, cards: Car
     cards: what to plan for in place of this machine. Returns the settings to go on with and the exit code to stop with
     (0: go on, or done with --plan).
     """
-    place = Place.of(cards) if cards else Place(device(), int(os.environ.get("WORLD_SIZE", "1")),
-                                                free_bytes(device()) if memory is None else memory)
+    place = Place.of(cards) if cards else Place.here(memory)
     config = config if isinstance(config, all_stages.Config) else defaults.resolve(config)
     stream = stream or (sys.stdout if only_plan else sys.stderr)
     plans = plans_of(config, place)
@@ -73,15 +75,25 @@ def carry_out(config: object, *, memory: int | None, only_plan: bool, cards: Car
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run is planned: device and number of its processes, and the bytes that each may use (None: unknown)."""
+    """Where a run is planned: device and number of its processes, and the bytes that each may use (None: unknown).
+    calibration: of the card (None: the published one)."""
 
     device: torch.device
     world: int
     available: int | None
+    calibration: Calibration | None = None
 
     @classmethod
     def of(cls, cards: Cards) -> Place:
         return cls(torch.device("cuda"), cards.world, cards.usable)
+
+    @classmethod
+    def here(cls, memory: int | None) -> Place:
+        """This machine; `memory` bytes of it, or what is free and may be taken."""
+        free = free_bytes(device()) if memory is None else memory
+        if memory is None and free is not None and device().type == "cuda" and is_wsl():
+            free = int(WSL_SHARE * free)
+        return cls(device(), int(os.environ.get("WORLD_SIZE", "1")), free, read_calibration())
 
 
 def plans_of(config: object, place: Place, *, is_exact: bool = True) -> list[Plan]:
@@ -103,7 +115,7 @@ def _plan(config: object, place: Place, start: ModelConfig | None, is_exact: boo
     title = (f"{config.stage}: {world} process{'es' if world > 1 else ''} on {where.type}, {dtype}, "
              f"ZeRO {'by dtype' if zero is None else zero}, micro-batches of {config.engine.micro_batch_tokens} tokens"
              + (f", offloaded: {', '.join(config.engine.offload)}" if config.engine.offload else ""))
-    return make_plan(title, roles, where, place.available, world, is_exact=is_exact)
+    return make_plan(title, roles, where, place.available, world, is_exact=is_exact, calibration=place.calibration)
 
 
 # -- roles of the recipes ---------------------------------------------------------------------------------------------

@@ -232,7 +232,7 @@ _SWITCHES = {"preview": "Print three rendered examples of the stage's data, trai
 _VALUES = {"memory": "Memory that the run may use, such as 24GiB: chooses micro-batches, checkpointing, offload and "
                      "quantisation that fit.",
            "cards": "With --plan: count for NVIDIA cards that need not be here, hosts x cards x memory of each, such "
-                    "as 2x8x80GiB or 24GiB; nine tenths of that memory are planned with."}
+                    "as 2x8x80GiB or 24GiB; 97% of that memory, what torch finds of a card, is planned with."}
 
 
 def _one_line(error: Exception, known: list[str], unused: Mapping[str, str], prog: str) -> str:

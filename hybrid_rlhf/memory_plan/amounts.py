@@ -28,8 +28,8 @@ def parse_bytes(text: str, option: str) -> int:
 
 @dataclass(frozen=True)
 class Cards:
-    """What a plan is made for without being there: processes, one a card of `memory` bytes. usable: of a card; the rest
-    is left to the driver, to what the allocator cannot join, and to a plan's own error."""
+    """What a plan is made for without being there: processes, one a card of `memory` bytes. usable: what torch finds of
+    a card, 97 to 99% of its name (7.8 of 8 GiB, 79.2 of 80); the rest is the driver's."""
 
     hosts: int
     per_host: int
@@ -41,7 +41,7 @@ class Cards:
 
     @property
     def usable(self) -> int:
-        return self.memory * 9 // 10
+        return self.memory * 97 // 100
 
 
 def parse_cards(text: str, option: str) -> Cards:

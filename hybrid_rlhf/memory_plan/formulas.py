@@ -37,7 +37,7 @@ def stage_of(dtype: torch.dtype, zero_stage: int | None, world: int, optim: str 
 
 
 def state_bytes(count: int, dtype: torch.dtype, zero_stage: int | None, world: int = 1, optim: str = "adamw",
-                offload: Collection[str] = ()) -> StateBytes:
+                offload: Collection[str] = (), *, keeps_sums: bool = True) -> StateBytes:
     """Of `count` parameters under DeepSpeed 0.19, as measured (tests/memory_plan/test_plan.py; one process, bytes
     per parameter; m is 8 for AdamW, 2 in 8 bits, 0 for SGD; g the bytes of a gradient, 4 or 2):
 
@@ -51,6 +51,7 @@ def state_bytes(count: int, dtype: torch.dtype, zero_stage: int | None, world: i
     Over `world` processes ZeRO 1 divides optimizer and step, ZeRO 2 and 3 the gradients too (ZeRO, 1910.02054, section
     5), and ZeRO 0 flattens a bucket at closing. A g of ZeRO 2's and 3's that is a bucket holds at most 5e7 elements.
     bf16 at ZeRO 0 is ours (engine/train/adamw_master.py); where one micro-batch is all, it is 12, and 2 of gradients.
+    keeps_sums: whether its fp32 sums stay after the step, as on a CPU; else 4 of the 16 are there in training only.
     An offloaded optimizer has its state, and gradients in fp32 and once or twice in g, in the CPU's memory, and steps
     there.
     """
@@ -58,7 +59,7 @@ def state_bytes(count: int, dtype: torch.dtype, zero_stage: int | None, world: i
     moments, bucket = MOMENT_BYTES[optim], min(count, REDUCE_BUCKET) * size
     gradient = size * count
     if stage == 0 and dtype != torch.float32:
-        return StateBytes(16 * count, 0, 0, 0)
+        return StateBytes(16 * count, 0, 0, 0) if keeps_sums else StateBytes(12 * count, *[4 * count] * 3)
     if stage == 0:
         return StateBytes(round(moments * count), gradient, gradient + (bucket if world > 1 else 0), gradient)
     own = round((4 + moments) * count / world)

@@ -14,6 +14,7 @@ import torch
 
 from hybrid_rlhf.memory_plan import trace
 from hybrid_rlhf.memory_plan.amounts import parse_bytes, size_text
+from hybrid_rlhf.memory_plan.calibration import Calibration
 from hybrid_rlhf.memory_plan.formulas import stage_of, state_bytes
 from hybrid_rlhf.models.load import ModelConfig
 
@@ -24,9 +25,9 @@ PASSING = ("gathered", "activations", "logits")  # given back before the next ro
 DOES_NOT_FIT = 3  # exit code of --plan
 MAX_PREFILL_TOKENS = 4096  # of one forward, as in engine/decode/scheduler.py
 MAX_LIVE = 10**9  # elements that ZeRO 3 keeps gathered for their next use
-# What libraries hold for themselves. CPU: 33 MB of products that oneDNN compiles for the shapes it meets, 13 of
-# modules, the rest in the heap between small tensors (docs/results/memory.md). A card: cuBLAS's workspaces.
-LIBRARIES = {"cpu": 64 << 20, "cuda": 64 << 20}
+# What libraries hold for themselves on a CPU: 33 MB of products that oneDNN compiles for the shapes it meets, 13 of
+# modules, the rest in the heap between small tensors (docs/results/memory.md). A card's: calibration.py.
+LIBRARIES = {"cpu": 64 << 20}
 
 
 @dataclass(frozen=True)
@@ -132,10 +133,10 @@ class Plan:
 
 
 def make_plan(title: str, roles: Iterable[Role], device: torch.device, available: int | None, world: int = 1,
-              notes: Iterable[str] = (), *, is_exact: bool = True) -> Plan:
+              notes: Iterable[str] = (), *, is_exact: bool = True, calibration: Calibration | None = None) -> Plan:
     """Count everything that `roles` need; reads configurations only. Raises UserError where one cannot be read.
 
-    is_exact False: see trace.activations.
+    is_exact False: see trace.activations. calibration: of the card (None: the published one).
     """
     roles = list(roles)
     phases = phases_of(roles)
@@ -146,9 +147,17 @@ def make_plan(title: str, roles: Iterable[Role], device: torch.device, available
             if any(found.values()):
                 lines.append(Line(role.name, kind, found, passes=needs.waits))
         host += needs.host
-    own = LIBRARIES.get(device.type, 0)
-    lines.append(Line("process", "libraries", dict.fromkeys(phases, own)))
+    lines += _of_process(device, Plan(title, phases, tuple(lines), available), calibration or Calibration())
     return Plan(title, phases, tuple(lines), available, tuple(notes), host)
+
+
+def _of_process(device: torch.device, tensors: Plan, calibration: Calibration) -> list[Line]:
+    """What comes on top of the tensors, whosever they are."""
+    if device.type != "cuda":
+        return [Line("process", "libraries", dict.fromkeys(tensors.phases, LIBRARIES.get(device.type, 0)))]
+    lost = {phase: round(calibration.fragmentation * tensors.total(phase)) for phase in tensors.phases}
+    return [Line("process", "libraries", dict.fromkeys(tensors.phases, calibration.libraries_bytes)),
+            Line("process", "fragmentation", lost)]
 
 
 def phases_of(roles: list[Role]) -> tuple[str, ...]:
@@ -240,7 +249,7 @@ class _Needs:
         gone."""
         role = self.role
         state = state_bytes(self.sizes.trained, self.sizes.trained_dtype, self.stage, self.world, role.optim,
-                            role.offload)
+                            role.offload, keeps_sums=self.is_host)
         train, step = f"train {role.name}", f"step {role.name}"
         forms = [(role.rows, role.length, role.predicted, role.entropy)]
         forms += [(*role.texts, role.texts[1] - 1, False)] if role.texts else []

@@ -10,8 +10,8 @@ from hybrid_rlhf.core.config import check, nearest
 @dataclass(frozen=True)
 class Card:
     """gib: memory of the device; None: the computer's own, of which nothing is said. fits: the largest shape of the
-    Qwen2.5 family whose PPO step (four roles on one base, 8 x (512 + 512) tokens) --plan finds room for in nine tenths
-    of it. settings: options that every stage has, with their values. why: for the comments of a file that init writes.
+    Qwen2.5 family whose PPO step (four roles on one base, 8 x (512 + 512) tokens) --plan finds room for.
+    settings: options that every stage has, with their values. why: for the comments of a file that init writes.
     """
 
     gib: int | None

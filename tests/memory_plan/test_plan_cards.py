@@ -30,7 +30,7 @@ TWO_NODES = ROOT / "examples" / "two_nodes_70b.yaml"
 def test_cards_are_hosts_times_cards_times_memory(text, expected) -> None:
     assert parse_cards(text, "--cards") == expected
     assert parse_cards("2x8x80GiB", "--cards").world == 16
-    assert parse_cards("10GiB", "--cards").usable == 9 << 30
+    assert parse_cards("100GiB", "--cards").usable == 97 << 30
 
 
 @pytest.mark.parametrize("text", ["", "x", "0x80GiB", "2x8x4x80GiB", "twox80GiB", "2x", "-1x80GiB"])

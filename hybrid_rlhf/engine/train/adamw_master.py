@@ -19,6 +19,7 @@ from hybrid_rlhf.kernels.ops import Updates
 
 _PIECE = {"cpu": 1 << 19}  # 2 MiB of each fp32 tensor of a piece
 _PIECE_ELSEWHERE = 1 << 25
+_KEEPS_SUMS = ("cpu",)  # devices whose new memory is slow
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _BUCKET = 1 << 24  # numbers that are sent over at once
 
@@ -28,8 +29,9 @@ class MasterAdamW(torch.optim.Optimizer):
 
     state[parameter]: master (16-bit parameters only; fp32 ones are their own), exp_avg and exp_avg_sq in fp32, step.
     The parameter is its master, rounded. Call `expect` before each backward pass: where a minibatch has several, the
-    gradients are summed in fp32, in state[parameter]['sum'], so that the split moves nothing but rounding. Once there,
-    the sums stay: clearing new memory for them takes a CPU longer than the step itself. Several processes each have all
+    gradients are summed in fp32, in state[parameter]['sum'], so that the split moves nothing but rounding. On a CPU the
+    sums stay, for clearing new memory for them takes longer than the step itself; a card's go with the step, to make
+    room for the next rollout. Several processes each have all
     of it, and `reduce` makes their gradients one.
     """
 
@@ -89,6 +91,14 @@ class MasterAdamW(torch.optim.Optimizer):
     def discard(self) -> None:
         """Forget the sums of a pass that failed."""
         self._summed.clear()
+        self._give_back_sums()
+
+    def _give_back_sums(self) -> None:
+        """With the buffers by which they were added up."""
+        self._spare = {place: spare for place, spare in self._spare.items() if place.type in _KEEPS_SUMS}
+        for parameter in self._parameters():
+            if parameter.device.type not in _KEEPS_SUMS:
+                self.state[parameter].pop("sum", None)
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
         return self.state[parameter]["sum"] if parameter in self._summed else parameter.grad
@@ -137,6 +147,7 @@ class MasterAdamW(torch.optim.Optimizer):
                 if gradient is not None:
                     self._step(parameter, gradient, group, spare)
         self._summed.clear()
+        self._give_back_sums()
         self._factor = 1.0
 
     def _updates(self, *tensors: Tensor) -> Updates | None:

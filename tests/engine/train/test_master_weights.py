@@ -183,3 +183,25 @@ def test_an_embeddings_gradient_by_rows_is_the_dense_one(is_tied, pieces, monkey
             assert not is_tied or name != "head.weight"
     if not is_tied:
         assert not found["embedding.weight"][2].any() and found["embedding.weight"].any()
+
+
+def test_on_a_card_sums_go_with_the_step_or_the_failed_pass_and_the_numbers_stay(monkeypatch):
+    kept, norms = trained(pieces=(3, 4, 5))
+    monkeypatch.setattr(adamw_master, "_KEEPS_SUMS", ())  # as if the weights were on a card
+    dropped, same_norms = trained(pieces=(3, 4, 5))
+    assert same_norms == norms
+    for ours, theirs in zip(dropped.module.parameters(), kept.module.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+    def held(engine):
+        masters = engine.training._masters
+        return sum("sum" in state for state in masters.state.values()), len(masters._spare)
+
+    assert held(kept) == (6, 1) and held(dropped) == (0, 0)  # weight and bias of three layers, one buffer
+    x, y = STEPS[0]
+    dropped.training.backward(loss(dropped, x[:3], y[:3]), is_last=False)
+    assert held(dropped)[0] == 6
+    dropped.training.discard_gradients()
+    assert held(dropped) == (0, 0)
+    again = optimizer_step(dropped, [(x[:6], y[:6]), (x[6:], y[6:])], lambda piece: loss(dropped, *piece))
+    assert again == optimizer_step(kept, [(x[:6], y[:6]), (x[6:], y[6:])], lambda piece: loss(kept, *piece))

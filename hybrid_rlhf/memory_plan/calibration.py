@@ -1,0 +1,50 @@
+"""What a plan adds to the tensors on a card: published and rounded up, or measured on this machine's card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.strict_json import loads
+from hybrid_rlhf.kernels.build import cache_folder
+
+FILE = "calibration.json"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Beside the tensors of a process on a card.
+
+    libraries_bytes: CUDA's context and what libraries load and hold: 0.6 GiB (0.3 to 0.45 for a context with the
+    kernels of torch, cuBLAS and Triton that a step loads, 0.1 of workspaces), of which what is free on a machine's own
+    card, measured in a context, lacks a part already. fragmentation: what the allocator cannot use, as a share of the
+    tensors' bytes.
+    """
+
+    libraries_bytes: int = 6 * 2**30 // 10
+    fragmentation: float = 0.07
+
+    def __post_init__(self) -> None:
+        size, share = self.libraries_bytes, self.fragmentation
+        check(type(size) is int and size >= 0, f"libraries_bytes is {size!r}; it must be a number of bytes")
+        check(type(share) in (int, float) and 0 <= share < 1, f"fragmentation is {share!r}; it must be from 0 to 1")
+
+
+def read_calibration(folder: Path | None = None) -> Calibration:
+    """What was measured here: calibration.json of the cache folder ($HYBRID_RLHF_CACHE, else ~/.cache/hybrid_rlhf), the
+    published values for what it does not say; it may say more, for others. Raises UserError for a file that cannot be
+    read, or with values that cannot be."""
+    path = (folder or cache_folder().parent) / FILE
+    cure = "measure it again, or remove the file"
+    try:
+        found = loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Calibration()
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({type(error).__name__}); {cure}") from error
+    check(isinstance(found, dict), f"{path} is no table of names and values; {cure}")
+    try:
+        return Calibration(**{name: found[name] for name in ("libraries_bytes", "fragmentation") if name in found})
+    except UserError as error:
+        raise UserError(f"{path}: {error}; {cure}") from error
