@@ -100,6 +100,10 @@ class HybridEngine(Generic[ModuleT]):
         self._turn.offload.leave()
         return self
 
+    def readable(self, state: Any) -> Any:
+        """`state`, of this engine's tensors, with the numbers of those that are not on the device: no copies."""
+        return self._turn.offload.readable(state) if self._turn.offload else state
+
     def _tensors(self) -> list[Tensor]:
         return [*module_tensors(self.module), *(self.training.tensors() if self.training else ())]
 
@@ -109,6 +113,10 @@ class HybridEngine(Generic[ModuleT]):
         Every forward, update and `inference()` enters it; who has several of them enters it once around all.
         """
         return self._turn.taken()
+
+    def staying(self) -> AbstractContextManager:
+        """A block with several turns of this engine: its tensors stay on the device between them."""
+        return self._turn.kept()
 
     @property
     def device(self) -> torch.device:

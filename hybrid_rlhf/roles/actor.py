@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,6 +49,10 @@ class Actor:
         with self.engine.inference():
             yield
 
+    def staying(self) -> AbstractContextManager:
+        """A block that asks the actor for several things: where it waits elsewhere, it comes back once for all."""
+        return self.engine.staying()
+
     def generate(self, prompts: Prompts, sampling: SamplingConfig, seed: int) -> Rollout:
         """One response to each prompt (repeat them for groups). Inside `inference()` only.
 
@@ -74,6 +78,10 @@ class Actor:
     def update(self, minibatch: Rollout, loss_fn: Callable, auxiliary: AuxiliaryLoss | None = None) -> Metrics:
         """One optimizer step. loss_fn(TokenScores, rows of the minibatch, its Totals) -> their share of the loss, and
         {metric: (mean, weight)}."""
+        with self.staying():
+            return self._update(minibatch, loss_fn, auxiliary)
+
+    def _update(self, minibatch: Rollout, loss_fn: Callable, auxiliary: AuxiliaryLoss | None) -> Metrics:
         totals = minibatch.totals()
 
         def policy_loss(scores: TokenScores, index: Tensor) -> tuple[Tensor, dict]:
@@ -90,8 +98,9 @@ class Actor:
     def fit_tokens(self, batch: SequenceBatch, loss_fn: Callable) -> Metrics:
         """One optimizer step on the loss tokens. `loss_fn(TokenScores, token count over all ranks)`."""
         num_tokens = sum_over_ranks(batch.loss_mask[:, 1:].sum())
-        rows = self._rows(batch, lambda scores, _: loss_fn(scores, num_tokens))
-        return accumulate(self.engine, self.max_tokens, rows)
+        with self.staying():
+            rows = self._rows(batch, lambda scores, _: loss_fn(scores, num_tokens))
+            return accumulate(self.engine, self.max_tokens, rows)
 
     def _rows(self, batch: SequenceBatch, loss_fn: Callable, weight: float = 1.0, **options: float) -> Rows:
         """The rows of `batch` with `weight` times `loss_fn(TokenScores, index)` and, for experts, the router's loss of
@@ -123,6 +132,10 @@ class Actor:
 
         `loss_fn(logprobs (k, g), index of groups (g,))`: the summed log-probabilities of the loss tokens of each row.
         """
+        with self.staying():
+            return self._fit_sequences(batch, groups, loss_fn)
+
+    def _fit_sequences(self, batch: SequenceBatch, groups: Tensor, loss_fn: Callable) -> Metrics:
         lengths = batch.attention_mask.sum(1)[groups].amax(1) * groups.shape[1]  # a group costs k rows of its longest
         num_tokens = sum_over_ranks(batch.attention_mask.sum())
         shares = expert_shares(self.engine, batch, self.max_tokens)

@@ -45,6 +45,10 @@ class Reward:
         A pair is never torn apart: micro-batches are made of pairs. loss_fn(chosen (p,), rejected (p,), index of pairs)
         -> their share of the loss, and {metric: (mean, weight)}.
         """
+        with self.engine.staying():
+            return self._update(batch, pairs, loss_fn)
+
+    def _update(self, batch: SequenceBatch, pairs: Tensor, loss_fn: Callable) -> Metrics:
         lengths, groups = batch.attention_mask.sum(1), prefix_groups(self.engine, batch)
 
         def micro_batch_loss(index: Tensor) -> tuple[Tensor, dict]:

@@ -23,7 +23,7 @@ def training_of(role: Trained) -> ZeroTraining:
 
 def training_state(role: Trained) -> dict:
     """What this process's optimizer holds of a trained role, for a checkpoint. No copies: the next step changes it."""
-    return training_of(role).shard()
+    return role.engine.readable(training_of(role).shard())
 
 
 def load_training_state(role: Trained, state: Mapping) -> None:

@@ -38,15 +38,15 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
     old_logprobs, start = old_logprobs or OldLogprobs("recompute"), time.perf_counter()
     activity.doing(f"sampling {len(prompts) * sampling.num_samples} responses")
     peak = partial(peak_in, metrics, device=roles.actor.engine.device)
-    with (explained("while generating"), peak("actor/generate"), metrics.timer("generate"),
-          roles.actor.inference()):
-        rollout = roles.actor.generate(prompts.repeat(sampling.num_samples), sampling, seed)
-    metrics.add("engine/tokens_per_second", rollout.action_mask.sum() / (time.perf_counter() - start))
-    metrics.add("engine/kv_bytes", roles.actor.engine.kv_bytes)
-    activity.doing("scoring the responses")
-    with explained("while scoring"), metrics.timer("score"):
-        with peak("actor/score"):
+    with explained("while generating"), roles.actor.staying():
+        with peak("actor/generate"), metrics.timer("generate"), roles.actor.inference():
+            rollout = roles.actor.generate(prompts.repeat(sampling.num_samples), sampling, seed)
+        metrics.add("engine/tokens_per_second", rollout.action_mask.sum() / (time.perf_counter() - start))
+        metrics.add("engine/kv_bytes", roles.actor.engine.kv_bytes)
+        activity.doing("scoring the responses")
+        with explained("while scoring"), metrics.timer("score"), peak("actor/score"):
             rollout.logprobs = old_logprobs.logprobs(rollout, roles.actor, metrics)  # (B, R)
+    with explained("while scoring"), metrics.timer("score"):
         if roles.ref:
             with peak("ref/score"):
                 rollout.ref_logprobs = roles.ref.logprobs(rollout)  # (B, R)

@@ -179,12 +179,13 @@ class PPOTrainer:
         """The optimizer steps of one minibatch: the actor's, unless the critic warms up, and the critic's."""
         metrics = Metrics()
         if not self.is_warming_up:
-            auxiliary = self._pretraining(minibatch)
-            metrics += self.roles.actor.update(minibatch, self.actor_loss, auxiliary)
+            with self.roles.actor.staying():
+                auxiliary = self._pretraining(minibatch)
+                metrics += self.roles.actor.update(minibatch, self.actor_loss, auxiliary)
+                if self.average is not None:
+                    self.average.update()
             if auxiliary is not None:
                 metrics.add("ptx/coef", auxiliary.weight)
-            if self.average is not None:
-                self.average.update()
         if self.roles.critic:
             critic_metrics = self.roles.critic.update(minibatch, self.critic_loss)
             metrics += critic_metrics.renamed({n: f"value/{n.removeprefix('train/')}" for n in _UPDATED})

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from hybrid_rlhf.engine.train.host_block import pinned_like
+
 MIN_BYTES = 65536  # a transfer of less costs more time than its memory is worth
 
 
@@ -19,13 +21,13 @@ def saved_on_cpu(module: nn.Module, min_bytes: int = MIN_BYTES) -> Iterator[dict
     {"bytes": how many were moved}. A tensor that is on the CPU already is copied: correct, and of no use.
     """
     weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    moved, is_pinned = {"bytes": 0}, torch.cuda.is_available()
+    moved = {"bytes": 0}
 
     def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
         size = tensor.numel() * tensor.element_size()
         if size < min_bytes or not tensor.is_floating_point() or tensor.untyped_storage().data_ptr() in weights:
             return tensor
-        kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned)
+        kept = pinned_like(tensor)
         kept.copy_(tensor)
         moved["bytes"] += size
         return tensor.device, kept
@@ -34,7 +36,7 @@ def saved_on_cpu(module: nn.Module, min_bytes: int = MIN_BYTES) -> Iterator[dict
         if isinstance(packed, Tensor):
             return packed
         device, kept = packed
-        return kept.to(device, non_blocking=is_pinned)
+        return kept.to(device, non_blocking=kept.is_pinned())
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield moved
