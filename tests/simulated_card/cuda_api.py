@@ -150,7 +150,8 @@ def _memory(card: Card) -> dict[str, object]:
             lambda _device=None: memory.peak, "memory_reserved": lambda _device=None: memory.reserved,
             "max_memory_reserved": lambda _device=None: memory.reserved, "reset_peak_memory_stats": reset_peak,
             "memory_stats": stats, "ipc_collect": _nothing, "set_per_process_memory_fraction": _nothing,
-            "get_allocator_backend": _always("native")}
+            "get_allocator_backend": _always("native"),
+            "cudart": _always(SimpleNamespace(cudaHostRegister=_always(0), cudaHostUnregister=_always(0)))}
 
 
 def _work(card: Card) -> dict[str, object]:
