@@ -14,6 +14,7 @@ from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from hybrid_rlhf.models.saving import share_as
 from tests.factories.merged import merged_state_dict
 from tests.factories.tiny import save_tiny, tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
+from tests.simulated_card import simulated_card
 
 
 def _batch(rows):
@@ -165,3 +166,14 @@ def test_a_model_for_a_card_is_read_onto_it_and_on_a_cpu_as_ever(tmp_path, monke
     for device in (torch.device("cuda", 1), torch.device("cpu")):
         load.load_causal_lm(ModelConfig(folder), device)
     assert given == [{"": torch.device("cuda", 1)}, None]
+
+
+def test_a_model_on_a_card_has_the_weights_and_tables_of_one_on_a_cpu_and_all_of_them_there(tmp_path):
+    folder = save_tiny(tmp_path / "model")
+    plain = load.load_causal_lm(ModelConfig(folder))
+    with simulated_card():
+        model = load.load_causal_lm(ModelConfig(folder, dtype="float32"), torch.device("cuda", 0))
+        found = dict([*model.named_parameters(), *model.named_buffers()])
+        assert {tensor.device for tensor in found.values()} == {torch.device("cuda", 0)}
+        for name, tensor in [*plain.named_parameters(), *plain.named_buffers()]:
+            assert torch.equal(found[name].cpu(), tensor), name

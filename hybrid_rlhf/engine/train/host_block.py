@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class HostBlock:
         self.bytes = torch.empty(size, dtype=torch.uint8)
         self.is_locked = size > 0 and device.type == "cuda" and _lock(self.bytes)
         if self.is_locked:  # the memory is there until it is unlocked: the finalizer holds it
-            weakref.finalize(self, _unlock, self.bytes).atexit = False
+            weakref.finalize(self, _unlock, torch.cuda.cudart(), self.bytes).atexit = False
 
     def part(self, offset: int, size: int) -> Tensor:
         """Bytes of the block, not a copy."""
@@ -47,8 +48,8 @@ def _lock(block: Tensor) -> bool:
     return code == 0
 
 
-def _unlock(block: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+def _unlock(runtime: Any, block: Tensor) -> None:
+    runtime.cudaHostUnregister(block.data_ptr())
 
 
 def _forget_error() -> None:

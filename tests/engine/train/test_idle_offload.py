@@ -14,7 +14,9 @@ from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engine.train import host_block
 from hybrid_rlhf.engine.train.host_block import HostBlock, pinned_like
 from hybrid_rlhf.engine.train.offload import IdleOffload
+from tests.factories.tiny import optimizer_step, tiny_causal_lm
 from tests.factories.trainers import PROMPTS, count_of, policy, ppo, settings, weights
+from tests.simulated_card import simulated_card
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda")
 
@@ -171,3 +173,27 @@ def test_a_failure_to_come_back_or_to_leave_can_be_tried_again(monkeypatch):
             pass
         assert [p.untyped_storage().nbytes() // 4 for p in engine.module.parameters()] == before
     assert engine._turn.offload.num_moves == 2
+
+
+def test_on_a_card_nothing_of_a_role_that_waits_is_left_and_its_step_is_the_same():
+    norms, states = [], []
+    for waits in (False, True):
+        with simulated_card() as card:
+            ids = torch.tensor([[5, 6, 7, 8, 9, 10]], device="cuda")
+            rest = card.memory.allocated
+            model = tiny_causal_lm().bfloat16().to("cuda")
+            engine = HybridEngine(model, model, eos_ids=[3]).prepare_training(
+                OptimizerConfig(learning_rate=1e-2), lambda _: 1.0, ZeroConfig())
+            before = card.memory.allocated
+            if waits:
+                engine.offload_when_idle()
+                assert card.memory.allocated == rest and engine._turn.offload._block.is_locked
+            with engine.staying():
+                norms.append(optimizer_step(engine, [ids, ids], lambda piece, engine=engine: engine(
+                    input_ids=piece, labels=piece).loss))
+            # masters and moments were there before; the sums of two micro-batches have gone again
+            assert card.memory.allocated == (rest if waits else before)
+            states.append({name: engine.readable(engine.training.shard())["optimizer"][name]["master"].cpu().clone()
+                           for name in engine.training.parameters})
+    assert norms[0] == norms[1]
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
