@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.core.tensors import SequenceBatch, scatter
+from hybrid_rlhf.core.tensors import SequenceBatch, scatter, summed_by_row
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.engine.train import accumulate
 from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
@@ -55,4 +55,4 @@ def per_sequence(engine: HybridEngine, batch: SequenceBatch, max_tokens: int) ->
 
 def summed(tokens: TokenScores, rows: SequenceBatch) -> Tensor:
     """(B,): the log-probabilities of each row's loss tokens, added up."""
-    return scatter(tokens.logprobs, rows.loss_mask[:, 1:]).sum(1)
+    return summed_by_row(tokens.logprobs, rows)
