@@ -8,11 +8,12 @@ allows it is tried on the model itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, to_device, token_budget_groups
 from hybrid_rlhf.models.hf_attention import forward_parameters
 from hybrid_rlhf.models.transformers_compat import attention_name, never_packed, sdpa_replaced
@@ -83,6 +84,22 @@ def packing(batch: SequenceBatch) -> Packing | None:
             source += range(i * width + n, i * width + lengths[i])
             positions += range(n, lengths[i])
     return _in_blocks(index, torch.tensor(source), torch.tensor(positions), torch.tensor(lengths), shared, device)
+
+
+def documents(batch: SequenceBatch) -> Packing:
+    """The documents of packed rows (position_ids restart at 0 with each) as rows of their own around attention: nothing
+    is shared, none sees another, and no mask of (T, T) is made."""
+    host, device = batch.on_host(), batch.input_ids.device
+    source = host.attention_mask.flatten().nonzero()[:, 0]
+    positions = present(host.position_ids, "position_ids").flatten()[source]
+    starts = (positions == 0).nonzero()[:, 0]
+    lengths = torch.diff(starts, append=torch.tensor([len(source)]))
+    width = int(lengths.max())
+    rows = (starts[:, None] + torch.arange(width)).clamp(max=len(source) - 1)
+    owners = torch.arange(len(starts)).repeat_interleave(lengths)
+    packed = _in_blocks(rows, owners * width + positions, positions, lengths, [], device)
+    index = torch.zeros(batch.input_ids.numel(), dtype=torch.long).index_copy_(0, source, torch.arange(len(source)))
+    return replace(packed, index=to_device(index.view(batch.input_ids.shape), device), source=to_device(source, device))
 
 
 def _in_blocks(index: Tensor, source: Tensor, positions: Tensor, lengths: Tensor,

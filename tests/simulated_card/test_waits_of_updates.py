@@ -85,10 +85,10 @@ def assert_few_waits(steps: list, num_steps: int, rest: Counter) -> None:
     assert sum(rest.values()) + sum(sum(end.values()) for _, end in steps) <= MOST_OF_A_STEP * num_steps, rest
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "lora"])
-def test_an_update_of_sft(card, steps, kind):
+@pytest.mark.parametrize(("kind", "packing"), [("fp32", None), ("bf16", None), ("lora", None), ("bf16", 20)])
+def test_an_update_of_sft(card, steps, kind, packing):
     trainer = SFTTrainer(actor(kind))
-    batch = collate_sft(SFT_ROWS * 3, 0)
+    batch = collate_sft(SFT_ROWS * 3, 0, packing)
     for _ in range(4):  # DeepSpeed's timer would wait from the third step on
         trainer.step(batch)
     assert_few_waits(steps, 4, card.waits)
