@@ -47,50 +47,63 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 
 
 def denominators(aggregation: str, owner: Tensor, *, num_actions: Tensor | float, num_sequences: Tensor | float,
-                 length: int) -> Tensor | float:
+                 length: int, num_rows: int | None = None) -> Tensor | float:
     """What each action's loss is divided by, so that the sum over the minibatch is its mean loss.
 
     token: over all actions; sequence: over each sequence's actions, then over sequences; constant: each sequence's sum
     divided by `length`, the same for all (Dr. GRPO). owner (N,) long: the row that each action belongs to.
-    num_actions, num_sequences: of the minibatch over all ranks. Raises ValueError for another aggregation.
+    num_actions, num_sequences: of the minibatch over all ranks. num_rows: see policy_loss. Raises ValueError for
+    another aggregation.
     """
     if aggregation == "token":
         return num_actions
     if aggregation == "sequence":
-        return num_sequences * torch.bincount(owner)[owner]
+        return num_sequences * _counts(owner, num_rows)[owner]
     if aggregation == "constant":
         return num_sequences * length
     raise ValueError(f"aggregation {aggregation!r}: there are {', '.join(AGGREGATIONS)}")
 
 
 def importance_weights(old_logprobs: Tensor, sampled_logprobs: Tensor, owner: Tensor, *, level: str,
-                       cap: float) -> Tensor:
+                       cap: float, num_rows: int | None = None) -> Tensor:
     """Truncated importance weights (N,) of actions that one set of kernels sampled and another one trains.
 
     min(exp(old - sampled), cap) of each action (level "token") or of its whole sequence ("sequence": the product).
     """
     log_weight = _of_level(old_logprobs.float() - sampled_logprobs.float(), owner,
-                           {"token": "token", "sequence": "sum"}[level])
+                           {"token": "token", "sequence": "sum"}[level], num_rows)
     return log_weight.clamp(-20, 20).exp().clamp(max=cap).detach()
 
 
-def _of_level(log_ratio: Tensor, owner: Tensor | None, level: str) -> Tensor:
+def _counts(owner: Tensor, num_rows: int | None) -> Tensor:
+    """(num_rows,) long: how many actions each row has. (bincount would look for the largest row first.)"""
+    size = _num_rows(owner, num_rows)
+    return owner.new_zeros(size).index_add_(0, owner, torch.ones_like(owner))
+
+
+def _num_rows(owner: Tensor, num_rows: int | None) -> int:
+    return num_rows if num_rows is not None else int(owner.max()) + 1 if len(owner) else 0
+
+
+def _of_level(log_ratio: Tensor, owner: Tensor | None, level: str, num_rows: int | None) -> Tensor:
     """(N,) log-ratios of actions as those of their sequences: see PolicyLoss."""
     if level == "token" or not len(log_ratio):
         return log_ratio
     if owner is None:
         raise ValueError("the ratios of sequences need owner, the row of each action")
-    totals = log_ratio.new_zeros(int(owner.max()) + 1).index_add(0, owner, log_ratio)
-    return (totals / torch.bincount(owner).clamp(min=1) if level == "mean" else totals)[owner]
+    totals = log_ratio.new_zeros(_num_rows(owner, num_rows)).index_add(0, owner, log_ratio)
+    return (totals / _counts(owner, num_rows).clamp(min=1) if level == "mean" else totals)[owner]
 
 
 def policy_loss(new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, cliprange: tuple[float, float],
                 denominator: Tensor | float, dual_clip: float | None = None, kind: str = "ppo",
-                owner: Tensor | None = None, weights: Tensor | None = None) -> tuple[Tensor, Observed]:
+                owner: Tensor | None = None, weights: Tensor | None = None,
+                num_rows: int | None = None) -> tuple[Tensor, Observed]:
     """Surrogate of row `kind` of POLICY_LOSSES, vectors (N,); ppo: max(-A ratio, -A clip(ratio, 1 - low, 1 + high)).
 
     ratio = exp(clamp(new - old, +-20)), of the action or of its sequence; cispo: -min(ratio, 1 + high) A new, the
     factor without gradient. cliprange = (low, high). owner (N,) long: the row of each action, for ratios of sequences.
+    num_rows: how many rows there are (None: those that own an action, for which the host waits for the device).
     weights (N,): factors of the losses, such as importance_weights. dual_clip c > 1 (arXiv 1912.09729) bounds the loss
     of actions with A < 0 by -c A, so that a ratio gone astray cannot dominate. Observed: policy/loss, policy/approx_kl
     (k3 of KL(old || new), nats), policy/clip_fraction, policy/ratio; clip_ratio/low_mean (ratio below 1 - low while
@@ -103,7 +116,7 @@ def policy_loss(new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, 
     row, new = POLICY_LOSSES[kind], new_logprobs.float()
     old, advantages = old_logprobs.float().detach(), advantages.float().detach()
     log_ratio = (new - old).clamp(-20, 20)
-    ratio = _of_level(new - old, owner, row.level).clamp(-20, 20).exp()
+    ratio = _of_level(new - old, owner, row.level, num_rows).clamp(-20, 20).exp()
     low, high = 1 - cliprange[0] if row.is_bounded_below else 0.0, 1 + cliprange[1]
     loss = row.fn(ratio, advantages, new, low, high)
     if dual_clip is not None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hybrid_rlhf.core.distributed import gather_over_ranks, world_size
@@ -67,6 +68,21 @@ _VALUE: dict[str, Callable[[Any], float | None]] = {
     "min": lambda s: s[0] if s[1] else None, "max": lambda s: s[0] if s[1] else None,
     "distinct": lambda s: len(s) / sum(s.values()) if s else None, "top3": _top3_share,
     "nth": _distinct_nth}
+
+
+Observed = Mapping[str, tuple[float | Tensor, float | Tensor]]  # name -> (mean, weight)
+
+
+def on_host(observed: Sequence[Observed]) -> list[dict[str, tuple[float, float]]]:
+    """The same with all numbers as floats: the tensors of a device are copied together, for each copy waits for it."""
+    tensors = [x.detach() for each in observed for pair in each.values() for x in pair if isinstance(x, Tensor)]
+    numbers = {device: iter(torch.stack([x.double() for x in tensors if x.device == device]).tolist())
+               for device in {x.device for x in tensors}}
+
+    def number(x: float | Tensor) -> float:
+        return next(numbers[x.device]) if isinstance(x, Tensor) else float(x)
+
+    return [{name: (number(mean), number(weight)) for name, (mean, weight) in each.items()} for each in observed]
 
 
 class Metrics:

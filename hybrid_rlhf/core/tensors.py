@@ -7,11 +7,24 @@ real tokens never see right padding, so no architecture needs position ids or a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """`tensor` on `device`. Where it goes from the host to an accelerator, the host does not wait for its arrival: a
+    plain copy would, and for all that was launched before."""
+    device = torch.device(device)
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    with suppress(RuntimeError):  # where the system grants no pinned memory the copy is as slow as it was
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 @dataclass
@@ -20,26 +33,49 @@ class SequenceBatch:
 
     input_ids (B, T) long; attention_mask (B, T) bool, real tokens, made from lengths (never by comparing ids with the
     pad id: pad may equal eos); loss_mask (B, T) bool, the tokens to be predicted. position_ids (B, T) is set only for
-    packed rows, where it restarts at 0 with every sample.
+    packed rows, where it restarts at 0 with every sample. What decides about sizes (which tokens are marked, how rows
+    share their beginnings) is asked of `on_host()`: an accelerator's answer would have to be waited for.
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     loss_mask: Tensor
     position_ids: Tensor | None = None
+    _origin: SequenceBatch | None = field(default=None, init=False, repr=False, compare=False)
+    _places: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
 
     def to(self, device: torch.device | str) -> SequenceBatch:
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v.to(device) for k, v in moved.items() if v is not None})
+        tensors: dict[str, Any] = {k: to_device(v, device) for k, v in self._tensors().items()}
+        moved = replace(self, **tensors)
+        moved._origin = self.on_host() if self._origin or not self._is_on_device() else None
+        return moved
+
+    def on_host(self) -> SequenceBatch:
+        """The same on the CPU: what was moved from there, or a copy."""
+        return self._origin or (self.to("cpu") if self._is_on_device() else self)
+
+    def places(self) -> Tensor:
+        """(N,) long: where in the flat (B * T) the predecessors of the marked tokens stand, row by row."""
+        if self._places is None:
+            host = self.on_host()
+            marked = torch.nn.functional.pad(host.loss_mask[:, 1:], (0, 1))  # no token 0: it has no predecessor
+            self._places = to_device(marked.flatten().nonzero()[:, 0], self.input_ids.device)
+        return self._places
+
+    def _is_on_device(self) -> bool:
+        return self.input_ids.device.type != "cpu"
+
+    def _tensors(self) -> dict[str, Any]:
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def rows(self, index: Tensor) -> SequenceBatch:
         """The rows `index` (a long tensor), cut to their longest real length."""
         width = int(self.attention_mask[index].sum(1).max()) if len(index) else 0
-        cut = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: v[index, :width] for k, v in cut.items() if v is not None})
+        return replace(self, **{k: v[index, :width] for k, v in self._tensors().items()})
 
 
 def pad_right(rows: Sequence[Sequence[float] | Tensor], value: float, dtype: torch.dtype = torch.long) -> Tensor:
@@ -63,12 +99,20 @@ def predicting(states: Tensor, batch: SequenceBatch) -> Tensor:
     Token t is predicted by the state at t - 1: this function is the only place that knows. Token 0 has no
     predecessor and is never predicted, whatever the mask says.
     """
-    return states[:, :-1][batch.loss_mask[:, 1:]]
+    return states.flatten(0, 1).index_select(0, batch.places())
 
 
 def predicted(batch: SequenceBatch) -> Tensor:
     """The token ids (N,) that the rows of `predicting` predict, in the same order."""
-    return batch.input_ids[:, 1:][batch.loss_mask[:, 1:]]
+    return batch.input_ids.flatten().index_select(0, batch.places() + 1)
+
+
+def summed_by_row(flat: Tensor, batch: SequenceBatch) -> Tensor:
+    """(B,): the sum of each row's values; flat (N,) as `predicting` orders them."""
+    rows, width = batch.input_ids.shape[0], batch.input_ids.shape[1] - 1
+    places = batch.places()
+    places = places - places.div(width + 1, rounding_mode="floor")  # in the flat (B * (T - 1))
+    return flat.new_zeros(rows * width).index_copy(0, places, flat).view(rows, width).sum(1)
 
 
 def scatter(flat: Tensor, mask: Tensor) -> Tensor:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.models.hf_attention import forward_parameters
+from hybrid_rlhf.models.transformers_compat import never_packed
 
 
 def hidden_states(model: nn.Module, batch: SequenceBatch) -> Tensor:
@@ -22,8 +24,14 @@ def hidden_states(model: nn.Module, batch: SequenceBatch) -> Tensor:
     Right padding needs no mask (causal models never look right); packed rows are told apart by position_ids alone,
     which transformers' mask functions understand when no attention_mask is given.
     """
-    extra = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
-    return model.base_model(input_ids=batch.input_ids, use_cache=False, **extra).last_hidden_state
+    return _states(model, batch).last_hidden_state
+
+
+def _states(model: nn.Module, batch: SequenceBatch, **options: bool) -> Any:  # of transformers
+    if batch.position_ids is not None:
+        return model.base_model(input_ids=batch.input_ids, use_cache=False, position_ids=batch.position_ids, **options)
+    with never_packed():  # which would be looked up on the device, and the host would wait for the answer
+        return model.base_model(input_ids=batch.input_ids, use_cache=False, **options)
 
 
 def router_coefficient(model: nn.Module) -> float:
@@ -35,8 +43,7 @@ def router_coefficient(model: nn.Module) -> float:
 
 def hidden_states_and_router_logits(model: nn.Module, batch: SequenceBatch) -> tuple[Tensor, tuple[Tensor, ...]]:
     """`hidden_states`, and what the router of each layer with experts says of each token, (B x T, experts) each."""
-    extra = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
-    out = model.base_model(input_ids=batch.input_ids, use_cache=False, output_router_logits=True, **extra)
+    out = _states(model, batch, output_router_logits=True)
     return out.last_hidden_state, out.router_logits
 
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from hybrid_rlhf.core.tensors import SequenceBatch
+from hybrid_rlhf.core.tensors import SequenceBatch, to_device
 from hybrid_rlhf.models.backbone import own_router_loss, router_coefficient
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Router:
                 shares = self.shares(self.choices(router_logits, batch))
         real = batch.attention_mask.flatten().float()
         total = sum(real @ probabilities.float() for probabilities in _probabilities(router_logits))
-        return len(shares) * (shares.to(total.device) * total).sum() / (len(router_logits) * real.sum())
+        return len(shares) * (to_device(shares, total.device) * total).sum() / (len(router_logits) * real.sum())
 
 
 def _probabilities(router_logits: tuple[Tensor, ...]) -> Iterator[Tensor]:

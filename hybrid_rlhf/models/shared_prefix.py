@@ -8,14 +8,15 @@ allows it is tried on the model itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, token_budget_groups
+from hybrid_rlhf.core.errors import present
+from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, to_device, token_budget_groups
 from hybrid_rlhf.models.hf_attention import forward_parameters
-from hybrid_rlhf.models.transformers_compat import attention_name, sdpa_replaced
+from hybrid_rlhf.models.transformers_compat import attention_name, never_packed, sdpa_replaced
 
 _BLOCK_TOKENS = 32  # what another block costs in attention, in tokens of padding
 LEAST_SAVED = 0.1  # of the batch's tokens with padding: below, spreading out costs as much as it saves
@@ -63,6 +64,7 @@ def prefix_groups(batch: SequenceBatch) -> Tensor | None:
 
 def packing(batch: SequenceBatch) -> Packing | None:
     """How the rows of `batch` share their beginnings; None where that saves too little."""
+    device, batch = batch.input_ids.device, batch.on_host()
     lengths, width = batch.attention_mask.sum(1).tolist(), batch.input_ids.shape[1]
     groups: dict[tuple[int, bytes], list[int]] = {}
     for i, key in enumerate(beginnings(batch)):
@@ -81,8 +83,23 @@ def packing(batch: SequenceBatch) -> Packing | None:
             index[i, n : lengths[i]] = torch.arange(len(source), len(source) + lengths[i] - n)
             source += range(i * width + n, i * width + lengths[i])
             positions += range(n, lengths[i])
-    return _in_blocks(index, torch.tensor(source), torch.tensor(positions), torch.tensor(lengths), shared,
-                      batch.input_ids.device)
+    return _in_blocks(index, torch.tensor(source), torch.tensor(positions), torch.tensor(lengths), shared, device)
+
+
+def documents(batch: SequenceBatch) -> Packing:
+    """The documents of packed rows (position_ids restart at 0 with each) as rows of their own around attention: nothing
+    is shared, none sees another, and no mask of (T, T) is made."""
+    host, device = batch.on_host(), batch.input_ids.device
+    source = host.attention_mask.flatten().nonzero()[:, 0]
+    positions = present(host.position_ids, "position_ids").flatten()[source]
+    starts = (positions == 0).nonzero()[:, 0]
+    lengths = torch.diff(starts, append=torch.tensor([len(source)]))
+    width = int(lengths.max())
+    rows = (starts[:, None] + torch.arange(width)).clamp(max=len(source) - 1)
+    owners = torch.arange(len(starts)).repeat_interleave(lengths)
+    packed = _in_blocks(rows, owners * width + positions, positions, lengths, [], device)
+    index = torch.zeros(batch.input_ids.numel(), dtype=torch.long).index_copy_(0, source, torch.arange(len(source)))
+    return replace(packed, index=to_device(index.view(batch.input_ids.shape), device), source=to_device(source, device))
 
 
 def _in_blocks(index: Tensor, source: Tensor, positions: Tensor, lengths: Tensor,
@@ -95,10 +112,10 @@ def _in_blocks(index: Tensor, source: Tensor, positions: Tensor, lengths: Tensor
     for rows, (count, size) in zip(members, blocks, strict=True):
         places[rows, :size] = first + torch.arange(count * size).view(count, size)
         first += count * size
-    groups = [(start, places[rows, :n].to(device)) for start, n, rows in shared]
+    groups = [(start, to_device(places[rows, :n], device)) for start, n, rows in shared]
     home = places.flatten()[source]
-    return Packing(index.to(device), source.to(device), positions.to(device), blocks, spread.to(device),
-                   home.to(device), groups)
+    index, source, positions, spread, home = (to_device(x, device) for x in (index, source, positions, spread, home))
+    return Packing(index, source, positions, blocks, spread, home, groups)
 
 
 class _Spread(torch.autograd.Function):
@@ -160,9 +177,8 @@ def distinct_states(model: nn.Module, batch: SequenceBatch, packed: Packing) -> 
         return _Gather.apply(rows, packed.home).view(1, -1, *found[0].shape[2:]), None
 
     ids = batch.input_ids.flatten()[packed.source][None]
-    with sdpa_replaced(attend):
-        # a mask of ones says that this is one row; without it restarting positions are read as rows packed in a row
-        states = model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False,
+    with sdpa_replaced(attend), never_packed():  # restarting positions would be read as rows packed in a row
+        states = model.base_model(input_ids=ids, use_cache=False,
                                   position_ids=packed.positions[None]).last_hidden_state[0]
     num_layers = _config(model).get_text_config().num_hidden_layers
     if num_calls != num_layers:  # the other layers mix tokens in a way of their own
@@ -175,7 +191,7 @@ def shared_states(model: nn.Module, batch: SequenceBatch, packed: Packing) -> Te
 
     Raises what `distinct_states` raises.
     """
-    return distinct_states(model, batch, packed).index_select(0, packed.index[:, :-1][batch.loss_mask[:, 1:]])
+    return distinct_states(model, batch, packed).index_select(0, packed.index.flatten()[batch.places()])
 
 
 def _config(model: nn.Module):  # noqa: ANN202 - transformers' own

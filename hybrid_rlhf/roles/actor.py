@@ -13,7 +13,7 @@ from torch import Tensor
 from hybrid_rlhf.core.distributed import place_over_ranks, sum_over_ranks
 from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.metrics import Metrics
-from hybrid_rlhf.core.tensors import SequenceBatch, pad_right
+from hybrid_rlhf.core.tensors import SequenceBatch, pad_right, to_device
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.engine.train.accumulate import Rows, accumulate
 from hybrid_rlhf.engine.train.ema import WeightAverage
@@ -123,7 +123,7 @@ class Actor:
         if scores.router_loss is None:
             return loss, observed
         size = rows.attention_mask.sum()
-        share = scores.router_loss * size / num_tokens.to(size.device)
+        share = scores.router_loss * size / to_device(num_tokens, size.device)
         return (loss + present(self.engine.module.router, "the router").coefficient * share,
                 observed | {"aux_loss": (scores.router_loss.detach(), size)})
 

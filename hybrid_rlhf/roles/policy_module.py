@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,9 @@ from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
 from hybrid_rlhf.kernels import ops_for
 from hybrid_rlhf.models.backbone import hidden_states, hidden_states_and_router_logits, own_head
 from hybrid_rlhf.models.router import router_of
-from hybrid_rlhf.models.shared_prefix import packing, shared_states, sharing_is_exact
+from hybrid_rlhf.models.shared_prefix import NotShareableError, documents, packing, shared_states, sharing_is_exact
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -42,6 +45,7 @@ class PolicyModule(nn.Module):
         self.model = model
         self.router = router_of(model)
         self._can_share: bool | None = None
+        self._is_masked = False  # packed rows, and this was said
 
     def can_share(self) -> bool:
         """Whether rows that begin alike are computed with that beginning once; the first call tries it on the model.
@@ -78,7 +82,25 @@ class PolicyModule(nn.Module):
 
     def _states(self, batch: SequenceBatch) -> Tensor:
         """(N, H): the hidden states that predict the loss tokens."""
-        packed = packing(batch) if self._can_share and batch.position_ids is None else None
+        packed = None
+        if self._can_share and len(batch):
+            packed = packing(batch) if batch.position_ids is None else documents(batch)
         if packed is None:
+            if batch.position_ids is not None:
+                self._say_masked("its attention is no plain causal one, its activations are checkpointed, or its weights "
+                                 "are in parts")
             return predicting(hidden_states(self.model, batch), batch)
-        return shared_states(self.model, batch, packed)
+        try:
+            return shared_states(self.model, batch, packed)
+        except NotShareableError as error:
+            if batch.position_ids is None:
+                raise
+            self._can_share = False  # a window shorter than the packed rows, say: its mask is the model's own
+            self._say_masked(str(error))
+            return predicting(hidden_states(self.model, batch), batch)
+
+    def _say_masked(self, reason: str) -> None:
+        if not self._is_masked:
+            _log.warning("data.packing: documents are kept apart by masks whose memory grows with the square of "
+                         "data.max_length (%s)", reason)
+        self._is_masked = True

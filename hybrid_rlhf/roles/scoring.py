@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.core.tensors import SequenceBatch, scatter
+from hybrid_rlhf.core.tensors import SequenceBatch, scatter, summed_by_row
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.engine.train import accumulate
 from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
@@ -28,10 +28,11 @@ def score(engine: HybridEngine, batch: SequenceBatch, max_tokens: int, score_fn:
 def prefix_groups(engine: HybridEngine, batch: SequenceBatch) -> Tensor | None:
     """(B,) the group of rows with one prefix that each is in, where the module computes a prefix once; else None."""
     module = engine.module
-    if not hasattr(module, "can_share") or not len(batch) or batch.position_ids is not None or is_partitioned(module):
+    if not hasattr(module, "can_share") or not len(batch) or is_partitioned(module):
         return None
     with engine.active():
-        return shared_prefix.prefix_groups(batch) if module.can_share() else None
+        can_share = module.can_share()  # packed rows have no prefixes, but their documents are kept apart by it
+        return shared_prefix.prefix_groups(batch) if can_share and batch.position_ids is None else None
 
 
 @torch.no_grad()
@@ -55,4 +56,4 @@ def per_sequence(engine: HybridEngine, batch: SequenceBatch, max_tokens: int) ->
 
 def summed(tokens: TokenScores, rows: SequenceBatch) -> Tensor:
     """(B,): the log-probabilities of each row's loss tokens, added up."""
-    return scatter(tokens.logprobs, rows.loss_mask[:, 1:]).sum(1)
+    return summed_by_row(tokens.logprobs, rows)

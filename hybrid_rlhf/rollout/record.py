@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from hybrid_rlhf.core.distributed import sum_over_ranks
 from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.metrics import Metrics
-from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, masked_sum, pad_right
+from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, masked_sum, pad_right, to_device
 
 _LATER: Any = None  # the default of what is filled in after sampling, for every rollout, and not read before
 
@@ -90,6 +90,7 @@ class Rollout:
     returns: Tensor = _LATER
     numbers: Tensor | None = None
     temperature: float = 1.0
+    _places: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def from_responses(cls, prompts: Prompts, responses: Sequence[Sequence[int]], has_eos: Sequence[bool],
@@ -107,6 +108,19 @@ class Rollout:
     def __len__(self) -> int:
         return self.response_ids.shape[0]
 
+    def of_actions(self, values: Tensor) -> Tensor:
+        """`values` (B, R), where this rollout is, at the actions alone: (N,), row by row."""
+        return values.flatten().index_select(0, self._action_places())
+
+    def owners(self) -> Tensor:
+        """(N,) long: the row of each action."""
+        return self._action_places().div(max(1, self.action_mask.shape[1]), rounding_mode="floor")
+
+    def _action_places(self) -> Tensor:
+        """(N,) long: where the actions stand in a flat (B * R). Found before it goes to a device, for whose answer the
+        host would wait."""
+        return self.action_mask.flatten().nonzero()[:, 0] if self._places is None else self._places
+
     def sequences(self, pad_id: int) -> SequenceBatch:
         """Prompts and responses as right-padded sequences (B, T) whose loss_mask marks the actions."""
         lengths = self.response_mask.sum(1).tolist()
@@ -122,7 +136,7 @@ class Rollout:
         """The sequences `index` (a long tensor), in that order."""
         chosen = index.tolist()
         prompts = self.prompts.rows(chosen)
-        part: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prompts"}
+        part: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name != "prompts"}
         part["completions"] = [self.completions[i] for i in chosen] if self.completions else []
         part["source_scores"] = {k: v[index] for k, v in self.source_scores.items()}
         part = {k: v[index] if isinstance(v, Tensor) else v for k, v in part.items()}
@@ -147,7 +161,7 @@ class Rollout:
         prompts = Prompts(*(joined(getattr(self.prompts, f.name), getattr(other.prompts, f.name))
                             for f in fields(Prompts)))
         return Rollout(prompts, **{f.name: joined(getattr(self, f.name), getattr(other, f.name))
-                                   for f in fields(self) if f.name != "prompts"})
+                                   for f in fields(self) if f.init and f.name != "prompts"})
 
     def has_reward_variance(self, group_size: int) -> Tensor:
         """(groups,) bool: whether the rewards of a prompt's responses differ. Groups are contiguous rows."""
@@ -155,9 +169,11 @@ class Rollout:
         return grouped.amax(1) > grouped.amin(1)
 
     def to(self, device: torch.device | str) -> Rollout:
-        part = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {k: v.to(device) for k, v in part.items() if isinstance(v, Tensor)}
-        return replace(self, **moved)
+        part = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        tensors: dict[str, Any] = {k: to_device(v, device) for k, v in part.items() if isinstance(v, Tensor)}
+        moved = replace(self, **tensors)
+        moved._places = to_device(self._action_places(), device)
+        return moved
 
     def shuffled(self, size: int, generator: torch.Generator, first: int = 0, total: int | None = None,
                  ) -> Iterator[Rollout]:

@@ -13,7 +13,7 @@ from hybrid_rlhf.algorithms.preference import LOSSES, kto_kl
 from hybrid_rlhf.core.distributed import sum_over_ranks
 from hybrid_rlhf.core.errors import check, nearest, present
 from hybrid_rlhf.core.metrics import Metrics
-from hybrid_rlhf.core.tensors import SequenceBatch
+from hybrid_rlhf.core.tensors import SequenceBatch, to_device
 from hybrid_rlhf.data.collate import LabelledBatch, PairBatch
 from hybrid_rlhf.roles import Actor, Reference
 from hybrid_rlhf.roles.role_state import load_training_state, oom_limits, training_state
@@ -84,7 +84,7 @@ class OfflineTrainer:
 
         def share(logprobs: Tensor, index: Tensor) -> tuple[Tensor, dict]:
             found, observed = losses(logprobs, index)
-            return found.sum() / count.to(found.device), observed
+            return found.sum() / to_device(count, found.device), observed
 
         metrics += self.policy.fit_sequences(batch.sequences, groups, share)
         return self._with_margins(metrics)
@@ -119,15 +119,15 @@ class OfflineTrainer:
             metrics.add("kl", kl)
 
         def losses(logprobs: Tensor, index: Tensor) -> tuple[Tensor, dict]:
-            size, before = (x[groups[index].T].to(logprobs.device) for x in (lengths, start))
+            size, before = (to_device(x[groups[index].T], logprobs.device) for x in (lengths, start))
             ratios = logprobs - before
             values = ratios / size if self.row.is_mean else ratios
             shown = (logprobs.detach(), ratios.detach()) if self.row.needs_reference else (values.detach(),) * 2
             if isinstance(batch, PairBatch):
                 found = self.fn(values[0], values[1])
                 return found, _of_pairs(found.detach(), *shown, self.beta)
-            labels = batch.labels[index].to(logprobs.device)
-            found = self.fn(values[0], labels, kl.to(logprobs.device))
+            labels = batch.labels[index]
+            found = self.fn(values[0], to_device(labels, logprobs.device), to_device(kl, logprobs.device))
             return found, _of_labels(found.detach(), shown[0][0], shown[1][0], labels, self.beta)
 
         return losses, metrics
@@ -174,11 +174,12 @@ def _of_pairs(losses: Tensor, logprobs: Tensor, ratios: Tensor, beta: float) -> 
 
 def _of_labels(losses: Tensor, logprobs: Tensor, ratios: Tensor, labels: Tensor,
                beta: float) -> dict[str, tuple[Tensor, int]]:
-    """What is reported of B labelled responses, each side by its own number of them."""
+    """What is reported of B labelled responses, each side by its own number of them. labels: on the CPU."""
     found = {"loss": (losses.mean(), len(losses))}
-    for side, which in (("chosen", labels), ("rejected", ~labels)):
-        if which.any():
-            size = int(which.sum())
+    for side, is_meant in (("chosen", labels), ("rejected", ~labels)):
+        which = is_meant.nonzero()[:, 0]
+        if size := len(which):
+            which = to_device(which, losses.device)
             found |= {f"rewards/{side}": (beta * ratios[which].mean(), size),
                       f"logps/{side}": (logprobs[which].mean(), size)}
     return found

@@ -205,17 +205,17 @@ class PPOTrainer:
         The size is the policy loss with |advantage| for every action's loss, which is what they are at ratio 1: the
         loss itself is about 0 there, its actions' shares in balance.
         """
-        mask = minibatch.action_mask
-        denominator = self._denominator(mask, minibatch.totals())
+        denominator = self._denominator(minibatch, minibatch.totals())
         scores = self.roles.actor.score_tokens(batch)
-        own = [(minibatch.advantages[mask].abs() / denominator).sum(), -sum(s.logprobs.double().sum() for s in scores),
+        advantages = minibatch.of_actions(minibatch.advantages)
+        own = [(advantages.abs() / denominator).sum(), -sum(s.logprobs.double().sum() for s in scores),
                sum(s.logprobs.numel() for s in scores)]
         size, loss, count = sum_over_ranks(torch.tensor([float(x) for x in own], dtype=torch.float64)).tolist()
         return size / max(loss / max(count, 1), 1e-8)
 
-    def _denominator(self, mask: Tensor, totals: Totals) -> Tensor | float:
-        """What each action's loss is divided by; mask (B, R) of these rows, the totals of the whole minibatch."""
-        return denominators(self.config.averaging, mask.nonzero()[:, 0], num_actions=totals.num_actions,
+    def _denominator(self, rows: Rollout, totals: Totals) -> Tensor | float:
+        """What each action's loss is divided by; the totals are those of the whole minibatch."""
+        return denominators(self.config.averaging, rows.owners(), num_actions=totals.num_actions, num_rows=len(rows),
                             num_sequences=totals.num_sequences, length=self.config.sampling.max_new_tokens)
 
     def _minibatch_size(self, num_sequences: int) -> int:
@@ -229,20 +229,20 @@ class PPOTrainer:
 
     def actor_loss(self, tokens: TokenScores, rows: Rollout, totals: Totals) -> tuple[Tensor, dict]:
         """The loss of these rows as a share of the minibatch's, and what to report."""
-        config, mask = self.config, rows.action_mask
-        owner = mask.nonzero()[:, 0]  # (N,)
-        denominator = self._denominator(mask, totals)
+        config, owner, old = self.config, rows.owners(), rows.of_actions(rows.logprobs)
+        denominator = self._denominator(rows, totals)
         weights = None if config.importance == "none" else importance_weights(
-            rows.logprobs[mask], rows.sampled_logprobs[mask], owner, level=config.importance, cap=config.importance_cap)
-        loss, observed = policy_loss(tokens.logprobs, rows.logprobs[mask], rows.advantages[mask], owner=owner,
+            old, rows.of_actions(rows.sampled_logprobs), owner, level=config.importance, cap=config.importance_cap,
+            num_rows=len(rows))
+        loss, observed = policy_loss(tokens.logprobs, old, rows.of_actions(rows.advantages), owner=owner,
                                      kind=config.policy_loss, cliprange=config.clipranges, dual_clip=config.dual_clip,
-                                     denominator=denominator, weights=weights)
-        size = int(mask.sum())
+                                     denominator=denominator, weights=weights, num_rows=len(rows))
+        size = len(owner)
         if weights is not None:
             observed["policy/importance"] = (weights.mean(), size)
         if not config.kl_in_reward and self.roles.ref:
-            term = kl_loss(tokens.logprobs, present(rows.ref_logprobs, "ref_logprobs")[mask], config.kl_kind,
-                           denominator)
+            reference = rows.of_actions(present(rows.ref_logprobs, "ref_logprobs"))
+            term = kl_loss(tokens.logprobs, reference, config.kl_kind, denominator)
             loss = loss + self.kl_coef.value * term
         if tokens.entropy is not None:
             observed["entropy"] = (tokens.entropy.detach().mean(), size)
@@ -252,11 +252,11 @@ class PPOTrainer:
 
     def critic_loss(self, new_values: Tensor, rows: Rollout, totals: Totals) -> tuple[Tensor, dict]:
         """Clipped value loss of these rows as a share of the minibatch's, and what to report."""
-        mask, limit = rows.action_mask, self.config.cliprange_value
+        limit = self.config.cliprange_value
         if limit is not None:
             limit = limit * present(self.roles.critic, "the critic").std
-        loss, observed = value_loss(new_values, present(rows.values, "values")[mask], rows.returns[mask],
-                                    cliprange_value=limit, denominator=totals.num_actions)
+        old, returns = (rows.of_actions(x) for x in (present(rows.values, "values"), rows.returns))
+        loss, observed = value_loss(new_values, old, returns, cliprange_value=limit, denominator=totals.num_actions)
         return self.config.vf_coef * loss, observed
 
     def evaluate(self, batches: Iterable[Prompts]) -> Metrics:

@@ -10,6 +10,7 @@ from torch import Tensor
 from hybrid_rlhf.algorithms.preference import bradley_terry
 from hybrid_rlhf.core.distributed import sum_over_ranks
 from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.core.tensors import to_device
 from hybrid_rlhf.data.collate import PairBatch
 from hybrid_rlhf.roles import Reward
 from hybrid_rlhf.roles.role_state import load_training_state, oom_limits, training_state
@@ -30,8 +31,9 @@ class RewardTrainer:
     def _loss(self, batch: PairBatch, count: Tensor, chosen: Tensor, rejected: Tensor,
               index: Tensor) -> tuple[Tensor, dict]:
         """These pairs' share of the mean over the `count` pairs of all processes."""
-        losses = bradley_terry(chosen, rejected, batch.margin[index].to(chosen.device), self.center_coef)
-        return losses.sum() / count.to(losses.device), _observed(losses.detach(), chosen.detach(), rejected.detach())
+        margin, count = (to_device(x, chosen.device) for x in (batch.margin[index], count))
+        losses = bradley_terry(chosen, rejected, margin, self.center_coef)
+        return losses.sum() / count, _observed(losses.detach(), chosen.detach(), rejected.detach())
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[PairBatch]) -> Metrics:

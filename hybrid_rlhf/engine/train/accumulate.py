@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.errors import CRITIC_CURE, NotFinite, UserError
-from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.core.metrics import Metrics, Observed, on_host
 from hybrid_rlhf.core.out_of_memory import explained, is_out_of_memory
 from hybrid_rlhf.core.tensors import prefix_groups_within, token_budget_groups
 from hybrid_rlhf.engine.device_memory import peak_in, release
@@ -62,6 +62,7 @@ def _accumulated(engine: HybridEngine, max_tokens: int, minibatch: Sequence[Rows
     training, learning_rate = engine.training, engine.training.learning_rate
     while True:
         budget, metrics, lengths = token_budget(engine, UPDATE, max_tokens), Metrics(), None
+        seen: list[Observed] = []
         micro_batches = [(rows, index) for rows in minibatch
                          for index in split(engine, rows.lengths, budget, rows.prefix_groups)]
         num_passes = max(1, engine.num_forwards(len(micro_batches)))  # under ZeRO 2 and 3 as many on every process
@@ -73,7 +74,7 @@ def _accumulated(engine: HybridEngine, max_tokens: int, minibatch: Sequence[Rows
                         rows, index = micro_batches[i]
                         lengths = rows.lengths[index]
                         loss, observed = rows.micro_batch_loss(index)
-                        metrics.add_all(observed)
+                        seen.append(observed)
                     else:
                         loss = engine.dummy_forward()
                     training.backward(loss, is_last=i == num_passes - 1)
@@ -84,6 +85,8 @@ def _accumulated(engine: HybridEngine, max_tokens: int, minibatch: Sequence[Rows
                 raise
             halve_budget(engine, UPDATE, lengths, error)
         else:
+            for each in on_host(seen):  # once, when all is launched: asking for a number waits for what is before it
+                metrics.add_all(each)
             return _report(engine, norm, metrics).add("learning_rate", learning_rate).add("micro_batch_tokens", budget)
         release()
 

@@ -76,14 +76,15 @@ class MasterAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def add_rows(self, parameter: nn.Parameter, ids: Tensor, rows: Tensor) -> None:
-        """Add fp32 rows (M, H) to rows `ids` (M,), each id once, of the gradient that is being gathered."""
+        """Add fp32 rows (M, H) to rows `ids` (M,) of the gradient that is being gathered. An id that is there twice has
+        the same row twice, and gets it once."""
         state = self.state[parameter]
         if parameter in self._summed:
-            state["sum"].index_add_(0, ids, rows)
+            state["sum"][ids] = state["sum"][ids] + rows
         elif parameter.grad is not None:  # the tied head's, which comes first
             parameter.grad[ids] = (parameter.grad[ids].float() + rows).to(parameter.dtype)
         elif self._is_summing:
-            state["sum"].zero_().index_add_(0, ids, rows)
+            state["sum"].zero_().index_copy_(0, ids, rows)
             self._summed.add(parameter)
         else:
             parameter.grad = torch.zeros_like(parameter).index_copy_(0, ids, rows.to(parameter.dtype))
@@ -134,8 +135,10 @@ class MasterAdamW(torch.optim.Optimizer):
             else:
                 norms += [torch.linalg.vector_norm(_fp32(piece, spare)) for (piece,) in _pieces(gradient)]
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-        self._factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch's clip_grad_norm_
-        return norm
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
+        both = torch.stack([norm, factor]).cpu()  # the one wait for the device
+        self._factor = float(both[1])
+        return both[0]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -172,7 +175,7 @@ class MasterAdamW(torch.optim.Optimizer):
             grad = _fp32(grad, spare)
             if self._factor != 1.0:
                 grad.mul_(self._factor)
-            adamw([own], [grad], [avg], [square], [], [torch.tensor(count, device=own.device)], fused=self._fused,
+            adamw([own], [grad], [avg], [square], [], [torch.full((), count, device=own.device)], fused=self._fused,
                   foreach=False, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], eps=group["eps"],
                   weight_decay=group["weight_decay"], maximize=False)
             if master is not parameter:

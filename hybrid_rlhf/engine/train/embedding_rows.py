@@ -32,11 +32,24 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[None, ...]:
         ids, = ctx.saved_tensors
         ids, rows = ids.reshape(-1), gradient.reshape(-1, gradient.shape[-1])
-        if ctx.padding_idx is not None:
-            is_real = ids != ctx.padding_idx
+        is_real = None if ctx.padding_idx is None else ids != ctx.padding_idx
+        if ids.device.type != "cpu":
+            rows = rows if is_real is None else rows.masked_fill(~is_real[:, None], 0.0)
+            ctx.add_rows(ctx.held[0], *summed_in_place(ids, rows))
+            return None, None, None, None, None
+        if is_real is not None:
             ids, rows = ids[is_real], rows[is_real]
         ctx.add_rows(ctx.held[0], *summed(ids, rows))
         return None, None, None, None, None
+
+
+def summed_in_place(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """ids (N,), rows (N, H) -> the ids in order (N,) and with each the sum of all its rows (N, H) in fp32: as often as
+    the id itself, for how many ids there are the host would have to wait to be told."""
+    ordered, order = ids.sort(stable=True)
+    places = torch.nn.functional.pad((ordered[1:] != ordered[:-1]).cumsum(0), (1, 0))
+    sums = rows.new_zeros(rows.shape, dtype=torch.float32).index_add_(0, places, rows[order].float())
+    return ordered, sums[places]
 
 
 def summed(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

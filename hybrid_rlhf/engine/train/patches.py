@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
 from hybrid_rlhf.kernels import Ops, ops_for
 from hybrid_rlhf.kernels.fusions import Fusions, find_fusions
+from hybrid_rlhf.models.hf_attention import without_padding_check
 from hybrid_rlhf.models.lora_products import fused_adapters
 from hybrid_rlhf.models.transformers_compat import sdpa_replaced
 
@@ -29,6 +30,7 @@ def training_forms(module: nn.Module) -> Iterator[None]:
     ops = ops_for(next(module.parameters()).device.type)
     with ExitStack() as stack:
         stack.enter_context(attention_by(ops))
+        stack.enter_context(without_padding_check(module))
         if not is_partitioned(module):  # ZeRO 3 gathers a layer's weights when that layer itself is called
             if module not in _found:
                 _found[module] = find_fusions(module, ops.fused)

@@ -177,13 +177,14 @@ class ZeroTraining:
         """
         for group in self.engine.optimizer.param_groups:
             group["lr"] = self.learning_rate
-        norm = None
+        norm: Tensor | None = None
         if self._masters:
             self._masters.reduce()
             norm = self._masters.clip(self.max_grad_norm)
         elif self.stage == 0:
             self._unscale()
             norm = nn.utils.clip_grad_norm_(list(self.parameters.values()), self.max_grad_norm)
+            norm = norm.cpu()  # the one wait for the device
         if norm is not None and not norm.isfinite():
             self.discard_gradients()
             is_skipped = True
@@ -282,6 +283,7 @@ def _common_settings(module: nn.Module, stage: int, dtype: torch.dtype, offload:
             (size_of(p) for p in module.parameters() if len(shape_of(p)) <= 1), default=0)
     return {"train_micro_batch_size_per_gpu": 1,  # of no effect: micro-batches are ours, by tokens
             "gradient_accumulation_steps": 1, "zero_optimization": layout, "steps_per_print": sys.maxsize,
+            "timers": {"throughput": {"enabled": False}},  # which waits for the device at every forward
             "bf16": {"enabled": dtype == torch.bfloat16 and stage > 0}, "fp16": {"enabled": dtype == torch.float16}}
 
 

@@ -1,0 +1,114 @@
+"""Packed rows: documents attend one by one, with the numbers and gradients of the masked forward, in linear memory."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+
+from hybrid_rlhf.core.tensors import predicting
+from hybrid_rlhf.data.collate import collate_sft
+from hybrid_rlhf.engine import HybridEngine
+from hybrid_rlhf.models.backbone import hidden_states
+from hybrid_rlhf.models.shared_prefix import documents
+from hybrid_rlhf.roles import Actor, PolicyModule
+from hybrid_rlhf.roles.scoring import prefix_groups
+from hybrid_rlhf.trainers.sft import SFTTrainer
+from tests.factories.tiny import tiny_causal_lm
+from tests.factories.trainers import policy, trained, weights
+
+LENGTHS = (9, 3, 14, 1, 6, 2, 11, 5)
+ROWS = [{"input_ids": torch.randint(4, 290, (n,), generator=torch.Generator().manual_seed(i)).tolist(),
+         "loss_mask": [j > 0 for j in range(n)]} for i, n in enumerate(LENGTHS)]
+
+
+def packed(length: int = 20):
+    return collate_sft(ROWS, 0, packing_length=length)
+
+
+def test_documents_are_found_by_their_positions():
+    """Worked out by hand: two rows, of documents of 3 and 2 tokens and of 4; one of padding."""
+    rows = [{"input_ids": [*range(10 * n, 10 * n + n)], "loss_mask": [1] * n} for n in (4, 3, 2)]
+    found = documents(collate_sft(rows, 0, packing_length=5))
+    assert found.source.tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    assert found.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1]
+    assert found.index.tolist() == [[0, 1, 2, 3, 0], [4, 5, 6, 7, 8]]
+    assert sorted(found.spread[found.home].tolist()) == list(range(9))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+def test_states_and_gradients_are_those_of_the_masked_forward(kind, dtype, bound):
+    batch = packed()
+    model = tiny_causal_lm(kind=kind).to(dtype)
+    masked = copy.deepcopy(model)
+    module = PolicyModule(model)
+    assert module.can_share()
+    ours, theirs = module._states(batch), predicting(hidden_states(masked, batch), batch)
+    weight = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(1))
+    for states in (ours, theirs):
+        (states.float() * weight).sum().backward()
+    assert (ours - theirs).abs().max() <= bound * theirs.abs().max()
+    for (name, own), other in zip(model.named_parameters(), masked.parameters(), strict=True):
+        if other.grad is not None:
+            assert (own.grad - other.grad).float().norm() <= bound * other.grad.float().norm() + 1e-6, name
+
+
+def test_training_on_packed_rows_makes_no_mask_and_the_weights_of_rows_alone(monkeypatch):
+    from transformers import masking_utils
+
+    made = []  # of whose position ids restart
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices",
+                        lambda ids: made.append(bool((ids.diff() != 1).any())))
+    engines = [trained(policy()) for _ in range(2)]
+    for engine, batch in zip(engines, (packed(), collate_sft(ROWS, 0)), strict=True):
+        SFTTrainer(Actor(engine, None)).step(batch)
+    assert not any(made)
+    for ours, theirs in zip(*map(weights, engines), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_the_longest_attention_is_a_document_s_not_a_row_s(monkeypatch):
+    """64 documents of 16 tokens in one row of 1024: no tensor of the forward has 1024 x 1024 numbers."""
+    rows = [{"input_ids": [5 + i % 200] * 16, "loss_mask": [1] * 16} for i in range(64)]
+    batch = collate_sft(rows, 0, packing_length=1024)
+    engine = HybridEngine(PolicyModule(tiny_causal_lm(max_position_embeddings=1024)))
+    assert prefix_groups(engine, batch) is None
+    largest = []
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(query, *given, **named):
+        largest.append(query.shape[0] * query.shape[2] ** 2)
+        assert named.get("attn_mask") is None
+        return original(query, *given, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    engine.module._states(batch)
+    assert largest == [64 * 16 * 16] * 2
+
+
+def test_a_window_shorter_than_the_row_goes_back_to_masks_and_says_so(caplog):
+    model = tiny_causal_lm(kind="mistral", sliding_window=40)
+    module, batch = PolicyModule(model), packed(64)
+    assert module.can_share()
+    with caplog.at_level(logging.WARNING):
+        found = module._states(batch)
+    assert not module.can_share()
+    for states in (found, module._states(batch)):
+        torch.testing.assert_close(states, predicting(hidden_states(model, batch), batch))
+    said = [r.getMessage() for r in caplog.records if "data.packing" in r.getMessage()]
+    assert len(said) == 1 and "masks whose memory grows with the square of data.max_length" in said[0]
+
+
+def test_checkpointed_activations_keep_the_masks_and_it_is_said(caplog):
+    """The backward pass runs the layers again, where nobody spreads the rows out."""
+    model = tiny_causal_lm()
+    model.gradient_checkpointing_enable()
+    module, batch = PolicyModule(model.train()), packed()
+    assert not module.can_share()
+    with caplog.at_level(logging.WARNING):
+        found = module._states(batch)
+    torch.testing.assert_close(found, predicting(hidden_states(model, batch), batch))
+    assert "its activations are checkpointed" in caplog.text
