@@ -13,9 +13,10 @@ from hybrid_rlhf.engine.decode.cuda_graphs import STEPS_PER_LOOK, CudaCapture
 from hybrid_rlhf.engine.decode.sampler import Sampler
 from hybrid_rlhf.engine.train.optimizers import OptimizerConfig
 from hybrid_rlhf.engine.train.zero_config import ZeroConfig
+from hybrid_rlhf.models.load import ModelConfig, load_causal_lm
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from tests.factories.decoding import MANY_PROMPTS
-from tests.factories.tiny import optimizer_step, tiny_causal_lm
+from tests.factories.tiny import optimizer_step, save_tiny, tiny_causal_lm
 from tests.simulated_card import simulated_card
 
 SETTINGS = SamplingConfig(max_new_tokens=24, temperature=0.8, min_new_tokens=24)
@@ -87,6 +88,31 @@ def test_the_host_waits_at_every_eighth_step_only(card):
     assert sum(steps) <= 2 * 64 // STEPS_PER_LOOK + 1, card.waits  # tokens and log-probabilities; one synchronize
     entering = sum(card.waits.values()) - sum(steps)
     assert entering <= 12, card.waits  # once for all eight: prompts, tables of rows
+
+
+@pytest.mark.parametrize(("kind", "adapters", "is_4bit", "most"), [
+    ("llama", 0, False, 14), ("llama", 4, False, 28), ("opt", 0, False, 13), ("llama", 0, True, 15),
+    ("llama", 4, True, 29)])
+def test_launches_of_a_decoder_layer_where_nothing_is_recorded(kind, adapters, is_4bit, most, tmp_path):
+    """Llama: two norms, seven products, positions, attention, gate (two over 4 bits), two sums; an adapter takes two."""
+    counts = []
+    for layers in (2, 3):
+        with simulated_card() as card:
+            more = dict(ffn_dim=64, word_embed_proj_dim=64) if kind == "opt" else {}
+            path = save_tiny(tmp_path / f"{layers}", kind=kind, num_hidden_layers=layers, hidden_size=64, **more)
+            model = load_causal_lm(ModelConfig(path, dtype="bfloat16", load_in_4bit=is_4bit), "cuda")
+            if adapters:
+                add_lora(model, LoraConfig(r=adapters))
+            engine = HybridEngine(model, model, capture=None, max_batch=8)
+            with engine.inference():
+                counts.append(launches(engine, card, 11) - launches(engine, card, 1))
+    assert (counts[1] - counts[0]) / 10 <= most + 0.5, counts  # a few of the first step's own
+
+
+def launches(engine: HybridEngine, card, tokens: int) -> int:
+    card.reset()
+    engine.generate([[5, 6, 7]] * 8, SamplingConfig(max_new_tokens=tokens, min_new_tokens=tokens))
+    return sum(card.launches.values())
 
 
 def test_an_engine_that_trains_keeps_cache_and_recordings_between_rollouts(card, recordings):

@@ -3,10 +3,16 @@ way that only a processor forgives."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from hybrid_rlhf.cli import main
+from hybrid_rlhf.trainers.ppo import PPOTrainer
 from tests.factories.tiny import own_cache
+from tests.inference.server.tiny_server import chat, content, running
 from tests.simulated_card import runs, simulated_card
 
 REWARD_MODEL = ["--roles.reward.model_name_or_path", "reward"]
@@ -66,3 +72,45 @@ def test_a_run_on_the_card_gives_the_numbers_of_the_processor(folder, name):
 @pytest.mark.parametrize("name", SLOW)
 def test_other_layouts_give_the_numbers_of_the_processor(folder, name):
     check(folder, name, SLOW[name])
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_goes_on_bit_for_bit_on_the_card(folder, monkeypatch):
+    words, step = SLOW["ppo-qlora"], PPOTrainer.step
+    with simulated_card():
+        assert main([*words, "--output_dir", "whole"]) == 0
+        stopped = [*words, "--output_dir", "stopped"]
+        calls = iter([False, True])
+        monkeypatch.setattr(PPOTrainer, "step", lambda self, batch: _stop() if next(calls) else step(self, batch))
+        assert main(stopped) == 130
+    monkeypatch.setattr(PPOTrainer, "step", step)
+    with simulated_card():
+        assert main(stopped) == 0
+    assert runs.metrics(folder / "stopped") == runs.metrics(folder / "whole")
+    weights = [load_file(folder / name / "model" / "model.safetensors") for name in ("stopped", "whole")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+def _stop() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_what_a_run_leaves_is_used_on_the_card_as_on_the_processor(folder, capsys):
+    """chat, evaluate, export and the server."""
+    answers = {}
+    for device in ("cpu", "cuda"):
+        with simulated_card() if device == "cuda" else nullcontext():
+            capsys.readouterr()
+            assert main(["chat", "--model", "base", "--prompt", "say red", "--temperature", "0", "--max_new_tokens",
+                         "12"]) == 0
+            said = capsys.readouterr().out
+            assert main(["--stage", "evaluate", "--evaluate.models", "[base]", "--data.sources", "ppo.jsonl",
+                         *FUNCTION, "--model.dtype", "float32", "--evaluate.sampling.max_new_tokens", "8",
+                         "--output_dir", f"evaluated-{device}"]) == 0
+            assert main(["export", "--model", "base", "--output_dir", f"exported-{device}"]) == 0
+            with running({"base": str(folder / "base")}) as served:
+                answer = content(chat(served.url, "Hello?", model="base", temperature=0, max_tokens=12))
+            table = (folder / f"evaluated-{device}" / "evaluation.json").read_text()
+            answers[device] = said, answer, table.replace(device, "")
+    assert answers["cpu"][:2] == answers["cuda"][:2]
