@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
-from hybrid_rlhf.engine.train import adamw_master
+from hybrid_rlhf.engine.train import adamw_master, embedding_rows
 from hybrid_rlhf.run import checkpoint
 from tests.factories.tiny import optimizer_step
 
@@ -139,6 +139,19 @@ class Tied(nn.Module):
 
     def forward(self, ids):
         return nn.functional.linear(torch.tanh(self.mix(self.embedding(ids))), self.head.weight)
+
+
+def test_the_rows_that_a_card_sums_without_a_wait_are_those_summed_here():
+    """Each id as often as it was looked up, with the whole sum: added once, as add_rows does. Small integers: exact."""
+    draw = torch.Generator().manual_seed(5)
+    ids, rows = torch.randint(0, 7, (40,), generator=draw), torch.randint(-9, 9, (40, 4), generator=draw).bfloat16()
+    expected = torch.zeros(9, 4)
+    for token, row in zip(ids.tolist(), rows.float(), strict=True):
+        expected[token] += row
+    for found, sums in (embedding_rows.summed(ids, rows), embedding_rows.summed_in_place(ids, rows)):
+        table = torch.ones(9, 4)
+        table[found] = table[found] + sums
+        assert torch.equal(table, expected + 1)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
