@@ -77,7 +77,7 @@ def find_fusions(model: nn.Module, ops: Fused | None, trial: Fused | None = None
         for file in files.values():
             if _agrees(getattr(file, _ROTARY), (trial or ops).rotary,
                        _rotary_example(first.dtype, torch.device("cpu") if trial else first.device), num_leaves=2):
-                found.files.append((file, _rotary(getattr(file, _ROTARY), ops.rotary)))
+                found.files.append((file, _rotary(getattr(file, _ROTARY), ops.rotary, first.device.type)))
                 found.add("rotary")
     return found
 
@@ -182,10 +182,12 @@ def _rotary_example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, .
     return tuple(torch.randn(shape).to(device, dtype) for shape in shapes)
 
 
-def _rotary(original: Callable, ours: Callable) -> Callable:
+def _rotary(original: Callable, ours: Callable, device_type: str) -> Callable:
+    """The function of a model file, which other models call too: those on other devices keep their own."""
+
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: object, **named: object):  # noqa: ANN202
         is_plain = (not others and not named and q.dim() == 4 and cos.dim() == 3 and cos.shape[-1] == q.shape[-1]
-                    and q.dtype == k.dtype == cos.dtype == sin.dtype)
+                    and q.dtype == k.dtype == cos.dtype == sin.dtype and q.device.type == device_type)
         return ours(q, k, cos, sin) if is_plain else original(q, k, cos, sin, *others, **named)
 
     return apply

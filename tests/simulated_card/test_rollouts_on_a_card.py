@@ -94,7 +94,7 @@ def test_the_host_waits_at_every_eighth_step_only(card):
     ("llama", 0, False, 14), ("llama", 4, False, 28), ("opt", 0, False, 13), ("llama", 0, True, 15),
     ("llama", 4, True, 29)])
 def test_launches_of_a_decoder_layer_where_nothing_is_recorded(kind, adapters, is_4bit, most, tmp_path):
-    """Llama: two norms, seven products, positions, attention, gate (two over 4 bits), two sums; an adapter takes two."""
+    """Llama: two norms, seven products, positions, attention, gate (two over 4 bits), two sums; adapters take two."""
     counts = []
     for layers in (2, 3):
         with simulated_card() as card:

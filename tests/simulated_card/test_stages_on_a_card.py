@@ -98,19 +98,27 @@ def _stop() -> None:
 @pytest.mark.slow
 def test_what_a_run_leaves_is_used_on_the_card_as_on_the_processor(folder, capsys):
     """chat, evaluate, export and the server."""
-    answers = {}
+    assert main([*FAST["sft"], "--output_dir", "trained"]) == 0
+    said = {}
     for device in ("cpu", "cuda"):
         with simulated_card() if device == "cuda" else nullcontext():
-            capsys.readouterr()
-            assert main(["chat", "--model", "base", "--prompt", "say red", "--temperature", "0", "--max_new_tokens",
-                         "12"]) == 0
-            said = capsys.readouterr().out
-            assert main(["--stage", "evaluate", "--evaluate.models", "[base]", "--data.sources", "ppo.jsonl",
-                         *FUNCTION, "--model.dtype", "float32", "--evaluate.sampling.max_new_tokens", "8",
-                         "--output_dir", f"evaluated-{device}"]) == 0
-            assert main(["export", "--model", "base", "--output_dir", f"exported-{device}"]) == 0
-            with running({"base": str(folder / "base")}) as served:
-                answer = content(chat(served.url, "Hello?", model="base", temperature=0, max_tokens=12))
-            table = (folder / f"evaluated-{device}" / "evaluation.json").read_text()
-            answers[device] = said, answer, table.replace(device, "")
-    assert answers["cpu"][:2] == answers["cuda"][:2]
+            said[device] = used(folder, device, capsys)
+    assert said["cpu"] == said["cuda"]
+
+
+def used(folder, device: str, capsys) -> tuple:
+    """What each command says of the trained model."""
+    capsys.readouterr()
+    greedy = ["--temperature", "0", "--max_new_tokens", "9"]
+    assert main(["chat", "--model", "trained", "--prompt", "say red", *greedy]) == 0
+    answer = capsys.readouterr().out
+    assert main(["--stage", "evaluate", "--evaluate.models", "[base, trained]", "--data.sources", "ppo.jsonl",
+                 *FUNCTION, "--data.max_prompt_length", "32", "--model.dtype", "float32",
+                 "--evaluate.sampling.max_new_tokens", "8", "--evaluate.sampling.temperature", "0", "--output_dir",
+                 f"evaluated-{device}"]) == 0
+    assert main(["export", "--model", "trained", "--output_dir", f"exported-{device}"]) == 0
+    with running({"trained": str(folder / "trained" / "model")}) as served:
+        streamed = content(chat(served.url, "say red", model="trained", temperature=0, max_tokens=9))
+    samples = (folder / f"evaluated-{device}" / "evaluate.md").read_text().replace(device, "")
+    exported = load_file(folder / f"exported-{device}" / "model.safetensors")
+    return answer, streamed, samples, {name: weight.sum().item() for name, weight in exported.items()}
