@@ -1,8 +1,9 @@
 """Out of memory at the allocations of a small PPO run in turn: the run must go on to the same numbers, or end with one
-line that says in which phase, and what would help. `python -m tests.simulated_card.sweep --page docs/results/...`.
+line that says in which phase, and what would help.
 
-One allocation of every line of the product that makes some is tried, of every operation that it makes them by; with
---all, all of them.
+    python -m tests.simulated_card.sweep [--cases full lora qlora] [--page docs/results/out_of_memory.md]
+
+Tried are the first and the last allocation of every line of the product that makes some; with --all, all of them.
 """
 
 from __future__ import annotations
@@ -102,28 +103,54 @@ def chosen(lines: list[str], is_all: bool) -> Iterable[int]:
     return sorted({*first.values(), *last.values()})
 
 
-def sweep(folder: Path, case: str, is_all: bool = False) -> list[Outcome]:
+def sweep(folder: Path, case: str, *, is_all: bool = False, every: int = 1) -> tuple[int, list[Outcome]]:
+    """(allocations of a run, what became of those that were tried: of the chosen ones every so-manieth)."""
     expected, lines = prepare(folder, case)
-    places = list(chosen(lines, is_all))
     found = []
-    for at in places:
+    for at in list(chosen(lines, is_all))[::every]:
         found.append(tried(folder, case, at, lines[at], expected))
         print(f"{case} {at}/{len(lines)} {found[-1].kind}: {lines[at]}", file=sys.__stderr__, flush=True)
-    return found
+    return len(lines), found
+
+
+def page(found: dict[str, tuple[int, list[Outcome]]]) -> str:
+    """What became of the runs, by case and by the module whose allocation failed."""
+    rows = ["# Out of memory, allocation by allocation", "",
+            "PPO with a reward model on the simulated card (`tests/simulated_card`), two steps, checkpoints and export, a "
+            "tiny model: the", "first and the last allocation of every line that makes some fails once, as on a full "
+            "card. The run goes on to the same numbers,", "or ends with one line that names the phase and what would "
+            "help. Made by", "`python -m tests.simulated_card.sweep --page docs/results/out_of_memory.md`.", "",
+            "| case | allocations | tried | go on, same numbers | one line | anything else |", "|---|---|---|---|---|---|"]
+    for case, (total, outcomes) in found.items():
+        kinds = Counter(outcome.kind for outcome in outcomes)
+        good = kinds["goes on"], kinds["explained"]
+        rows.append(f"| {case} | {total} | {len(outcomes)} | {good[0]} | {good[1]} | {len(outcomes) - sum(good)} |")
+    rows += ["", "| where the allocation failed | go on | one line |", "|---|---|---|"]
+    by_module: dict[str, Counter] = {}
+    for _, outcomes in found.values():
+        for outcome in outcomes:
+            by_module.setdefault(outcome.line.split(":")[0], Counter())[outcome.kind] += 1
+    rows += [f"| {module} | {kinds['goes on'] or ''} | {kinds['explained'] or ''} |"
+             for module, kinds in sorted(by_module.items())]
+    return "\n".join(rows) + "\n"
 
 
 def run() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--cases", nargs="+", choices=[*CASES], default=[*CASES])
     options.add_argument("--all", action="store_true")
+    options.add_argument("--page", type=Path)
     given = options.parse_args()
+    found: dict[str, tuple[int, list[Outcome]]] = {}
     for case in given.cases:
         with tempfile.TemporaryDirectory() as folder:
-            found = sweep(Path(folder), case, given.all)
-        print(case, Counter(outcome.kind for outcome in found))
-        for outcome in found:
-            if outcome.kind not in ("goes on", "explained", "not reached"):
+            found[case] = sweep(Path(folder), case, is_all=given.all)
+        print(case, Counter(outcome.kind for outcome in found[case][1]))
+        for outcome in found[case][1]:
+            if outcome.kind not in ("goes on", "explained"):
                 print(f"--- {outcome.at} {outcome.line}: {outcome.kind}\n{outcome.said[-1500:]}")
+    if given.page:
+        given.page.write_text(page(found), encoding="utf-8")
 
 
 if __name__ == "__main__":
