@@ -21,7 +21,8 @@ class Rates:
     faster). products: operations per second of matrix products, by dtype and by their shortest side; few_rows: the same
     of decode steps, by number of rows, where they have kernels of their own. attention: operations per second, by dtype.
     passes: the most bytes per second of element-wise operations, by dtype (arithmetic, not memory). product_start: seconds
-    that a product takes beside, by dtype. launch: seconds of
+    that a product takes beside, by dtype. cache: bytes per second of a decode step's attention; draws: logits per second
+    of sampling; scores: logits per second of log-probabilities, forward and backward (0: as passes over memory). launch: seconds of
     the host for an operation; gradient_launch: for one with gradients. overlaps: whether the device computes meanwhile.
     kernel: seconds that an operation takes at least; gap: between two of them. captures: whether decode steps are
     recorded, so that the host launches nothing. published: bytes per second that the maker promises (0: as measured).
@@ -35,6 +36,9 @@ class Rates:
     attention: Mapping[str, float] = field(default_factory=dict)
     passes: Mapping[str, float] = field(default_factory=dict)
     product_start: Mapping[str, float] = field(default_factory=dict)
+    cache: float = 0.0
+    draws: float = 0.0
+    scores: tuple[float, float] = (0.0, 0.0)
     launch: float = 0.0
     gradient_launch: float = 0.0
     overlaps: bool = False

@@ -21,10 +21,10 @@ from hybrid_rlhf.models import shapes
 
 # Bytes of a packed weight: 4 bits and an fp32 scale per 64 (QLoRA, 2305.14314), or 8.
 BITS = {"4bit": 4.5, "8bit": 8.0, None: 16.0}
-# Bytes per logit beside its own product: forward, what entropy adds, backward. A processor's kernel reads the logits
-# once and writes their gradient; elsewhere `likelihood` makes passes over fp32 copies.
-LOGIT_PASSES = {"cpu": (1, 0, 2), "cuda": (15, 14, 18)}  # in numbers of the logits' dtype (2 bytes; fp32 counts twice)
-LAYER_CALLS = 12  # operations of a decode step around its layers where each of these is one
+# Numbers in fp32 that `likelihood` reads and writes per logit where no kernel does it: forward, what entropy adds to
+# that, backward.
+LOGIT_PASSES = (7, 7, 9)
+LAYER_CALLS = 30  # operations of a decode step around its layers where each of these is one
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,19 @@ class _RoleTime:
         rows = min(tokens, chunk_rows(self.vocab, self.dtype), max(1, role.rows * role.predicted))
         product = Operation(PRODUCT, self.dtype, min(rows, self.hidden), 2.0 * rows * self.hidden * self.vocab,
                             size * (rows * (self.hidden + self.vocab) + self.hidden * self.vocab))
-        forward, entropy, backward = LOGIT_PASSES["cpu" if self.device.type == "cpu" else "cuda"]
         is_again = trains and role.rows * role.predicted > rows
         products = 1 + trains * (1 + is_again + (not role.model.lora.r))
-        numbers = (forward + entropy * role.entropy) * (1 + is_again) + backward * trains
-        logits = Operation(PASS, self.dtype, bytes=rows * self.vocab * size * numbers)
-        return tokens / rows * (products * self.rates.seconds(product) + self.rates.seconds(logits))
+        forwards, backwards = 1 + is_again, int(trains)
+        return tokens / rows * (products * self.rates.seconds(product)
+                                + self._logits(rows * self.vocab, forwards, backwards))
+
+    def _logits(self, count: int, forwards: int, backwards: int) -> float:
+        """Softmaxes over so many logits, and their gradients."""
+        forward, backward = self.rates.scores
+        if forward and backward:
+            return count * (forwards / forward + backwards / backward)
+        numbers = forwards * (LOGIT_PASSES[0] + LOGIT_PASSES[1] * self.role.entropy) + backwards * LOGIT_PASSES[2]
+        return self.rates.seconds(Operation(PASS, self.dtype, bytes=4 * count * numbers))
 
     def update(self) -> float:
         """One optimizer step: of each parameter that is trained its gradient read twice (its norm, its step), master
@@ -148,12 +155,13 @@ class _RoleTime:
         size = self.sizes.itemsize
         head = Operation(PRODUCT, self.dtype, slots, 2.0 * slots * self.hidden * self.vocab,
                          size * (self.hidden * self.vocab + slots * (self.hidden + self.vocab)))
-        draw = Operation(PASS, torch.float32, bytes=slots * self.vocab * 3 * 4)
+        draw = (slots * self.vocab / rates.draws if rates.draws else
+                rates.seconds(Operation(PASS, torch.float32, bytes=slots * self.vocab * 3 * 4)))
+        attend = cache / rates.cache if rates.cache else self.layers * rates.seconds(attention)
         layered = rates.has_layers and not model.lora.r and not model.quantize and any(
             o.kind == FUSED for tally in work.found for o in tally)
         count = self.layers + LAYER_CALLS if layered else work.total(lambda _: 1)
-        device = (self._of(work, decodes=True) + self.layers * rates.seconds(attention, decodes=True)
-                  + rates.seconds(head, decodes=True) + rates.seconds(draw)) / sampling.tp
+        device = (self._of(work, decodes=True) + attend + rates.seconds(head, decodes=True) + draw) / sampling.tp
         must_read = work.total(lambda o: (o.kind == PRODUCT) * (o.bytes + o.packed * self.bits / 8))
         return (rates.with_host(device, count, is_captured=True),
                 (must_read + head.bytes + cache) / sampling.tp / rates.peak_memory)
