@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hybrid_rlhf.kernels import Ops, ops_for
+from hybrid_rlhf.kernels import Ops, cpu, ops_for
 from hybrid_rlhf.memory_plan.rates import Points, Rates
 
 MOST, LEAST = 0.02, 3  # seconds and series for one figure
@@ -30,19 +30,23 @@ clock = time.perf_counter  # what tells seconds; benchmarks on shared machines t
 
 @cache
 def machine_rates(dtype: torch.dtype) -> Rates:
-    """What this processor does with models of `dtype`, by the threads that torch has now. Kernels of ours are compiled
-    if they are missing, as the run itself would do."""
+    """What this processor does with models of `dtype`, by the threads that torch has now."""
     name, ops = str(dtype).removeprefix("torch."), ops_for("cpu")
     start = _product_start(F.linear, dtype)
     products = {name: _products(F.linear, dtype, start)}
     has_own = ops.linear is not None and dtype in ops.linear_dtypes
     few = {name: _products(ops.linear, dtype, 0.0, NUM_WEIGHTS)} if has_own and ops.linear else {}
     launch, gradient_launch = _launches()
-    return Rates("this machine's CPU", _copies(), products, few, attention={name: _attention(ops, dtype)},
+    return Rates(f"this CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}", _copies(), products, few, attention={name: _attention(ops, dtype)},
                  passes={d: _passes(getattr(torch, d)) for d in dict.fromkeys((name, "float32"))},
                  cache=_decode_attention(ops, dtype), draws=_draws(ops, dtype), scores=_scores(ops, dtype),
                  launch=CODE * launch, gradient_launch=CODE * gradient_launch, product_start={name: start},
                  has_layers=has_own and ops.decode_layer is not None)
+
+
+def can_measure() -> bool:
+    """Whether nothing has to be compiled first, which would take a plan longer than all the rest of it."""
+    return cpu.is_built() or not cpu.can_load()
 
 
 def _seconds(act: Callable[[], object]) -> float:
