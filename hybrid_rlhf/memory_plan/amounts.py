@@ -48,12 +48,13 @@ class Cards:
 
 
 def parse_cards(text: str, option: str) -> Cards:
-    """'80GiB', '8x80GiB' or '2x8x80GiB' (hosts, cards of each, memory of a card), or a card's name in the memory's place:
-    '4090', '8xh100'. Raises UserError that names `option`."""
+    """'80GiB', '8x80GiB' or '2x8x80GiB' (hosts, cards of each, memory of a card), or a card's name in the place of the
+    memory: '4090', '8xh100'. Raises UserError that names `option`."""
     *counts, memory = text.lower().replace(" ", "").split("x")
     name = memory if memory in CARDS else ""
     check(len(counts) <= 2 and all(re.fullmatch(r"\s*[1-9]\d{0,4}\s*", c) for c in counts),
-          f"{option} {text!r} names no cards; write hosts x cards x memory, such as 2x8x80GiB, 8x80GiB or 24GiB, or one of "
+          f"{option} {text!r} names no cards; write hosts x cards x memory, such as 2x8x80GiB, 8x80GiB or 24GiB, or "
+          "one of "
           f"{', '.join(CARDS)} in the memory's place")
     hosts, per_host = [1, 1, *map(int, counts)][-2:]
     return Cards(hosts, per_host, CARDS[name].gib << 30 if name else parse_bytes(memory, option), name)

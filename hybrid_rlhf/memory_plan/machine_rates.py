@@ -37,7 +37,9 @@ def machine_rates(dtype: torch.dtype) -> Rates:
     has_own = ops.linear is not None and dtype in ops.linear_dtypes
     few = {name: _products(ops.linear, dtype, 0.0, NUM_WEIGHTS)} if has_own and ops.linear else {}
     launch, gradient_launch = _launches()
-    return Rates(f"this CPU, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}", _copies(), products, few, attention={name: _attention(ops, dtype)},
+    threads = torch.get_num_threads()
+    device = f"this CPU, {threads} thread{'s' * (threads > 1)}"
+    return Rates(device, _copies(), products, few, attention={name: _attention(ops, dtype)},
                  passes={d: _passes(getattr(torch, d)) for d in dict.fromkeys((name, "float32"))},
                  cache=_decode_attention(ops, dtype), draws=_draws(ops, dtype), scores=_scores(ops, dtype),
                  launch=CODE * launch, gradient_launch=CODE * gradient_launch, product_start={name: start},

@@ -18,15 +18,16 @@ Points = tuple[tuple[float, float], ...]  # (size, rate) by size; between them t
 @dataclass(frozen=True)
 class Rates:
     """device: its name, for people. memory: bytes per second, by the bytes of an operation (a processor's caches are
-    faster). products: operations per second of matrix products, by dtype and by their shortest side; few_rows: the same
-    of decode steps, by number of rows, where they have kernels of their own. attention: operations per second, by dtype.
-    passes: the most bytes per second of element-wise operations, by dtype (arithmetic, not memory). product_start: seconds
-    that a product takes beside, by dtype. cache: bytes per second of a decode step's attention; draws: logits per second
-    of sampling; scores: logits per second of log-probabilities, forward and backward (0: as passes over memory). launch: seconds of
-    the host for an operation; gradient_launch: for one with gradients. overlaps: whether the device computes meanwhile.
-    kernel: seconds that an operation takes at least; gap: between two of them. captures: whether decode steps are
-    recorded, so that the host launches nothing. published: bytes per second that the maker promises (0: as measured).
-    has_layers: whether a decode step takes whole layers in one operation.
+    faster). products: operations per second of matrix products, by dtype and by their shortest side; product_start:
+    seconds that each takes beside, by dtype; few_rows: the rates in decode steps, by number of rows, where they have
+    kernels of their own. attention: operations per second, by dtype. passes: the most bytes per second of element-wise
+    operations, by dtype (arithmetic, not memory). cache: bytes per second of a decode step's attention; draws: logits
+    per second of sampling; scores: of log-probabilities, forward and backward (0: as passes over memory).
+
+    launch: seconds of the host for an operation; gradient_launch: for one with gradients; overlaps: whether the device
+    computes meanwhile; captures: whether decode steps are recorded, so that the host launches nothing. kernel: seconds
+    that an operation takes at least; gap: between two of them. has_layers: whether a decode step takes whole layers in
+    one operation. published: bytes per second that the maker promises (0: as measured).
     """
 
     device: str

@@ -30,8 +30,8 @@ LAYER_CALLS = 30  # operations of a decode step around its layers where each of 
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step by phase. device: what it was predicted for; tokens: that a step samples, or trains on where it
-    samples none; steps: of the run, if known. decode: seconds of one decode step, and those of the bytes it must read at
-    `device`'s bandwidth."""
+    samples none; steps: of the run, if known. decode: seconds of one decode step, and those of the bytes that it must
+    read, at the bandwidth of the device."""
 
     device: str
     phases: dict[str, float]
@@ -144,8 +144,8 @@ class _RoleTime:
         return rounds * sampling.response * step + prefill
 
     def decode_step(self) -> tuple[float, float]:
-        """Seconds of one token for all slots, whose caches hold a prompt and half a response; and of reading weights and
-        cache at the device's bandwidth."""
+        """Seconds of one token for all slots, whose caches hold a prompt and half a response; and of reading weights
+        and cache at the device's bandwidth."""
         sampling, model, rates = self.role.generation, self.role.model, self.rates
         slots = min(sampling.slots, sampling.sequences or sampling.slots)
         work = trace.decode_work(model, self.device, slots)
