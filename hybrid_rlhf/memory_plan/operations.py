@@ -74,7 +74,7 @@ class Recorder:
             self._unpack(inputs[0], made[0])
         if name.startswith(_FREE) or not made or _is_view(name, inputs, made):
             return
-        formula = flop_registry.get(func.overloadpacket)  # type: ignore[attr-defined] - an OpOverload
+        formula = _formula(name)
         if name.startswith("_scaled_dot_product") and not formula:
             self._attention(name, inputs, made)
         elif formula:
@@ -115,6 +115,11 @@ class Recorder:
 
     def _add(self, operation: Operation) -> None:
         self.tally[operation] += 1
+
+
+def _formula(name: str) -> Callable | None:
+    """torch's count of an aten operation's multiplications and additions; in place they are as many."""
+    return flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_"), None))
 
 
 def _tensors(tree: object) -> list[Tensor]:

@@ -53,7 +53,8 @@ class Rates:
     def of(cls, stored: Mapping) -> Rates:
         """The rates that `stored` made into a dictionary, as JSON has it."""
         points = {name: {k: _points(v) for k, v in stored.get(name, {}).items()} for name in ("products", "few_rows")}
-        return cls(**{**stored, "memory": _points(stored["memory"]), **points})
+        scores = tuple(stored.get("scores", (0.0, 0.0)))
+        return cls(**{**stored, "memory": _points(stored["memory"]), "scores": scores, **points})
 
     @property
     def peak_memory(self) -> float:

@@ -78,6 +78,7 @@ class _RoleTime:
         self.bits = BITS[role.model.quantize]
         text = shapes.read_config(role.model).get_text_config()
         self.hidden, self.vocab, self.layers = text.hidden_size, text.vocab_size, text.num_hidden_layers
+        self.is_tied = text.tie_word_embeddings
         heads = getattr(text, "num_attention_heads", 1)
         self.queries_per_key = heads // (getattr(text, "num_key_value_heads", None) or heads)
         self.dtype = {2: torch.bfloat16, 4: torch.float32}[self.sizes.itemsize]
@@ -162,6 +163,6 @@ class _RoleTime:
             o.kind == FUSED for tally in work.found for o in tally)
         count = self.layers + LAYER_CALLS if layered else work.total(lambda _: 1)
         device = (self._of(work, decodes=True) + attend + rates.seconds(head, decodes=True) + draw) / sampling.tp
-        must_read = work.total(lambda o: (o.kind == PRODUCT) * (o.bytes + o.packed * self.bits / 8))
-        return (rates.with_host(device, count, is_captured=True),
-                (must_read + head.bytes + cache) / sampling.tp / rates.peak_memory)
+        table = 0 if self.is_tied else size * self.vocab * self.hidden  # of which a step reads a few rows
+        must_read = self.sizes.weight_bytes + self.sizes.adapter_bytes - table + cache
+        return rates.with_host(device, count, is_captured=True), must_read / sampling.tp / rates.peak_memory
