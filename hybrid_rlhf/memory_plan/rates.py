@@ -28,6 +28,7 @@ class Rates:
     computes meanwhile; captures: whether decode steps are recorded, so that the host launches nothing. kernel: seconds
     that an operation takes at least; gap: between two of them. has_layers: whether a decode step takes whole layers in
     one operation. published: bytes per second that the maker promises (0: as measured).
+    reached: the share of all of this that a whole phase reaches.
     """
 
     device: str
@@ -48,6 +49,7 @@ class Rates:
     captures: bool = False
     published: float = 0.0
     has_layers: bool = False
+    reached: float = 1.0
 
     @classmethod
     def of(cls, stored: Mapping) -> Rates:

@@ -64,7 +64,8 @@ def step_time(roles: Sequence[Role], device: torch.device, rates: Rates, steps: 
             found[f"train {role.name}"] += timer.passes(role.trained, trains=True)
             found[f"step {role.name}"] += role.updates * timer.update()
     tokens = tokens or sum(r.trained * r.length for r in roles if r.trains)
-    return StepTime(rates.device, found, tokens, steps, decode)
+    found = {phase: seconds / rates.reached for phase, seconds in found.items()}
+    return StepTime(rates.device, found, tokens, steps, decode and (decode[0] / rates.reached, decode[1]))
 
 
 class _RoleTime:
