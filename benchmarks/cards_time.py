@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from harness import table_of
 
 from hybrid_rlhf.core.config import parse
+from hybrid_rlhf.memory_plan.amounts import Cards
 from hybrid_rlhf.memory_plan.rates import CARDS, rates_of_card
 from hybrid_rlhf.training import memory_options, step3_ppo
 from hybrid_rlhf.training.time_options import times_of
@@ -62,7 +62,7 @@ def rows(place: Path, cards: Sequence[str] = tuple(CARDS), cases: Sequence[str] 
         config, _ = parse(step3_ppo.Config, [f"--model.model_name_or_path={folder}", "--model.dtype=bfloat16", *(
             option.format(folder=folder) for option in case.options)], prog="cards_time")
         for card in cards:
-            gpu = memory_options.Place(torch.device("cuda"), 1, CARDS[card].gib * 2**30 * 9 // 10)
+            gpu = memory_options.Place.of(Cards(1, 1, CARDS[card].gib << 30, card))
             plan, = memory_options.plans_of(config, gpu)
             time = times_of(plan, gpu.device, rates_of_card(CARDS[card]))
             step, floor = time.decode or (0.0, 1.0)

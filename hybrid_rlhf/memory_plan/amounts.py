@@ -54,8 +54,7 @@ def parse_cards(text: str, option: str) -> Cards:
     name = memory if memory in CARDS else ""
     check(len(counts) <= 2 and all(re.fullmatch(r"\s*[1-9]\d{0,4}\s*", c) for c in counts),
           f"{option} {text!r} names no cards; write hosts x cards x memory, such as 2x8x80GiB, 8x80GiB or 24GiB, or "
-          "one of "
-          f"{', '.join(CARDS)} in the memory's place")
+          f"one of {', '.join(CARDS)} in the memory's place")
     hosts, per_host = [1, 1, *map(int, counts)][-2:]
     return Cards(hosts, per_host, CARDS[name].gib << 30 if name else parse_bytes(memory, option), name)
 

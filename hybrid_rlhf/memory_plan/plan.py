@@ -152,8 +152,8 @@ def make_plan(title: str, roles: Iterable[Role], device: torch.device, available
                 lines.append(Line(role.name, kind, found, passes=needs.waits))
         host += needs.host
         if available is not None and needs.gathers > available:
-            notes.append(f"not counted: to export {role.name} ZeRO 3 gathers all {size_text(needs.gathers)} of it on every "
-                         "device, which does not fit; its checkpoints hold what was trained")
+            notes.append(f"not counted: to export {role.name} ZeRO 3 gathers all {size_text(needs.gathers)} of it on "
+                         "every device, which does not fit; its checkpoints hold what was trained")
     lines += _of_process(device, Plan(title, phases, tuple(lines), available), calibration or Calibration())
     return Plan(title, phases, tuple(lines), available, tuple(notes), host, tuple(roles))
 
