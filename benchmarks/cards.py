@@ -5,7 +5,8 @@
 Shapes of the Qwen2.5 and Llama families, written here as configurations. PPO of 8 sequences of 512 + 512 tokens a step,
 bf16, gradient checkpointing, micro-batches of 4096, 2048 or 1024 tokens: the largest that fits. 97% of a
 card is planned with. lora and qlora: one base, rank 16; full: four models, actor and critic with AdamW; offload: the
-same with optimizers and idle roles in the computer's memory, whose size stands beside it.
+same with optimizers and idle roles in the computer's memory, whose size stands beside it. The second table,
+predicted seconds of a step, is cards_time.py's, and its rows are cards_time.json beside cards.json.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import cards_time
 import harness
 from harness import parser_of, table_of, write_rows, write_tables
 
@@ -92,13 +94,17 @@ def _cell(row: dict) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--page", type=Path, help="put the table into this page")
+    parser.add_argument("--page", type=Path, help="put the tables into this page")
     options = harness.parse(parser, argv)
     with tempfile.TemporaryDirectory() as folder:
         found = write_rows(rows(Path(folder), CARDS[:1] if options.quick else CARDS), options.json)
+        few = {"cards": ["3060"], "cases": ["opt"]} if options.quick else {}
+        times = write_rows(cards_time.rows(Path(folder), **few),
+                           options.json and str(Path(options.json).with_name("cards_time.json")))
     if options.page:
         cells = {gib: [_cell(row) for row in found if row["card_gib"] == gib] for gib in CARDS}
-        write_tables(options.page, table_of(["card", *WAYS], [(f"{gib} GiB", *cells[gib]) for gib in cells]))
+        write_tables(options.page, table_of(["card", *WAYS], [(f"{gib} GiB", *cells[gib]) for gib in cells]),
+                     cards_time.table(times))
 
 
 if __name__ == "__main__":

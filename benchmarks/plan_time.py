@@ -2,9 +2,9 @@
 
     python benchmarks/plan_time.py [--cases llama4m_bf16 ...] [--json FILE] [--page docs/results/plan_time.md]
 
-Four roles, 8 sequences of 64 + 64 tokens of one length, random weights. Each repeat calibrates as --plan does, predicts,
-and measures one step; a ratio is predicted over measured. full: four models, actor and critic trained whole; lora: rank
-16, one base for all. The aim: a median error of at most 20% over all cases and phases.
+Four roles, 8 sequences of 64 + 64 tokens of one length, random weights. Each repeat calibrates as --plan does,
+predicts, and measures one step; a ratio is predicted over measured. full: four models, actor and critic trained whole;
+lora: rank 16, one base for all. The aim: a median error of at most 20% over all cases and phases.
 """
 
 from __future__ import annotations

@@ -94,9 +94,9 @@ def _save_head(config, causal: str, place: Path) -> None:  # noqa: ANN001
     save_file({"score.weight": head.bfloat16()}, place / "model.safetensors", metadata={"format": "pt"})
 
 
-def roles_of(place: Path, *, lora: bool, share: str, micro_batch_tokens: int, is_4bit: bool = False,  # noqa: ANN201
-             dtype: str = "bfloat16"):
-    """(Roles, Reward) of models of `dtype`; share as in roles.share_base. One base means the reward is an adapter on it.
+def roles_of(place: Path, *, lora: bool, share: str, micro_batch_tokens: int,  # noqa: ANN201
+             is_4bit: bool = False, dtype: str = "bfloat16"):
+    """(Roles, Reward) of models of `dtype`; share as in roles.share_base. One base: the reward is an adapter on it.
 
     is_4bit: the bases are held in NF4.
     """

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import PurePath
 from typing import TextIO
 
@@ -17,11 +17,14 @@ from hybrid_rlhf.core.accelerator import WSL_SHARE
 from hybrid_rlhf.core.allocator import is_wsl
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import device
+from hybrid_rlhf.core.options import with_value
 from hybrid_rlhf.engine.decode.kv_cache import free_bytes
 from hybrid_rlhf.memory_plan import table
 from hybrid_rlhf.memory_plan.amounts import Cards
 from hybrid_rlhf.memory_plan.calibration import Calibration, read_calibration
 from hybrid_rlhf.memory_plan.plan import DOES_NOT_FIT, Generation, Plan, Role, make_plan, size_text
+from hybrid_rlhf.memory_plan.presets import card as preset_of
+from hybrid_rlhf.memory_plan.presets import closest
 from hybrid_rlhf.memory_plan.search import Choice, choose
 from hybrid_rlhf.models import load, shapes
 from hybrid_rlhf.models.load import ModelConfig
@@ -39,10 +42,12 @@ from hybrid_rlhf.training import (
     step1_sft,
     step2_reward,
     step3_ppo,
+    time_options,
 )
 from hybrid_rlhf.training.build_roles import RoleInputs, find_starts, layout_of, load_config_for
 
 MAX_BATCH = 64  # sequences that HybridEngine decodes at once
+NUM_SKIPPED = 8  # as OldLogprobs has it
 
 
 def carry_out(config: object, *, memory: int | None, only_plan: bool, cards: Cards | None = None,
@@ -60,8 +65,11 @@ def carry_out(config: object, *, memory: int | None, only_plan: bool, cards: Car
     if not chosen.fits:
         chosen = choose(config, partial(plans_of, place=place), has_host=place.device.type != "cpu")
     if memory is None:
-        for plan in plans:
+        for i, plan in enumerate(plans):
             table.show(plan, chosen.flags if chosen.fits else (), stream)
+            others = [("as advised", chosen.plans[i])] if chosen.fits and chosen.flags else []
+            time_options.tell([("as given", plan), *others, *_by_preset(config, place)], place.device, place.card,
+                              stream)
         return config, 0 if all(p.short <= 0 for p in plans) else DOES_NOT_FIT
     for plan in chosen.plans:
         table.show(plan, (), stream)
@@ -73,6 +81,17 @@ def carry_out(config: object, *, memory: int | None, only_plan: bool, cards: Car
     return chosen.config, 0
 
 
+def _by_preset(config: object, place: Place) -> list[tuple[str, Plan]]:
+    """The plan with the preset for this place's memory, where it differs. Only of runs with adapters, as presets have:
+    of others, one more model would be traced in full for a row that few ask for."""
+    if isinstance(config, all_stages.Config) or not config.model.lora.r:
+        return []
+    memory = place.card.memory if place.card else place.available
+    name = closest(None if place.device.type == "cpu" else (memory or 0) / 2**30)
+    changed = reduce(lambda c, option: with_value(c, *option), preset_of(name).settings.items(), config)
+    return [(f"--preset {name}", plans_of(changed, place)[0])] if changed != config else []
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a run is planned: device and number of its processes, and the bytes that each may use (None: unknown).
@@ -82,10 +101,11 @@ class Place:
     world: int
     available: int | None
     calibration: Calibration | None = None
+    card: Cards | None = None  # where it is not this machine
 
     @classmethod
     def of(cls, cards: Cards) -> Place:
-        return cls(torch.device("cuda"), cards.world, cards.usable)
+        return cls(torch.device("cuda"), cards.world, cards.usable, card=cards)
 
     @classmethod
     def here(cls, memory: int | None) -> Place:
@@ -115,7 +135,8 @@ def _plan(config: object, place: Place, start: ModelConfig | None, is_exact: boo
     title = (f"{config.stage}: {world} process{'es' if world > 1 else ''} on {where.type}, {dtype}, "
              f"ZeRO {'by dtype' if zero is None else zero}, micro-batches of {config.engine.micro_batch_tokens} tokens"
              + (f", offloaded: {', '.join(config.engine.offload)}" if config.engine.offload else ""))
-    return make_plan(title, roles, where, place.available, world, is_exact=is_exact, calibration=place.calibration)
+    plan = make_plan(title, roles, where, place.available, world, is_exact=is_exact, calibration=place.calibration)
+    return replace(plan, steps=config.train.max_steps if config.train.max_steps > 0 else None)
 
 
 # -- roles of the recipes ---------------------------------------------------------------------------------------------
@@ -131,14 +152,15 @@ def _sft(config: step1_sft.Config, start: ModelConfig | None) -> list[Role]:
     length, batch = config.data.max_length, config.train.rows_per_step
     model = start or step1_sft.start_model(config)[1]
     return [Role("policy", model, length, _rows(config, length, batch), predicted=length - 1, trains=True,
-                 scores=False, dropout=True, **_laid_out(config))]
+                 scores=False, dropout=True, trained=batch, **_laid_out(config))]
 
 
 def _reward(config: step2_reward.Config, start: ModelConfig | None) -> list[Role]:
     model = start or step2_reward.start_model(config)[1]
     length = config.data.max_length
     rows = 2 * _rows(config, 2 * length, config.train.rows_per_step)  # a pair costs two rows
-    return [Role("reward", model, length, rows, trains=True, scores=False, **_laid_out(config))]
+    return [Role("reward", model, length, rows, trains=True, scores=False, trained=2 * config.train.rows_per_step,
+                 **_laid_out(config))]
 
 
 def _preferences(config: preferences.Config, start: ModelConfig | None) -> list[Role]:
@@ -147,13 +169,15 @@ def _preferences(config: preferences.Config, start: ModelConfig | None) -> list[
     row, length = LOSSES[config.dpo.loss_type], config.data.max_length
     per_group = 2 if row.needs_pairs else 1
     rows = per_group * _rows(config, per_group * length, config.train.rows_per_step)
+    read = per_group * config.train.rows_per_step
     policy = Role("policy", model, length, rows, predicted=length - 1, trains=True, scores=not row.needs_pairs,
+                  scored=0 if row.needs_pairs else read, trained=read,
                   is_shared=row.needs_reference and model.lora.r > 0, **_laid_out(config))
     if not row.needs_reference:
         return [policy]
     base = "policy" if model.lora.r else None
     return [policy, Role("reference", preferences.reference_model(model), length, rows, predicted=length - 1,
-                         base=base, is_shared=base is not None, **_laid_out(config))]
+                         base=base, is_shared=base is not None, scored=read, **_laid_out(config))]
 
 
 def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role]:
@@ -166,7 +190,8 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
     sampled = config.data.max_prompt_length + sampling.max_new_tokens
     sequences = config.train.rows_per_step * sampling.num_samples
     tp = config.roles.actor.tp or 1
-    generation = Generation(min(MAX_BATCH, tp * sequences), config.data.max_prompt_length, sampling.max_new_tokens, tp)
+    generation = Generation(min(MAX_BATCH, tp * sequences), config.data.max_prompt_length, sampling.max_new_tokens, tp,
+                            tp * sequences)
 
     def role(name: str, **more: object) -> Role:
         trains, group = name in TRAINED, layout.group(name)
@@ -183,6 +208,8 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
         rows = max(together, min(method.num_sequences, at_once)) if trains else max(1, min(sequences, at_once))
         return Role(name, model, sampled, rows, trains=trains, base=group[0] if name != group[0] else None,
                     is_shared=len(group) > 1, waits=parts.roles[name].offload, optim=config.train.optim,
+                    scored=_scored(config, name, sequences), group=sampling.num_samples,
+                    trained=trains * method.num_updates * method.num_sequences, updates=method.num_updates,
                     **_where(parts, group, name), **more)
 
     texts = None
@@ -193,6 +220,14 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
                      has_average=method.keeps_average, texts=texts)]
     policies += [role("ref", predicted=sampling.max_new_tokens)] if "ref" in starts else []
     return [*policies, *(role(r) for r in ("critic", "reward") if r in starts), *_classifiers(config)]
+
+
+def _scored(config: on_policy.Config, name: str, sequences: int) -> int:
+    """Rows that a role scores in a step; the actor every eighth, where the sampler's log-probabilities are the old ones
+    (rollout/old_logprobs.py)."""
+    ppo = getattr(config, "ppo", None)
+    is_sample = name == "actor" and ppo is not None and ppo.old_logprobs_from != "recompute"
+    return -(-sequences // NUM_SKIPPED) if is_sample else sequences
 
 
 def _where(parts: RoleInputs, group: tuple[str, ...], name: str) -> dict:

@@ -73,6 +73,11 @@ def can_load(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -
     return compiler is not None or (cache_folder() / f"{name}-{_fingerprint([*sources, *headers])}").exists()
 
 
+def is_built(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> bool:
+    """Whether the module is there, so that loading it compiles nothing."""
+    return _is_whole(cache_folder() / f"{name}-{_fingerprint([*sources, *headers])}" / f"{name}.so")
+
+
 def _is_whole(library: Path) -> bool:
     """Whether there is a library that is as it was built: one that has lost its end takes the process with it when it
     is loaded. One without a digest beside it is of an earlier release."""

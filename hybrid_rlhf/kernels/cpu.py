@@ -62,6 +62,11 @@ def can_load() -> bool:
     return build.can_load(_NAME, SOURCES, HEADERS)
 
 
+def is_built() -> bool:
+    """Whether `load` would compile nothing."""
+    return build.is_built(_NAME, SOURCES, HEADERS)
+
+
 def has_wide_vectors() -> bool:
     """Whether a vector holds 512 bits, which the attention of short prompts is written for."""
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512")

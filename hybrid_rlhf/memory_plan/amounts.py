@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from hybrid_rlhf.core.config import check
+from hybrid_rlhf.memory_plan.rates import CARDS
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
           "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -29,11 +30,13 @@ def parse_bytes(text: str, option: str) -> int:
 @dataclass(frozen=True)
 class Cards:
     """What a plan is made for without being there: processes, one a card of `memory` bytes. usable: what torch finds of
-    a card, 97 to 99% of its name (7.8 of 8 GiB, 79.2 of 80); the rest is the driver's."""
+    a card, 97 to 99% of its name (7.8 of 8 GiB, 79.2 of 80); the rest is the driver's. name: of CARDS in rates.py,
+    where one was named."""
 
     hosts: int
     per_host: int
     memory: int
+    name: str = ""
 
     @property
     def world(self) -> int:
@@ -45,13 +48,15 @@ class Cards:
 
 
 def parse_cards(text: str, option: str) -> Cards:
-    """'80GiB', '8x80GiB' or '2x8x80GiB' (hosts, cards of each, memory of a card). Raises UserError that names `option`.
-    """
-    *counts, memory = text.lower().split("x")
+    """'80GiB', '8x80GiB' or '2x8x80GiB' (hosts, cards of each, memory of a card), or a card's name in the place of the
+    memory: '4090', '8xh100'. Raises UserError that names `option`."""
+    *counts, memory = text.lower().replace(" ", "").split("x")
+    name = memory if memory in CARDS else ""
     check(len(counts) <= 2 and all(re.fullmatch(r"\s*[1-9]\d{0,4}\s*", c) for c in counts),
-          f"{option} {text!r} names no cards; write hosts x cards x memory, such as 2x8x80GiB, 8x80GiB or 24GiB")
+          f"{option} {text!r} names no cards; write hosts x cards x memory, such as 2x8x80GiB, 8x80GiB or 24GiB, or "
+          f"one of {', '.join(CARDS)} in the memory's place")
     hosts, per_host = [1, 1, *map(int, counts)][-2:]
-    return Cards(hosts, per_host, parse_bytes(memory, option))
+    return Cards(hosts, per_host, CARDS[name].gib << 30 if name else parse_bytes(memory, option), name)
 
 
 def size_text(size: float) -> str:

@@ -2,65 +2,79 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from functools import cache
+from itertools import cycle
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hybrid_rlhf.kernels import Ops, ops_for
+from hybrid_rlhf.kernels import Ops, cpu, ops_for
 from hybrid_rlhf.memory_plan.rates import Points, Rates
 
 MOST, LEAST = 0.02, 3  # seconds and series for one figure
 SIDE = 768  # of the products' weights
+VOCAB = 8192
 ROWS = (8, 64, 512)
+NUM_WEIGHTS = 64
 SIZES = (2**18, 2**20, 2**22, 2**24, 2**27)  # bytes that a copy reads
 # A model's own Python around each operation, in calls of a small module: modules in modules, views, hooks. As measured
 # on Llama's and OPT's layers in transformers 5.
-CODE = 2.5
+CODE = 5
+# Of rates measured in bursts over warm data, what whole phases reached: an efficiency factor, from models of 4M to 134M
+# (docs/results/plan_time.md).
+REACHED = 0.87
 
 clock = time.perf_counter  # what tells seconds; benchmarks on shared machines take processor time
 
 
 @cache
 def machine_rates(dtype: torch.dtype) -> Rates:
-    """What this processor does with models of `dtype`, by the threads that torch has now. Kernels of ours are compiled
-    if they are missing, as the run itself would do."""
+    """What this processor does with models of `dtype`, by the threads that torch has now."""
     name, ops = str(dtype).removeprefix("torch."), ops_for("cpu")
     start = _product_start(F.linear, dtype)
     products = {name: _products(F.linear, dtype, start)}
     has_own = ops.linear is not None and dtype in ops.linear_dtypes
-    few = {name: _products(ops.linear, dtype, 0.0)} if has_own and ops.linear else {}
+    few = {name: _products(ops.linear, dtype, 0.0, NUM_WEIGHTS)} if has_own and ops.linear else {}
     launch, gradient_launch = _launches()
-    return Rates("this machine's CPU", _copies(), products, few, attention={name: _attention(ops, dtype)},
+    threads = torch.get_num_threads()
+    device = f"this CPU, {threads} thread{'s' * (threads > 1)}"
+    return Rates(device, _copies(), products, few, attention={name: _attention(ops, dtype)},
                  passes={d: _passes(getattr(torch, d)) for d in dict.fromkeys((name, "float32"))},
+                 cache=_decode_attention(ops, dtype), draws=_draws(ops, dtype), scores=_scores(ops, dtype),
                  launch=CODE * launch, gradient_launch=CODE * gradient_launch, product_start={name: start},
-                 has_layers=has_own and ops.decode_layer is not None)
+                 has_layers=has_own and ops.decode_layer is not None, reached=REACHED)
 
 
-def _best(act: Callable[[], object]) -> float:
-    """Seconds of one call: the least of a few short series."""
+def can_measure() -> bool:
+    """Whether nothing has to be compiled first, which would take a plan longer than all the rest of it."""
+    return cpu.is_built() or not cpu.can_load()
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    """Seconds of one call: the median of a few short series, for a run meets what else the machine does too."""
     act()
-    began, best, num_series = clock(), float("inf"), 0
-    while clock() - began < MOST or num_series < LEAST:
+    began, found = clock(), []
+    while clock() - began < MOST or len(found) < LEAST:
         start, count = clock(), 0
-        num_series += 1
         while count == 0 or clock() - start < MOST / 8:
             act()
             count += 1
-        best = min(best, (clock() - start) / count)
-    return best
+        found.append((clock() - start) / count)
+    return statistics.median(found)
 
 
 @torch.no_grad()
-def _products(product: Callable, dtype: torch.dtype, start: float) -> Points:
-    weight, found = torch.randn(SIDE, SIDE).to(dtype), []
+def _products(product: Callable, dtype: torch.dtype, start: float, num_weights: int = 1) -> Points:
+    """By rows, over several weights in turn: a decode step finds none of them in the nearest cache."""
+    found, weights = [], cycle(torch.full((num_weights, SIDE, SIDE), 0.1, dtype=dtype).unbind())
     for rows in ROWS:
         given = torch.randn(rows, SIDE).to(dtype)
-        taken = _best(lambda given=given: product(given, weight, None)) - start
-        found.append((float(rows), 2 * rows * SIDE * SIDE / max(taken, 1e-7)))
+        taken = _seconds(lambda given=given: product(given, next(weights), None))
+        found.append((float(rows), 2 * rows * SIDE * SIDE / max(taken - start, taken / 4)))
     return tuple(found)
 
 
@@ -68,20 +82,20 @@ def _products(product: Callable, dtype: torch.dtype, start: float) -> Points:
 def _product_start(product: Callable, dtype: torch.dtype) -> float:
     """Seconds that the smallest product takes."""
     weight, given = torch.randn(64, 64).to(dtype), torch.randn(8, 64).to(dtype)
-    return _best(lambda: product(given, weight, None))
+    return _seconds(lambda: product(given, weight, None))
 
 
 def _copies() -> Points:
     source = torch.ones(SIZES[-1] // 4)
     target = torch.empty_like(source)
-    return tuple((2.0 * size, 2 * size / _best(lambda n=size // 4: target[:n].copy_(source[:n]))) for size in SIZES)
+    return tuple((2.0 * size, 2 * size / _seconds(lambda n=size // 4: target[:n].copy_(source[:n]))) for size in SIZES)
 
 
 def _passes(dtype: torch.dtype) -> float:
     """Bytes per second of an element-wise operation within the cache."""
     one = torch.ones(2**18, dtype=dtype)
     out = torch.empty_like(one)
-    return 3 * one.numel() * one.element_size() / _best(lambda: torch.mul(one, one, out=out))
+    return 3 * one.numel() * one.element_size() / _seconds(lambda: torch.mul(one, one, out=out))
 
 
 @torch.no_grad()
@@ -94,7 +108,40 @@ def _attention(ops: Ops, dtype: torch.dtype) -> float:
             return ops.causal_attention(query, key, value, scaling=0.125)
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    return 2 * 4 * 4 * 192 * 192 * 64 / _best(attend)
+    return 2 * 4 * 4 * 192 * 192 * 64 / _seconds(attend)
+
+
+@torch.no_grad()
+def _decode_attention(ops: Ops, dtype: torch.dtype) -> float:
+    """Bytes of keys and values per second, of a decode step over slots with 128 columns."""
+    rows, heads, columns, width = 8, 8, 128, 64
+    query, key, value = (torch.randn(rows, heads, 1, width).to(dtype) for _ in range(3))
+    keys, values = (torch.randn(rows, heads, columns, width).to(dtype) for _ in range(2))
+    slots, places = torch.arange(rows), torch.full((rows,), columns - 1)
+    return (keys.nbytes + values.nbytes) / _seconds(lambda: ops.decode_attention(
+        query, key, value, keys, values, slots, places, columns, scaling=0.125))
+
+
+@torch.no_grad()
+def _draws(ops: Ops, dtype: torch.dtype) -> float:
+    """Logits per second of sampling."""
+    logits, streams = torch.randn(8, VOCAB).to(dtype), torch.arange(8)
+    return logits.numel() / _seconds(lambda: ops.sample(logits, streams, streams))
+
+
+def _scores(ops: Ops, dtype: torch.dtype) -> tuple[float, float]:
+    """Logits per second of log-probabilities with entropies, forward and backward."""
+    if ops.token_scores is None:
+        return 0.0, 0.0
+    score, targets = ops.token_scores, torch.zeros(64, dtype=torch.long)
+    logits = torch.randn(64, VOCAB).to(dtype).requires_grad_()
+
+    def both() -> None:
+        found = score(logits, targets, 1.0, True)
+        (found[0] + found[1]).sum().backward()
+
+    forward = _seconds(lambda: score(logits.detach(), targets, 1.0, True))
+    return logits.numel() / forward, logits.numel() / max(_seconds(both) - forward, forward / 4)
 
 
 def _launches() -> tuple[float, float]:
@@ -105,5 +152,5 @@ def _launches() -> tuple[float, float]:
         model(given).sum().backward()
 
     with torch.no_grad():
-        plain = _best(lambda: model(given))
-    return plain / length, _best(with_gradients) / (2 * length)
+        plain = _seconds(lambda: model(given))
+    return plain / length, _seconds(with_gradients) / (2 * length)

@@ -5,6 +5,7 @@ Products and attention are counted by torch.utils.flop_counter's formulas; of ev
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +25,9 @@ _BACKWARD = 2.5  # products of attention's backward over those of its forward (2
 
 
 class Operation(NamedTuple):
-    """kind: PRODUCT, ATTENTION, PASS (over memory) or FUSED (one of ours, over memory). least: of a product, its shortest side. count: multiplications and
-    additions; bytes: read and written, but for `packed` weights, which are read in as many bits as they are held in."""
+    """kind: PRODUCT, ATTENTION, PASS (over memory) or FUSED (one of ours, over memory). least: of a product, its
+    shortest side. count: multiplications and additions; bytes: read and written, but for `packed` weights, which are
+    read in as many bits as they are held in."""
 
     kind: str
     dtype: torch.dtype
@@ -56,14 +58,14 @@ class Work:
 
 
 class Recorder:
-    """Tallies what it is told of: aten operations, and ours by name. packed: weights that are held in fewer bits, of
-    which each use reads `packed` numbers and no bytes. is_fused: whether a product reads them as they are; else it reads
-    them in its own dtype, in which they were written just before."""
+    """Tallies what it is told of: aten operations, and ours by name. packed: weights that are held in fewer bits.
+    is_fused: whether a product reads them as they are; else in its own dtype, in which they were written just before.
+    """
 
     def __init__(self, packed: Sequence[Tensor] = (), is_fused: bool = False) -> None:
         self.tally: Tally = Counter()
         self._packed, self._is_fused = {id(p.untyped_storage()) for p in packed}, is_fused
-        self._unpacked: dict[int, Tensor] = {}  # storage -> the tensor that keeps it
+        self._unpacked: set[int] = set()  # ids of storages, while they live: to hold them would change what is counted
 
     def told(self, func: object, given: tuple, named: dict, out: object) -> None:
         """Of an aten operation, its inputs and what it gave."""
@@ -72,7 +74,7 @@ class Recorder:
             self._unpack(inputs[0], made[0])
         if name.startswith(_FREE) or not made or _is_view(name, inputs, made):
             return
-        formula = flop_registry.get(func.overloadpacket)  # type: ignore[attr-defined] - an OpOverload
+        formula = _formula(name)
         if name.startswith("_scaled_dot_product") and not formula:
             self._attention(name, inputs, made)
         elif formula:
@@ -105,12 +107,19 @@ class Recorder:
                             sum(t.numel() for t in unpacked)))
 
     def _unpack(self, weight: Tensor, made: Tensor) -> None:
-        self._unpacked[id(made.untyped_storage())] = made
+        storage = made.untyped_storage()
+        self._unpacked.add(id(storage))
+        weakref.finalize(storage, self._unpacked.discard, id(storage))
         if not self._is_fused:
             self._add(Operation(PASS, made.dtype, bytes=_bytes([made]), packed=weight.numel()))
 
     def _add(self, operation: Operation) -> None:
         self.tally[operation] += 1
+
+
+def _formula(name: str) -> Callable | None:
+    """torch's count of an aten operation's multiplications and additions; in place they are as many."""
+    return flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_"), None))
 
 
 def _tensors(tree: object) -> list[Tensor]:

@@ -102,7 +102,7 @@ class Line:
 @dataclass(frozen=True)
 class Plan:
     """What a run needs on one process's device. available: bytes that it may use (None: unknown). host: bytes that
-    offloading keeps in the CPU's memory, for this process."""
+    offloading keeps in the CPU's memory, for this process. roles: what it was made of; steps: of the run, if known."""
 
     title: str
     phases: tuple[str, ...]
@@ -110,6 +110,8 @@ class Plan:
     available: int | None
     notes: tuple[str, ...] = field(default=())
     host: int = 0
+    roles: tuple[Role, ...] = field(default=(), repr=False)
+    steps: int | None = None
 
     def total(self, phase: str) -> int:
         """Roles score one after another, so of what scoring takes and gives back the largest counts."""
@@ -153,7 +155,7 @@ def make_plan(title: str, roles: Iterable[Role], device: torch.device, available
             notes.append(f"not counted: to export {role.name} ZeRO 3 gathers all {size_text(needs.gathers)} of it on "
                          "every device, which does not fit; its checkpoints hold what was trained")
     lines += _of_process(device, Plan(title, phases, tuple(lines), available), calibration or Calibration())
-    return Plan(title, phases, tuple(lines), available, tuple(notes), host)
+    return Plan(title, phases, tuple(lines), available, tuple(notes), host, tuple(roles))
 
 
 def _of_process(device: torch.device, tensors: Plan, calibration: Calibration) -> list[Line]:

@@ -18,14 +18,17 @@ Points = tuple[tuple[float, float], ...]  # (size, rate) by size; between them t
 @dataclass(frozen=True)
 class Rates:
     """device: its name, for people. memory: bytes per second, by the bytes of an operation (a processor's caches are
-    faster). products: operations per second of matrix products, by dtype and by their shortest side; few_rows: the same
-    of decode steps, by number of rows, where they have kernels of their own. attention: operations per second, by dtype.
-    passes: the most bytes per second of element-wise operations, by dtype (arithmetic, not memory). product_start: seconds
-    that a product takes beside, by dtype. launch: seconds of
-    the host for an operation; gradient_launch: for one with gradients. overlaps: whether the device computes meanwhile.
-    kernel: seconds that an operation takes at least; gap: between two of them. captures: whether decode steps are
-    recorded, so that the host launches nothing. published: bytes per second that the maker promises (0: as measured).
-    has_layers: whether a decode step takes whole layers in one operation.
+    faster). products: operations per second of matrix products, by dtype and by their shortest side; product_start:
+    seconds that each takes beside, by dtype; few_rows: the rates in decode steps, by number of rows, where they have
+    kernels of their own. attention: operations per second, by dtype. passes: the most bytes per second of element-wise
+    operations, by dtype (arithmetic, not memory). cache: bytes per second of a decode step's attention; draws: logits
+    per second of sampling; scores: of log-probabilities, forward and backward (0: as passes over memory).
+
+    launch: seconds of the host for an operation; gradient_launch: for one with gradients; overlaps: whether the device
+    computes meanwhile; captures: whether decode steps are recorded, so that the host launches nothing. kernel: seconds
+    that an operation takes at least; gap: between two of them. has_layers: whether a decode step takes whole layers in
+    one operation. published: bytes per second that the maker promises (0: as measured).
+    reached: the share of all of this that a whole phase reaches.
     """
 
     device: str
@@ -35,6 +38,9 @@ class Rates:
     attention: Mapping[str, float] = field(default_factory=dict)
     passes: Mapping[str, float] = field(default_factory=dict)
     product_start: Mapping[str, float] = field(default_factory=dict)
+    cache: float = 0.0
+    draws: float = 0.0
+    scores: tuple[float, float] = (0.0, 0.0)
     launch: float = 0.0
     gradient_launch: float = 0.0
     overlaps: bool = False
@@ -43,12 +49,14 @@ class Rates:
     captures: bool = False
     published: float = 0.0
     has_layers: bool = False
+    reached: float = 1.0
 
     @classmethod
     def of(cls, stored: Mapping) -> Rates:
         """The rates that `stored` made into a dictionary, as JSON has it."""
         points = {name: {k: _points(v) for k, v in stored.get(name, {}).items()} for name in ("products", "few_rows")}
-        return cls(**{**stored, "memory": _points(stored["memory"]), **points})
+        scores = tuple(stored.get("scores", (0.0, 0.0)))
+        return cls(**{**stored, "memory": _points(stored["memory"]), "scores": scores, **points})
 
     @property
     def peak_memory(self) -> float:

@@ -21,17 +21,17 @@ from hybrid_rlhf.models import shapes
 
 # Bytes of a packed weight: 4 bits and an fp32 scale per 64 (QLoRA, 2305.14314), or 8.
 BITS = {"4bit": 4.5, "8bit": 8.0, None: 16.0}
-# Bytes per logit beside its own product: forward, what entropy adds, backward. A processor's kernel reads the logits
-# once and writes their gradient; elsewhere `likelihood` makes passes over fp32 copies.
-LOGIT_PASSES = {"cpu": (1, 0, 2), "cuda": (15, 14, 18)}  # in numbers of the logits' dtype (2 bytes; fp32 counts twice)
-LAYER_CALLS = 12  # operations of a decode step around its layers where each of these is one
+# Numbers in fp32 that `likelihood` reads and writes per logit where no kernel does it: forward, what entropy adds to
+# that, backward.
+LOGIT_PASSES = (7, 7, 9)
+LAYER_CALLS = 30  # operations of a decode step around its layers where each of these is one
 
 
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step by phase. device: what it was predicted for; tokens: that a step samples, or trains on where it
-    samples none; steps: of the run, if known. decode: seconds of one decode step, and those of the bytes it must read at
-    `device`'s bandwidth."""
+    samples none; steps: of the run, if known. decode: seconds of one decode step, and those of the bytes that it must
+    read, at the bandwidth of the device."""
 
     device: str
     phases: dict[str, float]
@@ -64,7 +64,8 @@ def step_time(roles: Sequence[Role], device: torch.device, rates: Rates, steps: 
             found[f"train {role.name}"] += timer.passes(role.trained, trains=True)
             found[f"step {role.name}"] += role.updates * timer.update()
     tokens = tokens or sum(r.trained * r.length for r in roles if r.trains)
-    return StepTime(rates.device, found, tokens, steps, decode)
+    found = {phase: seconds / rates.reached for phase, seconds in found.items()}
+    return StepTime(rates.device, found, tokens, steps, decode and (decode[0] / rates.reached, decode[1]))
 
 
 class _RoleTime:
@@ -78,6 +79,7 @@ class _RoleTime:
         self.bits = BITS[role.model.quantize]
         text = shapes.read_config(role.model).get_text_config()
         self.hidden, self.vocab, self.layers = text.hidden_size, text.vocab_size, text.num_hidden_layers
+        self.is_tied = text.tie_word_embeddings
         heads = getattr(text, "num_attention_heads", 1)
         self.queries_per_key = heads // (getattr(text, "num_key_value_heads", None) or heads)
         self.dtype = {2: torch.bfloat16, 4: torch.float32}[self.sizes.itemsize]
@@ -107,12 +109,19 @@ class _RoleTime:
         rows = min(tokens, chunk_rows(self.vocab, self.dtype), max(1, role.rows * role.predicted))
         product = Operation(PRODUCT, self.dtype, min(rows, self.hidden), 2.0 * rows * self.hidden * self.vocab,
                             size * (rows * (self.hidden + self.vocab) + self.hidden * self.vocab))
-        forward, entropy, backward = LOGIT_PASSES["cpu" if self.device.type == "cpu" else "cuda"]
         is_again = trains and role.rows * role.predicted > rows
         products = 1 + trains * (1 + is_again + (not role.model.lora.r))
-        numbers = (forward + entropy * role.entropy) * (1 + is_again) + backward * trains
-        logits = Operation(PASS, self.dtype, bytes=rows * self.vocab * size * numbers)
-        return tokens / rows * (products * self.rates.seconds(product) + self.rates.seconds(logits))
+        forwards, backwards = 1 + is_again, int(trains)
+        return tokens / rows * (products * self.rates.seconds(product)
+                                + self._logits(rows * self.vocab, forwards, backwards))
+
+    def _logits(self, count: int, forwards: int, backwards: int) -> float:
+        """Softmaxes over so many logits, and their gradients."""
+        forward, backward = self.rates.scores
+        if forward and backward:
+            return count * (forwards / forward + backwards / backward)
+        numbers = forwards * (LOGIT_PASSES[0] + LOGIT_PASSES[1] * self.role.entropy) + backwards * LOGIT_PASSES[2]
+        return self.rates.seconds(Operation(PASS, self.dtype, bytes=4 * count * numbers))
 
     def update(self) -> float:
         """One optimizer step: of each parameter that is trained its gradient read twice (its norm, its step), master
@@ -137,8 +146,8 @@ class _RoleTime:
         return rounds * sampling.response * step + prefill
 
     def decode_step(self) -> tuple[float, float]:
-        """Seconds of one token for all slots, whose caches hold a prompt and half a response; and of reading weights and
-        cache at the device's bandwidth."""
+        """Seconds of one token for all slots, whose caches hold a prompt and half a response; and of reading weights
+        and cache at the device's bandwidth."""
         sampling, model, rates = self.role.generation, self.role.model, self.rates
         slots = min(sampling.slots, sampling.sequences or sampling.slots)
         work = trace.decode_work(model, self.device, slots)
@@ -148,12 +157,13 @@ class _RoleTime:
         size = self.sizes.itemsize
         head = Operation(PRODUCT, self.dtype, slots, 2.0 * slots * self.hidden * self.vocab,
                          size * (self.hidden * self.vocab + slots * (self.hidden + self.vocab)))
-        draw = Operation(PASS, torch.float32, bytes=slots * self.vocab * 3 * 4)
+        draw = (slots * self.vocab / rates.draws if rates.draws else
+                rates.seconds(Operation(PASS, torch.float32, bytes=slots * self.vocab * 3 * 4)))
+        attend = cache / rates.cache if rates.cache else self.layers * rates.seconds(attention)
         layered = rates.has_layers and not model.lora.r and not model.quantize and any(
             o.kind == FUSED for tally in work.found for o in tally)
         count = self.layers + LAYER_CALLS if layered else work.total(lambda _: 1)
-        device = (self._of(work, decodes=True) + self.layers * rates.seconds(attention, decodes=True)
-                  + rates.seconds(head, decodes=True) + rates.seconds(draw)) / sampling.tp
-        must_read = work.total(lambda o: (o.kind == PRODUCT) * (o.bytes + o.packed * self.bits / 8))
-        return (rates.with_host(device, count, is_captured=True),
-                (must_read + head.bytes + cache) / sampling.tp / rates.peak_memory)
+        device = (self._of(work, decodes=True) + attend + rates.seconds(head, decodes=True) + draw) / sampling.tp
+        table = 0 if self.is_tied else size * self.vocab * self.hidden  # of which a step reads a few rows
+        must_read = self.sizes.weight_bytes + self.sizes.adapter_bytes - table + cache
+        return rates.with_host(device, count, is_captured=True), must_read / sampling.tp / rates.peak_memory

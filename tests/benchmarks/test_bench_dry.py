@@ -14,6 +14,7 @@ import grpo_step
 import harness
 import memory
 import offline_step
+import plan_time
 import ppo_step
 import pytest
 import reward_step
@@ -47,7 +48,7 @@ class Peer:
 @pytest.fixture(autouse=True)
 def as_it_was(monkeypatch):
     """Dry runs change neither malloc nor the threads of the other tests."""
-    for module in (steps, scaling, sft_step):
+    for module in (steps, scaling, sft_step, plan_time):
         monkeypatch.setattr(module, "keep_freed_blocks", lambda: True)
     monkeypatch.setattr(memory, "ALLOCATORS", {"give_back": lambda: True})
     monkeypatch.setattr(harness.measuring, "block", harness.measuring.block)
@@ -145,6 +146,19 @@ def test_the_table_of_cards(tmp_path, monkeypatch) -> None:
     row, = json.loads((tmp_path / "cards.json").read_text())
     assert (row["card_gib"], row["way"], row["shape"]) == (8, "qlora", "0.5B")
     assert f"| 8 GiB | 0.5B ({row['micro_batch_tokens']}; " in (tmp_path / "cards.md").read_text()
+    time, = json.loads((tmp_path / "cards_time.json").read_text())
+    assert time["card"] == "RTX 3060 12GB" and time["decode_over_floor"] > 1
+    assert "| decode / floor |" in (tmp_path / "cards.md").read_text()
+
+
+def test_predicted_seconds_beside_measured_ones(tmp_path) -> None:
+    rows = rows_of(plan_time, tmp_path, "--cases", "llama4m_bf16", "llama4m_fp32_lora", "--page",
+                   str(tmp_path / "plan_time.md"))
+    assert list(rows) == ["llama4m_bf16", "llama4m_fp32_lora"]
+    for row in rows.values():
+        assert set(row["predicted"]) == {"generate", "score", "update"} == set(row["measured"])
+        assert all(row["predicted"][p] > 0 and row["measured"][p] > 0 for p in row["ratios"])
+    assert "| tiny | float32 | lora |" in (tmp_path / "plan_time.md").read_text()
 
 
 @pytest.mark.slow

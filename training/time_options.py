@@ -1,0 +1,61 @@
+"""How long a planned run takes: which devices' rates it is predicted by, and what is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TextIO
+
+import torch
+
+from hybrid_rlhf.memory_plan import machine_rates, rates
+from hybrid_rlhf.memory_plan.amounts import Cards
+from hybrid_rlhf.memory_plan.plan import Plan, size_text
+from hybrid_rlhf.memory_plan.rates import CARDS, Rates
+from hybrid_rlhf.memory_plan.step_time import StepTime, step_time
+from hybrid_rlhf.memory_plan.time_table import show_times
+from hybrid_rlhf.models import load
+
+PUBLISHED = "from published figures and assumed shares of them"
+
+
+def tell(plans: Sequence[tuple[str, Plan]], device: torch.device, cards: Cards | None, stream: TextIO) -> None:
+    """Print what a step of each plan takes on each device, by its settings; or in one line why that is not known."""
+    first = plans[0][1].roles
+    found, source = rates_for(device, cards, load.resolve_dtype(first[0].model.dtype, device))
+    if not found:
+        print(f"time is not predicted: {source}", file=stream)
+        return
+    rows = [(settings, times_of(plan, device, each)) for each in found for settings, plan in plans]
+    show_times(rows, source, stream)
+    if left_out := _left_out(plans[0][1]):
+        print(f"not counted: {', '.join(left_out)}", file=stream)
+
+
+def times_of(plan: Plan, device: torch.device, given: Rates) -> StepTime:
+    return replace(step_time(plan.roles, device, given), steps=plan.steps)
+
+
+def rates_for(device: torch.device, cards: Cards | None, dtype: torch.dtype) -> tuple[list[Rates], str]:
+    """The rates to predict by, and where they come from; none, and why."""
+    if cards is not None:
+        named = [CARDS[cards.name]] if cards.name else rates.cards_with(cards.memory)
+        return [rates.rates_of_card(c) for c in named], PUBLISHED if named else (
+            f"no card of {size_text(cards.memory)} is in the table; name one of {', '.join(CARDS)}, as in --cards 4090")
+    if device.type == "cpu":
+        if not machine_rates.can_measure():
+            return [], "our kernels are not compiled yet; hybrid-rlhf doctor does it, or the first run"
+        return [machine_rates.machine_rates(dtype)], "from rates measured just now"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    known = rates.figures_of(name)
+    return [rates.rates_of_card(known)] if known else [], PUBLISHED if known else (
+        f"{name} is not in the table; --cards names one of {', '.join(CARDS)}")
+
+
+def _left_out(plan: Plan) -> list[str]:
+    """What this run does that takes time beyond the prediction."""
+    roles = plan.roles
+    return [*(["models among the reward sources"] if any(r.labels for r in roles) else []),
+            *(["moving what is offloaded"] if any(r.offload or r.waits for r in roles) else []),
+            *(["what processes send each other"] if plan.title.split(": ")[1].split()[0] != "1" else []),
+            *(["texts mixed into the actor's steps"] if any(r.texts for r in roles) else [])]
