@@ -33,6 +33,16 @@ PHASES = r"while loading|while preparing|while generating|while scoring|while up
          r"while evaluating|in the .*optimizer|in the .*update|in the .*score"
 CURE = r"--preset|--plan|shorten|lower|micro_batch|smaller|gradient_checkpointing|max_new_tokens|fewer"
 
+INTRO = """# Out of memory, allocation by allocation
+
+PPO with a reward model on the simulated card (`tests/simulated_card`): two steps, checkpoints, export, a tiny model. The
+first and the last allocation of every line that makes some fails once, as on a full card. The run goes on to the same
+numbers, or ends with one line that names the phase and what would help. Made by
+`python -m tests.simulated_card.sweep --page docs/results/out_of_memory.md`.
+
+| case | allocations | tried | go on, same numbers | one line | anything else |
+|---|---|---|---|---|---|"""
+
 
 class Outcome(NamedTuple):
     """kind: "goes on", "explained" or what is wrong."""
@@ -115,12 +125,7 @@ def sweep(folder: Path, case: str, *, is_all: bool = False, every: int = 1) -> t
 
 def page(found: dict[str, tuple[int, list[Outcome]]]) -> str:
     """What became of the runs, by case and by the module whose allocation failed."""
-    rows = ["# Out of memory, allocation by allocation", "",
-            "PPO with a reward model on the simulated card (`tests/simulated_card`), two steps, checkpoints and export, a "
-            "tiny model: the", "first and the last allocation of every line that makes some fails once, as on a full "
-            "card. The run goes on to the same numbers,", "or ends with one line that names the phase and what would "
-            "help. Made by", "`python -m tests.simulated_card.sweep --page docs/results/out_of_memory.md`.", "",
-            "| case | allocations | tried | go on, same numbers | one line | anything else |", "|---|---|---|---|---|---|"]
+    rows = [INTRO]
     for case, (total, outcomes) in found.items():
         kinds = Counter(outcome.kind for outcome in outcomes)
         good = kinds["goes on"], kinds["explained"]
