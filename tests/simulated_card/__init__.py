@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map
 from hybrid_rlhf import kernels
 from hybrid_rlhf.kernels import cuda, reference  # noqa: F401 - kernels.cuda
 from hybrid_rlhf.kernels.ops import Fused, Ops
-from tests.engine.decode import tape
 from tests.simulated_card import cuda_api, device
 from tests.simulated_card.card import Card, Wait
 
@@ -45,9 +44,8 @@ def _kernels(card: Card, has_triton: bool) -> Iterator[None]:
 def _stand_ins(card: Card) -> Ops:
     """Torch's operations in the place of Triton's kernels, each of them one launch."""
     fused = Fused(*(_as_one(card, name, getattr(reference, name)) for name in Fused._fields))
-    return tape.OPS._replace(name="stand-ins of a simulated card", fused=fused,
-                             decode_attention=_as_one(card, "decode_attention", tape.OPS.decode_attention),
-                             sample=_as_one(card, "sample", tape.OPS.sample))
+    return Ops("stand-ins of a simulated card", _as_one(card, "decode_attention", reference.decode_attention),
+               _as_one(card, "sample", reference.sample), fused=fused)
 
 
 def _as_one(card: Card, name: str, function: Callable) -> Callable:

@@ -27,7 +27,7 @@ DEVICE = torch.device("cuda", 0)
 _PRODUCT = str(Path(__file__).resolve().parents[2] / "hybrid_rlhf")
 # their result's size, or the result itself, is known to the card only
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique", "_unique", "_unique2",
-           "unique_dim", "unique_consecutive", "equal", "bincount", "histc"}
+           "unique_dim", "unique_consecutive", "equal", "bincount"}
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 _COPYING = {"copy_", "_to_copy", "set_", "resize_", "copy"}
 _WITHOUT_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias",
@@ -227,6 +227,8 @@ class Card(TorchDispatchMode):
             raise RuntimeError("CUDA error: an illegal memory access was encountered (the storage has been freed)")
         if not is_view and name not in _WITHOUT_KERNEL and name != "copy_":
             self.launched(name)
+        if name == "histc":  # the processor's takes no integers
+            func = _histc
         if self.recording is not None and not is_view:
             with self.quiet():
                 return self.recording.run(func, args, kwargs)
@@ -245,6 +247,10 @@ class Card(TorchDispatchMode):
         finally:
             self.generator.set_state(torch.random.default_generator.get_state())
             torch.random.default_generator.set_state(before)
+
+
+def _histc(x: Tensor, *given: object) -> Tensor:
+    return torch.histc(x.float(), *given).to(x.dtype)
 
 
 def place() -> str:

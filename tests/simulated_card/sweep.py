@@ -35,9 +35,9 @@ CURE = r"--preset|--plan|shorten|lower|micro_batch|smaller|gradient_checkpointin
 
 INTRO = """# Out of memory, allocation by allocation
 
-PPO with a reward model on the simulated card (`tests/simulated_card`): two steps, checkpoints, export, a tiny model. The
-first and the last allocation of every line that makes some fails once, as on a full card. The run goes on to the same
-numbers, or ends with one line that names the phase and what would help. Made by
+PPO with a reward model on the simulated card (`tests/simulated_card`): two steps, checkpoints, export, a tiny model.
+The first and the last allocation of every line that makes some fails once, as on a full card. The run goes on to the
+same numbers, or ends with one line that names the phase and what would help. Made by
 `python -m tests.simulated_card.sweep --page docs/results/out_of_memory.md`.
 
 | case | allocations | tried | go on, same numbers | one line | anything else |
