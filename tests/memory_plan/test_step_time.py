@@ -60,8 +60,8 @@ def test_a_recorder_keeps_nothing_alive() -> None:
 
 def test_forward_and_backward_count_as_many_products_as_there_are_weights(folder) -> None:
     """Forward 2 operations a weight and token; backward twice that. Checkpointing computes each layer again up to the
-    last tensor that the backward needs: without its last matrix, or with it once DeepSpeed was imported, whose linear
-    layers keep their inputs later."""
+    last tensor that the backward needs: without its last matrix; after other tests in one process it was
+    counted with it, for a reason that was not found, so both pass."""
     tokens = 4 * 32
     plain = trace.activations(ModelConfig(folder, dtype="float32"), CPU, 4, 32)
     again = trace.activations(ModelConfig(folder, dtype="float32", gradient_checkpointing=True), CPU, 4, 32)
