@@ -59,8 +59,8 @@ def _remembered(function: Callable) -> Callable:
 class Sizes:
     """Counts of one model. weight_bytes: of all that is not an adapter; adapter_bytes: of adapters and of the scalar
     head beside them; trained, trained_dtype: elements that an optimizer moves; vocab: rows of its head; itemsize: bytes
-    of one element of its dtype; largest: bytes of the largest weight; widest: elements of the largest linear layer that
-    may have an adapter beside it."""
+    of one element of its dtype; largest: bytes of the largest weight; widest: elements of the largest linear layer
+    beside which there may be an adapter."""
 
     weight_bytes: int
     adapter_bytes: int
