@@ -15,6 +15,7 @@ from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.data.source import Reads
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
+from hybrid_rlhf.engine.idle_cache import give_back_idle
 from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.rewards import RewardSource
@@ -175,6 +176,7 @@ def run(make_trainer: Callable[[RunContext], Trainer], config: Config, command: 
 
 def _leave(roles: Roles, opened: RunContext, config: Config, folder: str) -> None:
     engine = roles.actor.engine
+    give_back_idle()  # the cache that was kept for the next rollout
     with explained("while exporting", builders.EXPORT_LATER), engine.active():
         export(engine.model, opened.tokenizer, Path(config.output_dir) / folder, engine.eos_ids)
 

@@ -65,12 +65,13 @@ class Peers:
         now = time.monotonic()
         if now < self._next_beat:
             return []
+        was_away = now > self._next_beat + SILENT_SECONDS / 2  # this process itself was stopped, and did not listen
         self._beats, self._next_beat = self._beats + 1, now + _BEAT_SECONDS
         self._store.set(f"alive/{rank()}", str(self._beats))
         for number in range(world_size()):
             if number != rank() and self._store.check([f"alive/{number}"]):
                 sign = self._store.get(f"alive/{number}")
-                if sign != self._heard.get(number, (b"", 0.0))[0]:
+                if was_away or sign != self._heard.get(number, (b"", 0.0))[0]:
                     self._heard[number] = sign, now
         return [number for number, (_, since) in sorted(self._heard.items())
                 if now - since > SILENT_SECONDS and not self._has_left(number)]

@@ -135,10 +135,10 @@ class HybridEngine(Generic[ModuleT]):
         try:
             weights = nullcontext() if self.ranks else gathered(self.module)
             with evaluating(self.module), self.active(), torch.no_grad(), weights, self._plugged_in():
-                self._cache = self._idle_cache.take(self.module.parameters())
+                self._cache = self._idle_cache.take(self.module)
                 yield self
                 if self._is_lasting():
-                    self._idle_cache.keep(self._cache, self.module.parameters(), self.device)
+                    self._idle_cache.keep(self._cache, self.module)
         finally:
             self.is_inference = False
             self._cache = self._conversation = None  # the memory goes back to training

@@ -8,10 +8,9 @@ memory runs out all the same, `give_back_idle` frees it before anything else is 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from hybrid_rlhf.engine.decode.kv_cache import SlotCache
 from hybrid_rlhf.engine.device_memory import meter
@@ -25,22 +24,23 @@ class IdleCache:
 
     def __init__(self) -> None:
         self._cache: SlotCache | None = None
-        self._addresses: list[int] = []  # of the weights that the recorded steps read
+        self._addresses: list[int] = []  # of what the recorded steps read of the module
         self._was_kept = self._is_refused = False
         _holders.add(self)
 
-    def keep(self, cache: SlotCache | None, weights: Iterable[Tensor], device: torch.device) -> None:
-        """The mode has ended, and `cache` was used in it."""
+    def keep(self, cache: SlotCache | None, module: nn.Module) -> None:
+        """The mode of `module` has ended, and `cache` was used in it."""
+        device = next(module.parameters()).device
         if device.type != "cuda" or cache is None or cache.steps is None or self._is_refused:
             return
         if self._was_kept or _has_room(cache.num_bytes(), device):
             self._cache, self._was_kept = cache, True
-            self._addresses = [weight.data_ptr() for weight in weights]
+            self._addresses = _addresses(module)
 
-    def take(self, weights: Iterable[Tensor]) -> SlotCache | None:
+    def take(self, module: nn.Module) -> SlotCache | None:
         """The cache, for the mode that begins; None where there is none, or where a weight is elsewhere now."""
         cache, self._cache = self._cache, None
-        is_valid = cache is not None and self._addresses == [weight.data_ptr() for weight in weights]
+        is_valid = cache is not None and self._addresses == _addresses(module)
         return cache if is_valid else None
 
     def give_back(self) -> bool:
@@ -54,6 +54,10 @@ def give_back_idle() -> bool:
     """Free all idle caches, for memory has run out; whether there were any."""
     freed = [holder.give_back() for holder in list(_holders)]
     return any(freed)
+
+
+def _addresses(module: nn.Module) -> list[int]:
+    return [tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())]
 
 
 def _has_room(num_bytes: int, device: torch.device) -> bool:

@@ -29,7 +29,7 @@ class ScalarModel(nn.Module):
         call tries it on the model. Until then, and where it is not, `forward` computes every row whole."""
         if self._can_share is None:
             self._can_share = sharing_is_exact(self.model)
-        return self._can_share
+        return bool(self._can_share)
 
     def forward(self, batch: SequenceBatch) -> Tensor:
         packed = packing(batch) if self._can_share and batch.position_ids is None else None

@@ -153,13 +153,15 @@ def _take_fused(layers: list[nn.Module], dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def _difference(layer: nn.Module, dtype: torch.dtype) -> str | None:
-    """What is wrong with the fused product of `layer`, for as many rows as its kernels tell apart; None if nothing."""
+    """What is wrong with the fused product of `layer`, for the numbers of rows of decode steps, by which bitsandbytes
+    chooses among its kernels; None if nothing."""
     weight, random = layer.packed_weight, torch.Generator().manual_seed(0)
-    for rows in (1, 6, 40):
+    bias = None if layer.bias is None else layer.bias.to(dtype)
+    for rows in (1, 4, 8, 16, 32, 64):
         x = torch.randn(rows, layer.in_features, generator=random).to(layer.weight.device, dtype)
-        expected = weight.product(x, None).float()
+        expected = weight.product(x, bias).float()
         try:
-            found = _fused_4bit(layer, x, None).float()
+            found = _fused_4bit(layer, x, bias).float()
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AttributeError) as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from hybrid_rlhf.core.out_of_memory import is_out_of_memory
 from hybrid_rlhf.models import quantize, shards
 from hybrid_rlhf.models.dropout import dropout_in_config
 from hybrid_rlhf.models.lora import plain_name
@@ -64,6 +65,8 @@ def original_weights(model: nn.Module) -> dict[str, torch.Tensor] | None:
         found = {name: original.get_submodule(plain_name(name)).weight.detach()
                  for name in quantize.quantized_layers(model)}
     except (OSError, ValueError, RuntimeError, AttributeError) as error:
+        if is_out_of_memory(error):
+            raise
         _log.warning("the weights that were quantised cannot be read again (%s): adapters are merged into what the "
                      "quantisation left of them", str(error).strip().splitlines()[0])
         return None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.core.errors import present
+from hybrid_rlhf.core.out_of_memory import is_out_of_memory
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, to_device, token_budget_groups
 from hybrid_rlhf.models.hf_attention import forward_parameters
 from hybrid_rlhf.models.transformers_compat import attention_name, never_packed, sdpa_replaced
@@ -200,11 +201,11 @@ def _config(model: nn.Module):  # noqa: ANN202 - transformers' own
 
 
 @torch.no_grad()
-def sharing_is_exact(model: nn.Module, tolerance: float = 1e-3) -> bool:
+def sharing_is_exact(model: nn.Module, tolerance: float = 1e-3) -> bool | None:
     """Whether rows that share their beginning give the states they have alone, on this very model.
 
     False, without a try, where layers are computed again in the backward pass, and for models that attend otherwise
-    than by transformers' "sdpa".
+    than by transformers' "sdpa". None where memory ran out, which says nothing of the model.
     """
     names = forward_parameters(model.base_model)
     if (not {"position_ids", "attention_mask"} <= names or attention_name(_config(model)) != "sdpa"
@@ -223,8 +224,8 @@ def sharing_is_exact(model: nn.Module, tolerance: float = 1e-3) -> bool:
         shared = shared_states(model, batch, packing(batch)).float()
         rows = [model.base_model(input_ids=ids[i : i + 1, :n], use_cache=False).last_hidden_state[0]
                 for i, n in enumerate(lengths.tolist())]
-    except (NotShareableError, TypeError, ValueError, RuntimeError, IndexError):
-        return False
+    except (NotShareableError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        return None if is_out_of_memory(error) else False
     finally:
         model.train(training)
     alone = torch.cat([r[p - 1 : -1] for r, p in zip(rows, (6, 6, 5, 5), strict=True)]).float()

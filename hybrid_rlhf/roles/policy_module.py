@@ -54,7 +54,7 @@ class PolicyModule(nn.Module):
         """
         if self._can_share is None:
             self._can_share = self.router is None and sharing_is_exact(self.model)
-        return self._can_share
+        return bool(self._can_share)
 
     def forward(self, batch: SequenceBatch, with_entropy: bool = False, expert_shares: Tensor | None = None,
                 with_choices: bool = False, temperature: float = 1.0) -> TokenScores:

@@ -16,6 +16,7 @@ from typing import TypeVar
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine.decode.request import Request
 from hybrid_rlhf.engine.decode.serving import Serving
+from hybrid_rlhf.engine.device_memory import release
 from hybrid_rlhf.engine.hybrid import HybridEngine
 
 # An eye does not tell tokens apart that come thirty times a second, but every delivery takes the interpreter from the
@@ -194,10 +195,12 @@ class Worker:
             if not isinstance(error, UserError):
                 _log.exception("a decode step failed")
             self._fail(lane, error)
-            lane.serving = None  # the memory of its cache goes back before the next one is made
-            lane.serving = lane.engine.serve(lane.num_slots, lane.capacity)
+            lane.serving = None
+        else:
+            self._tell(lane)
             return
-        self._tell(lane)
+        release()  # the old cache, which the error's frames held, goes back before the next one is made
+        lane.serving = lane.engine.serve(lane.num_slots, lane.capacity)
 
     def _tell(self, lane: ModelQueue) -> None:
         """The new tokens to whom they are for: first ones and last ones at once, others some at a time."""

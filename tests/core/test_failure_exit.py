@@ -143,18 +143,26 @@ def test_a_process_of_which_nothing_is_heard_for_ten_minutes_is_silent_until_it_
         monkeypatch.setattr(peers, "rank", lambda number=number: number)
         views.append(peers.Peers(store))
 
-    def look(number: int, after: float) -> list[int]:
-        monkeypatch.setattr(peers, "rank", lambda: number)
-        now[0] += after
-        return views[number].silent()
+    def look(number: int, after: float, beside: tuple[int, ...] = ()) -> list[int]:
+        """What process `number` sees after so many seconds, in which it looks every ten, as those beside it do."""
+        found: list[int] = []
+        for seconds in [10] * int(after // 10) + [after % 10] * (after % 10 > 0 or after == 0):
+            now[0] += seconds
+            for each in (*beside, number):
+                monkeypatch.setattr(peers, "rank", lambda each=each: each)
+                found = views[each].silent()
+        return found
 
     assert (look(0, 0), look(1, 1)) == ([], [])  # process 2 loads for an hour and has said nothing yet
-    assert (look(0, 3600), look(1, 1)) == ([], [])
+    assert (look(0, 3600, (1,)), look(1, 1)) == ([], [])
     assert (look(2, 1), look(0, 10), look(1, 1)) == ([], [], [])
-    assert (look(0, 590), look(1, 0), look(0, 5), look(0, 10)) == ([], [], [], [2])
+    assert (look(0, 590, (1,)), look(0, 5, (1,)), look(0, 10, (1,))) == ([], [], [2])
     assert (look(2, 1), look(0, 10)) == ([], [])  # it was stopped, and goes on
+    now[0] += 700  # all of them were stopped: the first to go on has not listened itself
+    assert (look(0, 0), look(0, 20)) == ([], [])
+    assert (look(1, 0), look(2, 0)) == ([], [])
     store.set("left/2", "")
-    assert (look(0, 700), look(1, 11), look(0, 11)) == ([1], [], [])
+    assert (look(0, 590), look(0, 30), look(1, 11), look(0, 11)) == ([], [1], [], [])
 
 
 class Ended(BaseException):

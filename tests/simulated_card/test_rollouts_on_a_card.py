@@ -190,6 +190,28 @@ def test_a_capture_that_runs_out_of_memory_goes_on_with_fewer_slots_and_captures
     assert "8 slots of" in caplog.text
 
 
+def test_a_capture_with_one_slot_that_runs_out_of_memory_leaves_the_step_as_it_is(card, monkeypatch):
+    prompt, settings = MANY_PROMPTS[3], SamplingConfig(max_new_tokens=6, temperature=0)
+    plain = engine_of(max_batch=1, capture=None)
+    with plain.inference():
+        expected = plain.generate([prompt], settings).tokens, list(plain.stream(prompt, settings))
+    engine = engine_of(max_batch=1)
+    with engine.inference():
+        failing_captures(card, monkeypatch, 2, torch.OutOfMemoryError("CUDA out of memory."))
+        assert (engine.generate([prompt], settings).tokens, list(engine.stream(prompt, settings))) == expected
+    assert engine.describe()["captured"] and engine.oom_limits == {}
+
+
+def test_what_broke_a_recording_off_is_told_and_not_that_its_end_failed(card, monkeypatch):
+    def ends(self):
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", ends)
+    with pytest.raises(torch.OutOfMemoryError):
+        CudaCapture()(lambda: torch.empty(9 << 30, dtype=torch.uint8, device="cuda"))
+    card.recording = None
+
+
 def test_another_failure_in_a_capture_is_said_once_and_later_steps_run_as_they_are(card, monkeypatch, caplog):
     expected = drawn(engine_of(max_batch=8))
     failing_captures(card, monkeypatch, 5, RuntimeError("CUDA error: the library does not like it"))

@@ -14,7 +14,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 
 import torch
@@ -59,8 +59,11 @@ class CudaCapture:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     step()
-                finally:
-                    graph.capture_end()
+                except BaseException:
+                    with suppress(Exception):  # a recording that was broken off: the reason is the step's
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
         finally:
             if collects:
                 gc.enable()
@@ -100,8 +103,11 @@ def num_rows(wanted: int, most: int) -> int:
 class StaticSteps:
     """The steps over one cache, by number of rows and settings of the draw. The cache holds them, they do not hold it.
 
-    guard: entered around every step that is not a replay.
+    guard: entered around every step that is not a replay. can_shrink: whether running out of memory is raised, for the
+    caller then takes fewer slots.
     """
+
+    can_shrink = False
 
     def __init__(self, runner: Runner, cache: SlotCache,
                  guard: Callable[[], AbstractContextManager] = nullcontext) -> None:
@@ -160,15 +166,18 @@ class StaticSteps:
         return zip(tokens, logprobs, strict=True)
 
     def _recorded(self, step: Callable[[], None]) -> Callable[[], None]:
-        """`step` captured; or as it is, which is said, where that fails for another reason than memory."""
+        """`step` captured; or as it is, which is said, where that fails. Raises where memory ran out and there may be
+        fewer slots."""
         if self.runner.capture is None:  # another step's has failed
             return step
         try:
             return self.runner.capture(step)
         except Exception as error:  # whatever the device's library says of third-party code
-            if self._guard is not nullcontext or is_out_of_memory(error):
+            is_short = is_out_of_memory(error)  # which the next cache may not be
+            if self._guard is not nullcontext or (is_short and self.can_shrink):
                 raise
-            self.runner.capture, self.runner.reasons["graphs"] = None, said(error)
+            if not is_short:
+                self.runner.capture, self.runner.reasons["graphs"] = None, said(error)
             _log.warning("a decode step could not be captured; it runs uncaptured (%s)", said(error))
             return step
 

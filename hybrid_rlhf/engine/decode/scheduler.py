@@ -57,6 +57,8 @@ class Scheduler:
         self.stops, self.device, self.is_eager = frozenset(stops), runner.device, is_eager
         self._samplers: dict[tuple, Sampler] = {}
         self._static = steps_of(runner, cache)
+        if self._static:
+            self._static.can_shrink = not is_eager and cache.num_slots > 1
         self._loaded: _Batch | None = None
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}  # slot -> request

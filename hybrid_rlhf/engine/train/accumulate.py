@@ -168,7 +168,7 @@ def halve_budget(engine: HybridEngine, phase: str, lengths: Tensor, error: BaseE
     if not is_out_of_memory(error):
         raise error
     longest, size = int(lengths.max()), len(lengths) * int(lengths.max())
-    if give_back_idle():
+    if not _waits_for_others(engine, phase) and give_back_idle():
         _log.warning("out of memory in the %s's %s; the decode cache is not kept between rollouts any more",
                      engine.name, phase)
         return size

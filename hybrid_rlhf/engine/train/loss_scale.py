@@ -41,7 +41,9 @@ class LossScale:
         return {"value": self.value, "num_good": self._num_good}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        self.value, self._num_good = float(state["value"]), int(state["num_good"])
+        """Go on where `state` was taken; a checkpoint from before there was a scale changes nothing."""
+        if state:
+            self.value, self._num_good = float(state["value"]), int(state["num_good"])
 
 
 def exhausted() -> NotFinite:

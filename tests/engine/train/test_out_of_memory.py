@@ -9,6 +9,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.collate import collate_pairs, collate_sft
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
 from hybrid_rlhf.engine.decode.kv_cache import KeyValueRows
+from hybrid_rlhf.engine.train import accumulate
 from hybrid_rlhf.roles import Actor, PolicyModule, Reward
 from hybrid_rlhf.trainers.reward import RewardTrainer
 from hybrid_rlhf.trainers.sft import SFTTrainer
@@ -167,3 +168,20 @@ def test_a_cache_that_cannot_be_allocated_gets_half_the_slots_and_draws_the_same
         engine._cache = None
         with pytest.raises(UserError, match="cache of one request of 10 tokens does not fit"):
             engine.generate(prompts, sampling, seed=3)
+
+
+@pytest.mark.parametrize(("processes", "is_taken"), [(1, True), (2, False)])
+def test_the_idle_cache_goes_first_but_not_where_others_are_in_the_midst_of_the_same_pass(processes, is_taken,
+                                                                                            monkeypatch):
+    """Alone a process would begin its pass again while the others wait in the middle of theirs."""
+    engine = sft(2).policy.engine
+    asked = []
+    monkeypatch.setattr(accumulate, "world_size", lambda: processes)
+    monkeypatch.setattr(accumulate, "give_back_idle", lambda: asked.append(1) or True)
+    lengths = torch.tensor([5, 5])
+    if is_taken:
+        assert accumulate.halve_budget(engine, accumulate.UPDATE, lengths, out_of_memory()) == 10
+    else:
+        with pytest.raises(UserError, match="other processes are in the midst"):
+            accumulate.halve_budget(engine, accumulate.UPDATE, lengths, out_of_memory())
+    assert asked == [1] * is_taken and engine.oom_limits == {}
