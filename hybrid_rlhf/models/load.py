@@ -226,14 +226,19 @@ def _only_errors() -> Iterator[None]:
 
 def random_causal_lm(config: ModelConfig, tokenizer, seed: int) -> nn.Module:  # noqa: ANN001
     """A causal model from scratch in the shape of `config.preset`, seeded, with the tokenizer's special ids."""
+    kind, shape = PRESETS[config.preset]
+    special = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
+    return random_model(kind, shape | special | {"vocab_size": len(tokenizer)}, seed)
+
+
+def random_model(kind: str, shape: dict, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A causal model from scratch on torch's default device. kind: transformers' model_type; shape: its settings."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, shape = PRESETS[config.preset]
-    settings = AutoConfig.for_model(kind, **shape, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id,
-                                    eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
-    with torch.random.fork_rng(devices=[]):
+    card = torch.get_default_device()
+    with torch.random.fork_rng(devices=[card] if card.type == "cuda" else []):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(settings)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape), dtype=dtype)
 
 
 def prepare(model: nn.Module, config: ModelConfig, vocab_size: int) -> nn.Module:
