@@ -25,7 +25,8 @@ from hybrid_rlhf.training.registry import STAGES, variant_options
 
 SWITCHES = ("preview", "check_signal", "plan", "memory", "cards")  # what a stage may be asked in place of a run
 COMMANDS = {"chat": "hybrid_rlhf.inference.chat.repl", "doctor": "hybrid_rlhf.commands.doctor",
-            "init": "hybrid_rlhf.commands.init", "export": "hybrid_rlhf.commands.export",
+            "qualify": "hybrid_rlhf.commands.qualify", "init": "hybrid_rlhf.commands.init",
+            "export": "hybrid_rlhf.commands.export",
             "serve": "hybrid_rlhf.inference.server.serve"}
 
 USAGE = """usage: {prog} --stage STAGE [--config FILE.yaml] [--dotted.key value ...]
@@ -34,6 +35,7 @@ USAGE = """usage: {prog} --stage STAGE [--config FILE.yaml] [--dotted.key value 
        {prog} export --model DIR --output_dir DIR [--gguf f16] [--ollama]
        {prog} init
        {prog} doctor
+       {prog} qualify
        {prog} --version
 
 Stages:

@@ -10,6 +10,7 @@ import torch
 
 from hybrid_rlhf.memory_plan import machine_rates, rates
 from hybrid_rlhf.memory_plan.amounts import Cards
+from hybrid_rlhf.memory_plan.calibration import read_rates
 from hybrid_rlhf.memory_plan.plan import Plan, size_text
 from hybrid_rlhf.memory_plan.rates import CARDS, Rates
 from hybrid_rlhf.memory_plan.step_time import StepTime, step_time
@@ -47,9 +48,11 @@ def rates_for(device: torch.device, cards: Cards | None, dtype: torch.dtype) -> 
             return [], "our kernels are not compiled yet; hybrid-rlhf doctor does it, or the first run"
         return [machine_rates.machine_rates(dtype)], "from rates measured just now"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    if measured := read_rates(name):
+        return [measured], "from rates that hybrid-rlhf qualify measured on this card"
     known = rates.figures_of(name)
     return [rates.rates_of_card(known)] if known else [], PUBLISHED if known else (
-        f"{name} is not in the table; --cards names one of {', '.join(CARDS)}")
+        f"{name} is not in the table; hybrid-rlhf qualify measures it, or --cards names one of {', '.join(CARDS)}")
 
 
 def _left_out(plan: Plan) -> list[str]:

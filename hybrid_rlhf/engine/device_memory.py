@@ -25,7 +25,7 @@ class PeakMeter:
     """
 
     def __init__(self) -> None:
-        self._highest = 0
+        self._highest = self._reserved = 0
         self._running: list[list[int]] = []  # [peak so far] of each block
 
     @contextmanager
@@ -45,10 +45,16 @@ class PeakMeter:
         self._take(device)
         return self._highest
 
+    def highest_reserved(self, device: torch.device) -> int:
+        """The most that torch has held of a card since the process began, for tensors and in reserve; 0 elsewhere."""
+        self._take(device)
+        return self._reserved
+
     def _take(self, device: torch.device) -> None:
         """Read the mark for all blocks that run, and set it back."""
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(device)
+            self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(device))
             torch.cuda.reset_peak_memory_stats(device)
         else:
             peak = _resident("VmHWM")

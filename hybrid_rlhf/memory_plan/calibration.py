@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.core.strict_json import loads
 from hybrid_rlhf.kernels.build import cache_folder
+from hybrid_rlhf.memory_plan.rates import Rates
 
 FILE = "calibration.json"
+_CURE = "measure it again (hybrid-rlhf qualify), or remove the file"
 
 
 @dataclass(frozen=True)
@@ -35,16 +39,42 @@ def read_calibration(folder: Path | None = None) -> Calibration:
     """What was measured here: calibration.json of the cache folder ($HYBRID_RLHF_CACHE, else ~/.cache/hybrid_rlhf), the
     published values for what it does not say; it may say more, for others. Raises UserError for a file that cannot be
     read, or with values that cannot be."""
-    path = (folder or cache_folder().parent) / FILE
-    cure = "measure it again, or remove the file"
-    try:
-        found = loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return Calibration()
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({type(error).__name__}); {cure}") from error
-    check(isinstance(found, dict), f"{path} is no table of names and values; {cure}")
+    path, found = _stored(folder)
     try:
         return Calibration(**{name: found[name] for name in ("libraries_bytes", "fragmentation") if name in found})
     except UserError as error:
-        raise UserError(f"{path}: {error}; {cure}") from error
+        raise UserError(f"{path}: {error}; {_CURE}") from error
+
+
+def read_rates(device: str, folder: Path | None = None) -> Rates | None:
+    """The rates that were measured of the card whose driver calls it `device`; None where none were. Raises UserError
+    as read_calibration does."""
+    path, found = _stored(folder)
+    if found.get("device") != device or "rates" not in found:
+        return None
+    try:
+        rates = Rates.of(found["rates"])
+        rates.with_host(0.0, 0.0)
+        return rates
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"{path}: rates are not what was measured; {_CURE}") from error
+
+
+def write_calibration(values: dict, folder: Path | None = None) -> Path:
+    """Put `values` into the file, whole; what else it says stays. Raises UserError for a file that cannot be read."""
+    path, found = _stored(folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, json.dumps(found | values, indent=1) + "\n")
+    return path
+
+
+def _stored(folder: Path | None) -> tuple[Path, dict]:
+    path = (folder or cache_folder().parent) / FILE
+    try:
+        found = loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return path, {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({type(error).__name__}); {_CURE}") from error
+    check(isinstance(found, dict), f"{path} is no table of names and values; {_CURE}")
+    return path, found

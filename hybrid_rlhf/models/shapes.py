@@ -46,7 +46,7 @@ def without_memory(device: torch.device) -> Iterator[None]:
     """Within the block new tensors are fake ones on `device`; nothing is allocated and nothing is computed. A build of
     torch without CUDA has no autograd on fake cards, so there they are on the CPU: of the same sizes.
     """
-    is_there = device.type == "cpu" or torch.cuda.is_available()
+    is_there = device.type == "cpu" or (torch.cuda.is_available() and torch.backends.cuda.is_built())
     with never_packed(), torch_compat.fake_mode(), torch.device(device if is_there else "cpu"):
         yield
 
