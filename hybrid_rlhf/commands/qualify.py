@@ -1,4 +1,4 @@
-"""hybrid-rlhf qualify: whether this machine's card computes, remembers and hurries as it should, in ten minutes."""
+"""hybrid-rlhf qualify: check this machine's card in ten minutes: right numbers, speed, memory and time as predicted."""
 
 from __future__ import annotations
 
@@ -55,6 +55,8 @@ class Qualification:
         self.folder.mkdir(parents=True, exist_ok=True)
         log = self.folder / "qualify.log"
         own_files.write_file(log, "")
+        if not self.is_dry:
+            calibration.read_calibration()  # which every part would refuse
         others = machine.foreign_bytes() if not self.is_dry else None
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="work-") as work:
             for name, part in PARTS.items():
@@ -115,7 +117,7 @@ def main(argv: list[str] | None = None, launch: Launch = in_child) -> int:
     flags = command_flags("qualify", __doc__)
     flags.add_argument("--minutes", type=float, default=10.0, help="how long it may take (10)")
     flags.add_argument("--output_dir", default="qualify", help="folder for qualify.json, qualify.md and qualify.log")
-    flags.add_argument("--dry_run", action="store_true", help="tiny sizes on whatever device there is; calibrates nothing")
+    flags.add_argument("--dry_run", action="store_true", help="tiny sizes, on whatever device there is")
     try:
         options = parse_command(flags, argv)
         check(options.minutes > 0, f"qualify: --minutes {options.minutes:g}; give a number above 0, such as 10")

@@ -33,6 +33,7 @@ from hybrid_rlhf.models.transformers_compat import kept_in_fp32
 MERGE_FILE = "merge.json"
 # Largest difference of logits, relative to the largest logit, that rounding to a dtype explains.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
+SCORED = 16  # rows by which a scalar model is compared
 LEAST_KEPT = 0.9  # of what was learned, in the dtype of the base
 _log = logging.getLogger(__name__)
 
@@ -129,13 +130,15 @@ def in_dtype(model: nn.Module, weights: Mapping[str, Weight], dtype: torch.dtype
 @torch.no_grad()
 def _logits(model: nn.Module) -> Tensor:
     """What a model says of one fixed row, in fp32 on the CPU: of some tokens, and of the last, which may be added ones.
+    Of a scalar model, the scores of SCORED rows: one alone may be near zero, where rounding is most of it.
     """
     vocab = model.get_input_embeddings().num_embeddings
     ids = torch.cat([(torch.arange(24) * 7 + 5) % vocab, torch.arange(vocab)[-4:]])[None]
     ids = ids.to(next(model.parameters()).device)
     was_training = model.training
     model.eval()
-    logits = model(input_ids=ids, use_cache=False).logits.float().cpu()
+    rows = [ids.roll(shift, 1) for shift in range(SCORED)] if hasattr(model, "score") else [ids]
+    logits = torch.cat([model(input_ids=row, use_cache=False).logits for row in rows]).float().cpu()
     model.train(was_training)
     return logits
 

@@ -13,7 +13,7 @@ from hybrid_rlhf.kernels.build import cache_folder
 from hybrid_rlhf.memory_plan.rates import Rates
 
 FILE = "calibration.json"
-_CURE = "measure it again (hybrid-rlhf qualify), or remove the file"
+_CURE = "measure it again by hybrid-rlhf qualify, or remove the file"
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ def test_what_was_measured_replaces_it_on_this_machine_and_not_on_others(role, t
                                   '{"fragmentation": NaN}', "[" * 5000, "\udcff"])
 def test_a_file_that_says_nothing_right_is_one_line(tmp_path, text):
     (tmp_path / FILE).write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(UserError, match=r"calibration\.json.*; measure it again, or remove the file$"):
+    with pytest.raises(UserError, match=r"calibration\.json.*; measure it again by hybrid-rlhf qualify, or remove "
+                                        r"the file$"):
         read_calibration(tmp_path)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 
@@ -38,6 +37,7 @@ SMALL = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "
          "eos_token_id": 2}
 SHAPES = {"opt": SMALL | {"word_embed_proj_dim": 256, "ffn_dim": 512, "init_std": 0.06},
           "llama": SMALL | {"num_key_value_heads": 2, "intermediate_size": 512, "tie_word_embeddings": True}}
+NAMES = {"opt": "OPT", "llama": "Llama"}
 DRY = {"hidden_size": 64, "num_hidden_layers": 2, "word_embed_proj_dim": 64, "ffn_dim": 64, "intermediate_size": 64}
 PROMPT_LENGTHS = (9, 3, 17, 1, 6)
 LEAST = 5  # seconds without which no further check is begun
@@ -52,10 +52,10 @@ def equality(task: Task) -> Iterator[Row]:
         *((f"attention, {_short(dtype)}", lambda d=dtype: _attention(task, ops, d)) for dtype in _dtypes(task)),
         ("sampling", lambda: _sampling(task, ops)),
         *((f"fused operations, {_short(dtype)}", lambda d=dtype: _fused(task, ops, d)) for dtype in _dtypes(task)),
-        *((f"greedy tokens, {kind}{', LoRA' * is_lora}", lambda k=kind, lo=is_lora: _greedy(task, k, lo))
-          for kind in SHAPES for is_lora in (False, True)),
-        ("log-probabilities of sampler and trainer", lambda: _drift(task, "none")),
-        ("the same over a 4-bit base", lambda: _drift(task, "4bit"))]
+        *((f"most likely tokens, {NAMES[kind]}{' with LoRA' * is_lora}",
+           lambda k=kind, lora=is_lora: _greedy(task, k, lora)) for kind in SHAPES for is_lora in (False, True)),
+        ("log-probabilities when sampling and training", lambda: _drift(task, "none")),
+        ("the same with a 4-bit base", lambda: _drift(task, "4bit"))]
     for name, check in checks:
         if task.left < LEAST:
             yield task.row(name, SKIPPED, "no time left; give more --minutes")
@@ -68,7 +68,6 @@ def equality(task: Task) -> Iterator[Row]:
             with task.log.open("a", encoding="utf-8") as log:
                 traceback.print_exc(file=log)
             yield task.row(name, FAILED, first_line(error))
-        gc.collect()
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -149,11 +148,11 @@ def _sampling(task: Task, ops: Ops) -> tuple[str, str]:
             tokens, logprobs = ops.sample(logits, streams, streams + 3, **settings)
             want, want_logprobs = reference.sample(logits, streams, streams + 3, **settings)
             other = int((tokens != want).sum())
-            gap = float((logprobs - want_logprobs)[tokens == want].abs().max())
+            gap = float((logprobs - want_logprobs).abs().where(tokens == want, 0.0).max())
             # on a card the definition itself sums in another order: the last token that top-p keeps may differ
             if other > ("top_p" in settings) or not gap <= LOGPROB_BOUND:
-                faults.append(f"of {vocab} words with {settings or 'no limits'} {other} of {rows} tokens are others, "
-                              f"log-probabilities differ by {gap:.2g}")
+                faults.append(f"{vocab} words with {settings or 'no limits'}: {other} of {rows} tokens are others, the "
+                              f"log-probabilities of the rest differ by {gap:.2g}")
     return _judged(faults, f"{len(DRAWS)} settings over {', '.join(map(str, sizes))} words: the same tokens")
 
 
@@ -217,14 +216,14 @@ def _greedy(task: Task, kind: str, is_lora: bool) -> tuple[str, str]:
             drawn = engine.generate(prompts, SamplingConfig(max_new_tokens=length, temperature=0)).tokens
         said = engine.describe()
         captured = captured or said["captured"]
-        steps = "recorded steps" if capture else "steps that are not recorded"
+        steps = "with CUDA graphs" if capture and said["captured"] else "without CUDA graphs"
         if drawn != want:
             others = sum(a != b for a, b in zip(drawn, want, strict=True))
             faults.append(f"{steps}: {others} of {len(want)} responses are others than transformers'")
         if capture and task.device.type == "cuda" and not said["captured"]:
-            faults.append(f"decode steps could not be recorded: {said.get('refused')}")
-    return _judged(faults, "the tokens of transformers, with recorded steps and without" if captured else
-                   "the tokens of transformers")
+            faults.append(f"CUDA graphs were refused: {said.get('refused')}")
+    ways = ", with CUDA graphs and without" if captured else ""
+    return _judged(faults, f"the tokens of transformers' generate{ways}")
 
 
 def _by_transformers(model: nn.Module, prompt: list[int], length: int, device: torch.device) -> list[int]:

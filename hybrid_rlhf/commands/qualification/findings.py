@@ -56,7 +56,7 @@ class Task:
         """What an earlier part measured under that name; empty where it did not."""
         return next((row.numbers for row in self.known if row.name == name), {})
 
-    def row(self, name: str, state: str, found: str, **numbers: object) -> Row:
+    def row(self, name: str, state: str, found: str, /, **numbers: object) -> Row:
         return Row(self.name, name, state, found, numbers)
 
 

@@ -18,7 +18,7 @@ from hybrid_rlhf.models.load import random_model
 from hybrid_rlhf.models.tokenizer import train_tokenizer
 
 _QWEN = {"vocab_size": 151936, "max_position_embeddings": 4096, "num_key_value_heads": 2, "tie_word_embeddings": True}
-# name: (parameters, transformers' model_type, settings). Those of Qwen2.5, and a smaller one for what trains all weights.
+# name: (parameters, transformers' model_type, settings). Of Qwen2.5, and a smaller one for what trains all weights.
 MODELS = {
     "Qwen2.5-3B shape": (3.09e9, "qwen2", _QWEN | dict(hidden_size=2048, intermediate_size=11008,
                                                        num_hidden_layers=36, num_attention_heads=16)),
@@ -30,7 +30,7 @@ MODELS = {
                                                 num_attention_heads=12, num_key_value_heads=12, vocab_size=32000,
                                                 max_position_embeddings=4096)),
     "tiny Qwen2": (1e5, "qwen2", TINY)}
-WORDS = "red blue green sea cat dog fox sun moon tree old book river stone light small door garden winter".split()
+WORDS = ["red", "blue", "green", "sea", "cat", "dog", "fox", "sun", "moon", "tree", "old", "book", "river", "stone"]
 REWARD = "def shorter(completions):\n    return [1 / (1 + len(text)) for text in completions]\n"
 GIB = 2**30
 
@@ -48,12 +48,12 @@ DRY_SIZES = Sizes(4, 40, 8)
 
 
 def choose_model(task: Task, per_parameter: float, on_disk: float, smallest: str, largest: str) -> tuple[str, str]:
-    """The largest of MODELS between both that fits the card (bytes of a parameter, and 2 GiB for what is not the
-    model's) and the disk (bytes of a parameter); if none does, ("", why)."""
+    """The largest of MODELS between both that fits what is free on the card (bytes of a parameter, and 1.5 GiB for what
+    is not the model's) and on the disk (bytes of a parameter); if none does, ("", why)."""
     if task.is_dry:
         return "tiny Qwen2", ""
     names = list(MODELS)
-    memory = 0.9 * torch.cuda.mem_get_info(task.device)[1] - 2 * GIB
+    memory = 0.95 * torch.cuda.mem_get_info(task.device)[0] - 1.5 * GIB
     disk = shutil.disk_usage(task.folder).free - GIB
     for name in names[names.index(largest) : names.index(smallest) + 1]:
         count = MODELS[name][0]
@@ -61,8 +61,8 @@ def choose_model(task: Task, per_parameter: float, on_disk: float, smallest: str
             return name, ""
     count = MODELS[smallest][0]
     if count * on_disk > disk:
-        return "", f"the disk is too full: {on_disk * count / GIB + 1:.1f} GiB are needed in {task.folder}"
-    return "", f"the card is too small for its smallest model: {count * per_parameter / GIB + 2:.1f} GiB are needed"
+        return "", f"the disk is too full: {on_disk * count / GIB + 1:.0f} GiB are needed in {task.folder}"
+    return "", f"too little of the card is free: {count * per_parameter / GIB + 1.5:.1f} GiB are needed"
 
 
 def make_model(task: Task, name: str) -> Path:

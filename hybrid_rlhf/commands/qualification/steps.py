@@ -53,7 +53,7 @@ CASES = {"grpo-qlora": Case("grpo", True, 2.5, 8), "ppo-qlora": Case("ppo", True
 
 
 def steps(task: Task) -> Iterator[Row]:
-    """Rows of the run whose name the task has: the run itself, its memory, its seconds, and what a card holds beside."""
+    """Rows of the run that the task names: the run itself, its memory, its seconds, and what a card holds beside."""
     case = CASES[task.name]
     if case.is_quantised:
         try:
@@ -100,9 +100,9 @@ def _words(task: Task, case: Case, base: Path, sizes: Sizes) -> list[str]:
                     str(prompts), "--reward.functions", f"[{task.folder / 'rewards.py'}:shorter]"],
            "ppo": []}[case.method]
     return ["--stage", case.method, *_common(task, case, base, sizes, is_lora=False), "--data.sources",
-            str(task.folder / "prompts.jsonl"), "--data.max_prompt_length", str(sizes.prompt), "--ppo.sampling.max_new_tokens", str(sizes.response),
-            "--ppo.num_ppo_epochs", "1", "--ppo.num_minibatches", "1", "--train.num_fixed_prompts", "0",
-            "--train.max_steps", str(NUM_STEPS), "--output_dir", str(task.folder / task.name), *own]
+            str(task.folder / "prompts.jsonl"), "--data.max_prompt_length", str(sizes.prompt),
+            "--ppo.sampling.max_new_tokens", str(sizes.response), "--ppo.num_ppo_epochs", "1",
+            "--ppo.num_minibatches", "1", "--train.num_fixed_prompts", "0", "--train.max_steps", str(NUM_STEPS), "--output_dir", str(task.folder / task.name), *own]
 
 
 def _reward_model(task: Task, case: Case, base: Path, sizes: Sizes) -> tuple[str, Path]:
@@ -213,12 +213,18 @@ def _memory_row(task: Task, plan: Plan, metrics: list[dict]) -> Row:
     predicted, measured = predicted_bytes(plan), measured_bytes(metrics)
     both = {name: (measured[name], predicted[name]) for name in measured if name in predicted}
     off = [name for name, pair in both.items() if not memory_agrees(*pair)]
-    worst = max(both, key=lambda name: measured[name], default="")
-    is_judged = task.device.type == "cuda"  # a processor's is that of the whole process
-    text = "; ".join(f"{n}: {size_text(both[n][0])}, predicted {size_text(both[n][1])}" for n in (off or [worst]) if n)
-    return task.row("memory", DIFFERS if is_judged and off else PASSED if is_judged else NOTE,
-                    text if is_judged else f"{text} (not judged on a processor)", measured=measured,
-                    predicted=predicted)
+    if task.device.type != "cuda":
+        return task.row("memory", NOTE, "not compared: on a processor it is that of the whole process",
+                        measured=measured, predicted=predicted)
+    shown = off or [max(both, key=lambda name: measured[name])]
+    return task.row("memory", DIFFERS if off else PASSED, "; ".join(
+        f"{_named(n)} takes {size_text(both[n][0])}, predicted {size_text(both[n][1])}" for n in shown),
+        measured=measured, predicted=predicted)
+
+
+def _named(phase: str) -> str:
+    role, _, is_update = phase.partition("/")
+    return f"training the {role}" if is_update else {"generate": "generating", "score": "scoring"}.get(role, role)
 
 
 def memory_agrees(measured: int, predicted: int) -> bool:
@@ -236,10 +242,10 @@ def _time_row(task: Task, plan: Plan, metrics: list[dict]) -> Row:
     phases = time_options.times_of(plan, task.device, Rates.of(stored)).phases
     predicted = {"generate": phases.get("generate", 0.0), "score": phases.get("score", 0.0),
                  "train": sum(v for k, v in phases.items() if k.startswith(("train", "step")))}
-    parts = ", ".join(f"{p} {measured[p]:.3g} ({predicted[p]:.3g})" for p in measured)
+    parts = ", ".join(f"{p} {measured[p]:.3g} and {predicted[p]:.3g}" for p in measured)
     state = NOTE if task.is_dry else PASSED if time_agrees(whole, sum(predicted.values())) else DIFFERS
-    return task.row("time", state, f"a step takes {whole:.3g} s, predicted {sum(predicted.values()):.3g} s: {parts}"
-                    + (" (not judged at these sizes)" if task.is_dry else ""), measured=measured, predicted=predicted)
+    return task.row("time", state, f"a step takes {whole:.3g} s, predicted {sum(predicted.values()):.3g} s ({parts})"
+                    + ("; too small to be judged" if task.is_dry else ""), measured=measured, predicted=predicted)
 
 
 def time_agrees(measured: float, predicted: float) -> bool:

@@ -1,0 +1,355 @@
+"""`hybrid-rlhf qualify`: dry on the processor and on the simulated card; faults are planted and found."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hybrid_rlhf import cli, kernels
+from hybrid_rlhf.commands import qualify
+from hybrid_rlhf.commands.qualification import equality, page, part_process, random_inputs, steps
+from hybrid_rlhf.commands.qualification.findings import DIFFERS, FAILED, NOTE, PASSED, SKIPPED, Row, Task
+from hybrid_rlhf.commands.qualification.parts import PARTS, Share
+from hybrid_rlhf.commands.qualification.speed import card_rates
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.kernels import reference
+from hybrid_rlhf.memory_plan.amounts import Cards
+from hybrid_rlhf.memory_plan.calibration import Calibration, read_calibration, read_rates
+from hybrid_rlhf.memory_plan.plan import Line, Plan
+from hybrid_rlhf.memory_plan.rates import CARDS, Rates, rates_of_card
+from hybrid_rlhf.training import time_options
+from tests.factories.tiny import own_cache
+from tests.simulated_card import simulated_card
+
+MIB, GIB = 2**20, 2**30
+RUNS = ("grpo-qlora", "ppo-qlora", "grpo", "ppo")
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """An empty folder to be in, with a cache of its own."""
+    own_cache(monkeypatch, tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def task(place):
+    return Task("equality", True, place, place / "log", time.monotonic() + 600)
+
+
+@pytest.fixture
+def kernels_only(monkeypatch):
+    """Without the checks of the engine."""
+    for name in ("_greedy", "_drift"):
+        monkeypatch.setattr(equality, name, lambda *_given: (PASSED, ""))
+
+
+def only(*parts):
+    """How qualify runs these parts here and no others."""
+    return lambda name, task: part_process.in_process(name, task) if name in parts else iter(())
+
+
+def rows_in(folder):
+    return [Row(**row) for row in json.loads((folder / "qualify.json").read_text())["rows"]]
+
+
+def states(rows):
+    return {(row.part, row.name): row.state for row in rows}
+
+
+def wrong(rows):
+    return [(row.name, row.found) for row in rows if row.state in (DIFFERS, FAILED)]
+
+
+# -- whole commands ----------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_without_a_card_checks_numbers_and_says_that_it_was_dry(place, capsys):
+    assert qualify.main(["--dry_run"], only("environment", "equality", "speed")) == 0
+    text, rows = (place / "qualify/qualify.md").read_text(), rows_in(place / "qualify")
+    assert text.startswith("# hybrid-rlhf qualify: no card\n\n**All ") and "This was a dry run" in text
+    assert {row.part for row in rows} == {"environment", "equality", "speed"}
+    assert sum(row.part == "equality" for row in rows) >= 12 and not wrong(rows)
+    said = capsys.readouterr()
+    assert said.out.splitlines()[1] == "page: qualify/qualify.md" and "equality: sampling: passed" in said.err
+    assert sorted(p.name for p in (place / "qualify").iterdir()) == ["qualify.json", "qualify.log", "qualify.md"]
+    assert not (place / "cache/calibration.json").exists()
+
+
+def test_steps_on_the_simulated_card_take_the_memory_that_the_plan_says(place):
+    with simulated_card():
+        assert qualify.main(["--dry_run"], only("grpo")) == 0
+    assert states(rows_in(place / "qualify")) == {("grpo", "run"): PASSED, ("grpo", "memory"): PASSED,
+                                                  ("grpo", "time"): NOTE, ("grpo", "beside tensors"): NOTE}
+    assert not (place / "cache/calibration.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_part_passes_on_the_simulated_card(place):
+    with simulated_card():
+        assert qualify.main(["--dry_run"], part_process.in_process) == 0, rows_in(place / "qualify")
+    rows = rows_in(place / "qualify")
+    assert not wrong(rows) and not [row for row in rows if row.state == SKIPPED]
+    assert {(part, name) for part in RUNS for name in ("run", "memory")} <= {
+        key for key, state in states(rows).items() if state == PASSED}
+    assert all(row.numbers["predicted"] for row in rows if row.name == "time")
+    assert "simulated card" in (place / "qualify/qualify.md").read_text().splitlines()[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_command_runs_dry_with_a_process_for_each_part(place):
+    assert cli.main(["qualify", "--dry_run", "--output_dir", "here"]) == 0
+    assert {row.part for row in rows_in(place / "here")} == set(PARTS) and not wrong(rows_in(place / "here"))
+    assert "$ hybrid-rlhf --stage ppo" in (place / "here/qualify.log").read_text()
+
+
+def test_without_a_card_it_is_one_line_and_exit_code_2(place, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["qualify"]) == 2
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and "no card that torch can use" in said.err and "--dry_run" in said.err
+    assert said.out == "" and not (place / "qualify").exists()
+
+
+@pytest.mark.parametrize("words", [["--minutes", "0"], ["--minutes", "nan"], ["--minute", "3"], ["--minutes", "x"]])
+def test_wrong_flags_are_one_line_and_exit_code_2(place, capsys, words):
+    assert cli.main(["qualify", "--dry_run", *words]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_broken_calibration_is_said_before_anything_runs(place, capsys):
+    (place / "cache/calibration.json").write_text("[]")
+    with simulated_card():
+        assert qualify.main([], only()) == 2
+    assert "calibration.json" in capsys.readouterr().err
+
+
+# -- planted faults ----------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_attention_kernel_is_found_and_named(place, kernels_only, monkeypatch):
+    def attend(*given, scaling, **named):
+        return reference.decode_attention(*given, scaling=1.02 * scaling, **named)
+
+    right = kernels.ops_for("cpu")
+    broken = right._replace(decode_attention=attend, decode_layer=None)
+    monkeypatch.setattr(kernels, "ops_for", lambda _device: broken)
+    assert qualify.main(["--dry_run"], only("equality")) == 1
+    found = {name: text for name, text in wrong(rows_in(place / "qualify"))}
+    assert "attention, fp32" in found and "32 heads of 64 differ by" in found["attention, fp32"]
+    text = (place / "qualify/qualify.md").read_text()
+    assert "checks did not pass.**" in text and text.index("## What is wrong") < text.index("## Does it compute")
+
+
+def test_a_sampler_that_draws_other_tokens_is_found(task, kernels_only, monkeypatch):
+    def sample(*given, **named):
+        tokens, logprobs = reference.sample(*given, **named)
+        return (tokens + 1) % given[0].shape[-1], logprobs
+
+    right = kernels.ops_for("cpu")
+    monkeypatch.setattr(kernels, "ops_for", lambda _device: right._replace(sample=sample))
+    assert "300 words with no limits: 33 of 33 tokens are others" in dict(wrong(PARTS["equality"].run(task)))["sampling"]
+
+
+def test_a_check_that_raises_is_a_row_and_the_others_go_on(task, kernels_only, monkeypatch):
+    def attend(*_given, **_named):
+        raise RuntimeError("CUDA error: misaligned address\nmore")
+
+    right = kernels.ops_for("cpu")
+    monkeypatch.setattr(kernels, "ops_for", lambda _device: right._replace(decode_attention=attend))
+    rows = states(PARTS["equality"].run(task))
+    assert rows["equality", "attention, fp32"] == FAILED and rows["equality", "sampling"] == PASSED
+    assert "misaligned address" in task.log.read_text()
+
+
+def plan_of(**sizes):
+    """A plan whose actor takes so many MiB in each phase, beside 9 GiB of libraries."""
+    phases = tuple(name.replace("_", " ") for name in sizes)
+    return Plan("t", phases, (Line("actor", "weights", dict(zip(phases, (v * MIB for v in sizes.values()), strict=True))),
+                              Line("process", "libraries", dict.fromkeys(phases, 9 * GIB))), None)
+
+
+METRICS = [{"memory/actor/generate": 900.0 * MIB, "memory/actor/score": 300.0 * MIB, "memory/ref/score": 500.0 * MIB,
+            "memory/actor/update": 2000.0 * MIB}] * 2
+
+
+@pytest.mark.parametrize("sizes, state, named", [
+    (dict(generate=1000, score=600, train_actor=1900, step_actor=1500), PASSED, "training the actor"),
+    (dict(generate=1000, score=600, train_actor=1500, step_actor=1200), DIFFERS, "training the actor"),
+    (dict(generate=2600, score=600, train_actor=1900, step_actor=1500), DIFFERS, "generating"),
+    (dict(generate=1000, score=200, train_actor=100, step_actor=1900), DIFFERS, "scoring")])
+def test_memory_that_is_not_what_was_predicted_is_found(task, sizes, state, named):
+    """Of 2000 MiB measured 1900 predicted is within a tenth, 1500 is not; 900 of 2600 is less than half."""
+    with simulated_card():
+        row = steps._memory_row(task, plan_of(**sizes), METRICS)
+    assert row.state == state and named in row.found
+    assert row.numbers["measured"] == {"generate": 900 * MIB, "score": 500 * MIB, "actor/update": 2000 * MIB}
+    assert row.numbers["predicted"]["actor/update"] == MIB * max(sizes["train_actor"], sizes["step_actor"])
+
+
+def test_a_plan_that_is_off_makes_the_exit_code_1(place, monkeypatch):
+    true = steps._plan_of
+    monkeypatch.setattr(steps, "_plan_of", lambda words: replace(true(words), lines=tuple(
+        replace(line, phases={k: v + GIB for k, v in line.phases.items()}) for line in true(words).lines)))
+    with simulated_card():
+        assert qualify.main(["--dry_run"], only("grpo")) == 1
+    assert [name for name, _ in wrong(rows_in(place / "qualify"))] == ["memory"]
+
+
+def test_a_step_that_takes_more_than_three_times_as_long_as_predicted_differs(task, monkeypatch):
+    monkeypatch.setattr(time_options, "times_of", lambda *_: type("Time", (), {
+        "phases": {"generate": 1.0, "score": 0.5, "train actor": 0.4, "step actor": 0.1}}))
+    known = (Row("speed", "rates", NOTE, "", {"rates": rates_of_card(CARDS["3060"]).stored()}),)
+    for seconds, state in ((2.0, PASSED), (5.9, PASSED), (6.1, DIFFERS), (0.5, DIFFERS)):
+        metrics = [{"time/generate": 99.0}, *[{"time/generate": seconds - 1, "time/score": 0.5, "time/train": 0.5}] * 2]
+        row = steps._time_row(replace(task, is_dry=False, known=known), plan_of(generate=1), metrics)
+        assert row.state == state, seconds
+    assert row.numbers["predicted"] == {"generate": 1.0, "score": 0.5, "train": 0.5}
+
+
+def test_numbers_that_are_not_finite_and_steps_that_are_missing_differ(task):
+    fine = {"policy/loss": 0.1, "value/explained_variance": float("nan"), "engine/logprob_drift": 0.001}
+    sizes = random_inputs.Sizes()
+    assert steps._run_row(task, "m", sizes, [fine] * 3).state == PASSED
+    assert steps._run_row(task, "m", sizes, [fine] * 2).state == DIFFERS
+    broken = steps._run_row(task, "m", sizes, [fine, fine | {"policy/loss": float("inf")}, fine])
+    assert (broken.state, "not finite: policy/loss" in broken.found) == (DIFFERS, True)
+    assert steps._run_row(task, "m", sizes, [fine, fine, fine | {"engine/logprob_drift": 0.5}]).state == DIFFERS
+
+
+def test_a_run_that_ends_with_an_error_is_a_row_with_its_line(task, monkeypatch):
+    monkeypatch.setattr(steps, "make_rows", lambda *_: None)  # so there is no reward
+    (row,) = (r for r in PARTS["grpo"].run(replace(task, name="grpo")) if r.name == "run")
+    assert row.state == FAILED and "exit code 2" in row.found and "rewards.py is no Python" in row.found
+
+
+# -- processes and time ------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_dies_is_a_row(task):
+    (row,) = part_process.in_child("no such part", replace(task, name="no such part"))
+    assert row.state == FAILED and "died with exit code 1" in row.found and "KeyError" in task.log.read_text()
+
+
+def test_a_process_whose_time_is_over_is_stopped(task):
+    began = time.monotonic()
+    rows = list(part_process.in_child("equality", replace(task, ends=time.monotonic() + 0.5)))
+    assert rows[-1].state == FAILED and "stopped: not done after" in rows[-1].found and time.monotonic() - began < 30
+
+
+def test_rows_are_read_whole_as_they_come():
+    lines = iter(['{"part": "p", "name": "a", ', '', '"state": "passed", "found": "x", "numbers": {}}\n', '', ''])
+    running = iter([True, True, False])
+    found = list(part_process._until(lambda: next(lines, ""), lambda: next(running)))
+    assert found == [Row("p", "a", PASSED, "x", {})]
+
+
+def test_parts_without_time_are_left_out_with_a_line_and_what_there_is_was_saved(place, monkeypatch):
+    saved = []
+
+    def launch(name, task):
+        yield task.row(name, PASSED, "x")
+
+    monkeypatch.setattr(qualify, "PARTS", {n: Share(p.run, 1000 if n in RUNS else 0, 1) for n, p in PARTS.items()})
+    monkeypatch.setattr(qualify.Qualification, "_save", lambda self, save=qualify.Qualification._save: (
+        save(self), saved.append(len(rows_in(place / "qualify")))))
+    with simulated_card():
+        assert qualify.main(["--minutes", "10"], launch) == 0
+    rows = rows_in(place / "qualify")
+    assert [row.state for row in rows] == [PASSED] * 3 + [SKIPPED] * 4 and saved == [1, 2, 3, 4, 5, 6, 7]
+    assert "4 were left out" in (place / "qualify/qualify.md").read_text().splitlines()[2]
+
+
+def test_the_model_is_the_largest_that_fits_card_and_disk(task, monkeypatch):
+    def chosen(free, disk, per_parameter, on_disk, smallest, largest):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device=None: (int(free * GIB), 1 << 50))
+        monkeypatch.setattr(random_inputs.shutil, "disk_usage", lambda _path: type("U", (), {"free": disk * GIB}))
+        return random_inputs.choose_model(replace(task, is_dry=False), per_parameter, on_disk, smallest, largest)
+
+    whole, qlora = ("Llama-134M shape", "Qwen2.5-0.5B shape"), ("Qwen2.5-0.5B shape", "Qwen2.5-1.5B shape")
+    assert chosen(7.2, 100, 36, 40, *whole) == ("Llama-134M shape", "")  # 36 bytes of 0.134e9 are 4.5 GiB, and 1.5
+    assert chosen(22.5, 100, 36, 40, *whole) == ("Qwen2.5-0.5B shape", "")  # 16.4 GiB, and 1.5
+    assert chosen(7.2, 100, 2.5, 8, *qlora) == ("Qwen2.5-1.5B shape", "")
+    assert chosen(7.2, 6, 2.5, 8, *qlora) == ("Qwen2.5-0.5B shape", "")  # 8 bytes of 1.54e9 are 11.5 GiB of disk
+    assert chosen(7.2, 3, 2.5, 8, *qlora)[1].startswith("the disk is too full: 5 GiB are needed")
+    assert chosen(4, 99, 36, 40, *whole) == ("", "too little of the card is free: 6.0 GiB are needed")
+
+
+# -- calibration and page ----------------------------------------------------------------------------------------------
+
+
+def measured(name, /, **numbers):
+    return Row("grpo", name, NOTE, "", numbers)
+
+
+def test_a_calibration_is_within_its_bounds_and_the_plan_reads_it(place, monkeypatch):
+    with simulated_card():
+        rates = card_rates(torch.device("cuda", 0), torch.bfloat16, is_dry=True)
+    rows = [measured("card", name="A Card"), measured("rates", rates=rates.stored()),
+            measured("beside tensors", libraries_bytes=700 * MIB, fragmentation=0.04, is_exact=True),
+            measured("beside tensors", libraries_bytes=500 * MIB, fragmentation=0.11, is_exact=True)]
+    (place / "cache/calibration.json").write_text('{"fragmentation": 0.5, "theirs": 1}')
+    qualify.calibrate(rows)
+    assert read_calibration() == Calibration(700 * MIB, 0.11)
+    assert json.loads((place / "cache/calibration.json").read_text())["theirs"] == 1
+    assert read_rates("A Card") == rates and read_rates("Another") is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device=None: "A Card")
+    found, source = time_options.rates_for(torch.device("cuda"), None, torch.bfloat16)
+    assert found == [rates] and "qualify measured on this card" in source
+    assert time_options.rates_for(torch.device("cuda"), Cards(1, 1, 24 * GIB, "4090"), torch.bfloat16)[0] != [rates]
+
+
+def test_what_cannot_be_is_cut_and_what_others_may_hold_is_not_written(place):
+    qualify.calibrate([measured("card", name="A Card"),
+                       measured("beside tensors", libraries_bytes=9 * GIB, fragmentation=4.0, is_exact=False)])
+    assert read_calibration() == Calibration(fragmentation=0.25)
+    qualify.calibrate([measured("beside tensors", libraries_bytes=5, fragmentation=0.0, is_exact=True)])
+    assert read_calibration() == Calibration(256 * MIB, 0.02)
+    (place / "cache/calibration.json").unlink()
+    qualify.calibrate([measured("card", name="A Card")])
+    assert not (place / "cache/calibration.json").exists()
+
+
+def test_rates_that_are_none_are_one_line(place):
+    (place / "cache/calibration.json").write_text('{"device": "A Card", "rates": {"memory": 3}}')
+    with pytest.raises(UserError, match="rates are not what was measured"):
+        read_rates("A Card")
+
+
+def test_the_page_says_first_what_is_wrong():
+    rows = [Row("environment", "card", PASSED, "RTX 3060", {"name": "NVIDIA GeForce RTX 3060"}),
+            Row("environment", "torch", PASSED, "2.13"), Row("equality", "sampling", DIFFERS, "a | b"),
+            Row("ppo", "run", SKIPPED, "no time left")]
+    text = page.page_of(rows, is_dry=False, minutes=9.5, version="1", when="today").splitlines()
+    assert text[:4] == ["# hybrid-rlhf qualify: NVIDIA GeForce RTX 3060", "",
+                        "**1 of 3 checks did not pass.** 1 was left out.", ""]
+    assert text[4] == "## What is wrong" and text[8] == (
+        "| Does it compute the right numbers?: sampling | differs | a \\| b |")
+    assert "| as it should be |  | torch 2.13 |" in text
+    assert page.verdict([]).startswith("**Nothing was checked.**")
+
+
+def test_folders_of_the_user_are_not_in_what_is_sent(place, monkeypatch):
+    monkeypatch.setenv("HOME", str(place / "someone"))
+
+    def launch(name, task):
+        yield task.row("run", FAILED, f"cannot read {place / 'someone/secret'} and {task.folder}")
+
+    assert qualify.main(["--dry_run"], launch) == 1
+    for name in ("qualify.md", "qualify.json"):
+        text = (place / "qualify" / name).read_text()
+        assert "~/secret" in text and str(place) not in text
+
+
+def test_measured_rates_of_a_card_survive_json():
+    with simulated_card():
+        rates = card_rates(torch.device("cuda", 0), torch.float16, is_dry=True)
+    assert Rates.of(json.loads(json.dumps(rates.stored()))) == rates
+    assert rates.captures and rates.overlaps and rates.peak_memory > 0 and set(rates.products) == {"float16", "float32"}
