@@ -142,7 +142,7 @@ def test_a_wrong_attention_kernel_is_found_and_named(place, kernels_only, monkey
     broken = right._replace(decode_attention=attend, decode_layer=None)
     monkeypatch.setattr(kernels, "ops_for", lambda _device: broken)
     assert qualify.main(["--dry_run"], only("equality")) == 1
-    found = {name: text for name, text in wrong(rows_in(place / "qualify"))}
+    found = dict(wrong(rows_in(place / "qualify")))
     assert "attention, fp32" in found and "32 heads of 64 differ by" in found["attention, fp32"]
     text = (place / "qualify/qualify.md").read_text()
     assert "checks did not pass.**" in text and text.index("## What is wrong") < text.index("## Does it compute")
@@ -155,7 +155,8 @@ def test_a_sampler_that_draws_other_tokens_is_found(task, kernels_only, monkeypa
 
     right = kernels.ops_for("cpu")
     monkeypatch.setattr(kernels, "ops_for", lambda _device: right._replace(sample=sample))
-    assert "300 words with no limits: 33 of 33 tokens are others" in dict(wrong(PARTS["equality"].run(task)))["sampling"]
+    found = dict(wrong(PARTS["equality"].run(task)))
+    assert "300 words with no limits: 33 of 33 tokens are others" in found["sampling"]
 
 
 def test_a_check_that_raises_is_a_row_and_the_others_go_on(task, kernels_only, monkeypatch):
@@ -172,7 +173,8 @@ def test_a_check_that_raises_is_a_row_and_the_others_go_on(task, kernels_only, m
 def plan_of(**sizes):
     """A plan whose actor takes so many MiB in each phase, beside 9 GiB of libraries."""
     phases = tuple(name.replace("_", " ") for name in sizes)
-    return Plan("t", phases, (Line("actor", "weights", dict(zip(phases, (v * MIB for v in sizes.values()), strict=True))),
+    own = {phase: size * MIB for phase, size in zip(phases, sizes.values(), strict=True)}
+    return Plan("t", phases, (Line("actor", "weights", own),
                               Line("process", "libraries", dict.fromkeys(phases, 9 * GIB))), None)
 
 

@@ -102,7 +102,8 @@ def _words(task: Task, case: Case, base: Path, sizes: Sizes) -> list[str]:
     return ["--stage", case.method, *_common(task, case, base, sizes, is_lora=False), "--data.sources",
             str(task.folder / "prompts.jsonl"), "--data.max_prompt_length", str(sizes.prompt),
             "--ppo.sampling.max_new_tokens", str(sizes.response), "--ppo.num_ppo_epochs", "1",
-            "--ppo.num_minibatches", "1", "--train.num_fixed_prompts", "0", "--train.max_steps", str(NUM_STEPS), "--output_dir", str(task.folder / task.name), *own]
+            "--ppo.num_minibatches", "1", "--train.num_fixed_prompts", "0", "--train.max_steps", str(NUM_STEPS),
+            "--output_dir", str(task.folder / task.name), *own]
 
 
 def _reward_model(task: Task, case: Case, base: Path, sizes: Sizes) -> tuple[str, Path]:
