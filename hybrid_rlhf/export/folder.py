@@ -33,7 +33,7 @@ from hybrid_rlhf.models.transformers_compat import kept_in_fp32
 MERGE_FILE = "merge.json"
 # Largest difference of logits, relative to the largest logit, that rounding to a dtype explains.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
-SCORED = 16  # rows by which a scalar model is compared
+SCORED = 4  # rows by which a scalar model is compared
 LEAST_KEPT = 0.9  # of what was learned, in the dtype of the base
 _log = logging.getLogger(__name__)
 

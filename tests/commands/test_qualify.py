@@ -237,7 +237,14 @@ def test_a_run_that_ends_with_an_error_is_a_row_with_its_line(task, monkeypatch)
 
 def test_a_process_that_dies_is_a_row(task):
     (row,) = part_process.in_child("no such part", replace(task, name="no such part"))
-    assert row.state == FAILED and "died with exit code 1" in row.found and "KeyError" in task.log.read_text()
+    assert row.state == FAILED and "ended with exit code 1 after 0 rows" in row.found
+    assert "KeyError" in task.log.read_text()
+
+
+def test_a_process_that_finds_nothing_is_a_row(task, monkeypatch):
+    monkeypatch.setattr(part_process, "_CODE", "")
+    (row,) = part_process.in_child("equality", task)
+    assert row.state == FAILED and "ended with exit code 0 after 0 rows" in row.found
 
 
 def test_a_process_whose_time_is_over_is_stopped(task):
@@ -311,7 +318,7 @@ def test_a_calibration_is_within_its_bounds_and_the_plan_reads_it(place, monkeyp
 def test_what_cannot_be_is_cut_and_what_others_may_hold_is_not_written(place):
     qualify.calibrate([measured("card", name="A Card"),
                        measured("beside tensors", libraries_bytes=9 * GIB, fragmentation=4.0, is_exact=False)])
-    assert read_calibration() == Calibration(fragmentation=0.25)
+    assert read_calibration() == Calibration(fragmentation=0.15)
     qualify.calibrate([measured("beside tensors", libraries_bytes=5, fragmentation=0.0, is_exact=True)])
     assert read_calibration() == Calibration(256 * MIB, 0.02)
     (place / "cache/calibration.json").unlink()

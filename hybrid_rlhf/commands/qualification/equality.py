@@ -32,6 +32,8 @@ DRAWS = ({}, {"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 40}, {"top_p"
 DEFINITIONS = Fused(reference.rms_norm, reference.gated, reference.rotary)
 # A sampled token's log-probability in 16 bits beside that of the training forward: mean and largest difference.
 MEAN_DRIFT, MOST_DRIFT = 0.02, 0.3
+# Made on the processor, so that every card meets the same numbers: along the tokens that are compared, the two most
+# likely ones are 3e-4 or more apart in logits of size 1, and fp32 rounds in the sixth digit.
 SMALL = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 997,
          "max_position_embeddings": 256, "initializer_range": 0.06, "pad_token_id": 0, "bos_token_id": 1,
          "eos_token_id": 2}
@@ -237,7 +239,7 @@ def _by_transformers(model: nn.Module, prompt: list[int], length: int, device: t
 @torch.no_grad()
 def _drift(task: Task, bits: str) -> tuple[str, str]:
     """Log-probabilities that the sampler gave its tokens beside those of the forward that trains, in 16 bits."""
-    dtype, shape = _half(task), _shape(task, "llama")
+    dtype, shape = _half(task), _shape(task, "llama") | {"initializer_range": 0.04}  # as unsure as a trained model
     model = random_model("llama", shape, 0, dtype).to(task.device).eval()
     if bits != "none":
         quantize.require("a 4-bit base")

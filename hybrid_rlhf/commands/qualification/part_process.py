@@ -13,9 +13,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import hybrid_rlhf
 from hybrid_rlhf.commands.qualification.findings import FAILED, Part, Row, Task, first_line
 from hybrid_rlhf.commands.qualification.parts import PARTS
 
+# By its folder, last on the path, so that a checkout is found from wherever it was started.
+_CODE = ("import sys; sys.path.append(sys.argv.pop(1)); "
+         "from hybrid_rlhf.commands.qualification.part_process import main; sys.exit(main(*sys.argv[1:]))")
 LOOK = 0.2  # seconds between two looks at what the process has found
 
 
@@ -41,18 +45,20 @@ def in_child(part: str, task: Task) -> Iterator[Row]:
     given.write_text(json.dumps(_stored(task)), encoding="utf-8")
     found.touch()
     with task.log.open("a", encoding="utf-8") as log:
-        child = subprocess.Popen([sys.executable, "-m", "hybrid_rlhf.commands.qualification.part_process", part,
+        child = subprocess.Popen([sys.executable, "-c", _CODE, str(Path(hybrid_rlhf.__file__).parents[1]), part,
                                   str(given), str(found)], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                                  start_new_session=True)
-    began = time.monotonic()
+    began, count = time.monotonic(), 0
     try:
         with found.open(encoding="utf-8") as lines:
-            yield from _until(lines.readline, lambda: child.poll() is None and task.left > 0)
+            for row in _until(lines.readline, lambda: child.poll() is None and task.left > 0):
+                count += 1
+                yield row
         if child.poll() is None:
             yield task.row("all of it", FAILED, f"stopped: not done after {time.monotonic() - began:.0f} s")
-        elif child.returncode:
-            yield task.row("all of it", FAILED, f"its process died with {_death(child.returncode)}; the end of the log "
-                                                "says more")
+        elif child.returncode or not count:
+            yield task.row("all of it", FAILED, f"its process ended with {_death(child.returncode)} after {count} "
+                                                "rows; the end of the log says more")
     finally:
         _stop(child)
 
@@ -73,7 +79,7 @@ def _until(read: Callable[[], str], is_running: Callable[[], bool]) -> Iterator[
 
 
 def _death(code: int) -> str:
-    return f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
 
 def _stop(child: subprocess.Popen) -> None:
@@ -104,7 +110,3 @@ def main(part: str, given: str, found: str) -> int:
         for row in in_process(part, task):
             print(json.dumps(row.stored()), file=rows, flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

@@ -36,6 +36,7 @@ NUM_STEPS = 3
 MEMORY_BOUNDS, MEMORY_SLACK, TIME_BOUNDS = (0.5, 1.1), 64 << 20, (1 / 3, 3.0)
 LARGE_CARD = 20 * GIB  # from here on the larger QLoRA model
 PHASES = {"generate": "generate", "score": "score", "update": "train"}  # memory/*/PHASE -> time/PHASE
+VERBS = {"generate": "generating", "score": "scoring", "train": "training"}
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ def _memory_row(task: Task, plan: Plan, metrics: list[dict]) -> Row:
 
 def _named(phase: str) -> str:
     role, _, is_update = phase.partition("/")
-    return f"training the {role}" if is_update else {"generate": "generating", "score": "scoring"}.get(role, role)
+    return f"training the {role}" if is_update else VERBS.get(role, role)
 
 
 def memory_agrees(measured: int, predicted: int) -> bool:
@@ -243,9 +244,9 @@ def _time_row(task: Task, plan: Plan, metrics: list[dict]) -> Row:
     phases = time_options.times_of(plan, task.device, Rates.of(stored)).phases
     predicted = {"generate": phases.get("generate", 0.0), "score": phases.get("score", 0.0),
                  "train": sum(v for k, v in phases.items() if k.startswith(("train", "step")))}
-    parts = ", ".join(f"{p} {measured[p]:.3g} and {predicted[p]:.3g}" for p in measured)
+    parts = ", ".join(f"{VERBS[p]} {measured[p]:.3g} ({predicted[p]:.3g})" for p in measured)
     state = NOTE if task.is_dry else PASSED if time_agrees(whole, sum(predicted.values())) else DIFFERS
-    return task.row("time", state, f"a step takes {whole:.3g} s, predicted {sum(predicted.values()):.3g} s ({parts})"
+    return task.row("time", state, f"a step takes {whole:.3g} s, predicted {sum(predicted.values()):.3g} s: {parts}"
                     + ("; too small to be judged" if task.is_dry else ""), measured=measured, predicted=predicted)
 
 
