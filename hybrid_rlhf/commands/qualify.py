@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -15,7 +16,7 @@ import torch
 
 from hybrid_rlhf import __version__
 from hybrid_rlhf.commands.qualification import machine, page
-from hybrid_rlhf.commands.qualification.findings import SKIPPED, WRONG, Row, Task
+from hybrid_rlhf.commands.qualification.findings import NOTE, SKIPPED, WRONG, Row, Task
 from hybrid_rlhf.commands.qualification.part_process import in_child
 from hybrid_rlhf.commands.qualification.parts import PARTS
 from hybrid_rlhf.core import own_files
@@ -88,7 +89,14 @@ class Qualification:
                 content = content.replace(place, short)
             own_files.write_file(self.folder / name, content)
         if not self.is_dry:
+            self._calibrate()
+
+    def _calibrate(self) -> None:
+        try:
             calibrate(self.rows)
+        except OSError as error:  # a folder that cannot be written; the other parts do not need it
+            if not any(row.name == "calibration" for row in self.rows):
+                self._add(Row(page.MACHINE, "calibration", NOTE, f"cannot be written: {error.strerror}"))
 
 
 def calibrate(rows: list[Row]) -> None:
@@ -112,26 +120,33 @@ def _within(value: float, least: float, most: float) -> float:
     return min(max(value, least), most)
 
 
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options; UserError for what cannot be."""
+    flags = command_flags("qualify", __doc__)
+    flags.add_argument("--minutes", type=float, default=10.0, help="how long it may take (10)")
+    flags.add_argument("--output_dir", type=expanded, default="qualify",
+                       help="folder for qualify.json, qualify.md and qualify.log")
+    flags.add_argument("--dry_run", action="store_true", help="tiny sizes, on whatever device there is")
+    options = parse_command(flags, argv)
+    check(options.minutes > 0, f"qualify: --minutes {options.minutes:g}; give a number above 0, such as 10")
+    return options
+
+
 @lasting_streams()
 def main(argv: list[str] | None = None, launch: Launch = in_child) -> int:
     """The entry point; returns 0 where all passed, 1 where something differed or failed, 2 for bad input."""
-    flags = command_flags("qualify", __doc__)
-    flags.add_argument("--minutes", type=float, default=10.0, help="how long it may take (10)")
-    flags.add_argument("--output_dir", default="qualify", help="folder for qualify.json, qualify.md and qualify.log")
-    flags.add_argument("--dry_run", action="store_true", help="tiny sizes, on whatever device there is")
     try:
-        options = parse_command(flags, argv)
-        check(options.minutes > 0, f"qualify: --minutes {options.minutes:g}; give a number above 0, such as 10")
+        options = parse(argv)
         check(options.dry_run or torch.cuda.is_available(),
               f"qualify: no card that torch can use: {why_no_card()}; --dry_run tries the command without one")
-        done = Qualification(Path(expanded(options.output_dir)), options.minutes, options.dry_run)
+        done = Qualification(Path(options.output_dir), options.minutes, options.dry_run)
         code = done.run(launch)
     except UserError as error:
         print(error_line(error), file=sys.stderr)
         return 2
     except OSError as error:
-        print(error_line(UserError(f"qualify: cannot write to {options.output_dir}: {error.strerror}")),
-              file=sys.stderr)
+        print(error_line(UserError(f"qualify: cannot write to {options.output_dir}: {error.strerror}; choose another "
+                                   "--output_dir")), file=sys.stderr)
         return 2
     print(f"{page.verdict(done.rows).replace('*', '')}\npage: {done.folder / 'qualify.md'}\n"
           f"figures: {done.folder / 'qualify.json'}, details: {done.folder / 'qualify.log'}")

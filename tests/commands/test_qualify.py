@@ -124,6 +124,13 @@ def test_wrong_flags_are_one_line_and_exit_code_2(place, capsys, words):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_folder_that_is_a_file_is_one_line_and_exit_code_2(place, capsys):
+    (place / "taken").write_text("")
+    assert cli.main(["qualify", "--dry_run", "--output_dir", "taken"]) == 2
+    assert capsys.readouterr().err == ("error: qualify: cannot write to taken: File exists; choose another "
+                                       "--output_dir\n")
+
+
 def test_a_broken_calibration_is_said_before_anything_runs(place, capsys):
     (place / "cache/calibration.json").write_text("[]")
     with simulated_card():
@@ -324,6 +331,18 @@ def test_what_cannot_be_is_cut_and_what_others_may_hold_is_not_written(place):
     (place / "cache/calibration.json").unlink()
     qualify.calibrate([measured("card", name="A Card")])
     assert not (place / "cache/calibration.json").exists()
+
+
+def test_a_cache_that_cannot_be_written_does_not_end_the_other_parts(place, monkeypatch):
+    def refuse(_values):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(qualify.calibration, "write_calibration", refuse)
+    with simulated_card():
+        assert qualify.main([], lambda name, task: iter([measured("rates", rates={"memory": 1})])) == 0
+    rows = rows_in(place / "qualify")
+    assert [row.found for row in rows if row.name == "calibration"] == ["cannot be written: Permission denied"]
+    assert sum(row.name == "rates" for row in rows) == len(PARTS)
 
 
 def test_rates_that_are_none_are_one_line(place):
