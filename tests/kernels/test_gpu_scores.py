@@ -109,10 +109,10 @@ def test_words_ruled_out_are_no_part_of_the_entropy_and_get_no_gradient_by_hand(
 
 @pytest.mark.parametrize("place", [2, 4100])
 def test_rows_that_are_broken_are_as_broken_as_the_definition_says(ops, place):
-    """A NaN, an infinity, all ruled out; the target is what torch's argmax finds, and then a word before it."""
+    """Two NaN, an infinity, all ruled out; the target is what torch's argmax finds, then a word before or after it."""
     rows = torch.zeros(4, 5003, device=DEVICE)
-    rows[0, place], rows[1, place], rows[2, :], rows[3, place:] = NAN, INF, -INF, 1.0
-    for targets in (given([place, place, 0, place]), given([1, 1, 1, 1])):
+    rows[0, place : place + 2], rows[1, place], rows[2, :], rows[3, place:] = NAN, INF, -INF, 1.0
+    for targets in (given([place, place, 0, place]), given([0, 0, 1, 0]), given([place + 1] * 4)):
         leaves = [rows.clone().requires_grad_() for _ in range(2)]
         got, want = (f(x, targets, 1.0, True) for f, x in zip((ops.token_scores, reference.token_scores), leaves,
                                                               strict=True))
