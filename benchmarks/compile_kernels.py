@@ -4,9 +4,10 @@
         [--page docs/results/kernels.md]
 
 Every kernel in the form that the library chooses for the card: for every head size, one query head to a key head, four
-and sixty-four, with every option; sampling with every option and with none. Registers and spills are ptxas's; blocks to
-a processor are what registers, shared memory and threads allow. Ends with 1 where a kernel does not fit its card or
-spills more than 16 bytes a thread, or where decode attention leaves a processor a single block. Four minutes on a core.
+and sixty-four, with every option; sampling and log-probabilities with every option and with none. Registers and spills
+are ptxas's; blocks to a processor are what registers, shared memory and threads allow. Ends with 1 where a kernel does
+not fit its card or spills more than 16 bytes a thread, or where decode attention leaves a processor a single block.
+Four minutes on a core.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ ARCHITECTURES = {75: Limits("T4, RTX 20", 64, 64, 1024, 16), 80: Limits("A100", 
                  90: Limits("H100", 227, 228, 2048, 32), 100: Limits("B200", 227, 228, 2048, 32),
                  120: Limits("RTX 50", 99, 100, 1536, 24)}
 POINTERS = dict(slots="*i64", positions="*i64", mask="*i1", maxima="*fp32", totals="*fp32", seen="*i1", forbidden="*i1",
-                streams="*i64", sums="*fp32", found="*i32", logprobs="*fp32", parts="*fp32")
+                streams="*i64", sums="*fp32", found="*i32", logprobs="*fp32", parts="*fp32", targets="*i64",
+                entropy="*fp32", correct="*i1", normalisers="*fp32", by_logprobs="*fp32", by_entropy="*fp32")
 NUMBERS = dict.fromkeys(("scaling", "softcap", "temperature", "penalty", "top_p", "min_p", "eps"), "fp32")
 
 
@@ -145,6 +147,18 @@ def turn(size: int) -> Callable[[int, str], Kernel]:
     return build
 
 
+def scores(is_plain: bool, is_backward: bool) -> Callable[[int, str], Kernel]:
+    def build(_architecture: int, kind: str) -> Kernel:
+        from hybrid_rlhf.kernels import triton_scores
+
+        flags = dict(BY_LOGPROBS=True, BY_ENTROPY=not is_plain) if is_backward else dict(WITH_ENTROPY=not is_plain)
+        return Kernel(triton_scores._score_backward if is_backward else triton_scores._score,
+                      dict(TEMPERED=not is_plain, BLOCK=triton_scores._BLOCK, **flags),
+                      dict.fromkeys(("logits", "gradient"), "*" + kind), dict(num_warps=triton_scores._WARPS))
+
+    return build
+
+
 SIZES = [*((size, size) for size in (64, 80, 96, 112, 128, 192, 256, 512)), (192, 128), (576, 512)]  # of keys, values
 SIXTEEN, ALL = ("fp16", "bf16"), ("fp16", "bf16", "fp32")
 
@@ -171,6 +185,8 @@ def cases() -> dict[str, Case]:
             found[f"norm_{size}{end}"] = Case(f"norm of {size}{word}", ALL, norm(size, is_backward))
         for is_gelu, name in ((False, "silu"), (True, "gelu")):
             found[f"gate_{name}{end}"] = Case(f"gate, {name}{word}", ALL, gate(is_gelu, is_backward))
+        for is_plain, name, options in ((True, "plain", ""), (False, "all", ", entropy and temperature")):
+            found[f"scores_{name}{end}"] = Case(f"log-probabilities{options}{word}", ALL, scores(is_plain, is_backward))
     found["rotary_128"] = Case("rotary positions, 128", ALL, turn(128))
     return found
 

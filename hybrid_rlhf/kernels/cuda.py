@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-import torch
+import importlib.util
+import logging
+from collections.abc import Callable
 
-from hybrid_rlhf.kernels import launcher
-from hybrid_rlhf.kernels.gradients import fused_by
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.core.out_of_memory import is_out_of_memory
+from hybrid_rlhf.kernels import launcher, reference
+from hybrid_rlhf.kernels.fusions import are_close
+from hybrid_rlhf.kernels.gradients import fused_by, token_scores_by
 from hybrid_rlhf.kernels.ops import KernelsUnavailableError, Ops
+
+_log = logging.getLogger(__name__)
+_BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # of gradients; scores are in fp32
 
 
 def load() -> Ops:
@@ -14,12 +24,56 @@ def load() -> Ops:
     kernel on the card that is here.
 
     Tensors are fp32, bf16 or fp16 on one card; sums are in fp32. Nothing waits for the device, so all of it may be
-    captured into a CUDA graph after one uncaptured run (which compiles).
+    captured into a CUDA graph after one uncaptured run (which compiles). Scores of tokens are left to torch where they
+    are not what their definition gives on the card that is here, which is said.
     """
     try:
-        from hybrid_rlhf.kernels import triton_attention, triton_fused, triton_sampling
+        from hybrid_rlhf.kernels import triton_attention, triton_fused, triton_sampling, triton_scores
     except ImportError as error:
         raise KernelsUnavailableError(f"Triton is not installed: {error}; pip install triton") from error
-    if torch.cuda.is_available() and (reason := launcher.why_no_launch()):
-        raise KernelsUnavailableError(f"Triton cannot launch kernels here: {reason}")
-    return Ops("cuda (Triton)", triton_attention.decode_attention, triton_sampling.sample, fused=fused_by(triton_fused))
+    name, scores = "cuda (Triton)", token_scores_by(triton_scores)
+    if torch.cuda.is_available():
+        if reason := launcher.why_no_launch():
+            raise KernelsUnavailableError(f"Triton cannot launch kernels here: {reason}")
+        if reason := why_not(scores):
+            _log.warning("cuda kernels: log-probabilities are torch's (%s)", reason)
+            name, scores = f"cuda (Triton; log-probabilities by torch: {reason})", None
+    return Ops(name, triton_attention.decode_attention, triton_sampling.sample, fused=fused_by(triton_fused),
+               token_scores=scores)
+
+
+def can_load() -> bool:
+    """Whether `load` would find the operations, as far as can be told without doing so: True where there is no card,
+    for what is planned here then runs elsewhere."""
+    return not torch.cuda.is_available() or (importlib.util.find_spec("triton") is not None
+                                             and not launcher.missing_tools())
+
+
+def why_not(token_scores: Callable) -> str | None:
+    """Why `token_scores` are not those of the definition on the current card, in one line; None where they are.
+
+    Draws nothing from the card's generator. Out of memory is raised: it says nothing about them.
+    """
+    wide = 4 * torch.randn(3, 5003, generator=torch.Generator().manual_seed(0))  # a block and a rest
+    wide[1, 7] = float("-inf")
+    for dtype, bound in _BOUNDS.items():
+        logits = wide.to("cuda", dtype)
+        try:
+            (want, want_gradient), (got, got_gradient) = (_with_gradient(function, logits) for function in
+                                                          (reference.token_scores, token_scores))
+        except Exception as error:  # Triton raises what its compiler and the driver do: nothing in common
+            if is_out_of_memory(error):
+                raise
+            return next(iter(str(error).splitlines()), "") or type(error).__name__
+        if not (are_close(want, got, _BOUNDS[torch.float32]) and are_close(want_gradient, got_gradient, bound)):
+            return f"in {str(dtype).removeprefix('torch.')} ours differ from their definition"
+    return None
+
+
+@torch.enable_grad()
+def _with_gradient(token_scores: Callable, logits: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Scores of three tokens, and the gradient of a weighted sum of them."""
+    leaf = logits.detach().clone().requires_grad_()
+    logprobs, entropy, correct = token_scores(leaf, torch.tensor([0, 4990, 5002], device=leaf.device), 0.7, True)
+    weights = torch.tensor([1.0, -2.0, 0.5], device=leaf.device)
+    return (logprobs, entropy, correct), torch.autograd.grad((weights * (logprobs + 0.3 * entropy)).sum(), leaf)

@@ -63,6 +63,7 @@ def find_fusions(model: nn.Module, ops: Fused | None, trial: Fused | None = None
     if ops is None:
         return found
     first = next(model.parameters())
+    serves = None if trial else first.device.type  # tensors without numbers are on any device
     with torch.random.fork_rng(devices=[first.device] if first.device.type == "cuda" else []):
         torch.manual_seed(0)  # of the card's generator too
         for module in model.modules():
@@ -77,7 +78,7 @@ def find_fusions(model: nn.Module, ops: Fused | None, trial: Fused | None = None
         for file in files.values():
             if _agrees(getattr(file, _ROTARY), (trial or ops).rotary,
                        _rotary_example(first.dtype, torch.device("cpu") if trial else first.device), num_leaves=2):
-                found.files.append((file, _rotary(getattr(file, _ROTARY), ops.rotary, first.device.type)))
+                found.files.append((file, _rotary(getattr(file, _ROTARY), ops.rotary, serves)))
                 found.add("rotary")
     return found
 
@@ -182,12 +183,13 @@ def _rotary_example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, .
     return tuple(torch.randn(shape).to(device, dtype) for shape in shapes)
 
 
-def _rotary(original: Callable, ours: Callable, device_type: str) -> Callable:
-    """The function of a model file, which other models call too: those on other devices keep their own."""
+def _rotary(original: Callable, ours: Callable, device_type: str | None) -> Callable:
+    """The function of a model file, which other models call too: those on other devices keep their own (None: all take
+    ours)."""
 
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: object, **named: object):  # noqa: ANN202
         is_plain = (not others and not named and q.dim() == 4 and cos.dim() == 3 and cos.shape[-1] == q.shape[-1]
-                    and q.dtype == k.dtype == cos.dtype == sin.dtype and q.device.type == device_type)
+                    and q.dtype == k.dtype == cos.dtype == sin.dtype and device_type in (None, q.device.type))
         return ours(q, k, cos, sin) if is_plain else original(q, k, cos, sin, *others, **named)
 
     return apply

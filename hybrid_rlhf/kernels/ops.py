@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+LONGEST_NORM = 8192  # numbers of a row that the norm of a card takes; the backward of longer ones spills registers
+
 
 class Fused(NamedTuple):
     """Chains of small operations in one, with gradients, for kernels/fusions.py; kernels/reference.py defines them."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from hybrid_rlhf.kernels import cpu, reference
-from hybrid_rlhf.kernels.gradients import causal_attention_by, fused_by
-from hybrid_rlhf.kernels.ops import Fused, Ops
+from hybrid_rlhf.kernels import cpu, cuda, reference
+from hybrid_rlhf.kernels.gradients import causal_attention_by, fused_by, token_scores_by
+from hybrid_rlhf.kernels.ops import LONGEST_NORM, Fused, Ops
 
 TRIAL = Fused(reference.rms_norm, reference.gated, reference.rotary)  # by which fusions are found; no plan computes
 
@@ -26,10 +26,13 @@ def shape_ops(device_type: str) -> Ops:
 
     decode_attention and sample are missing: nothing that is counted calls them. Nothing is compiled or loaded.
     """
-    if device_type != "cpu" or not cpu.can_load():
-        return Ops("shapes", _missing, _missing)
-    return Ops("shapes (cpu)", _missing, _missing, fused=fused_by(_KERNELS),
-               causal_attention=causal_attention_by(_KERNELS) if cpu.has_wide_vectors() else None)
+    if device_type == "cuda" and cuda.can_load():
+        return Ops("shapes (cuda)", _missing, _missing, fused=_FUSED._replace(rms_norm=_card_norm),
+                   token_scores=_SCORES)
+    if device_type == "cpu" and cpu.can_load():
+        return Ops("shapes (cpu)", _missing, _missing, fused=_FUSED, token_scores=_SCORES,
+                   causal_attention=causal_attention_by(_KERNELS) if cpu.has_wide_vectors() else None)
+    return Ops("shapes", _missing, _missing)
 
 
 _listeners: list[Callable[[str, tuple, object], None]] = []
@@ -71,6 +74,17 @@ def _attention(query: Tensor, _key: Tensor, value: Tensor, *, scaling: float,
             query.new_empty(batch, heads, length, dtype=torch.float32) if with_normalisers else None)
 
 
+def _scores(logits: Tensor, _targets: Tensor, _temperature: float, with_entropy: bool) -> tuple[Tensor, ...]:
+    numbers = [logits.new_empty(count, dtype=torch.float32)
+               for count in (len(logits), len(logits) if with_entropy else 0, len(logits))]
+    return numbers[0], numbers[1], logits.new_empty(len(logits), dtype=torch.bool), numbers[2]
+
+
+def _card_norm(x: Tensor, weight: Tensor, eps: float, adds_one: bool = False) -> Tensor:
+    """Rows that are too long for the kernel of a card stay the model's own, which computes as the definition does."""
+    return (_FUSED if x.shape[-1] <= LONGEST_NORM else reference).rms_norm(x, weight, eps, adds_one)
+
+
 class _Flash(torch.autograd.Function):
     """FlashAttention (2307.08691): kept for the backward pass are inputs, output and one fp32 number per query."""
 
@@ -101,6 +115,9 @@ _KERNELS = SimpleNamespace(**{name: _told(name, function) for name, function in 
     "gated": lambda gate, *_others: torch.empty_like(gate),
     "gated_backward": lambda _gradient, gate, up, _is_gelu: _like(gate, up),
     "rotary": lambda query, key, *_angles: _like(query, key),
+    "token_scores": _scores,
+    "token_scores_backward": lambda logits, *_others: logits.new_empty(logits.shape),
     "causal_attention": _attention,
     "causal_attention_backward": lambda _gradient, query, key, value, _normalisers, **_named: _like(query, key, value),
 }.items()})
+_FUSED, _SCORES = fused_by(_KERNELS), token_scores_by(_KERNELS)

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybrid_rlhf.kernels.ops import LONGEST_NORM
+
 _TILE = 2048  # numbers that a program of a norm looks at together, or a row where that is longer
-_LONGEST = 8192  # numbers of a row; the backward of longer ones spills registers
 _BLOCK = 1024  # numbers of one program of a gate
 
 
@@ -71,8 +72,8 @@ def _norm_backward(gradient, x, weight, by_x, by_weight, num_rows, size, eps, AD
 
 def _norm_form(size: int) -> dict[str, int]:
     """Raises ValueError for rows that are too long, of which kernels/fusions.py leaves the model's own code."""
-    if size > _LONGEST:
-        raise ValueError(f"a norm over {size} numbers; at most {_LONGEST}")
+    if size > LONGEST_NORM:
+        raise ValueError(f"a norm over {size} numbers; at most {LONGEST_NORM}")
     block = triton.next_power_of_2(size)
     return dict(BLOCK_R=max(1, _TILE // block), BLOCK_D=block, num_warps=min(16, max(4, block // 1024)))
 

@@ -21,6 +21,7 @@ class LiveBytes(torch_compat.dispatch_mode()):
         self._told = told
         self.now = self.peak = 0
         self._sizes: dict[int, int] = {}
+        self._known = {id(tensor.untyped_storage()) for tensor in known}
         for tensor in known:
             self._add(tensor.untyped_storage(), 0)
 
@@ -36,12 +37,15 @@ class LiveBytes(torch_compat.dispatch_mode()):
     def _add(self, storage: torch.UntypedStorage, size: int) -> None:
         key = id(storage)  # which lives as long as its storage
         if key not in self._sizes:
-            self._sizes[key] = size
-            self.now += size
-            self.peak = max(self.peak, self.now)
+            self._sizes[key] = 0
             weakref.finalize(storage, self._drop, key)
+        if key not in self._known:
+            self.now += size - self._sizes[key]  # resize_ lets a storage grow
+            self._sizes[key] = size
+            self.peak = max(self.peak, self.now)
 
     def _drop(self, key: int) -> None:
+        self._known.discard(key)
         self.now -= self._sizes.pop(key, 0)
 
 

@@ -310,7 +310,8 @@ def logit_bytes(model: ModelConfig, device: torch.device, num_tokens: int, *, tr
         with counting(empty) as live, torch.set_grad_enabled(trains), _few_blocks(device):
             logprobs, spread, _ = token_logprobs(
                 hidden, targets, own_head(empty), with_entropy=entropy,
-                chunk_size=chunk_rows(config.get_text_config().vocab_size, hidden.dtype))
+                chunk_size=chunk_rows(config.get_text_config().vocab_size, hidden.dtype),
+                score_logits=shape_ops(device.type).token_scores)
             if trains:
                 (logprobs + 0 * spread if entropy else logprobs).sum().backward()
     return live.peak

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid_rlhf import kernels
-from hybrid_rlhf.kernels import launcher, reference
+from hybrid_rlhf.kernels import cuda, launcher, reference
 
 # What copies to the host, or needs a size that only the card knows; lift_fresh: a number copied to the card unpinned.
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal", "lift_fresh"}
@@ -62,9 +62,11 @@ def test_sampling_of_the_fallback_makes_the_host_wait_for_nothing():
 
 @pytest.fixture
 def card(monkeypatch):
-    """A card is there; returns a function that says what the first launch on it gives or raises."""
+    """A card is there; returns a function that says what the first launch on it gives or raises. What else is computed
+    on it at load, the comparison of log-probabilities, finds nothing wrong."""
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "why_not", lambda _token_scores: None)
 
     def launching(outcome):
         def put_seven():
@@ -87,7 +89,17 @@ def without_tools(monkeypatch, tmp_path):
 
 def test_a_card_whose_first_launch_succeeds_has_the_triton_kernels(card):
     card(7)
-    assert kernels.ops_for.__wrapped__("cuda").name == "cuda (Triton)"
+    ops = kernels.ops_for.__wrapped__("cuda")
+    assert ops.name == "cuda (Triton)" and ops.token_scores is not None
+
+
+def test_log_probabilities_that_are_not_as_defined_there_are_announced_and_left_to_torch(card, monkeypatch, caplog):
+    card(7)
+    monkeypatch.setattr(cuda, "why_not", lambda _token_scores: "in float16 ours differ from their definition")
+    ops = kernels.ops_for.__wrapped__("cuda")
+    assert ops.token_scores is None and ops.fused is not None
+    assert ops.name == "cuda (Triton; log-probabilities by torch: in float16 ours differ from their definition)"
+    assert "log-probabilities are torch's (in float16 ours differ from their definition)" in caplog.text
 
 
 def test_a_launch_that_fails_is_announced_and_torchs_path_taken(card, caplog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
 from hybrid_rlhf.engine.train.patches import training_forms
+from hybrid_rlhf.kernels import cuda
+from hybrid_rlhf.kernels.shape_ops import shape_ops, telling
 from hybrid_rlhf.memory_plan import table, trace
 from hybrid_rlhf.memory_plan.plan import LIBRARIES, Generation, Line, Plan, Role, make_plan, parse_bytes, size_text
 from hybrid_rlhf.models.backbone import hidden_states
@@ -18,7 +21,7 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from tests.factories.tiny import save_tiny, tiny_causal_lm, tiny_config, tiny_tokenizer
 
-CPU = torch.device("cpu")
+CPU, CARD = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +239,72 @@ def test_layers_that_differ_are_not_counted_from_two(tmp_path) -> None:
     tiny_config(kind="qwen2", num_hidden_layers=6, sliding_window=8, use_sliding_window=True,
                 layer_types=["full_attention", "sliding_attention"] * 3).save_pretrained(tmp_path)
     assert trace._depths(ModelConfig(str(tmp_path))) == (6,)
+
+
+@pytest.mark.parametrize("device", [CPU, CARD], ids=str)
+def test_a_plan_traces_every_fused_operation_of_training(folder, device) -> None:
+    """Two layers of Llama's form: five norms, two gates and two rotary positions, each with its backward."""
+    names: Counter[str] = Counter()
+    empty = trace._made(model_of(folder), 2, device)
+    with empty as model, telling(lambda name, _given, _made: names.update([name])):
+        hidden = hidden_states(model, trace._batch(2, 16))
+        hidden.backward(torch.zeros_like(hidden))
+    assert (names["rms_norm"], names["rms_norm_backward"], names["gated"], names["gated_backward"]) == (5, 5, 2, 2)
+    assert names["rotary"] == 4  # whose backward is a rotation back
+
+
+def test_norms_that_a_cards_kernel_does_not_take_are_traced_as_the_models_own() -> None:
+    fused, names = shape_ops("cuda").fused, []
+    with telling(lambda name, _given, _made: names.append(name)):
+        for size in (8192, 8194):
+            x = torch.ones(2, size)
+            out = fused.rms_norm(x, torch.ones(size), 1e-6)
+            assert out.shape == x.shape and names == ["rms_norm"]
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_log_probabilities_on_a_card_hold_logits_and_their_gradient_and_nothing_in_fp32(folder, entropy) -> None:
+    """By hand: 1,000 tokens of 300 words in bf16 are 600,000 bytes, and so is their gradient; a few numbers a token."""
+    model = ModelConfig(folder, dtype="bfloat16", lora=LoraConfig(r=4))
+    logits, vectors = 600_000, 1000 * 60  # targets, scores, normalisers and their gradients
+    hidden = 1000 * tiny_config().hidden_size * 2  # and its gradient
+    scoring, training = (trace.logit_bytes(model, CARD, 1000, trains=trains, entropy=entropy)
+                         for trains in (False, True))
+    assert logits <= scoring <= logits + hidden + vectors
+    assert 2 * logits <= training <= 2 * (logits + hidden) + vectors
+
+
+def test_without_triton_a_plan_counts_torchs_blocks_in_fp32(folder, monkeypatch) -> None:
+    """The card that is here takes what it has: with an entropy two copies of the logits in fp32, and no fused forms."""
+    model = ModelConfig(folder, dtype="bfloat16", lora=LoraConfig(r=4))
+    monkeypatch.setattr(cuda, "can_load", lambda: False)
+    found = trace.logit_bytes.__wrapped__(model, CARD, 1000, trains=False, entropy=True)
+    few = 1000 * (2 * tiny_config().hidden_size + 60)  # hidden states; targets, scores and sums
+    assert 600_000 + 2 * 1_200_000 <= found <= 600_000 + 2 * 1_200_000 + few
+    assert shape_ops("cuda").fused is None
+
+
+@pytest.mark.parametrize(("has_card", "spec", "missing", "expected"), [
+    (False, None, ["gcc"], True), (True, "found", [], True), (True, None, [], False), (True, "found", ["gcc"], False)])
+def test_a_card_that_is_elsewhere_has_tritons_kernels_and_one_that_is_here_where_they_can_be_had(
+        monkeypatch, has_card, spec, missing, expected) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_card)
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda _name: spec)
+    monkeypatch.setattr(cuda.launcher, "missing_tools", lambda: missing)
+    assert cuda.can_load() is expected
+
+
+def test_a_storage_that_grows_is_counted_as_grown() -> None:
+    """By hand: 10 numbers of 4 bytes, then 100; a weight that was there before counts nothing."""
+    weight = torch.zeros(1000)
+    with trace.LiveBytes((weight,)) as live:
+        spare = torch.empty(10)
+        weight.add_(1)
+        assert live.now == 40
+        spare.resize_(100)
+        assert (live.now, live.peak) == (400, 400)
+        del spare
+    assert (live.now, live.peak) == (0, 400)
 
 
 def test_a_prefill_keeps_no_layers_keys() -> None:
