@@ -8,6 +8,8 @@ allows it is tried on the model itself.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +18,13 @@ from torch import Tensor, nn
 from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, to_device, token_budget_groups
 from hybrid_rlhf.models.hf_attention import forward_parameters
-from hybrid_rlhf.models.transformers_compat import attention_name, never_packed, sdpa_replaced
+from hybrid_rlhf.models.transformers_compat import (
+    attention_name,
+    can_recompute_within,
+    never_packed,
+    recomputed_within,
+    sdpa_replaced,
+)
 
 _BLOCK_TOKENS = 32  # what another block costs in attention, in tokens of padding
 LEAST_SAVED = 0.1  # of the batch's tokens with padding: below, spreading out costs as much as it saves
@@ -176,8 +184,13 @@ def distinct_states(model: nn.Module, batch: SequenceBatch, packed: Packing) -> 
         rows = rows[0] if len(rows) == 1 else torch.cat(rows)
         return _Gather.apply(rows, packed.home).view(1, -1, *found[0].shape[2:]), None
 
+    @contextmanager
+    def spread_out() -> Iterator[None]:
+        with sdpa_replaced(attend), never_packed():  # restarting positions would be read as rows packed in a row
+            yield
+
     ids = batch.input_ids.flatten()[packed.source][None]
-    with sdpa_replaced(attend), never_packed():  # restarting positions would be read as rows packed in a row
+    with spread_out(), recomputed_within(model, spread_out):
         states = model.base_model(input_ids=ids, use_cache=False,
                                   position_ids=packed.positions[None]).last_hidden_state[0]
     num_layers = _config(model).get_text_config().num_hidden_layers
@@ -203,12 +216,12 @@ def _config(model: nn.Module):  # noqa: ANN202 - transformers' own
 def sharing_is_exact(model: nn.Module, tolerance: float = 1e-3) -> bool:
     """Whether rows that share their beginning give the states they have alone, on this very model.
 
-    False, without a try, where layers are computed again in the backward pass, and for models that attend otherwise
-    than by transformers' "sdpa".
+    False, without a try, where layers are computed again in the backward pass by a function that is not torch's, and
+    for models that attend otherwise than by transformers' "sdpa".
     """
     names = forward_parameters(model.base_model)
     if (not {"position_ids", "attention_mask"} <= names or attention_name(_config(model)) != "sdpa"
-            or any(getattr(m, "gradient_checkpointing", False) for m in model.modules())):
+            or not can_recompute_within(model)):
         return False
     weight = next(model.parameters())
     lengths = torch.tensor([14, 9, 8, 12])

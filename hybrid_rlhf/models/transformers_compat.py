@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -107,6 +107,31 @@ def sdpa_replaced(attention: Callable) -> Iterator[None]:
         yield
     finally:
         attentions["sdpa"] = original
+
+
+def can_recompute_within(model: nn.Module) -> bool:
+    """Whether every part of `model` that checkpoints its activations does so by a function that takes a context for
+    computing them again: torch's own, without reentrance. True where none does."""
+    functions = [getattr(m, "_gradient_checkpointing_func", None) for m in _checkpointing(model)]
+    return all(isinstance(f, partial) and f.keywords.get("use_reentrant") is False for f in functions)
+
+
+@contextmanager
+def recomputed_within(model: nn.Module, context: Callable[[], AbstractContextManager]) -> Iterator[None]:
+    """What `model` checkpoints in forwards within the block is computed again within context(), whenever the backward
+    pass does it."""
+    before = [(part, TRANSFORMERS.part(part, "_gradient_checkpointing_func")) for part in _checkpointing(model)]
+    for part, function in before:
+        part._gradient_checkpointing_func = partial(function, context_fn=lambda: (nullcontext(), context()))
+    try:
+        yield
+    finally:
+        for part, function in before:
+            part._gradient_checkpointing_func = function
+
+
+def _checkpointing(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
 
 
 @contextmanager

@@ -87,8 +87,7 @@ class PolicyModule(nn.Module):
             packed = packing(batch) if batch.position_ids is None else documents(batch)
         if packed is None:
             if batch.position_ids is not None:
-                self._say_masked("its attention is no plain causal one, its activations are checkpointed, or its "
-                                 "weights are in parts")
+                self._say_masked("its attention is no plain causal one, or its weights are in parts")
             return predicting(hidden_states(self.model, batch), batch)
         try:
             return shared_states(self.model, batch, packed)

@@ -9,7 +9,7 @@ from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right, pref
 from hybrid_rlhf.data.collate import collate_pairs
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.models.heads import ScalarModel
-from hybrid_rlhf.models.shared_prefix import packing, prefix_groups, sharing_is_exact
+from hybrid_rlhf.models.shared_prefix import packing, prefix_groups
 from hybrid_rlhf.roles import Actor, Critic, Reward
 from hybrid_rlhf.roles.policy_module import PolicyModule
 from hybrid_rlhf.rollout import Prompts, Rollout
@@ -70,10 +70,21 @@ def test_models_that_mix_tokens_otherwise_compute_every_row_whole(kind, options)
     torch.testing.assert_close(before, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_checkpointed_activations_are_recomputed_without_sharing():
-    model = tiny_causal_lm(3)
-    model.gradient_checkpointing_enable()
-    assert not sharing_is_exact(model)
+def test_checkpointed_activations_share_in_the_backward_pass_too():
+    """Twice, with another batch between: the layers of each are computed again with its own prefixes."""
+    model, twin = (tiny_causal_lm(3, initializer_range=0.2) for _ in range(2))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    module = PolicyModule(model.train())
+    assert module.can_share()
+    weights = torch.linspace(-1, 2, sum(map(len, RESPONSES)))
+    model.train()
+    found, _other = module(batch_of()), module(batch_of(PROMPTS[:4], RESPONSES[:4]))
+    (found.logprobs * weights).sum().backward()
+    expected, loss = plain(twin, weights)
+    loss.backward()
+    torch.testing.assert_close(found.logprobs, expected, rtol=1e-4, atol=1e-5)
+    for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4), name
 
 
 def test_rows_that_share_too_little_are_left_as_they_are():
