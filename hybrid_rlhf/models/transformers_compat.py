@@ -96,17 +96,25 @@ def own_attention(is_float: Callable, is_bool: Callable) -> Iterator[None]:
         masks.update(before)
 
 
-@contextmanager
-def sdpa_replaced(attention: Callable) -> Iterator[None]:
+def sdpa_replaced(attention: Callable) -> AbstractContextManager[None]:
     """Within the block models whose attention is "sdpa" call attention(original, module, query, key, ...) in its place,
     where original is what they would have called. Their configuration, and so their masks, stay as they are."""
-    attentions = _attentions()
-    original = attentions["sdpa"]
-    attentions["sdpa"] = partial(attention, original)
+    return _replaced(_attentions(), attention)
+
+
+def sdpa_masks_replaced(mask: Callable) -> AbstractContextManager[None]:
+    """Within the block models whose attention is "sdpa" call mask(original, ...) for their masks."""
+    return _replaced(_masks(), mask)
+
+
+@contextmanager
+def _replaced(functions: dict[str, Callable], function: Callable) -> Iterator[None]:
+    original = functions["sdpa"]
+    functions["sdpa"] = partial(function, original)
     try:
         yield
     finally:
-        attentions["sdpa"] = original
+        functions["sdpa"] = original
 
 
 def can_recompute_within(model: nn.Module) -> bool:

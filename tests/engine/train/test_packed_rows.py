@@ -48,7 +48,7 @@ def test_states_and_gradients_are_those_of_the_masked_forward(kind, dtype, bound
     masked = copy.deepcopy(model)
     module = PolicyModule(model)
     assert module.can_share()
-    ours, theirs = module._states(batch), predicting(hidden_states(masked, batch), batch)
+    ours, theirs = module.states(batch).rows, predicting(hidden_states(masked, batch), batch)
     weight = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(1))
     for states in (ours, theirs):
         (states.float() * weight).sum().backward()
@@ -87,18 +87,46 @@ def test_the_longest_attention_is_a_document_s_not_a_row_s(monkeypatch):
         return original(query, *given, **named)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
-    engine.module._states(batch)
+    engine.module.states(batch)
     assert largest == [64 * 16 * 16] * 2
 
 
-def test_a_window_shorter_than_the_row_goes_back_to_masks_and_says_so(caplog):
-    model = tiny_causal_lm(kind="mistral", sliding_window=40)
+@pytest.mark.parametrize("saves", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("window", [6, 40], ids=["shorter than a document", "shorter than the row"])
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text"])  # one kind of layer; windows in turn with whole attention
+def test_windows_are_those_of_documents(kind, window, saves, monkeypatch):
+    options = {"layer_types": ["sliding_attention", "full_attention"]} if kind == "gemma3_text" else {}
+    model = tiny_causal_lm(kind=kind, sliding_window=window, **options)
+    assert model.config.sliding_window == window
+    if saves:
+        checkpointed(model)
+    masked, batch = copy.deepcopy(model), packed(64)
+    module = PolicyModule(model)
+    assert module.can_share()
+    model.train(saves)
+    theirs = predicting(hidden_states(masked, batch), batch)
+    weight = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(1))
+    (theirs * weight).sum().backward()
+    masks = []
+    original = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *given, **named: (
+        masks.append(named.get("attn_mask")), original(*given, **named))[1])
+    ours = module.states(batch).rows
+    (ours * weight).sum().backward()
+    assert {tuple(m.shape) for m in masks if m is not None} == ({(14, 14)} if window == 6 else set())
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for (name, own), other in zip(model.named_parameters(), masked.parameters(), strict=True):
+        if other.grad is not None:
+            assert (own.grad - other.grad).norm() <= 1e-4 * other.grad.norm() + 1e-6, name
+
+
+def test_rows_that_need_a_mask_of_another_kind_go_back_to_masks_and_it_is_said_once(caplog):
+    model = tiny_causal_lm(kind="mistral", sliding_window=40, attention_chunk_size=64)  # no plain window, then
     module, batch = PolicyModule(model), packed(64)
     assert module.can_share()
     with caplog.at_level(logging.WARNING):
-        found = module._states(batch)
-    assert not module.can_share()
-    for states in (found, module._states(batch)):
+        found = [module.states(batch).rows for _ in range(2)]
+    for states in found:
         torch.testing.assert_close(states, predicting(hidden_states(model, batch), batch))
     said = [r.getMessage() for r in caplog.records if "data.packing" in r.getMessage()]
     assert len(said) == 1 and "masks whose memory grows with the square of data.max_length" in said[0]
@@ -124,7 +152,7 @@ def test_layers_that_are_computed_again_are_spread_out_again(dtype, bound, has_a
     assert module.can_share()
     model.train()
     num_attended = counted_attention(model)
-    ours, theirs = module._states(batch), predicting(hidden_states(masked, batch), batch)
+    ours, theirs = module.states(batch).rows, predicting(hidden_states(masked, batch), batch)
     weight = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(1))
     for states in (ours, theirs):
         (states.float() * weight).sum().backward()
@@ -160,7 +188,7 @@ def test_with_checkpointing_the_memory_of_packed_rows_grows_with_their_tokens_no
         with counting(model, lambda _func, _given, _named, out, sizes=sizes: sizes.extend(
                 leaf.untyped_storage().nbytes() for leaf in torch.utils._pytree.tree_leaves(out)
                 if isinstance(leaf, torch.Tensor))) as live:
-            module._states(batch).sum().backward()
+            module.states(batch).rows.sum().backward()
         peaks.append(live.peak)
         largest.append(max(sizes))
     assert peaks[2] < 4.1 * peaks[1] < 4.1 * 4.1 * peaks[0]
@@ -174,6 +202,6 @@ def test_a_checkpoint_that_takes_no_context_keeps_the_masks_and_it_is_said(caplo
     module, batch = PolicyModule(model.train()), packed()
     assert not module.can_share()
     with caplog.at_level(logging.WARNING):
-        found = module._states(batch)
+        found = module.states(batch).rows
     torch.testing.assert_close(found, predicting(hidden_states(model, batch), batch))
     assert "masks whose memory grows" in caplog.text
