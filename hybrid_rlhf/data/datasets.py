@@ -40,7 +40,7 @@ class DataConfig:
         append_eos: Whether plain-text answers end with EOS. false for text that is continued and never has to end;
             messages always end with it.
         packing: Whether several demonstrations share a row of max_length tokens (stage sft). Each attends to itself
-            alone; with checkpointed activations, experts or short windows by a mask of all tokens by all tokens.
+            alone; where the model does not allow that (it is said), by a mask of all tokens by all tokens.
         max_samples: At most this many training rows, chosen by the seed.
         cache_dir: Where tokenized rows are kept (default $HYBRID_RLHF_CACHE or ~/.cache/hybrid_rlhf/data).
         chat_template: A jinja template, or a file of one, in place of the tokenizer's own.

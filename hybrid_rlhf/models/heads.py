@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.models.backbone import hidden_states
-from hybrid_rlhf.models.shared_prefix import distinct_states, packing, sharing_is_exact
+from hybrid_rlhf.models.row_attention import NotShareableError
+from hybrid_rlhf.models.shared_prefix import distinct_states, packing, say_whole, sharing_is_exact
 
 
 class ScalarModel(nn.Module):
@@ -33,9 +34,12 @@ class ScalarModel(nn.Module):
 
     def forward(self, batch: SequenceBatch) -> Tensor:
         packed = packing(batch) if self._can_share and batch.position_ids is None else None
-        if packed is None:
-            return self._numbers(hidden_states(self.model, batch))
-        return self._numbers(distinct_states(self.model, batch, packed))[packed.index]
+        if packed is not None:
+            try:
+                return self._numbers(distinct_states(self.model, batch, packed))[packed.index]
+            except NotShareableError as error:  # of these rows: longer than what the trial saw
+                say_whole(self.model, str(error), is_packed=False)
+        return self._numbers(hidden_states(self.model, batch))
 
     def _numbers(self, hidden: Tensor) -> Tensor:
         """(.., H) -> (..)."""

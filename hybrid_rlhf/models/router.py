@@ -30,31 +30,35 @@ class Router:
     coefficient: float
     num_choices: int | None
 
-    def choices(self, router_logits: tuple[Tensor, ...], batch: SequenceBatch) -> Tensor:
-        """(E,) fp32: how often each expert is among the first k for a real token, added up over layers."""
-        real = batch.attention_mask.flatten().float()
-        counts = torch.zeros(router_logits[0].shape[-1], device=real.device)
+    def choices(self, router_logits: tuple[Tensor, ...], counts: Tensor) -> Tensor:
+        """(E,) fp32: how often each expert is among the first k for a real token, added up over layers.
+
+        counts (tokens,): how many real tokens each of those that the logits are of stands for; 0 for padding.
+        """
+        chosen_by = counts.float()
+        choices = torch.zeros(router_logits[0].shape[-1], device=counts.device)
         for probabilities in _probabilities(router_logits):
             chosen = probabilities.topk(self.num_choices, -1).indices
-            counts.scatter_add_(0, chosen.flatten(), real.repeat_interleave(self.num_choices))
-        return counts
+            choices.scatter_add_(0, chosen.flatten(), chosen_by.repeat_interleave(self.num_choices))
+        return choices
 
     def shares(self, choices: Tensor) -> Tensor:
         """(E,) f: choices per token, of which each makes k."""
         return self.num_choices * choices / choices.sum()
 
     def loss(self, model: nn.Module, batch: SequenceBatch, hidden: Tensor, router_logits: tuple[Tensor, ...],
-             shares: Tensor | None = None) -> Tensor:
+             shares: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
         """The loss (a scalar, without its coefficient) of these real tokens. shares: (E,) f of the whole minibatch, or
-        None where these tokens are all of it."""
+        None where these tokens are all of it. counts: as `choices` has it, where the logits are not of all the batch's
+        tokens; num_choices must be known then."""
         if self.num_choices is None:
             return own_router_loss(model, batch, hidden, router_logits)
+        counts = (batch.attention_mask.flatten() if counts is None else counts).float()
         if shares is None:
             with torch.no_grad():
-                shares = self.shares(self.choices(router_logits, batch))
-        real = batch.attention_mask.flatten().float()
-        total = sum(real @ probabilities.float() for probabilities in _probabilities(router_logits))
-        return len(shares) * (to_device(shares, total.device) * total).sum() / (len(router_logits) * real.sum())
+                shares = self.shares(self.choices(router_logits, counts))
+        total = sum(counts @ probabilities.float() for probabilities in _probabilities(router_logits))
+        return len(shares) * (to_device(shares, total.device) * total).sum() / (len(router_logits) * counts.sum())
 
 
 def _probabilities(router_logits: tuple[Tensor, ...]) -> Iterator[Tensor]:

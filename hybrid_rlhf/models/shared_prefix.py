@@ -8,7 +8,10 @@ allows it is tried on the model itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import logging
+from dataclasses import replace
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -17,33 +20,15 @@ from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.out_of_memory import is_out_of_memory
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, to_device, token_budget_groups
 from hybrid_rlhf.models.hf_attention import forward_parameters
-from hybrid_rlhf.models.transformers_compat import attention_name, never_packed, sdpa_replaced
+from hybrid_rlhf.models.row_attention import NotShareableError, Packing, RowAttention
+from hybrid_rlhf.models.transformers_compat import attention_name, can_recompute_within, recomputed_within
 
 _BLOCK_TOKENS = 32  # what another block costs in attention, in tokens of padding
 LEAST_SAVED = 0.1  # of the batch's tokens with padding: below, spreading out costs as much as it saves
 
-
-class NotShareableError(RuntimeError):
-    """The model does not attend in the one way that rows can be spread out around."""
-
-
-@dataclass
-class Packing:
-    """B rows of T tokens as N different ones, and as S in blocks of rows of about one length, for attention.
-
-    index (B, T): which of the N each is (padding: any); source (N,): a place of each in the flat (B * T); positions
-    (N,). blocks: (rows, width) of each block; spread (S,): which of the N stand in the blocks, row by row; home (N,): a
-    place of each of the N there. groups: (first of the N, places (rows, length) in the S) of each beginning that
-    several rows have.
-    """
-
-    index: Tensor
-    source: Tensor
-    positions: Tensor
-    blocks: list[tuple[int, int]]
-    spread: Tensor
-    home: Tensor
-    groups: list[tuple[int, Tensor]]
+_log = logging.getLogger(__name__)
+_said_packed: WeakSet[nn.Module] = WeakSet()
+_said_shared: WeakSet[nn.Module] = WeakSet()
 
 
 def beginnings(batch: SequenceBatch) -> list[tuple[int, bytes]]:
@@ -119,80 +104,41 @@ def _in_blocks(index: Tensor, source: Tensor, positions: Tensor, lengths: Tensor
     return Packing(index, source, positions, blocks, spread, home, groups)
 
 
-class _Spread(torch.autograd.Function):
-    """(N, W) -> (S, W): every row whole. Gradients of a common beginning are summed over its rows, in fp32."""
-
-    @staticmethod
-    def forward(ctx, tokens: Tensor, packed: Packing) -> Tensor:  # noqa: ANN001
-        ctx.packed = packed
-        return tokens.index_select(0, packed.spread)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN001
-        packed: Packing = ctx.packed
-        out = gradient.index_select(0, packed.home)
-        for start, places in packed.groups:
-            rows = gradient.index_select(0, places.flatten()).view(*places.shape, -1)
-            out[start : start + places.shape[1]] = rows.sum(0, dtype=torch.float32)
-        return out, None
-
-
-class _Gather(torch.autograd.Function):
-    """(S, W) -> (N, W): each token from one of the rows that hold it."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, home: Tensor) -> Tensor:  # noqa: ANN001
-        ctx.home, ctx.size = home, len(rows)
-        return rows.index_select(0, home)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN001
-        out = gradient.new_zeros(ctx.size, gradient.shape[1])
-        return out.index_copy_(0, ctx.home, gradient.contiguous()), None
-
-
-def _spread(x: Tensor, packed: Packing) -> list[Tensor]:
-    """(1, H, N, D) -> (rows, H, width, D) for each block."""
-    heads, dim = x.shape[1], x.shape[3]
-    flat = _Spread.apply(x[0].transpose(0, 1).reshape(-1, heads * dim), packed)
-    parts = flat.split([rows * width for rows, width in packed.blocks])
-    return [part.view(*block, heads, dim).transpose(1, 2) for part, block in zip(parts, packed.blocks, strict=True)]
-
-
 def distinct_states(model: nn.Module, batch: SequenceBatch, packed: Packing) -> Tensor:
     """(N, H): the last hidden states of the different tokens of `batch`, which packed.index spreads out into rows.
 
     Raises NotShareableError for a model whose attention is not causal and plain, or not found where it should be.
     """
-    num_calls = 0
+    return _distinct(model, batch, packed).last_hidden_state[0]
 
-    def attend(original, module, query, key, value, attention_mask, *given, **named):  # noqa: ANN001, ANN002, ANN003, ANN202
-        nonlocal num_calls
-        num_calls += 1
-        if attention_mask is not None or not query.shape[2] == key.shape[2] == len(packed.home):
-            raise NotShareableError(f"{type(module).__name__} attends by a mask or to other tokens")
-        found = [original(module, *block, None, *given, **named)[0]  # (rows, width, H, D)
-                 for block in zip(*(_spread(x, packed) for x in (query, key, value)), strict=True)]
-        rows = [out.flatten(0, 1).flatten(1) for out in found]
-        rows = rows[0] if len(rows) == 1 else torch.cat(rows)
-        return _Gather.apply(rows, packed.home).view(1, -1, *found[0].shape[2:]), None
 
-    ids = batch.input_ids.flatten()[packed.source][None]
-    with sdpa_replaced(attend), never_packed():  # restarting positions would be read as rows packed in a row
-        states = model.base_model(input_ids=ids, use_cache=False,
-                                  position_ids=packed.positions[None]).last_hidden_state[0]
+def distinct_states_and_router_logits(model: nn.Module, batch: SequenceBatch,
+                                      packed: Packing) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`distinct_states`, and what the router of each layer with experts says of each of these tokens, (N, experts)."""
+    out = _distinct(model, batch, packed, output_router_logits=True)
+    return out.last_hidden_state[0], out.router_logits
+
+
+def _distinct(model: nn.Module, batch: SequenceBatch, packed: Packing, **options: bool) -> Any:  # of transformers
+    ids, attention = batch.input_ids.flatten()[packed.source][None], RowAttention(packed)
+    with attention.in_its_place(), recomputed_within(model, attention.in_its_place):
+        out = model.base_model(input_ids=ids, use_cache=False, position_ids=packed.positions[None], **options)
     num_layers = _config(model).get_text_config().num_hidden_layers
-    if num_calls != num_layers:  # the other layers mix tokens in a way of their own
-        raise NotShareableError(f"{type(model).__name__}: {num_calls} of {num_layers} layers attend where we look")
-    return states
+    if attention.num_calls != num_layers:  # the other layers mix tokens in a way of their own
+        raise NotShareableError(f"{type(model).__name__}: {attention.num_calls} of {num_layers} layers attend where "
+                                "we look")
+    return out
 
 
-def shared_states(model: nn.Module, batch: SequenceBatch, packed: Packing) -> Tensor:
-    """(M, H): the last hidden states that predict the marked tokens of `batch`, as tensors.predicting orders them.
-
-    Raises what `distinct_states` raises.
-    """
-    return distinct_states(model, batch, packed).index_select(0, packed.index.flatten()[batch.places()])
+def say_whole(model: nn.Module, reason: str, *, is_packed: bool) -> None:
+    """Say once for a model why some rows of it are computed whole. is_packed: they are packed rows."""
+    said = _said_packed if is_packed else _said_shared
+    if model not in said and is_packed:
+        _log.warning("data.packing: documents are kept apart by masks whose memory grows with the square of "
+                     "data.max_length (%s)", reason)
+    elif model not in said:
+        _log.warning("rows that begin alike are computed one by one where that cannot be shared (%s)", reason)
+    said.add(model)
 
 
 def _config(model: nn.Module):  # noqa: ANN202 - transformers' own
@@ -204,12 +150,13 @@ def _config(model: nn.Module):  # noqa: ANN202 - transformers' own
 def sharing_is_exact(model: nn.Module, tolerance: float = 1e-3) -> bool | None:
     """Whether rows that share their beginning give the states they have alone, on this very model.
 
-    False, without a try, where layers are computed again in the backward pass, and for models that attend otherwise
-    than by transformers' "sdpa". None where memory ran out, which says nothing of the model.
+    False, without a try, where layers are computed again in the backward pass by a function that is not torch's, and
+    for models that attend otherwise than by transformers' "sdpa". None where memory ran out, which says nothing of the
+    model.
     """
     names = forward_parameters(model.base_model)
     if (not {"position_ids", "attention_mask"} <= names or attention_name(_config(model)) != "sdpa"
-            or any(getattr(m, "gradient_checkpointing", False) for m in model.modules())):
+            or not can_recompute_within(model)):
         return False
     weight = next(model.parameters())
     lengths = torch.tensor([14, 9, 8, 12])
@@ -221,7 +168,8 @@ def sharing_is_exact(model: nn.Module, tolerance: float = 1e-3) -> bool | None:
     training = model.training
     model.eval()
     try:
-        shared = shared_states(model, batch, packing(batch)).float()
+        packed = present(packing(batch), "packing")
+        shared = distinct_states(model, batch, packed).index_select(0, packed.predicting(batch)).float()
         rows = [model.base_model(input_ids=ids[i : i + 1, :n], use_cache=False).last_hidden_state[0]
                 for i, n in enumerate(lengths.tolist())]
     except (NotShareableError, TypeError, ValueError, RuntimeError, IndexError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -96,17 +96,50 @@ def own_attention(is_float: Callable, is_bool: Callable) -> Iterator[None]:
         masks.update(before)
 
 
-@contextmanager
-def sdpa_replaced(attention: Callable) -> Iterator[None]:
+def sdpa_replaced(attention: Callable) -> AbstractContextManager[None]:
     """Within the block models whose attention is "sdpa" call attention(original, module, query, key, ...) in its place,
     where original is what they would have called. Their configuration, and so their masks, stay as they are."""
-    attentions = _attentions()
-    original = attentions["sdpa"]
-    attentions["sdpa"] = partial(attention, original)
+    return _replaced(_attentions(), attention)
+
+
+def sdpa_masks_replaced(mask: Callable) -> AbstractContextManager[None]:
+    """Within the block models whose attention is "sdpa" call mask(original, ...) for their masks."""
+    return _replaced(_masks(), mask)
+
+
+@contextmanager
+def _replaced(functions: dict[str, Callable], function: Callable) -> Iterator[None]:
+    original = functions["sdpa"]
+    functions["sdpa"] = partial(function, original)
     try:
         yield
     finally:
-        attentions["sdpa"] = original
+        functions["sdpa"] = original
+
+
+def can_recompute_within(model: nn.Module) -> bool:
+    """Whether every part of `model` that checkpoints its activations does so by a function that takes a context for
+    computing them again: torch's own, without reentrance. True where none does."""
+    functions = [getattr(m, "_gradient_checkpointing_func", None) for m in _checkpointing(model)]
+    return all(isinstance(f, partial) and f.keywords.get("use_reentrant") is False for f in functions)
+
+
+@contextmanager
+def recomputed_within(model: nn.Module, context: Callable[[], AbstractContextManager]) -> Iterator[None]:
+    """What `model` checkpoints in forwards within the block is computed again within context(), whenever the backward
+    pass does it."""
+    before = [(part, TRANSFORMERS.part(part, "_gradient_checkpointing_func")) for part in _checkpointing(model)]
+    for part, function in before:
+        part._gradient_checkpointing_func = partial(function, context_fn=lambda: (nullcontext(), context()))
+    try:
+        yield
+    finally:
+        for part, function in before:
+            part._gradient_checkpointing_func = function
+
+
+def _checkpointing(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
 
 
 @contextmanager

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +15,15 @@ from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
 from hybrid_rlhf.kernels import ops_for
 from hybrid_rlhf.models.backbone import hidden_states, hidden_states_and_router_logits, own_head
 from hybrid_rlhf.models.router import router_of
-from hybrid_rlhf.models.shared_prefix import NotShareableError, documents, packing, shared_states, sharing_is_exact
-
-_log = logging.getLogger(__name__)
+from hybrid_rlhf.models.row_attention import NotShareableError, Packing
+from hybrid_rlhf.models.shared_prefix import (
+    distinct_states,
+    distinct_states_and_router_logits,
+    documents,
+    packing,
+    say_whole,
+    sharing_is_exact,
+)
 
 
 @dataclass
@@ -37,6 +42,16 @@ class TokenScores:
     choices: Tensor | None = None
 
 
+class Computed(NamedTuple):
+    """rows (N, H): the hidden states that predict the loss tokens. hidden (.., H): those of all tokens that were
+    computed, with their router_logits if asked for, and counts (tokens,): how many real tokens each stands for."""
+
+    rows: Tensor
+    hidden: Tensor
+    router_logits: tuple[Tensor, ...] | None
+    counts: Tensor
+
+
 class PolicyModule(nn.Module):
     """A causal model whose forward gives log-probabilities of the loss tokens, from chunks of the logits."""
 
@@ -45,7 +60,6 @@ class PolicyModule(nn.Module):
         self.model = model
         self.router = router_of(model)
         self._can_share: bool | None = None
-        self._is_masked = False  # packed rows, and this was said
 
     def can_share(self) -> bool:
         """Whether rows that begin alike are computed with that beginning once; the first call tries it on the model.
@@ -53,7 +67,8 @@ class PolicyModule(nn.Module):
         Until then, and where it is not, `forward` computes every row whole.
         """
         if self._can_share is None:
-            self._can_share = self.router is None and sharing_is_exact(self.model)
+            has_own_loss = self.router is not None and self.router.num_choices is None  # of rows as they are
+            self._can_share = not has_own_loss and sharing_is_exact(self.model)
         return bool(self._can_share)
 
     def forward(self, batch: SequenceBatch, with_entropy: bool = False, expert_shares: Tensor | None = None,
@@ -61,15 +76,12 @@ class PolicyModule(nn.Module):
         """expert_shares: (E,) of the minibatch that these rows are a part of (Router.loss). with_choices: count the
         experts' choices. temperature: what the logits are divided by."""
         router_loss = choices = None
-        if self.router and (with_choices or torch.is_grad_enabled()):
-            hidden, logits = hidden_states_and_router_logits(self.model, batch)
-            if with_choices:
-                choices = self.router.choices(logits, batch)
-            else:
-                router_loss = self.router.loss(self.model, batch, hidden, logits, expert_shares)
-            rows = predicting(hidden, batch)
-        else:
-            rows = self._states(batch)
+        needs_router = self.router is not None and (with_choices or torch.is_grad_enabled())
+        rows, hidden, logits, counts = self.states(batch, needs_router)
+        if self.router and logits is not None and with_choices:
+            choices = self.router.choices(logits, counts)
+        elif self.router and logits is not None:
+            router_loss = self.router.loss(self.model, batch, hidden, logits, expert_shares, counts)
         config: Any = self.model.config  # of transformers
         size = chunk_rows(config.get_text_config().vocab_size, rows.dtype)
         num_chunks = max(1, -(-len(rows) // size))
@@ -80,27 +92,24 @@ class PolicyModule(nn.Module):
                                 score_logits=ops_for(rows.device.type).token_scores)
         return TokenScores(*scores, router_loss, choices)
 
-    def _states(self, batch: SequenceBatch) -> Tensor:
-        """(N, H): the hidden states that predict the loss tokens."""
+    def states(self, batch: SequenceBatch, with_router: bool = False) -> Computed:
+        """What the backbone says of the batch, each beginning that rows share and each packed document by itself where
+        the model can; a row that it cannot take so (which is said once) whole."""
         packed = None
         if self._can_share and len(batch):
             packed = packing(batch) if batch.position_ids is None else documents(batch)
-        if packed is None:
-            if batch.position_ids is not None:
-                self._say_masked("its attention is no plain causal one, its activations are checkpointed, or its "
-                                 "weights are in parts")
-            return predicting(hidden_states(self.model, batch), batch)
-        try:
-            return shared_states(self.model, batch, packed)
-        except NotShareableError as error:
-            if batch.position_ids is None:
-                raise
-            self._can_share = False  # a window shorter than the packed rows, say: its mask is the model's own
-            self._say_masked(str(error))
-            return predicting(hidden_states(self.model, batch), batch)
+        elif batch.position_ids is not None:
+            say_whole(self.model, "its attention is no plain causal one, or its weights are in parts", is_packed=True)
+        if packed is not None:
+            try:
+                return self._distinct(batch, packed, with_router)
+            except NotShareableError as error:  # these rows are longer than those of the trial
+                say_whole(self.model, str(error), is_packed=batch.position_ids is not None)
+        hidden, logits = (hidden_states_and_router_logits(self.model, batch) if with_router
+                          else (hidden_states(self.model, batch), None))
+        return Computed(predicting(hidden, batch), hidden, logits, batch.attention_mask.flatten())
 
-    def _say_masked(self, reason: str) -> None:
-        if not self._is_masked:
-            _log.warning("data.packing: documents are kept apart by masks whose memory grows with the square of "
-                         "data.max_length (%s)", reason)
-        self._is_masked = True
+    def _distinct(self, batch: SequenceBatch, packed: Packing, with_router: bool) -> Computed:
+        hidden, logits = (distinct_states_and_router_logits(self.model, batch, packed) if with_router
+                          else (distinct_states(self.model, batch, packed), None))
+        return Computed(hidden.index_select(0, packed.predicting(batch)), hidden, logits, packed.counts(batch))

@@ -10,6 +10,7 @@ import torch
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.models.dropout import check_trains_as_it_evaluates, disable_dropout
 from hybrid_rlhf.models.load import ModelConfig, load_causal_lm
+from hybrid_rlhf.models.merging import plain_weights
 from hybrid_rlhf.models.saving import save
 from hybrid_rlhf.training import builders
 from tests.factories.tiny import save_tiny, tiny_causal_lm, tiny_tokenizer
@@ -65,6 +66,6 @@ def test_a_policy_is_opened_without_dropout_or_with_it_as_the_stage_wants(tmp_pa
 
 def test_a_saved_model_keeps_the_rates_that_its_authors_gave_it(tmp_path):
     model = disable_dropout(load_causal_lm(ModelConfig(save_tiny(tmp_path / "a", kind="falcon", **KINDS["falcon"]))))
-    save(model, model.state_dict(), tmp_path / "b")
+    save(model, plain_weights(model), tmp_path / "b")
     assert json.loads((tmp_path / "b" / "config.json").read_text())["hidden_dropout"] == 0.5
     assert model.config.hidden_dropout == 0.0

@@ -1,6 +1,7 @@
 """Models with experts train: the router's loss, adapters on fused experts, and every stage on two architectures."""
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -13,6 +14,7 @@ from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.models.backbone import hidden_states, hidden_states_and_router_logits, router_coefficient
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers
 from hybrid_rlhf.models.router import Router, router_of
+from hybrid_rlhf.models.row_attention import RowAttention
 from hybrid_rlhf.roles import Actor, PolicyModule, Reference, Reward, Roles
 from hybrid_rlhf.trainers.ppo import PPOTrainer
 from hybrid_rlhf.trainers.reward import RewardTrainer
@@ -126,6 +128,7 @@ def test_a_model_with_a_router_loss_of_another_kind_keeps_its_own_and_says_so(ca
     model = mixture()
     plain = type(model).forward
 
+    @functools.wraps(plain)  # its parameters are asked for, and remembered for the class
     def forward(self, *given, **named):
         out = plain(self, *given, **named)
         out.aux_loss = out.aux_loss and 3 * out.aux_loss
@@ -149,6 +152,32 @@ def test_checkpointing_changes_nothing_and_a_model_without_experts_has_no_router
     dense = tiny_causal_lm()
     assert router_coefficient(dense) == 0 and router_coefficient(mixture()) == 0.1
     assert "aux_loss" not in SFTTrainer(actor(dense)).step(BATCH).compute()
+
+
+@pytest.mark.parametrize("saves", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("max_tokens", [8192, 1])
+@pytest.mark.parametrize("packing_length", [None, 24])
+def test_shared_prefixes_and_packed_rows_keep_the_router_s_loss(packing_length, max_tokens, saves, monkeypatch):
+    """A token that stands for several rows counts as several, padding for none; the same however it is cut."""
+    rows = [{"input_ids": [5, 6, 7, 8, 9, 10 + i, 20 + i], "loss_mask": [0] * 5 + [1] * 2} for i in range(6)]
+    batch, calls = collate_sft(rows, 0, packing_length=packing_length), []
+    shared, whole = actor(mixture(), max_tokens), actor(mixture(), max_tokens)
+    whole.engine.module._can_share = False
+    original = RowAttention._attend
+    monkeypatch.setattr(RowAttention, "_attend", lambda *given, **named: (
+        calls.append(1), original(*given, **named))[1])
+    for policy in (shared, whole) if saves else ():
+        policy.engine.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    expected = SFTTrainer(whole).step(batch).compute()
+    assert not calls
+    found = SFTTrainer(shared).step(batch).compute()
+    # 2 layers of the trial; alone in its micro-batch a row shares nothing; else as many again where all is computed
+    # again, and where a cut minibatch is counted first
+    assert len(calls) > 2 or (max_tokens == 1 and packing_length is None)
+    for name in ("loss", "aux_loss", "grad_norm"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4), name
+    for ours, theirs in zip(shared.engine.model.parameters(), whole.engine.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,7 +9,7 @@ from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right, pref
 from hybrid_rlhf.data.collate import collate_pairs
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.models.heads import ScalarModel
-from hybrid_rlhf.models.shared_prefix import packing, prefix_groups, sharing_is_exact
+from hybrid_rlhf.models.shared_prefix import packing, prefix_groups
 from hybrid_rlhf.roles import Actor, Critic, Reward
 from hybrid_rlhf.roles.policy_module import PolicyModule
 from hybrid_rlhf.rollout import Prompts, Rollout
@@ -39,7 +39,8 @@ def plain(model, weights) -> torch.Tensor:
 @pytest.mark.parametrize("kind, options", [
     ("llama", {}), ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
                              "embd_pdrop": 0.0}),
-    ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}), ("qwen3", {"head_dim": 16}), ("gpt_neox", {})])
+    ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}), ("qwen3", {"head_dim": 16}), ("gpt_neox", {}),
+    ("mistral", {"sliding_window": 20}), ("mistral", {"sliding_window": 6})])  # shorter than all tokens; than a row
 def test_log_probabilities_and_gradients_are_those_of_every_row_alone(kind, options):
     model, twin = (tiny_causal_lm(3, kind=kind, initializer_range=0.2, **options) for _ in range(2))
     module = PolicyModule(model)
@@ -60,7 +61,7 @@ def test_log_probabilities_and_gradients_are_those_of_every_row_alone(kind, opti
 
 @pytest.mark.parametrize("kind, options", [
     ("bloom", {"n_layer": 2, "n_head": 4, "hidden_size": 32}), ("mamba", {"state_size": 8}),
-    ("llama", {"attn_implementation": "eager"}), ("mistral", {"sliding_window": 6})])
+    ("llama", {"attn_implementation": "eager"})])
 def test_models_that_mix_tokens_otherwise_compute_every_row_whole(kind, options):
     model = tiny_causal_lm(3, kind=kind, **options)
     module = PolicyModule(model)
@@ -70,10 +71,46 @@ def test_models_that_mix_tokens_otherwise_compute_every_row_whole(kind, options)
     torch.testing.assert_close(before, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_checkpointed_activations_are_recomputed_without_sharing():
-    model = tiny_causal_lm(3)
-    model.gradient_checkpointing_enable()
-    assert not sharing_is_exact(model)
+def test_checkpointed_activations_share_in_the_backward_pass_too():
+    """Twice, with another batch between: the layers of each are computed again with its own prefixes."""
+    model, twin = (tiny_causal_lm(3, initializer_range=0.2) for _ in range(2))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    module = PolicyModule(model.train())
+    assert module.can_share()
+    weights = torch.linspace(-1, 2, sum(map(len, RESPONSES)))
+    model.train()
+    found, _other = module(batch_of()), module(batch_of(PROMPTS[:4], RESPONSES[:4]))
+    (found.logprobs * weights).sum().backward()
+    expected, loss = plain(twin, weights)
+    loss.backward()
+    torch.testing.assert_close(found.logprobs, expected, rtol=1e-4, atol=1e-5)
+    for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4), name
+
+
+@pytest.mark.parametrize("is_scalar", [False, True])
+def test_rows_too_long_for_what_the_trial_saw_are_computed_one_by_one_and_it_is_said_once(is_scalar, caplog):
+    """The trial passes with 32 different tokens; the second batch has 58, more than the window, whose mask is not known
+    to be a window's with chunks beside it."""
+    options = {"kind": "mistral", "sliding_window": 40, "attention_chunk_size": 64, "initializer_range": 0.2}
+    model = (tiny_scalar_model if is_scalar else tiny_causal_lm)(3, **options)
+    module = (ScalarModel if is_scalar else PolicyModule)(model)
+    seen = []
+    model.get_input_embeddings().register_forward_hook(lambda _m, given, _out: seen.append(given[0].shape[1]))
+
+    def found(batch):
+        return module(batch)[batch.loss_mask] if is_scalar else module(batch).logprobs
+
+    batches = [batch_of(), batch_of(responses=[r * 3 for r in RESPONSES]), batch_of()]
+    assert module.can_share()
+    seen.clear()
+    shared = [found(batch) for batch in batches * 2]
+    assert seen == [DISTINCT, 58, 26, DISTINCT, DISTINCT, 58, 26, DISTINCT]  # 58 is tried, and then rows of 26
+    module._can_share = False
+    for own, batch in zip(shared, batches * 2, strict=True):
+        torch.testing.assert_close(own, found(batch), rtol=1e-4, atol=1e-5)
+    said = [r.getMessage() for r in caplog.records if "begin alike" in r.getMessage()]
+    assert len(said) == 1 and said[0].endswith("where that cannot be shared (MistralAttention attends by a mask)")
 
 
 def test_rows_that_share_too_little_are_left_as_they_are():
