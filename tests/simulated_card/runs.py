@@ -48,4 +48,5 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     """The steps of a run, without what the clock and the memory say."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     clocked = ("time/", "memory/", "engine/")
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(clocked)} for line in lines]
+    return [{k: v for k, v in json.loads(line).items()
+             if not k.startswith(clocked) and not k.endswith("micro_batch_tokens")} for line in lines]
