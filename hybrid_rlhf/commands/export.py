@@ -128,7 +128,7 @@ def _write_model(source: Path, base: str | None, folder: Path) -> tuple[dict[str
     from hybrid_rlhf.export import verify
     from hybrid_rlhf.export.folder import dtype_to_write, in_dtype
     from hybrid_rlhf.models.load import ModelConfig, configuration, load_causal_lm, load_scalar_model, prepare
-    from hybrid_rlhf.models.lora import load_adapter, task_of
+    from hybrid_rlhf.models.lora import expert_weights, load_adapter, task_of
     from hybrid_rlhf.models.merging import plain_weights
     from hybrid_rlhf.models.saving import save
     from hybrid_rlhf.models.tokenizer import load_tokenizer
@@ -140,6 +140,9 @@ def _write_model(source: Path, base: str | None, folder: Path) -> tuple[dict[str
     is_reward = is_reward or bool(base and task_of(source) == "SEQ_CLS")
     with as_stored():
         model = (load_scalar_model if is_reward else load_causal_lm)(place).eval()
+    if expert_weights(model):
+        print(f"files have the experts of {type(model).__name__} one by one: all "
+              f"{sum(p.nbytes for p in model.parameters()) / 2**30:.1f} GiB of it are held in memory", file=sys.stderr)
     tokenizer = load_tokenizer(str(source) if _has_tokenizer(source) else base)
     if base:
         prepare(model, place, len(tokenizer))

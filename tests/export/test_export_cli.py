@@ -126,6 +126,24 @@ def test_half_precision_stays_and_is_within_its_rounding(tmp_path):
     assert {v.dtype for v in load_file(tmp_path / "out/model.safetensors").values()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize(("std", "written"), [(0.3, torch.bfloat16), (1e-5, torch.float32)])
+def test_what_is_written_is_bit_for_bit_the_whole_merge_in_fp32(tmp_path, std, written):
+    """The files are read in their own dtype, but nothing is rounded before what was learned has been added."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = save_tiny(tmp_path / "base", dtype=torch.bfloat16)
+    adapter = adapter_of(base, tmp_path / "adapter", std)
+    assert export.main(["--model", adapter, "--output_dir", str(tmp_path / "out")]) == 0
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    expected = PeftModel.from_pretrained(whole, adapter).merge_and_unload().state_dict()
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == written
+        assert torch.equal(found[name], value.to(written)), name
+
+
 @pytest.mark.parametrize(("flags", "said"), [
     ([], "no model; give --model DIR"),
     (["--model", "{base}"], "give --output_dir DIR"),
