@@ -46,13 +46,13 @@ class InFloat32(TorchFunctionMode):
     """Within the block every operation takes 16-bit numbers, and parameters of whatever type, as fp32: a model that is
     mapped from 16-bit files computes as one that was read in fp32, and one weight at a time is held as that."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204 - torch's own
+    def __torch_function__(self, func, types, given=(), named=None):  # noqa: ANN001, ANN204 - torch's own
         if getattr(func, "__name__", "") == "__get__":
-            is_dtype = func == torch.Tensor.dtype.__get__ and self._is_narrow(args[0])
-            return torch.float32 if is_dtype else func(*args)
+            is_dtype = func == torch.Tensor.dtype.__get__ and self._is_narrow(given[0])
+            return torch.float32 if is_dtype else func(*given)
         if func is F.embedding:  # a table stays as it is
-            return self._widened(func(*args, **(kwargs or {})))
-        return func(*self._widened(args), **self._widened(kwargs or {}))
+            return self._widened(func(*given, **(named or {})))
+        return func(*self._widened(given), **self._widened(named or {}))
 
     def _is_narrow(self, value):  # noqa: ANN001, ANN202
         return value.dtype in (torch.bfloat16, torch.float16) or (
