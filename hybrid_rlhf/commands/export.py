@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from dataclasses import asdict, replace
@@ -17,7 +18,11 @@ from hybrid_rlhf.core.own_files import whole
 from hybrid_rlhf.core.text_safety import error_line
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from hybrid_rlhf.run.runfile import RunRecord
+
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     flags = command_flags("export", __doc__)
@@ -104,36 +109,53 @@ def _base_of(source: Path, given: str | None) -> str | None:
 
 def _write(source: Path, base: str | None, folder: Path, record: RunRecord | None) -> None:
     """The merged model, tokenizer and card in `folder`, compared in a fresh process with the model as it was."""
+    from hybrid_rlhf.export import verify
+    from hybrid_rlhf.export.model_card import write_card
+
+    live, class_name, dtype = _write_model(source, base, folder)
+    gc.collect()  # the model and peft's wrapper hold each other
+    difference = verify.compare(live, folder, class_name, dtype)
+    print(f"reloaded in a fresh process: tokens equal, logits within {difference:.2g} (relative)", file=sys.stderr)
+    if record is not None:
+        write_card(folder, Path(record.output_dir).resolve().name, asdict(record))
+
+
+def _write_model(source: Path, base: str | None, folder: Path) -> tuple[dict[str, Tensor], str, torch.dtype]:
+    """The model, merged in fp32 weight by weight out of the mapped files, and its tokenizer. Returns what the model
+    answered before, its class and the dtype that was written."""
     import torch
 
     from hybrid_rlhf.export import verify
     from hybrid_rlhf.export.folder import dtype_to_write, in_dtype
-    from hybrid_rlhf.export.model_card import write_card
     from hybrid_rlhf.models.load import ModelConfig, configuration, load_causal_lm, load_scalar_model, prepare
-    from hybrid_rlhf.models.lora import load_adapter, task_of
+    from hybrid_rlhf.models.lora import expert_weights, load_adapter, task_of
     from hybrid_rlhf.models.merging import plain_weights
     from hybrid_rlhf.models.saving import save
     from hybrid_rlhf.models.tokenizer import load_tokenizer
+    from hybrid_rlhf.models.transformers_compat import as_stored
 
     place = ModelConfig(model_name_or_path=base or str(source), dtype="float32")
     settings = configuration(place)
     is_reward = any("SequenceClassification" in name for name in settings.architectures or [])
     is_reward = is_reward or bool(base and task_of(source) == "SEQ_CLS")
-    model = (load_scalar_model if is_reward else load_causal_lm)(place).eval()
+    with as_stored():
+        model = (load_scalar_model if is_reward else load_causal_lm)(place).eval()
+    if expert_weights(model):
+        print(f"files have the experts of {type(model).__name__} one by one: all "
+              f"{sum(p.nbytes for p in model.parameters()) / 2**30:.1f} GiB of it are held in memory", file=sys.stderr)
     tokenizer = load_tokenizer(str(source) if _has_tokenizer(source) else base)
     if base:
         prepare(model, place, len(tokenizer))
-        load_adapter(model, source, "default")
+        if is_reward:
+            model.score.float()  # the adapter's own head takes its place
+        load_adapter(model, source, "default", torch.float32)
     live = verify.answers(model, tokenizer)
     dtype = getattr(settings, "dtype", None) or torch.float32
-    weights = plain_weights(model)
-    dtype = dtype_to_write(model, weights, dtype) if base else dtype
-    save(model, in_dtype(model, weights, dtype), folder)
+    weights = plain_weights(model, torch.float32)
+    dtype = dtype_to_write(model, weights, dtype, torch.float32) if base else dtype
+    save(model, in_dtype(model, weights, dtype, torch.float32), folder)
     tokenizer.save_pretrained(folder)
-    difference = verify.compare(live, folder, type(model).__name__, dtype)
-    print(f"reloaded in a fresh process: tokens equal, logits within {difference:.2g} (relative)", file=sys.stderr)
-    if record is not None:
-        write_card(folder, Path(record.output_dir).resolve().name, asdict(record))
+    return live, type(model).__name__, dtype
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -99,16 +99,16 @@ def _write(model: nn.Module, tokenizer, folder: Path, eos_ids: list[int]) -> tor
         settings.pad_token_id = tokenizer.pad_token_id
     model.config.pad_token_id = tokenizer.pad_token_id
     model.config.eos_token_id = tokenizer.eos_token_id
-    dtype = dtype_to_write(model, weights, getattr(model, "file_dtype", None) or model.dtype)
-    save(model, in_dtype(model, weights, dtype), folder)
+    dtype = dtype_to_write(model, weights, getattr(model, "file_dtype", None) or model.dtype, model.dtype)
+    save(model, in_dtype(model, weights, dtype, model.dtype), folder)
     tokenizer.save_pretrained(folder)
     return dtype
 
 
-def dtype_to_write(model: nn.Module, weights: Mapping[str, Weight], wanted: torch.dtype) -> torch.dtype:
-    """`wanted`, or the dtype that `model` is held in: where that is no wider, and where `wanted` would lose more than a
-    tenth of what was learned, which is said."""
-    held = model.dtype
+def dtype_to_write(model: nn.Module, weights: Mapping[str, Weight], wanted: torch.dtype,
+                   held: torch.dtype) -> torch.dtype:
+    """`wanted`, or the dtype `held` that `weights` are in: where that is no wider, and where `wanted` would lose more
+    than a tenth of what was learned, which is said."""
     if wanted.itemsize >= held.itemsize:
         return held
     kept = share_kept(model, weights, wanted)
@@ -119,11 +119,12 @@ def dtype_to_write(model: nn.Module, weights: Mapping[str, Weight], wanted: torc
     return wanted
 
 
-def in_dtype(model: nn.Module, weights: Mapping[str, Weight], dtype: torch.dtype) -> dict[str, Weight]:
-    """`weights` with their numbers in `dtype`, but for what `model` holds in another than its own or transformers would
-    load in fp32 (a router's bias)."""
+def in_dtype(model: nn.Module, weights: Mapping[str, Weight], dtype: torch.dtype,
+             held: torch.dtype) -> dict[str, Weight]:
+    """`weights` with their numbers in `dtype`, but for those that are in another than `held`, or that transformers
+    would load in fp32 (a router's bias)."""
     is_kept = kept_in_fp32(model, dtype)
-    return {k: w if w.like.dtype != model.dtype or is_kept(k) else
+    return {k: w if w.like.dtype != held or is_kept(k) else
             replace(w, like=w.like.to(dtype), make=lambda make=w.make: make().to(dtype)) for k, w in weights.items()}
 
 

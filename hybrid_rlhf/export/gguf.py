@@ -7,7 +7,8 @@ splitting text before byte-pair merges) is refused by name: a file that loads an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,14 @@ class Row(NamedTuple):
 
     arch: str
     is_interleaved: bool
+
+
+class _Tensor(NamedTuple):
+    """name: llama.cpp's; make: its numbers in fp32."""
+
+    name: str
+    shape: tuple[int, ...]
+    make: Callable[[], np.ndarray]
 
 
 ROWS = {"llama": Row("llama", True), "mistral": Row("llama", True), "qwen2": Row("qwen2", False),
@@ -69,24 +78,37 @@ def write_gguf(folder: str | Path, path: str | Path, dtype: str = "f16", name: s
     config = read_object(folder / "config.json")
     row = ROWS[config["model_type"]]
     beside = fresh_path(path.parent)
-    writer = gguf.GGUFWriter(beside, row.arch, use_temp_file=True)
+    writer = gguf.GGUFWriter(beside, row.arch)
     try:
         _add_shape(writer, config, name or folder.name, dtype)
         _add_vocabulary(writer, folder, config["vocab_size"])
-        for tensor_name, value in _tensors(folder, config, row):
-            kind = getattr(gguf.GGMLQuantizationType, (dtype if value.ndim > 1 else "f32").upper())
-            if dtype == "q8_0" and value.ndim > 1 and value.shape[-1] % 32:
-                kind = gguf.GGMLQuantizationType.F16  # blocks of 32 numbers
-            writer.add_tensor(tensor_name, gguf.quants.quantize(value, kind), raw_dtype=kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
+        _add_tensors(writer, list(_tensors(folder, config, row)), dtype)
     except BaseException:
         writer.close()
         beside.unlink(missing_ok=True)
         raise
     writer.close()
     return beside.replace(path)
+
+
+def _add_tensors(writer, tensors: list[_Tensor], dtype: str) -> None:  # noqa: ANN001 - gguf's class
+    """First what stands at the file's beginning, then each tensor as it is made: a temporary file of all of them would
+    be in memory where /tmp is."""
+    import gguf
+
+    kinds = []
+    for tensor in tensors:
+        kind = getattr(gguf.GGMLQuantizationType, (dtype if len(tensor.shape) > 1 else "f32").upper())
+        if dtype == "q8_0" and len(tensor.shape) > 1 and tensor.shape[-1] % 32:
+            kind = gguf.GGMLQuantizationType.F16  # blocks of 32 numbers
+        in_bytes = gguf.quant_shape_to_byte_shape(tensor.shape, kind)
+        writer.add_tensor_info(tensor.name, in_bytes, np.dtype(np.uint8), math.prod(in_bytes), raw_dtype=kind)
+        kinds.append(kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor, kind in zip(tensors, kinds, strict=True):
+        writer.write_tensor_data(gguf.quants.quantize(tensor.make(), kind))
 
 
 def _rope(config: dict) -> dict:
@@ -127,14 +149,13 @@ def _add_shape(writer, config: dict, name: str, dtype: str) -> None:  # noqa: AN
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
-def _tensors(folder: Path, config: dict, row: Row) -> Iterator[tuple[str, np.ndarray]]:
-    """(llama.cpp's name, fp32 numbers) of every weight."""
+def _tensors(folder: Path, config: dict, row: Row) -> Iterator[_Tensor]:
+    """Every weight."""
     import gguf
     from safetensors import safe_open
 
     arch = next(a for a, text in gguf.MODEL_ARCH_NAMES.items() if text == row.arch)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    heads = config["num_attention_heads"]
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
@@ -142,14 +163,22 @@ def _tensors(folder: Path, config: dict, row: Row) -> Iterator[tuple[str, np.nda
                 if new is None:
                     raise UserError(f"{path.name} holds {name}, which llama.cpp's {row.arch} has no place for; "
                                     "leave --gguf out")
-                value = file.get_tensor(name).to(torch.float32)
-                if row.is_interleaved and ".q_proj." in name:
-                    value = interleaved(value, heads)
-                elif row.is_interleaved and ".k_proj." in name:
-                    value = interleaved(value, config.get("num_key_value_heads") or heads)
-                yield new, value.numpy()
+                yield _Tensor(new, tuple(file.get_slice(name).get_shape()), partial(_read, path, name, config, row))
     if _rope(config).get("rope_type") == "llama3":
-        yield "rope_freqs.weight", llama3_factors(_rope(config), _head_dim(config))
+        factors = llama3_factors(_rope(config), _head_dim(config))
+        yield _Tensor("rope_freqs.weight", factors.shape, lambda: factors)
+
+
+def _read(path: Path, name: str, config: dict, row: Row) -> np.ndarray:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        value, heads = file.get_tensor(name).to(torch.float32), config["num_attention_heads"]
+    if row.is_interleaved and ".q_proj." in name:
+        value = interleaved(value, heads)
+    elif row.is_interleaved and ".k_proj." in name:
+        value = interleaved(value, config.get("num_key_value_heads") or heads)
+    return value.numpy()
 
 
 def interleaved(weight: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.disk import refusal
@@ -20,33 +23,73 @@ PROMPTS = ("Once upon a time", "What is the capital of France?", "1 2 3 4")
 NUM_TOKENS = 16
 _SCRIPT = """
 import json, sys, torch, transformers
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from safetensors.torch import load_file, save_file
+
+
+@IN_FLOAT32@
 folder, given, out, kind, prompts = sys.argv[1:6]
 transformers.logging.set_verbosity_error(); transformers.logging.disable_progress_bar()
-model = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
+model = getattr(transformers, kind).from_pretrained(folder, dtype="auto", use_safetensors=True).eval()
 tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 found = {f"prompt.{i}": tokenizer(text, return_tensors="pt").input_ids for i, text in enumerate(json.loads(prompts))}
-with torch.no_grad():
+with torch.no_grad(), InFloat32():
     for name, ids in load_file(given).items():
         found["logits." + name] = model(input_ids=ids, use_cache=False).logits.float().contiguous()
 save_file(found, out)
 """
 
 
+class InFloat32(TorchFunctionMode):
+    """Within the block every operation takes 16-bit numbers, and parameters of whatever type, as fp32: a model that is
+    mapped from 16-bit files computes as one that was read in fp32, and one weight at a time is held as that."""
+
+    def __torch_function__(self, func, types, given=(), named=None):  # noqa: ANN001, ANN204 - torch's own
+        if getattr(func, "__name__", "") == "__get__":
+            is_dtype = func == torch.Tensor.dtype.__get__ and self._is_narrow(given[0])
+            return torch.float32 if is_dtype else func(*given)
+        if func is F.embedding:  # a table stays as it is
+            return self._widened(func(*given, **(named or {})))
+        return func(*self._widened(given), **self._widened(named or {}))
+
+    def _is_narrow(self, value):  # noqa: ANN001, ANN202
+        return value.dtype in (torch.bfloat16, torch.float16) or (
+            isinstance(value, nn.Parameter) and value.is_floating_point() and value.dtype != torch.float32)
+
+    def _widened(self, value):  # noqa: ANN001, ANN202
+        if isinstance(value, torch.Tensor):
+            return value.float() if self._is_narrow(value) else value
+        if type(value) in (list, tuple):
+            return type(value)(map(self._widened, value))
+        return {k: self._widened(v) for k, v in value.items()} if type(value) is dict else value
+
+
 @torch.no_grad()
 def answers(model: nn.Module, tokenizer) -> dict[str, Tensor]:  # noqa: ANN001
     """What `model` computes: prompt.I (1, P) ids, sequence.I (1, T) with NUM_TOKENS greedy ones (none of a scalar
     model), logits.I (1, T, V) or (1, 1) fp32."""
-    found, is_scalar = {}, hasattr(model, "score")
-    for i, text in enumerate(PROMPTS):
-        ids = tokenizer(text, return_tensors="pt").input_ids
-        found[f"prompt.{i}"] = ids
-        for _ in range(0 if is_scalar else NUM_TOKENS):
-            best = model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1)
-            ids = torch.cat([ids, best[:, None]], 1)
-        found[f"sequence.{i}"] = ids
-        found[f"logits.{i}"] = model(input_ids=ids, use_cache=False).logits.float()
+    found = {f"prompt.{i}": tokenizer(text, return_tensors="pt").input_ids for i, text in enumerate(PROMPTS)}
+    sequences = list(found.values())
+    with InFloat32():
+        for i, ids in enumerate(sequences if hasattr(model, "score") else _continued(model, sequences)):
+            found[f"sequence.{i}"] = ids
+            found[f"logits.{i}"] = model(input_ids=ids, use_cache=False).logits.float()
     return found
+
+
+def _continued(model: nn.Module, prompts: list[Tensor]) -> list[Tensor]:
+    """Each of (1, P) with NUM_TOKENS greedy ones, all prompts in one forward a token: every forward reads all weights.
+    What stands behind a row's end, which its tokens do not see, is of no effect."""
+    ends = [ids.shape[1] for ids in prompts]
+    rows = torch.stack([torch.cat([ids[0], ids[0, -1:].expand(max(ends) + NUM_TOKENS - ids.shape[1])])
+                        for ids in prompts])  # filled up with no padding token, which models warn of
+    for step in range(NUM_TOKENS):
+        logits = model(input_ids=rows[:, :max(ends) + step].contiguous(), use_cache=False).logits
+        for row, found, end in zip(rows, logits, ends, strict=True):
+            row[end + step] = found[end + step - 1].argmax()
+    return [row[None, :end + NUM_TOKENS] for row, end in zip(rows, ends, strict=True)]
 
 
 def compare(live: dict[str, Tensor], folder: str | Path, class_name: str, dtype: torch.dtype) -> float:
@@ -82,7 +125,8 @@ def _fresh(live: dict[str, Tensor], folder: str | Path, class_name: str) -> dict
         given, out = Path(place) / "given.safetensors", Path(place) / "out.safetensors"
         save_file({name.removeprefix("sequence."): value.contiguous() for name, value in live.items()
                    if name.startswith("sequence.")}, given)
-        done = subprocess.run([sys.executable, "-c", _SCRIPT, str(folder), str(given), str(out), class_name,
+        script = _SCRIPT.replace("@IN_FLOAT32@", inspect.getsource(InFloat32))
+        done = subprocess.run([sys.executable, "-c", script, str(folder), str(given), str(out), class_name,
                                json.dumps(PROMPTS)], capture_output=True, text=True, check=False)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]

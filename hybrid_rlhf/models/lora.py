@@ -114,7 +114,7 @@ def add_lora(model: nn.Module, config: LoraConfig, adapter_name: str = "default"
     """
     check_targets(model, config)
     try:
-        _add(model, _settings(model, config), adapter_name)
+        _add(model, _settings(model, config), adapter_name, adapter_dtype(model))
     except ValueError as error:
         raise UserError(f"lora.target_modules {config.target_modules!r}: peft refuses {type(model).__name__} "
                         f"({' '.join(str(error).split())}); choose others of {_linear_names(model)}") from error
@@ -135,10 +135,10 @@ def adapter_dtype(model: nn.Module) -> torch.dtype:
     return torch.bfloat16 if model.dtype == torch.bfloat16 else torch.float32
 
 
-def _add(model: nn.Module, settings: object, name: str) -> None:
+def _add(model: nn.Module, settings: object, name: str, dtype: torch.dtype) -> None:
     import peft
 
-    in_fp32 = adapter_dtype(model) == torch.float32
+    in_fp32 = dtype == torch.float32
     with peft_compat.names_as_given():
         if hasattr(model, "_peft_wrapper"):
             model._peft_wrapper.add_adapter(name, settings, autocast_adapter_dtype=in_fp32)
@@ -148,7 +148,7 @@ def _add(model: nn.Module, settings: object, name: str) -> None:
     for layer in lora_layers(model).values():  # beside a base in bytes peft's are fp32
         for part in (layer.lora_A, layer.lora_B):
             if name in part:
-                part[name].to(adapter_dtype(model))
+                part[name].to(dtype)
 
 
 def expert_weights(model: nn.Module) -> list[str]:
@@ -265,28 +265,28 @@ def _read_settings(folder: Path):  # noqa: ANN202 - peft's class
     return settings
 
 
-def load_adapter(model: nn.Module, folder: str | Path, adapter_name: str) -> None:
+def load_adapter(model: nn.Module, folder: str | Path, adapter_name: str, dtype: torch.dtype | None = None) -> None:
     """The adapter in `folder`, saved by `save_adapter` or by peft, beside the others of `model`; its head, where both
-    have one, in place of the model's.
+    have one, in place of the model's. It is held in `dtype`, by default that of `adapter_dtype`.
 
     Raises UserError for a folder that is no plain LoRA adapter, or one whose layers are not this model's.
     """
     import peft
     from safetensors.torch import load_file
 
-    settings = _read_settings(Path(folder))
+    settings, dtype = _read_settings(Path(folder)), dtype or adapter_dtype(model)
     if not hasattr(model, "score"):
         settings.exclude_modules = None  # peft warns of exclusions that exclude nothing
     # rows and head are not peft's to hold: rows are added below, and the head is the model's own
     indices, settings.trainable_token_indices = settings.trainable_token_indices, None
     settings.modules_to_save = settings.task_type = None
     with refusing(f"the adapter {folder} does not fit {type(model).__name__}", "give the base that it was made for"):
-        _add(model, settings, adapter_name)
+        _add(model, settings, adapter_name, dtype)
     own = peft.get_peft_model_state_dict(model._peft_wrapper, adapter_name=adapter_name, save_embedding_layers=False)
     with refusing(f"cannot read {Path(folder) / _WEIGHTS}", "download or export the adapter anew"):
         saved = load_file(Path(folder) / _WEIGHTS)
     head = saved.pop(f"base_model.model.{_HEAD}", None)
-    fits = added_rows.from_file(model, adapter_name, indices, saved, adapter_dtype(model))
+    fits = added_rows.from_file(model, adapter_name, indices, saved, dtype)
     check(fits and own.keys() == saved.keys() and all(own[k].shape == saved[k].shape for k in own),
           f"the adapter {folder} does not fit {type(model).__name__}: its layers, their shapes or its tokens are not "
           "the model's; give the base that it was made for")
@@ -301,7 +301,7 @@ def load_adapter(model: nn.Module, folder: str | Path, adapter_name: str) -> Non
 @torch.no_grad()
 def copy_adapter(model: nn.Module, source: str, target: str) -> None:
     """A new adapter `target` with the settings and the weights of `source`."""
-    _add(model, copy.deepcopy(model._peft_wrapper.peft_config[source]), target)
+    _add(model, copy.deepcopy(model._peft_wrapper.peft_config[source]), target, adapter_dtype(model))
     for layer in lora_layers(model).values():
         for part in (layer.lora_A, layer.lora_B):
             if source in part:

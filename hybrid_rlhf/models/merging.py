@@ -23,19 +23,20 @@ class Weight:
     source: Hashable
 
 
-def plain_weights(model: nn.Module) -> dict[str, Weight]:
+def plain_weights(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Weight]:
     """The state dict that `model` would have had without peft and quantisation, the active adapters merged, each weight
     made when it is asked for; the model itself is not touched.
 
     The product B A is formed and added in fp32, to the weight that the layers multiply by (dequantised where it is held
-    in fewer bits), and rounded to the model's dtype once, so that nothing is lost but that one rounding.
+    in fewer bits), and rounded once to the dtype that the model holds the weight in, so that nothing is lost but that
+    one rounding. dtype: what numbers are rounded to instead (float32: nothing is lost at all).
     """
-    found = {plain_name(k): _held(v) for k, v in quantize.unpacked_state(model).items()
+    found = {plain_name(k): _held(v, dtype) for k, v in quantize.unpacked_state(model).items()
              if ".lora_" not in k and not added_rows.is_of_rows(k)}
     for name, layer in quantize.quantized_layers(model).items():
-        like = torch.empty(layer.out_features, layer.in_features, dtype=model.dtype, device="meta")
+        like = torch.empty(layer.out_features, layer.in_features, dtype=dtype or model.dtype, device="meta")
         place = f"{plain_name(name)}.weight"
-        found[place] = Weight(like, partial(_dequantised, layer, model.dtype), place)
+        found[place] = Weight(like, partial(_dequantised, layer, like.dtype), place)
     found |= _tables_with_rows(model, found)
     for name, layer in lora_layers(model).items():
         place = f"{plain_name(name)}.{layer.parameter_name if _is_fused(layer) else 'weight'}"
@@ -44,8 +45,9 @@ def plain_weights(model: nn.Module) -> dict[str, Weight]:
     return found
 
 
-def _held(value: Tensor) -> Weight:
-    return Weight(value.to("meta"), lambda: value, value.data_ptr() if value.numel() else object())
+def _held(value: Tensor, dtype: torch.dtype | None) -> Weight:
+    like = value.to("meta", dtype if value.is_floating_point() else None)
+    return Weight(like, lambda: value.to(like.dtype), value.data_ptr() if value.numel() else object())
 
 
 def _dequantised(layer: nn.Module, dtype: torch.dtype) -> Tensor:

@@ -15,6 +15,7 @@ from hybrid_rlhf.models import quantize, shards
 from hybrid_rlhf.models.dropout import dropout_in_config
 from hybrid_rlhf.models.lora import plain_name
 from hybrid_rlhf.models.merging import Weight
+from hybrid_rlhf.models.transformers_compat import as_stored
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +99,8 @@ def share_kept(model: nn.Module, weights: Mapping[str, Weight], dtype: torch.dty
     changed, or the files are gone; 0 where a number is too large for `dtype`.
     """
     try:
-        before = _read_again(model, model.config.name_or_path).state_dict()
+        with as_stored():
+            before = _read_again(model, model.config.name_or_path).state_dict()
     except (OSError, ValueError, RuntimeError):
         return 1.0
     left = whole = 0.0

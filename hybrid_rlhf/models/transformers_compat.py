@@ -49,6 +49,20 @@ def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:
     return lambda name: any(re.search(part.replace("*", ".*"), name) for part in parts)
 
 
+@contextmanager
+def as_stored() -> Iterator[None]:
+    """Within the block transformers reads each weight in the dtype of its file, whichever is asked for: on a CPU it is
+    then mapped and not copied, but for weights that files have in other pieces (single experts). What is computed, and
+    not read, has the dtype that is asked for."""
+    owner, name = TRANSFORMERS.module("transformers").PreTrainedModel, "_get_dtype_plan"
+    before = TRANSFORMERS.part(owner, name)
+    setattr(owner, name, lambda _model, _dtype: {"*": None})
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
 def names_in_files(model: nn.Module, sources: Mapping[str, Hashable]) -> list[str]:
     """The names that transformers would write of weights name -> source: of those tied to each other, which have one
     source, one; and none that the model's class leaves out."""

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hybrid_rlhf import cli
 from hybrid_rlhf.commands import export
 from hybrid_rlhf.data.chat import CHATML
-from hybrid_rlhf.export import ollama
+from hybrid_rlhf.export import ollama, verify
+from hybrid_rlhf.memory_plan.live_bytes import LiveBytes
+from hybrid_rlhf.models import shards
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, lora_layers, save_adapter
 from tests.factories.tiny import save_tiny
 
@@ -36,15 +39,15 @@ def jinja(text):
     return lambda m: template.render(messages=m, add_generation_prompt=True, bos_token="<s>", eos_token="</s>")
 
 
-def adapter_of(base: str, folder: Path) -> str:
-    """A LoRA adapter whose effect is large."""
+def adapter_of(base: str, folder: Path, std: float = 0.3) -> str:
+    """A LoRA adapter, whose effect is large unless `std` is small."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(base)
     add_lora(model, LoraConfig(r=4))
     torch.manual_seed(1)
     for layer in lora_layers(model).values():
-        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.3)
+        torch.nn.init.normal_(layer.lora_B["default"].weight, std=std)
     save_adapter(model, folder)
     return str(folder)
 
@@ -117,12 +120,28 @@ def test_an_export_that_differs_leaves_nothing(tmp_path, monkeypatch, capsys):
 
 
 def test_half_precision_stays_and_is_within_its_rounding(tmp_path):
-    from safetensors.torch import load_file
-
     base = save_tiny(tmp_path / "base", dtype=torch.bfloat16)
     adapter = adapter_of(base, tmp_path / "adapter")
     assert export.main(["--model", adapter, "--output_dir", str(tmp_path / "out")]) == 0
     assert {v.dtype for v in load_file(tmp_path / "out/model.safetensors").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("std", "written"), [(0.3, torch.bfloat16), (1e-5, torch.float32)])
+def test_what_is_written_is_bit_for_bit_the_whole_merge_in_fp32(tmp_path, std, written):
+    """The files are read in their own dtype, but nothing is rounded before what was learned has been added."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = save_tiny(tmp_path / "base", dtype=torch.bfloat16)
+    adapter = adapter_of(base, tmp_path / "adapter", std)
+    assert export.main(["--model", adapter, "--output_dir", str(tmp_path / "out")]) == 0
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    expected = PeftModel.from_pretrained(whole, adapter).merge_and_unload().state_dict()
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == written
+        assert torch.equal(found[name], value.to(written)), name
 
 
 @pytest.mark.parametrize(("flags", "said"), [
@@ -191,3 +210,39 @@ def test_the_card_says_what_the_run_was(tmp_path):
         assert part in text
     assert "/home/me" not in text
     assert "time/step" not in text
+
+
+class Made(LiveBytes):
+    """Counts what operations make, but for large tensors that are mapped from files."""
+
+    def _add(self, storage, size):
+        super()._add(storage, 0 if storage.device.type == "meta" or (size > 8000 and is_mapped(storage)) else size)
+
+
+def is_mapped(storage) -> bool:
+    ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+              if line.endswith(".safetensors")]
+    return any(int(begin, 16) <= storage.data_ptr() < int(end, 16) for begin, end in ranges)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="mapped files are looked up there")
+@pytest.mark.parametrize(("dtype", "std"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 0.3),
+                                            (torch.bfloat16, 1e-5)])
+def test_no_more_than_a_file_and_a_layer_are_in_memory(tmp_path, monkeypatch, dtype, std):
+    """Of the model that is loaded, asked, merged and written, and where the adapter is so small that fp32 is written,
+    of the base that it is compared with."""
+    wide = dict(hidden_size=256, intermediate_size=512)
+    source = save_tiny(tmp_path / "base", dtype=dtype, num_hidden_layers=12, **wide)
+    if std:
+        source = adapter_of(source, tmp_path / "adapter", std)
+    monkeypatch.setattr(shards, "MAX_BYTES", 2 * 256 * 512 * 4)
+    monkeypatch.setattr(verify, "compare", lambda *_: 0.0)
+    with Made() as live:
+        assert export.main(["--model", source, "--output_dir", str(tmp_path / "out")]) == 0
+    files = [load_file(p) for p in (tmp_path / "out").glob("*.safetensors")]
+    assert {v.dtype for file in files for v in file.values()} == {torch.float32 if std == 1e-5 else dtype}
+    adapter = sum(v.nbytes for v in load_file(Path(source) / "adapter_model.safetensors").values()) if std else 0
+    layer = 4 * sum(v.numel() for file in files for name, v in file.items() if ".layers.0." in name)
+    whole = 4 * sum(v.numel() for file in files for v in file.values())
+    bound = shards.MAX_BYTES + layer + 3 * adapter  # as peft makes it, as it is read, and in the model
+    assert 0 < live.peak <= bound < whole / 4

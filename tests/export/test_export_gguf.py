@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import weakref
 
 import numpy as np
 import pytest
@@ -131,3 +132,25 @@ def test_llama_cpp_computes_what_transformers_does(folders, kind, tmp_path):
     found = torch.from_numpy(np.array(theirs.scores[: len(ids)]))
     assert float((ours - found).abs().max() / ours.abs().max()) < 5e-3  # llama.cpp rounds products' inputs
     assert torch.equal(ours.argmax(-1), found.argmax(-1))
+
+
+def test_one_tensor_at_a_time_is_in_memory_and_none_in_a_temporary_file(tmp_path, monkeypatch):
+    import gguf
+
+    living, most = [], []
+    real = gguf.quants.quantize
+
+    def watched(value, kind):
+        done = real(value, kind)
+        living.append(weakref.ref(done))
+        most.append(sum(found() is not None for found in living))
+        return done
+
+    def refused(*_given, **_named):
+        raise AssertionError("a temporary file")
+
+    monkeypatch.setattr(gguf.quants, "quantize", watched)
+    monkeypatch.setattr(gguf.gguf_writer.tempfile, "SpooledTemporaryFile", refused)
+    write_gguf(save_tiny(tmp_path / "model", num_hidden_layers=4), tmp_path / "one.gguf", "f16")
+    assert len(most) > 30
+    assert max(most) == 1
