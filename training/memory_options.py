@@ -130,6 +130,10 @@ def _plan(config: object, place: Place, start: ModelConfig | None, is_exact: boo
     """start: the model that an earlier stage of the same command will leave, which is not there yet."""
     where, world = place.device, place.world
     roles = _ROLES[type(config)](config, start)
+    for role in roles:
+        check(not (role.trains and role.model.quantize and not role.model.lora.r),
+              f"the {role.name}: a quantised base cannot be fully fine-tuned; set model.lora.r (such as 16), or leave "
+              f"model.load_in_{role.model.quantize} out")
     zero = roles[0].zero_stage
     dtype = str(load.resolve_dtype(roles[0].model.dtype, where)).removeprefix("torch.")
     title = (f"{config.stage}: {world} process{'es' if world > 1 else ''} on {where.type}, {dtype}, "

@@ -49,12 +49,18 @@ class Cards:
 
 def parse_cards(text: str, option: str) -> Cards:
     """'80GiB', '8x80GiB' or '2x8x80GiB' (hosts, cards of each, memory of a card), or a card's name in the place of the
-    memory: '4090', '8xh100'. Raises UserError that names `option`."""
-    *counts, memory = text.lower().replace(" ", "").split("x")
-    name = memory if memory in CARDS else ""
-    check(len(counts) <= 2 and all(re.fullmatch(r"\s*[1-9]\d{0,4}\s*", c) for c in counts),
-          f"{option} {text!r} names no cards; write hosts x cards x memory, such as 2x8x80GiB, 8x80GiB or 24GiB, or "
-          f"one of {', '.join(CARDS)} in the memory's place")
+    memory: '4090', '8xh100', 'RTX 4060 Ti 16GB'. Raises UserError that names `option`."""
+    plain = re.sub(r"nvidia|geforce|rtx|[\s_]|(?<=\w)-(?=[a-z])", "", text.lower())
+    *counts, memory = plain.split("x")
+    named = re.fullmatch(r"(\w+?)(\d+gi?b)?", memory)
+    name = next((n for n in (memory, named[1] if named else "") if n in CARDS), "")
+    known = ", ".join(f"{key} ({figures.gib} GiB)" for key, figures in CARDS.items())
+    check(len(counts) <= 2 and all(re.fullmatch(r"[1-9]\d{0,4}", c) for c in counts),
+          f"{option} {text!r} names no cards; write hosts x cards x memory, such as 2x8x80GiB, 8x80GiB or 24GiB, or a "
+          f"card's name in the memory's place: {known}")
+    is_other = name and named and named[2] and not named[2].startswith(f"{CARDS[name].gib}g")
+    check(not is_other and (bool(name) or re.fullmatch(r"[\d.]+[kmgt](i?b)?", memory) is not None),
+          f"{option} {text!r} is no amount of memory (such as 24GiB) and no card that is known here: {known}")
     hosts, per_host = [1, 1, *map(int, counts)][-2:]
     return Cards(hosts, per_host, CARDS[name].gib << 30 if name else parse_bytes(memory, option), name)
 

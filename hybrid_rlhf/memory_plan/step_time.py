@@ -31,13 +31,14 @@ LAYER_CALLS = 30  # operations of a decode step around its layers where each of 
 class StepTime:
     """Seconds of a step by phase. device: what it was predicted for; tokens: that a step samples, or trains on where it
     samples none; steps: of the run, if known. decode: seconds of one decode step, and those of the bytes that it must
-    read, at the bandwidth of the device."""
+    read, at the bandwidth of the device. sequences: what a step consists of, for people."""
 
     device: str
     phases: dict[str, float]
     tokens: int
     steps: int | None = None
     decode: tuple[float, float] | None = None
+    sequences: str = ""
 
     @property
     def whole(self) -> float:
@@ -65,7 +66,17 @@ def step_time(roles: Sequence[Role], device: torch.device, rates: Rates, steps: 
             found[f"step {role.name}"] += role.updates * timer.update()
     tokens = tokens or sum(r.trained * r.length for r in roles if r.trains)
     found = {phase: seconds / rates.reached for phase, seconds in found.items()}
-    return StepTime(rates.device, found, tokens, steps, decode and (decode[0] / rates.reached, decode[1]))
+    return StepTime(rates.device, found, tokens, steps, decode and (decode[0] / rates.reached, decode[1]),
+                    _sequences(roles))
+
+
+def _sequences(roles: Sequence[Role]) -> str:
+    """'64 sequences of 512 + 128 tokens', or '8 rows of 1024 tokens' where nothing is sampled."""
+    drawn = next((role.generation for role in roles if role.generation), None)
+    if drawn:
+        return f"{drawn.sequences} sequences of {drawn.prompt} + {drawn.response} tokens"
+    trained = next(role for role in roles if role.trains)
+    return f"{trained.trained} rows of {trained.length} tokens"
 
 
 class _RoleTime:

@@ -17,6 +17,7 @@ from hybrid_rlhf.memory_plan import trace
 from hybrid_rlhf.memory_plan.amounts import Cards, parse_cards
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
+from tests.factories.tiny import save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -98,3 +99,25 @@ def test_presets_and_the_table_of_cards_agree(name) -> None:
     assert row["shape"].replace("8B", "7B") == preset.fits
     if row["micro_batch_tokens"] < cards.TOKENS[0]:  # the larger one did not fit
         assert preset.settings["engine.micro_batch_tokens"] <= row["micro_batch_tokens"]
+
+
+@pytest.mark.parametrize(("text", "gib", "name"), [
+    ("RTX 4060 Ti 16GB", 16, "4060ti"), ("4060-ti", 16, "4060ti"), ("NVIDIA GeForce RTX 4090", 24, "4090"),
+    ("rtx 3090", 24, "3090"), ("24 GiB", 24, "")])
+def test_a_card_may_be_named_as_its_maker_does(text, gib, name):
+    cards = parse_cards(text, "--cards")
+    assert (cards.memory >> 30, cards.name, cards.world) == (gib, name, 1)
+
+
+@pytest.mark.parametrize("text", ["4060", "4070ti", "4060to", "4060 Ti 8GB"])
+def test_a_card_that_is_not_known_is_told_which_are(text):
+    with pytest.raises(UserError, match=r"no card that is known here: 3060 \(12 GiB\), 3090 \(24 GiB\), 4060ti"):
+        parse_cards(text, "--cards")
+
+
+def test_a_plan_for_a_quantised_base_without_adapters_is_refused_as_the_run_is(tmp_path, capsys):
+    path = save_tiny(tmp_path / "base")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 4)
+    assert main(["--stage", "sft", "--plan", "--cards", "24GiB", "--model", path, "--model.load_in_4bit", "true",
+                 "--data.sources", str(tmp_path / "rows.jsonl"), "--data.max_length", "32"]) == 2
+    assert "a quantised base cannot be fully fine-tuned; set model.lora.r" in capsys.readouterr().err
