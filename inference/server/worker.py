@@ -16,7 +16,6 @@ from typing import TypeVar
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine.decode.request import Request
 from hybrid_rlhf.engine.decode.serving import Serving
-from hybrid_rlhf.engine.device_memory import release
 from hybrid_rlhf.engine.hybrid import HybridEngine
 
 # An eye does not tell tokens apart that come thirty times a second, but every delivery takes the interpreter from the
@@ -199,7 +198,7 @@ class Worker:
         else:
             self._tell(lane)
             return
-        release()  # the old cache, which the error's frames held, goes back before the next one is made
+        # out here the error is gone, and with its frames the old cache, before the next one is made
         lane.serving = lane.engine.serve(lane.num_slots, lane.capacity)
 
     def _tell(self, lane: ModelQueue) -> None:

@@ -55,7 +55,7 @@ def test_each_way_not_to_survive_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(attempt, "_LEAVE_SECONDS", 0.2)
     (tmp_path / "place").mkdir()
     slow = partial(lambda _place: time.sleep(20))
-    tries = [Try(act.__name__, slow if act is time.sleep else act, 0.3 if act is time.sleep else 15.0, 100)
+    tries = [Try(act.__name__, slow if act is time.sleep else act, 0.3 if act is time.sleep else 60.0, 100)
              for act in SAID]
     found = {each.name: answer for each, answer in attempt.outcomes(tries, tmp_path / "place", tmp_path, 2)}
     for act, said in SAID.items():
