@@ -1,5 +1,5 @@
-"""Kernel launches of a decode step for each decoder layer, where nothing is recorded: two models that differ by a layer,
-ten steps. Prints them as JSON, by case.
+"""Kernel launches of a decode step for each decoder layer, nothing recorded: two models that differ by a layer, ten
+steps. Prints them as JSON, by case.
 """
 
 from __future__ import annotations
