@@ -75,8 +75,8 @@ def _sequences(roles: Sequence[Role]) -> str:
     drawn = next((role.generation for role in roles if role.generation), None)
     if drawn:
         return f"{drawn.sequences} sequences of {drawn.prompt} + {drawn.response} tokens"
-    trained = next(role for role in roles if role.trains)
-    return f"{trained.trained} rows of {trained.length} tokens"
+    trained = next((role for role in roles if role.trains), None)
+    return f"{trained.trained} rows of {trained.length} tokens" if trained else "no sequences"
 
 
 class _RoleTime:
