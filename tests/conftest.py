@@ -23,3 +23,22 @@ def learned(tmp_path_factory) -> Path:
     with (shared / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return methods.fixtures(shared, 0)
+
+
+@pytest.fixture
+def card():
+    """The simulated card, for the test."""
+    from tests.simulated_card import simulated_card
+
+    with simulated_card() as made:
+        yield made
+
+
+@pytest.fixture
+def recordings(monkeypatch) -> list:
+    """One entry for each decode step that is recorded on a card."""
+    from hybrid_rlhf.engine.decode.cuda_graphs import CudaCapture
+
+    found, capture = [], CudaCapture.__call__
+    monkeypatch.setattr(CudaCapture, "__call__", lambda self, step: (found.append(step), capture(self, step))[1])
+    return found

@@ -8,11 +8,11 @@ import os
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
 from hybrid_rlhf import kernels
 from hybrid_rlhf.algorithms.likelihood import token_logprobs
 from hybrid_rlhf.kernels import cuda, reference
+from tests.factories.token_scores import assert_as_in_wide_numbers
 from tests.simulated_card import simulated_card
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -36,30 +36,8 @@ def given(values):
     return torch.tensor(values, device=DEVICE)
 
 
-def assert_as_in_wide_numbers(ops, logits, targets, temperature, weights):
-    """Log-probabilities, entropies and gradients of their sums, weighted row by row; None: of one of them alone."""
-    by_logprobs, by_entropy = (None if w is None else w * torch.arange(1.0, len(logits) + 1, device=DEVICE)
-                               for w in weights)
-    wide, own = logits.double().requires_grad_(), logits.detach().requires_grad_()
-    want = -cross_entropy(wide / temperature, targets, reduction="none")
-    p = (wide / temperature).softmax(-1)
-    want_entropy = torch.special.entr(p).sum(-1)
-    logprobs, entropy, correct = ops.token_scores(own, targets, temperature, by_entropy is not None)
-    torch.testing.assert_close(logprobs.double(), want.detach(), rtol=1e-5, atol=1e-5)
-    assert torch.equal(correct, wide.argmax(-1) == targets) and logprobs.dtype == torch.float32
-    loss, found = torch.zeros((), dtype=torch.float64, device=DEVICE), torch.zeros((), device=DEVICE)
-    if by_entropy is not None:
-        torch.testing.assert_close(entropy.double(), want_entropy.detach(), rtol=1e-5, atol=1e-5)
-        loss, found = loss + (want_entropy * by_entropy).sum(), found + (entropy * by_entropy).sum()
-    else:
-        assert entropy is None
-    if by_logprobs is not None:
-        loss, found = loss + (want * by_logprobs).sum(), found + (logprobs * by_logprobs).sum()
-    gradient, = torch.autograd.grad(found, own)
-    want_gradient, = torch.autograd.grad(loss, wide)
-    assert gradient.dtype == logits.dtype and gradient.is_contiguous()
-    # logits down to -90 have an fp32 rounding of 8e-6
-    assert ((gradient.double() - want_gradient).abs() <= BOUNDS[logits.dtype] * want_gradient.abs() + 2e-5).all()
+def assert_right(ops, logits, targets, temperature, weights):
+    assert_as_in_wide_numbers(ops.token_scores, logits, targets, temperature, weights, BOUNDS[logits.dtype])
 
 
 @each_dtype
@@ -67,13 +45,13 @@ def assert_as_in_wide_numbers(ops, logits, targets, temperature, weights):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("weights", [(0.3, -0.2), (0.3, None), (None, -0.2)])
 def test_scores_and_their_gradients_are_those_of_wide_logits(ops, dtype, words, temperature, weights):
-    assert_as_in_wide_numbers(ops, *logits_of(5, words, dtype), temperature, weights)
+    assert_right(ops, *logits_of(5, words, dtype), temperature, weights)
 
 
 @each_dtype
 @pytest.mark.parametrize("words", [152_064, 256_001])
 def test_vocabularies_of_todays_models_are_scored_in_one_pass(ops, dtype, words):
-    assert_as_in_wide_numbers(ops, *logits_of(2, words, dtype), 0.9, (1.0, 0.1))
+    assert_right(ops, *logits_of(2, words, dtype), 0.9, (1.0, 0.1))
 
 
 @each_dtype
@@ -136,7 +114,7 @@ def test_columns_that_are_not_dense_and_rows_of_one_memory(ops):
     for logits in (turned, turned[:1].expand(3, -1)):
         want = logits.log_softmax(-1)[:, 2]
         torch.testing.assert_close(ops.token_scores(logits, given([2, 2, 2]), 1.0, False)[0], want)
-        assert_as_in_wide_numbers(ops, logits, given([2, 9, 2, 9, 0])[::2], 1.0, (0.3, 0.2))
+        assert_right(ops, logits, given([2, 9, 2, 9, 0])[::2], 1.0, (0.3, 0.2))
 
 
 def test_a_target_that_is_no_word_is_none_and_reads_nothing_beside_the_row(ops):

@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
 from hybrid_rlhf.kernels import cpu, reference
 from hybrid_rlhf.kernels.ops import Updates
+from tests.factories.token_scores import assert_as_in_wide_numbers
 
 DTYPES = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 
@@ -34,27 +34,7 @@ def logits_of(size, words, dtype, seed=0):
 @pytest.mark.parametrize("weights", [(0.3, -0.2), (0.3, None), (None, -0.2)])
 def test_scores_of_tokens_and_their_gradients_are_those_of_wide_logits(kernels, dtype, words, temperature, weights):
     logits, targets = logits_of(9, words, dtype)
-    by_logprobs, by_entropy = (None if w is None else w * torch.arange(1.0, 10.0) for w in weights)
-    wide = logits.double().requires_grad_()
-    own = logits.clone().requires_grad_()
-    want = -cross_entropy(wide / temperature, targets, reduction="none")
-    want_entropy = torch.distributions.Categorical(logits=wide / temperature).entropy()
-    logprobs, entropy, correct = kernels[0](own, targets, temperature, by_entropy is not None)
-    assert logprobs.dtype == torch.float32
-    torch.testing.assert_close(logprobs.double(), want.detach(), rtol=1e-5, atol=1e-5)
-    assert torch.equal(correct, wide.argmax(-1) == targets)
-    loss, found = torch.zeros(()).double(), torch.zeros(())
-    if by_entropy is not None:
-        torch.testing.assert_close(entropy.double(), want_entropy.detach(), rtol=1e-5, atol=1e-5)
-        loss, found = loss + (want_entropy * by_entropy).sum(), found + (entropy * by_entropy).sum()
-    else:
-        assert entropy is None
-    if by_logprobs is not None:
-        loss, found = loss + (want * by_logprobs).sum(), found + (logprobs * by_logprobs).sum()
-    loss.backward()
-    found.backward()
-    assert own.grad.dtype == dtype  # logits down to -90 have an fp32 rounding of 8e-6
-    assert ((own.grad.double() - wide.grad).abs() <= DTYPES[dtype] * wide.grad.abs() + 2e-5).all()
+    assert_as_in_wide_numbers(kernels[0], logits, targets, temperature, weights, DTYPES[dtype])
 
 
 def test_words_ruled_out_ties_and_numbers_that_are_none(kernels):

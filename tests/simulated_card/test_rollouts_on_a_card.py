@@ -26,12 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = SamplingConfig(max_new_tokens=24, temperature=0.8, min_new_tokens=24)
 
 
-@pytest.fixture
-def card():
-    with simulated_card() as made:
-        yield made
-
-
 def engine_of(device: str = "cuda", adapters: int = 0, trains: bool = False, **settings) -> HybridEngine:
     model = tiny_causal_lm()
     if adapters:
@@ -53,14 +47,6 @@ def drawn(engine: HybridEngine, settings: SamplingConfig = SETTINGS, seed: int =
 def update(engine: HybridEngine) -> None:
     ids = torch.tensor([[5, 6, 7, 8, 9, 10]], device=engine.device)
     optimizer_step(engine, [ids], lambda piece: engine.module(input_ids=piece, labels=piece).loss)
-
-
-@pytest.fixture
-def recordings(monkeypatch):
-    """How often a step was recorded."""
-    count, capture = [], CudaCapture.__call__
-    monkeypatch.setattr(CudaCapture, "__call__", lambda self, step: (count.append(1), capture(self, step))[1])
-    return count
 
 
 @pytest.mark.parametrize("adapters", [0, 4])

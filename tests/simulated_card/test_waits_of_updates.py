@@ -20,19 +20,12 @@ from hybrid_rlhf.trainers.reward import RewardTrainer
 from hybrid_rlhf.trainers.sft import SFTTrainer
 from tests.factories.tiny import tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
 from tests.factories.trainers import SFT_ROWS, Source, settings
-from tests.simulated_card import simulated_card
 
 FEW = 24  # tokens of a micro-batch: a minibatch has several
 MOST_OF_A_STEP = 3
 PAIRS = [{"chosen_ids": [5, 6, 7, 8, 9, 10, 3], "rejected_ids": [5, 6, 7, 8, 11, 3], "num_prompt_tokens": 4},
          {"chosen_ids": [12, 13, 14, 15, 3], "rejected_ids": [12, 13, 14, 16, 17, 3], "num_prompt_tokens": 3}] * 3
 LABELLED = [{"input_ids": [5, 6 + i, 7, 8, 3], "num_prompt_tokens": 2 + i % 2, "label": i % 2 == 0} for i in range(6)]
-
-
-@pytest.fixture
-def card():
-    with simulated_card() as made:
-        yield made
 
 
 @pytest.fixture

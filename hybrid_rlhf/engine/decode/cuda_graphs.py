@@ -119,8 +119,8 @@ class StaticSteps:
         self._logprobs = torch.zeros(STEPS_PER_LOOK, size, device=device)
         self._done = torch.zeros(1, dtype=torch.long, device=device)  # steps since the host looked
         self._seen: Tensor | None = None
-        self._replays: dict[tuple, Callable[[], None]] = {}
-        self._draws: dict[tuple, Callable] = {}  # whose tensors a recording reads, and nobody else may hold
+        # what replays a step, and its draw: the recording reads tensors of it that nobody else may hold
+        self._replays: dict[tuple, tuple[Callable[[], None], Callable]] = {}
         self._live = self._rows = 0
         self._is_plain = False
 
@@ -153,15 +153,14 @@ class StaticSteps:
         self._done.zero_()
         for _ in range(num_steps):
             if key in self._replays:
-                self._replays[key]()
+                self._replays[key][0]()
                 continue
             step = partial(self._step, self._rows, self._is_plain, draw, has_seen, below_min_tokens)
             if len(self._replays) >= MAX_RECORDINGS:
                 self._replays.clear()
-                self._draws.clear()
             with self._guard():
                 step()  # the first one runs as it is: kernels compile, libraries set themselves up, and it counts
-            self._replays[key], self._draws[key] = self._recorded(step), draw
+            self._replays[key] = self._recorded(step), draw
         tokens, logprobs = (t[:num_steps, : self._live].tolist() for t in (self._tokens, self._logprobs))
         return zip(tokens, logprobs, strict=True)
 

@@ -14,7 +14,6 @@ from hybrid_rlhf.engine.decode.kv_cache import Step
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from tests.factories.architectures import ARCHITECTURES, build
 from tests.factories.decoding import EAGER, GREEDY, MANY_PROMPTS, PROMPTS, SETTINGS, greedy_by_generate, greedy_tokens
-from tests.simulated_card import simulated_card
 
 CAPTURED = [kind for kind in ARCHITECTURES if kind not in ("qwen2", "phi3")]  # llama again
 
@@ -23,20 +22,6 @@ UNCAPTURED = {"falcon"}  # indexes by a Python list, which has to be copied to t
 
 def _engine(model, capture="auto", device="cuda", **settings):
     return HybridEngine(model.to(device), model, eos_ids=[2], capture=capture, **settings)
-
-
-@pytest.fixture
-def card():
-    with simulated_card() as made:
-        yield made
-
-
-@pytest.fixture
-def recordings(card, monkeypatch):
-    """One entry for each step that was recorded on the card."""
-    found, capture = [], CudaCapture.__call__
-    monkeypatch.setattr(CudaCapture, "__call__", lambda self, step: (found.append(step), capture(self, step))[1])
-    return found
 
 
 @pytest.mark.parametrize("kind", CAPTURED)
@@ -61,7 +46,7 @@ def test_sizes_of_recorded_steps_are_few():
 
 @pytest.mark.parametrize("settings", [dict(), dict(repetition_penalty=1.4, temperature=0.8), dict(min_new_tokens=5)],
                          ids=str)
-def test_replayed_draws_are_those_of_the_uncaptured_engine_as_rows_come_and_go(settings, recordings):
+def test_replayed_draws_are_those_of_the_uncaptured_engine_as_rows_come_and_go(settings, card, recordings):
     settings = SamplingConfig(max_new_tokens=12, **settings)
     plain, replayed = _engine(build("llama"), device="cpu", max_batch=9), _engine(build("llama"), max_batch=9)
     limits = [1 + i % 12 for i in range(32)]
@@ -90,7 +75,7 @@ def test_steps_that_are_only_called_give_the_same_through_the_device_s_own_kerne
     assert static.describe()["captured"] and not plain.describe()["captured"]
 
 
-def test_weights_that_training_changes_in_place_reach_the_next_steps(recordings):
+def test_weights_that_training_changes_in_place_reach_the_next_steps(card, recordings):
     model = build("llama")
     add_lora(model, LoraConfig(r=4))
     for up in [p for n, p in model.named_parameters() if "lora_B" in n]:
@@ -147,7 +132,7 @@ def test_a_step_that_bakes_in_a_position_is_found_by_the_probe_and_runs_uncaptur
     assert "decode steps are not captured" in caplog.text
 
 
-def test_a_capture_that_fails_later_is_said_and_the_step_runs_as_it_is(recordings, monkeypatch, caplog):
+def test_a_capture_that_fails_later_is_said_and_the_step_runs_as_it_is(card, recordings, monkeypatch, caplog):
     model, capture = build("llama"), CudaCapture.__call__
     expected = greedy_by_generate(model)
 
