@@ -25,6 +25,7 @@ from hybrid_rlhf.engine.decode.serving import Serving, open_serving
 from hybrid_rlhf.engine.decode.streaming import Conversation
 from hybrid_rlhf.engine.decode.tensor_parallel import check_shardable
 from hybrid_rlhf.engine.decode.tp_sync import all_agree, as_group, draw_together
+from hybrid_rlhf.engine.decode.turns import BatchTurns, SlotTurns, Turns
 from hybrid_rlhf.engine.device_memory import fewer_slots, release
 from hybrid_rlhf.engine.idle_cache import IdleCache
 from hybrid_rlhf.engine.modes import evaluating
@@ -218,9 +219,7 @@ class HybridEngine(Generic[ModuleT]):
             except Exception as error:
                 if self.ranks:  # the others are in the middle of a step
                     raise
-                self.oom_limits["slots"] = fewer_slots(slots, capacity, error)
-                _log.warning("out of memory while the %s generates: %d slots of %d tokens do not fit; from now on at "
-                             "most %d", self.name, slots, capacity, self.oom_limits["slots"])
+                self._note_fewer(slots, capacity, error)
             self._cache = cache = None
             release()
         return []
@@ -261,6 +260,37 @@ class HybridEngine(Generic[ModuleT]):
         if self._conversation is None:
             self._conversation = Conversation(self._runner, self.max_kv_bytes)
         return self._conversation.run(prompt, sampling, stops, seed)
+
+    def open_turns(self, num_sequences: int, capacity: int, sampling: SamplingConfig) -> Turns:
+        """Sequences of several turns, at most `capacity` tokens each with all that is added to them, under one sampling
+        setting. Only inside `inference()`. Raises UserError where the cache of one sequence does not fit."""
+        self._require_inference("open_turns")
+        if self.ranks:
+            raise RuntimeError("open_turns() over several ranks: what is added comes to one process")
+        stops = self._stops(sampling)
+        if self._runner.path == "generate":
+            slots = fitting_slots(self._runner, min(self.max_batch, num_sequences), capacity, self.max_kv_bytes)
+            return BatchTurns(GenerateBatches(self._runner, sampling, stops, slots))
+
+        def scheduler() -> Scheduler:
+            slots = min(self.max_batch, num_sequences, self.oom_limits.get("slots", num_sequences))
+            self._num_slots = slots
+            cache = self._fitting_cache(slots, capacity)
+            self.kv_bytes, self._num_slots = cache.num_bytes(), cache.num_slots
+            return Scheduler(self._runner, cache, sampling, stops)
+
+        return SlotTurns(scheduler, partial(self._shrink, capacity))
+
+    def _shrink(self, capacity: int, error: Exception) -> None:
+        """Half the slots from now on, and no cache; UserError where there is one slot."""
+        self._note_fewer(self._num_slots, capacity, error)
+        self._cache = None
+        release()
+
+    def _note_fewer(self, slots: int, capacity: int, error: Exception) -> None:
+        self.oom_limits["slots"] = fewer_slots(slots, capacity, error)
+        _log.warning("out of memory while the %s generates: %d slots of %d tokens do not fit; from now on at most %d",
+                     self.name, slots, capacity, self.oom_limits["slots"])
 
     def serve(self, num_slots: int, capacity: int) -> Serving:
         """Requests that come and go while others run; see `Serving`. Only inside `inference()`, where it ends."""

@@ -58,7 +58,7 @@ class SlotAttention:
 
     def _dense_mask(self, mask: Tensor | None, step: Step) -> Tensor | None:
         """None stays None in a prefill from the start, whose causal mask needs no tensor."""
-        if mask is not None or (step.is_prefill and not step.offset):
+        if mask is not None or (step.is_prefill and not step.goes_on):
             return mask
         places = step.places
         return torch.arange(step.width, device=places.device) <= places[:, None, :, None]

@@ -84,6 +84,7 @@ class GenerateBatches:
         """The next token of each row, noted in its request until that has ended."""
         sampling, device = self.sampling, self.runner.device
         streams = torch.tensor([stream(r.seed, r.number) for r in batch], device=device)
+        before = torch.tensor([r.num_drawn for r in batch], device=device)
         start = len(batch[0].prompt)
         stops = torch.tensor(sorted(self.stops), dtype=torch.long, device=device)
 
@@ -93,9 +94,9 @@ class GenerateBatches:
                 seen = torch.zeros(logits.shape, dtype=torch.bool, device=device).scatter_(1, ids, True)
             if count < sampling.min_new_tokens and self.stops:
                 forbidden = torch.zeros(logits.shape, dtype=torch.bool, device=device)
-                forbidden[:, stops] = True
+                forbidden[:, stops] = (before + count < sampling.min_new_tokens)[:, None]
             tokens, logprobs = self.runner.ops.sample(
-                logits, streams, torch.full_like(streams, count), temperature=sampling.temperature,
+                logits, streams, before + count, temperature=sampling.temperature,
                 top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p,
                 repetition_penalty=sampling.repetition_penalty, seen=seen, forbidden=forbidden)
             for request, token, logprob in zip(batch, tokens.tolist(), logprobs.tolist(), strict=True):

@@ -23,6 +23,8 @@ class Step:
 
     positions (B, Q) int64, the columns of the tokens (-1: an idle row, if has_idle); width: columns that attention may
     look at. In a prefill of N prompts row source[i] is stored in slot targets[i], and offset columns are there already.
+    ragged: where rows go on from columns of unlike number, (row, place in it, slot, column), (N,) int64 each, of all
+    real tokens; the padding behind them is stored nowhere.
     `fresh` knows which keys a layer handed out, and does not keep them: over all layers they are a second cache.
     """
 
@@ -33,6 +35,7 @@ class Step:
     source: Tensor | None = None
     targets: Tensor | None = None
     offset: int = 0
+    ragged: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
     has_idle: bool = False
     fresh: dict[int, tuple[KeyValueRows, weakref.ref, weakref.ref]] = field(default_factory=dict)
 
@@ -43,6 +46,20 @@ class Step:
         """The layer that handed out just these tensors in this forward, or None."""
         layer, *own = self.fresh.get(id(key), (None,))
         return layer if layer and own[0]() is key and own[1]() is value else None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a prefill's tokens look at columns that were there before."""
+        return bool(self.offset) or self.ragged is not None
+
+    def store(self, rows: Tensor, new: Tensor) -> None:
+        """Put the columns of a prefill (B, heads, Q, dim) into a layer's rows (S, heads, C, dim)."""
+        if self.ragged is not None:
+            row, place, slot, column = self.ragged
+            rows[slot, :, column] = new[row, :, place]
+            return
+        new = new if self.source is None else new[self.source]
+        rows.narrow(2, self.offset, new.shape[2]).index_copy_(0, self.targets, new)
 
     @property
     def places(self) -> Tensor:
@@ -76,10 +93,9 @@ class KeyValueRows:
             self.allocate(key, value)
         step = self.owner.step
         if step.is_prefill:
-            for rows, new in ((self.keys, key), (self.values, value)):
-                new = new if step.source is None else new[step.source]
-                rows.narrow(2, step.offset, key.shape[2]).index_copy_(0, step.targets, new)
-            if step.offset:
+            step.store(self.keys, key)
+            step.store(self.values, value)
+            if step.goes_on:
                 return self.keys[step.targets, :, : step.width], self.values[step.targets, :, : step.width]
         if step.is_prefill or self.index in self.owner.fused_cache_write:
             step.hand_out(self, key, value)
@@ -106,9 +122,8 @@ class KeyValueRows:
             self.indexer_keys = key.new_zeros(self.owner.num_slots, 1, self.owner.num_columns, key.shape[-1])
         step, rows, new = self.owner.step, self.indexer_keys, key[:, None]
         if step.is_prefill:
-            new = new if step.source is None else new[step.source]
-            rows.narrow(2, step.offset, key.shape[1]).index_copy_(0, step.targets, new)
-            return rows[step.targets, 0, : step.width] if step.offset else key
+            step.store(rows, new)
+            return rows[step.targets, 0, : step.width] if step.goes_on else key
         slots = self.owner.row_slots()
         rows[slots, 0, step.positions[:, 0]] = key[:, 0]
         return rows[slots, 0, : step.width]

@@ -37,8 +37,8 @@ def logits_over_slots(runner) -> Tensor:  # noqa: ANN001 - a Runner
         runner.prefill(cache, [heads[0][::-1], heads[0]], [1, 0], [slots[0], 3])
         runner.prefill(cache, [heads[2]], [0], slots[2:])
     else:
-        runner.prefill(cache, [heads[0], heads[2]], [0, 1], slots[::2])
-        runner.prefill(cache, [heads[0][5:]], [0], slots[:1], offset=5)  # behind columns that are there: a chat's turn
+        runner.prefill(cache, [heads[0][:5], heads[2][:3]], [0, 1], slots[::2])
+        runner.extend(cache, [heads[0][5:], heads[2][3:]], slots[::2], [5, 3])  # behind columns that are there: turns
     runner.measure(cache)
     order = None if runner.is_stateful else torch.tensor(slots, device=runner.device)
     logits = []

@@ -17,7 +17,8 @@ class Request:
     """One response to make: number (its name under the seed), the prompt, the most tokens it may have, and the seed.
 
     is_stored: the columns of the prompt, but for its last token, are in the slot already. sampling: settings of its
-    own; None: the scheduler's.
+    own; None: the scheduler's. may_go_on: its slot is kept when it ends, for a request that `follows` it: whose prompt
+    is its prompt, its tokens and more. num_drawn: tokens drawn before under the same number, by those that it follows.
     """
 
     number: int
@@ -26,8 +27,18 @@ class Request:
     seed: int = 0
     is_stored: bool = False
     sampling: SamplingConfig | None = None
+    may_go_on: bool = False
+    follows: Request | None = None
+    num_drawn: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+
+
+def following(before: Request, added: Sequence[int], limit: int, may_go_on: bool = True) -> Request:
+    """The next turn of a sequence: what it said before, `added` tokens of somebody else's, and at most `limit` more."""
+    prompt = [*before.prompt, *before.tokens, *added]
+    return Request(before.number, prompt, limit, before.seed, sampling=before.sampling, may_go_on=may_go_on,
+                   follows=before, num_drawn=before.num_drawn + len(before.tokens))
 
 
 def check_finite(logprob: float, request: Request) -> None:

@@ -130,9 +130,35 @@ class Runner:
         step = Step(positions, offset + ids.shape[1], is_prefill=True, offset=offset,
                     source=None if is_plain else torch.tensor(source, device=self.device),
                     targets=torch.tensor(targets, device=self.device))
+        self._forward(self._body, cache, step, ids)
+
+    def extend(self, cache: SlotCache, chunks: Sequence[Sequence[int]], slots: Sequence[int], offsets: Sequence[int]
+               ) -> None:
+        """Store further columns of N sequences in one forward: chunk i in slots[i], behind offsets[i] columns.
+
+        Padding has the position of its row's last token: behind it there may be none that the model knows. A model
+        that counts positions for itself takes them one sequence at a time.
+        """
+        if len(set(offsets)) == 1 or not self._takes_positions(self._body):
+            groups = [range(len(chunks))] if len(set(offsets)) == 1 else [[i] for i in range(len(chunks))]
+            for group in groups:
+                self.prefill(cache, [chunks[i] for i in group], range(len(group)), [slots[i] for i in group],
+                             offset=offsets[group[0]])
+            return
+        real = [(i, j, slots[i], offsets[i] + j) for i, chunk in enumerate(chunks) for j in range(len(chunk))]
+        longest = max(map(len, chunks))
+        places = [[at + min(j, len(chunk) - 1) for j in range(longest)]
+                  for at, chunk in zip(offsets, chunks, strict=True)]
+        step = Step(torch.tensor(places, device=self.device), max(row[-1] for row in places) + 1, is_prefill=True,
+                    ragged=torch.tensor(real, device=self.device).unbind(1),
+                    targets=torch.tensor(slots, device=self.device))
+        self._forward(self._body, cache, step, pad_right(chunks, 0).to(self.device))
+
+    @property
+    def _body(self) -> nn.Module:
+        """The model without its head, where nobody reads the logits."""
         base = self.model.base_model
-        body = base if self._cache_name(base) else self.model  # without the head, for nobody reads its logits
-        self._forward(body, cache, step, ids)
+        return base if self._cache_name(base) else self.model
 
     def decode(self, cache: SlotCache, tokens: Tensor, positions: Tensor, width: int, slots: Tensor | None,
                has_idle: bool = False) -> Tensor:

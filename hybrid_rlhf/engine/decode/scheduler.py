@@ -25,6 +25,7 @@ from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 
 MAX_PREFILL_TOKENS = 4096  # of one forward, padding included
 _MAX_SAMPLERS = 64  # settings that are remembered
+_PATIENCE = 4  # looks at the tokens until what goes on enters: others may come meanwhile, for the same prefill
 _STEPS_PER_SYNC = {"cuda": STEPS_PER_LOOK}  # how many steps run before the host looks at the tokens; 1 elsewhere
 
 
@@ -48,7 +49,9 @@ class Scheduler:
     """Runs requests through the slots of one cache. stops: tokens that end a response (they are part of it).
 
     Requests enter by `submit` and leave by ending or by `drop`, at any time between two calls of `step`. is_eager: a
-    waiting request enters as soon as a slot is free, for somebody reads along; else entries are gathered.
+    waiting request enters as soon as a slot is free, for somebody reads along; else entries are gathered. The slot of a
+    request that may go on is kept for the one that follows it, until `release` or until another needs it: then all that
+    was said is read again. ended: of those that may go on, who has ended, for who drives the steps to take away.
     """
 
     def __init__(self, runner: Runner, cache: SlotCache, sampling: SamplingConfig,
@@ -61,7 +64,11 @@ class Scheduler:
             self._static.can_shrink = not is_eager and cache.num_slots > 1
         self._loaded: _Batch | None = None
         self._waiting: deque[Request] = deque()
+        self._returning: list[Request] = []  # that follow another one
+        self._patience = 0
         self._running: dict[int, Request] = {}  # slot -> request
+        self._kept: dict[int, Request] = {}  # slot -> the request that ended in it and may go on, oldest first
+        self.ended: list[Request] = []
         self._batch: _Batch | None = None  # None: someone has entered or left
         self._free = deque(range(cache.num_slots))
         self._stored: dict[int, Sequence[int]] = {}  # slot -> the prompt whose columns it still holds
@@ -79,16 +86,28 @@ class Scheduler:
             yield
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self._waiting.extend(requests)
+        if not self._returning:
+            self._patience = _PATIENCE
+        for request in requests:
+            (self._waiting if request.follows is None else self._returning).append(request)
 
     def drop(self, request: Request) -> None:
         """Forget a request, waiting or running; its slot is free. Nothing where it has ended."""
         self._waiting = deque(r for r in self._waiting if r is not request)
-        self._leave([slot for slot, running in self._running.items() if running is request])
+        self._returning = [r for r in self._returning if r is not request]
+        self._free_slots([slot for slot, running in self._running.items() if running is request])
+
+    def release(self, request: Request) -> None:
+        """Nothing will follow a request that has ended: its slot is free."""
+        for slot in [slot for slot, kept in self._kept.items() if kept is request]:
+            del self._kept[slot]
+            self._give_free(slot)
 
     def step(self) -> bool:
         """One token for every running request, or some, after the waiting ones that may have entered; False when all
         is done. Raises UserError when the model's logits are not finite."""
+        if self._returning and self._should_go_on():
+            self._go_on()
         if self._should_admit():
             self._running |= self._admit()
             self._batch = None
@@ -101,28 +120,72 @@ class Scheduler:
         return True
 
     def _leave(self, slots: list[int]) -> None:
+        """Requests have ended; the slots of those that may go on are kept, but states, which have moved on."""
+        going_on = [slot for slot in slots if self._running[slot].may_go_on]
+        self.ended += [self._running[slot] for slot in going_on]
+        for slot in () if self.runner.is_stateful else going_on:
+            self._kept[slot] = self._running.pop(slot)
+            self._batch = None
+        self._free_slots([slot for slot in slots if slot in self._running])
+
+    def _free_slots(self, slots: list[int]) -> None:
         for slot in slots:
             del self._running[slot]
-            self._free.append(slot)
+            self._give_free(slot)
         if slots:
             self._batch = None
+
+    def _give_free(self, slot: int) -> None:
+        self._free.append(slot)
         if self.runner.is_stateful:  # every slot below the last one in use is a row
             self._free = deque(sorted(self._free))
 
     def _has_ended(self, request: Request) -> bool:
         return len(request.tokens) >= request.limit or request.tokens[-1] in self.stops
 
+    # -- going on ----------------------------------------------------------------------------------------------------
+
+    def _should_go_on(self) -> bool:
+        """Several in one prefill, but nobody waits for more than a few looks."""
+        self._patience -= 1
+        return (not self._running or self.is_eager or self._patience < 0
+                or len(self._returning) >= max(1, self.cache.num_slots // 4))
+
+    def _go_on(self) -> None:
+        """Requests that follow another enter its slot, of which their new tokens are read. Those whose slot was given
+        away wait as if they were new, in front of those that are."""
+        slots = {id(kept): slot for slot, kept in self._kept.items()}
+        entering = {slots[id(r.follows)]: r for r in self._returning if id(r.follows) in slots}
+        self._waiting.extendleft(reversed([r for r in self._returning if id(r.follows) not in slots]))
+        self._returning = []
+        if entering:
+            offsets = [len(self._kept[slot].prompt) + len(self._kept[slot].tokens) - 1 for slot in entering]
+            chunks = [list(r.prompt[at:-1]) for at, r in zip(offsets, entering.values(), strict=True)]
+            self.runner.extend(self.cache, chunks, list(entering), offsets)
+            self._entered(entering)
+            self._running |= entering
+            self._batch = None
+
     # -- entering ----------------------------------------------------------------------------------------------------
 
     def _should_admit(self) -> bool:
-        """A prefill reads all weights once, so it waits until a quarter of the slots is free."""
-        if not self._waiting or not self._free:
+        """A prefill reads all weights once, so it waits until a quarter of the slots is free, or kept for others."""
+        num_free = len(self._free) + len(self._evictable())
+        if not self._waiting or not num_free:
             return False
         enough = 1 if self.is_eager else min(len(self._waiting), max(1, self.cache.num_slots // 4))
-        return not self._running or len(self._free) >= enough
+        return not self._running or num_free >= enough
+
+    def _evictable(self) -> list[int]:
+        """Slots that are kept for requests that have not come yet, oldest first: they will be read again."""
+        here = {id(request.follows) for request in self._returning}
+        return [slot for slot, kept in self._kept.items() if id(kept) not in here]
 
     def _admit(self) -> dict[int, Request]:
         """Give waiting requests the free slots, store their prompts (each distinct one once); slot -> request."""
+        for slot in self._evictable()[: max(0, len(self._waiting) - len(self._free))]:
+            del self._kept[slot]
+            self._give_free(slot)
         count = min(len(self._waiting), len(self._free))
         entering = {self._free.popleft(): self._waiting.popleft() for _ in range(count)}
         wanted: dict[tuple[int, ...], list[int]] = {}
@@ -136,9 +199,14 @@ class Scheduler:
         for prompts in self._buckets([p for p, slots in wanted.items() if len(p) > 1 and slots]):
             pairs = [(i, slot) for i, prompt in enumerate(prompts) for slot in wanted[prompt]]
             self.runner.prefill(self.cache, [p[:-1] for p in prompts], [i for i, _ in pairs], [s for _, s in pairs])
-        self._stored.update({slot: request.prompt for slot, request in entering.items()})
-        self._mark_seen({s: r for s, r in entering.items() if self._settings(r).repetition_penalty != 1})
+        self._entered(entering)
         return entering
+
+    def _entered(self, entering: dict[int, Request]) -> None:
+        for slot, request in entering.items():
+            self._kept.pop(slot, None)
+            self._stored[slot], request.follows = request.prompt, None
+        self._mark_seen({s: r for s, r in entering.items() if self._settings(r).repetition_penalty != 1})
 
     def _copy_stored(self, wanted: dict[tuple[int, ...], list[int]]) -> None:
         """Slots whose prompt another slot still holds are filled from there, and taken out of `wanted`."""
@@ -187,8 +255,8 @@ class Scheduler:
         slots = list(range(max(running) + 1)) if self.runner.is_stateful else sorted(running)
         idle = Request(0, [0], 0)
         requests = [running.get(slot, idle) for slot in slots]
-        rows = [(r.tokens[-1] if r.tokens else r.prompt[-1], len(r.prompt) + len(r.tokens) - 1, len(r.tokens),
-                 self._stream(r.seed, r.number)) for r in requests]
+        rows = [(r.tokens[-1] if r.tokens else r.prompt[-1], len(r.prompt) + len(r.tokens) - 1,
+                 r.num_drawn + len(r.tokens), self._stream(r.seed, r.number)) for r in requests]
         tokens, positions, counts, streams = torch.tensor(rows, device=self.device).T.contiguous().unbind(0)
         is_plain = slots == list(range(len(slots)))
         live = [(i, r) for i, r in enumerate(requests) if r.limit]
@@ -196,7 +264,8 @@ class Scheduler:
                       slot_ids=None if is_plain else torch.tensor(slots, device=self.device),
                       width=max(len(r.prompt) + len(r.tokens) for _, r in live),
                       steps_left=min(r.limit - len(r.tokens) for _, r in live),
-                      below_min_tokens=any(len(r.tokens) < self._settings(r).min_new_tokens for _, r in live),
+                      below_min_tokens=any(r.num_drawn + len(r.tokens) < self._settings(r).min_new_tokens
+                                           for _, r in live),
                       draw=self._sampler(requests))
 
     def _settings(self, request: Request) -> SamplingConfig:

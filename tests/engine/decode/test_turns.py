@@ -1,0 +1,174 @@
+"""Requests that go on where an earlier one ended: the same log-probabilities as one plain forward of the whole
+sequence, whatever slots there are and in whatever order the turns come back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from hybrid_rlhf.engine import HybridEngine, SamplingConfig
+from hybrid_rlhf.engine.decode.request import Request, following
+from hybrid_rlhf.engine.decode.runner import Runner
+from tests.factories.architectures import build
+from tests.factories.tiny import tiny_causal_lm
+
+ADDED = [[7, 8, 9, 10, 11], [12], [13, 14, 15], [16, 17], [20, 21, 22, 23, 24, 25, 26], [30, 31, 32]]
+PROMPTS = [[5, 6, 7], [40, 41, 42, 43, 44, 45, 46, 47], [50], [60, 61, 62, 63], [70, 71, 72, 73, 74], [80, 81]]
+LIMITS = [4, 7, 2, 5, 3, 6]  # tokens of the first turn; the second has 3 more than the other end of the list
+
+
+def engine_of(model, **changes) -> HybridEngine:
+    return HybridEngine(model, model, eos_ids=[1], pad_id=0, **changes)
+
+
+def play(engine, num_turns=3, order=lambda waiting: waiting, late=0, sampling=None):
+    """Episodes of `num_turns` turns: (all tokens, logprobs or None where others wrote) of each. order: which of the
+    turns that ended go on, and when; late: how many steps they wait."""
+    sampling = sampling or SamplingConfig(max_new_tokens=64)
+    said: dict[int, list] = {i: [] for i in range(len(PROMPTS))}
+    rows: dict[int, list[int]] = {}
+    turn = dict.fromkeys(said, 0)
+    with engine.inference():
+        turns = engine.open_turns(len(PROMPTS), 64, sampling)
+        for i, prompt in enumerate(PROMPTS):
+            turns.submit(Request(i, prompt, LIMITS[i], seed=3, may_go_on=True))
+        waiting: list[tuple[int, Request]] = []
+        steps = 0
+        while turns.is_busy or waiting:
+            steps += 1
+            for request in turns.step():
+                i = request.number
+                said[i] += request.logprobs
+                rows[i] = [*request.prompt, *request.tokens]
+                turn[i] += 1
+                if turn[i] == num_turns:
+                    turns.release(request)
+                    continue
+                waiting.append((steps + late, request))
+            due, waiting = [r for when, r in waiting if when <= steps], [w for w in waiting if w[0] > steps]
+            for request in order(due):
+                added = ADDED[(request.number + turn[request.number]) % len(ADDED)]
+                said[request.number] += [None] * len(added)
+                turns.submit(following(request, added, LIMITS[-1 - request.number] + 3))
+    return [rows[i] for i in said], [said[i] for i in said]
+
+
+def plain_logprobs(model, rows):
+    """Of every token behind the first, by transformers' own forward, one sequence at a time."""
+    with torch.no_grad():
+        return [model(input_ids=torch.tensor([row]), use_cache=False).logits[0].float().log_softmax(-1)[:-1].gather(
+            1, torch.tensor(row[1:])[:, None])[:, 0] for row in rows]
+
+
+def check_against_plain(model, rows, said, tolerance=1e-4):
+    for prompt, row, mine, truth in zip(PROMPTS, rows, said, plain_logprobs(model, rows), strict=True):
+        assert len(row) == len(prompt) + len(mine)
+        for at, logprob in enumerate(mine, len(prompt)):
+            if logprob is not None:
+                assert_close(torch.tensor(logprob), truth[at - 1], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("max_batch", [64, 6, 2, 1])
+def test_turns_have_the_logprobs_of_a_plain_forward_of_all_that_was_said(max_batch):
+    model = tiny_causal_lm().eval()
+    rows, said = play(engine_of(model, max_batch=max_batch))
+    check_against_plain(model, rows, said)
+    assert all(None in logprobs for logprobs in said)
+
+
+@pytest.mark.parametrize("late", [0, 1, 9])
+@pytest.mark.parametrize("max_batch", [6, 3])
+def test_what_is_drawn_depends_neither_on_the_slots_nor_on_when_a_turn_goes_on(late, max_batch):
+    model = tiny_causal_lm().eval()
+    rows, said = play(engine_of(model))
+    again, logprobs = play(engine_of(model, max_batch=max_batch), late=late, order=lambda due: due[::-1])
+    assert again == rows
+    for a, b in zip(said, logprobs, strict=True):
+        assert_close(torch.tensor([x for x in a if x is not None]), torch.tensor([x for x in b if x is not None]))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "gemma2", "mistral", "mamba", "bloom", "qwen3_moe", "deepseek_v3"])
+def test_other_architectures_go_on_as_they_say_it_in_one_forward(kind):
+    model = build(kind).eval()
+    rows, said = play(engine_of(model, max_batch=4))
+    check_against_plain(model, rows, said, 2e-3)
+
+
+def test_a_turn_that_goes_on_reads_its_new_tokens_alone(monkeypatch):
+    """Three turns of one sequence: the prompt, then what was added with the last token said, and nothing twice."""
+    read = []
+    forward = Runner._forward
+
+    def counted(self, module, cache, step, ids):
+        read.append((step.is_prefill, ids.numel()))
+        return forward(self, module, cache, step, ids)
+
+    model = tiny_causal_lm().eval()
+    engine = engine_of(model)
+    with engine.inference():
+        pass  # the probe
+    monkeypatch.setattr(Runner, "_forward", counted)
+    with engine.inference():
+        turns = engine.open_turns(1, 64, SamplingConfig(max_new_tokens=64))
+        turns.submit(Request(0, [5, 6, 7, 8, 9, 10], 4, may_go_on=True))
+        for added in ([11, 12, 13], [14, 15]):
+            ended = []
+            while not ended:
+                ended = turns.step()
+            turns.submit(following(ended[0], added, 3))
+        while turns.is_busy:
+            turns.step()
+    assert [count for is_prefill, count in read if is_prefill] == [5, 3, 2]  # the last token said and all but one added
+    assert sum(count for is_prefill, count in read if not is_prefill) == 4 + 3 + 3
+
+
+def test_out_of_memory_draws_the_turns_again_with_fewer_slots(monkeypatch):
+    model = tiny_causal_lm().eval()
+    rows, _ = play(engine_of(model))
+    engine = engine_of(model)
+    decode, calls = Runner.decode, []
+
+    def failing(self, cache, *rest, **named):
+        calls.append(cache.num_slots)
+        if len(calls) in (9, 15):
+            raise torch.OutOfMemoryError("out of memory")
+        return decode(self, cache, *rest, **named)
+
+    with engine.inference():
+        pass
+    monkeypatch.setattr(Runner, "decode", failing)
+    assert play(engine)[0] == rows
+    assert calls[0] == 6 and calls[-1] == 1
+
+
+def test_an_error_that_is_not_about_memory_is_raised_with_its_traceback(monkeypatch):
+    engine = engine_of(tiny_causal_lm().eval())
+    with engine.inference():
+        pass
+
+    def broken(*_given, **_named):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(Runner, "decode", broken)
+    with pytest.raises(ValueError, match="a bug") as found:
+        play(engine)
+    assert any(entry.name == "broken" for entry in found.traceback)
+
+
+def test_a_model_sampled_by_generate_plays_turns_too(monkeypatch):
+    def by_generate(self):
+        self.path, self.bytes_per_column = "generate", 1.0
+
+    model = tiny_causal_lm().eval()
+    rows, _ = play(engine_of(model))
+    monkeypatch.setattr(Runner, "_find_path", by_generate)
+    again, said = play(engine_of(model))
+    assert again == rows
+    check_against_plain(model, again, said)
+
+
+def test_a_bfloat16_model_goes_on_as_exactly_as_it_begins():
+    model = tiny_causal_lm().to(torch.bfloat16).eval()
+    rows, said = play(engine_of(model))
+    check_against_plain(model, rows, said, 0.1)
