@@ -157,6 +157,11 @@ def handed_over(functions: Mapping[str, Callable]) -> Iterator[None]:
         _given.update(before)
 
 
+def from_python(name: str) -> Callable | None:
+    """What a Python program has handed over by this name."""
+    return _given.get(name)
+
+
 def open_functions(given: list[str], options: dict[str, dict], timeout: float, isolate: bool = False
                    ) -> list[FunctionSource]:
     """The sources that each `path.py:name`, `builtin:name` or `python:name@version` (of those handed over) names;

@@ -23,6 +23,7 @@ PACKAGES = {
     "rollout": (5, tuple(
         f"{H}.rollout.{name}" for name in ("collect", "old_logprobs", "dynamic_sampling", "best_of_n"))),
     "run": (5, (f"{H}.run",)),
+    "environments": (4.5, (f"{H}.environments",)),
     "rewards": (4, (f"{H}.rewards",)),
     "report": (4, (f"{H}.report",)),
     "export": (4, (f"{H}.export",)),
@@ -63,7 +64,7 @@ DEPENDENCIES = {
     "tokenizers": (f"{H}.models",),
     "transformers": (f"{H}.models.hf_attention", f"{H}.models.load", f"{H}.models.backbone",
                      f"{H}.models.saving", f"{H}.models.shapes", f"{H}.models.tokenizer",
-                     f"{H}.models.transformers_compat"),
+                     f"{H}.models.tool_schema", f"{H}.models.transformers_compat"),
     "triton": (f"{H}.kernels",),
     "uvicorn": (f"{H}.inference.server",),
 }

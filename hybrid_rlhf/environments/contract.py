@@ -1,0 +1,298 @@
+"""What an environment is: TRL's class of `reset`, tools and `get_reward`, or one with `step(messages)`."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from hybrid_rlhf.core.errors import UserError, check, nearest
+from hybrid_rlhf.environments.calls import CallError
+from hybrid_rlhf.models.tool_schema import schema_of
+from hybrid_rlhf.rewards.function_worker import call_error, no_second_process, one_line
+from hybrid_rlhf.rewards.functions import fresh, parameters
+from hybrid_rlhf.rewards.process_state import unchanged
+
+_NO_TOOLS = ("reset", "get_reward")
+_ROLES = ("user", "tool", "system")
+
+
+@dataclass(frozen=True, eq=False)
+class Environment:
+    """One kind of environment. schemas: of what the model may call, its plain tools and then its methods by name.
+
+    has_step: it answers what the model says by itself, whether that calls a tool or not. has_reward: it knows a reward
+    of its own. tools: the plain functions by name, which belong to no instance. make: constructs an instance; None
+    where there are only tools.
+    """
+
+    name: str
+    schemas: list[dict]
+    has_step: bool
+    has_reward: bool
+    tools: Mapping[str, Callable] = field(default_factory=dict)
+    make: Callable[[], object] | None = None
+    needed: tuple[str, ...] = ()  # columns that reset cannot do without
+    _spare: list[object] = field(default_factory=list)  # the instance that was made to look at
+
+    @property
+    def tool_names(self) -> list[str]:
+        return [schema["function"]["name"] for schema in self.schemas]
+
+    def new(self) -> Instance:
+        """One more of it. UserError where the constructor raises."""
+        if self.make is None:
+            return Instance(self, None)
+        return Instance(self, self._spare.pop() if self._spare else constructed(self.make, self.name))
+
+
+def constructed(make: Callable[[], object], name: str) -> object:
+    """What someone else's class or function makes; UserError in one line where it raises."""
+    try:
+        with unchanged(f"environment {name}"), no_second_process(f"environment {name}"):
+            return make()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        factory = getattr(make, "func", make)  # of a partial
+        function = factory.__init__ if inspect.isclass(factory) else factory
+        raise UserError(f"environment {name}: its constructor {call_error(error, function)}; fix it, or give it what "
+                        "it takes by environment.options") from error
+
+
+def environment_of(name: str, make: Callable[[], object], tools: Mapping[str, Callable], where: str) -> Environment:
+    """The kind of environment that `make` makes one of. tools: plain ones beside its own.
+
+    where: what it is to the user, for messages. Raises UserError in one line for what TRL's contract does not allow: a
+    class without reset, methods that no schema can show, two tools of one name.
+    """
+    own = constructed(make, name)
+    try:
+        methods = dict(inspect.getmembers(type(own), inspect.isfunction))  # on the class: properties are not asked
+    except Exception as error:  # of someone else's descriptor
+        raise UserError(f"{where}: {type(own).__name__} cannot be read: {type(error).__name__}: {one_line(error)}; fix "
+                        "the class") from error
+    has_step = "step" in methods and _is_protocol(own.step)  # type: ignore[attr-defined]
+    check(has_step or "reset" in methods,
+          f"{where}: {type(own).__name__} has no method reset; an environment needs reset(**row), or step(messages)")
+    names = [n for n in methods if not n.startswith("_") and n not in _NO_TOOLS and not (has_step and n == "step")]
+    for each in names:
+        check(each not in tools, f"{where}: {type(own).__name__} has a method {each}, and environment.tools a function "
+                                 f"{each}; a tool needs a name of its own")
+    found = plain_schemas(tools) | {n: _named(schema_of(getattr(own, n), f"{where}: {n}"), n) for n in names}
+    return Environment(name, list(found.values()), has_step, "get_reward" in methods, dict(tools), make,
+                       _needed(own) if "reset" in methods else (), [own])
+
+
+def plain_schemas(tools: Mapping[str, Callable]) -> dict[str, dict]:
+    """The schemas of plain functions by the names that they are called by."""
+    return {name: _named(schema_of(tool, f"environment.tools: {name}"), name) for name, tool in tools.items()}
+
+
+def _named(schema: dict, name: str) -> dict:
+    """By the name that it is found under: a decorated function has another one of its own."""
+    return {**schema, "function": {**schema["function"], "name": name}}
+
+
+def _is_protocol(step: Callable) -> bool:
+    """step(messages); in a class of TRL's `step` may be a tool like others."""
+    return [n for n, p in inspect.signature(step).parameters.items()
+            if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)] == ["messages"]
+
+
+def _needed(own: Any) -> tuple[str, ...]:
+    return tuple(n for n, p in inspect.signature(own.reset).parameters.items()
+                 if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+
+class Instance:
+    """One environment, for one episode at a time: constructed once, reset often.
+
+    Its methods may answer with a coroutine, which is to be awaited. Their errors are CallError, in words that a model
+    can be shown. Only one call of the user's object runs at a time: while an earlier one, whose time was up, has not
+    returned (`is_busy`), others are refused at once. Plain tools have no object, and are not bound by that.
+    """
+
+    def __init__(self, environment: Environment, own: Any) -> None:
+        self.environment, self.object = environment, own
+        self._lock = threading.Lock()
+        self._runs = ""
+
+    @property
+    def is_busy(self) -> bool:
+        return self._lock.locked()
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        """Begin an episode of the data's `row`; None, or text that belongs to the end of the last user message. A reset
+        without **keywords gets the columns that it names."""
+        if not hasattr(self.object, "reset"):
+            return None
+        named, takes_all = parameters(self.object.reset)
+        given = {k: fresh(v) for k, v in row.items() if takes_all or k in named}
+        return self._one_at_a_time("reset", self.object.reset, lambda: self.object.reset(**given), _text_or_none)
+
+    def is_async(self, name: str) -> bool:
+        """Whether the tool `name` is a coroutine function."""
+        return inspect.iscoroutinefunction(self._tool(name))
+
+    def call(self, name: str, arguments: object) -> Any:
+        """What the tool `name` answers to `arguments`, as the model has given them."""
+        tool, known = self._tool(name), self.environment.tool_names
+        if tool is None:
+            raise CallError(f"there is no tool {name!s:.60}{nearest(str(name)[:60], known)}; there are "
+                            f"{', '.join(known) or 'none'}")
+        takes = f"its parameters are {self._parameters(name) or 'none'}"
+        if not isinstance(arguments, dict):
+            raise CallError(f"the arguments of {name} must be a JSON object; {takes}")
+        given = fresh(arguments)
+        try:
+            inspect.signature(tool).bind(**given)
+        except TypeError as error:
+            raise CallError(f"{name}: {one_line(error)}; {takes}") from error
+        if name in self.environment.tools:
+            return _answer(name, tool, lambda: tool(**given), _same, takes)
+        return self._one_at_a_time(name, tool, lambda: tool(**given), _same, takes)
+
+    def step(self, messages: list[dict]) -> Any:
+        """(messages, done, reward): what the environment adds to the conversation `messages`, whether the episode ends
+        with it, and the reward of the model's last turn, or None."""
+        given = fresh(messages)
+        return self._one_at_a_time("step", self.object.step, lambda: self.object.step(given), _checked_step)
+
+    def reward(self) -> Any:
+        """What get_reward() answers, as it is: who scores checks it."""
+        return self._one_at_a_time("get_reward", self.object.get_reward, lambda: self.object.get_reward(), _same)
+
+    def _tool(self, name: str) -> Callable | None:
+        if name in self.environment.tools:
+            return self.environment.tools[name]
+        return getattr(self.object, name) if name in self.environment.tool_names else None
+
+    def _parameters(self, name: str) -> str:
+        shape = next(s["function"]["parameters"] for s in self.environment.schemas if s["function"]["name"] == name)
+        return ", ".join(f"{n} ({_type_of(p)}{'' if n in shape.get('required', ()) else ', optional'})"
+                         for n, p in shape["properties"].items())
+
+    def _one_at_a_time(self, name: str, function: Callable, call: Callable[[], Any], then: Callable[[Any], Any],
+                       hint: str = "") -> Any:
+        with self._alone(name):
+            answer = _answer(name, function, call, then, hint)
+        return self._awaited_alone(name, answer) if inspect.isawaitable(answer) else answer
+
+    async def _awaited_alone(self, name: str, answer: Awaitable) -> Any:
+        with self._alone(name):
+            return await answer
+
+    @contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise CallError(f"{name} was not called: {self._runs} still runs from an earlier call, whose time was up")
+        self._runs = name
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+class Environments:
+    """What a run has: `kinds`, and which of them a row is for, by its column `environment` where they have names."""
+
+    def __init__(self, kinds: list[Environment], is_chosen_by_row: bool) -> None:
+        self.kinds, self.is_chosen_by_row = kinds, is_chosen_by_row
+
+    def of(self, row: Mapping[str, Any]) -> Environment:
+        """The kind of environment of a row of the data. UserError for a name that there is not."""
+        if not self.is_chosen_by_row:
+            return self.kinds[0]
+        known = {kind.name: kind for kind in self.kinds}
+        name = row.get("environment")
+        check(isinstance(name, str) and name in known,
+              f"the column environment of a row is {name!r:.60}, and environment.factory has {', '.join(known)}"
+              f"{nearest(str(name)[:60], known)}; each row needs one of these")
+        return known[str(name)]
+
+    def columns_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What reset is given of a row: the name that chooses the environment is not part of it."""
+        return {k: v for k, v in row.items() if not (self.is_chosen_by_row and k == "environment")}
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """UserError where the data, which has `columns`, lacks one that all kinds need to begin an episode."""
+        have = list(columns)
+        needed = {n: kind.name for kind in self.kinds for n in kind.needed
+                  if all(n in other.needed for other in self.kinds)}
+        if self.is_chosen_by_row:
+            needed["environment"] = "environment.factory with several of them"
+        for name, who in needed.items():
+            check(name in have, f"{who} needs a column {name}, and the data has {', '.join(have) or 'no columns'}"
+                                f"{nearest(name, have)}; give the rows one")
+
+
+def _answer(name: str, function: Callable, call: Callable[[], Any], then: Callable[[Any], Any], hint: str = "") -> Any:
+    """then(what is answered), or a coroutine of it. Errors are CallError with the line of the function's own file."""
+    with _in_words(name, function, hint):
+        answer = call()
+        if not inspect.isawaitable(answer):
+            return then(answer)
+
+    async def awaited() -> Any:
+        with _in_words(name, function, hint):
+            return then(await answer)
+
+    return awaited()
+
+
+@contextmanager
+def _in_words(name: str, function: Callable, hint: str) -> Iterator[None]:
+    try:
+        yield
+    except CallError:
+        raise
+    except Exception as error:
+        ending = f"; {hint}" if hint and isinstance(error, TypeError) else ""
+        raise CallError(f"{name} {call_error(error, function)}{ending}") from error
+
+
+def _same(answer: Any) -> Any:
+    return answer
+
+
+def _text_or_none(answer: Any) -> str | None:
+    if answer is None or isinstance(answer, str):
+        return answer
+    raise CallError(f"reset answered a {type(answer).__name__}, where text or None is needed")
+
+
+def _checked_step(answer: Any) -> tuple[list[dict], bool, float | None]:
+    if not isinstance(answer, (tuple, list)) or len(answer) != 3:
+        raise CallError(f"step answered a {type(answer).__name__}, where (messages, done, reward) is needed")
+    added, done, reward = answer
+    added = [{"role": "user", "content": added}] if isinstance(added, str) else added
+    if not isinstance(added, (list, tuple)) or not all(
+            isinstance(m, dict) and m.get("role") in _ROLES and isinstance(m.get("content"), str) for m in added):
+        raise CallError("step answered messages that are no list of {'role': 'user' or 'tool', 'content': text}")
+    if not isinstance(done, (bool, np.bool_)):
+        raise CallError(f"step answered done as a {type(done).__name__}, where True or False is needed")
+    if not added and not done:
+        raise CallError("step answered no message, and that the episode goes on; the model needs one to answer to")
+    return [dict(m) for m in added], bool(done), _number(reward)
+
+
+def _number(reward: Any) -> float | None:
+    reward = reward.item() if hasattr(reward, "item") else reward
+    if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
+        raise CallError(f"step answered the reward {reward!r:.60}, where a finite number or None is needed")
+    return None if reward is None else float(reward)
+
+
+def _type_of(shape: Mapping[str, Any]) -> str:
+    if "enum" in shape:
+        return f"one of {', '.join(map(str, shape['enum']))}"
+    kind = shape.get("type", "any type")
+    return kind if isinstance(kind, str) else " or ".join(kind)

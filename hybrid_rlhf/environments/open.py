@@ -1,0 +1,122 @@
+"""Environments and tools by their names in the settings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hybrid_rlhf.core.errors import UserError, check, nearest
+from hybrid_rlhf.environments.builtin import BUILTINS
+from hybrid_rlhf.environments.contract import Environment, Environments, environment_of, plain_schemas
+from hybrid_rlhf.rewards.function_worker import file_error, run_file
+from hybrid_rlhf.rewards.functions import from_python, parameters
+from hybrid_rlhf.rewards.process_state import unchanged
+
+
+def open_environments(factory: str | Mapping[str, str] | None, tools: Sequence[str],
+                      options: Mapping[str, Any]) -> Environments:
+    """What the settings environment.{factory, tools, options} name. An instance of each environment is made.
+
+    factory, tools: `path.py:name`, `builtin:name`, or `python:name` of what a Python program has handed over
+    (rewards.functions.handed_over); factory may be a mapping of environments by name, among which a row's column
+    `environment` chooses. options: keywords of the factory, or of each by name. A file is run once. Raises UserError
+    for what cannot be had, or is no environment.
+    """
+    files: dict[str, ModuleType] = {}
+    check(factory or tools, "there is neither environment.factory nor environment.tools; give one, as path.py:name")
+    plain = _tools(tools, files)
+    if not factory:
+        check(not options, "environment.options are for an environment.factory, and there is none; give one")
+        return Environments([Environment("tools", list(plain_schemas(plain).values()), False, False, plain)], False)
+    if isinstance(factory, str):
+        name = _split(factory, "environment.factory")[1]
+        return Environments([_environment(name, factory, plain, _own(options, name), files)], False)
+    for key in options:
+        check(key in factory, f"environment.options: {key} is none of environment.factory ({', '.join(factory)})"
+                              f"{nearest(key, factory)}")
+        check(isinstance(options[key], Mapping), f"environment.options.{key} must be a mapping of keywords")
+    return Environments([_environment(name, text, plain, options.get(name, {}), files)
+                         for name, text in factory.items()], True)
+
+
+def _own(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The keywords of the only environment, given as they are or below its name."""
+    return options[name] if list(options) == [name] and isinstance(options[name], Mapping) else options
+
+
+def _environment(name: str, text: str, tools: Mapping[str, Callable], options: Mapping[str, Any],
+                 files: dict[str, ModuleType]) -> Environment:
+    where = f"environment.factory: {text}"
+    factory = _named(text, "environment.factory", files)
+    try:
+        named, takes_all = parameters(factory)
+        needed = [n for n, p in inspect.signature(factory).parameters.items() if p.default is p.empty
+                  and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n not in options]
+    except (ValueError, TypeError):  # Python does not know
+        named, takes_all, needed = [], True, []
+    for key in options:
+        check(takes_all or key in named, f"environment.options: {text} takes no {key}{nearest(str(key), named)}; it "
+                                         f"takes {', '.join(named) or 'none'}")
+    check(not needed, f"{where} needs {' and '.join(needed)}; give environment.options "
+                      f"'{{{', '.join(f'{n}: ...' for n in needed)}}}'")
+    return environment_of(name, partial(factory, **options), tools, where)
+
+
+def _tools(given: Sequence[str], files: dict[str, ModuleType]) -> dict[str, Callable]:
+    found: dict[str, Callable] = {}
+    for text in given:
+        name = _split(text, "environment.tools")[1]
+        tool = _named(text, "environment.tools", files)
+        check(not inspect.isclass(tool), f"environment.tools: {text} is a class; give it as environment.factory")
+        check(name not in found, f"environment.tools: there are two tools called {name}; rename one")
+        found[name] = tool
+    plain_schemas(found)  # before any environment is made
+    return found
+
+
+def _split(text: str, option: str) -> tuple[str, str]:
+    """(file, "builtin" or "python"; name)."""
+    path, _, name = text.partition("@")[0].rpartition(":") if text.startswith("python:") else text.rpartition(":")
+    check(path and name, f"{option}: {text!r} names nothing; give path.py:name, or builtin:name with one of "
+                         f"{', '.join(BUILTINS)}")
+    return path, name
+
+
+def _named(text: str, option: str, files: dict[str, ModuleType]) -> Callable:
+    path, name = _split(text, option)
+    if path == "builtin":
+        check(name in BUILTINS, f"{option}: there is no builtin:{name}{nearest(name, BUILTINS)}; there are "
+                                f"{', '.join(BUILTINS)}")
+        return BUILTINS[name]
+    if path == "python":
+        given = from_python(name)
+        if given is None:
+            raise UserError(f"{option}: {name} was given from Python, and nothing gives it here; run it from there, or "
+                            "put it into a file as path.py:name")
+        return given
+    if path not in files:
+        files[path] = _module(path, option)
+    found = getattr(files[path], name, None)
+    check(callable(found), f"{option}: {path} has no {name} that can be called; there is "
+                           f"{', '.join(_own_names(files[path])) or 'none'}{nearest(name, _own_names(files[path]))}")
+    return found  # type: ignore[return-value]  # callable, as was checked
+
+
+def _own_names(module: ModuleType) -> list[str]:
+    """What can be called and was made in the file itself."""
+    return [k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+
+
+def _module(path: str, option: str) -> ModuleType:
+    check(Path(path).is_file() and path.endswith(".py"), f"{option}: {path} is no Python file; give path.py:name")
+    try:
+        with unchanged(path):
+            return run_file(path)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise UserError(f"{option}: {file_error(path, error)}; fix the file") from error

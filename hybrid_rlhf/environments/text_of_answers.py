@@ -1,0 +1,71 @@
+"""What a tool has returned, as text that a model can be shown."""
+
+from __future__ import annotations
+
+import json
+
+from hybrid_rlhf.core.text_safety import escape_control
+from hybrid_rlhf.data.transcripts import clean
+
+
+def shown(value: object, max_chars: int) -> str:
+    """`value` as the content of a message: text as it is, texts of content blocks joined, else JSON, else str(value).
+
+    Bytes are only said. Control characters and lone surrogates are replaced by visible ones. At most `max_chars`
+    characters, and then a line that says where it was cut. Never raises but KeyboardInterrupt.
+    """
+    text = _within_bounds(value, max_chars)
+    safe = escape_control(clean(text[:max_chars + 1].replace("\r\n", "\n")))
+    if len(text) <= max_chars and len(safe) <= max_chars:
+        return safe
+    return f"{safe[:max_chars]}\n[cut here: only the first {max_chars} characters of the answer are shown]"
+
+
+def _within_bounds(value: object, max_chars: int) -> str:
+    """The text, of which what is behind max_chars characters may be missing, but not that there is more."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return f"({memoryview(value).nbytes} bytes, which are no text)"
+    try:
+        if isinstance(value, list) and value and all(map(_is_block, value)):
+            return "".join(map(_text_of_block, value))
+        if hasattr(value, "tolist"):  # numpy's and torch's
+            value = value.tolist()
+        if value is None or isinstance(value, (bool, int, float, list, tuple, dict)):
+            return _json(value, max_chars)
+        return str(value)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # of someone else's class
+        return f"(a {type(value).__name__}, which cannot be shown: {type(error).__name__})"
+
+
+def _is_block(part: object) -> bool:
+    """Whether it is a part of a message's content, as in {"type": "text", "text": "..."}."""
+    if not isinstance(part, dict):
+        return False
+    return part.get("type") == "image" or (part.get("type") == "text" and isinstance(part.get("text"), str))
+
+
+def _text_of_block(part: dict) -> str:
+    return part["text"] if part["type"] == "text" else "(an image, which is not shown)"
+
+
+def _json(value: object, max_chars: int) -> str:
+    """JSON that ends soon after max_chars characters: nobody waits for the rest of a large table."""
+    pieces, length = [], 0
+    for piece in json.JSONEncoder(ensure_ascii=False, default=_plain).iterencode(value):
+        pieces.append(piece)
+        length += len(piece)
+        if length > max_chars:
+            break
+    return "".join(pieces)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return f"({memoryview(value).nbytes} bytes, which are no text)"
+    if isinstance(value, (set, frozenset)):
+        return list(value)
+    return value.tolist() if hasattr(value, "tolist") else str(value)
