@@ -21,10 +21,10 @@ FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, Run
 OPEN, CLOSE = "<think>", "</think>"
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 INSTRUCTIONS = ("system", "developer")
-_ASKED, _SAID, _THOUGHT = "Qask", "Qsay", "Qthought"  # words that no template writes by itself
-_CALL = {"type": "function", "id": "call00001", "function": {"name": _SAID, "arguments": {_ASKED: _ASKED}}}
-_TOOL = {"type": "function", "function": {"name": _SAID, "description": _SAID, "parameters": {
-    "type": "object", "properties": {_ASKED: {"type": "string", "description": _ASKED}}, "required": [_ASKED]}}}
+ASKED, SAID, _THOUGHT = "Qask", "Qsay", "Qthought"  # words that no template writes by itself
+CALL = {"type": "function", "id": "call00001", "function": {"name": SAID, "arguments": {ASKED: ASKED}}}
+TOOL = {"type": "function", "function": {"name": SAID, "description": SAID, "parameters": {
+    "type": "object", "properties": {ASKED: {"type": "string", "description": ASKED}}, "required": [ASKED]}}}
 _known: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> (what its dialect depends on, the dialect)
 
 
@@ -56,12 +56,12 @@ def dialect_of(tokenizer) -> Dialect:  # noqa: ANN001
 
 def _try(tokenizer) -> None:  # noqa: ANN001
     """UserError for a template that a few messages take out of bounds (template_trial.py)."""
-    asked, said = {"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}
+    asked, said = {"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}
     parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in (asked, said)]
-    calling = [asked, {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-               {"role": "tool", "name": _SAID, "content": _SAID}]
-    tried = renderings([[{"role": "system", "content": _ASKED}, asked, said, asked, said], [asked], parts, calling, []],
-                       [_TOOL])
+    calling = [asked, {"role": "assistant", "content": "", "tool_calls": [CALL]},
+               {"role": "tool", "name": SAID, "content": SAID}]
+    tried = renderings([[{"role": "system", "content": ASKED}, asked, said, asked, said], [asked], parts, calling, []],
+                       [TOOL])
     special = tuple((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
     templates = tokenizer.chat_template
     for text in templates.values() if isinstance(templates, dict) else (templates,):
@@ -146,7 +146,7 @@ def _with_system_in_user_turn(messages: list[dict]) -> list[dict]:
     return rest if tools is None else [{**rest[0], "tools": tools}, *rest[1:]]
 
 
-def _tried(tokenizer, messages: Sequence[Mapping], dialect: Dialect, generation: bool = False) -> str:  # noqa: ANN001
+def tried(tokenizer, messages: Sequence[Mapping], dialect: Dialect, generation: bool = False) -> str:  # noqa: ANN001
     """The rendered text, or "" where the template refuses."""
     try:
         return apply(tokenizer, adapted(messages, dialect), generation)
@@ -155,16 +155,16 @@ def _tried(tokenizer, messages: Sequence[Mapping], dialect: Dialect, generation:
 
 
 def _find_dialect(tokenizer) -> Dialect:  # noqa: ANN001
-    asked, said = {"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}
+    asked, said = {"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}
     dialect = Dialect()
 
     def shows(messages: Sequence[Mapping], trial: Dialect, words: str) -> bool:
-        text = _tried(tokenizer, messages, trial)
+        text = tried(tokenizer, messages, trial)
         return words in text and not re.search(r"""['"]text['"]: """, text)  # a list of parts written as it is
 
-    if not all(shows((asked, said), dialect, word) for word in (_ASKED, _SAID)):
+    if not all(shows((asked, said), dialect, word) for word in (ASKED, SAID)):
         parts = dialect._replace(takes_parts=True)
-        if all(shows((asked, said), parts, word) for word in (_ASKED, _SAID)):
+        if all(shows((asked, said), parts, word) for word in (ASKED, SAID)):
             dialect = parts
     takes = {f"takes_{role}": shows(({"role": role, "content": "Qrule"}, asked, said), dialect, "Qrule")
              for role in INSTRUCTIONS}
@@ -173,7 +173,7 @@ def _find_dialect(tokenizer) -> Dialect:  # noqa: ANN001
     dialect = dialect._replace(ends=(end,) if (end := _end_of_answer(tokenizer, asked, said, dialect)) else ())
     for as_text in (False, True):
         trial = dialect._replace(arguments_as_text=as_text)
-        called = _shown_call(tokenizer, trial)
+        called = shown_call(tokenizer, trial)
         if called is not None:
             ending = [token for token in special_ids(tokenizer) if called.endswith(token)]
             is_other = ending and not any(end in called for end in dialect.ends)
@@ -183,28 +183,28 @@ def _find_dialect(tokenizer) -> Dialect:  # noqa: ANN001
 
 def _find_thought_field(tokenizer, asked: dict, said: dict, dialect: Dialect) -> str | None:  # noqa: ANN001
     """The field of thoughts that the template shows; None where it reads them in the content as well."""
-    inside = _tried(tokenizer, (asked, {**said, "content": f"{OPEN}\n{_THOUGHT}\n{CLOSE}\n\n{_SAID}"}), dialect)
+    inside = tried(tokenizer, (asked, {**said, "content": f"{OPEN}\n{_THOUGHT}\n{CLOSE}\n\n{SAID}"}), dialect)
     for field in THOUGHT_FIELDS:
-        apart = _tried(tokenizer, (asked, {**said, field: _THOUGHT}), dialect)
+        apart = tried(tokenizer, (asked, {**said, field: _THOUGHT}), dialect)
         if _THOUGHT in apart:
             return None if apart.split() == inside.split() and len(inside) == len(apart) else field
     return None
 
 
-def _shown_call(tokenizer, dialect: Dialect) -> str | None:  # noqa: ANN001
+def shown_call(tokenizer, dialect: Dialect) -> str | None:  # noqa: ANN001
     """A tool call as the template writes it, or None where it cannot."""
-    asked = {"role": "user", "content": _ASKED, "tools": [_TOOL]}
-    before = _tried(tokenizer, (asked,), dialect, generation=True)
-    text = _tried(tokenizer, (asked, {"role": "assistant", "content": "", "tool_calls": [_CALL]}), dialect)
+    asked = {"role": "user", "content": ASKED, "tools": [TOOL]}
+    before = tried(tokenizer, (asked,), dialect, generation=True)
+    text = tried(tokenizer, (asked, {"role": "assistant", "content": "", "tool_calls": [CALL]}), dialect)
     said = text[len(before) :].rstrip()
-    is_whole = _SAID in said and said.count(_ASKED) == 2 and f"'{_ASKED}':" not in said
+    is_whole = SAID in said and said.count(ASKED) == 2 and f"'{ASKED}':" not in said
     return said if is_whole else None
 
 
 def _end_of_answer(tokenizer, asked: dict, said: dict, dialect: Dialect) -> str | None:  # noqa: ANN001
     """The special token behind an answer. Of several in a row the last one that history shows too, since a template
     may write an end of text (Phi-3) behind what is only the end of a turn."""
-    last, history = (_tried(tokenizer, m, dialect).rpartition(_SAID)[2] for m in ((asked, said), (asked, said, asked)))
+    last, history = (tried(tokenizer, m, dialect).rpartition(SAID)[2] for m in ((asked, said), (asked, said, asked)))
     shared = next((i for i, (a, b) in enumerate(zip(last, history, strict=False)) if a != b), min(map(len, (last,
                   history))))
     run = _leading_specials(tokenizer, last)

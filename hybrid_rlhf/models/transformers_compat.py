@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,22 @@ def takes_custom_attention(model: nn.Module) -> bool:
     name = "_can_set_attn_implementation"
     TRANSFORMERS.require(TRANSFORMERS.module("transformers").PreTrainedModel, name)
     return all(getattr(type(m), name)() for m in model.modules() if hasattr(m, name))
+
+
+def response_template(spec: dict) -> Any:
+    """A response template, which says how a model writes its turns, in the form that is read from."""
+    module = TRANSFORMERS.module("transformers.utils.chat_parsing.response_templates")
+    return TRANSFORMERS.part(module, "load_response_template")(spec)
+
+
+def read_response(compiled: Any, text: str, prefix: str, tools: list[dict]) -> tuple[dict, list[dict]]:
+    """What a turn says by a compiled response template: its fields, and the events of reading it (regions that open
+    and close). Raises ValueError, among others, for what the template cannot read."""
+    parser = TRANSFORMERS.part(TRANSFORMERS.module("transformers.utils.chat_parsing"), "ResponseParser")(
+        compiled, prefix, tools=tools)
+    events = parser.feed(text)
+    message, last = parser.finalize()
+    return message, [*parser.initial_events, *events, *last]
 
 
 def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> Callable[[str], bool]:

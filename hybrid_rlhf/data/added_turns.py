@@ -1,0 +1,158 @@
+"""The tokens that a chat template writes between two turns of the model, and whether it leaves what was said alone.
+
+What the model said stays the tokens that it said. So the answer of a tool or a user is never found by tokenizing the
+conversation anew: a short conversation is rendered that ends in the same messages, and what stands behind the turn of
+the assistant there is tokenized once. That is what the model would read, if the template writes history as it was said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from hybrid_rlhf.core.errors import UserError, check
+from hybrid_rlhf.data.chat import Rendered, encode_all
+from hybrid_rlhf.data.turns import SkipRow, render
+from hybrid_rlhf.models.template import ASKED, CLOSE, SAID, TOOL, dialect_of, special_ids
+
+CURE = ("give data.chat_template a template that writes history as it was said: TRL has such for many models "
+        "(trl.chat_template_utils.get_training_chat_template)")
+
+
+def added_tokens(tokenizer, message: dict, added: Sequence[dict], is_ended: bool) -> list[int]:  # noqa: ANN001
+    """The tokens between the assistant's turn `message`, as `parse_turn` reads it, and the model's next turn, where the
+    messages `added` (of roles tool and user) follow; the generation prompt of the next turn is their end.
+
+    is_ended: the turn ended by the template's own end of turn, which the model sampled; else that marker is the first
+    of the added tokens. Where a template writes no end of turn (GLM), the header of the next message is what ends it.
+    Tool messages need neither name nor id: they answer the calls in their order, unless their tool_call_id says which.
+    Text of `added` never becomes a special token. Raises UserError where the template refuses these messages, or
+    rewrites the end of the turn (`check_keeps_history` finds that out before).
+    """
+    text, is_marked = _behind_turn(tokenizer, message, added)
+    ids = encode_all(tokenizer, [Rendered(text, [], False)])[0].ids
+    if not is_marked:
+        return ids[is_ended and ids[0] in special_ids(tokenizer).values():]
+    known = special_ids(tokenizer)
+    ends = [known[end] for end in dialect_of(tokenizer).ends]
+    first = next(i for i, token in enumerate(ids) if token in ends)
+    is_other = not message.get("tool_calls") and ids[first] != ends[0]  # it was no call, and is answered like one
+    return ids[first + (is_ended and not is_other):]
+
+
+def check_keeps_history(tokenizer, role: Literal["tool", "user"], has_tools: bool = False) -> None:  # noqa: ANN001
+    """UserError, with the cure, where the chat template rewrites earlier turns of the assistant, thoughts in them
+    included, when messages of `role` follow. has_tools: whether the prompt shows tools (it does for role tool)."""
+    check(tokenizer.chat_template, "several turns need a chat template, and the tokenizer has none; give "
+                                   "data.chat_template, or a model that has one")
+    told = f"the chat template rewrites earlier turns when messages of role {role} follow"
+    try:
+        fault = _rewriting(tokenizer, role, has_tools or role == "tool")
+    except SkipRow as error:
+        raise UserError(f"messages of role {role} cannot follow an answer: {error}; {CURE}") from error
+    check(not fault, f"{told} ({fault}); {CURE}")
+
+
+def _rewriting(tokenizer, role: str, has_tools: bool) -> str:  # noqa: ANN001
+    """What the template does to history, or nothing; tried on two turns with thoughts, if it shows those."""
+    asked = {"role": "user", "content": ASKED, **({"tools": [TOOL]} if has_tools else {})}
+    prompt = render(tokenizer, [asked], True)
+    thinks = not prompt.rstrip().endswith(CLOSE) and _shows_thought(tokenizer, asked, role)
+    talk = [asked]
+    for number in (1, 2):
+        talk = [*talk, _turn(tokenizer, role, number, thinks)]
+        said = render(tokenizer, talk)
+        if f"Qsaid{number}" not in said:
+            return "it leaves out what the assistant says"
+        said = said[: _end_of_turn(tokenizer, said, f"Qsaid{number}")[1]]
+        if not said.startswith(prompt):
+            return "what generation begins with is not in them"
+        answer = {"role": role, "content": f"Qanswer{number}"}
+        talk = [*talk, answer if role == "user" else {**answer, "name": SAID, "tool_call_id": _id(number)}]
+        prompt = render(tokenizer, talk, True)
+        if not prompt.startswith(said):
+            return "it leaves out thoughts" if thinks and f"Qthought{number}" not in prompt else "they read otherwise"
+        if answer["content"] not in prompt:
+            return f"it leaves out what the {role} says"
+    return ""
+
+
+def _turn(tokenizer, role: str, number: int, thinks: bool) -> dict:  # noqa: ANN001
+    """A turn of the assistant behind which messages of `role` may follow."""
+    field, thought = dialect_of(tokenizer).thought_field, f"Qthought{number}"
+    content = f"<think>\n{thought}\n{CLOSE}\n\n" if thinks and not field else ""
+    apart = {field: thought} if thinks and field else {}
+    if role == "user":
+        return {"role": "assistant", "content": f"{content}Qsaid{number}", **apart}
+    call = {"type": "function", "id": _id(number), "function": {"name": SAID, "arguments": {ASKED: f"Qsaid{number}"}}}
+    return {"role": "assistant", "content": content, **apart, "tool_calls": [call]}
+
+
+def _shows_thought(tokenizer, asked: dict, role: str) -> bool:  # noqa: ANN001
+    """Whether a turn that is the last has its thought before what it says."""
+    text = render(tokenizer, [asked, _turn(tokenizer, role, 1, True)])
+    return 0 <= text.find("Qthought1") < text.rfind("Qsaid1")
+
+
+def _id(number: int) -> str:
+    return f"call{number:05d}"  # nine letters and digits: Mistral's templates refuse any other
+
+
+def _end_of_turn(tokenizer, text: str, word: str) -> tuple[int, int]:  # noqa: ANN001
+    """Where the end of the turn that says `word` last begins and ends in `text`; both the end of the text, without
+    white space, where no end of turn follows."""
+    place = text.rfind(word) + len(word)
+    found = [(at, at + len(end)) for end in dialect_of(tokenizer).ends if (at := text.find(end, place)) >= 0]
+    return min(found) if found else (len(text.rstrip()),) * 2
+
+
+def _behind_turn(tokenizer, message: dict, added: Sequence[dict]) -> tuple[str, bool]:  # noqa: ANN001
+    """What the template writes from the end of the turn on, and whether that begins with a marker."""
+    word = "Qsaid"
+    while any(word in str(m) for m in added):
+        word += "d"
+    calls = list(message.get("tool_calls") or ()) or _calls_for(added)
+    try:
+        before, text = _short(tokenizer, calls, added, word)
+    except SkipRow:
+        if len(calls) < 2:
+            raise UserError(_refused(added)) from None
+        try:  # a template for one call at a time
+            before, text = _short(tokenizer, calls[-1:], added, word)
+        except SkipRow:
+            raise UserError(_refused(added)) from None
+    start, end = _end_of_turn(tokenizer, text, word)
+    if end > start:
+        return text[start:], True
+    said = render(tokenizer, before)
+    said = said[: _end_of_turn(tokenizer, said, word)[1]]
+    check(text.startswith(said), f"the chat template rewrites the end of a turn when messages follow; {CURE}")
+    return text[len(said) :], False
+
+
+def _refused(added: Sequence[dict]) -> str:
+    roles = " and ".join(dict.fromkeys(m["role"] for m in added))
+    return f"the chat template refuses messages of role {roles} behind an answer; {CURE}"
+
+
+def _calls_for(added: Sequence[dict]) -> list[dict]:
+    """Calls that tool messages can answer where the turn has none that could be read."""
+    return [{"function": {"name": m.get("name") or "tool"}} for m in added if m["role"] == "tool"]
+
+
+def _short(tokenizer, calls: list[dict], added: Sequence[dict], word: str) -> tuple[list[dict], str]:  # noqa: ANN001
+    """A short conversation with a turn of these calls (or one that says `word`), and its text with `added` behind."""
+    ids = [call.get("id") or _id(i) for i, call in enumerate(calls)]
+    made = [{"type": "function", "id": ids[i], "function": {"name": call["function"]["name"],
+             "arguments": {ASKED: word}}} for i, call in enumerate(calls)]
+    said = {"role": "assistant", "content": "", "tool_calls": made} if made else {"role": "assistant", "content": word}
+    before = [{"role": "user", "content": ASKED}, said]
+    messages, count = [], 0
+    for each in added:
+        if each["role"] == "tool" and calls:
+            given = each.get("tool_call_id")
+            place = ids.index(given) if given in ids else min(count, len(ids) - 1)
+            each = {"name": calls[place]["function"]["name"], **each, "tool_call_id": ids[place]}
+            count += 1
+        messages.append(each)
+    return before, render(tokenizer, [*before, *messages], True)

@@ -1,0 +1,45 @@
+"""Tool calls written as Python (LFM2: `[f(a='x', b=[1, None])]`), read as data: nothing of it is run."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+_WORDS = {"true": True, "false": False, "null": None}  # JSON's, which stand inside of nested values
+
+
+def read_python(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """The calls in a list of calls (or of a single one): names and arguments, which are literals.
+
+    Raises SyntaxError, whose `msg` is one line, for whatever else.
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise SyntaxError("it is no list of calls that could be read") from error
+    return [_call(node) for node in (tree.elts if isinstance(tree, ast.List) else [tree])]
+
+
+def _call(node: ast.expr) -> tuple[str, dict[str, Any]]:
+    if not isinstance(node, ast.Call):
+        raise SyntaxError("it is no call of a function")
+    names = [keyword.arg for keyword in node.keywords if keyword.arg is not None]
+    if node.args or len(names) < len(node.keywords):
+        raise SyntaxError("each argument needs its name (key=value)")
+    return ast.unparse(node.func), {name: _value(k.value) for name, k in zip(names, node.keywords, strict=True)}
+
+
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name) and node.id in _WORDS:
+        return _WORDS[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_value(each) for each in node.elts]
+    if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
+        return {str(key.value): _value(value) for key, value in zip(node.keys, node.values, strict=True)}
+    sign = 1
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        node, sign = node.operand, -1
+    if isinstance(node, ast.Constant) and (sign == 1 or type(node.value) in (int, float)):
+        if isinstance(node.value, str | int | float | bool | None):
+            return node.value if sign == 1 else -node.value
+    raise SyntaxError(f"{ast.unparse(node)[:100]} is no plain value")
