@@ -14,6 +14,7 @@ from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.startup import restore_gc
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine import SamplingConfig
+from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.report import compare
 from hybrid_rlhf.report.compare import Answered, Method
@@ -23,9 +24,17 @@ from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Reference, Reward
 from hybrid_rlhf.roles.sharing import RolesConfig
 from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.rollout.episodes import EpisodePlayer
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import on_record
-from hybrid_rlhf.training import builders, evaluation_prompts, reward_sources, scored_answers, unread_options
+from hybrid_rlhf.training import (
+    builders,
+    episodes_setup,
+    evaluation_prompts,
+    reward_sources,
+    scored_answers,
+    unread_options,
+)
 from hybrid_rlhf.training.evaluation_prompts import ROWS
 from hybrid_rlhf.training.registry import READS
 from hybrid_rlhf.training.reward_sources import RewardConfig
@@ -90,6 +99,7 @@ class Config:
         data: The prompts.
         roles: roles.reward.model_name_or_path is the stage-2 model.
         reward: What answers are scored by.
+        environment: Tools and environments, which make a response an episode of several turns.
         evaluate: Who is compared, and how.
     """
 
@@ -102,6 +112,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     roles: RolesConfig = field(default_factory=RolesConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
 
     def __post_init__(self) -> None:
@@ -162,7 +173,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     models, reference = contenders(config), config.evaluate.reference
     reference = builders.parent_run(reference, config.output_dir, "sft", "evaluate.reference") if reference else next(
         iter(models.values()))
-    others = reward_sources.open_sources(config.reward, config.roles, config.data.raw)
+    environments = episodes_setup.open_of(config)
+    others = reward_sources.open_sources(config.reward, config.roles, config.data.raw, config.environment, environments)
     reward = _reward_path(config)
     tokenizers = {name: _tokenizer(config, path) for name, path in models.items()}
     rows, why = evaluation_prompts.which_rows(config.evaluate.rows, config.data, models.values())
@@ -170,12 +182,14 @@ def run(config: Config, command: str = "") -> dict[str, float]:
                                                  config.seed)
     columns = next(iter(asked.values())).columns
     reward_sources.check_columns(others, {name: values[0] for name, values in columns.items()})
+    players = {name: episodes_setup.player_of(config, environments, each) for name, each in tokenizers.items()}
     record = runfile.start(config.output_dir, config.stage, config, command)
     evaluation_prompts.tell(len(next(iter(asked.values()))), why or rows.replace("_", " "), report)
     restore_gc()
     with on_record(record):
         judges = _Judges(config, others, reward, reference)
-        answered = [judges.answers(name, path, tokenizers[name], asked[name]) for name, path in models.items()]
+        answered = [judges.answers(name, path, tokenizers[name], asked[name], players[name])
+                    for name, path in models.items()]
         metrics = _tell(config, answered, next(iter(asked.values())), {
             "rows": rows.replace("_", " "), "reference_of_kl": reference})
         record.finish(metrics, tokenizer=next(iter(tokenizers.values())))
@@ -184,7 +198,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
 
 def _reward_path(config: Config) -> str | None:
     """The stage-2 run or model, where it takes part."""
-    if not config.reward.has_model(config.roles):
+    if not config.reward.has_model(config.roles, config.environment):
         return None
     return builders.parent_run(config.roles.reward.model_name_or_path, config.output_dir, "reward",
                                "roles.reward.model_name_or_path (or reward.functions instead of a model)")
@@ -213,12 +227,14 @@ class _Judges:
         self.engine = actor.engine
         self.scale = builders.score_statistics_of(reward) if reward else {}
 
-    def answers(self, name: str, path: str, tokenizer, prompts: Prompts) -> Answered:  # noqa: ANN001
+    def answers(self, name: str, path: str, tokenizer, prompts: Prompts,  # noqa: ANN001
+                player: EpisodePlayer | None = None) -> Answered:
         """One model's answers to the prompts, judged. The model is gone when this returns."""
         given, source = self.config.evaluate, self._source(path)
         is_alike = builders.difference(path, self.reference, self.config.data, READS["ppo"]) is None
         reference = Reference(self.engine) if is_alike else None
         actor = scored_answers.open_actor(_settings(self.config, path), tokenizer)
+        actor.episodes = player
         template, rollouts = given.prompt_templates.get(name), []
         for first in range(0, len(prompts), given.batch_size):
             some = prompts.rows(range(first, min(first + given.batch_size, len(prompts))))
@@ -246,7 +262,7 @@ def _answered(name: str, path: str, rollouts: list[Rollout], given: EvaluateConf
     def table(columns: list) -> np.ndarray:
         return np.concatenate([c.numpy() for c in columns]).astype(float).reshape(-1, size)
 
-    texts = [text for r in rollouts for text in r.completions]
+    texts = [r.shown(i) for r in rollouts for i in range(len(r))]
     return Answered(
         name, path, table([r.scores for r in rollouts]),
         {part: table([r.source_scores[part] for r in rollouts]) for part in rollouts[0].source_scores},

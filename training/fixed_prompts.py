@@ -40,8 +40,9 @@ def of_policy(actor: Actor, prompts: Prompts, sampling: SamplingConfig, source: 
         scores = [{}] * len(rollout) if source is None else [
             {"score": None if s != s else s} for s in part_scores(source, rollout).tolist()]
         ended = [{"ended": has if can else None} for has, can in zip(rollout.has_eos.tolist(), ends, strict=False)]
-        return [{"prompt": text, "completion": said, **end, **score} for text, said, end, score in
-                zip(prompts.texts, rollout.completions, ended or [{}] * len(scores), scores, strict=True)]
+        said = [rollout.shown(i) for i in range(len(rollout))]
+        return [{"prompt": text, "completion": answer, **end, **score} for text, answer, end, score in
+                zip(rollout.prompts.texts, said, ended or [{}] * len(scores), scores, strict=True)]
 
     return answers
 

@@ -16,6 +16,7 @@ from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.data.source import Reads
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.idle_cache import give_back_idle
+from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.rewards import RewardSource
@@ -25,7 +26,15 @@ from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.roles.sharing import RolesConfig, Start
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import Trainer, fit, on_record
-from hybrid_rlhf.training import announce, builders, defaults, fixed_prompts, reward_sources, supervised
+from hybrid_rlhf.training import (
+    announce,
+    builders,
+    defaults,
+    episodes_setup,
+    fixed_prompts,
+    reward_sources,
+    supervised,
+)
 from hybrid_rlhf.training.build_roles import RoleInputs, Sources, build, check_roles
 from hybrid_rlhf.training.plain_prompts import tell_other_form
 from hybrid_rlhf.training.registry import STAGES
@@ -65,6 +74,7 @@ class Config(supervised.Config, Protocol):
 
     roles: RolesConfig
     reward: RewardConfig
+    environment: EnvironmentConfig
 
     @property
     def method(self) -> Method: ...
@@ -103,7 +113,7 @@ def find_sources(config: Config) -> Sources:
     method, roles = config.method, config.roles
     actor = find_actor(config)
     reward, own = None, config.model.tokenizer_name_or_path
-    if config.reward.has_model(roles):
+    if config.reward.has_model(roles, config.environment):
         reward = builders.parent_run(roles.reward.model_name_or_path, config.output_dir, "reward",
                                      "roles.reward.model_name_or_path (or reward.functions instead of a model)")
         tell_other_form(reward, config.data, method.reads)
@@ -183,24 +193,32 @@ def _leave(roles: Roles, opened: RunContext, config: Config, folder: str) -> Non
 
 def open_run(config: Config) -> RunContext:
     """Check everything that can be checked without weights, then load data and roles."""
-    method, others = config.method, reward_sources.open_sources(config.reward, config.roles, config.data.raw)
+    method, environments = config.method, episodes_setup.open_of(config)
+    others = reward_sources.open_sources(config.reward, config.roles, config.data.raw, config.environment, environments)
+    check(environments is None or (config.roles.actor.tp or 1) == 1,
+          f"roles.actor.tp is {config.roles.actor.tp}: episodes are sampled by each process for itself; leave it out")
     sources = find_sources(config)
     model = actor_model(config, sources)
     builders.check_tensor_parallel(config.roles.actor.tp or 1, model)
     longest = config.data.max_prompt_length + method.sampling.max_new_tokens
+    lengths_of = f"data.max_prompt_length + {method.section}.sampling.max_new_tokens"
     for path in dict.fromkeys(p for p in (sources.actor, sources.reward, sources.ref, sources.critic) if p):
         builders.check_lengths(replace(model, model_name_or_path=builders.model_folder(path)),
-                               **{f"data.max_prompt_length + {method.section}.sampling.max_new_tokens": longest})
+                               **{lengths_of: longest})
     check_more_data(config, model)
     starts, layout = check_roles(parts_of(config), sources)
     tokenizer = builders.open_tokenizer(model, config.data, config.method.reads, config.seed)
     for reads in method.also_reads:
         builders.give_template(tokenizer, config.data, reads)
+    player = episodes_setup.player_of(config, environments, tokenizer)
     reader = _open_reader(config, sources)
     with main_first():  # the others find its tables in the cache
         data = datasets.build(config.data, method.reads, tokenizer, config.seed)
         more = {reads.stage: datasets.build(config.data, reads, tokenizer, config.seed) for reads in method.also_reads}
-    reward_sources.check_columns(others, data.train[0])
+    given = {"environments": None} if environments else {}
+    reward_sources.check_columns(others, {**data.train[0], **given})
+    if environments is not None:
+        episodes_setup.check_rows(environments, data.train, tokenizer, model, longest, lengths_of)
     loader = builders.train_loader(data.train, config.train, config.seed, collate.collate_prompts)
     held_out = builders.eval_loader(data.held_out, config.train, config.seed, collate.collate_prompts)
     steps = builders.total_steps(config.train, len(loader))
@@ -209,6 +227,7 @@ def open_run(config: Config) -> RunContext:
     warmup = _critic_warmup_steps(method, starts, steps)
     num_updates = {"actor": (steps - warmup) * method.num_updates, "critic": steps * method.num_updates}
     roles, reward = build(parts_of(config), starts, layout, tokenizer, num_updates, scale, reader)
+    roles.actor.episodes = player
     model_source = reward and ModelSource(reward, tokenizer=reader, raw=config.data.raw)
     source, scale = reward_sources.combine(config.reward, model_source, others, scale)
     return RunContext(config, tokenizer, data, loader, held_out, steps, roles, source, scale, sources, more, warmup)

@@ -8,6 +8,7 @@ from functools import partial
 from hybrid_rlhf.algorithms.preference import LOSSES
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine import ZeroConfig
+from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.roles.sharing import RolesConfig
 from hybrid_rlhf.run.loop import TrainConfig
@@ -36,6 +37,7 @@ class Config:
         engine: How training is laid out.
         roles: The roles' own settings; the learning rate is roles.actor's.
         reward: What ranks the responses.
+        environment: Tools and environments, which make a response an episode of several turns.
         online: How pairs are made.
         dpo: The loss and its settings.
     """
@@ -51,6 +53,7 @@ class Config:
     engine: ZeroConfig = field(default_factory=ZeroConfig)
     roles: RolesConfig = field(default_factory=RolesConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     online: OnlineConfig = field(default_factory=OnlineConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
 

@@ -44,12 +44,12 @@ IDENTITIES = ("dpo.loss_type", "ppo.estimator", "ppo.policy_loss")  # options th
 
 def _missing_eos_penalty(config: object) -> float:
     """A learned score says nothing of the end of a response; a function says what it rewards."""
-    return 1.0 if config.reward.has_model(config.roles) else 0.0
+    return 1.0 if config.reward.has_model(config.roles, config.environment) else 0.0
 
 
 def _kl_coef(config: object) -> float:
     """A learned score is trusted less than a function that checks the answer."""
-    return 0.1 if config.reward.is_learned(config.roles) else 0.04
+    return 0.1 if config.reward.is_learned(config.roles, config.environment) else 0.04
 
 
 # Defaults: docs/guide/hyperparameters.md says which are the literature's and which were measured.

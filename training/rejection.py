@@ -7,6 +7,7 @@ from functools import partial
 
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.engine import ZeroConfig
+from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.roles.sharing import RolesConfig
 from hybrid_rlhf.run.loop import TrainConfig
@@ -34,6 +35,7 @@ class Config:
         engine: How training is laid out.
         roles: The roles' own settings; the learning rate is roles.actor's.
         reward: What chooses among the responses.
+        environment: Tools and environments, which make a response an episode of several turns.
         rejection: How they are drawn, chosen and imitated.
     """
 
@@ -48,6 +50,7 @@ class Config:
     engine: ZeroConfig = field(default_factory=ZeroConfig)
     roles: RolesConfig = field(default_factory=RolesConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     rejection: RejectionConfig = field(default_factory=RejectionConfig)
 
     def __post_init__(self) -> None:

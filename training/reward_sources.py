@@ -9,6 +9,9 @@ from pathlib import PurePath
 
 from hybrid_rlhf.core.config import check, nearest
 from hybrid_rlhf.core.distributed import is_main
+from hybrid_rlhf.environments.contract import Environments
+from hybrid_rlhf.environments.own_reward import source_of
+from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.builtin import BUILTINS
 from hybrid_rlhf.rewards.classifier import ClassifierSource
@@ -72,24 +75,33 @@ class RewardConfig:
         """The sources beside the stage-2 model."""
         return [*self.function_list, *self.model_list, *([self.url] if self.url else [])]
 
-    def has_model(self, roles: RolesConfig) -> bool:
-        """Whether the stage-2 model takes part."""
-        return not self.given or roles.reward.model_name_or_path is not None
+    def has_model(self, roles: RolesConfig, environment: EnvironmentConfig | None = None) -> bool:
+        """Whether the stage-2 model takes part. An environment is expected to have a reward of its own; tools have
+        none."""
+        is_enough = bool(self.given or (environment and environment.factory))
+        return not is_enough or roles.reward.model_name_or_path is not None
 
-    def is_learned(self, roles: RolesConfig) -> bool:
+    def is_learned(self, roles: RolesConfig, environment: EnvironmentConfig | None = None) -> bool:
         """Whether a model takes part in the score, or a service, which may hold one."""
-        return self.has_model(roles) or bool(self.model_list or self.url)
+        return self.has_model(roles, environment) or bool(self.model_list or self.url)
 
 
-def open_sources(config: RewardConfig, roles: RolesConfig, raw: bool = False) -> list[RewardSource]:
-    """The sources beside the stage-2 model. Raises UserError for what cannot be had; reads no weights. raw: data.raw,
-    whether models read string prompts as they are."""
+def open_sources(config: RewardConfig, roles: RolesConfig, raw: bool = False,
+                 environment: EnvironmentConfig | None = None, environments: Environments | None = None
+                 ) -> list[RewardSource]:
+    """The sources beside the stage-2 model, the environment's own reward last. Raises UserError for what cannot be had;
+    reads no weights. raw: data.raw, whether models read string prompts as they are."""
     models = [_classifier(path, config, raw) for path in config.model_list]
     own = {name: given for name, given in config.options.items() if name not in [m.name for m in models]}
     found: list[RewardSource] = [*open_functions(config.function_list, own, config.timeout, config.isolate), *models]
     if config.url is not None:
         found.append(ServiceSource(config.url, "service", config.timeout, config.retries, config.batch_size))
-    names = ["model"] * config.has_model(roles) + [source.name for source in found]
+    if environment is not None and environments is not None:
+        own = source_of(environments, environment.malformed_penalty)
+        found += [own] if own else []
+    names = ["model"] * config.has_model(roles, environment) + [source.name for source in found]
+    check(bool(names), "environment.factory: its class has neither get_reward nor step, and there is no other reward; "
+                       "give reward.functions, or roles.reward.model_name_or_path")
     twice = next((n for i, n in enumerate(names) if n in names[:i]), None)
     check(twice is None, f"two reward sources are called {twice} ({', '.join(names)}); rename one")
     check(config.weights is None or len(config.weights) == len(names),

@@ -45,7 +45,8 @@ def respond(actor: Actor, prompts: Prompts, sampling: SamplingConfig, seed: int,
     with actor.inference():
         rollout = actor.generate((asked or prompts).repeat(sampling.num_samples), sampling, seed)
     rollout.logprobs = actor.logprobs(rollout)  # (B, R)
-    rollout.prompts = repeated
+    if actor.episodes is None:  # else the prompts are those that the environments have written
+        rollout.prompts = repeated
     return rollout
 
 

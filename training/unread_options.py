@@ -118,6 +118,10 @@ SWITCHED: dict[str, list[tuple[tuple[str, ...], Callable[[object], bool], str]]]
          "it is for functions and services; give reward.functions or reward.url"),
         (("reward.isolate",), lambda c: getattr(c.reward, "functions", None),
          "it is for functions; give reward.functions")],
+    "environment": [
+        (tuple(f"environment.{name}" for name in (
+            "max_turns", "max_new_tokens_per_turn", "timeout", "num_workers", "max_answer_chars", "malformed_penalty")),
+         lambda c: c.environment.is_given, "there is no environment; give environment.factory or environment.tools")],
     "rejection": [(("roles.ref",), lambda c: c.rejection.measure_kl, "rejection.measure_kl is false; leave it out")],
     "online": [(("roles.ref",), lambda c: LOSSES[c.dpo.loss_type].needs_reference,
                 "this dpo.loss_type has no reference; leave it out")],
@@ -129,7 +133,8 @@ SWITCHED: dict[str, list[tuple[tuple[str, ...], Callable[[object], bool], str]]]
         (("ppo.max_logprob_drift",), lambda c: c.ppo.old_logprobs == "auto", "ppo.old_logprobs is not auto"),
         (("ppo.overlong_buffer",), lambda c: c.ppo.overlong_penalty > 0,
          "ppo.overlong_penalty is 0; give one, such as 1"),
-        (("roles.reward",), lambda c: not hasattr(c, "roles") or c.reward.has_model(c.roles),
+        (("roles.reward",), lambda c: not hasattr(c, "roles") or c.reward.has_model(
+            c.roles, getattr(c, "environment", None)),
          "no reward model is among the sources; name it by roles.reward.model_name_or_path"),
         (("roles.ref",), lambda c: c.ppo.kl_coef != 0 or c.roles.ref.model_name_or_path is not None,
          "ppo.kl_coef is 0, so no reference is loaded; leave it out, or name the reference that kl is to be measured "

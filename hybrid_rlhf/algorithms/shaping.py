@@ -8,16 +8,22 @@ from torch import Tensor
 from hybrid_rlhf.core.tensors import last_true
 
 
-def shape_rewards(scores: Tensor, kl: Tensor, kl_coef: float, action_mask: Tensor) -> Tensor:
+def shape_rewards(scores: Tensor, kl: Tensor, kl_coef: float, action_mask: Tensor,
+                  token_scores: Tensor | None = None) -> Tensor:
     """Rewards (B, R): -kl_coef * kl at every action, and the score at the last one (arXiv 1909.08593, 2203.02155).
 
     scores (B,); kl (B, R) nats; action_mask (B, R) bool. Zero outside the actions, whatever `kl` holds there; a row
-    without an action has reward 0.
+    without an action has reward 0. token_scores (B, R): the part of the scores that stands at an action of its own,
+    such as the end of a turn; the rest stands at the last one.
     """
+    if token_scores is not None:
+        token_scores = token_scores.float().masked_fill(~action_mask, 0)
+        scores = scores - token_scores.sum(1)
     columns = torch.arange(action_mask.shape[1], device=action_mask.device)
     is_last = columns[None, :] == last_true(action_mask)[:, None]
     penalty = (-kl_coef * kl.float()).masked_fill(~action_mask, 0)
-    return penalty + torch.where(is_last, scores.float()[:, None], 0.0)
+    rewards = penalty + torch.where(is_last, scores.float()[:, None], 0.0)
+    return rewards if token_scores is None else rewards + token_scores
 
 
 def normalise(scores: Tensor, mean: float, std: float) -> Tensor:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 _FUNCTION = {"type": "function", "function": "{content}"}
 _NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _WITH_ID = {**_NAMED, "id": "{id}"}
-_THOUGHT: dict[str, Any] = {"open_pattern": r"\A\s*(?:<think>|\[THINK\])", "close_pattern": r"(?:</think>|\[/THINK\])\s*"}
+_THOUGHT: dict[str, Any] = {"open_pattern": r"\A\s*(?:<think>|\[THINK\])",
+                            "close_pattern": r"(?:</think>|\[/THINK\])\s*"}
 _EXACT: dict[str, Any] = {"content": "text", "content_args": {"strip": False}, "repeats": True, "join": ""}
 _JSON_CALL = '{"name": ..., "arguments": {...}}'
 

@@ -53,7 +53,7 @@ class FunctionSource:
             return []
         try:
             with unchanged(f"reward source {self.name}"):
-                return self._answer(self._taken(inputs(rollout)), self.timeout)
+                return self._answer(self._taken(inputs(rollout)) | self._environments(rollout), self.timeout)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -71,7 +71,8 @@ class FunctionSource:
 
     def _culprit(self, rollout: Rollout, error: BaseException) -> tuple[int | None, BaseException]:
         """The first response that fails alone as well, within as much time again, and how; None if none does."""
-        deadline, given = time.monotonic() + self.timeout, self._taken(inputs(rollout))
+        deadline = time.monotonic() + self.timeout
+        given = self._taken(inputs(rollout)) | self._environments(rollout)
         for i in range(len(rollout)):
             one = {name: values[i : i + 1] for name, values in given.items()}
             try:
@@ -86,6 +87,14 @@ class FunctionSource:
     def _taken(self, given: dict[str, list]) -> dict[str, list]:
         named, takes_all = parameters(self.function)
         return {k: v for k, v in given.items() if k not in self.options and (takes_all or k in named)}
+
+    def _environments(self, rollout: Rollout) -> dict[str, list]:
+        """The environment of each episode, themselves, as TRL hands them on: for a function that names them, or takes
+        any keyword, in this process."""
+        named, takes_all = parameters(self.function)
+        is_taken = "environments" in named or (takes_all and not isinstance(self.function, IsolatedFunction))
+        own = [episode.environment for episode in rollout.episodes]
+        return {"environments": own} if is_taken and any(e is not None for e in own) else {}
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """UserError for a function that needs a column which the data does not have. columns: those there are."""
@@ -107,8 +116,9 @@ def inputs(rollout: Rollout) -> dict[str, list]:
     """
     prompts = rollout.prompts.columns.get("prompt") or rollout.prompts.texts
     lengths = rollout.response_mask.sum(1).tolist()
-    own = {"prompts": list(prompts),
-           "completions": [said(p, c) for p, c in zip(prompts, rollout.completions, strict=True)],
+    completions: list = [episode.messages for episode in rollout.episodes] or [
+        said(p, c) for p, c in zip(prompts, rollout.completions, strict=True)]
+    own = {"prompts": list(prompts), "completions": completions,
            "completion_ids": [row[:n] for row, n in zip(rollout.response_ids.tolist(), lengths, strict=True)]}
     return fresh({k: v for k, v in rollout.prompts.columns.items() if k != "prompt"} | own)
 

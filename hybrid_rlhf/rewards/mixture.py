@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from hybrid_rlhf.rewards import RewardSource, part_scores
 from hybrid_rlhf.rewards.scale import Scale
@@ -25,7 +26,8 @@ class Mixture:
     """sum_k weight_k * scale_k(score_k) over the sources that did not skip the response, as TRL adds them.
 
     A response that all of them skip has no score (None). Each part's own scores, neither scaled nor weighted, go to
-    `rollout.source_scores`, NaN where it skipped; which responses a scale's bound has moved to `rollout.is_clipped`.
+    `rollout.source_scores`, NaN where it skipped; which responses a scale's bound has moved to `rollout.is_clipped`;
+    what of the sum belongs to single tokens to `rollout.token_scores`.
     """
 
     parts: list[Part]
@@ -33,12 +35,18 @@ class Mixture:
 
     def score(self, rollout: Rollout) -> list[float | None]:
         total, is_scored = torch.zeros(len(rollout)), torch.zeros(len(rollout), dtype=torch.bool)
+        placed: Tensor | None = None
         for part in self.parts:
+            rollout.token_scores = None
             scores = part_scores(part.source, rollout)  # (B,)
+            if rollout.token_scores is not None:
+                own = part.weight * rollout.token_scores  # (B, R)
+                placed = own if placed is None else placed + own
             rollout.source_scores[part.source.name] = scores
             is_skipped = torch.isnan(scores)
             if part.scale is not None:
                 scores, rollout.is_clipped = part.scale(scores)  # of a stage-2 model, and there is one at most
             total += torch.where(is_skipped, 0.0, part.weight * scores)
             is_scored |= ~is_skipped
+        rollout.token_scores = placed
         return [value if known else None for value, known in zip(total.tolist(), is_scored.tolist(), strict=True)]

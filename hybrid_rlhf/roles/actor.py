@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,13 +33,22 @@ class AuxiliaryLoss(NamedTuple):
     weight: float
 
 
+class Player(Protocol):
+    """Samples episodes of several turns (rollout/episodes.py)."""
+
+    def play(self, engine: HybridEngine, prompts: Prompts, sampling: SamplingConfig, seed: int,
+             numbers: Sequence[int]) -> Rollout: ...
+
+
 @dataclass
 class Actor:
-    """The policy: samples, is measured, is updated. tokenizer decodes what was sampled, for people and sources."""
+    """The policy: samples, is measured, is updated. tokenizer decodes what was sampled, for people and sources.
+    episodes: what samples where a response is more than one turn."""
 
     engine: HybridEngine[PolicyModule]
     tokenizer: Tokenizer
     max_tokens: int = 8192
+    episodes: Player | None = None
 
     def __post_init__(self) -> None:
         self.engine.name = "actor"
@@ -60,6 +69,8 @@ class Actor:
         """
         first, _ = place_over_ranks(len(prompts))
         numbers = range(first, first + len(prompts))
+        if self.episodes is not None:
+            return self.episodes.play(self.engine, prompts, sampling, seed, numbers)
         generation = self.engine.generate(prompts.ids, sampling, seed, numbers=numbers)
         ended = [reason == "eos" for reason in generation.finish_reasons]
         texts = self.tokenizer.batch_decode(

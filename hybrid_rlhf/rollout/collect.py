@@ -109,6 +109,6 @@ def samples_of(rollout: Rollout | None, count: int) -> list[dict]:
         return []
     ids = rollout.prompts.ids
     rows = [i for i in range(len(rollout)) if i == 0 or ids[i] != ids[i - 1]]  # a prompt's samples lie together
-    return [{"prompt": rollout.prompts.texts[i], "completion": rollout.completions[i],
+    return [{"prompt": rollout.prompts.texts[i], "completion": rollout.shown(i),
              "score": None if rollout.scores[i].isnan() else float(rollout.scores[i]),
              "ended": bool(rollout.has_eos[i])} for i in rows[:count]]

@@ -15,6 +15,7 @@ from hybrid_rlhf.core.distributed import sum_over_ranks
 from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, masked_sum, pad_right, to_device
+from hybrid_rlhf.rollout.episode_record import Episode, measure, readable
 
 _LATER: Any = None  # the default of what is filled in after sampling, for every rollout, and not read before
 
@@ -68,7 +69,8 @@ class Rollout:
     shaped_scores (B,): the reward of each response without the KL penalty. numbers: (B,) each sequence's place among
     those of all processes, where that is not the order of processes. temperature: by which the logits were divided, and
     are wherever these responses are scored or trained, so that the log-probabilities are those of the policy that
-    sampled.
+    sampled. episodes: of each response, where it is one of several turns. token_scores (B, R): the part of the scores
+    that belongs to a token of its own, such as the end of a turn (None: the scores are of whole responses).
     """
 
     prompts: Prompts
@@ -90,6 +92,8 @@ class Rollout:
     returns: Tensor = _LATER
     numbers: Tensor | None = None
     temperature: float = 1.0
+    episodes: list[Episode] = field(default_factory=list)
+    token_scores: Tensor | None = None
     _places: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
@@ -107,6 +111,23 @@ class Rollout:
 
     def __len__(self) -> int:
         return self.response_ids.shape[0]
+
+    def shown(self, i: int) -> str:
+        """Response i for people: its text, or all that was said in the episode."""
+        return readable(self.episodes[i].messages) if self.episodes else self.completions[i]
+
+    @property
+    def episode_rewards(self) -> list[float | None]:
+        """What the environment of each episode gave it, all turns together."""
+        return [episode.total_reward for episode in self.episodes]
+
+    def turn_rewards(self) -> Tensor:
+        """(B, R): what each turn of an episode earned by itself, at its last token."""
+        placed = torch.zeros(self.action_mask.shape)
+        for i, episode in enumerate(self.episodes):
+            for end, reward in zip(episode.turn_ends, episode.turn_rewards, strict=False):  # none: no turn has one
+                placed[i, end - 1] = reward
+        return placed
 
     def of_actions(self, values: Tensor) -> Tensor:
         """`values` (B, R), where this rollout is, at the actions alone: (N,), row by row."""
@@ -137,7 +158,8 @@ class Rollout:
         chosen = index.tolist()
         prompts = self.prompts.rows(chosen)
         part: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name != "prompts"}
-        part["completions"] = [self.completions[i] for i in chosen] if self.completions else []
+        for name in ("completions", "episodes"):
+            part[name] = [part[name][i] for i in chosen] if part[name] else []
         part["source_scores"] = {k: v[index] for k, v in self.source_scores.items()}
         part = {k: v[index] if isinstance(v, Tensor) else v for k, v in part.items()}
         return Rollout(prompts, **part)
@@ -229,6 +251,8 @@ class Rollout:
         if self.completions:
             metrics.add("completions/empty_ratio", sum(not text.strip() for text in self.completions) / size, size)
         self._add_variety(metrics)
+        if self.episodes:
+            metrics = metrics + measure(self.episodes)
         if self.ref_logprobs is not None:
             metrics.add("kl", self.mean_kl(), size)
             metrics.add("objective/kl", self.mean_kl(), size)

@@ -128,7 +128,7 @@ class PPOTrainer:
         reference = present(rollout.ref_logprobs, "ref_logprobs") if self.roles.ref else rollout.logprobs
         kl = kl_estimate(rollout.logprobs, reference, config.kl_kind)
         kl_coef = self.kl_coef.value if config.kl_in_reward else 0.0
-        rollout.rewards = shape_rewards(rollout.shaped_scores, kl, kl_coef, mask)
+        rollout.rewards = shape_rewards(rollout.shaped_scores, kl, kl_coef, mask, rollout.token_scores)
         rollout.advantages, rollout.returns = self.estimator(
             rollout.rewards, mask, values=rollout.values, group_size=config.sampling.num_samples,
             gamma=config.gamma, lam=config.lam, reduce=sum_over_ranks)

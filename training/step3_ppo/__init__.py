@@ -11,6 +11,7 @@ from hybrid_rlhf.data import collate
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.engine import ZeroConfig
+from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.roles.sharing import RolesConfig
 from hybrid_rlhf.run.loop import TrainConfig
@@ -38,6 +39,7 @@ class Config:
         engine: How training is laid out.
         roles: The four roles' own settings; their learning rates are here.
         reward: The reward sources.
+        environment: Tools and environments, which make a response an episode of several turns.
         ppo: PPO's own settings.
     """
 
@@ -52,6 +54,7 @@ class Config:
     engine: ZeroConfig = field(default_factory=ZeroConfig)
     roles: RolesConfig = field(default_factory=RolesConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
 
     def __post_init__(self) -> None:

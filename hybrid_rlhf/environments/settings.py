@@ -1,0 +1,63 @@
+"""The settings of environments and tools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hybrid_rlhf.core.config import check
+
+
+@dataclass(frozen=True)
+class EnvironmentConfig:
+    """What the model may act on while it answers. Without a factory or tools a response is one turn.
+
+    Attributes:
+        factory: The environment's class, path.py:name or builtin:name; or a mapping of names to such, of which each row
+            names one in its column `environment`. Its reset(**row) begins an episode; its public methods, with type
+            hints and docstrings, are tools; get_reward() is a reward beside reward.functions. Or step(messages) ->
+            (messages, done, reward), for what is no tool. A class for TRL's environment_factory works as it is.
+        tools: Functions that the model may call, path.py:name or builtin:name (calculator, python_expression), one or
+            a list; their type hints and docstrings are shown to the model.
+        options: Keywords of the factory; of several, by name.
+        max_turns: Most turns of the model in one episode.
+        max_new_tokens_per_turn: Most tokens of one turn; null: those that are left of max_new_tokens, which counts all
+            turns with what is added between them.
+        timeout: Seconds that one call of a tool or of the environment may take; then the model is told so.
+        num_workers: Calls that run at once, while others generate; 0 makes them one by one in the order of the
+            episodes, which no clock decides.
+        max_answer_chars: Most characters of one answer of a tool; the rest is cut, and said to be.
+        malformed_penalty: Subtracted at a turn whose tool calls cannot be read.
+    """
+
+    factory: str | dict[str, str] | None = None
+    tools: list[str] | str = field(default_factory=list)
+    options: dict[str, object] = field(default_factory=dict)
+    max_turns: int = 10
+    max_new_tokens_per_turn: int | None = None
+    timeout: float = 30.0
+    num_workers: int = 16
+    max_answer_chars: int = 4000
+    malformed_penalty: float = 0.0
+
+    def __post_init__(self) -> None:
+        check(self.max_turns >= 1, f"environment.max_turns is {self.max_turns}; it must be at least 1")
+        most = self.max_new_tokens_per_turn
+        check(most is None or most >= 1, f"environment.max_new_tokens_per_turn is {most}; it must be at least 1, or "
+                                         "null")
+        check(0 < self.timeout < float("inf"), f"environment.timeout is {self.timeout}; it must be positive (seconds)")
+        check(self.num_workers >= 0, f"environment.num_workers is {self.num_workers}; it must not be negative")
+        check(self.max_answer_chars >= 1,
+              f"environment.max_answer_chars is {self.max_answer_chars}; it must be at least 1")
+        check(0 <= self.malformed_penalty < float("inf"),
+              f"environment.malformed_penalty is {self.malformed_penalty}; it must not be negative")
+        check(bool(self.factory) or not self.options, "environment.options are those of environment.factory; there is "
+                                                      "none")
+
+    @property
+    def tool_list(self) -> list[str]:
+        return [self.tools] if isinstance(self.tools, str) else list(self.tools)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether responses are episodes."""
+        return bool(self.factory or self.tool_list)

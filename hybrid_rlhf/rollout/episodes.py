@@ -1,0 +1,116 @@
+"""Episodes in place of responses: what `Actor.generate` does where the model has tools or an environment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.tensors import pad_right
+from hybrid_rlhf.data import chat
+from hybrid_rlhf.data.transcripts import with_tools
+from hybrid_rlhf.engine import HybridEngine, SamplingConfig
+from hybrid_rlhf.environments.calls import CallPool
+from hybrid_rlhf.environments.contract import Environments, Instance
+from hybrid_rlhf.environments.settings import EnvironmentConfig
+from hybrid_rlhf.models.tokenizer import Tokenizer
+from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.rollout.episode_record import DONE
+from hybrid_rlhf.rollout.episode_turns import EpisodeTurns, Play, value_of
+
+
+@dataclass
+class EpisodePlayer:
+    """Samples episodes. Environments are constructed once and reset often, one for each episode of a rollout."""
+
+    environments: Environments
+    config: EnvironmentConfig
+    tokenizer: Tokenizer
+    _idle: dict[str, list[Instance]] = field(default_factory=dict)
+    _used: list[Instance] = field(default_factory=list)
+
+    def play(self, engine: HybridEngine, prompts: Prompts, sampling: SamplingConfig, seed: int,
+             numbers: Sequence[int]) -> Rollout:
+        """One episode for each prompt. sampling.max_new_tokens: most tokens of a response, what others add included.
+
+        Inside `inference()`. Raises UserError where an environment cannot be reset, stepped or asked for its reward.
+        """
+        plays = self._begin(prompts, numbers)
+        with closing(CallPool(self.config.num_workers, self.config.timeout)) as pool:
+            self._reset(plays, prompts, pool)
+            if plays:
+                capacity = max(len(play.ids) for play in plays) + sampling.max_new_tokens
+                turns = engine.open_turns(len(plays), capacity, sampling)
+                EpisodeTurns(self.config, self.tokenizer, turns, pool, sampling).run(plays, seed)
+        return _rollout(plays, prompts, engine.pad_id, sampling)
+
+    def _begin(self, prompts: Prompts, numbers: Sequence[int]) -> list[Play]:
+        for instance in self._used:  # the rewards of the last rollout have been computed
+            if not instance.is_busy:
+                self._idle.setdefault(instance.environment.name, []).append(instance)
+        self._used = []
+        plays = []
+        for i, number in enumerate(numbers):
+            row = _row(prompts, i)
+            kind = self.environments.of(row)
+            idle = self._idle.get(kind.name)
+            self._used.append(idle.pop(0) if idle else kind.new())
+            asked = chat.as_turn(self.tokenizer, row.get("prompt", prompts.texts[i]))
+            plays.append(Play(number, self._used[-1], asked if isinstance(asked, list) else []))
+            plays[-1].episode.environment = self._used[-1].object
+        return plays
+
+    def _reset(self, plays: list[Play], prompts: Prompts, pool: CallPool) -> None:
+        """Reset all environments, side by side, and write the prompts."""
+        for i, play in enumerate(plays):
+            pool.start(i, partial(play.instance.reset, self.environments.columns_of(_row(prompts, i))))
+        added: dict[int, str | None] = {}
+        while pool.num_waiting:
+            for i, outcome in pool.finished(wait=True):
+                added[i] = value_of(outcome, plays[i].instance, "reset")
+        known: dict[str, tuple[list[int], str]] = {}
+        for i, play in enumerate(plays):
+            schemas = play.instance.environment.schemas
+            if added[i]:
+                play.asked = _with_text(play.asked, added[i] or "")
+            if not added[i] and not schemas:
+                play.ids, play.text = prompts.ids[i], prompts.texts[i]
+                continue
+            asked = (schemas and with_tools(play.asked, schemas)) or play.asked
+            key = json.dumps(asked, sort_keys=True, default=str)
+            if key not in known:
+                rendered = chat.compose_prompt(self.tokenizer, asked)
+                known[key] = chat.encode_all(self.tokenizer, [rendered])[0].ids, rendered.shown
+            play.ids, play.text = known[key]
+
+
+def _row(prompts: Prompts, i: int) -> dict:
+    return {name: values[i] for name, values in prompts.columns.items()}
+
+
+def _with_text(asked: list[dict], text: str) -> list[dict]:
+    """The prompt with an environment's text at the end of its last user message, as TRL puts it."""
+    check(bool(asked) and asked[-1]["role"] == "user",
+          "environment: reset answered text, and the prompt does not end with a user message to put it in; give "
+          "prompts of messages, or reset that returns None")
+    return [*asked[:-1], {**asked[-1], "content": asked[-1]["content"] + text}]
+
+
+def _rollout(plays: list[Play], prompts: Prompts, pad_id: int, sampling: SamplingConfig) -> Rollout:
+    columns = dict(prompts.columns)
+    if "prompt" in columns:  # what the model was asked, with what the environment has put into it
+        columns["prompt"] = [given if isinstance(given, str) and play.asked[-1:] == [{"role": "user", "content": given}]
+                             else play.asked or given for play, given in zip(plays, columns["prompt"], strict=True)]
+    asked = Prompts([play.ids for play in plays], [play.text for play in plays], columns)
+    episodes = [play.episode for play in plays]
+    rollout = Rollout.from_responses(
+        asked, [play.tokens for play in plays], [e.ended == DONE for e in episodes], pad_id,
+        [e.said_last for e in episodes], [play.is_sampled for play in plays], float(sampling.temperature) or 1.0)
+    rollout.sampled_logprobs = pad_right([play.logprobs for play in plays], 0.0, torch.float32)
+    rollout.episodes = episodes
+    return rollout

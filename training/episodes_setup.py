@@ -1,0 +1,82 @@
+"""Tools and environments of a run: opened, checked against the model's template and lengths, and given to the actor."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.distributed import is_main
+from hybrid_rlhf.data import chat
+from hybrid_rlhf.data.added_turns import check_keeps_history
+from hybrid_rlhf.data.chat import SkipRow
+from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.data.transcripts import with_tools
+from hybrid_rlhf.environments.contract import Environments
+from hybrid_rlhf.environments.open import open_environments
+from hybrid_rlhf.environments.settings import EnvironmentConfig
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.tokenizer import Tokenizer
+from hybrid_rlhf.models.tool_calls import check_tools
+from hybrid_rlhf.rollout.episodes import EpisodePlayer
+from hybrid_rlhf.training import builders
+
+
+class Config(Protocol):
+    """The settings that are read here."""
+
+    data: DataConfig
+    environment: EnvironmentConfig
+
+
+def open_of(config: Config) -> Environments | None:
+    """What the settings name; None where a response is one turn. UserError for what cannot be had."""
+    own = config.environment
+    if not own.is_given:
+        return None
+    check(not config.data.raw, "data.raw is true, and what an environment says is written by the chat template; leave "
+                               "data.raw out")
+    return open_environments(own.factory, own.tool_list, own.options)
+
+
+def player_of(config: Config, environments: Environments | None, tokenizer: Tokenizer) -> EpisodePlayer | None:
+    """What samples episodes with this tokenizer; UserError for a template that cannot write them."""
+    if environments is None:
+        return None
+    check(bool(tokenizer.chat_template), "environment: the model has no chat template, by which messages are written; "
+                                         "give data.chat_template, or train it with --stage sft first")
+    if any(kind.schemas for kind in environments.kinds):
+        check_tools(tokenizer)
+        check_keeps_history(tokenizer, "tool")
+    if any(kind.has_step for kind in environments.kinds):
+        check_keeps_history(tokenizer, "user")
+    return EpisodePlayer(environments, config.environment, tokenizer)
+
+
+def check_rows(environments: Environments, rows: Sequence[Mapping], tokenizer: Tokenizer, model: ModelConfig,
+               longest: int, option: str) -> None:
+    """UserError where the rows lack a column, or where a prompt with the tools in it is too long. longest: tokens of a
+    prompt and a response, as `option` has them."""
+    row = rows[0]
+    environments.check_columns([name for name in row if name not in ("prompt_ids", "text")])
+    kinds = {environments.of(row).name: row}
+    for each in rows if environments.is_chosen_by_row else ():
+        kinds.setdefault(environments.of(each).name, each)
+    for first in kinds.values():
+        schemas = environments.of(first).schemas
+        if not schemas:
+            continue
+        asked = with_tools(chat.as_turn(tokenizer, first["prompt"]), schemas)
+        try:
+            extra = len(chat.encode_prompt(tokenizer, asked)) - len(first["prompt_ids"])
+        except SkipRow as error:
+            raise UserError(f"environment: a prompt with the tools in it cannot be written: {error}; give another "
+                            "data.chat_template") from error
+        if is_main():
+            names = ", ".join(schema["function"]["name"] for schema in schemas)
+            print(f"tools: {names}, which take {extra} tokens of each prompt", file=sys.stderr)
+        name = model.model_name_or_path or ""
+        builders.check_lengths(replace(model, model_name_or_path=builders.model_folder(name)),
+                               **{f"{option} + {extra} tokens of tools": longest + extra})
