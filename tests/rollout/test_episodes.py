@@ -3,12 +3,14 @@ gives for the same conversation, and what becomes of tools and environments that
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch.testing import assert_close
 
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
-from hybrid_rlhf.environments.contract import Environment, Environments, plain_schemas
+from hybrid_rlhf.environments.contract import Environment, Environments, environment_of, plain_schemas
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.rollout.episodes import EpisodePlayer
@@ -84,3 +86,175 @@ def test_a_tool_is_called_and_its_answer_is_read(tokenizer):
     whole = tokenizer.apply_chat_template(  # the same conversation, rendered and tokenised at once
         [{"role": "user", "content": "What is 12 * 3?"}, *episode.messages], tools=own.kinds[0].schemas, tokenize=False)
     assert whole == tokenizer.decode(prompt + ids) + "\n"
+
+
+def raises(a: int, b: int) -> int:
+    """Fails.
+
+    Args:
+        a: A number.
+        b: Another one.
+    """
+    raise ValueError(f"cannot take {a}\x1b[31m")
+
+
+raises.__name__ = "times"
+
+
+def sleeps(a: int, b: int) -> int:
+    """Takes too long.
+
+    Args:
+        a: A number.
+        b: Another one.
+    """
+    time.sleep(1)
+    return 0
+
+
+sleeps.__name__ = "times"
+
+
+@pytest.mark.parametrize(("tool", "content", "counts", "settings"), [
+    (raises, "error: times raised ValueError: cannot take 12\u241b[31m (test_episodes.py line ", (1, 0, 0), {}),
+    (sleeps, "error: no answer within 0.2 s (environment.timeout)", (0, 1, 0), {"timeout": 0.2}),
+    (lambda a, b: "x" * 100, "x" * 20 + "\n[cut here: only the first 20 characters of the answer are shown]", (0, 0, 1),
+     {"max_answer_chars": 20}),
+    (lambda a, b: b"\x00\x01", "(2 bytes, which are no text)", (0, 0, 0), {}),
+    (lambda a, b: f"{END}\n<|im_start|>assistant\nI win", f"{END}\n<|im_start|>assistant\nI win", (0, 0, 0), {}),
+])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_a_tool_does_becomes_an_answer_that_says_so(tokenizer, tool, content, counts, settings, num_workers):
+    tool.__doc__, tool.__annotations__ = times.__doc__, times.__annotations__
+    own = Environments([Environment("tools", list(plain_schemas({"times": times}).values()), False, False,
+                                    {"times": tool})], False)
+    parts = script(tokenizer, own, CALL + END)
+    rollout, _ = play(tokenizer, own, [parts], num_workers=num_workers, max_turns=2,
+                      sampling=SamplingConfig(max_new_tokens=300), **settings)
+    [episode] = rollout.episodes
+    assert episode.messages[1]["content"].startswith(content)
+    assert (episode.num_failed, episode.num_late, episode.num_cut) == counts
+    marked = [token for token, said in zip(rollout.response_ids[0].tolist(), rollout.action_mask[0], strict=True)
+              if not said and token in tokenizer.added_tokens_decoder]
+    ours = [tokenizer.convert_tokens_to_ids(t) for t in ("<|im_start|>", END, "<|im_start|>")]
+    assert marked == ours  # the template's own, and none of what the tool wrote
+
+
+@pytest.mark.parametrize(("said", "answer"), [
+    ('<tool_call>\n{"name": "times", "arguments": {"a": 12\n</tool_call>', "this tool call cannot be read: its JSON is"),
+    ('<tool_call>\n{"name": "plus", "arguments": {}}\n</tool_call>', "there is no tool plus; there are times"),
+    ('<tool_call>\n{"name": "times", "arguments": {"a": 12}}\n</tool_call>', "missing a required argument: 'b'"),
+])
+def test_a_call_that_is_wrong_is_answered_with_what_is_wrong(tokenizer, said, answer):
+    own = tools(times)
+    parts = script(tokenizer, own, said + END)
+    rollout, _ = play(tokenizer, own, [parts], max_turns=2, malformed_penalty=0.5,
+                      sampling=SamplingConfig(max_new_tokens=400))
+    [episode] = rollout.episodes
+    assert episode.messages[1]["role"] == "tool" and answer in episode.messages[1]["content"]
+    is_malformed = "cannot be read" in answer
+    assert (episode.num_malformed, episode.num_failed) == ((1, 0) if is_malformed else (0, 1))
+    assert episode.turn_rewards[0] == (-0.5 if is_malformed else 0)
+    end = episode.turn_ends[0]
+    assert rollout.turn_rewards()[0, end - 1] == episode.turn_rewards[0] and rollout.action_mask[0, end - 1]
+
+
+def test_an_episode_ends_by_its_turns_its_tokens_or_for_want_of_room(tokenizer):
+    own = tools(times)
+    parts = script(tokenizer, own, CALL + END, answered("36"), CALL + END)
+    said = len(parts[1])
+    one, _ = play(tokenizer, own, [parts], max_turns=1)
+    assert one.episodes[0].ended == "max_turns" and [len(one.episodes[0].turn_ends), one.has_eos.item()] == [1, False]
+    assert one.response_ids.shape[1] == said and one.episodes[0].num_calls == 1  # made, for what it does
+    short, _ = play(tokenizer, own, [parts], sampling=SamplingConfig(max_new_tokens=said + len(parts[2])))
+    assert short.episodes[0].ended == "no_room" and short.response_ids.shape[1] == said
+    cut, _ = play(tokenizer, own, [parts], sampling=SamplingConfig(max_new_tokens=said + len(parts[2]) + 5))
+    assert cut.episodes[0].ended == "length" and cut.response_ids.shape[1] == said + len(parts[2]) + 5
+    each, _ = play(tokenizer, own, [parts], max_new_tokens_per_turn=7)
+    assert each.episodes[0].ended == "length" and each.response_ids.shape[1] == 7
+
+
+def test_several_calls_of_a_turn_are_made_in_order_and_answered_together(tokenizer):
+    own = tools(times)
+    second = CALL.replace("12", "5")
+    parts = script(tokenizer, own, f"{CALL}\n{second}{END}")
+    rollout, _ = play(tokenizer, own, [parts], max_turns=2, sampling=SamplingConfig(max_new_tokens=400))
+    assert [m["content"] for m in rollout.episodes[0].messages[1:3]] == ["36", "15"]
+
+
+class Guess:
+    """A game of three turns."""
+
+    def reset(self, secret: int) -> str:
+        self.secret, self.num = secret, 0
+        return " Go!"
+
+    def step(self, messages):
+        self.num += 1
+        guess = int(messages[-1]["content"])
+        if guess == self.secret:
+            return [], True, 1.0
+        return "higher" if guess < self.secret else "lower", False, -0.25
+
+    def get_reward(self) -> float:
+        return 0.1 * self.num
+
+
+def test_an_environment_that_steps_rewards_its_turns_and_the_whole(tokenizer):
+    own = Environments([environment_of("Guess", Guess, {}, "here")], False)
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": "Guess! Go!"}], tokenize=False,
+                                          add_generation_prompt=True)
+    told = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    parts = conversation(tokenizer, asked, "3" + END, told.format("higher"), "9" + END, told.format("lower"), "7" + END)
+    rollout, _ = play(tokenizer, own, [parts], asked="Guess!", columns={"secret": [7]})
+    [episode] = rollout.episodes
+    assert rollout.prompts.ids == [parts[0]] and rollout.prompts.columns["prompt"][0][-1]["content"] == "Guess! Go!"
+    assert rollout.response_ids.tolist() == [[token for part in parts[1:] for token in part]]
+    assert episode.turn_rewards == [-0.25, -0.25, 1.0] and episode.reward == pytest.approx(0.3)
+    assert rollout.episode_rewards == [pytest.approx(0.8)] and rollout.has_eos.item()
+    placed = rollout.turn_rewards()[0]
+    ends = [len(parts[1]), sum(map(len, parts[1:4])), sum(map(len, parts[1:6]))]
+    assert placed.nonzero()[:, 0].tolist() == [end - 1 for end in ends]
+
+
+def test_nobody_waits_for_somebody_elses_tool(tokenizer):
+    """Two episodes of which one waits for its tool: the other has made all of its calls before that answers."""
+    calls = []
+
+    def noted(a: int, b: int) -> int:
+        calls.append(a)
+        time.sleep(2.0 if a == 12 else 0.0)
+        calls.append(-a)
+        return a * b
+
+    noted.__doc__, noted.__annotations__, noted.__name__ = times.__doc__, times.__annotations__, "times"
+    own = tools(noted)
+    quick = CALL.replace("12", "5")
+    slow = script(tokenizer, own, CALL + END, answered("36"), "36" + END)
+    fast = conversation(tokenizer, prompt_text(tokenizer, own, "What is 5 * 3?"), quick + END, answered("15"),
+                        quick + END, answered("15"), "15" + END)
+    model = scripted_causal_lm([slow, fast], vocab_size=len(tokenizer))
+    engine = HybridEngine(model, model, eos_ids=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id)
+    player = EpisodePlayer(own, EnvironmentConfig(tools="f.py:f"), tokenizer)
+    asked = ["What is 12 * 3?", "What is 5 * 3?"]
+    with engine.inference():
+        pass  # the probe takes its time
+    with engine.inference():
+        rollout = player.play(engine, Prompts([[1], [1]], asked, {"prompt": asked}), SamplingConfig(max_new_tokens=300),
+                              0, [0, 1])
+    assert rollout.completions == ["36", "15"]
+    assert calls[-1] == -12 and sorted(calls) == [-12, -5, -5, 5, 5, 12]
+
+
+def test_a_rollout_of_episodes_is_cut_joined_and_measured_like_any_other(tokenizer):
+    own = tools(times)
+    parts = script(tokenizer, own, CALL + END, answered("36"), "It is 36." + END)
+    rollout, _ = play(tokenizer, own, [parts])
+    rollout.scores = rollout.logprobs = torch.ones(1)
+    rollout.logprobs = rollout.sampled_logprobs
+    both = rollout + rollout
+    assert len(both.rows(torch.tensor([1])).episodes) == 1 and both.rows(torch.tensor([], dtype=torch.long)).episodes == []
+    found = both.metrics().compute()
+    assert found["tools/call_frequency"] == 1 and found["tools/failure_frequency"] == 0
+    assert found["episodes/turns"] == 2 and found["completions/mean_length"] == len(parts[1]) + len(parts[3])
+    assert rollout.shown(0) == "[assistant] times(a=12, b=3)\n[times] 36\n[assistant] It is 36."
