@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 
-from hybrid_rlhf.api_inputs import Rows, dotted, rewards_of, rows_of, words
+from hybrid_rlhf.api_inputs import Rows, dotted, environments_of, rewards_of, rows_of, words
 from hybrid_rlhf.core.allocator import grow_segments
 from hybrid_rlhf.core.config import UserError, check, nearest, parse
 from hybrid_rlhf.core.given_paths import expanded
@@ -29,13 +29,14 @@ class Training:
 
     model: a hub id, a folder, a run's folder, or an earlier Training. train_dataset: a path or a list of paths, a
     datasets.Dataset, or any other iterable of rows (mappings). reward_funcs: one or a list of Python functions as TRL
-    calls them, path.py:name, builtin:name, or the folder of a reward model. settings: a mapping of the stage's options;
-    options: more of them by name, learning_rate=1e-5 as well as train__learning_rate=1e-5.
+    calls them, path.py:name, builtin:name, or the folder of a reward model. tools: functions that the model may call;
+    environment_factory: a class, or a mapping of names to classes, as TRL takes them. settings: a mapping of the
+    stage's options; options: more of them by name, learning_rate=1e-5 as well as train__learning_rate=1e-5.
     """
 
     def __init__(self, stage: str, model: object = None, train_dataset: object = None, reward_funcs: object = None,
                  output_dir: str | PurePath | None = None, settings: Mapping | None = None,
-                 options: Mapping | None = None) -> None:
+                 options: Mapping | None = None, tools: object = None, environment_factory: object = None) -> None:
         grow_segments()  # of use where nothing is on the card yet
         with _one_line():
             check(int(os.environ.get("WORLD_SIZE", 1)) == 1,
@@ -43,7 +44,9 @@ class Training:
             self.stage, row = stage, STAGES[stage]
             self._recipe = importlib.import_module(row.module)
             self.functions, sources = rewards_of(reward_funcs, _folder)
-            given = dotted(self._recipe.Config, {**(settings or {}), **sources, **(options or {})})
+            own, acting = environments_of(tools, environment_factory, self.functions)
+            self.functions |= own
+            given = dotted(self._recipe.Config, {**(settings or {}), **sources, **acting, **(options or {})})
             folder = given.get("output_dir") if output_dir is None else str(output_dir)
             self.output_dir = folder or f"outputs/{stage}"
             self._rows = rows_of(train_dataset)
@@ -210,18 +213,20 @@ def DPOTrainer(model: object = None, train_dataset: object = None, *, loss_type:
 
 
 def GRPOTrainer(model: object = None, train_dataset: object = None, reward_funcs: Reward | None = None,  # noqa: N802
-                *, method: str | None = None, output_dir: str | None = None, settings: Mapping | None = None,
-                **options: object) -> Training:
+                *, method: str | None = None, tools: object = None, environment_factory: object = None,
+                output_dir: str | None = None, settings: Mapping | None = None, **options: object) -> Training:
     """On-policy training without a critic: --stage grpo; method: dr_grpo, rloo, reinforce_pp,
     reinforce_pp_baseline, gspo or cispo."""
     return Training(_variant(method, "grpo", "method", ()), model, train_dataset, reward_funcs, output_dir, settings,
-                    options)
+                    options, tools, environment_factory)
 
 
 def PPOTrainer(model: object = None, train_dataset: object = None, reward_funcs: Reward | None = None,  # noqa: N802
-               *, output_dir: str | None = None, settings: Mapping | None = None, **options: object) -> Training:
+               *, tools: object = None, environment_factory: object = None, output_dir: str | None = None,
+               settings: Mapping | None = None, **options: object) -> Training:
     """PPO with a critic, against a reward model, functions, or both: --stage ppo."""
-    return Training("ppo", model, train_dataset, reward_funcs, output_dir, settings, options)
+    return Training("ppo", model, train_dataset, reward_funcs, output_dir, settings, options, tools,
+                    environment_factory)
 
 
 def _variant(given: str | None, usual: str, name: str, same: tuple[str, ...]) -> str:

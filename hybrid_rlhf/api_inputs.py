@@ -93,6 +93,32 @@ def rewards_of(given: object, folder: Callable[[object], str]) -> tuple[dict[str
         {"roles.reward.model_name_or_path": models[0]} if models else {})
 
 
+def environments_of(tools: object, factory: object, taken: Mapping[str, Callable]
+                    ) -> tuple[dict[str, Callable], dict[str, object]]:
+    """Tools and environments by the names that the settings know them by, beside those that are `taken`, and the
+    settings. What is a name already (path.py:name, builtin:name) stays one."""
+    functions: dict[str, Callable] = {}
+
+    def named(item: object, option: str) -> str:
+        if isinstance(item, str):
+            return item
+        check(callable(item), f"{option}: {item!r:.60} cannot be called; give a function, a class, path.py:name or "
+                              "builtin:name")
+        name = _free_name(item, {**taken, **functions})  # type: ignore[arg-type]  # it can be called
+        functions[name] = item  # type: ignore[assignment]
+        return f"python:{name}{_version(item)}"  # type: ignore[arg-type]
+
+    options: dict[str, object] = {}
+    if tools:
+        options["environment.tools"] = [named(t, "tools") for t in (tools if isinstance(tools, (list, tuple)) else
+                                                                    [tools])]
+    if factory is not None:
+        options["environment.factory"] = {str(name): named(each, "environment_factory") for name, each in
+                                          factory.items()} if isinstance(factory, Mapping) else named(
+                                              factory, "environment_factory")
+    return functions, options
+
+
 def _version(function: Callable) -> str:
     """A mark of the function's text, where Python knows it: other rewards make another run."""
     try:
