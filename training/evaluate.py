@@ -181,7 +181,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     asked, report = evaluation_prompts.in_common(config.data, tokenizers, rows, config.evaluate.num_prompts,
                                                  config.seed)
     columns = next(iter(asked.values())).columns
-    reward_sources.check_columns(others, {name: values[0] for name, values in columns.items()})
+    given = {"environments": None} if environments else {}
+    reward_sources.check_columns(others, {name: v[0] for name, v in columns.items()} | given, bool(environments))
     players = {name: episodes_setup.player_of(config, environments, each) for name, each in tokenizers.items()}
     record = runfile.start(config.output_dir, config.stage, config, command)
     evaluation_prompts.tell(len(next(iter(asked.values()))), why or rows.replace("_", " "), report)

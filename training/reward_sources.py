@@ -120,7 +120,7 @@ def _classifier(path: str, config: RewardConfig, raw: bool) -> ClassifierSource:
     return ClassifierSource(folder, name, raw=raw, **options)
 
 
-def check_columns(sources: list[RewardSource], row: Mapping) -> None:
+def check_columns(sources: list[RewardSource], row: Mapping, has_episodes: bool = False) -> None:
     """UserError where a function needs a column that `row` of the data does not have; one line where it is given
     messages, for a function that expects text may score them all 0."""
     names = [c for c in row if c not in ("prompt", "prompt_ids", "text")]
@@ -128,7 +128,10 @@ def check_columns(sources: list[RewardSource], row: Mapping) -> None:
     for source in functions:
         source.check_columns(names)
     own = [s.name for s in functions if type(s.function) not in BUILTINS.values()]
-    if own and not isinstance(row.get("prompt", ""), str) and is_main():
+    if own and has_episodes and is_main():
+        print(f"reward: {', '.join(own)} get completions as lists of all messages behind the prompt: what the model says "
+              "last is completion[-1]['content']", file=sys.stderr)
+    elif own and not isinstance(row.get("prompt", ""), str) and is_main():
         print(f"reward: {', '.join(own)} get completions as lists of one message, as the data's prompts are messages: "
               "the text is completion[0]['content']", file=sys.stderr)
 

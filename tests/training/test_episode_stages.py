@@ -1,0 +1,205 @@
+"""Stages that sample, with tools and environments: runs from the command line on a scripted model of Qwen2.5's template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import hybrid_rlhf
+from hybrid_rlhf.cli import main
+from hybrid_rlhf.trainers.ppo import PPOTrainer
+from tests.factories.scripted import conversation, scripted_causal_lm
+from tests.factories.tiny import own_cache
+from tests.factories.trl_templates import tokenizer_of
+
+END = "<|im_end|>"
+CALL = '<tool_call>\n{"name": "times", "arguments": {"a": 12, "b": 3}}\n</tool_call>'
+CODE = '''
+def times(a: int, b: int) -> int:
+    """Multiplies two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a * b
+
+
+class Game:
+    def reset(self, **row):
+        self.calls = 0
+
+    def times(self, a: int, b: int) -> int:
+        """Multiplies two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        self.calls += 1
+        return a * b
+
+    def get_reward(self) -> float:
+        return float(self.calls)
+
+
+def right(completions, environments=None, **_):
+    assert environments is None or len(environments) == len(completions)
+    return [float("36" in c[-1]["content"]) for c in completions]
+'''
+
+
+def asked(tokenizer, text: str) -> str:
+    schema = {"type": "function", "function": {
+        "name": "times", "description": "Multiplies two numbers.", "parameters": {
+            "type": "object", "properties": {"a": {"type": "integer", "description": "The first number."},
+                                             "b": {"type": "integer", "description": "The second number."}},
+            "required": ["a", "b"]}, "return": {"type": "integer"}}}
+    return tokenizer.apply_chat_template([{"role": "user", "content": text}], tools=[schema], tokenize=False,
+                                         add_generation_prompt=True)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A model that calls the tool half of the time, and else says something wrong; a file of tools; rows."""
+    folder = tmp_path_factory.mktemp("episodes")
+    tokenizer = tokenizer_of("qwen2_5")
+    told = "\n<|im_start|>user\n<tool_response>\n36\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    prompt = asked(tokenizer, "What is 12 * 3?")
+    talks = [conversation(tokenizer, prompt, CALL + END, told, "It is 36." + END),
+             conversation(tokenizer, prompt, "It is 40." + END)]
+    model = scripted_causal_lm(talks, vocab_size=len(tokenizer))
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "acts.py").write_text(CODE)
+    rows = [{"prompt": [{"role": "user", "content": "What is 12 * 3?"}], "number": i} for i in range(6)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.MonkeyPatch.context() as patch:
+        own_cache(patch, folder / "cache")
+        yield folder
+
+
+def words(place: Path, stage: str, out: str, *more: str) -> list[str]:
+    section = {"rejection": "rejection", "online_dpo": "online", "evaluate": "evaluate"}.get(stage, "ppo")
+    name = [] if stage == "evaluate" else ["--model.model_name_or_path", f"{place}/model", "--train.max_steps=2",
+                                           "--train.per_device_train_batch_size=2", "--train.num_fixed_prompts=1",
+                                           "--roles.actor.learning_rate=1e-6", "--engine.zero_stage=0"]
+    return ["--stage", stage, "--output_dir", f"{place}/{out}", "--data.sources", f"[{place}/rows.jsonl]",
+            "--data.max_prompt_length=600", "--model.dtype=float32", f"--{section}.sampling.max_new_tokens=150", *name,
+            *more]
+
+
+def metrics_of(folder: Path) -> dict[str, float]:
+    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+@pytest.mark.parametrize("stage", ["grpo", "ppo", "rejection", "online_dpo"])
+def test_a_stage_samples_episodes(place, stage, capsys):
+    code = main(words(place, stage, stage, f"--environment.tools=[{place}/acts.py:times]",
+                      f"--reward.functions=[{place}/acts.py:right]"))
+    shown = capsys.readouterr()
+    assert code == 0, shown.err[-2000:]
+    assert "tools: times, which take" in shown.err
+    found = metrics_of(place / stage)
+    assert 0 < found["tools/call_frequency"] < 1 and found["tools/failure_frequency"] == 0
+    assert found["reward"] == pytest.approx(found["tools/call_frequency"])  # right where it has called
+    assert found["episodes/turns"] == pytest.approx(1 + found["tools/call_frequency"])
+    samples = (place / stage / "samples.jsonl").read_text() if (place / stage / "samples.jsonl").exists() else ""
+    page = (place / stage / "report.md").read_text() + samples
+    assert "times(a=12, b=3)" in page or "It is 40." in page
+
+
+def test_an_environment_brings_its_own_reward(place, capsys):
+    code = main(words(place, "grpo", "own", f"--environment.factory={place}/acts.py:Game"))
+    assert code == 0, capsys.readouterr().err[-2000:]
+    found = metrics_of(place / "own")
+    assert found["rewards/Game/mean"] == found["reward"] == found["tools/call_frequency"]
+
+
+def test_an_environment_and_functions_are_weighted(place, capsys):
+    code = main(words(place, "grpo", "both", f"--environment.factory={place}/acts.py:Game",
+                      f"--reward.functions=[{place}/acts.py:right]", "--reward.weights=[2.0, 0.5]"))
+    assert code == 0, capsys.readouterr().err[-2000:]
+    found = metrics_of(place / "both")
+    assert found["reward"] == pytest.approx(2.5 * found["tools/call_frequency"])
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(place, capsys, monkeypatch):
+    more = [f"--environment.factory={place}/acts.py:Game", "--train.max_steps=4", "--train.save_steps=2",
+            "--environment.num_workers=0", "--roles.actor.learning_rate=1e-4"]
+    assert main(words(place, "grpo", "whole", *more)) == 0, capsys.readouterr().err[-2000:]
+    step = PPOTrainer.step
+
+    def stopped(self, prompts):
+        if self.num_steps == 3:
+            raise RuntimeError("killed")
+        return step(self, prompts)
+
+    monkeypatch.setattr(PPOTrainer, "step", stopped)
+    with pytest.raises(RuntimeError, match="killed"):
+        main(words(place, "grpo", "parts", *more))
+    monkeypatch.setattr(PPOTrainer, "step", step)
+    assert main(words(place, "grpo", "parts", *more)) == 0
+    whole, parts = ((place / name / "model/model.safetensors").read_bytes() for name in ("whole", "parts"))
+    assert whole == parts != (place / "model/model.safetensors").read_bytes()
+
+
+def test_signal_is_measured_on_episodes(place, capsys):
+    code = main([*words(place, "grpo", "signal", f"--environment.tools=[{place}/acts.py:times]",
+                        f"--reward.functions=[{place}/acts.py:right]"), "--check_signal"])
+    shown = capsys.readouterr()
+    assert code == 0, shown.err[-2000:]
+    assert "[assistant] times(a=12, b=3)" in shown.out and "It is 40." in shown.out
+
+
+def test_models_are_evaluated_on_episodes(place, capsys):
+    code = main(words(place, "evaluate", "evaluated", f"--environment.tools=[{place}/acts.py:times]",
+                      f"--reward.functions=[{place}/acts.py:right]",
+                      f"--evaluate.models=[a={place}/model, b={place}/model]"))
+    shown = capsys.readouterr()
+    assert code == 0, shown.err[-2000:]
+    assert "times(a=12, b=3)" in (place / "evaluated/evaluate.md").read_text()
+
+
+@pytest.mark.parametrize(("more", "told"), [
+    (["--environment.max_turns=3"], "environment.max_turns is set; there is no environment"),
+    (["--environment.tools=[nowhere.py:times]"], "environment.tools: nowhere.py is no Python file"),
+    (["--environment.tools=[builtin:calcu]"], "there is no builtin:calcu"),
+    (["--environment.factory={place}/acts.py:Gam"], "has no Gam that can be called"),
+    (["--environment.factory={place}/acts.py:right"], "environment"),
+    (["--environment.tools=[{place}/acts.py:times]", "--data.raw=true"], "data.raw is true"),
+    (["--environment.tools=[{place}/acts.py:times]", "--data.max_prompt_length=3900"], "tokens of tools"),
+])
+def test_what_cannot_be_is_told_in_one_line(place, more, told, capsys):
+    functions = f"--reward.functions=[{place}/acts.py:right]"
+    code = main(words(place, "grpo", "refused", functions, *[word.format(place=place) for word in more]))
+    shown = capsys.readouterr()
+    assert code == 2 and told in shown.err, shown.err[-2000:]
+
+
+def test_trls_arguments_work_from_python(place):
+    class Counter:
+        def reset(self, **row):
+            self.calls = 0
+
+        def times(self, a: int, b: int) -> int:
+            """Multiplies two numbers.
+
+            Args:
+                a: The first number.
+                b: The second number.
+            """
+            self.calls += 1
+            return a * b
+
+    def called(environments, completions, **_):
+        return [float(e.calls) for e in environments]
+
+    trainer = hybrid_rlhf.GRPOTrainer(
+        f"{place}/model", f"{place}/rows.jsonl", called, environment_factory=Counter,
+        output_dir=f"{place}/python", max_steps=1, per_device_train_batch_size=2, dtype="float32",
+        max_prompt_length=600, max_completion_length=150, num_fixed_prompts=0)
+    found = trainer.train()
+    assert found["reward"] == found["tools/call_frequency"] > 0
