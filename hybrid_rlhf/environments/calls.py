@@ -161,7 +161,10 @@ class CallPool:
                     self._give_up(job)
 
     def _await(self, job: _Job, answer: Awaitable) -> None:
+        spent = time.monotonic() - (job.began or 0)
+        job.began = None  # the time until there is a loop that is not blocked is not the call's
         job.cancel = self._loop.start(self._finish(job, answer))
+        job.began = time.monotonic() - spent
         if job.is_given_up:
             job.cancel()
 
