@@ -6,13 +6,15 @@ import inspect
 import threading
 import time
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from hybrid_rlhf.core.text_safety import escape_control, shortened
 from hybrid_rlhf.data.transcripts import clean
 from hybrid_rlhf.environments.event_loop import EventLoop
+from hybrid_rlhf.environments.hung_threads import interrupt
 from hybrid_rlhf.rewards.deadline import Overdue, within
 from hybrid_rlhf.rewards.function_worker import no_second_process, one_line
 from hybrid_rlhf.rewards.process_state import unchanged
@@ -34,13 +36,21 @@ class Outcome(NamedTuple):
 
 @dataclass(eq=False)
 class _Job:
+    """What is done twice at once, by the clock and by the call, is done by who takes the lock first, for good."""
+
     key: Hashable
     call: Callable[[], object]
     then: Callable[[Any], object]
-    began: float = 0.0  # by time.monotonic
+    began: float | None = None  # by time.monotonic
+    thread_id: int | None = None
     is_given_up: bool = False
-    is_in_loop: bool = False  # its coroutine runs, and no worker waits for it
-    cancel: Callable[[], None] | None = None
+    cancel: Callable[[], None] | None = None  # of its coroutine
+    has_outcome: threading.Lock = field(default_factory=threading.Lock)
+    has_left_worker: threading.Lock = field(default_factory=threading.Lock)
+
+    def due(self, timeout: float) -> float:
+        """When its time is up; as late as can be of one that has not begun."""
+        return (time.monotonic() if self.began is None else self.began) + timeout
 
 
 class CallPool:
@@ -48,26 +58,26 @@ class CallPool:
     when it begins.
 
     A call that hangs is left behind in its thread, which another one replaces: there are never more threads than
-    num_workers, one for coroutines, and those that hang. With num_workers 0 `start` makes the call itself, so that
-    calls follow one another in an order that no clock decides; in the main thread a hanging call is ended then, and
-    what a call changes of this process (random generators, torch's settings) is restored. Methods are for one thread.
+    num_workers, one for coroutines, and those that hang. An endless loop of Python code is ended then. With num_workers
+    0 `start` makes the call itself, so that calls follow one another in an order that no clock decides; in the main
+    thread a call is ended when its time is up, and what it changes of this process (random generators, torch's
+    settings) is restored. The methods are for one thread.
     """
 
     def __init__(self, num_workers: int, timeout: float) -> None:
         self._num_workers, self._timeout = num_workers, timeout
-        self._changed = threading.Condition()  # guards what follows
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._running: list[_Job] = []
+        self._answers: SimpleQueue[tuple[_Job, Outcome]] = SimpleQueue()
+        self._open: dict[_Job, None] = {}  # in the order of their start
         self._done: list[tuple[Any, Outcome]] = []
         self._num_threads = 0  # workers that do not hang
-        self._num_waiting = 0
         self._is_closed = False
         self._loop = EventLoop()
 
     @property
     def num_waiting(self) -> int:
         """Calls that were started and that `finished` has not returned."""
-        return self._num_waiting
+        return len(self._open) + len(self._done)
 
     def start(self, key: Hashable, call: Callable[[], object], then: Callable[[Any], object] | None = None) -> None:
         """Have `call` made. Where it returns a coroutine, that is awaited in an event loop of the pool's.
@@ -79,43 +89,39 @@ class CallPool:
             raise RuntimeError("the pool is closed")
         job = _Job(key, call, then or (lambda value: value))
         if self._num_workers:
-            with self._changed:
-                self._add_worker()
+            self._open[job] = None
+            self._add_worker()
             self._jobs.put(job)
         else:
             self._run_here(job)
-        self._num_waiting += 1
 
     def finished(self, wait: bool) -> list[tuple[Any, Outcome]]:
         """(key, Outcome) of the calls that have ended, or whose time is up, since this was last asked, in the order in
         which they ended. wait: until there is at least one, or nothing is waiting."""
-        with self._changed:
-            while True:
-                now = time.monotonic()
-                for job in [job for job in self._running if now - job.began > self._timeout]:
-                    self._give_up(job)
-                if self._done or not wait or not self._num_waiting:
-                    found, self._done = self._done, []
-                    self._num_waiting -= len(found)
-                    return found
-                first = min((job.began for job in self._running), default=None)
-                self._changed.wait(None if first is None else max(first + self._timeout - now, 0) + 1e-3)
+        while True:
+            while not self._answers.empty():
+                self._end(*self._answers.get())
+            now = time.monotonic()
+            for job in [job for job in self._open if job.due(self._timeout) < now]:
+                self._give_up(job)
+            if self._done or not wait or not self._open:
+                found, self._done = self._done, []
+                return found
+            seconds = min(job.due(self._timeout) for job in self._open) - now
+            with suppress(Empty):
+                self._end(*self._answers.get(timeout=max(seconds, 0) + 1e-3))
 
     def close(self) -> None:
-        """Waits for nothing: what has not begun is dropped, coroutines are cancelled, and threads end with their
-        calls."""
-        with self._changed:
-            self._is_closed = True
-            try:
-                while True:
-                    self._jobs.get_nowait()
-            except Empty:
-                pass
-            for _ in range(self._num_threads):
-                self._jobs.put(None)
-            for job in list(self._running):
-                self._give_up(job)
-            self._done, self._num_waiting = [], 0
+        """Waits for nothing: what has not begun is dropped, and what runs is given up."""
+        self._is_closed = True
+        with suppress(Empty):
+            while (job := self._jobs.get_nowait()) is not None:
+                del self._open[job]
+        for job in list(self._open):
+            self._give_up(job)
+        for _ in range(self._num_threads):
+            self._jobs.put(None)
+        self._open, self._done = {}, []
         self._loop.close()
 
     def _add_worker(self) -> None:
@@ -125,20 +131,15 @@ class CallPool:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            with self._changed:
-                job.began = time.monotonic()
-                self._running.append(job)
-                self._changed.notify()  # `finished` has a new time to wait for
+            job.thread_id, job.began = threading.get_ident(), time.monotonic()
             answer = _attempt(job)
-            with self._changed:
-                if job.is_given_up:  # another thread has this one's place
-                    _drop(answer)
-                    return
-                if isinstance(answer, Outcome):
-                    self._end(job, answer)
-                    continue
-                job.is_in_loop = True
-            self._await(job, answer)
+            if not job.has_left_worker.acquire(blocking=False):  # another thread has this one's place
+                _drop(answer)
+                return
+            if isinstance(answer, Outcome):
+                self._put(job, answer)
+            else:
+                self._await(job, answer)
 
     def _run_here(self, job: _Job) -> None:
         with unchanged(_WHO):
@@ -147,26 +148,25 @@ class CallPool:
                 answer = within(self._timeout, lambda: _attempt(job))
             except Overdue:
                 answer = self._late()
-            with self._changed:
-                self._running.append(job)
-                if isinstance(answer, Outcome):
-                    return self._end(job, answer)
-                job.is_in_loop = True
+            self._open[job] = None
+            if isinstance(answer, Outcome):
+                return self._end(job, answer)
+            job.has_left_worker.acquire()
             self._await(job, answer)
-            with self._changed:
-                try:
-                    self._changed.wait_for(lambda: job not in self._running,
-                                           job.began + self._timeout - time.monotonic())
-                finally:
-                    if job in self._running:
-                        self._give_up(job)
+            try:
+                with suppress(Empty):
+                    self._end(*self._answers.get(timeout=max(job.due(self._timeout) - time.monotonic(), 0)))
+            finally:
+                if job in self._open:
+                    self._give_up(job)
 
     def _await(self, job: _Job, answer: Awaitable) -> None:
-        cancel = self._loop.start(self._finish(job, answer))
-        with self._changed:
-            job.cancel = cancel
-            if job.is_given_up:
-                cancel()
+        spent = time.monotonic() - (job.began or 0)
+        job.began = None  # the time until there is a loop that is not blocked is not the call's
+        job.cancel = self._loop.start(self._finish(job, answer))
+        job.began = time.monotonic() - spent
+        if job.is_given_up:
+            job.cancel()
 
     async def _finish(self, job: _Job, answer: Awaitable) -> None:
         try:
@@ -174,20 +174,24 @@ class CallPool:
                 outcome = Outcome(job.then(await answer))
         except BaseException as error:
             outcome = Outcome(None, described(error))
-        with self._changed:
-            if not job.is_given_up:
-                self._end(job, outcome)
+        self._put(job, outcome)
+
+    def _put(self, job: _Job, outcome: Outcome) -> None:
+        if job.has_outcome.acquire(blocking=False):
+            self._answers.put((job, self._late() if job.due(self._timeout) < time.monotonic() else outcome))
 
     def _end(self, job: _Job, outcome: Outcome) -> None:
-        self._running.remove(job)
-        self._done.append((job.key, self._late() if time.monotonic() - job.began > self._timeout else outcome))
-        self._changed.notify()
+        del self._open[job]
+        self._done.append((job.key, outcome))
 
     def _give_up(self, job: _Job) -> None:
+        """Unless its answer has just come."""
+        if not job.has_outcome.acquire(blocking=False):
+            return
         job.is_given_up = True
-        self._running.remove(job)
-        self._done.append((job.key, self._late()))
-        if not job.is_in_loop:
+        self._end(job, self._late())
+        if job.has_left_worker.acquire(blocking=False):
+            interrupt(job.thread_id)
             self._num_threads -= 1
             self._add_worker()
         elif job.cancel is not None:

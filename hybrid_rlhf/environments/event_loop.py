@@ -8,14 +8,17 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
-_PATIENCE = 0.5  # seconds until a loop that was asked to cancel something must have heard it
+from hybrid_rlhf.environments.hung_threads import interrupt
+
+_PATIENCE = 1.0  # seconds until a loop that was asked to cancel something must have heard it
 
 
 class EventLoop:
     """One event loop in a daemon thread, started when it is first needed.
 
     What a coroutine does must not end or hold up the others: where one blocks the thread (time.sleep, an endless loop)
-    and its caller cancels it, the next coroutine gets a new loop, and the old thread ends once it is free again.
+    and its caller cancels it, the next coroutine gets a new loop, and the old thread ends once it is free again (an
+    endless loop is ended).
     """
 
     def __init__(self) -> None:
@@ -27,6 +30,7 @@ class EventLoop:
         with self._lock:
             if self._thread is not None and not self._thread.answers():
                 self._thread.retire()
+                interrupt(self._thread.thread.ident)
                 self._thread = None
             if self._thread is None:
                 self._thread = _LoopThread()
@@ -52,7 +56,8 @@ class _LoopThread:
         self.loop = asyncio.new_event_loop()
         self._is_retired = False
         self._heard: threading.Event | None = None
-        threading.Thread(target=self._run, name="environment event loop", daemon=True).start()
+        self.thread = threading.Thread(target=self._run, name="environment event loop", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)

@@ -25,16 +25,11 @@ def _within_bounds(value: object, max_chars: int) -> str:
     """The text, of which what is behind max_chars characters may be missing, but not that there is more."""
     if isinstance(value, str):
         return str.__str__(value)
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return f"({memoryview(value).nbytes} bytes, which are no text)"
     try:
         if isinstance(value, list) and value and all(map(_is_block, value)):
             return "".join(map(_text_of_block, value))
-        if hasattr(value, "tolist"):  # numpy's and torch's
-            value = value.tolist()
-        if value is None or isinstance(value, (bool, int, float, list, tuple, dict)):
-            return _json(value, max_chars)
-        return str(value)
+        plain = value if isinstance(value, (list, tuple, dict)) else _plain(value)
+        return plain if isinstance(plain, str) else _json(plain, max_chars)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # of someone else's class
@@ -64,8 +59,16 @@ def _json(value: object, max_chars: int) -> str:
 
 
 def _plain(value: object) -> object:
+    """What JSON has no word for by what it has one for."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
     if isinstance(value, (bytes, bytearray, memoryview)):
         return f"({memoryview(value).nbytes} bytes, which are no text)"
-    if isinstance(value, (set, frozenset)):
-        return list(value)
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    try:
+        if isinstance(value, (set, frozenset)):
+            return sorted(value, key=repr)  # Python has no order for them that is the same tomorrow
+        return value.tolist() if hasattr(value, "tolist") else str(value)  # numpy's and torch's
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # of someone else's class
+        return f"(a {type(value).__name__}, which cannot be shown: {type(error).__name__})"

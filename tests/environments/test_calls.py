@@ -1,0 +1,285 @@
+"""Whatever a call does, it becomes one outcome within its time, and the calls beside it go on."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+
+from hybrid_rlhf.environments.calls import CallError, CallPool
+from hybrid_rlhf.environments.contract import environment_of
+
+LATE = (None, "no answer within 0.3 s (environment.timeout)", True)
+
+
+@pytest.fixture(params=[0, 2], ids=["here", "beside"])
+def pool(request):
+    made = CallPool(request.param, 0.3)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def beside():
+    made = CallPool(2, 0.3)
+    yield made
+    made.close()
+
+
+def outcome(pool: CallPool, call, then=None):
+    pool.start("key", call, then)
+    ((key, found),) = pool.finished(wait=True)
+    assert key == "key" and pool.num_waiting == 0
+    return found
+
+
+def num_threads() -> int:
+    return sum(t.name.startswith("environment") for t in threading.enumerate())
+
+
+def wait_for(condition, seconds: float = 5) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def raising(error):
+    raise error
+
+
+class Silent(Exception):  # noqa: N818
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Ending(Exception):  # noqa: N818
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+async def later(value, seconds: float = 0.01):
+    await asyncio.sleep(seconds)
+    return raising(value) if isinstance(value, BaseException) else value
+
+
+def test_a_value_now_or_later_is_the_outcome(pool):
+    assert outcome(pool, lambda: 3) == (3, None, False)
+    assert outcome(pool, lambda: later(4)) == (4, None, False)
+    assert outcome(pool, lambda: later(4), then=lambda v: v + 1) == (5, None, False)
+    assert outcome(pool, lambda: 4, then=lambda v: v + 1) == (5, None, False)
+    assert pool.finished(wait=True) == [] == pool.finished(wait=False)
+
+
+@pytest.mark.parametrize("make", [raising, later], ids=["now", "later"])
+@pytest.mark.parametrize(("error", "says"), [
+    (KeyError("a"), "raised KeyError: 'a'"), (SystemExit(3), "raised SystemExit: 3"),
+    (CallError("in words"), "in words"), (asyncio.CancelledError(), "raised CancelledError:"),
+    (ValueError("two\nlines \x1b[2J \ud800"), "raised ValueError: two lines ␛[2J \ufffd"),
+    (ValueError("long" * 10**6), f"raised ValueError: {'long' * 50}"), (GeneratorExit(), "raised GeneratorExit:"),
+    (Silent(), "raised Silent: its message cannot be shown"), (Ending(), "raised an error that cannot be shown")])
+def test_what_is_raised_is_one_line(pool, make, error, says):
+    assert outcome(pool, lambda: make(error)) == (None, says, False)
+    assert outcome(pool, lambda: 1).value == 1
+
+
+def test_keyboard_interrupt_of_a_tool_beside_is_an_error_and_the_users_is_his(beside):
+    for make in (raising, later):
+        assert outcome(beside, lambda make=make: make(KeyboardInterrupt())).error == "raised KeyboardInterrupt:"
+    here = CallPool(0, 5)
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    for call in (lambda: time.sleep(3), lambda: later(1, 3)):
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            here.start("key", call)
+    beside.start("key", lambda: time.sleep(0.25))
+    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        beside.finished(wait=True)
+    here.close()
+
+
+def swallowing():
+    while True:
+        try:
+            time.sleep(0.4)
+            return
+        except Exception:
+            pass
+
+
+async def deaf():
+    for _ in range(2):
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.5)
+
+
+@pytest.mark.parametrize("call", [
+    lambda: time.sleep(0.6), lambda: [0 for _ in itertools.count()], lambda: later(1, 100), swallowing, deaf,
+    lambda: asyncio.sleep(0.4)], ids=["sleeps", "loops", "waits", "swallows", "deaf", "is a bit late"])
+def test_what_hangs_is_late_and_the_next_call_is_made(pool, call):
+    began = time.monotonic()
+    assert outcome(pool, call) == LATE
+    assert time.monotonic() - began < 3
+    assert [outcome(pool, lambda: 1).value, outcome(pool, lambda: later(2)).value] == [1, 2]
+
+
+async def blocking(seconds: float):
+    time.sleep(seconds)
+
+
+def test_a_coroutine_that_blocks_its_loop_holds_up_no_later_one(pool):
+    assert outcome(pool, lambda: blocking(4)) == LATE
+    began = time.monotonic()
+    assert [outcome(pool, lambda: later(2)).value for _ in range(2)] == [2, 2]
+    assert time.monotonic() - began < 2
+
+
+async def endless():
+    for _ in itertools.count():
+        pass
+
+
+def test_endless_loops_leave_no_thread_behind(beside):
+    for _ in range(3):
+        assert outcome(beside, lambda: [0 for _ in itertools.count()]) == LATE
+    assert outcome(beside, endless) == LATE
+    outcome(beside, lambda: later(2))
+    wait_for(lambda: num_threads() <= 3)  # two workers, one loop
+    assert outcome(beside, lambda: later(2)).value == 2
+
+
+def test_a_task_of_a_tools_own_that_ends_its_loop_does_not_end_others(pool):
+    async def starts():
+        task = asyncio.ensure_future(later(SystemExit(3), 0))
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(0.05)
+        return task.done()
+
+    assert outcome(pool, starts).value is True
+    assert outcome(pool, lambda: later(2)).value == 2
+
+
+def test_calls_go_on_beside_those_that_hang_and_threads_stay_few(beside):
+    go_on = threading.Event()
+    for i in range(4):  # twice as many as there are workers
+        beside.start(f"hangs {i}", lambda: go_on.wait(20))
+    for i in range(4):
+        beside.start(i, lambda i=i: i)
+    found = {}
+    began = time.monotonic()
+    while beside.num_waiting:
+        found |= dict(beside.finished(wait=True))
+        assert num_threads() <= 2 + 4 + 1
+    assert {k: o.value for k, o in found.items() if not o.is_late} == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert [k for k, o in found.items() if o.is_late] == [f"hangs {i}" for i in range(4)]
+    assert 0.6 < time.monotonic() - began < 5  # a call's time begins when it does
+    go_on.set()
+    wait_for(lambda: num_threads() <= 3)
+
+
+def test_coroutines_wait_beside_each_other_without_workers(beside):
+    began = time.monotonic()
+    for i in range(50):
+        beside.start(i, lambda i=i: later(i, 0.1))
+    found = []
+    while beside.num_waiting:
+        found += beside.finished(wait=True)
+    assert sorted(o.value for _, o in found) == list(range(50))
+    assert time.monotonic() - began < 3 and num_threads() <= 3
+
+
+def test_finished_does_not_wait_where_it_is_not_asked_to(beside):
+    beside.start("a", lambda: time.sleep(0.1))
+    began = time.monotonic()
+    assert beside.finished(wait=False) == [] and time.monotonic() - began < 0.05 and beside.num_waiting == 1
+    wait_for(lambda: bool(beside.finished(wait=False)))
+
+
+def test_the_first_to_end_is_the_first_that_is_told(beside):
+    for seconds in (0.2, 0.02):
+        beside.start(seconds, lambda seconds=seconds: time.sleep(seconds))
+    assert [[k for k, _ in beside.finished(wait=True)] for _ in range(2)] == [[0.02], [0.2]]
+
+
+def test_calls_made_here_keep_their_order_and_leave_this_process_as_it_was():
+    here = CallPool(0, 5)
+    random.seed(1)
+    torch.manual_seed(1)
+    state, order = torch.get_rng_state(), []
+
+    def disturbs():
+        order.append(threading.current_thread() is threading.main_thread())
+        torch.manual_seed(0)
+        torch.set_grad_enabled(False)
+
+    before = num_threads()
+    for i in range(3):
+        here.start(i, disturbs)
+    assert [k for k, _ in here.finished(wait=False)] == [0, 1, 2] and order == [True] * 3
+    assert torch.is_grad_enabled() and num_threads() == before
+    drawn = torch.rand(3)
+    torch.set_rng_state(state)
+    assert not torch.equal(drawn, torch.manual_seed(0) and torch.rand(3))  # nor does training draw what the tool draws
+    here.close()
+
+
+def test_a_closed_pool_ends_its_threads_and_takes_no_more():
+    pool, before = CallPool(2, 5), num_threads()
+    go_on = threading.Event()
+    for i in range(4):
+        pool.start(i, lambda: go_on.wait(20))
+    pool.start("later", lambda: later(1, 20))
+    pool.finished(wait=False)
+    pool.close()
+    assert pool.num_waiting == 0 and pool.finished(wait=True) == []
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.start(5, lambda: 1)
+    go_on.set()
+    wait_for(lambda: num_threads() <= before)
+
+
+def test_a_child_that_a_tool_forks_does_not_go_on_as_a_second_trainer(pool, capfd):
+    def forks():
+        child = os.fork()
+        if child:
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return "child"
+
+    assert outcome(pool, forks).value == 1
+    assert "the environment forks" in capfd.readouterr().err
+
+
+class Sleeper:
+    def reset(self): ...
+
+    def sleep(self, seconds: float) -> str:
+        """Sleep.
+
+        Args:
+            seconds: how long
+        """
+        time.sleep(seconds)
+        return "slept"
+
+
+def test_an_instance_whose_call_still_runs_says_so_until_it_has_returned(beside):
+    own = environment_of("it", Sleeper, {}, "x").new()
+    assert outcome(beside, lambda: own.call("sleep", {"seconds": 1})) == LATE
+    began = time.monotonic()
+    assert outcome(beside, lambda: own.call("sleep", {"seconds": 0})).error == (
+        "sleep was not called: sleep still runs from an earlier call, whose time was up")
+    assert outcome(beside, lambda: own.reset({})).error.startswith("reset was not called")
+    assert time.monotonic() - began < 0.2 and own.is_busy
+    wait_for(lambda: not own.is_busy)
+    assert outcome(beside, lambda: own.call("sleep", {"seconds": 0})).value == "slept"
