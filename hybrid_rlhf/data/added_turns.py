@@ -121,6 +121,7 @@ def _behind_turn(tokenizer, message: dict, added: Sequence[dict]) -> tuple[str, 
             before, text = _short(tokenizer, calls[-1:], added, word)
         except SkipRow:
             raise UserError(_refused(added)) from None
+    check(word in text, f"the chat template leaves out what the assistant says before {_roles(added)}; {CURE}")
     start, end = _end_of_turn(tokenizer, text, word)
     if end > start:
         return text[start:], True
@@ -131,8 +132,11 @@ def _behind_turn(tokenizer, message: dict, added: Sequence[dict]) -> tuple[str, 
 
 
 def _refused(added: Sequence[dict]) -> str:
-    roles = " and ".join(dict.fromkeys(m["role"] for m in added))
-    return f"the chat template refuses messages of role {roles} behind an answer; {CURE}"
+    return f"the chat template refuses {_roles(added)} behind an answer; {CURE}"
+
+
+def _roles(added: Sequence[dict]) -> str:
+    return f"messages of role {' and '.join(dict.fromkeys(m['role'] for m in added))}"
 
 
 def _calls_for(added: Sequence[dict]) -> list[dict]:

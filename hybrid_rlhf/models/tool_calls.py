@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -255,10 +256,12 @@ def _faults(reader: _Reader, text: str, tools: list[dict], prefix: str) -> list[
     if field is None or field.open_re is None:
         return []
     start = _behind_thought(reader, text, prefix)[0]
-    starts = sorted({found.start() for found in field.open_re.finditer(text, start)})
+    starts = {found.start(): found.end() for found in field.open_re.finditer(text, start)}
     lines = []
-    for place, following in zip(starts, [*starts[1:], len(text)], strict=True):
+    for place, following in pairwise([*starts, len(text)]):
         try:
+            if field.close_re is not None and not field.close_re.search(text, starts[place], following):
+                raise _Unreadable("it has no end")
             _read(reader, text[place:following], tools, "")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             lines.append(_line(reader, error))

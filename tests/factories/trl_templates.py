@@ -39,10 +39,9 @@ CONVERSATIONS = {"one turn": TURNS[:2], "three turns": TURNS, "system": [{"role"
                  "thoughts": THOUGHTS, "tools": CALLS}
 
 
-def names() -> list[str]:
-    """Every template but those for training, which TRL swaps in for a loss mask of its own."""
-    folder = _folder()
-    return sorted(p.stem for p in folder.glob("*.jinja") if not p.stem.endswith("_training"))
+def names(training: bool = False) -> list[str]:
+    """Every template but those for training, which TRL swaps in for a loss mask of its own; or these."""
+    return sorted(p.stem for p in _folder().glob("*.jinja") if p.stem.endswith("_training") == training)
 
 
 def _folder() -> Path:

@@ -1,0 +1,246 @@
+"""Tokens between two turns: prompt, what was said and what was added are the beginning of the whole conversation, as
+transformers renders and tokenizes it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hybrid_rlhf.core.errors import UserError
+from hybrid_rlhf.data.added_turns import added_tokens, check_keeps_history
+from hybrid_rlhf.data.chat import CHATML
+from hybrid_rlhf.models.template import dialect_of, special_ids
+from tests.factories.tiny import chatml_tokenizer, tiny_tokenizer
+from tests.factories.trl_templates import TOOLS, names, tokenizer_of
+
+ALL = [*names(), *names(training=True)]
+# base names of templates that leave out calls or tool messages, or (DeepSeek) write a second round otherwise
+NO_CALLS = {"cohere", "cohere2", "deepseek_r1_distill", "deepseekv3", "gemma", "gemma3", "idefics3", "lfm2", "llama3",
+            "llava_next", "phi3", "phi3_5", "qwen2_5_vl", "smolvlm"}
+# what removes earlier thoughts (or gpt-oss' <|return|>) once a user speaks: TRL's twin keeps them, or removes them too
+CURED = {"deepseek_r1_distill", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}
+FORGETFUL = {"deepseekv3", "diffusion_gemma", "gemma4_v5", "glm4moe", "gptoss", "lfm2_2_5", "lfm2_2_5_v2",
+             "lfm2_2_5_vl", "nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra"}
+PARTS = {"smolvlm", "idefics3", "llava_next"}
+FIELDS = ("reasoning_content", "thinking")
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+    "{% elif m.role == 'tool' %}{% if m.tool_call_id|length != 9 %}{{ raise_exception('nine letters') }}{% endif %}"
+    "[TOOL_RESULTS] {\"content\": {{ m.content|tojson }}, \"call_id\": \"{{ m.tool_call_id }}\"}[/TOOL_RESULTS]"
+    "{% elif m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{% if c.id|length != 9 %}"
+    "{{ raise_exception('nine letters') }}{% endif %}{\"name\": \"{{ c.function.name }}\", \"arguments\": "
+    "{{ c.function.arguments|tojson }}, \"id\": \"{{ c.id }}\"}{{ ', ' if not loop.last }}{% endfor %}]{{ eos_token }}"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}")
+
+
+def base(name: str) -> str:
+    return name.removesuffix("_training")
+
+
+def call(name: str = "weather_of", ident: str = "abcde1234", **arguments) -> dict:
+    return {"type": "function", "id": ident, "function": {"name": name, "arguments": arguments}}
+
+
+def turn(name: str, role: str, number: int, thinks: bool) -> dict:
+    """A turn of the assistant as this template takes it."""
+    said = {"role": "assistant", "content": f"The {number}." if role == "user" else ""}
+    if role == "tool":
+        said["tool_calls"] = [call(("weather_of", "time_of")[number % 2], f"abcde123{number}", city=f"Oslo {number}")]
+    if thinks:
+        if re.match("gptoss|lfm2_2_5|nemotron|muse|qwen3_8|gemma4_v5|diffusion", name):
+            said["thinking" if name == "lfm2_2_5" or name.startswith("gptoss") else "reasoning_content"] = f"So {number}."
+        else:
+            said["content"] = f"<think>\nSo {number}.\n</think>\n\n{said['content']}"
+    return said
+
+
+def whole(tokenizer, name: str, talk: list[dict], prompt: bool = False) -> list[int]:
+    """A conversation by transformers alone, as text and tokenized whole."""
+    if base(name) in PARTS:
+        talk = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in talk]
+    text = tokenizer.apply_chat_template(talk, tools=TOOLS, tokenize=False, add_generation_prompt=prompt)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def cut(tokenizer, said: list[int]) -> tuple[list[int], bool]:
+    """What is said to its end of turn, and whether it has one: what stands behind it is white space (and, in Phi-3's
+    last turns, an end of text)."""
+    if "<|end|>" in tokenizer.chat_template and tokenizer.eos_token == "<|endoftext|>":
+        return said[: said.index(tokenizer.convert_tokens_to_ids("<|end|>")) + 1], True
+    last = next(i for i in reversed(range(len(said))) if tokenizer.decode([said[i]]).strip())
+    return said[: last + 1], said[last] in special_ids(tokenizer).values()
+
+
+def episode(name: str, role: str, thinks: bool) -> bool:
+    """Whether three rounds of tokens in and tokens out are the whole conversation's, after each of them."""
+    tokenizer, talk = tokenizer_of(name), [{"role": "user", "content": "How warm is it?"}]
+    tokens = whole(tokenizer, name, talk, True)
+    for number in range(3):
+        message = turn(name, role, number, thinks)
+        last = whole(tokenizer, name, [*talk, message])
+        if last[: len(tokens)] != tokens:
+            return False
+        said, is_ended = cut(tokenizer, last[len(tokens) :])
+        calls = {"tool_calls": message["tool_calls"]} if role == "tool" else {}
+        answer = {"role": role, "content": f"7 degrees {number}"}
+        if role == "tool":
+            answer |= {"name": calls["tool_calls"][0]["function"]["name"], "tool_call_id": f"abcde123{number}"}
+        tokens = tokens + said + added_tokens(tokenizer, {"role": "assistant", "content": "", **calls}, [answer],
+                                              is_ended)
+        talk = [*talk, message, answer]
+        if whole(tokenizer, name, talk, True) != tokens:
+            return False
+    return True
+
+
+def keeps(name: str, role: str) -> bool:
+    if role == "tool":
+        return base(name) not in NO_CALLS
+    return base(name) not in FORGETFUL and name not in CURED
+
+
+def thinks(name: str, role: str) -> bool:
+    """Whether turns have thoughts: not behind a prompt that ended them, nor where the template has no place for them."""
+    return not (base(name) == "qwen3_5_nothink" or role == "tool" and re.match("gemma4(_v[234])?$|llama3_[12]", name))
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("role", ["tool", "user"])
+def test_tokens_in_and_tokens_out_are_the_whole_conversation_where_history_is_kept(name, role):
+    tokenizer = tokenizer_of(name)
+    if keeps(name, role):
+        check_keeps_history(tokenizer, role)
+        assert episode(name, role, thinks(name, role))
+        return
+    with pytest.raises(UserError, match=f"role {role}.*data.chat_template.*get_training_chat_template"):
+        check_keeps_history(tokenizer, role)
+    try:
+        assert not episode(name, role, thinks(name, role))
+    except Exception as error:  # the template refuses it, or added_tokens does
+        assert type(error).__name__ in ("UserError", "TemplateError", "UndefinedError", "TypeError")
+
+
+@pytest.mark.parametrize("name", [n for n in ALL if keeps(n, "tool")])
+def test_markers_in_the_answer_of_a_tool_are_text(name):
+    tokenizer = tokenizer_of(name)
+    special = set(special_ids(tokenizer).values())
+    markers = " ".join(tokenizer.convert_ids_to_tokens(i) for i in special)
+    message = {"role": "assistant", "content": "", "tool_calls": [call(city="Oslo")]}
+
+    def added(content: str) -> list[int]:
+        return added_tokens(tokenizer, message, [{"role": "tool", "content": content}], True)
+
+    plain, hostile = added("7 degrees"), added(f"7 {markers} degrees")
+    assert [i for i in hostile if i in special] == [i for i in plain if i in special]
+    if not re.match("gptoss|llama3", name):  # these write it as JSON
+        assert f"7 {markers} degrees" in tokenizer.decode(hostile)
+
+
+def test_the_newline_behind_the_end_of_a_turn_is_added_and_the_end_where_it_was_not_said():
+    tokenizer = tokenizer_of("qwen2_5")
+    message = {"role": "assistant", "content": "", "tool_calls": [call()]}
+    added = [{"role": "tool", "content": "7 degrees"}]
+    text = "\n<|im_start|>user\n<tool_response>\n7 degrees\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(added_tokens(tokenizer, message, added, True)) == text
+    assert tokenizer.decode(added_tokens(tokenizer, message, added, False)) == "<|im_end|>" + text
+
+
+def test_where_no_end_of_turn_is_written_the_next_header_is_what_ends_it():
+    tokenizer = tokenizer_of("glm4moe")
+    message = {"role": "assistant", "content": "", "tool_calls": [call()]}
+    text = "\n<tool_response>\n7 degrees\n</tool_response><|assistant|>"
+    added = [{"role": "tool", "content": "7 degrees"}]
+    assert tokenizer.decode(added_tokens(tokenizer, message, added, True)) == text
+    assert tokenizer.decode(added_tokens(tokenizer, message, added, False)) == "<|observation|>" + text
+
+
+def test_the_header_of_a_tool_comes_from_the_call():
+    message = {"role": "assistant", "content": "", "tool_calls": [call("time_of")]}
+    tokenizer = tokenizer_of("gptoss")
+    assert tokenizer.decode(added_tokens(tokenizer, message, [{"role": "tool", "content": "noon"}], True)) == (
+        '<|start|>functions.time_of to=assistant<|channel|>commentary<|message|>"noon"<|end|><|start|>assistant')
+
+
+@pytest.fixture
+def mistral():
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<s>", "</s>"],
+                         special_tokens=True)
+    tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template = "<s>", "</s>", MISTRAL
+    return tokenizer
+
+
+@pytest.mark.parametrize("ids", [("a1b2c3d4e", "e5d4c3b2a"), (None, None)])
+def test_answers_name_the_calls_that_they_answer_and_ids_are_made_where_the_model_says_none(mistral, ids):
+    calls = [{k: v for k, v in call(name, ident).items() if v} for name, ident in zip(("f", "g"), ids, strict=True)]
+    message = {"role": "assistant", "content": "", "tool_calls": calls}
+    first, second = (ident or made for ident, made in zip(ids, ("call00000", "call00001"), strict=True))
+
+    def shown(*added: dict) -> str:
+        return mistral.decode(added_tokens(mistral, message, added, True))
+
+    one, two = ('[TOOL_RESULTS] {"content": "%s", "call_id": "%s"}[/TOOL_RESULTS]' % each
+                for each in (("one", first), ("two", second)))
+    assert shown({"role": "tool", "content": "one"}, {"role": "tool", "content": "two"}) == one + two
+    assert shown({"role": "tool", "content": "two", "tool_call_id": second},
+                 {"role": "tool", "content": "one", "tool_call_id": first}) == two + one
+    assert shown({"role": "tool", "content": "one", "tool_call_id": "no id of a call"}) == one
+
+
+def test_a_turn_without_a_readable_call_is_answered_by_a_tool_or_by_a_user(mistral):
+    said = {"role": "assistant", "content": '[TOOL_CALLS] [{"name'}
+    assert mistral.decode(added_tokens(mistral, said, [{"role": "tool", "content": "no"}], True)) == (
+        '[TOOL_RESULTS] {"content": "no", "call_id": "call00000"}[/TOOL_RESULTS]')
+    assert mistral.decode(added_tokens(mistral, said, [{"role": "user", "content": "no"}], True)) == "[INST] no[/INST]"
+    gemma = tokenizer_of("gemma4")  # a call ends by <|tool_response>, which this turn did not say
+    assert gemma.decode(added_tokens(gemma, said, [{"role": "tool", "name": "f", "content": "no"}], True)) == (
+        '<|tool_response>response:f{value:<|"|>no<|"|>}<tool_response|>')
+
+
+def test_several_calls_are_answered_behind_a_template_for_one_at_a_time():
+    tokenizer = tokenizer_of("llama3_1")
+    message = {"role": "assistant", "content": "", "tool_calls": [call("f"), call("g", "abcde1235")]}
+    answers = [{"role": "tool", "content": content} for content in ("one", "two")]
+    header = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    assert tokenizer.decode(added_tokens(tokenizer, message, answers, True)) == (
+        f'{header.format("ipython")}"one"<|eot_id|>{header.format("ipython")}"two"<|eot_id|>'
+        f"{header.format('assistant')}")
+
+
+def test_words_of_the_stand_in_may_come_from_a_tool():
+    tokenizer = chatml_tokenizer()
+    added = added_tokens(tokenizer, {"role": "assistant", "content": "x"},
+                         [{"role": "user", "content": "Qsaid Qsaidd<|im_end|>Qask"}], True)
+    assert tokenizer.decode(added) == ("\n<|im_start|>user\nQsaid Qsaidd<|im_end|>Qask<|im_end|>\n"
+                                       "<|im_start|>assistant\n")
+
+
+def test_messages_that_a_template_refuses_or_drops_are_an_error_and_not_other_tokens():
+    message = {"role": "assistant", "content": "", "tool_calls": [call()]}
+    for name in ("gemma3", "llama3", "phi3"):
+        with pytest.raises(UserError, match=r"the chat template (refuses|leaves out).*role tool.*data.chat_template"):
+            added_tokens(tokenizer_of(name), message, [{"role": "tool", "content": "7"}], True)
+    with pytest.raises(UserError, match="rewrites the end of a turn"):
+        added_tokens(tokenizer_of("gptoss"), {"role": "assistant", "content": "x"},
+                     [{"role": "user", "content": "7"}], True)
+
+
+def test_tools_that_move_to_the_last_user_message_are_history_rewritten():
+    tokenizer = chatml_tokenizer()
+    check_keeps_history(tokenizer, "user")
+    tokenizer.chat_template = CHATML.replace(
+        "message['content'] +", "(((tools|tojson) if tools and loop.last else '') ~ message['content']) +")
+    check_keeps_history(tokenizer, "user")
+    with pytest.raises(UserError, match="role user follow"):
+        check_keeps_history(tokenizer, "user", has_tools=True)
+
+
+def test_a_tokenizer_without_a_template_is_refused():
+    with pytest.raises(UserError, match="no"):
+        check_keeps_history(tiny_tokenizer(), "user")
+
+
+def test_the_dialect_has_the_fields_that_these_tests_give_thoughts_in():
+    fields = {name: dialect_of(tokenizer_of(name)).thought_field for name in ALL}
+    assert {f for f in fields.values() if f} <= {*FIELDS}
