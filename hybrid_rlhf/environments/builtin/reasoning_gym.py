@@ -38,7 +38,7 @@ class ReasoningGym:
               ) -> str | None:
         self._entry = self._task.entry(index, answer)
         question = self._entry["question"].strip()
-        texts = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt or ()]  # type: ignore
+        texts = [message["content"] for message in prompt] if isinstance(prompt, list) else [prompt]
         if any(question in text for text in texts if isinstance(text, str)):
             return None
         return f"\n{question}\n{self.instruction}".rstrip()
