@@ -244,7 +244,7 @@ def test_a_server_that_sends_byte_by_byte_is_stopped_in_time():
 
 def test_a_server_without_sessions_says_which_transport_to_use(service):
     service.refuses = True
-    with pytest.raises(UserError, match=r"no WebSocket: it answered .*404.*; use transport http"):
+    with pytest.raises(UserError, match=r"no WebSocket: it answered .*404.*; fix the url, or use transport http"):
         service.environment().reset()
     service.refuses, service.lies = False, True
     with pytest.raises(UserError, match="its key is wrong"):

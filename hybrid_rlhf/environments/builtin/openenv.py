@@ -86,7 +86,7 @@ class OpenEnv:
         except (OSError, HTTPException, ValueError, RecursionError) as error:
             self._drop()
             said = " ".join(str(error).split()) or type(error).__name__
-            cure = "; use transport http" if "no WebSocket" in said else ""
+            cure = "; fix the url, or use transport http" if "no WebSocket" in said else ""
             self._fail(f"{said:.300}{cure or '; fix the server'}")
         if isinstance(answer, dict) and answer.get("type") == "error":
             inner = answer.get("data")
