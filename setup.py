@@ -38,6 +38,7 @@ EXTRAS = {
     "report": ["matplotlib>=3.11", "tensorboard>=2.21"],
     "serve": ["fastapi>=0.165", "uvicorn>=0.54"],
     "gguf": ["gguf>=0.19"],
+    "gym": ["reasoning-gym>=0.1.25"],
     "docs": ["pdoc>=15.0"],  # make docs
     "fuzz": ["atheris>=3.0"],  # make fuzz; has no wheels for every Python
 }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data.demo import is_correct
+from hybrid_rlhf.rewards.reasoning_task import ReasoningTask
 
 # A sign counts where no word, number or bracket ends before it: "10-5" ends in 5. Thousands need groups of three.
 _NUMBER = re.compile(r"(?P<sign>(?<![\w)\].])[-\u2212+])?(?:[$\u20ac\u00a3\u00a5](?P<inner>[-\u2212])?\s?)?"
@@ -171,6 +172,31 @@ class DemoCorrect:
         return [float(is_correct(p, text_of(c))) for p, c in zip(prompts, completions, strict=True)]
 
 
+@dataclass(frozen=True)
+class ReasoningGym:
+    """What a completion is worth as an answer to entry number `column` of a task of reasoning-gym, by the task's rules.
+
+    Rows are made by `reasoning_task.task_rows`, with the same settings. None: no number. tag: the answer is what stands
+    in the last <tag>...</tag>. allow_eval: use tasks whose scoring runs the answer as Python code.
+    """
+
+    task: str
+    settings: dict = field(default_factory=dict)
+    tag: str | None = "answer"
+    column: str = "index"
+    allow_eval: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_task", ReasoningTask(self.task, self.settings, self.tag, self.allow_eval))
+
+    def __call__(self, completions: list, **columns: list) -> list[float | None]:
+        task: ReasoningTask = vars(self)["_task"]
+        references = columns.get("answer") or [None] * len(completions)
+        return [None if index is None else task.score(text_of(said), task.entry(index, reference))
+                for said, index, reference in zip(completions, columns[self.column], references, strict=True)]
+
+
 BUILTINS: dict[str, type[Any]] = {
     "exact_match": ExactMatch, "numeric_match": NumericMatch, "length_penalty": LengthPenalty,
-    "repetition_penalty": RepetitionPenalty, "format": Format, "demo_correct": DemoCorrect}
+    "repetition_penalty": RepetitionPenalty, "format": Format, "demo_correct": DemoCorrect,
+    "reasoning_gym": ReasoningGym}

@@ -61,6 +61,7 @@ DEPENDENCIES = {
     "peft": (f"{H}.models.lora", f"{H}.models.peft_compat"),
     "pyarrow": (f"{H}.data.sources",),  # datasets brings it
     "pydantic": (f"{H}.inference.server.protocol",),  # fastapi brings it and starlette
+    "reasoning_gym": (f"{H}.rewards.reasoning_task",),
     "starlette": (f"{H}.inference.server",),
     "tokenizers": (f"{H}.models",),
     "transformers": (f"{H}.models.hf_attention", f"{H}.models.load", f"{H}.models.backbone",
@@ -71,7 +72,7 @@ DEPENDENCIES = {
 }
 ANYWHERE = {"torch", "numpy", "safetensors", "rich", "yaml", "jinja2"}  # and the standard library
 LAZY = {"accelerate", "bitsandbytes", "datasets", "deepspeed", "gguf", "huggingface_hub",
-        "matplotlib", "peft", "pyarrow", "tokenizers", "transformers"}
+        "matplotlib", "peft", "pyarrow", "reasoning_gym", "tokenizers", "transformers"}
 # Folders of tests beside those that have a package's name.
 TEST_FOLDERS = {"benchmarks", "crash", "distributed", "factories", "fuzz", "journeys", "project",
                 "simulated_card"}

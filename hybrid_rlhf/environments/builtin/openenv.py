@@ -1,0 +1,190 @@
+"""An environment behind a server that speaks OpenEnv's protocol: reset, step, observations as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+from hybrid_rlhf.core.errors import UserError, check
+from hybrid_rlhf.core.strict_json import loads, to_json
+from hybrid_rlhf.environments.builtin.websocket import WebSocket
+from hybrid_rlhf.rewards.builtin import text_of
+
+
+class _Refused(Exception):
+    """The server has understood the question and refuses it."""
+
+
+@dataclass
+class OpenEnv:
+    """Each message of the model is an action; the observation is the answer to it, with the server's reward.
+
+    A server or address that fails is a UserError in one line.
+
+    Attributes:
+        url: Of the server, such as http://localhost:8000.
+        transport: websocket keeps one session per episode. http is for servers that keep their environment from one
+            request to the next: OpenEnv 0.3's own make a new one for every POST, so that only one-step tasks work.
+        action_field: The action's field that holds the message's text. None: the message is the action, as JSON; one
+            that is no JSON object, or that the server refuses, is answered with the error.
+        observation_field: The observation's field that is shown. None: all of it as JSON, or the text of its only one.
+        reset_columns: Columns of the row that the server's reset gets, those that are there.
+        timeout: Seconds for each answer of the server.
+        max_bytes: Of an answer.
+    """
+
+    url: str
+    transport: str = "websocket"
+    action_field: str | None = "message"
+    observation_field: str | None = None
+    reset_columns: list[str] = field(default_factory=lambda: ["seed", "episode_id"])
+    timeout: float = 30.0
+    max_bytes: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        parts, at = urlsplit(self.url), "environment.options of openenv"
+        check(parts.scheme in ("http", "https", "ws", "wss") and bool(parts.hostname),
+              f"{at}: url is {self.url!r:.80}; give an address such as http://localhost:8000")
+        check(self.transport in ("websocket", "http"), f"{at}: transport is {self.transport!r:.40}; it must be "
+                                                       "websocket or http")
+        check(self.timeout > 0 and self.max_bytes > 0, f"{at}: timeout and max_bytes must be above 0")
+        self._shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        self._socket: WebSocket | None = None
+
+    def reset(self, **row: Any) -> str | None:
+        given = {name: row[name] for name in self.reset_columns if row.get(name) is not None}
+        try:
+            observation, is_over, _ = self._result(self._asked("reset", given))
+        except _Refused as error:
+            self._fail(f"refused to reset: {error}; fix the columns that it gets (reset_columns)")
+        check(not is_over, f"openenv at {self._shown}: the episode is over before it began; fix the row or the server")
+        return f"\n{observation}" if observation else None
+
+    def step(self, messages: list[dict]) -> tuple[list[dict], bool, float]:
+        text = text_of(messages)
+        try:
+            action = {self.action_field: text} if self.action_field is not None else _action(text)
+            observation, is_over, reward = self._result(self._asked("step", action))
+        except _Refused as error:
+            if self.action_field is not None:
+                self._fail(f"refused an action: {error}; fix action_field or the server")
+            observation, is_over, reward = f"error: {error}", False, 0.0
+        return [{"role": "user", "content": observation}], is_over, reward
+
+    def _asked(self, what: str, data: dict) -> object:
+        """The server's answer, read. Raises _Refused, or UserError for what is no answer."""
+        try:
+            text = self._by_socket(what, data) if self.transport == "websocket" else self._by_post(what, data)
+            answer = loads(text)
+        except (OSError, HTTPException, ValueError, RecursionError) as error:
+            self._drop()
+            said = " ".join(str(error).split()) or type(error).__name__
+            cure = "; fix the url, or use transport http" if "no WebSocket" in said else ""
+            self._fail(f"{said:.300}{cure or '; fix the server'}")
+        if isinstance(answer, dict) and answer.get("type") == "error":
+            inner = answer.get("data")
+            found: dict = inner if isinstance(inner, dict) else {}
+            said = " ".join(f"{found.get('message', answer)} {found.get('errors', '')}".split())[:300]
+            if found.get("code") in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
+                raise _Refused(said)
+            self._drop()
+            self._fail(f"{said}; fix the server (or its bound on sessions)")
+        return answer.get("data") if self.transport == "websocket" and isinstance(answer, dict) else answer
+
+    def _by_socket(self, what: str, data: dict) -> str:
+        question, was_open = to_json({"type": what, "data": data}), self._socket is not None
+        try:
+            return self._connected().ask(question)
+        except OSError:
+            self._drop()
+            if what != "reset" or not was_open:  # a session that idled too long is opened again for a new episode
+                raise
+            return self._connected().ask(question)
+
+    def _connected(self) -> WebSocket:
+        if self._socket is None:
+            address = "ws" + self.url.removeprefix("http") if self.url.startswith("http") else self.url
+            self._socket = WebSocket(f"{address.rstrip('/')}/ws", self.timeout, self.max_bytes)
+        return self._socket
+
+    def _drop(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _by_post(self, what: str, data: dict) -> str:
+        body = to_json(data if what == "reset" else {"action": data}).encode()
+        address = "http" + self.url.removeprefix("ws") if self.url.startswith("ws") else self.url
+        request = urllib.request.Request(f"{address.rstrip('/')}/{what}", body, {"Content-Type": "application/json"})
+        try:
+            with _OPENER.open(request, timeout=self.timeout) as answer:
+                return _bounded(answer, self.timeout, self.max_bytes).decode()
+        except urllib.error.HTTPError as error:
+            detail = " ".join(error.read(300).decode("utf-8", "replace").split())
+            if error.code == 422:
+                raise _Refused(detail) from None
+            raise ValueError(f"answered status {error.code} ({error.reason}) {detail}") from None
+
+    def _result(self, answer: object) -> tuple[str, bool, float]:
+        """The observation's text, whether the episode is over, and the reward, 0 where the server gives none."""
+        found = answer if isinstance(answer, dict) else {}
+        observation, reward = found.get("observation"), found.get("reward")
+        if not isinstance(observation, dict) or not isinstance(found.get("done", False), bool):
+            self._fail(f"answered {answer!r:.100}, where an object with observation, reward and done is needed")
+        if reward is not None and not (isinstance(reward, (int, float)) and math.isfinite(reward)):
+            self._fail(f"gave the reward {reward!r:.40}, where a finite number or null is needed")
+        return self._text(observation), found.get("done", False), float(reward or 0)
+
+    def _text(self, observation: dict) -> str:
+        if self.observation_field is not None:
+            check(self.observation_field in observation,
+                  f"openenv at {self._shown}: its observation has no {self.observation_field}; there are "
+                  f"{', '.join(observation)[:200]}")
+            value = observation[self.observation_field]
+        else:
+            value = next(iter(observation.values())) if len(observation) == 1 else observation
+        return value if isinstance(value, str) else to_json(value)
+
+    def _fail(self, what: str) -> NoReturn:
+        raise UserError(f"openenv at {self._shown}: {what}")
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A POST that is redirected becomes a GET without its body: the address is wrong, and that is said."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
+
+
+def _bounded(answer: Any, timeout: float, max_bytes: int) -> bytes:
+    """All of an answer, in time and within its bound however slowly it comes."""
+    deadline, found = time.monotonic() + timeout, b""
+    while part := answer.read1(65536):
+        found += part
+        if len(found) > max_bytes:
+            raise ValueError(f"an answer of more than {max_bytes} bytes")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no answer within {timeout:g} s")
+    return found
+
+
+def _action(text: str) -> dict:
+    """The JSON object that a message is. Raises _Refused for what is none."""
+    try:
+        action = loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "it cannot be read"
+        raise _Refused(f"the message must be a JSON object: {reason}") from None
+    if not isinstance(action, dict):
+        raise _Refused("the message must be a JSON object")
+    return action

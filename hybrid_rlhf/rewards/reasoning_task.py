@@ -1,0 +1,91 @@
+"""A task of reasoning-gym: its questions by number, and what an answer to one is worth."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from hybrid_rlhf.core.config import UserError, check, nearest
+
+# Tasks of reasoning-gym 0.1.25 whose scoring hands the answer to eval, their own or sympy's: the model's text would run
+# as code in this process.
+EVALUATES = frozenset({
+    "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
+    "simple_integration", "spiral_matrix", "string_insertion"})
+INSTRUCTION = "Give your final answer between <answer> and </answer>."
+
+
+@dataclass
+class ReasoningTask:
+    """Entries of `task` made with `settings` (its own options, seed among them), and their scores.
+
+    tag: the answer is what stands in the last <tag>...</tag> of a text; None: all of the text, without outer space.
+    allow_eval: whether one of EVALUATES may be used. Raises UserError without reasoning-gym and for what it refuses.
+    """
+
+    task: str
+    settings: dict = field(default_factory=dict)
+    tag: str | None = "answer"
+    allow_eval: bool = False
+
+    def __post_init__(self) -> None:
+        check(self.allow_eval or self.task not in EVALUATES,
+              f"reasoning_gym: {self.task} scores an answer by running it as Python code, in this process; choose "
+              "another task, or set allow_eval true if nothing here must be safe from what the model writes")
+        try:
+            factory = import_module("reasoning_gym.factory")
+        except ImportError as error:
+            raise UserError(f"reasoning_gym: the package cannot be imported ({error}); pip install reasoning-gym, or "
+                            "hybrid-rlhf[gym]") from error
+        check(self.task in factory.DATASETS, f"reasoning_gym: there is no task {self.task!r}"
+                                             f"{nearest(str(self.task), factory.DATASETS)}; its page lists them")
+        try:
+            self._dataset: Any = factory.create_dataset(self.task, **{"seed": 0, **self.settings})
+        except Exception as error:  # each task has checks of its own, assertions mostly
+            what = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UserError(f"reasoning_gym: {self.task} with {self.settings} cannot be made ({what:.200}); fix its "
+                            "settings") from error
+
+    def entry(self, index: object, reference: object = None) -> dict:
+        """Question, answer and metadata of number `index`. UserError for no number, and where `reference`, the answer
+        that the data has for it, is another one."""
+        check(isinstance(index, int) and index >= 0,
+              f"reasoning_gym: a row's index is {index!r:.40}; it must be the number of an entry, from 0 on")
+        entry = self._dataset[index]
+        check(reference is None or str(reference) == str(entry["answer"]),
+              f"reasoning_gym: the answer to entry {index} of {self.task} is {entry['answer']!r:.60}, and the data has "
+              f"{reference!r:.60}; give the settings (and the release of reasoning-gym) that it was made with")
+        return entry
+
+    def score(self, text: str, entry: dict) -> float:
+        """What `text` is worth as an answer to `entry`, mostly from 0 to 1.
+
+        An answer that the task's own scoring fails on (some do, for what is no number or no board) is worth 0.
+        """
+        try:
+            return float(self._dataset.score_answer(final_answer(text, self.tag), entry))
+        except Exception:  # of the model's text, and not of anything that the user could fix
+            return 0.0
+
+
+def final_answer(text: str, tag: str | None) -> str | None:
+    """What stands between the last pair of <tag> and </tag>, or None; without a tag all of the text."""
+    if tag is None:
+        return text.strip()
+    found = re.findall(rf"<{re.escape(tag)}>((?:(?!<{re.escape(tag)}>).)*?)</{re.escape(tag)}>", text, re.DOTALL)
+    return found[-1].strip() if found else None
+
+
+def task_rows(task: str, num_rows: int, settings: dict | None = None, instruction: str = INSTRUCTION,
+              first: int = 0) -> list[dict]:
+    """Rows for the reward function or the environment of this name: the prompt is the question and the instruction.
+
+    Columns: prompt (messages), index, answer. Entries first to first + num_rows - 1, so that a test set can begin where
+    the training set ends.
+    """
+    made = ReasoningTask(task, settings or {}, allow_eval=True)  # no answer of a model is scored here
+    entries = {index: made.entry(index) for index in range(first, first + num_rows)}
+    return [{"prompt": [{"role": "user", "content": f"{entry['question']}\n{instruction}".strip()}], "index": index,
+             "answer": str(entry["answer"])} for index, entry in entries.items()]
