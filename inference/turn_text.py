@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from hybrid_rlhf.inference.response_text import AnswerText, overlap
-from hybrid_rlhf.models.template import CLOSE, dialect_of, special_ids
+from hybrid_rlhf.models.template import dialect_of, special_ids
 
-BRACKETS = ("[", "{")  # of JSON that stands without a marker, which is a call only where it is the whole answer
+# JSON that stands without a marker: an object begins with a name, and its beginning may be all that there is.
+_JSON = re.compile(r'\[?\s*\{\s*"|\[?\s*(\{\s*)?\Z')
 
 
 class TurnText:
@@ -21,7 +23,6 @@ class TurnText:
         self._text, self._sign = text, dialect_of(tokenizer).call_sign or ""
         self._sign_id = special_ids(tokenizer).get(self._sign)
         self._has_begun = False
-        self._said = ""  # the end of what was given out since the thought
         self.ids: list[int] = []
         self.held = ""
 
@@ -50,19 +51,16 @@ class TurnText:
             return ""
         at = self._begin()
         given, self.held = self.held[:at], self.held[at:]
-        self._said = (self._said + given).rpartition(CLOSE)[2][-len(CLOSE) :]
         return given
 
     def _begin(self) -> int:
         """Where in the held text a call begins, or may begin."""
-        text, at = self.held, -1
-        if self._sign in BRACKETS:
-            before = self._said + text
-            answer = before.rpartition(CLOSE)[2].lstrip() if CLOSE in before or not self._said else ""
-            at = len(text) - len(answer) if answer.startswith(self._sign) else at
-        elif self._sign:
-            at = text.find(self._sign)
-        self._has_begun = at >= 0
-        if at < 0:
-            at = len(text) - (0 if self._sign in BRACKETS else overlap(text, self._sign))
+        text = self.held
+        if self._sign in ("[", "{"):
+            at = _JSON.search(text).start()
+            self._has_begun = '"' in text[at:]
+        else:
+            at = text.find(self._sign) if self._sign else -1
+            self._has_begun = at >= 0
+            at = at if self._has_begun else len(text) - overlap(text, self._sign)
         return len(text[:at].rstrip())
