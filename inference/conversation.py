@@ -17,16 +17,19 @@ from hybrid_rlhf.core.distributed import device
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.core.own_files import write_file
-from hybrid_rlhf.data.chat import SkipRow, encode_prompt
-from hybrid_rlhf.data.transcripts import clean
+from hybrid_rlhf.data.chat import SkipRow, encode_prompt, opening_of
+from hybrid_rlhf.data.transcripts import clean, with_tools
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.inference.detokenizer import pieces
+from hybrid_rlhf.inference.response_text import AnswerText
+from hybrid_rlhf.inference.turn_text import TurnText
 from hybrid_rlhf.models.complete import few
 from hybrid_rlhf.models.folder_files import check_config, read_object
 from hybrid_rlhf.models.load import ModelConfig, check_folder, load_causal_lm, max_positions
 from hybrid_rlhf.models.template import special_ids
 from hybrid_rlhf.models.tokenizer import load_tokenizer
+from hybrid_rlhf.models.tool_calls import parse_turn
 
 _FEWER = "take a turn back (/undo), start anew (/reset) or ask for fewer tokens (/set max_new_tokens=100)"
 # What a name that no file can have raises: too long, no right; a NUL or a lone surrogate in it.
@@ -45,6 +48,8 @@ class Conversation:
         max_positions: Longest sequence of the model, or None.
         messages: Dicts of role and content, the system message first if there is one.
         was_cut: Whether the last answer ended because its length did.
+        tools: Schemas of the functions that the model may call, in OpenAI's form; the user answers the calls.
+        call_errors: What was wrong with tool calls in the last answer; an answer with one that cannot be read is text.
     """
 
     engine: HybridEngine
@@ -53,9 +58,11 @@ class Conversation:
     seed: int = 0
     max_positions: int | None = None
     system: str | None = None
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict] = field(default_factory=list)
     num_answers: int = 0
     was_cut: bool = False
+    tools: list[dict] = field(default_factory=list)
+    call_errors: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.reset()
@@ -64,30 +71,36 @@ class Conversation:
         """Forget everything but the system message."""
         self.messages = [{"role": "system", "content": clean(self.system)}] if self.system else []
 
-    def answer(self, text: str) -> Iterator[str]:
-        """Say `text` and yield the answer in pieces as it is drawn.
+    def answer(self, text: str | None) -> Iterator[str]:
+        """Say `text` and yield the answer in pieces as it is drawn, then the tool calls in it, a line each. None: say
+        nothing, the answers to tool calls are there (`answer_call`).
 
         Leaving early (an interrupt, closing the iterator) keeps the part of the answer that was given. If nothing was
         given, the question is taken back too. Raises UserError if the conversation leaves the model no room.
         """
-        self.messages.append({"role": "user", "content": clean(text)})
-        self.was_cut = False
+        if text is not None:
+            self.messages.append({"role": "user", "content": clean(text)})
+        self.was_cut, self.call_errors = False, []
         given: list[str] = []
+        calls: list[dict] = []
         is_complete = False
         try:
-            with explained("in this conversation", _FEWER), closing(self._stream()) as stream:
+            with explained("in this conversation", _FEWER), closing(self._stream(calls)) as stream:
                 for piece in stream:
                     given.append(piece)
                     yield piece
             is_complete = True
         finally:
             if given or is_complete:
-                self.messages.append({"role": "assistant", "content": "".join(given)})
+                said = {"role": "assistant", "content": "".join(given)}
+                self.messages.append({**said, "tool_calls": calls} if calls else said)
                 self.num_answers += 1
             else:
                 self.messages.pop()
+        yield from (f"{chr(10) if i or given else ''}{shown_call(call)}" for i, call in enumerate(calls))
 
-    def _stream(self) -> Iterator[str]:
+    def _stream(self, calls: list[dict]) -> Iterator[str]:
+        """The text of an answer; at its end `calls` has its tool calls."""
         prompt = self.prompt_ids()
         sampling = self._sampling_within(len(prompt))
         seen = 0
@@ -100,8 +113,38 @@ class Conversation:
 
         seed = self.seed + self.num_answers
         with self.engine.inference(), closing(self.engine.stream(prompt, sampling, seed)) as tokens:
-            yield from pieces(counted(tokens), self.tokenizer)
+            drawn = counted(tokens)
+            yield from self._turn(drawn, calls) if self.tools else pieces(drawn, self.tokenizer)
         self.was_cut = seen >= sampling.max_new_tokens
+
+    def _turn(self, tokens: Iterator[int], calls: list[dict]) -> Iterator[str]:
+        text = TurnText(self.tokenizer, AnswerText(self.tokenizer, (), ()))
+        for token in tokens:
+            if piece := text.push([token]):
+                yield piece
+        if piece := text.push([], is_last=True):
+            yield piece
+        turn = parse_turn(self.tokenizer, text.ids, self.tools, opening_of(self.tokenizer, self._with_tools()))
+        self.call_errors = turn.errors
+        number = sum(len(message.get("tool_calls", ())) for message in self.messages)
+        calls += [{"id": f"call{i:05}", **call} for i, call in enumerate(turn.message.get("tool_calls", ()), number)]
+        if text.held and not calls:
+            yield text.held
+
+    def open_calls(self) -> list[dict]:
+        """The last answer's tool calls that have no answer yet."""
+        last = next((i for i in reversed(range(len(self.messages))) if self.messages[i]["role"] != "tool"), None)
+        calls = [] if last is None else self.messages[last].get("tool_calls", [])
+        return calls[len(self.messages) - 1 - (last or 0) :]
+
+    def answer_call(self, text: str) -> None:
+        """The answer to the first of the open calls; when all have theirs, `answer(None)` goes on."""
+        call = self.open_calls()[0]
+        self.messages.append({"role": "tool", "name": call["function"]["name"], "tool_call_id": call.get("id", ""),
+                              "content": clean(text)})
+
+    def _with_tools(self) -> list[dict]:
+        return with_tools(self.messages, self.tools)
 
     def prompt_ids(self) -> list[int]:
         """The conversation as token ids, up to and including the marker after which the model speaks.
@@ -109,7 +152,7 @@ class Conversation:
         The same function makes the prompts that the model was trained on, so the two cannot differ.
         """
         try:
-            return encode_prompt(self.tokenizer, self.messages)
+            return encode_prompt(self.tokenizer, self._with_tools())
         except SkipRow as error:
             raise UserError(f"this conversation cannot go on: {error}; "
                             "take a turn back (/undo) or start anew (/reset)") from error
@@ -124,15 +167,24 @@ class Conversation:
                        min_new_tokens=min(self.sampling.min_new_tokens, room))
 
     def save(self, path: str) -> None:
-        """Write the messages as one line of jsonl with a `messages` column, which SFT can read."""
+        """Write the messages as one line of jsonl with a `messages` column (and `tools`), which SFT can read."""
         check(bool(self.messages), "nothing to save: the conversation has no messages; ask something first")
         try:
             place = Path(expanded(path))
             check(not os.path.lexists(place), f"{path} exists; choose another name")
-            write_file(place, json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+            row = {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
+            write_file(place, json.dumps(row, ensure_ascii=False) + "\n")
         except BAD_PATH as error:
             raise UserError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}; give another name"
                             ) from error
+
+
+def shown_call(call: dict) -> str:
+    """A tool call as people read it: name(argument=value, ...), values as JSON."""
+    given = call["function"]["arguments"]
+    if isinstance(given, dict):
+        given = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items())
+    return f"{call['function']['name']}({given})"
 
 
 def open_conversation(path: str, sampling: SamplingConfig, seed: int = 0, system: str | None = None) -> Conversation:

@@ -7,6 +7,7 @@ content as a list of parts. Training, chat and server all render here, so that t
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -32,7 +33,7 @@ class Dialect(NamedTuple):
     """takes_parts: content is a list of parts. takes_system, takes_developer: messages of these roles are rendered.
     arguments_as_text: those of tool calls are JSON text. thought_field: where an assistant's thought stands, if not in
     its content. ends: the special tokens that end an assistant's turn: of an answer, and of a tool call where that is
-    another."""
+    another. call_sign: what the text of a tool call begins with."""
 
     takes_parts: bool = False
     takes_system: bool = True
@@ -40,6 +41,7 @@ class Dialect(NamedTuple):
     arguments_as_text: bool = False
     thought_field: str | None = None
     ends: tuple[str, ...] = ()
+    call_sign: str | None = None
 
 
 def dialect_of(tokenizer) -> Dialect:  # noqa: ANN001
@@ -175,6 +177,7 @@ def _find_dialect(tokenizer) -> Dialect:  # noqa: ANN001
         trial = dialect._replace(arguments_as_text=as_text)
         called = shown_call(tokenizer, trial)
         if called is not None:
+            trial = trial._replace(call_sign=_sign_of_call(tokenizer, trial))
             ending = [token for token in special_ids(tokenizer) if called.endswith(token)]
             is_other = ending and not any(end in called for end in dialect.ends)
             return trial._replace(ends=(*dialect.ends, max(ending, key=len))) if is_other else trial
@@ -193,12 +196,27 @@ def _find_thought_field(tokenizer, asked: dict, said: dict, dialect: Dialect) ->
 
 def shown_call(tokenizer, dialect: Dialect) -> str | None:  # noqa: ANN001
     """A tool call as the template writes it, or None where it cannot."""
-    asked = {"role": "user", "content": ASKED, "tools": [TOOL]}
-    before = tried(tokenizer, (asked,), dialect, generation=True)
-    text = tried(tokenizer, (asked, {"role": "assistant", "content": "", "tool_calls": [CALL]}), dialect)
+    before, text = _around_call(tokenizer, dialect)
     said = text[len(before) :].rstrip()
     is_whole = SAID in said and said.count(ASKED) == 2 and f"'{ASKED}':" not in said
     return said if is_whole else None
+
+
+def _around_call(tokenizer, dialect: Dialect) -> tuple[str, str]:  # noqa: ANN001
+    """The prompt of a turn that calls a tool, and the conversation with that turn."""
+    asked = {"role": "user", "content": ASKED, "tools": [TOOL]}
+    calling = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    return tried(tokenizer, (asked,), dialect, generation=True), tried(tokenizer, (asked, calling), dialect)
+
+
+def _sign_of_call(tokenizer, dialect: Dialect) -> str:  # noqa: ANN001
+    """What stands before the name of a called function: a marker (<tool_call>), else a word (to=functions.) or the
+    bracket that opens JSON."""
+    before, text = _around_call(tokenizer, dialect)
+    shared = os.path.commonprefix([before, text]).rstrip("<[{")
+    opening = text[len(shared) :].partition(SAID)[0].rpartition(CLOSE)[2].strip()
+    marker = re.search(r"<[^<>\s]+>|\[[A-Z_]+\]", opening)
+    return marker[0] if marker else opening[:1] if opening[:1] in "[{" else opening.split()[0]
 
 
 def _end_of_answer(tokenizer, asked: dict, said: dict, dialect: Dialect) -> str | None:  # noqa: ANN001

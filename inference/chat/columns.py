@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hybrid_rlhf.inference.chat.session import Session
 
 
-def side_by_side(session: Session, names: list[str], text: str) -> None:
+def side_by_side(session: Session, names: list[str], text: str | None) -> None:
     """Ask all of `names`, one after the other, and show what they answer in columns as it comes.
 
     An interrupt ends the answer under way and those not begun, and goes through after what was said is shown.
@@ -40,7 +40,10 @@ def side_by_side(session: Session, names: list[str], text: str) -> None:
 
 def _remark(session: Session, name: str) -> str:
     score = session.score(name)
-    parts = ["cut at its longest length"] * session.chat_models[name].was_cut
+    model = session.chat_models[name]
+    parts = ["cut at its longest length"] * model.was_cut
+    parts += [f"a tool call that cannot be read: {escape_control(error)}" for error in model.call_errors]
+    parts += [f"/tool TEXT answers {escape_control(call['function']['name'])}" for call in model.open_calls()[:1]]
     return "; ".join(parts + ([f"score {score:.3f}"] if score is not None else []))
 
 

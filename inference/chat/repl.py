@@ -35,6 +35,8 @@ def parser() -> argparse.ArgumentParser:
                        help="a reward model for /score, such as outputs/demo/reward")
     flags.add_argument("--prompt", help="answer this once, print the answer and nothing else, and end")
     flags.add_argument("--system", help="system message")
+    flags.add_argument("--tools", type=expanded, metavar="FILE",
+                       help="a JSON list of functions that the model may call (OpenAI's schemas); /tool answers a call")
     flags.add_argument("--max_new_tokens", type=int, default=256, help="longest answer in tokens (%(default)s)")
     flags.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (%(default)s)")
     flags.add_argument("--top_p", type=float, default=1.0, help="nucleus of tokens to draw from (%(default)s)")
@@ -54,12 +56,13 @@ def notice(text: str) -> None:
     print(escape_control(text), file=sys.stderr, flush=True)
 
 
-def say(session: Session, text: str) -> None:
+def say(session: Session, text: str | None) -> None:
     """Stream the answer of whoever speaks to stdout; an interrupt goes through, after what was said is shown whole.
+    None: those speak whose tool calls were answered.
 
     Several answer in columns where the terminal has room for them, else one after the other, each under its name.
     """
-    names = session.speakers()
+    names = session.answered() if text is None else session.speakers()
     if len(names) == 1:
         _stream(session, names[0], text)
         _remark(session, names[0])
@@ -74,7 +77,7 @@ def say(session: Session, text: str) -> None:
             _remark(session, name)
 
 
-def _stream(session: Session, name: str, text: str) -> None:
+def _stream(session: Session, name: str, text: str | None) -> None:
     try:
         with closing(session.chat_models[name].answer(text)) as answer:
             for piece in answer:
@@ -87,6 +90,10 @@ def _stream(session: Session, name: str, text: str) -> None:
 def _remark(session: Session, name: str) -> None:
     if session.chat_models[name].was_cut:
         notice("(cut: the answer reached its longest length)")
+    for error in session.chat_models[name].call_errors:
+        notice(f"(a tool call that cannot be read: {error})")
+    if calls := session.chat_models[name].open_calls():
+        notice(f"(/tool TEXT answers {calls[0]['function']['name']})")
     score = session.score(name)
     if score is not None:
         notice(f"(score {score:.3f})")
@@ -136,14 +143,15 @@ def talk(session: Session) -> int:
     for line in lines():
         try:
             question: str | None = line.strip()
+            goes_on = False
             if line.startswith("/"):
                 if line.split()[0] in ("/exit", "/quit"):
                     break
                 effect = obey(session, line)
-                question = effect.question
+                question, goes_on = effect.question, effect.goes_on
                 if effect.said:
                     notice(effect.said)
-            if question:
+            if question or goes_on:
                 say(session, question)
         except UserError as error:
             num_faults += 1
@@ -156,13 +164,15 @@ def talk(session: Session) -> int:
 def open_session(options: argparse.Namespace) -> Session:
     """Load what the flags name. Raises UserError for what cannot chat or judge."""
     from hybrid_rlhf.engine.decode.sampling import SamplingConfig  # torch: not before the flags are right
-    from hybrid_rlhf.inference.chat.session import Session
+    from hybrid_rlhf.inference.chat.session import Session, read_tools
     from hybrid_rlhf.inference.chat_models import model_folder, open_chat_models
 
     named = {model.name: model.path for model in named_models(options.model)}
     sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, temperature=options.temperature,
                               top_p=options.top_p, top_k=options.top_k)
+    tools = read_tools(options.tools) if options.tools else []
     session = Session(open_chat_models(named, sampling, options.seed, options.system))
+    session.set_tools(tools)
     if options.reward_model:
         from hybrid_rlhf.inference.scorer import Scorer
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from hybrid_rlhf.inference.conversation import Conversation
     from hybrid_rlhf.inference.scorer import Scorer
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
+_KEYS = ("role", "content", "tool_calls", "name", "tool_call_id")  # of a message
+_TOOLS = 'give a JSON list of {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
 
 
 @dataclass
@@ -49,6 +51,8 @@ class Session:
         messages = self.chat_models[name].messages
         if not self.is_scoring or self.scorer is None or not messages or messages[-1]["role"] != "assistant":
             return None
+        if messages[-1].get("tool_calls"):  # no answer yet
+            return None
         return self.scorer.score([messages[:-1]], [messages[-1]["content"]])[0]
 
     def take_back(self) -> str:
@@ -63,9 +67,35 @@ class Session:
                 del messages[place:]
         return question
 
+    def set_tools(self, tools: list[dict]) -> None:
+        """What every model may call. UserError for a model whose template has no tools."""
+        from hybrid_rlhf.models.tool_calls import check_tools
+
+        for model in self.chat_models.values() if tools else ():
+            check_tools(model.tokenizer)
+        for model in self.chat_models.values():
+            model.tools = tools
+
+    def answer_call(self, text: str) -> str | None:
+        """Answer the first open tool call of each model that was asked; returns a function that waits for its answer
+        still. UserError where none has called any."""
+        callers = [model for model in self.chat_models.values() if model.open_calls()]
+        check(bool(callers), "/tool: no model has called a tool; ask something first (--tools FILE gives it tools)")
+        for model in callers:
+            model.answer_call(text)
+        return next((model.open_calls()[0]["function"]["name"] for model in callers if model.open_calls()), None)
+
+    def answered(self) -> list[str]:
+        """The models whose tool calls have their answers, and who have not gone on."""
+        return [name for name, model in self.chat_models.items()
+                if model.messages and model.messages[-1]["role"] == "tool" and not model.open_calls()]
+
     def load(self, path: str) -> int:
-        """Go on from a conversation that /save wrote (or any jsonl row with messages); returns how many were read."""
-        messages = read_conversation(path)
+        """Go on from a conversation that /save wrote (or any jsonl row with messages); returns how many were read. The
+        tools of such a row replace those that there were."""
+        messages, tools = read_conversation(path)
+        if tools:
+            self.set_tools(tools)
         for model in self.chat_models.values():
             model.messages = [dict(m) for m in messages]
         return len(messages)
@@ -77,35 +107,81 @@ class Session:
             model.reset()
 
     def history(self) -> Iterator[str]:
+        from hybrid_rlhf.inference.conversation import shown_call
+
         for message in self.model.messages:
-            yield f"{message['role']}: {message['content']}"
+            calls = map(shown_call, message.get("tool_calls", ()))
+            yield f"{message['role']}: {chr(10).join(filter(None, (message['content'], *calls)))}"
 
 
-def last_question(messages: list[dict[str, str]]) -> int | None:
+def last_question(messages: list[dict]) -> int | None:
     return next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
 
 
-def read_conversation(path: str) -> list[dict[str, str]]:
-    """The messages in the first row of a jsonl file. Raises UserError for anything else."""
+def read_conversation(path: str) -> tuple[list[dict], list[dict]]:
+    """The messages and the tools in the first row of a jsonl file. Raises UserError for anything else."""
+    from hybrid_rlhf.data.chat import SkipRow
+    from hybrid_rlhf.data.transcripts import messages_of, with_tools
+
+    cure = "give a file that /save wrote"
+    row = _read(path, "/load:", "conversation", cure, is_row=True)
+    given = row.get("messages") if isinstance(row, dict) else None
+    is_fine = isinstance(given, list) and given and all(map(_is_message, given))
+    check(bool(is_fine), f"{path} holds no conversation: its first row has no messages of role and content; {cure}")
+    try:
+        messages = messages_of([{key: m[key] for key in _KEYS if key in m} for m in given], "messages")
+        first = with_tools(messages, row.get("tools"))[0]
+    except (SkipRow, TypeError, ValueError) as error:
+        raise UserError(f"{path} holds no conversation: {error}; {cure}") from error
+    tools = first.get("tools", [])
+    _check_tools(tools, path)
+    return messages, tools
+
+
+def _is_message(message: object) -> bool:
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        return False
+    calls = message.get("tool_calls")
+    return isinstance(message.get("content"), str) and calls is None or _are_calls(calls)
+
+
+def _are_calls(calls: object) -> bool:
+    """Whether these are tool calls with a name and arguments each, which may be JSON text."""
+    functions = [call.get("function") if isinstance(call, dict) else None for call in
+                 (calls if isinstance(calls, list) else ())]
+    return bool(functions) and all(isinstance(f, dict) and isinstance(f.get("name"), str)
+                                   and isinstance(f.get("arguments"), dict | str) for f in functions)
+
+
+def read_tools(path: str) -> list[dict]:
+    """A file's list of functions that may be called. Raises UserError for anything else."""
+    tools = _read(path, "--tools", "tools", _TOOLS)
+    check(isinstance(tools, list) and bool(tools), f"{path} holds no tools: it is no list of them; {_TOOLS}")
+    _check_tools(tools, path)
+    return tools
+
+
+def _check_tools(tools: list, path: str) -> None:
+    for number, tool in enumerate(tools, 1):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        check(isinstance(function, dict) and isinstance(function.get("name"), str),
+              f"{path}: tool {number} has no name; {_TOOLS}")
+
+
+def _read(path: str, where: str, what: str, cure: str, is_row: bool = False) -> object:
+    """The JSON value in a file, or in its first line. Raises UserError for what is none."""
+    from hybrid_rlhf.core.strict_json import loads
     from hybrid_rlhf.data.transcripts import clean
     from hybrid_rlhf.inference.conversation import BAD_PATH
 
     path = expanded(path)
-    check_file(path, "/load:")
+    check_file(path, where)
     try:
         with Path(path).open("rb") as file:
-            line = file.readline(2**24)
+            text = file.readline(2**24) if is_row else file.read(2**24)
     except BAD_PATH as error:
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; give a file that /save "
-                        "wrote") from error
+        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; {cure}") from error
     try:
-        row = json.loads(line.decode("utf-8"))
+        return loads(clean(json.dumps(loads(text.decode("utf-8")), ensure_ascii=False)))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} holds no conversation: its first line is no JSON; "
-                        "give a file that /save wrote") from error
-    messages = row.get("messages") if isinstance(row, dict) else None
-    is_fine = isinstance(messages, list) and messages and all(
-        isinstance(m, dict) and m.get("role") in ROLES and isinstance(m.get("content"), str) for m in messages)
-    check(bool(is_fine), f"{path} holds no conversation: its first row has no messages of role and content; "
-                         "give a file that /save wrote")
-    return [{"role": m["role"], "content": clean(m["content"])} for m in messages]
+        raise UserError(f"{path} holds no {what}: {'its first line' if is_row else 'it'} is no JSON; {cure}") from error

@@ -15,10 +15,12 @@ SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max
 
 
 class Effect(NamedTuple):
-    """What a command asks of the chat: words for the user, and a question that is to be answered (again)."""
+    """What a command asks of the chat: words for the user, a question that is to be answered (again), and whether the
+    models go on whose tool calls were answered."""
 
     said: str = ""
     question: str | None = None
+    goes_on: bool = False
 
 
 class Command(NamedTuple):
@@ -113,6 +115,11 @@ def score(session: Session, rest: str) -> Effect:
     return Effect("each answer is scored" if session.is_scoring else "answers are not scored")
 
 
+def tool(session: Session, rest: str) -> Effect:
+    waiting = session.answer_call(rest)
+    return Effect(f"/tool TEXT answers {waiting} too") if waiting else Effect(goes_on=True)
+
+
 def show_help(_session: Session, _rest: str) -> Effect:
     width = max(len(name) + len(row.help.split("  ")[0]) for name, row in COMMANDS.items()) + 1
     rows = []
@@ -135,6 +142,7 @@ COMMANDS = {
     "/set": Command(set_values, "temperature=0.7 top_p=0.9  change settings; /set alone shows them"),
     "/model": Command(model, "NAME  who answers, of the models given; alone, who there is"),
     "/compare": Command(compare, "on|off|QUESTION  all models answer, side by side"),
+    "/tool": Command(tool, "TEXT  what the function that the model has called returns"),
     "/score": Command(score, "on|off  the reward model's score of each answer"),
     "/save": Command(save, "FILE  write the conversation as a jsonl row, which --stage sft reads"),
     "/load": Command(load, "FILE  go on from such a row"),

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,14 +20,15 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.data.chat import SkipRow, compose_prompt, encode_all
+from hybrid_rlhf.data.chat import SkipRow, compose_prompt, encode_all, opening_of
 from hybrid_rlhf.engine.decode import request as engine_request
 from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server.guard import Guard, read_body, refuse
 from hybrid_rlhf.inference.server.protocol import ApiError, ChatRequest, read_chat, read_json, read_score
-from hybrid_rlhf.inference.server.replies import Answer, stream, whole
+from hybrid_rlhf.inference.server.replies import Answer, Asking, stream, whole
 from hybrid_rlhf.inference.server.served_model import Limits, Served
 from hybrid_rlhf.inference.server.worker import Job, Stopping, Worker
+from hybrid_rlhf.models.tool_calls import parse_turn
 
 PAGE = Path(__file__).parent / "page"
 PAGE_HEADERS = [
@@ -121,9 +123,12 @@ class Server:
 
         async def work(send: Send) -> None:
             nonlocal job
-            job = await self._job(model, asked)
+            prompt, opening = await self._encode(self._prompt, model, asked)
+            job = self._job(model, asked, prompt)
             self.worker.submit(model.lane, job)
-            await answer(send, model, asked, job, lambda i: self.worker.drop(model.lane, job, range(i, i + 1)))
+            await answer(send, Asking(
+                model, asked, job, lambda i: self.worker.drop(model.lane, job, range(i, i + 1)),
+                partial(self._encode, _calls_in, model, asked.tools, opening) if asked.tools else None))
 
         def leave() -> None:
             model.num_open -= asked.num_choices
@@ -185,21 +190,25 @@ class Server:
         """`function` in the thread for prompts. Who has left while others are at it has no turn there."""
         return await asyncio.get_running_loop().run_in_executor(self.encoding, function, *given)
 
-    def _prompt(self, model: Served, messages: list[dict]) -> list[int]:
-        """The messages as tokens; ApiError for more than fit, which often shows before they are tokenized."""
+    def _prompt(self, model: Served, asked: ChatRequest) -> tuple[list[int], str]:
+        """The messages as tokens, and how the answer begins where it may call tools. ApiError for more than fit, which
+        often shows before they are tokenized."""
+        if asked.tools or asked.has_calls:
+            model.check_tools("tools" if asked.tools else "messages")
         try:
-            rendered = compose_prompt(model.encoder, messages)
+            rendered = compose_prompt(model.encoder, asked.messages)
+            opening = opening_of(model.encoder, asked.messages) if asked.tools else ""
         except SkipRow as error:
             raise ApiError(400, f"these messages make no prompt: {error}; "
                                 "send messages that the model's template takes", param="messages") from None
         most = min(model.lane.capacity - 1, self.limits.max_prompt_tokens or model.lane.capacity)
-        _check_length(model.least_tokens.of(rendered), most, "or more ")
+        what = "messages and tools" if asked.tools else "messages"
+        _check_length(what, model.least_tokens.of(rendered), most, "or more ")
         prompt = encode_all(model.encoder, [rendered])[0].ids
-        _check_length(len(prompt), most)
-        return prompt
+        _check_length(what, len(prompt), most)
+        return prompt, opening
 
-    async def _job(self, model: Served, asked: ChatRequest) -> Job:
-        prompt = await self._encode(self._prompt, model, asked.messages)
+    def _job(self, model: Served, asked: ChatRequest, prompt: list[int]) -> Job:
         serving, room = model.lane.serving, model.lane.capacity - len(prompt)
         limit = min(asked.limit or self.limits.max_new_tokens, self.limits.max_new_tokens, room)
         sampling = replace(asked.sampling, max_new_tokens=limit, min_new_tokens=min(asked.least, limit))
@@ -214,9 +223,15 @@ class Server:
         return Job(requests, asyncio.get_running_loop())
 
 
-def _check_length(count: int, most: int, words: str = "") -> None:
+def _calls_in(model: Served, tools: list[dict], opening: str, ids: list[int]) -> list[dict]:
+    """The tool calls of a turn; a turn with one that cannot be read is text."""
+    turn = parse_turn(model.encoder, ids, tools, opening)
+    return [] if turn.errors else turn.message.get("tool_calls") or []
+
+
+def _check_length(what: str, count: int, most: int, words: str = "") -> None:
     if count > most:
-        raise ApiError(400, f"the messages are {count} {words}tokens long; send less: with room for an answer there "
+        raise ApiError(400, f"the {what} are {count} {words}tokens long; send less: with room for an answer there "
                             f"may be {most}", param="messages", code="context_length_exceeded")
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.data.transcripts import clean
+from hybrid_rlhf.core.strict_json import loads, why
+from hybrid_rlhf.data.transcripts import clean, with_tools
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 
-MAX_MESSAGES, MAX_STOPS, MAX_CHOICES, MAX_SCORES = 4096, 4, 8, 256
+MAX_MESSAGES, MAX_STOPS, MAX_CHOICES, MAX_SCORES, MAX_TOOLS = 4096, 4, 8, 256, 128
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -39,11 +41,45 @@ class _Part(BaseModel):
     text: str | None = None
 
 
+class _Called(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    name: str = Field(max_length=1000)
+    arguments: str | dict
+
+
+class _Call(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: _Called
+
+
 class _Message(BaseModel):
     model_config = ConfigDict(strict=True)
 
     role: str
     content: str | list[_Part] | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class _Function(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict | None = None
+    strict: bool | None = None
+
+
+class _Tool(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function"]
+    function: _Function
 
 
 class _StreamOptions(BaseModel):
@@ -73,7 +109,9 @@ class _ChatBody(BaseModel):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    tools: Any = None
+    tools: list[_Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     functions: Any = None
     response_format: Any = None
     logprobs: Any = None
@@ -82,7 +120,7 @@ class _ChatBody(BaseModel):
     presence_penalty: Any = None
 
 
-_REFUSED = ("tools", "functions", "response_format", "logprobs", "logit_bias", "frequency_penalty", "presence_penalty")
+_REFUSED = ("functions", "response_format", "logprobs", "logit_bias", "frequency_penalty", "presence_penalty")
 
 
 class _ScoreBody(BaseModel):
@@ -94,10 +132,11 @@ class _ScoreBody(BaseModel):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """One question. sampling: without limits of tokens. limit: the most tokens (None: the server's). stops: strings."""
+    """One question. sampling: without limits of tokens. limit: the most tokens (None: the server's). stops: strings.
+    tools: schemas of what the model may call, which the first message carries too."""
 
     model: str | None
-    messages: list[dict[str, str]]
+    messages: list[dict]
     sampling: SamplingConfig
     limit: int | None
     least: int
@@ -106,6 +145,11 @@ class ChatRequest:
     num_choices: int
     is_stream: bool
     wants_usage: bool
+    tools: list[dict]
+
+    @property
+    def has_calls(self) -> bool:
+        return any(message.get("tool_calls") for message in self.messages)
 
 
 def read_json(body: bytes) -> dict:
@@ -146,11 +190,13 @@ def read_chat(found: dict) -> ChatRequest:
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > MAX_STOPS or not all(0 < len(s) <= 1000 for s in stops):
         raise ApiError(400, f"stop takes at most {MAX_STOPS} strings of 1 to 1000 characters", param="stop")
-    messages = [_message(m, f"messages.{i}") for i, m in enumerate(body.messages)]
+    tools = _tools(body, found.get("tools"))
+    messages = with_tools(_messages(body.messages, "messages"), tools)
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     seed = secrets.randbits(63) if body.seed is None else body.seed
     return ChatRequest(body.model, messages, sampling, limit, body.min_tokens or 0, tuple(map(clean, stops)), seed,
-                       body.n or 1, bool(body.stream), bool(body.stream_options and body.stream_options.include_usage))
+                       body.n or 1, bool(body.stream), bool(body.stream_options and body.stream_options.include_usage),
+                       tools)
 
 
 def read_score(found: dict) -> tuple[list[str | list[dict]], list[str]]:
@@ -159,14 +205,22 @@ def read_score(found: dict) -> tuple[list[str | list[dict]], list[str]]:
     if len(body.prompts) != len(body.completions):
         raise ApiError(400, f"{len(body.prompts)} prompts but {len(body.completions)} completions; "
                             "give one completion for each prompt", param="completions")
-    prompts = [clean(p) if isinstance(p, str) else [_message(m, f"prompts.{i}") for m in p]
-               for i, p in enumerate(body.prompts)]
+    prompts = [clean(p) if isinstance(p, str) else _messages(p, f"prompts.{i}") for i, p in enumerate(body.prompts)]
     for i, prompt in enumerate(prompts):
         if prompt == []:
             raise ApiError(400, f"prompts.{i} has no messages; give one at least", param="prompts")
-    completions = ["".join(m["content"] for m in (_message(m, f"completions.{i}") for m in c))
-                   if isinstance(c, list) else clean(c) for i, c in enumerate(body.completions)]
+    completions = [_completion(c, f"completions.{i}") for i, c in enumerate(body.completions)]
     return prompts, completions
+
+
+def _completion(given: str | list[_Message], where: str) -> str:
+    if isinstance(given, str):
+        return clean(given)
+    messages = _messages(given, where)
+    if any(message.get("tool_calls") for message in messages):
+        raise ApiError(400, f"{where}: a tool call in a completion cannot be scored; send the completion as text",
+                       param="completions")
+    return "".join(message["content"] for message in messages)
 
 
 def _validated(shape: type[BaseModel], found: dict) -> Any:
@@ -181,14 +235,78 @@ def _validated(shape: type[BaseModel], found: dict) -> Any:
         raise ApiError(400, "the body is nested too deeply; send a flatter one", code="invalid_json") from None
 
 
-def _message(message: _Message, where: str) -> dict[str, str]:
+def _messages(given: Sequence[_Message], where: str) -> list[dict]:
+    """Messages as templates read them; an answer of a tool has the name of the function that was called."""
+    messages, called = [], {}
+    for i, each in enumerate(given):
+        message = _message(each, f"{where}.{i}")
+        for call in message.get("tool_calls", ()):
+            called[call.get("id")] = call["function"]["name"]
+        answered = message.get("tool_call_id")
+        if answered is not None:
+            if answered not in called:
+                raise ApiError(400, f"{where}.{i}.tool_call_id: {answered[:40]!r} is the id of no call before it; "
+                                    "send the assistant's message with that call too", param=where.split(".")[0])
+            message["name"] = called[answered]
+        messages.append(message)
+    return messages
+
+
+def _message(message: _Message, where: str) -> dict:
+    param = where.split(".")[0]
     if message.role not in _ROLES:
-        raise ApiError(400, f"{where}.role: {message.role[:40]!r} is no role; choose {', '.join(_ROLES)}",
-                       param="messages")
+        raise ApiError(400, f"{where}.role: {message.role[:40]!r} is no role; choose {', '.join(_ROLES)}", param=param)
     parts = message.content if isinstance(message.content, list) else [_Part(text=message.content or "")]
     if any(part.type != "text" for part in parts):
-        raise ApiError(400, f"{where}.content: only text can be read here", param="messages")
-    return {"role": _ROLES[message.role], "content": clean("".join(part.text or "" for part in parts))}
+        raise ApiError(400, f"{where}.content: only text can be read here", param=param)
+    found: dict = {"role": _ROLES[message.role], "content": clean("".join(part.text or "" for part in parts))}
+    if message.tool_calls and message.role != "assistant":
+        raise ApiError(400, f"{where}.tool_calls: only the assistant calls tools; leave them out", param=param)
+    if message.tool_calls:
+        found["tool_calls"] = [_call(call, f"{where}.tool_calls.{i}") for i, call in enumerate(message.tool_calls)]
+    if message.role == "tool":
+        names = {"name": message.name, "tool_call_id": message.tool_call_id}
+        found |= {key: clean(value) for key, value in names.items() if value is not None}
+    return found
+
+
+def _call(call: _Call, where: str) -> dict:
+    """A call whose arguments are an object, as templates and SFT's rows have them."""
+    arguments = _as_json(call.function.arguments, f"{where}.function.arguments")
+    if not isinstance(arguments, dict):
+        raise ApiError(400, f"{where}.function.arguments: the arguments must be a JSON object; "
+                            'send {"name": value, ...} as text', param=where.split(".")[0])
+    names = {} if call.id is None else {"id": clean(call.id)}
+    return names | {"type": "function", "function": {"name": clean(call.function.name), "arguments": arguments}}
+
+
+def _tools(body: _ChatBody, given: Any) -> list[dict]:
+    """The tools as they were given, none where the model is to call none. ApiError 400 for what is not done here."""
+    if body.tool_choice not in (None, "auto", "none"):
+        raise ApiError(400, "tool_choice can be auto or none here: the model cannot be made to call a tool; "
+                            "leave it out", param="tool_choice", code="unsupported_parameter")
+    if body.parallel_tool_calls is False:
+        raise ApiError(400, "parallel_tool_calls false is not supported here; leave it out",
+                       param="parallel_tool_calls", code="unsupported_parameter")
+    functions = [tool.function for tool in body.tools or ()]
+    for i, function in enumerate(functions):
+        if function.strict:
+            raise ApiError(400, f"tools.{i}.function.strict is not supported here: arguments are not forced into the "
+                                "schema; leave it out", param="tools", code="unsupported_parameter")
+        if any(function.name == other.name for other in functions[:i]):
+            raise ApiError(400, f"tools.{i}.function.name: there are two tools called {function.name}; "
+                                "name each once", param="tools")
+    tools = _as_json(given, "tools") if functions else []
+    return [] if body.tool_choice == "none" else tools
+
+
+def _as_json(value: Any, where: str) -> Any:
+    """A JSON value, or the text of one ("" is no arguments), within bounds of depth and without lone surrogates."""
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return loads(clean(json.dumps(loads(text or "{}"), ensure_ascii=False)))
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"{where}: not valid JSON ({why(error)[:200]}); fix it", param=where.split(".")[0]) from None
 
 
 class Shapes:
@@ -204,11 +322,25 @@ class Shapes:
     def usage_chunk(self, counts: tuple[int, int]) -> dict:
         return self._frame | {"object": "chat.completion.chunk", "choices": [], "usage": usage(counts)}
 
-    def whole(self, texts: list[str], finish_reasons: list[str | None], counts: tuple[int, int]) -> dict:
-        choices = [{"index": i, "message": {"role": "assistant", "content": text, "refusal": None}, "logprobs": None,
-                    "finish_reason": reason}
-                   for i, (text, reason) in enumerate(zip(texts, finish_reasons, strict=True))]
+    def whole(self, said: list[tuple[str, list[dict]]], finish_reasons: list[str | None],
+              counts: tuple[int, int]) -> dict:
+        """said: text and tool calls of each choice."""
+        messages = [{"role": "assistant", "content": text or None, "refusal": None, "tool_calls": calls} if calls else
+                    {"role": "assistant", "content": text, "refusal": None} for text, calls in said]
+        choices = [{"index": i, "message": message, "logprobs": None, "finish_reason": reason}
+                   for i, (message, reason) in enumerate(zip(messages, finish_reasons, strict=True))]
         return self._frame | {"object": "chat.completion", "choices": choices, "usage": usage(counts)}
+
+
+def answered_calls(calls: Sequence[dict]) -> list[dict]:
+    """Calls that a model made, in OpenAI's shape. Raises ValueError for arguments that JSON has no word for.
+
+    An id has nine letters and figures: Mistral's template takes no other.
+    """
+    return [{"id": secrets.token_hex(5)[:9], "type": "function", "function": {
+        "name": clean(call["function"]["name"]),
+        "arguments": clean(json.dumps(call["function"]["arguments"], ensure_ascii=False, allow_nan=False))}}
+        for call in calls]
 
 
 def usage(counts: tuple[int, int]) -> dict:

@@ -7,15 +7,17 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from hybrid_rlhf.inference.response_text import AnswerText
-from hybrid_rlhf.inference.server.protocol import ApiError, ChatRequest, Shapes, event
+from hybrid_rlhf.inference.server.protocol import ApiError, ChatRequest, Shapes, answered_calls, event
 from hybrid_rlhf.inference.server.served_model import Served
 from hybrid_rlhf.inference.server.worker import Job, Stopping
+from hybrid_rlhf.inference.turn_text import TurnText
 
 EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 
@@ -73,47 +75,88 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-async def _pieces(model: Served, asked: ChatRequest, job: Job, drop: Callable[[int], None],
-                  counts: list[int]) -> AsyncIterator[tuple[int, str, str | None]]:
-    """(choice, new text or "", why it has ended or None) as they come; counts: tokens of each choice, kept up to
-    date."""
-    ends = model.lane.serving.stops if model.lane.serving else frozenset()
-    texts = [AnswerText(model.tokenizer, asked.stops, ends) for _ in job.requests]
+class Asking(NamedTuple):
+    """One request under way. drop: forget one of its choices. calls_in: the tool calls in the tokens of a turn, none
+    where one of them cannot be read; None where the model has no tools."""
+
+    model: Served
+    asked: ChatRequest
+    job: Job
+    drop: Callable[[int], None]
+    calls_in: Callable[[list[int]], Awaitable[list[dict]]] | None
+
+    def texts(self) -> list[AnswerText | TurnText]:
+        plain = [AnswerText(self.model.tokenizer, self.asked.stops, self.ends) for _ in self.job.requests]
+        return plain if self.calls_in is None else [TurnText(self.model.tokenizer, text) for text in plain]
+
+    @property
+    def ends(self) -> frozenset[int]:
+        return self.model.lane.serving.stops if self.model.lane.serving else frozenset()
+
+
+class Piece(NamedTuple):
+    """What is new of a choice: text or "", why it has ended or None, and then its tool calls in OpenAI's shape."""
+
+    index: int
+    text: str
+    reason: str | None = None
+    calls: list[dict] = []
+
+
+async def _pieces(asking: Asking, counts: list[int]) -> AsyncIterator[Piece]:
+    """The pieces as they come; counts: tokens of each choice, kept up to date."""
+    ends, texts = asking.ends, asking.texts()
     num_left = len(texts)
     while num_left:
-        news = await job.events.get()
+        news = await asking.job.events.get()
         if isinstance(news, Exception):
             status = 503 if isinstance(news, Stopping) else 500
             raise ApiError(status, f"the answer failed: {news}; try again") from None
         index, tokens, is_last = news
         text = texts[index]
         if text.has_stopped:
-            yield index, "", None
+            yield Piece(index, "")
             continue
         piece = text.push(tokens, is_last)
         counts[index] = text.num_tokens
         reason = None
         if text.has_stopped:
-            drop(index)
+            asking.drop(index)
             reason = "stop"
         elif is_last:
             reason = "stop" if tokens[-1] in ends else "length"
         num_left -= reason is not None
-        yield index, piece, reason
+        yield await _ended(asking, text, Piece(index, piece, reason)) if reason else Piece(index, piece)
 
 
-async def whole(send: Send, model: Served, asked: ChatRequest, job: Job, drop: Callable[[int], None]) -> None:
-    texts, reasons, counts = ([empty] * len(job.requests) for empty in ("", None, 0))
-    async for index, piece, reason in _pieces(model, asked, job, drop, counts):
-        texts[index] += piece
-        reasons[index] = reasons[index] or reason
-    found = Shapes(model.name).whole(texts, reasons, (len(job.requests[0].prompt), sum(counts)))
+async def _ended(asking: Asking, text: AnswerText | TurnText, last: Piece) -> Piece:
+    """The last piece with the calls of its turn, or with the text that was held back where it has none."""
+    if asking.calls_in is None or not isinstance(text, TurnText):
+        return last
+    try:
+        calls = answered_calls(await asking.calls_in(text.ids))
+    except ValueError:  # a number that JSON has no word for
+        calls = []
+    if not calls:
+        return last._replace(text=last.text + text.held)
+    return last._replace(calls=calls, reason="tool_calls" if last.reason == "stop" else last.reason)
+
+
+async def whole(send: Send, asking: Asking) -> None:
+    num_choices = len(asking.job.requests)
+    texts, calls, reasons, counts = ([empty] * num_choices for empty in ("", [], None, 0))
+    async for piece in _pieces(asking, counts):
+        index = piece.index
+        texts[index] += piece.text
+        reasons[index], calls[index] = reasons[index] or piece.reason, calls[index] or piece.calls
+    found = Shapes(asking.model.name).whole(list(zip(texts, calls, strict=True)), reasons,
+                                            (len(asking.job.requests[0].prompt), sum(counts)))
     await JSONResponse(found)({"type": "http"}, None, send)
 
 
-async def stream(send: Send, model: Served, asked: ChatRequest, job: Job, drop: Callable[[int], None]) -> None:
-    shapes, counts = Shapes(model.name), [0] * len(job.requests)
-
+async def stream(send: Send, asking: Asking) -> None:
+    job, shapes = asking.job, Shapes(asking.model.name)
+    counts = [0] * len(job.requests)
     written = bytearray()
 
     async def put() -> None:
@@ -127,14 +170,16 @@ async def stream(send: Send, model: Served, asked: ChatRequest, job: Job, drop: 
         written += event(shapes.chunk(index, {"role": "assistant", "content": ""}))
     await put()
     try:
-        async for index, piece, reason in _pieces(model, asked, job, drop, counts):
-            if piece:
-                written += event(shapes.chunk(index, {"content": piece}))
-            if reason:
-                written += event(shapes.chunk(index, {}, reason))
+        async for piece in _pieces(asking, counts):
+            if piece.text:
+                written += event(shapes.chunk(piece.index, {"content": piece.text}))
+            for i, call in enumerate(piece.calls):
+                written += event(shapes.chunk(piece.index, {"tool_calls": [{"index": i, **call}]}))
+            if piece.reason:
+                written += event(shapes.chunk(piece.index, {}, piece.reason))
             if written and job.events.empty():  # else more is on its way: writing is most of what an event costs
                 await put()
-        if asked.wants_usage:
+        if asking.asked.wants_usage:
             written += event(shapes.usage_chunk((len(job.requests[0].prompt), sum(counts))))
         written += b"data: [DONE]\n\n"
     except ApiError as error:

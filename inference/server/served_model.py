@@ -8,8 +8,11 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.least_tokens import LeastTokens
+from hybrid_rlhf.inference.server.protocol import ApiError
 from hybrid_rlhf.inference.server.worker import ModelQueue
+from hybrid_rlhf.models.tool_calls import check_tools
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,14 @@ class Served:
     def __post_init__(self) -> None:
         self.encoder = copy.deepcopy(self.tokenizer)  # used in another thread than the one that decodes
         self.least_tokens = LeastTokens(self.encoder)
+
+    def check_tools(self, param: str) -> None:
+        """ApiError for a model whose template has no tools. In the thread of the encoder."""
+        try:
+            check_tools(self.encoder)
+        except UserError as error:
+            raise ApiError(400, f"{self.name} cannot call tools: {error}", param=param,
+                           code="unsupported_parameter") from None
 
     def wait(self) -> int:
         """Seconds after which there may be room again."""
