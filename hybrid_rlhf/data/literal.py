@@ -65,7 +65,7 @@ def broken_messages(tokenizer, messages: Sequence[dict]) -> list[dict]:  # noqa:
         if isinstance(value, str):
             return broken(tokenizer, value)
         if isinstance(value, dict):
-            return {k: walk(v) for k, v in value.items()}
+            return {walk(k): walk(v) for k, v in value.items()}
         return [walk(v) for v in value] if isinstance(value, list) else value
 
     return [{k: v if k == "role" else walk(v) for k, v in message.items()} for message in messages]
