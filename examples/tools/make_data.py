@@ -18,7 +18,7 @@ from pathlib import Path
 from transformers.utils import get_json_schema
 
 sys.path.insert(0, str(Path(__file__).parent))
-from calculator import calculator  # noqa: E402
+from calculator import calculator
 
 MIX = {"called": 15, "guessed": 50, "garbled": 25, "unreadable": 10}
 NUM_CONVERSATIONS, NUM_QUESTIONS, NUM_HELD_OUT = 16000, 4000, 500

@@ -47,8 +47,10 @@ def calls_of(message: dict, content: object, column: str) -> list[dict]:
         calls = _parsed(content)
         if not isinstance(calls, dict | list):
             raise SkipRow("a function_call that is no JSON object")
-    calls = _parsed(calls)
-    return [_call(call, column) for call in ([calls] if isinstance(calls, dict) else calls or [])]
+    calls = _parsed(calls) or []
+    if not isinstance(calls, dict | list):
+        raise TypeError(f"{column}: tool_calls must be a list of tool calls, not {type(calls).__name__}")
+    return [_call(call, column) for call in ([calls] if isinstance(calls, dict) else calls)]
 
 
 def result_of(content: object) -> object:
