@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -136,9 +137,11 @@ def build(config: DataConfig, reads: Reads, tokenizer, seed: int) -> StageData: 
     held_out = blend([t[1] for t in tables], [None] * len(tables), seed)
     report = add_up([t[2] for t in tables], len(train), len(held_out))
     report["not_used"] = _passed_over(config, opened)
-    check(len(train) > 0, f"no usable row for stage {reads.stage}: {describe(report)}; "
-                          + ("data.split null gives every stage every row" if report["other_stages"] else
-                             "give other data, or larger lengths"))
+    is_refused = any("chat template" in reason for reason in report["dropped"])
+    cure = ("data.split null gives every stage every row" if report["other_stages"] else
+            "give other data, larger lengths or another data.chat_template" if is_refused else
+            "give other data, or larger lengths")
+    check(len(train) > 0, f"no usable row for stage {reads.stage}: {describe(report)}; {cure}")
     return StageData(_Unfolded(train), _Unfolded(held_out), report)
 
 
@@ -265,8 +268,10 @@ def raw_texts(config: DataConfig, reads: Reads, seed: int = 0) -> Iterator[str]:
 
 
 def _spoken(part: chat.Text | None) -> Iterator[str]:
-    """A string as it is; messages as ChatML has them between its markers."""
+    """A string as it is; messages as ChatML has them between its markers, tools and calls as JSON."""
     if isinstance(part, str):
         yield part
     for message in part if isinstance(part, list) else ():
         yield f"{message['role']}\n{message['content']}"
+        for name in ("tools", "tool_calls"):
+            yield from (json.dumps(each, ensure_ascii=False) for each in message.get(name, ()))

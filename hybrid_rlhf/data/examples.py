@@ -13,6 +13,7 @@ from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.chat import Encoded, Rendered, SkipRow, Text
 from hybrid_rlhf.data.literal import BREAK, broken
 from hybrid_rlhf.data.schema import Example
+from hybrid_rlhf.data.tool_columns import with_tools
 from hybrid_rlhf.models.template import dialect_of, folds_system
 
 TOO_LONG = "longer than max_length"
@@ -23,6 +24,8 @@ TURNS = "prompts of plain text rendered as user turns (data.raw true keeps them 
 RAW = "prompts of plain text kept as they are (data.raw)"
 NO_TEMPLATE = "prompts of plain text kept as they are, since the tokenizer has no chat template"
 MARKED = "of these prompts hold special tokens as text; data.raw true is for prompts that are rendered already"
+TOOLS_LEFT_OUT = "prompts kept as they are, beside which the column tools is not read"
+KWARGS_LEFT_OUT = "rows whose chat_template_kwargs are not read (data.chat_template takes a template that has them set)"
 FOLDED = "system messages put into the first user turn, since the chat template takes none"
 TURN_BY_TURN = "conversations as one row per answer, since the chat template rewrites earlier turns"
 
@@ -55,6 +58,8 @@ def prepared(example: Example, tokenizer, lengths: Lengths, counts: Counts) -> E
     """The row as it is rendered: where the tokenizer has a chat template, a string prompt is a user's turn and a string
     answer the assistant's, unless `raw` keeps them as they are. Plain texts, which nobody asks for, always stay."""
     is_plain = example.text is not None or example.is_text_pair
+    if example.columns.get("chat_template_kwargs"):
+        counts.rendered[KWARGS_LEFT_OUT] += 1
     if not is_plain and isinstance(example.prompt, str):
         has_turns = bool(tokenizer.chat_template) and not lengths.raw
         counts.rendered[TURNS if has_turns else RAW if lengths.raw else NO_TEMPLATE] += 1
@@ -63,8 +68,11 @@ def prepared(example: Example, tokenizer, lengths: Lengths, counts: Counts) -> E
                 counts.rendered[MARKED] += 1
             answers = [(answer.removeprefix(" ") if isinstance(answer, str) else answer, score)
                        for answer, score in example.answers]
-            example = replace(example, prompt=chat.as_turn(tokenizer, example.prompt), answers=answers,
-                              written=example.prompt)
+            turns = with_tools(chat.as_turn(tokenizer, example.prompt), example.tools)
+            written = turns if example.tools else example.prompt  # what is sampled later needs its tools again
+            example = replace(example, prompt=turns, answers=answers, written=written)
+        elif example.tools:
+            counts.rendered[TOOLS_LEFT_OUT] += 1
     messages = example.messages or example.prompt
     if isinstance(messages, list) and folds_system(messages, dialect_of(tokenizer)):
         counts.rendered[FOLDED] += 1

@@ -16,7 +16,9 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import transcripts
 from hybrid_rlhf.data.chat import SkipRow, Text
 from hybrid_rlhf.data.files import loads
-from hybrid_rlhf.data.transcripts import assistant, clean, messages_of, user
+from hybrid_rlhf.data.messages import messages_of
+from hybrid_rlhf.data.tool_columns import tools_of, with_tools
+from hybrid_rlhf.data.transcripts import assistant, clean, user
 
 
 @dataclass
@@ -26,6 +28,7 @@ class Example:
     answers: (completion, score) pairs, of which a higher score is better; only their order counts.
     is_text_pair: the prompt is only the beginning that two plain texts share, and nobody's question.
     written: the prompt as the row has it, where it is rendered in another form.
+    tools: the schemas of what may be called, which messages carry already.
     columns: the row's other columns, handed on to reward functions.
     """
 
@@ -36,6 +39,7 @@ class Example:
     margin: float = 0.0
     is_text_pair: bool = False
     written: Text | None = None
+    tools: list[dict] = field(default_factory=list)
     columns: dict = field(default_factory=dict)
 
 
@@ -86,7 +90,9 @@ def read_row(row: dict, form: Format, where: str) -> Example:
             raise SkipRow(f"no {column}")
     try:
         example = form.read(row)
-        example.prompt, example.messages = (transcripts.with_tools(part, row.get("tools"))
+        is_plain = example.text is not None or example.is_text_pair
+        example.tools = [] if is_plain else tools_of(row.get("tools"))
+        example.prompt, example.messages = (with_tools(part, example.tools)
                                             for part in (example.prompt, example.messages))
     except (ValueError, TypeError) as error:
         raise UserError(f"{where}: {error}; fix the row") from error

@@ -1,16 +1,11 @@
-"""Conversations as others write them down, as lists of {"role", "content"}; and where two of them part."""
+"""Conversations in plain text as lists of {"role", "content"}; and where two of them part."""
 
 from __future__ import annotations
 
 import re
 
-from hybrid_rlhf.data.files import loads
-from hybrid_rlhf.data.turns import SkipRow, Text
+from hybrid_rlhf.data.turns import SkipRow
 
-_ROLES = {"human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "assistant": "assistant",
-          "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant", "system": "system",
-          "tool": "tool", "function": "tool", "observation": "tool", "function_call": "assistant",
-          "developer": "developer"}
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
@@ -25,71 +20,6 @@ def user(content: str) -> dict:
 
 def assistant(content: str) -> dict:
     return {"role": "assistant", "content": content}
-
-
-def messages_of(rows: list, column: str) -> list[dict]:
-    """Messages with our role names, from {"role", "content"} or ShareGPT's {"from", "value"}.
-
-    Raises TypeError or ValueError that names the column for what is no message.
-    """
-    if not rows:
-        raise SkipRow(f"empty {column}")
-    return [_message(row, column) for row in rows]
-
-
-def _message(row: object, column: str) -> dict:
-    if not isinstance(row, dict):
-        raise TypeError(f"{column} must be a list of messages, but holds {type(row).__name__}")
-    role, content = row.get("role", row.get("from")), row.get("content", row.get("value"))
-    if role not in _ROLES:
-        raise ValueError(f"{column}: unknown role {role!r:.40}; there are {', '.join(_ROLES)}")
-    if isinstance(content, list):  # parts, of which only text can be read
-        content = "".join(p.get("text") or "" for p in content if isinstance(p, dict))
-    if content is None and row.get("tool_calls"):
-        content = ""
-    if not isinstance(content, str):
-        raise TypeError(f"{column}: the content of a message must be a string, not {type(content).__name__}")
-    rest = {k: v for k, v in row.items() if k not in ("role", "from", "content", "value") and v is not None}
-    if rest.get("tool_calls"):
-        rest["tool_calls"] = [_tool_call(call, column) for call in rest["tool_calls"]]
-    return {"role": _ROLES[role], "content": clean(content), **rest}
-
-
-def _tool_call(call: object, column: str) -> dict:
-    """A tool call whose arguments are an object, also where they were JSON text."""
-    if not isinstance(call, dict):
-        raise TypeError(f"{column}: a tool call must be an object, not {type(call).__name__}")
-    call = without_nulls(call)
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": _tool_call(call["function"], column)}
-    try:
-        given = loads(call["arguments"]) if isinstance(call.get("arguments"), str) else None
-    except (ValueError, RecursionError):
-        given = None
-    return {**call, "arguments": given} if isinstance(given, dict) else call
-
-
-def without_nulls(value: object) -> object:
-    """A JSON value without keys that hold null: tables give every row the keys of all rows."""
-    if isinstance(value, dict):
-        return {k: without_nulls(v) for k, v in value.items() if v is not None}
-    return [without_nulls(v) for v in value] if isinstance(value, list) else value
-
-
-def with_tools(messages: Text | None, tools: object, column: str = "tools") -> Text | None:
-    """Messages of which the first carries the tools that may be called: schemas, or the JSON text of them."""
-    if not isinstance(messages, list):
-        return messages
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = loads(tools)
-        except (ValueError, RecursionError):
-            raise ValueError(f"{column} must be a list of tool schemas, not {tools!r:.40}") from None
-    if not tools or not messages:
-        return messages
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise TypeError(f"{column} must be a list of tool schemas")
-    return [{**messages[0], "tools": without_nulls(tools)}, *messages[1:]]
 
 
 def is_transcript(text: object) -> bool:

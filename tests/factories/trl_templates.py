@@ -44,13 +44,17 @@ def names(training: bool = False) -> list[str]:
     return sorted(p.stem for p in _folder().glob("*.jinja") if p.stem.endswith("_training") == training)
 
 
+def template_of(name: str) -> str:
+    return (_folder() / f"{name}.jinja").read_text(encoding="utf-8")
+
+
 def _folder() -> Path:
     return Path(find_spec("trl").submodule_search_locations[0]) / "chat_templates"
 
 
 def tokenizer_of(name: str):
     """A byte-level tokenizer with the template `name`, its markers as special tokens, and its family's bos and eos."""
-    template = (_folder() / f"{name}.jinja").read_text(encoding="utf-8")
+    template = template_of(name)
     bos, eos = next(ends for family, ends in FAMILIES.items() if name.startswith(family))
     tokenizer = tiny_tokenizer()
     markers = dict.fromkeys([*filter(None, (bos, eos)), *_MARKER.findall(template)])
