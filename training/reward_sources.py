@@ -129,8 +129,8 @@ def check_columns(sources: list[RewardSource], row: Mapping, has_episodes: bool 
         source.check_columns(names)
     own = [s.name for s in functions if type(s.function) not in BUILTINS.values()]
     if own and has_episodes and is_main():
-        print(f"reward: {', '.join(own)} get completions as lists of all messages behind the prompt: what the model says "
-              "last is completion[-1]['content']", file=sys.stderr)
+        print(f"reward: {', '.join(own)} get completions as lists of all messages behind the prompt: what the model "
+              "says last is completion[-1]['content']", file=sys.stderr)
     elif own and not isinstance(row.get("prompt", ""), str) and is_main():
         print(f"reward: {', '.join(own)} get completions as lists of one message, as the data's prompts are messages: "
               "the text is completion[0]['content']", file=sys.stderr)

@@ -13,7 +13,7 @@ import torch
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.tensors import pad_right
 from hybrid_rlhf.data import chat
-from hybrid_rlhf.data.transcripts import with_tools
+from hybrid_rlhf.data.tool_columns import with_tools
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.environments.calls import CallPool
 from hybrid_rlhf.environments.contract import Environments, Instance

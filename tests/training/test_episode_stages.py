@@ -1,4 +1,4 @@
-"""Stages that sample, with tools and environments: runs from the command line on a scripted model of Qwen2.5's template."""
+"""Stages that sample, with tools and environments: from the command line, on a scripted model of Qwen2.5's template."""
 
 from __future__ import annotations
 
