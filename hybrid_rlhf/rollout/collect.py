@@ -111,4 +111,12 @@ def samples_of(rollout: Rollout | None, count: int) -> list[dict]:
     rows = [i for i in range(len(rollout)) if i == 0 or ids[i] != ids[i - 1]]  # a prompt's samples lie together
     return [{"prompt": rollout.prompts.texts[i], "completion": rollout.shown(i),
              "score": None if rollout.scores[i].isnan() else float(rollout.scores[i]),
-             "ended": bool(rollout.has_eos[i])} for i in rows[:count]]
+             "ended": bool(rollout.has_eos[i])} | _replay(rollout, i) for i in rows[:count]]
+
+
+def _replay(rollout: Rollout, i: int) -> dict:
+    """What an episode can be drawn again from; nothing for a response of one turn."""
+    if not rollout.episodes:
+        return {}
+    ids = rollout.response_ids[i][rollout.response_mask[i]].tolist()
+    return {"replay": rollout.episodes[i].replay_record(rollout.prompts.ids[i], ids)}

@@ -18,7 +18,8 @@ class Episode:
     """One response, turn by turn.
 
     messages: those behind the prompt, the model's with its tool calls, and the environment's: what TRL hands to reward
-    functions as a completion. turn_ends: for each of the model's turns, how many tokens the response had at its end.
+    functions as a completion. turn_starts, turn_ends: for each of the model's turns, how many tokens the response had
+    at its beginning and its end; limits: how many the turn might have. seed, number: of its draws.
     turn_rewards: what each turn earned by itself. reward: what the environment says of the whole (None: nothing).
     environment: the user's object (None: there are only functions); it may be used again in the next rollout.
     num_calls: of tools; num_failed: those that raised or do not exist; num_late: those without an answer in time;
@@ -26,7 +27,11 @@ class Episode:
     """
 
     messages: list[dict] = field(default_factory=list)
+    turn_starts: list[int] = field(default_factory=list)
     turn_ends: list[int] = field(default_factory=list)
+    limits: list[int] = field(default_factory=list)
+    seed: int = 0
+    number: int = 0
     turn_rewards: list[float] = field(default_factory=list)
     reward: float | None = None
     environment: Any = None
@@ -36,6 +41,14 @@ class Episode:
     num_late: int = 0
     num_malformed: int = 0
     num_cut: int = 0
+
+    def replay_record(self, prompt_ids: list[int], response_ids: list[int]) -> dict:
+        """What rollout/replay.py needs to draw the episode again, as JSON: the draws' names, and what was said and
+        added, in tokens."""
+        ends = [0, *self.turn_ends]
+        return {"seed": self.seed, "number": self.number, "prompt_ids": prompt_ids, "turns": [
+            {"added": response_ids[end:start], "limit": limit, "said": response_ids[start:stop]}
+            for end, start, stop, limit in zip(ends, self.turn_starts, self.turn_ends, self.limits, strict=False)]}
 
     @property
     def said_last(self) -> str:

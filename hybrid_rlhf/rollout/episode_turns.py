@@ -65,6 +65,7 @@ class EpisodeTurns:
         """Raises UserError where an environment's step or get_reward fails."""
         by_number = {play.number: play for play in plays}
         for play in plays:
+            play.episode.seed, play.episode.number = seed, play.number
             self.turns.submit(Request(play.number, play.ids, self._limit(play), seed, may_go_on=True))
         while self.turns.is_busy or self.pool.num_waiting:
             for request in self.turns.step() if self.turns.is_busy else ():
@@ -81,6 +82,8 @@ class EpisodeTurns:
 
     def _said(self, play: Play, request: Request) -> None:
         episode, kind, play.request = play.episode, play.instance.environment, request
+        episode.turn_starts.append(len(play.tokens))
+        episode.limits.append(request.limit)
         play.tokens += request.tokens
         play.is_sampled += [True] * len(request.tokens)
         play.logprobs += request.logprobs

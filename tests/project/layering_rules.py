@@ -22,7 +22,7 @@ PACKAGES = {
     "inference": (5, (f"{H}.inference",)),
     "rollout": (5, tuple(
         f"{H}.rollout.{name}" for name in (
-            "collect", "old_logprobs", "dynamic_sampling", "best_of_n", "episodes", "episode_turns"))),
+            "collect", "old_logprobs", "dynamic_sampling", "best_of_n", "episodes", "episode_turns", "replay"))),
     "run": (5, (f"{H}.run",)),
     "environments": (4.5, (f"{H}.environments",)),
     "rewards": (4, (f"{H}.rewards",)),

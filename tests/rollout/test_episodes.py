@@ -4,6 +4,7 @@ gives for the same conversation, and what becomes of tools and environments that
 from __future__ import annotations
 
 import time
+from itertools import chain
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hybrid_rlhf.environments.contract import Environment, Environments, environ
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.rollout.episodes import EpisodePlayer
+from hybrid_rlhf.rollout.replay import replay
 from tests.factories.scripted import conversation, scripted_causal_lm
 from tests.factories.trl_templates import tokenizer_of
 
@@ -258,3 +260,26 @@ def test_a_rollout_of_episodes_is_cut_joined_and_measured_like_any_other(tokeniz
     assert found["tools/call_frequency"] == 1 and found["tools/failure_frequency"] == 0
     assert found["episodes/turns"] == 2 and found["completions/mean_length"] == len(parts[1]) + len(parts[3])
     assert rollout.shown(0) == "[assistant] times(a=12, b=3)\n[times] 36\n[assistant] It is 36."
+
+
+def test_an_episode_is_drawn_again_from_its_record(tokenizer):
+    """At temperature 1, of a model that says anything: the same tokens and log-probabilities, without the tool."""
+    own = tools(times)
+    parts = script(tokenizer, own, CALL + END, answered("36"), "It is 36." + END)
+    talks = [parts, script(tokenizer, own, "No idea." + END)]
+    model = scripted_causal_lm(talks, vocab_size=len(tokenizer))
+    engine = HybridEngine(model, model, eos_ids=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id)
+    player = EpisodePlayer(own, EnvironmentConfig(tools="f.py:f"), tokenizer)
+    sampling, asked = SamplingConfig(max_new_tokens=200), ["What is 12 * 3?"] * 6
+    with engine.inference():
+        rollout = player.play(engine, Prompts([[1]] * 6, asked, {"prompt": asked}), sampling, 5, range(10, 16))
+    assert len({e.num_calls for e in rollout.episodes}) == 2  # both ways were drawn
+    lengths = rollout.response_mask.sum(1).tolist()
+    records = [e.replay_record(p, ids[:n]) for e, p, ids, n in zip(
+        rollout.episodes, rollout.prompts.ids, rollout.response_ids.tolist(), lengths, strict=True)]
+    with engine.inference():
+        again = replay(engine, records, sampling)
+    for row, (tokens, logprobs) in enumerate(again):
+        mask = rollout.action_mask[row]
+        assert list(chain(*tokens)) == rollout.response_ids[row][mask].tolist()
+        assert list(chain(*logprobs)) == rollout.sampled_logprobs[row][mask].tolist()

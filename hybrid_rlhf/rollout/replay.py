@@ -1,0 +1,44 @@
+"""Episodes drawn once more from their records, without their environments: to see what a model did, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybrid_rlhf.engine import HybridEngine, SamplingConfig
+from hybrid_rlhf.engine.decode.request import Request, following
+
+
+def replay(engine: HybridEngine, records: Sequence[dict], sampling: SamplingConfig) -> list[tuple[list, list]]:
+    """The turns of each episode, and their log-probabilities, drawn again: ([tokens of each turn], [logprobs of each]).
+
+    records: `Episode.replay_record`, which samples.jsonl keeps of what it shows ("replay"). With the weights and
+    settings that drew an episode, its tokens are drawn again; what the environment added is taken from the record. An
+    episode that is drawn otherwise ends at the turn that differs. Only inside `inference()`.
+    """
+    drawn: list[tuple[list, list]] = [([], []) for _ in records]
+    length = max((len(r["prompt_ids"]) + sum(len(t["added"]) + t["limit"] for t in r["turns"]) for r in records),
+                 default=0)
+    if not records:
+        return drawn
+    turns = engine.open_turns(len(records), length, sampling)
+    places = {}
+    for place, record in enumerate(records):
+        request = Request(record["number"], record["prompt_ids"], record["turns"][0]["limit"], record["seed"],
+                          may_go_on=True)
+        places[id(request)] = place, 0
+        turns.submit(request)
+    live = []
+    while turns.is_busy:
+        for request in turns.step():
+            live.append(request)  # its id stays its own
+            place, number = places[id(request)]
+            drawn[place][0].append(list(request.tokens))
+            drawn[place][1].append(list(request.logprobs))
+            left = records[place]["turns"][number:]
+            if len(left) < 2 or list(request.tokens) != left[0]["said"]:
+                turns.release(request)
+                continue
+            after = following(request, left[1]["added"], left[1]["limit"])
+            places[id(after)] = place, number + 1
+            turns.submit(after)
+    return drawn
