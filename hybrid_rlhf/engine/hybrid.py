@@ -17,6 +17,7 @@ from hybrid_rlhf.engine.decode.admission import check_generates, check_lengths, 
 from hybrid_rlhf.engine.decode.cuda_graphs import Capture, capture_for, probe_capture
 from hybrid_rlhf.engine.decode.hf_batches import GenerateBatches
 from hybrid_rlhf.engine.decode.kv_cache import SlotCache
+from hybrid_rlhf.engine.decode.multi_turn import BatchTurns, SlotTurns, Turns
 from hybrid_rlhf.engine.decode.request import Request
 from hybrid_rlhf.engine.decode.runner import Runner
 from hybrid_rlhf.engine.decode.sampling import Generation, SamplingConfig
@@ -25,7 +26,6 @@ from hybrid_rlhf.engine.decode.serving import Serving, open_serving
 from hybrid_rlhf.engine.decode.streaming import Conversation
 from hybrid_rlhf.engine.decode.tensor_parallel import check_shardable
 from hybrid_rlhf.engine.decode.tp_sync import all_agree, as_group, draw_together
-from hybrid_rlhf.engine.decode.turns import BatchTurns, SlotTurns, Turns
 from hybrid_rlhf.engine.device_memory import fewer_slots, release
 from hybrid_rlhf.engine.idle_cache import IdleCache
 from hybrid_rlhf.engine.modes import evaluating

@@ -15,9 +15,9 @@ from typing import Any
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.added_turns import added_tokens
+from hybrid_rlhf.engine.decode.multi_turn import Turns
 from hybrid_rlhf.engine.decode.request import Request, following
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
-from hybrid_rlhf.engine.decode.turns import Turns
 from hybrid_rlhf.environments.calls import CallPool, Outcome
 from hybrid_rlhf.environments.contract import Instance
 from hybrid_rlhf.environments.settings import EnvironmentConfig

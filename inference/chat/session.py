@@ -121,7 +121,8 @@ def last_question(messages: list[dict]) -> int | None:
 def read_conversation(path: str) -> tuple[list[dict], list[dict]]:
     """The messages and the tools in the first row of a jsonl file. Raises UserError for anything else."""
     from hybrid_rlhf.data.chat import SkipRow
-    from hybrid_rlhf.data.transcripts import messages_of, with_tools
+    from hybrid_rlhf.data.tool_columns import tools_of, with_tools
+    from hybrid_rlhf.data.transcripts import messages_of
 
     cure = "give a file that /save wrote"
     row = _read(path, "/load:", "conversation", cure, is_row=True)
@@ -130,7 +131,7 @@ def read_conversation(path: str) -> tuple[list[dict], list[dict]]:
     check(bool(is_fine), f"{path} holds no conversation: its first row has no messages of role and content; {cure}")
     try:
         messages = messages_of([{key: m[key] for key in _KEYS if key in m} for m in given], "messages")
-        first = with_tools(messages, row.get("tools"))[0]
+        first = with_tools(messages, tools_of(row.get("tools")))[0]
     except (SkipRow, TypeError, ValueError) as error:
         raise UserError(f"{path} holds no conversation: {error}; {cure}") from error
     tools = first.get("tools", [])

@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.strict_json import loads, why
-from hybrid_rlhf.data.transcripts import clean, with_tools
+from hybrid_rlhf.data.tool_columns import with_tools
+from hybrid_rlhf.data.transcripts import clean
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 
 MAX_MESSAGES, MAX_STOPS, MAX_CHOICES, MAX_SCORES, MAX_TOOLS = 4096, 4, 8, 256, 128
