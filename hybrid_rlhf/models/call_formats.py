@@ -119,9 +119,10 @@ FORMATS = {
             {"open_pattern": r'<atem:invoke name="(?P<name>[^"]+)">\s*', "close_pattern": r"\s*</atem:invoke>\s*",
              "content": "xml-inline", "content_args": _values(_ATEM_TAG), "transform": _NAMED},
             {"open_pattern": r"to=self<\|message\|>", "close_pattern": r"<\|eom\|>"},
-            content={"open_pattern": r"to=user<\|message\|>", "close_pattern": r"<\|eom\|>|\Z", **_EXACT}, rest=_EXACT),
-        "<atem:invoke", '<atem:function_calls><atem:invoke name="NAME"><atem:parameter name="KEY">VALUE</atem:parameter>'
-        "</atem:invoke></atem:function_calls>",
+            content={"open_pattern": r"to=user<\|message\|>", "close_pattern": r"<\|eom\|>|\Z", **_EXACT},
+            rest=_EXACT),
+        "<atem:invoke", '<atem:function_calls><atem:invoke name="NAME"><atem:parameter name="KEY">VALUE'
+                        "</atem:parameter></atem:invoke></atem:function_calls>",
         rest=re.compile(r"<\|start\|>assistant|<\|eom\|>|to=[^\s<]+<\|message\|>|</?atem:function_calls>")),
     "llama": _format(
         r'\{\s*"name"\s*:.*"parameters"\s*:', _template(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from typing import Any
 
 _WORDS = {"true": True, "false": False, "null": None}  # JSON's, which stand inside of nested values
@@ -14,7 +15,9 @@ def read_python(text: str) -> list[tuple[str, dict[str, Any]]]:
     Raises SyntaxError, whose `msg` is one line, for whatever else.
     """
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        with warnings.catch_warnings():  # of escapes such as \d
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text.strip(), mode="eval").body
     except (ValueError, RecursionError, MemoryError) as error:
         raise SyntaxError("it is no list of calls that could be read") from error
     return [_call(node) for node in (tree.elts if isinstance(tree, ast.List) else [tree])]
@@ -36,10 +39,10 @@ def _value(node: ast.expr) -> Any:
         return [_value(each) for each in node.elts]
     if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
         return {str(key.value): _value(value) for key, value in zip(node.keys, node.values, strict=True)}
-    sign = 1
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        node, sign = node.operand, -1
-    if isinstance(node, ast.Constant) and (sign == 1 or type(node.value) in (int, float)):
-        if isinstance(node.value, str | int | float | bool | None):
-            return node.value if sign == 1 else -node.value
+    is_negative = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
+    inner = node.operand if isinstance(node, ast.UnaryOp) else node
+    if isinstance(inner, ast.Constant) and is_negative and type(inner.value) in (int, float):
+        return -inner.value
+    if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
+        return node.value
     raise SyntaxError(f"{ast.unparse(node)[:100]} is no plain value")

@@ -191,9 +191,9 @@ def _check_regions(reader: _Reader, text: str, events: list[dict]) -> None:
             left = re.sub(field.content_args["tag_pattern"], "", "".join(body), flags=re.DOTALL).strip()
             if left:
                 raise _Unreadable(f"{shortened(left, 200)!r} in it is no argument")
-    if last == "tool_calls" and text.endswith("".join(body)):
-        if not any(found.end() == len(text) for found in field.close_re.finditer(text)):
-            raise _Unreadable("it has no end")
+    is_last = last == "tool_calls" and text.endswith("".join(body))
+    if is_last and not any(found.end() == len(text) for found in field.close_re.finditer(text)):
+        raise _Unreadable("it has no end")
 
 
 def _calls(reader: _Reader, value: Any) -> Iterator[dict]:

@@ -1,4 +1,4 @@
-"""Sampled turns read back: every template of TRL that shows calls, what models really write, and what cannot be read."""
+"""Sampled turns read back: by every template of TRL that shows calls, what models really write, and what is wrong."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ SHOWING = [n for n in [*names(), *names(training=True)] if n.removesuffix("_trai
 SINGLE = {"gptoss", "llama3_1", "llama3_2"}  # one call a turn
 MISTRAL = ("{% for m in messages %}{% if m.tool_calls %}[TOOL_CALLS][{% for c in m.tool_calls %}"
            '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments|tojson }}, "id": "{{ c.id }}"}'
-           "{{ ', ' if not loop.last }}{% endfor %}]</s>{% elif m.role == 'user' %}[INST]{{ tools }}{{ m.content }}[/INST]"
-           "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}")
+           "{{ ', ' if not loop.last }}{% endfor %}]</s>{% elif m.role == 'user' %}[INST]{{ tools }}{{ m.content }}"
+           "[/INST]{% else %}{{ m.content }}</s>{% endif %}{% endfor %}")
 NAMED = ("{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}"
          "[ARGS]{{ c.function.arguments|tojson }}{% endfor %}</s>{% elif m.role == 'user' %}[INST]{{ tools }}"
          "{{ m.content }}[/INST]{% else %}{{ m.content }}</s>{% endif %}{% endfor %}")
-PHI4 = ("{% for m in messages %}<|{{ m.role }}|>{{ tools if tools and m.role == 'user' }}{{ m.content }}{% if m.tool_calls %}<|tool_call|>["
-        "{% for c in m.tool_calls %}{{ {'name': c.function.name, 'arguments': c.function.arguments}|tojson }}"
+PHI4 = ("{% for m in messages %}<|{{ m.role }}|>{{ tools if tools and m.role == 'user' }}{{ m.content }}"
+        "{% if m.tool_calls %}<|tool_call|>[{% for c in m.tool_calls %}"
+        "{{ {'name': c.function.name, 'arguments': c.function.arguments}|tojson }}{{ ', ' if not loop.last }}"
         "{% endfor %}]<|/tool_call|>{% endif %}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
 WRITTEN = {"mistral": MISTRAL, "mistral_named": NAMED, "phi4": PHI4}
 
@@ -117,7 +118,7 @@ def test_text_before_a_call_is_the_content(name):
 def test_a_thought_is_apart(name, calls):
     if name.startswith("deepseekv3") and not calls:
         pytest.skip("the template removes it")
-    message = {**thinking(name, "" if calls else "It is cold.", "So it is."), **({"tool_calls": calls} if calls else {})}
+    message = thinking(name, "" if calls else "It is cold.", "So it is.") | ({"tool_calls": calls} if calls else {})
     found = parsed(name, message).message
     assert functions(found) == [c["function"] for c in calls]
     assert (found["reasoning_content"], found["content"]) == ("So it is.", "" if calls else "It is cold.")
@@ -134,17 +135,17 @@ def test_templates_without_tools_are_refused_and_the_others_are_not(name):
     if name not in WITHOUT:
         check_tools(tokenizer(name))
         return
-    with pytest.raises(UserError, match="the chat template leaves out .*; give data.chat_template"):
+    with pytest.raises(UserError, match=r"the chat template leaves out .*; give data.chat_template"):
         check_tools(tokenizer(name))
 
 
 LETTERS = st.characters(exclude_categories=("Cs", "Cc"))
-HOSTILE = st.sampled_from(["</tool_call>", "<tool_call>", '{"name": "f", "parameters": {', "[TOOL_CALLS]", "[ARGS]", "]",
-                           "</think>", "<think>", "<|call|>", "<|eot_id|>", "<|im_end|>", "<｜tool▁call▁end｜>", "\\",
-                           '"', "'", "\n", "; {", "\\u0041", "<|/tool_call|>", "\x01\x02\ufdd0\ufdd1", "to=functions.f"])
+HOSTILE = st.sampled_from(["</tool_call>", "<tool_call>", '{"name": "f", "parameters": {', "[TOOL_CALLS]", "[ARGS]",
+                           "]", "</think>", "<think>", "<|call|>", "<|eot_id|>", "<|im_end|>", "<｜tool▁call▁end｜>",
+                           "\\", '"', "'", "\n", "; {", "\\u0041", "<|/tool_call|>", "\x01\x02", "to=functions.f"])
 WORDS = st.lists(st.one_of(st.text(LETTERS, max_size=8), HOSTILE), max_size=4).map("".join)
-VALUES = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False),
-                                WORDS),
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+VALUES = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), FLOATS, WORDS),
                       lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(WORDS, inner, max_size=3)),
                       max_leaves=8)
 
@@ -154,12 +155,14 @@ VALUES = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), st.floa
 @settings(max_examples=60, deadline=None)
 @given(arguments=st.dictionaries(WORDS, VALUES, max_size=3))
 def test_any_arguments_come_back_from_formats_in_json(name, arguments):
-    message = {"role": "assistant", "content": "", "tool_calls": [call("f", **{}) | {"function": {
-        "name": "f", "arguments": arguments}}]}
+    message = {"role": "assistant", "content": "", "tool_calls": [call("f") | {
+        "function": {"name": "f", "arguments": arguments}}]}
     found = parsed(name, message, [])
     assert found.errors == [] and functions(found.message) == [{"name": "f", "arguments": arguments}]
 
 
+PIECES = st.sampled_from(["<tool_call>", '{"name": "f"', '"arguments": {', "}", "}}", "</tool_call>", "<function=f>",
+                          "<parameter=a>", "<|tool_call_start|>[", "f(a=1)"])
 PLAIN = st.text(st.characters(exclude_categories=("Cs", "Cc"), exclude_characters="<>"), max_size=12)
 NESTED = st.dictionaries(PLAIN, st.one_of(st.integers(), st.none(), st.booleans(), st.lists(PLAIN, max_size=2)),
                          max_size=3)
@@ -168,7 +171,7 @@ NESTED = st.dictionaries(PLAIN, st.one_of(st.integers(), st.none(), st.booleans(
 @pytest.mark.parametrize("name", ["qwen3_6", "qwen3_8", "nemotron_3_nano", "glm4moe", "muse_glimmer"])
 @settings(max_examples=60, deadline=None)
 @given(city=PLAIN.map(lambda s: s.replace("/", "\n\n")), days=st.integers(), metric=st.booleans(), near=NESTED,
-       scale=st.floats(allow_nan=False, allow_infinity=False))
+       scale=FLOATS)
 def test_any_arguments_come_back_from_formats_in_tags_by_the_schema_of_the_tool(name, city, days, metric, near, scale):
     arguments = {"city": city, "days": days, "metric": metric, "near": near, "scale": scale}
     message = {"role": "assistant", "content": "", "tool_calls": [call("weather_of", **arguments)]}
@@ -187,11 +190,9 @@ def test_any_arguments_come_back_from_calls_in_python(name, city, days, metric, 
 
 
 @settings(max_examples=200, deadline=None)
-@given(text=st.lists(st.one_of(WORDS, HOSTILE, st.sampled_from(["<tool_call>", '{"name": "f"', '"arguments": {', "}", "}}",
-                                                                "</tool_call>", "<function=f>", "<parameter=a>",
-                                                                "<|tool_call_start|>[", "f(a=1)"])),
-                     max_size=12).map("".join), name=st.sampled_from(["qwen2_5", "llama3_1", "qwen3_6", "lfm2_v2", "gptoss",
-                                                                      "gemma4", "mistral", "mistral_named", "glm4moe"]))
+@given(text=st.lists(st.one_of(WORDS, HOSTILE, PIECES), max_size=12).map("".join),
+       name=st.sampled_from(["qwen2_5", "llama3_1", "qwen3_6", "lfm2_v2", "gptoss", "gemma4", "mistral",
+                             "mistral_named", "glm4moe"]))
 def test_whatever_is_said_is_a_message_with_calls_or_with_errors_in_one_line(name, text):
     found = read(name, text)
     assert found.message["role"] == "assistant" and isinstance(found.message["content"], str)
@@ -273,8 +274,8 @@ def test_what_models_write_and_templates_do_not():
     for name, text in {
         "llama3_1": '<|python_tag|>{"name": "time_of", "parameters": {"zone": "CET"}}<|eot_id|>',
         "llama3_2": '{"type": "function", "name": "time_of", "parameters": {"zone": "CET"}}<|eot_id|>',
-        "deepseekv3": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>time_of<｜tool▁sep｜>{"zone": "CET"}<｜tool▁call▁end｜>'
-                      "<｜tool▁calls▁end｜><｜end▁of▁sentence｜>",
+        "deepseekv3": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>time_of<｜tool▁sep｜>{"zone": "CET"}'
+                      "<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>",
         "qwen2_5": '<tool_call>[{"name": "time_of", "arguments": {"zone": "CET"}}]</tool_call>',
         "qwen3_6": "<tool_call><function=time_of><parameter=zone>CET</parameter></function></tool_call>",
         "mistral_named": '[TOOL_CALLS]time_of[CALL_ID]abcde1234[ARGS]{"zone": "CET"}</s>',
@@ -331,14 +332,15 @@ def test_a_tokenizers_own_response_template_is_read_first():
     with pytest.raises(UserError, match="response_template does not read the tool calls that its chat template writes"):
         check_tools(own)
     own.response_template = {"fields": 7}
-    with pytest.raises(UserError, match="response_template is wrong: .*; correct it"):
+    with pytest.raises(UserError, match=r"response_template is wrong: .*; correct it"):
         check_tools(own)
 
 
 def test_an_unknown_format_is_refused_and_no_template_at_all():
     odd = chatml_tokenizer()
-    odd.chat_template = ("{% for m in messages %}<|im_start|>{{ tools if m.role == 'user' }}{{ m.content }}{% for c in m.tool_calls or [] %}"
-                         "@{{ c.function.name }}:{{ c.function.arguments|tojson }}{% endfor %}<|im_end|>{% endfor %}")
+    odd.chat_template = ("{% for m in messages %}<|im_start|>{{ tools if m.role == 'user' }}{{ m.content }}"
+                         "{% for c in m.tool_calls or [] %}@{{ c.function.name }}:"
+                         "{{ c.function.arguments|tojson }}{% endfor %}<|im_end|>{% endfor %}")
     with pytest.raises(UserError, match="a format that is not known; give the tokenizer a response_template"):
         check_tools(odd)
     ids = odd("@f:{}<|im_end|>")["input_ids"]
@@ -354,7 +356,8 @@ def test_spaces_before_punctuation_stay():
     assert functions(parse_turn(found, ids, []).message)[0]["arguments"] == {"a": "x , y ."}
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_6", "llama3_1", "gptoss", "lfm2_v2", "nemotron_3_nano", "mistral_named"])
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_6", "llama3_1", "gptoss", "lfm2_v2", "nemotron_3_nano",
+                                  "mistral_named"])
 @pytest.mark.parametrize("text", ["<" * 30_000, '{"name": ' * 4_000, "<tool_call>" * 3_000, " " * 30_000,
                                   "<parameter=a>" * 2_500, "[TOOL_CALLS]" * 3_000, "to=functions.f " * 2_000])
 def test_long_turns_are_read_in_time_that_grows_with_their_length(name, text):
