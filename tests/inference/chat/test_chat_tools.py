@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.data.chat import compose_all, encode_all
+from hybrid_rlhf.data.chat import compose_messages, encode_all
 from hybrid_rlhf.data.schema import detect, read_row
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.inference.chat import repl
@@ -60,7 +60,7 @@ def test_sft_trains_what_was_saved_as_it_was_said(monkeypatch, capsys, tmp_path)
     typed(monkeypatch, capsys, Session({"m": talk}), "How warm is it?", "/tool 7 degrees", f"/save {file}")
     row = json.loads(file.read_text())
     example = read_row(row, detect(row, "x"), "x")
-    found = encode_all(talk.tokenizer, compose_all(talk.tokenizer, example.prompt, example.completion))
+    found = encode_all(talk.tokenizer, compose_messages(talk.tokenizer, example.messages))
     trained = [i for each in found for i, is_said in zip(each.ids, each.loss_mask, strict=True) if is_said]
     assert talk.tokenizer.decode(trained) == f"{CALL}<|im_end|>It is cold.<|im_end|>"
 
