@@ -141,15 +141,18 @@ def read_conversation(path: str) -> tuple[list[dict], list[dict]]:
 def _is_message(message: object) -> bool:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         return False
-    return isinstance(message.get("content"), str) or (message.get("content") is None and bool(message.get("tool_calls")))
+    content = message.get("content")
+    return isinstance(content, str) or (content is None and bool(message.get("tool_calls")))
 
 
 def read_tools(path: str) -> list[dict]:
     """A file's list of functions that may be called. Raises UserError for anything else."""
+    from hybrid_rlhf.data.tool_columns import tools_of
+
     tools = _read(path, "--tools", "tools", _TOOLS)
     check(isinstance(tools, list) and bool(tools), f"{path} holds no tools: it is no list of them; {_TOOLS}")
     _check_tools(tools, path)
-    return tools
+    return tools_of(tools)
 
 
 def _check_tools(tools: list, path: str) -> None:

@@ -282,7 +282,7 @@ def _call(call: _Call, where: str) -> dict:
 
 
 def _tools(body: _ChatBody, given: Any) -> list[dict]:
-    """The tools as SFT's rows have them, none where the model is to call none. ApiError 400 for what is not done here."""
+    """The tools as rows of SFT have them; none where none may be called. ApiError 400 for what is not done here."""
     if body.tool_choice not in (None, "auto", "none"):
         raise ApiError(400, "tool_choice can be auto or none here: the model cannot be made to call a tool; "
                             "leave it out", param="tool_choice", code="unsupported_parameter")
