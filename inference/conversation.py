@@ -17,7 +17,7 @@ from hybrid_rlhf.core.distributed import device
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.core.own_files import write_file
-from hybrid_rlhf.data.chat import SkipRow, encode_prompt, opening_of
+from hybrid_rlhf.data.chat import SkipRow, compose_prompt, encode_prompt
 from hybrid_rlhf.data.tool_columns import with_tools
 from hybrid_rlhf.data.transcripts import clean
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
@@ -119,18 +119,19 @@ class Conversation:
         self.was_cut = seen >= sampling.max_new_tokens
 
     def _turn(self, tokens: Iterator[int], calls: list[dict]) -> Iterator[str]:
-        text = TurnText(self.tokenizer, AnswerText(self.tokenizer, (), ()))
+        prompt = compose_prompt(self.tokenizer, self._with_tools()).shown
+        text = TurnText(self.tokenizer, AnswerText(self.tokenizer, (), ()), prompt)
         for token in tokens:
             if piece := text.push([token]):
                 yield piece
         if piece := text.push([], is_last=True):
             yield piece
-        turn = parse_turn(self.tokenizer, text.ids, self.tools, opening_of(self.tokenizer, self._with_tools()))
+        turn = parse_turn(self.tokenizer, text.ids, self.tools, prompt)
         self.call_errors = turn.errors
         number = sum(len(message.get("tool_calls", ())) for message in self.messages)
         calls += [{"id": f"call{i:05}", **call} for i, call in enumerate(turn.message.get("tool_calls", ()), number)]
-        if text.held and not calls:
-            yield text.held
+        if rest := text.behind_calls(turn.message["content"]) if calls else text.held:
+            yield rest
 
     def open_calls(self) -> list[dict]:
         """The last answer's tool calls that have no answer yet."""

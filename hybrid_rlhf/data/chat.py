@@ -14,7 +14,7 @@ from typing import NamedTuple
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.data.literal import BREAK, whole
-from hybrid_rlhf.data.turns import SkipRow, Text, answers_of, opening_of, render, render_prompt
+from hybrid_rlhf.data.turns import SkipRow, Text, answers_of, render, render_prompt
 from hybrid_rlhf.models.template import dialect_of
 from hybrid_rlhf.models.tokenizer import CHATML_MARKERS, turn_ends
 
@@ -33,7 +33,6 @@ __all__ = [
     "encode_first",
     "encode_prompt",
     "ensure_template",
-    "opening_of",
     "render",
 ]
 

@@ -8,7 +8,6 @@ conversation becomes one text for each answer.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -51,12 +50,6 @@ def render_prompt(tokenizer, messages: Sequence[dict]) -> str:  # noqa: ANN001
     text = render(tokenizer, messages, add_generation_prompt=True)
     _check_history(messages, whole(text))
     return text
-
-
-def opening_of(tokenizer, messages: Sequence[dict]) -> str:  # noqa: ANN001
-    """What generation continues behind the last message: the beginning of the answer's turn. Raises SkipRow."""
-    text = whole(render(tokenizer, messages, add_generation_prompt=True))
-    return text[len(os.path.commonprefix([text, whole(render(tokenizer, messages))])) :]
 
 
 def answers_of(tokenizer, messages: Sequence[dict], first: int = 0) -> list[Answer]:  # noqa: ANN001

@@ -7,7 +7,6 @@ content as a list of parts. Training, chat and server all render here, so that t
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -33,7 +32,8 @@ class Dialect(NamedTuple):
     """takes_parts: content is a list of parts. takes_system, takes_developer: messages of these roles are rendered.
     arguments_as_text: those of tool calls are JSON text. thought_field: where an assistant's thought stands, if not in
     its content. ends: the special tokens that end an assistant's turn: of an answer, and of a tool call where that is
-    another. call_sign: what the text of a tool call begins with."""
+    another. call_sign: what the text of a tool call begins with;
+    None where the template cannot show one."""
 
     takes_parts: bool = False
     takes_system: bool = True
@@ -213,10 +213,10 @@ def _sign_of_call(tokenizer, dialect: Dialect) -> str:  # noqa: ANN001
     """What stands before the name of a called function: a marker (<tool_call>), else a word (to=functions.) or the
     bracket that opens JSON."""
     before, text = _around_call(tokenizer, dialect)
-    shared = os.path.commonprefix([before, text]).rstrip("<[{")
-    opening = text[len(shared) :].partition(SAID)[0].rpartition(CLOSE)[2].strip()
+    shared = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(before))
+    opening = text[len(text[:shared].rstrip("<[{")) :].partition(SAID)[0].rpartition(CLOSE)[2].strip()
     marker = re.search(r"<[^<>\s]+>|\[[A-Z_]+\]", opening)
-    return marker[0] if marker else opening[:1] if opening[:1] in "[{" else opening.split()[0]
+    return marker[0] if marker else opening[:1] if opening.startswith(("[", "{")) else opening.partition(" ")[0]
 
 
 def _end_of_answer(tokenizer, asked: dict, said: dict, dialect: Dialect) -> str | None:  # noqa: ANN001

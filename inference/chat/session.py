@@ -120,9 +120,9 @@ def last_question(messages: list[dict]) -> int | None:
 
 def read_conversation(path: str) -> tuple[list[dict], list[dict]]:
     """The messages and the tools in the first row of a jsonl file. Raises UserError for anything else."""
-    from hybrid_rlhf.data.chat import SkipRow
-    from hybrid_rlhf.data.tool_columns import tools_of, with_tools
-    from hybrid_rlhf.data.transcripts import messages_of
+    from hybrid_rlhf.data.messages import messages_of
+    from hybrid_rlhf.data.tool_columns import tools_of
+    from hybrid_rlhf.data.turns import SkipRow
 
     cure = "give a file that /save wrote"
     row = _read(path, "/load:", "conversation", cure, is_row=True)
@@ -131,10 +131,9 @@ def read_conversation(path: str) -> tuple[list[dict], list[dict]]:
     check(bool(is_fine), f"{path} holds no conversation: its first row has no messages of role and content; {cure}")
     try:
         messages = messages_of([{key: m[key] for key in _KEYS if key in m} for m in given], "messages")
-        first = with_tools(messages, tools_of(row.get("tools")))[0]
+        tools = tools_of(row.get("tools"))
     except (SkipRow, TypeError, ValueError) as error:
         raise UserError(f"{path} holds no conversation: {error}; {cure}") from error
-    tools = first.get("tools", [])
     _check_tools(tools, path)
     return messages, tools
 
@@ -142,24 +141,18 @@ def read_conversation(path: str) -> tuple[list[dict], list[dict]]:
 def _is_message(message: object) -> bool:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         return False
-    calls = message.get("tool_calls")
-    return isinstance(message.get("content"), str) and calls is None or _are_calls(calls)
-
-
-def _are_calls(calls: object) -> bool:
-    """Whether these are tool calls with a name and arguments each, which may be JSON text."""
-    functions = [call.get("function") if isinstance(call, dict) else None for call in
-                 (calls if isinstance(calls, list) else ())]
-    return bool(functions) and all(isinstance(f, dict) and isinstance(f.get("name"), str)
-                                   and isinstance(f.get("arguments"), dict | str) for f in functions)
+    content = message.get("content")
+    return isinstance(content, str) or (content is None and bool(message.get("tool_calls")))
 
 
 def read_tools(path: str) -> list[dict]:
     """A file's list of functions that may be called. Raises UserError for anything else."""
+    from hybrid_rlhf.data.tool_columns import tools_of
+
     tools = _read(path, "--tools", "tools", _TOOLS)
     check(isinstance(tools, list) and bool(tools), f"{path} holds no tools: it is no list of them; {_TOOLS}")
     _check_tools(tools, path)
-    return tools
+    return tools_of(tools)
 
 
 def _check_tools(tools: list, path: str) -> None:

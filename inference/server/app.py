@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +19,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.data.chat import SkipRow, compose_prompt, encode_all, opening_of
+from hybrid_rlhf.data.chat import SkipRow, compose_prompt, encode_all
 from hybrid_rlhf.engine.decode import request as engine_request
 from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server.guard import Guard, read_body, refuse
@@ -28,7 +27,6 @@ from hybrid_rlhf.inference.server.protocol import ApiError, ChatRequest, read_ch
 from hybrid_rlhf.inference.server.replies import Answer, Asking, stream, whole
 from hybrid_rlhf.inference.server.served_model import Limits, Served
 from hybrid_rlhf.inference.server.worker import Job, Stopping, Worker
-from hybrid_rlhf.models.tool_calls import parse_turn
 
 PAGE = Path(__file__).parent / "page"
 PAGE_HEADERS = [
@@ -123,12 +121,11 @@ class Server:
 
         async def work(send: Send) -> None:
             nonlocal job
-            prompt, opening = await self._encode(self._prompt, model, asked)
+            prompt, text = await self._encode(self._prompt, model, asked)
             job = self._job(model, asked, prompt)
             self.worker.submit(model.lane, job)
-            await answer(send, Asking(
-                model, asked, job, lambda i: self.worker.drop(model.lane, job, range(i, i + 1)),
-                partial(self._encode, _calls_in, model, asked.tools, opening) if asked.tools else None))
+            await answer(send, Asking(model, asked, job, text, lambda i: self.worker.drop(
+                model.lane, job, range(i, i + 1)), self._encode))
 
         def leave() -> None:
             model.num_open -= asked.num_choices
@@ -191,13 +188,12 @@ class Server:
         return await asyncio.get_running_loop().run_in_executor(self.encoding, function, *given)
 
     def _prompt(self, model: Served, asked: ChatRequest) -> tuple[list[int], str]:
-        """The messages as tokens, and how the answer begins where it may call tools. ApiError for more than fit, which
-        often shows before they are tokenized."""
+        """The messages as tokens, and as text. ApiError for more than fit, which often shows before they are
+        tokenized."""
         if asked.tools or asked.has_calls:
             model.check_tools("tools" if asked.tools else "messages")
         try:
             rendered = compose_prompt(model.encoder, asked.messages)
-            opening = opening_of(model.encoder, asked.messages) if asked.tools else ""
         except SkipRow as error:
             raise ApiError(400, f"these messages make no prompt: {error}; "
                                 "send messages that the model's template takes", param="messages") from None
@@ -206,7 +202,7 @@ class Server:
         _check_length(what, model.least_tokens.of(rendered), most, "or more ")
         prompt = encode_all(model.encoder, [rendered])[0].ids
         _check_length(what, len(prompt), most)
-        return prompt, opening
+        return prompt, rendered.shown
 
     def _job(self, model: Served, asked: ChatRequest, prompt: list[int]) -> Job:
         serving, room = model.lane.serving, model.lane.capacity - len(prompt)
@@ -221,12 +217,6 @@ class Server:
         except UserError as error:
             raise ApiError(400, str(error), param="messages") from None
         return Job(requests, asyncio.get_running_loop())
-
-
-def _calls_in(model: Served, tools: list[dict], opening: str, ids: list[int]) -> list[dict]:
-    """The tool calls of a turn; a turn with one that cannot be read is text."""
-    turn = parse_turn(model.encoder, ids, tools, opening)
-    return [] if turn.errors else turn.message.get("tool_calls") or []
 
 
 def _check_length(what: str, count: int, most: int, words: str = "") -> None:

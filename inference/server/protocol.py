@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.strict_json import loads, why
-from hybrid_rlhf.data.tool_columns import with_tools
+from hybrid_rlhf.data.tool_columns import tools_of, with_tools
 from hybrid_rlhf.data.transcripts import clean
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 
@@ -282,7 +282,7 @@ def _call(call: _Call, where: str) -> dict:
 
 
 def _tools(body: _ChatBody, given: Any) -> list[dict]:
-    """The tools as they were given, none where the model is to call none. ApiError 400 for what is not done here."""
+    """The tools as rows of SFT have them; none where none may be called. ApiError 400 for what is not done here."""
     if body.tool_choice not in (None, "auto", "none"):
         raise ApiError(400, "tool_choice can be auto or none here: the model cannot be made to call a tool; "
                             "leave it out", param="tool_choice", code="unsupported_parameter")
@@ -297,7 +297,7 @@ def _tools(body: _ChatBody, given: Any) -> list[dict]:
         if any(function.name == other.name for other in functions[:i]):
             raise ApiError(400, f"tools.{i}.function.name: there are two tools called {function.name}; "
                                 "name each once", param="tools")
-    tools = _as_json(given, "tools") if functions else []
+    tools = tools_of(_as_json(given, "tools")) if functions else []
     return [] if body.tool_choice == "none" else tools
 
 
@@ -307,7 +307,8 @@ def _as_json(value: Any, where: str) -> Any:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         return loads(clean(json.dumps(loads(text or "{}"), ensure_ascii=False)))
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"{where}: not valid JSON ({why(error)[:200]}); fix it", param=where.split(".")[0]) from None
+        raise ApiError(400, f"{where}: not valid JSON ({why(error)[:200]}); fix it",
+                       param=where.split(".")[0]) from None
 
 
 class Shapes:
@@ -323,7 +324,7 @@ class Shapes:
     def usage_chunk(self, counts: tuple[int, int]) -> dict:
         return self._frame | {"object": "chat.completion.chunk", "choices": [], "usage": usage(counts)}
 
-    def whole(self, said: list[tuple[str, list[dict]]], finish_reasons: list[str | None],
+    def whole(self, said: list[tuple[str, Sequence[dict]]], finish_reasons: list[str | None],
               counts: tuple[int, int]) -> dict:
         """said: text and tool calls of each choice."""
         messages = [{"role": "assistant", "content": text or None, "refusal": None, "tool_calls": calls} if calls else
@@ -336,12 +337,13 @@ class Shapes:
 def answered_calls(calls: Sequence[dict]) -> list[dict]:
     """Calls that a model made, in OpenAI's shape. Raises ValueError for arguments that JSON has no word for.
 
-    An id has nine letters and figures: Mistral's template takes no other.
+    An id is the model's own where it said one, else of nine letters and figures: Mistral's templates take no other.
     """
-    return [{"id": secrets.token_hex(5)[:9], "type": "function", "function": {
+    given = [call.get("id") for call in calls]
+    return [{"id": own if own and given.count(own) == 1 else secrets.token_hex(5)[:9], "type": "function", "function": {
         "name": clean(call["function"]["name"]),
         "arguments": clean(json.dumps(call["function"]["arguments"], ensure_ascii=False, allow_nan=False))}}
-        for call in calls]
+        for call, own in zip(calls, given, strict=True)]
 
 
 def usage(counts: tuple[int, int]) -> dict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from hybrid_rlhf.inference.server.protocol import ApiError, ChatRequest, Shapes,
 from hybrid_rlhf.inference.server.served_model import Served
 from hybrid_rlhf.inference.server.worker import Job, Stopping
 from hybrid_rlhf.inference.turn_text import TurnText
+from hybrid_rlhf.models.tool_calls import ParsedTurn, parse_turn
 
 EVENTS = (b"content-type", b"text/event-stream; charset=utf-8")
 
@@ -76,22 +77,27 @@ async def _until_gone(receive: Receive) -> None:
 
 
 class Asking(NamedTuple):
-    """One request under way. drop: forget one of its choices. calls_in: the tool calls in the tokens of a turn, none
-    where one of them cannot be read; None where the model has no tools."""
+    """One request under way. prompt: its text. drop: forget one of its choices. encode: a call in the thread for
+    prompts."""
 
     model: Served
     asked: ChatRequest
     job: Job
+    prompt: str
     drop: Callable[[int], None]
-    calls_in: Callable[[list[int]], Awaitable[list[dict]]] | None
-
-    def texts(self) -> list[AnswerText | TurnText]:
-        plain = [AnswerText(self.model.tokenizer, self.asked.stops, self.ends) for _ in self.job.requests]
-        return plain if self.calls_in is None else [TurnText(self.model.tokenizer, text) for text in plain]
+    encode: Callable[..., Awaitable[ParsedTurn]]
 
     @property
     def ends(self) -> frozenset[int]:
         return self.model.lane.serving.stops if self.model.lane.serving else frozenset()
+
+    def text(self) -> AnswerText | TurnText:
+        """The text of one choice, of which nothing has come."""
+        text = AnswerText(self.model.tokenizer, self.asked.stops, self.ends)
+        return TurnText(self.model.tokenizer, text, self.prompt) if self.asked.tools else text
+
+    async def parse(self, ids: list[int]) -> ParsedTurn:
+        return await self.encode(parse_turn, self.model.encoder, ids, self.asked.tools, self.prompt)
 
 
 class Piece(NamedTuple):
@@ -100,12 +106,12 @@ class Piece(NamedTuple):
     index: int
     text: str
     reason: str | None = None
-    calls: list[dict] = []
+    calls: Sequence[dict] = ()
 
 
 async def _pieces(asking: Asking, counts: list[int]) -> AsyncIterator[Piece]:
     """The pieces as they come; counts: tokens of each choice, kept up to date."""
-    ends, texts = asking.ends, asking.texts()
+    ends, texts = asking.ends, [asking.text() for _ in asking.job.requests]
     num_left = len(texts)
     while num_left:
         news = await asking.job.events.get()
@@ -131,20 +137,22 @@ async def _pieces(asking: Asking, counts: list[int]) -> AsyncIterator[Piece]:
 
 async def _ended(asking: Asking, text: AnswerText | TurnText, last: Piece) -> Piece:
     """The last piece with the calls of its turn, or with the text that was held back where it has none."""
-    if asking.calls_in is None or not isinstance(text, TurnText):
+    if not isinstance(text, TurnText):
         return last
+    turn = await asking.parse(text.ids)
     try:
-        calls = answered_calls(await asking.calls_in(text.ids))
+        calls = answered_calls(turn.message.get("tool_calls", ()))
     except ValueError:  # a number that JSON has no word for
         calls = []
     if not calls:
         return last._replace(text=last.text + text.held)
-    return last._replace(calls=calls, reason="tool_calls" if last.reason == "stop" else last.reason)
+    return last._replace(text=last.text + text.behind_calls(turn.message["content"]), calls=calls,
+                         reason="tool_calls" if last.reason == "stop" else last.reason)
 
 
 async def whole(send: Send, asking: Asking) -> None:
     num_choices = len(asking.job.requests)
-    texts, calls, reasons, counts = ([empty] * num_choices for empty in ("", [], None, 0))
+    texts, calls, reasons, counts = ([empty] * num_choices for empty in ("", (), None, 0))
     async for piece in _pieces(asking, counts):
         index = piece.index
         texts[index] += piece.text

@@ -22,8 +22,9 @@ def tokenizer_with_template():
 class ScriptedEngine:
     """Answers with what it was told to, token by token, and remembers what it was asked."""
 
-    def __init__(self, *answers: str, interrupt_after: int | None = None) -> None:
-        self.tokenizer, self.answers, self.interrupt_after = tokenizer_with_template(), list(answers), interrupt_after
+    def __init__(self, *answers: str, interrupt_after: int | None = None, tokenizer=None) -> None:
+        self.tokenizer = tokenizer or tokenizer_with_template()
+        self.answers, self.interrupt_after = list(answers), interrupt_after
         self.prompts, self.seeds, self.limits, self.inside, self.closed = [], [], [], False, 0
 
     @contextmanager
@@ -49,8 +50,8 @@ class ScriptedEngine:
             self.closed += 1
 
 
-def conversation(*answers: str, interrupt_after: int | None = None, **changes) -> Conversation:
-    engine = ScriptedEngine(*answers, interrupt_after=interrupt_after)
+def conversation(*answers: str, interrupt_after: int | None = None, tokenizer=None, **changes) -> Conversation:
+    engine = ScriptedEngine(*answers, interrupt_after=interrupt_after, tokenizer=tokenizer)
     return Conversation(engine, engine.tokenizer, SamplingConfig(max_new_tokens=64), **changes)
 
 

@@ -25,10 +25,16 @@ from hybrid_rlhf.inference.server.worker import ModelQueue, Worker
 def running(folders: dict[str, str], *, limits: Limits | None = None, num_slots: int = 4, capacity: int = 256,
             **settings) -> Iterator[SimpleNamespace]:
     """url, worker and models of a server that ends with the block."""
-    models = []
-    for name, folder in folders.items():
-        opened = open_conversation(folder, SamplingConfig())
-        models.append(Served(name, ModelQueue(opened.engine, num_slots, capacity), opened.tokenizer))
+    opened = {name: open_conversation(folder, SamplingConfig()) for name, folder in folders.items()}
+    models = [Served(name, ModelQueue(each.engine, num_slots, capacity), each.tokenizer)
+              for name, each in opened.items()]
+    with serving(models, limits, **settings) as found:
+        yield found
+
+
+@contextmanager
+def serving(models: list[Served], limits: Limits | None = None, **settings) -> Iterator[SimpleNamespace]:
+    """The same over models that are loaded."""
     worker = Worker([m.lane for m in models])
     worker.start()
     taken = socket.socket()
