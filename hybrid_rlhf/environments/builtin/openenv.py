@@ -86,8 +86,8 @@ class OpenEnv:
         except (OSError, HTTPException, ValueError, RecursionError) as error:
             self._drop()
             said = " ".join(str(error).split()) or type(error).__name__
-            cure = "; fix the url, or use transport http" if "no WebSocket" in said else ""
-            self._fail(f"{said:.300}{cure or '; fix the server'}")
+            is_other = "no WebSocket" in said
+            self._fail(f"{said:.300}; fix the {'url, or use transport http' if is_other else 'url or the server'}")
         if isinstance(answer, dict) and answer.get("type") == "error":
             inner = answer.get("data")
             found: dict = inner if isinstance(inner, dict) else {}
