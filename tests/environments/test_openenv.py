@@ -142,7 +142,7 @@ def test_an_episode(service, transport):
 ])
 def test_what_is_shown_of_an_observation(service, options, observation, shown):
     service.answers = [{"observation": observation, "reward": None, "done": False}]
-    assert say(service.environment(**options), "x") == (user(shown), False, 0.0)
+    assert say(service.environment(**options), "x") == (user(shown), False, None)
 
 
 def test_a_message_that_is_the_action(service):
@@ -152,7 +152,7 @@ def test_a_message_that_is_the_action(service):
     environment = service.environment(action_field=None)
     assert say(environment, '{"value": 1}') == (user("ok"), False, 1.0)
     assert service.asked == [("ws", {"type": "step", "data": {"value": 1}})]
-    assert say(environment, '{"value": "x"}') == (user("error: Invalid message [{'loc': ['value']}]"), False, 0.0)
+    assert say(environment, '{"value": "x"}') == (user("error: Invalid message [{'loc': ['value']}]"), False, None)
     for text in ("no", "[1]", "[" * 100_000, '{"a": ' + "9" * 5000 + "}"):
         [message], is_over, reward = say(environment, text)
         assert message["content"].startswith("error: the message must be a JSON object") and not is_over and not reward
@@ -271,7 +271,7 @@ def test_nobody_there_and_an_episode_that_is_over_at_once(service):
 ])
 def test_options_that_cannot_be_are_refused_at_the_start(options, message):
     with pytest.raises(UserError, match=message):
-        BUILTINS["openenv"]()(**{"url": "http://localhost", **options})
+        BUILTINS["openenv"](**{"url": "http://localhost", **options})
 
 
 def test_a_connection_that_is_closed_is_closed(service):

@@ -16,7 +16,7 @@ from hybrid_rlhf.rewards.reasoning_task import EVALUATES, INSTRUCTION, final_ans
 
 
 def gym(*given, **options):
-    return BUILTINS["reasoning_gym"]()(*given, **options)
+    return BUILTINS["reasoning_gym"](*given, **options)
 
 
 @pytest.mark.parametrize("text, tag, answer", [

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 from hybrid_rlhf.environments.builtin.calculator import calculator
 from hybrid_rlhf.environments.builtin.guess_number import GuessNumber, GuessNumberTool
+from hybrid_rlhf.environments.builtin.openenv import OpenEnv
 from hybrid_rlhf.environments.builtin.python_expression import python_expression
+from hybrid_rlhf.environments.builtin.reasoning_gym import ReasoningGym
 from hybrid_rlhf.environments.builtin.word_game import WordGame
 
 BUILTINS: dict[str, Callable] = {
     "calculator": calculator, "python_expression": python_expression, "guess_number": GuessNumber,
-    "guess_number_tool": GuessNumberTool, "word_game": WordGame}
+    "guess_number_tool": GuessNumberTool, "word_game": WordGame, "reasoning_gym": ReasoningGym, "openenv": OpenEnv}

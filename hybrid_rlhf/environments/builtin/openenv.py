@@ -67,7 +67,7 @@ class OpenEnv:
         check(not is_over, f"openenv at {self._shown}: the episode is over before it began; fix the row or the server")
         return f"\n{observation}" if observation else None
 
-    def step(self, messages: list[dict]) -> tuple[list[dict], bool, float]:
+    def step(self, messages: list[dict]) -> tuple[list[dict], bool, float | None]:
         text = text_of(messages)
         try:
             action = {self.action_field: text} if self.action_field is not None else _action(text)
@@ -75,7 +75,7 @@ class OpenEnv:
         except _Refused as error:
             if self.action_field is not None:
                 self._fail(f"refused an action: {error}; fix action_field or the server")
-            observation, is_over, reward = f"error: {error}", False, 0.0
+            observation, is_over, reward = f"error: {error}", False, None
         return [{"role": "user", "content": observation}], is_over, reward
 
     def _asked(self, what: str, data: dict) -> object:
@@ -86,8 +86,8 @@ class OpenEnv:
         except (OSError, HTTPException, ValueError, RecursionError) as error:
             self._drop()
             said = " ".join(str(error).split()) or type(error).__name__
-            cure = "; fix the url, or use transport http" if "no WebSocket" in said else ""
-            self._fail(f"{said:.300}{cure or '; fix the server'}")
+            is_other = "no WebSocket" in said
+            self._fail(f"{said:.300}; fix the {'url, or use transport http' if is_other else 'url or the server'}")
         if isinstance(answer, dict) and answer.get("type") == "error":
             inner = answer.get("data")
             found: dict = inner if isinstance(inner, dict) else {}
@@ -132,15 +132,15 @@ class OpenEnv:
                 raise _Refused(detail) from None
             raise ValueError(f"answered status {error.code} ({error.reason}) {detail}") from None
 
-    def _result(self, answer: object) -> tuple[str, bool, float]:
-        """The observation's text, whether the episode is over, and the reward, 0 where the server gives none."""
+    def _result(self, answer: object) -> tuple[str, bool, float | None]:
+        """The observation's text, whether the episode is over, and the reward, None where the server gives none."""
         found = answer if isinstance(answer, dict) else {}
         observation, reward = found.get("observation"), found.get("reward")
         if not isinstance(observation, dict) or not isinstance(found.get("done", False), bool):
             self._fail(f"answered {answer!r:.100}, where an object with observation, reward and done is needed")
         if reward is not None and not (isinstance(reward, (int, float)) and math.isfinite(reward)):
             self._fail(f"gave the reward {reward!r:.40}, where a finite number or null is needed")
-        return self._text(observation), found.get("done", False), float(reward or 0)
+        return self._text(observation), found.get("done", False), None if reward is None else float(reward)
 
     def _text(self, observation: dict) -> str:
         if self.observation_field is not None:
