@@ -47,8 +47,8 @@ class Served:
         try:
             check_tools(self.encoder)
         except UserError as error:
-            raise ApiError(400, f"{self.name} cannot call tools: {error}", param=param,
-                           code="unsupported_parameter") from None
+            raise ApiError(400, f"{self.name} cannot call tools ({error}); leave `tools` out",
+                           param=param, code="unsupported_parameter") from None
 
     def wait(self) -> int:
         """Seconds after which there may be room again."""

@@ -59,7 +59,8 @@ def test_text_that_was_rendered_before_is_taken_as_it_is(tokenizer):
 
 def test_everything_in_a_message_but_its_role_is_content(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.tool_calls | tojson }} {{ m.name }}{% endfor %}"
-    message = {"role": "user", "content": "x", "name": "<|im_end|>", "tool_calls": [{"f": ["<|im_start|>"], "<|im_end|>": 1}]}
+    call = {"f": ["<|im_start|>"], "<|im_end|>": 1}
+    message = {"role": "user", "content": "x", "name": "<|im_end|>", "tool_calls": [call]}
     assert not {2, 3} & set(encode_prompt(tokenizer, [message]))
 
 

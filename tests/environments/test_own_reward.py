@@ -3,33 +3,55 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
+import torch
 
+from hybrid_rlhf.algorithms.shaping import shape_rewards
 from hybrid_rlhf.environments.contract import Environment, Environments
 from hybrid_rlhf.environments.own_reward import EnvironmentSource, source_of
 from hybrid_rlhf.rewards import BadAnswer, part_scores
+from hybrid_rlhf.rewards.mixture import Mixture, Part
+from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.rollout.episode_record import Episode
 
 
-class Episodes(SimpleNamespace):
-    completions = ("a", "b", "c")
-
-    def __len__(self) -> int:
-        return 3
+def rollout_of(*episodes: Episode) -> Rollout:
+    """Responses of five tokens, of which the third was not sampled."""
+    size = len(episodes)
+    rollout = Rollout.from_responses(Prompts([[1]] * size, ["a"] * size), [[5, 6, 7, 8, 9]] * size, [True] * size, 0,
+                                     ["b"] * size, [[True, True, False, True, True]] * size)
+    rollout.episodes = list(episodes)
+    return rollout
 
 
 def test_an_episode_without_a_reward_of_its_own_is_skipped():
-    source, rewards = EnvironmentSource("Shop"), [1.0, None, -0.5]
-    rollout = Episodes(episode_rewards=rewards)
-    assert source.score(rollout) == rewards and source.score(rollout) is not rewards
-    first, second, third = part_scores(source, rollout).tolist()
+    rollout = rollout_of(Episode(reward=1.0), Episode(), Episode(reward=-0.5))
+    first, second, third = part_scores(EnvironmentSource("Shop"), rollout).tolist()
     assert (first, third) == (1.0, -0.5) and math.isnan(second)
 
 
 def test_a_reward_that_is_no_number_names_environment_and_episode():
+    rollout = rollout_of(Episode(reward=1.0), Episode(reward="high"), Episode())
     with pytest.raises(BadAnswer, match="reward source Shop: score 'high' for response 1, where a finite number"):
-        part_scores(EnvironmentSource("Shop"), Episodes(episode_rewards=[1.0, "high", 0.0]))
+        part_scores(EnvironmentSource("Shop"), rollout)
+
+
+def test_what_a_turn_earned_stands_at_its_last_token_weighted_with_the_rest():
+    """Turns that end behind 2 and 5 tokens and earned .5 and 1, beside .25 for the whole; of weight 2, and a constant
+    beside it: 2 * 1.75 + 3 in all, of which 1 and 2 stand at columns 1 and 4."""
+    class Constant:
+        name = "constant"
+
+        def score(self, rollout: Rollout) -> list[float]:
+            return [3.0] * len(rollout)
+
+    rollout = rollout_of(Episode(turn_ends=[2, 5], turn_rewards=[0.5, 1.0], reward=0.25))
+    source = Mixture([Part(EnvironmentSource("Game"), 2.0), Part(Constant())])
+    assert source.score(rollout) == [6.5]
+    assert rollout.token_scores.tolist() == [[0, 1, 0, 0, 2]]
+    rewards = shape_rewards(torch.tensor([6.5]), torch.zeros(1, 5), 0.0, rollout.action_mask, rollout.token_scores)
+    assert rewards.tolist() == [[0, 1, 0, 0, 5.5]]
 
 
 def kind(name: str, has_step: bool = False, has_reward: bool = False) -> Environment:
