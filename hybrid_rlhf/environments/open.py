@@ -74,7 +74,6 @@ def _tools(given: Sequence[str], files: dict[str, ModuleType]) -> dict[str, Call
         check(not inspect.isclass(tool), f"environment.tools: {text} is a class; give it as environment.factory")
         check(name not in found, f"environment.tools: there are two tools called {name}; rename one")
         found[name] = tool
-    plain_schemas(found)  # before any environment is made
     return found
 
 
