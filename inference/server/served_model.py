@@ -47,7 +47,7 @@ class Served:
         try:
             check_tools(self.encoder)
         except UserError as error:
-            raise ApiError(400, f"{self.name} cannot call tools: {error}", param=param,
+            raise ApiError(400, f"{self.name} cannot call tools: {error}; or leave tools out", param=param,
                            code="unsupported_parameter") from None
 
     def wait(self) -> int:
