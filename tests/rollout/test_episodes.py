@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.environments.contract import Environment, Environments, environment_of, plain_schemas
 from hybrid_rlhf.environments.settings import EnvironmentConfig
@@ -283,3 +284,26 @@ def test_an_episode_is_drawn_again_from_its_record(tokenizer):
         mask = rollout.action_mask[row]
         assert list(chain(*tokens)) == rollout.response_ids[row][mask].tolist()
         assert list(chain(*logprobs)) == rollout.sampled_logprobs[row][mask].tolist()
+
+
+@pytest.mark.parametrize(("method", "told"), [
+    ("reset", "reset raised OSError: gone"), ("step", "step raised OSError: gone"),
+    ("get_reward", "get_reward raised OSError: gone"), ("reward", "get_reward answered 'high', where a finite number")])
+def test_an_environment_that_fails_ends_the_run_in_one_line(tokenizer, method, told):
+    def gone(self, **_row):
+        raise OSError("gone")
+
+    def lost(self, messages):
+        raise OSError("gone")
+
+    methods = {"reset": gone, "step": lost, "get_reward": gone, "reward": lambda self: "high"}
+    own_method = {"get_reward" if method == "reward" else method: methods[method]}
+    game = type("Game", (Guess,), own_method)
+    game.__module__ = __name__
+    own = Environments([environment_of("Game", game, {}, "here")], False)
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": "Guess! Go!"}], tokenize=False,
+                                          add_generation_prompt=True)
+    parts = conversation(tokenizer, asked, "7" + END)
+    with pytest.raises(UserError, match=told) as found:
+        play(tokenizer, own, [parts], asked="Guess!", columns={"secret": [7]})
+    assert found.value.is_before_update and "\n" not in str(found.value)
