@@ -47,13 +47,8 @@ class Served:
         try:
             check_tools(self.encoder)
         except UserError as error:
-<<<<<<< HEAD
-            raise ApiError(400, f"{self.name} cannot call tools ({error}); leave `tools` out",
-                           param=param, code="unsupported_parameter") from None
-=======
             raise ApiError(400, f"{self.name} cannot call tools: {error}; or leave tools out", param=param,
                            code="unsupported_parameter") from None
->>>>>>> server
 
     def wait(self) -> int:
         """Seconds after which there may be room again."""
