@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 import json
 import re
 import subprocess
 import sys
 import time
+import warnings
 from fractions import Fraction
 from typing import get_type_hints
 
@@ -197,12 +199,47 @@ _expressions = st.recursive(_numbers | _texts | _lists, _filled(
     "list(range(len({a})))",
     "list(enumerate({a}))", "list(reversed({a}))", "set({a})", "dict({a})", "({a} < {b} < {a})",
     "{a}.strip().title()"), max_leaves=6)
+# The same with each part of the kind that belongs there, so that nearly all of them have a value.
+_OPERATORS = ["+", "-", "*", "/", "//", "%", "<", "<=", ">", ">=", "==", "!=", "and", "or"]
+
+
+def _of(*templates: str):
+    """Texts made of a template with a number n, m, a text s, t and a list of numbers v, w."""
+    return st.sampled_from(templates).flatmap(lambda template: st.fixed_dictionaries(
+        {name: kind for name, kind in _KINDS.items() if f"{{{name}}}" in template}).map(
+        lambda parts: template.format(**parts)))
+
+
+_number = st.deferred(lambda: _numbers | _numbers | st.sampled_from(_OPERATORS).flatmap(
+    lambda op: _of(f"({{n}} {op} {{m}})")) | _of(
+    "len({s})", "len({v})", "sum({v})", "abs({n})", "round({n}, 1)", "int({n})", "float({n})", "min({n}, {m})",
+    "max({n}, {m})",
+    "-{n}", "(not {n})", "({n} if {m} else {n})", "divmod({n}, {m})[0]", "{v}[0]", "{v}[-1]", "({n} in {v})",
+    "({n} not in {v})", "{s}.count({t})",
+    "{s}.find({t})", "({s} < {t})", "({s} in {t})", "({v} == {w})", "sum(x for x in {v} if x > {n})",
+    "({n} < {m} <= {n})", "any({v})", "all({v})",
+    "bool({s})", "min({v}, default={n})", "{{1: {n}}}.get({m}, {n})", "({n})**2", "(int({n}) & 6 | 9 ^ 3)",
+    "(int({n}) << 2 >> 1)"))
+_text = st.deferred(lambda: _texts | _texts | _of(
+    "({s} + {t})", "({s} * 3)", "{s}[1:]", "{s}[::-1]", "{s}.upper()", "{s}.title()", "{s}.strip()",
+    "{s}.replace({t}, 'z')", "{s}.join({t})",
+    "{s}.center(9, '.')", "{s}.zfill(4)", "str({n})", "str({v})", "({s} or {t})", "max({s}, {t})",
+    "', '.join(str(x) for x in {v})"))
+_list = st.deferred(lambda: _lists | _lists | _of(
+    "({v} + {w})", "({v} * 2)", "{v}[1:]", "{v}[::2]", "sorted({v})", "sorted({v}, key=abs, reverse=True)",
+    "list(range(len({s})))",
+    "[x * {n} for x in {v}]", "[x + y for x in {v} for y in {w} if x != y]", "[x - y for x, y in zip({v}, {w})]",
+    "[i * x for i, x in enumerate({v})]",
+    "[{n}, {m}]", "list(reversed({v}))", "[len(x) for x in {s}.split({t} or ' ')]",
+    "[v for k, v in {{1: {n}, 2: {m}}}.items()]",
+    "list({{x: x + 1 for x in {v}}})", "[x for x in {v} if {n}]"))
+_KINDS = {"n": _number, "m": _number, "s": _text, "t": _text, "v": _list, "w": _list}
 _BY_PYTHON = {name: getattr(builtins, name) for name in FUNCTIONS}
 
 
 @pytest.mark.filterwarnings("ignore::SyntaxWarning")  # what Python's compiler says of (1)[2]
-@settings(max_examples=600, deadline=None)
-@given(_expressions)
+@settings(max_examples=1000, deadline=None)
+@given(_number | _text | _list | _expressions)
 def test_python_expressions_equal_pythons_own_eval(code):
     said = python_expression(code)
     if said.startswith("error: ") and not said.split(" ")[1].endswith("Error:"):
@@ -227,3 +264,22 @@ def test_a_tool_has_what_its_schema_is_made_of(name):
     (parameter,) = get_type_hints(tool).keys() - {"return"}
     assert tool.__name__ == name and get_type_hints(tool) == {parameter: str, "return": str}
     assert re.search(rf"\n\n    Args:\n        {parameter}: \w", tool.__doc__)
+
+
+@pytest.mark.parametrize("operator", [*_OPERATORS, "**", "&", "|", "^", "<<", ">>", "is", "is not", "in", "not in"])
+def test_every_operator_equals_pythons_on_all_pairs_of_a_few_values(operator):
+    values = ["-7", "0", "2", "2.5", "True", "'a'", "'ab'", "[2]", "[2, 0]", "(1,)", "{2}", "{2, 3}", "{0: 1}", "None"]
+    num_values = 0
+    for left, right in itertools.product(values, values):
+        said = python_expression(f"{left} {operator} {right}")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what Python's compiler says of 2 is 0
+                value = eval(f"{left} {operator} {right}")
+        except Exception as error:
+            said_class = type(error).__name__
+        else:
+            said_class, num_values = repr(value), num_values + ("error" not in said)
+        assert said == said_class or said.startswith(f"error: {said_class}") or re.search(
+            "not available|only for None|complex|%", said), (left, right, said, said_class)
+    assert num_values >= 5
