@@ -88,7 +88,7 @@ class Session:
     def answered(self) -> list[str]:
         """The models whose tool calls have their answers, and who have not gone on."""
         return [name for name, model in self.chat_models.items()
-                if model.messages and model.messages[-1]["role"] == "tool" and not model.open_calls()]
+                if model.messages and model.messages[-1]["role"] == "tool"]
 
     def load(self, path: str) -> int:
         """Go on from a conversation that /save wrote (or any jsonl row with messages); returns how many were read. The
