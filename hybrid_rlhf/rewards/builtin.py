@@ -31,8 +31,10 @@ def last_number(text: str) -> Decimal | None:
 
 
 def text_of(completion: str | list[dict]) -> str:
-    """What was said: a completion as text, or the last message's content."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
+    """What was said: a completion as text, or the content of the model's last message."""
+    if isinstance(completion, str):
+        return completion
+    return next((m["content"] for m in reversed(completion) if m["role"] == "assistant"), "")
 
 
 def after_marker(text: str, marker: str | None) -> str:

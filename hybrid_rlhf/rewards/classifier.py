@@ -78,8 +78,8 @@ class ClassifierSource:
     @torch.no_grad()
     def score(self, rollout: Rollout) -> list[float]:
         prompts = rollout.prompts.columns.get("prompt") or rollout.prompts.texts
-        rows = [self._ids(prompt, answer, bool(ended)) for prompt, answer, ended in
-                zip(prompts, rollout.completions, rollout.has_eos, strict=True)]
+        rows = [self._ids(prompt, answer, whole, bool(ended)) for prompt, answer, whole, ended in
+                zip(prompts, rollout.completions, rollout.said(), rollout.has_eos, strict=True)]
         longest, limit = max((len(ids) for ids, _ in rows), default=0), load.max_positions(self.model)
         check(limit is None or longest <= limit,
               f"reward source {self.name}: a response of {longest} of its tokens, and it has {limit} positions; lower "
@@ -89,10 +89,11 @@ class ClassifierSource:
             out[index] = self._scored([rows[i] for i in index.tolist()])
         return out.tolist()  # a list is someone else's answer: a NaN in it is the user's to fix, not our fault
 
-    def _ids(self, prompt: Text, answer: str, is_ended: bool) -> tuple[list[int], list[int]]:
-        """Token ids of one response as this model reads it, and their segments (0, or 1 for a pair's second part)."""
+    def _ids(self, prompt: Text, answer: str, whole: Text, is_ended: bool) -> tuple[list[int], list[int]]:
+        """Token ids of one response as this model reads it, and their segments (0, or 1 for a pair's second part).
+        whole: an episode with all of its messages, for who has a chat template; others read the last answer."""
         if self.reads == "text" and (hasattr(self.model, "score") or self.tokenizer.chat_template):
-            ids = read_by(self.tokenizer, prompt, answer, is_ended, self.raw)
+            ids = read_by(self.tokenizer, prompt, whole if self.tokenizer.chat_template else answer, is_ended, self.raw)
             return ids, [0] * len(ids)
         asked = prompt if isinstance(prompt, str) else "\n\n".join(m["content"] for m in prompt)
         texts = {"text": (asked + answer if isinstance(prompt, str) else f"{asked}\n\n{answer}",),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.chat import Rendered, Text
@@ -34,7 +34,7 @@ class ModelSource:
             return self.role.score_rollout(rollout)
         prompts = rollout.prompts.columns.get("prompt") or rollout.prompts.texts
         rows = [read_by(self.tokenizer, prompt, answer, bool(ended), self.raw) for prompt, answer, ended in
-                zip(prompts, rollout.completions, rollout.has_eos, strict=True)]
+                zip(prompts, rollout.said(), rollout.has_eos, strict=True)]
         longest, limit = max(map(len, rows)), self._positions()
         check(limit is None or longest <= limit,
               f"a response of {longest} tokens of the reward model's, which has {limit} positions; lower "
@@ -47,11 +47,17 @@ class ModelSource:
         return max_positions(model if hasattr(model, "config") else model.base_model)
 
 
-def read_by(tokenizer: Tokenizer, prompt: Text, answer: str, is_ended: bool, raw: bool = False) -> list[int]:
-    """Prompt and answer as `tokenizer` writes them; an answer that did not end has neither end marker nor EOS. raw:
-    a string prompt stays as it is also where there is a chat template."""
-    whole = chat.compose(tokenizer, chat.as_turn(tokenizer, prompt, raw), answer)
-    if is_ended:
+def read_by(tokenizer: Tokenizer, prompt: Text, answer: Text, is_ended: bool, raw: bool = False) -> list[int]:
+    """Prompt and answer, or the messages of an episode, as `tokenizer` writes them; an answer that did not end has
+    neither end marker nor EOS. raw: a string prompt stays as it is also where there is a chat template. Raises UserError
+    for a template that cannot write the messages."""
+    try:
+        whole = chat.compose(tokenizer, chat.as_turn(tokenizer, prompt, raw), answer)
+    except chat.SkipRow as error:
+        raise UserError(f"a reward model cannot read a response: {error}; give one whose chat template shows it, or "
+                        "reward.functions") from error
+    answer = answer if isinstance(answer, str) else answer[-1]["content"] if answer[-1]["role"] == "assistant" else ""
+    if is_ended or not answer:
         return chat.encode_all(tokenizer, [whole])[0].ids
     start = whole.spans[-1][0]
     words = answer if whole.is_plain else broken(tokenizer, answer)
