@@ -49,8 +49,8 @@ class ModelSource:
 
 def read_by(tokenizer: Tokenizer, prompt: Text, answer: Text, is_ended: bool, raw: bool = False) -> list[int]:
     """Prompt and answer, or the messages of an episode, as `tokenizer` writes them; an answer that did not end has
-    neither end marker nor EOS. raw: a string prompt stays as it is also where there is a chat template. Raises UserError
-    for a template that cannot write the messages."""
+    neither end marker nor EOS. raw: a string prompt stays as it is also where there is a chat template. Raises
+    UserError for a template that cannot write the messages."""
     try:
         whole = chat.compose(tokenizer, chat.as_turn(tokenizer, prompt, raw), answer)
     except chat.SkipRow as error:

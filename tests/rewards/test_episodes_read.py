@@ -25,7 +25,7 @@ def test_an_episode_is_read_as_the_template_writes_it():
 
 
 def test_a_template_that_cannot_show_calls_is_refused_in_one_line():
-    with pytest.raises(UserError, match="a reward model cannot read a response: .*leaves out tool calls; give one"):
+    with pytest.raises(UserError, match=r"a reward model cannot read a response: .*leaves out tool calls; give one"):
         read_by(chatml_tokenizer(), ASKED, SAID, True)
 
 

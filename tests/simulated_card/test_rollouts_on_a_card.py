@@ -19,6 +19,8 @@ from hybrid_rlhf.engine.train.optimizers import OptimizerConfig
 from hybrid_rlhf.engine.train.zero_config import ZeroConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from tests.factories.decoding import MANY_PROMPTS
+from tests.factories.multi_turn import engine_of as turns_engine
+from tests.factories.multi_turn import play
 from tests.factories.tiny import optimizer_step, tiny_causal_lm
 from tests.simulated_card import simulated_card
 
@@ -66,6 +68,14 @@ def test_generations_in_one_mode_share_recordings_that_read_only_what_is_alive(c
         count = len(recordings)
         assert engine.generate(MANY_PROMPTS[:8], SETTINGS, 1).tokens == first
     assert len(recordings) == count
+
+
+def test_turns_go_on_on_the_card_as_on_the_processor(card):
+    """Some in their own slots, some read again for want of slots; decode steps are replayed between them."""
+    for slots in (6, 3):
+        rows, _ = play(turns_engine(tiny_causal_lm().to("cuda"), max_batch=slots))
+        assert card.launches["graph"] > 10
+        assert rows == play(turns_engine(tiny_causal_lm(), max_batch=slots))[0]
 
 
 def test_the_host_waits_at_every_eighth_step_only(card):
