@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,13 +26,15 @@ from hybrid_rlhf.rollout.episode_turns import EpisodeTurns, Play, value_of
 
 @dataclass
 class EpisodePlayer:
-    """Samples episodes. Environments are constructed once and reset often, one for each episode of a rollout."""
+    """Samples episodes. Environments are constructed once and reset often, one for each episode of a rollout; what they
+    hold of an event loop (a session, say) is of the same loop in all rollouts."""
 
     environments: Environments
     config: EnvironmentConfig
     tokenizer: Tokenizer
     _idle: dict[str, list[Instance]] = field(default_factory=dict)
     _used: list[Instance] = field(default_factory=list)
+    _pool: CallPool | None = None
 
     def play(self, engine: HybridEngine, prompts: Prompts, sampling: SamplingConfig, seed: int,
              numbers: Sequence[int]) -> Rollout:
@@ -41,13 +43,24 @@ class EpisodePlayer:
         Inside `inference()`. Raises UserError where an environment cannot be reset, stepped or asked for its reward.
         """
         plays = self._begin(prompts, numbers)
-        with closing(CallPool(self.config.num_workers, self.config.timeout)) as pool:
+        with self._calls() as pool:
             self._reset(plays, prompts, pool)
             if plays:
                 capacity = max(len(play.ids) for play in plays) + sampling.max_new_tokens
                 turns = engine.open_turns(len(plays), capacity, sampling)
                 EpisodeTurns(self.config, self.tokenizer, turns, pool, sampling).run(plays, seed)
         return _rollout(plays, prompts, engine.pad_id, sampling)
+
+    @contextmanager
+    def _calls(self) -> Iterator[CallPool]:
+        """The pool of all rollouts; a new one where the last rollout was broken off, with calls that nobody awaits."""
+        self._pool = self._pool or CallPool(self.config.num_workers, self.config.timeout)
+        try:
+            yield self._pool
+        except BaseException:
+            self._pool.close()
+            self._pool = None
+            raise
 
     def _begin(self, prompts: Prompts, numbers: Sequence[int]) -> list[Play]:
         for instance in self._used:  # the rewards of the last rollout have been computed

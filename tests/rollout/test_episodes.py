@@ -3,6 +3,7 @@ gives for the same conversation, and what becomes of tools and environments that
 
 from __future__ import annotations
 
+import asyncio
 import time
 from itertools import chain
 
@@ -307,3 +308,25 @@ def test_an_environment_that_fails_ends_the_run_in_one_line(tokenizer, method, t
     with pytest.raises(UserError, match=told) as found:
         play(tokenizer, own, [parts], asked="Guess!", columns={"secret": [7]})
     assert found.value.is_before_update and "\n" not in str(found.value)
+
+
+def test_an_async_tool_finds_its_event_loop_again_in_the_next_rollout(tokenizer):
+    loops = []
+
+    async def noted(a: int, b: int) -> int:
+        loops.append(asyncio.get_running_loop())
+        await asyncio.sleep(0)
+        return a * b
+
+    noted.__doc__, noted.__name__ = times.__doc__, "times"
+    own = tools(noted)
+    parts = script(tokenizer, own, CALL + END, answered("36"), "36" + END)
+    model = scripted_causal_lm([parts], vocab_size=len(tokenizer))
+    engine = HybridEngine(model, model, eos_ids=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id)
+    player = EpisodePlayer(own, EnvironmentConfig(tools="f.py:f"), tokenizer)
+    prompts = Prompts([[1]], ["What is 12 * 3?"], {"prompt": ["What is 12 * 3?"]})
+    for _ in range(2):
+        with engine.inference():
+            rollout = player.play(engine, prompts, SamplingConfig(max_new_tokens=200), 0, [0])
+        assert rollout.completions == ["36"]
+    assert len(loops) == 2 and loops[0] is loops[1] and not loops[0].is_closed()
