@@ -182,8 +182,8 @@ def test_a_tools_answer_has_the_name_of_the_function_that_was_called():
 
 def test_halves_of_characters_in_tools_and_calls_are_read_as_those_in_content():
     half = {"\ud800": ["\ud800"]}
-    read = read_chat({"messages": called(arguments=json.dumps(half), name="\ud800"), "tools": tool(parameters=half)})
-    assert read.messages[1]["tool_calls"][0]["function"] == {"name": "\ufffd", "arguments": {"\ufffd": ["\ufffd"]}}
+    read = read_chat({"messages": called(arguments=json.dumps(half)), "tools": tool(parameters=half)})
+    assert read.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"\ufffd": ["\ufffd"]}}
     assert read.tools[0]["function"]["parameters"] == {"\ufffd": ["\ufffd"]}
 
 
