@@ -12,7 +12,7 @@ def calculator(expression: str):
     """Works out a sum.
 
     Args:
-        expression: Such as 47 * 83.
+        expression: What to work out.
     """
 
     def value(node: ast.expr) -> int:

@@ -20,9 +20,9 @@ from transformers.utils import get_json_schema
 sys.path.insert(0, str(Path(__file__).parent))
 from calculator import calculator
 
-MIX = {"called": 15, "guessed": 50, "garbled": 25, "unreadable": 10}
+MIX = {"called": 14, "guessed": 36, "garbled": 40, "unreadable": 10}
 NUM_CONVERSATIONS, NUM_QUESTIONS, NUM_HELD_OUT = 16000, 4000, 500
-ASKING = ("What is {}?", "How much is {}?", "Work out {}.", "Please tell me {}.")
+ASKING = ("{} = ?", "{} is what?", "{} makes?", "{}, please.")
 
 
 def questions(rng: random.Random, count: int) -> list[tuple[str, str]]:
@@ -44,9 +44,7 @@ def guess(rng: random.Random, task: str) -> str:
 def garbled(rng: random.Random, task: str) -> str:
     """Another sum, or none."""
     left, sign, right = task.split()
-    other = str(rng.randint(10, 99))
-    return rng.choice((f"{left} {sign}", f"{left} {right}", f"{other} {sign} {right}", f"{left} {sign} {other}",
-                       f"{left} {rng.choice('+-*'.replace(sign, ''))} {right}"))
+    return rng.choice((f"{left} {sign}", f"{left} {right}", f"{left} {rng.choice('+-*'.replace(sign, ''))} {right}"))
 
 
 def call(expression: str) -> dict:

@@ -73,7 +73,7 @@ def documents_folder(folder: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    """The files that the documents name: data of each kind, pay.py, and a tiny model my-model."""
+    """The files that the documents name: data of each kind, pay.py, a template, and a tiny model my-model."""
     from tests.factories.tiny import save_tiny
 
     pairs = [(f"Name a {c} fruit, number {i}.", f) for i in range(10) for c, f in zip(COLOURS, FRUITS, strict=True)]
@@ -87,6 +87,9 @@ def fill(folder: Path) -> Path:
     }
     for name, found in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    row = next(b.text for b in blocks() if b.page.endswith("tools.md") and b.language == "jsonl")
+    (folder / "weather.jsonl").write_text(row * 20)
+    (folder / "tools.jinja").write_text((ROOT / "examples" / "tools" / "template.jinja").read_text())
     (folder / "pay.py").write_text(python_of("polite"))
     save_tiny(folder / "my-model", max_position_embeddings=1024)
     return folder
