@@ -330,3 +330,47 @@ def test_an_async_tool_finds_its_event_loop_again_in_the_next_rollout(tokenizer)
             rollout = player.play(engine, prompts, SamplingConfig(max_new_tokens=200), 0, [0])
         assert rollout.completions == ["36"]
     assert len(loops) == 2 and loops[0] is loops[1] and not loops[0].is_closed()
+
+
+class Shop:
+    """Another environment, of a tool."""
+
+    def reset(self, **row) -> None:
+        self.sold = 0
+
+    def sell(self, what: str) -> str:
+        """Sells something.
+
+        Args:
+            what: What is sold.
+        """
+        self.sold += 1
+        return f"sold {what}"
+
+    async def get_reward(self) -> float:
+        return 10.0 * self.sold
+
+
+def test_each_row_plays_in_the_environment_that_it_names(tokenizer):
+    """The game's prompt shows no tool, the shop's its own; each has its own reward."""
+    own = Environments([environment_of("game", Guess, {}, "here"), environment_of("shop", Shop, {}, "here")], True)
+    sell = '<tool_call>\n{"name": "sell", "arguments": {"what": "a hat"}}\n</tool_call>'
+    asked = ["Guess!", "Sell!"]
+    first = tokenizer.apply_chat_template([{"role": "user", "content": "Guess! Go!"}], tokenize=False,
+                                          add_generation_prompt=True)
+    second = tokenizer.apply_chat_template([{"role": "user", "content": "Sell!"}], tools=own.kinds[1].schemas,
+                                           tokenize=False, add_generation_prompt=True)
+    talks = [conversation(tokenizer, first, "7" + END),
+             conversation(tokenizer, second, sell + END, answered("sold a hat"), "Done." + END)]
+    model = scripted_causal_lm(talks, vocab_size=len(tokenizer))
+    engine = HybridEngine(model, model, eos_ids=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id)
+    player = EpisodePlayer(own, EnvironmentConfig(factory={"game": "a.py:a", "shop": "a.py:b"}), tokenizer)
+    prompts = Prompts([[1], [1]], asked, {"prompt": asked, "environment": ["game", "shop"], "secret": [7, None]})
+    with engine.inference():
+        rollout = player.play(engine, prompts, SamplingConfig(max_new_tokens=300), 0, [0, 1])
+    assert rollout.prompts.ids == [talks[0][0], talks[1][0]] and rollout.completions == ["7", "Done."]
+    assert [type(e.environment) for e in rollout.episodes] == [Guess, Shop]
+    assert rollout.episode_rewards == [pytest.approx(1.1), 10.0]
+    chess = Prompts([[1]], ["x"], {"prompt": ["x"], "environment": ["chess"]})
+    with pytest.raises(UserError, match="the column environment of a row is 'chess'"), engine.inference():
+        player.play(engine, chess, SamplingConfig(), 0, [0])
