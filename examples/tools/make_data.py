@@ -20,9 +20,9 @@ from transformers.utils import get_json_schema
 sys.path.insert(0, str(Path(__file__).parent))
 from calculator import calculator
 
-MIX = {"called": 14, "guessed": 36, "garbled": 40, "unreadable": 10}
+MIX = {"called": 14, "guessed": 30, "garbled": 46, "unreadable": 10}
 NUM_CONVERSATIONS, NUM_QUESTIONS, NUM_HELD_OUT = 16000, 4000, 500
-ASKING = ("{} = ?", "{} is what?", "{} makes?", "{}, please.")
+ASKING = ("{} = ?", "{} is ?")  # as long in tokens: a model this small finds the numbers by their distance
 
 
 def questions(rng: random.Random, count: int) -> list[tuple[str, str]]:
