@@ -22,7 +22,7 @@ class Episode:
     at its beginning and its end; limits: how many the turn might have. seed, number: of its draws.
     turn_rewards: what each turn earned by itself. reward: what the environment says of the whole (None: nothing).
     environment: the user's object (None: there are only functions); it may be used again in the next rollout.
-    num_calls: of tools; num_failed: those that raised or do not exist; num_late: those without an answer in time;
+    has_tools: whether there was something to call. num_calls: of tools; num_failed: those that raised or do not exist; num_late: those without an answer in time;
     num_malformed: calls that could not be read; num_cut: answers that were shortened.
     """
 
@@ -36,6 +36,7 @@ class Episode:
     reward: float | None = None
     environment: Any = None
     ended: str = ""
+    has_tools: bool = False
     num_calls: int = 0
     num_failed: int = 0
     num_late: int = 0
@@ -73,16 +74,23 @@ def readable(messages: Sequence[dict]) -> str:
 
 
 def measure(episodes: Sequence[Episode]) -> Metrics:
-    """What is reported of them; the first two names are TRL's."""
+    """What is reported of them."""
+    acting = [e for e in episodes if e.has_tools]
+    metrics, size = _of_tools(acting) if acting else Metrics(), len(episodes)
+    metrics.add("episodes/turns", sum(len(e.turn_ends) for e in episodes) / max(size, 1), size)
+    for reason in (MAX_TURNS, NO_ROOM):
+        metrics.add(f"episodes/{reason}_ratio", sum(e.ended == reason for e in episodes) / max(size, 1), size)
+    return metrics
+
+
+def _of_tools(episodes: Sequence[Episode]) -> Metrics:
+    """Calls in an episode, and shares of the calls; the first two names are TRL's."""
     metrics, size = Metrics(), len(episodes)
     calls = sum(e.num_calls + e.num_malformed for e in episodes)
     failed = sum(e.num_failed + e.num_late + e.num_malformed for e in episodes)
-    metrics.add("tools/call_frequency", calls / max(size, 1), size)
+    metrics.add("tools/call_frequency", calls / size, size)
     metrics.add("tools/failure_frequency", failed / max(calls, 1), calls)
     for name, count in (("malformed", sum(e.num_malformed for e in episodes)),
                         ("late", sum(e.num_late for e in episodes)), ("cut", sum(e.num_cut for e in episodes))):
         metrics.add(f"tools/{name}_frequency", count / max(calls, 1), calls)
-    metrics.add("episodes/turns", sum(len(e.turn_ends) for e in episodes) / max(size, 1), size)
-    for reason in (MAX_TURNS, NO_ROOM):
-        metrics.add(f"episodes/{reason}_ratio", sum(e.ended == reason for e in episodes) / max(size, 1), size)
     return metrics

@@ -16,6 +16,7 @@ from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.environments.contract import Environment, Environments, environment_of, plain_schemas
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.rollout import Prompts
+from hybrid_rlhf.rollout.episode_record import measure
 from hybrid_rlhf.rollout.episodes import EpisodePlayer
 from hybrid_rlhf.rollout.replay import replay
 from tests.factories.scripted import conversation, scripted_causal_lm
@@ -216,6 +217,7 @@ def test_an_environment_that_steps_rewards_its_turns_and_the_whole(tokenizer):
     assert rollout.response_ids.tolist() == [[token for part in parts[1:] for token in part]]
     assert episode.turn_rewards == [-0.25, -0.25, 1.0] and episode.reward == pytest.approx(0.3)
     assert rollout.episode_rewards == [pytest.approx(0.8)] and rollout.has_eos.item()
+    assert [name for name in measure(rollout.episodes).compute() if name.startswith("tools/")] == []
     placed = rollout.turn_rewards()[0]
     ends = [len(parts[1]), sum(map(len, parts[1:4])), sum(map(len, parts[1:6]))]
     assert placed.nonzero()[:, 0].tolist() == [end - 1 for end in ends]
