@@ -330,3 +330,38 @@ def test_an_async_tool_finds_its_event_loop_again_in_the_next_rollout(tokenizer)
             rollout = player.play(engine, prompts, SamplingConfig(max_new_tokens=200), 0, [0])
         assert rollout.completions == ["36"]
     assert len(loops) == 2 and loops[0] is loops[1] and not loops[0].is_closed()
+
+
+class Hanging:
+    """Its tool takes longer than it may; what it says of the episode is asked for meanwhile."""
+
+    def reset(self, **row):
+        self.calls = 0
+
+    def times(self, a: int, b: int) -> int:
+        """Multiplies two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        self.calls += 1
+        time.sleep(1.0)
+        return a * b
+
+    def get_reward(self) -> float:
+        return 0.5 * self.calls
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_tool_that_hangs_does_not_keep_the_environment_from_rewarding_the_episode(tokenizer, is_async):
+    async def awaited(self) -> float:
+        return 0.5 * self.calls
+
+    kind = type("Waiting", (Hanging,), {"get_reward": awaited}) if is_async else Hanging
+    own = Environments([environment_of("Hanging", kind, {}, "here")], False)
+    parts = script(tokenizer, own, CALL + END, answered("error: no answer within 0.2 s (environment.timeout)"),
+                   "No idea." + END)
+    rollout, _ = play(tokenizer, own, [parts], timeout=0.2, sampling=SamplingConfig(max_new_tokens=300))
+    [episode] = rollout.episodes
+    assert (episode.num_late, episode.num_failed, episode.reward, episode.ended) == (1, 0, 0.5, "done")
