@@ -365,3 +365,24 @@ def test_a_tool_that_hangs_does_not_keep_the_environment_from_rewarding_the_epis
     rollout, _ = play(tokenizer, own, [parts], timeout=0.2, sampling=SamplingConfig(max_new_tokens=300))
     [episode] = rollout.episodes
     assert (episode.num_late, episode.num_failed, episode.reward, episode.ended) == (1, 0, 0.5, "done")
+
+
+def test_a_prompt_that_reset_makes_too_long_for_the_model_is_refused(tokenizer):
+    """The scripted model has 4096 positions; rotary ones go on without end, and nobody would notice."""
+    class Long(Guess):
+        def reset(self, secret: int) -> str:
+            return " word" * 4000
+
+    own = Environments([environment_of("Long", Long, {}, "here")], False)
+    parts = conversation(tokenizer, "a", "7" + END)
+    with pytest.raises(UserError, match="exceeds the model's 4096 positions; lower max_new_tokens") as found:
+        play(tokenizer, own, [parts], asked="Guess!", columns={"secret": [7]})
+    assert found.value.is_before_update
+
+
+def test_a_prompt_that_the_template_cannot_write_with_the_tools_is_told_in_one_line(tokenizer, monkeypatch):
+    own, parts = tools(times), conversation(tokenizer, "a", "7" + END)
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('no tools\nbeside a system message') }}")
+    with pytest.raises(UserError, match=r"no tools beside a system message.*it asks 'What is 12") as found:
+        play(tokenizer, own, [parts])
+    assert found.value.is_before_update and "\n" not in str(found.value)
