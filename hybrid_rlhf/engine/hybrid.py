@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hybrid_rlhf.core.distributed import RankGroup, max_over_ranks
-from hybrid_rlhf.engine.decode.admission import check_generates, check_lengths, fitting_slots, stop_ids
+from hybrid_rlhf.engine.decode.admission import (
+    check_generates,
+    check_lengths,
+    check_turns,
+    fitting_slots,
+    stop_ids,
+)
 from hybrid_rlhf.engine.decode.cuda_graphs import Capture, capture_for, probe_capture
 from hybrid_rlhf.engine.decode.hf_batches import GenerateBatches
 from hybrid_rlhf.engine.decode.kv_cache import SlotCache
@@ -263,8 +269,10 @@ class HybridEngine(Generic[ModuleT]):
 
     def open_turns(self, num_sequences: int, capacity: int, sampling: SamplingConfig) -> Turns:
         """Sequences of several turns, at most `capacity` tokens each with all that is added to them, under one sampling
-        setting. Only inside `inference()`. Raises UserError where the cache of one sequence does not fit."""
+        setting. Only inside `inference()`. Raises UserError where the cache of one sequence does not fit, or the model
+        has no positions for it."""
         self._require_inference("open_turns")
+        check_turns(self._runner, capacity)
         if self.ranks:
             raise RuntimeError("open_turns() over several ranks: what is added comes to one process")
         stops = self._stops(sampling)

@@ -117,7 +117,8 @@ class Instance:
 
     Its methods may answer with a coroutine, which is to be awaited. Their errors are CallError, in words that a model
     can be shown. Only one call of the user's object runs at a time: while an earlier one, whose time was up, has not
-    returned (`is_busy`), others are refused at once. Plain tools have no object, and are not bound by that.
+    returned (`is_busy`), others are refused at once; but `step` and `reward`, without which an episode has no end, are
+    called beside it. Plain tools have no object, and are not bound by that.
     """
 
     def __init__(self, environment: Environment, own: Any) -> None:
@@ -164,11 +165,11 @@ class Instance:
         """(messages, done, reward): what the environment adds to the conversation `messages`, whether the episode ends
         with it, and the reward of the model's last turn, or None."""
         given = fresh(messages)
-        return self._one_at_a_time("step", self.object.step, lambda: self.object.step(given), _checked_step)
+        return self._beside("step", self.object.step, lambda: self.object.step(given), _checked_step)
 
     def reward(self) -> Any:
         """What get_reward() answers, as it is: who scores checks it."""
-        return self._one_at_a_time("get_reward", self.object.get_reward, lambda: self.object.get_reward(), _same)
+        return self._beside("get_reward", self.object.get_reward, lambda: self.object.get_reward(), _same)
 
     def _tool(self, name: str) -> Callable | None:
         if name in self.environment.tools:
@@ -185,6 +186,11 @@ class Instance:
         with self._alone(name):
             answer = _answer(name, function, call, then, hint)
         return self._awaited_alone(name, answer) if inspect.isawaitable(answer) else answer
+
+    def _beside(self, name: str, function: Callable, call: Callable[[], Any], then: Callable[[Any], Any]) -> Any:
+        """One at a time, but for a call whose time was up: the model was told of that, and the episode went on."""
+        is_late = self.is_busy
+        return _answer(name, function, call, then) if is_late else self._one_at_a_time(name, function, call, then)
 
     async def _awaited_alone(self, name: str, answer: Awaitable) -> Any:
         with self._alone(name):

@@ -7,7 +7,8 @@ where it stopped. What the model said stays the tokens that it said; what is add
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
@@ -62,16 +63,18 @@ class EpisodeTurns:
     sampling: SamplingConfig
 
     def run(self, plays: Sequence[Play], seed: int) -> None:
-        """Raises UserError where an environment's step or get_reward fails."""
+        """Raises UserError where an environment's step or get_reward fails, or the template refuses its messages."""
         by_number = {play.number: play for play in plays}
         for play in plays:
             play.episode.seed, play.episode.number = seed, play.number
             self.turns.submit(Request(play.number, play.ids, self._limit(play), seed, may_go_on=True))
         while self.turns.is_busy or self.pool.num_waiting:
-            for request in self.turns.step() if self.turns.is_busy else ():
-                self._said(by_number[request.number], request)
-            for number, outcome in self.pool.finished(wait=not self.turns.is_busy):
-                self._answered(by_number[number], outcome)
+            ended = self.turns.step() if self.turns.is_busy else ()
+            with before_update():
+                for request in ended:
+                    self._said(by_number[request.number], request)
+                for number, outcome in self.pool.finished(wait=not self.turns.is_busy):
+                    self._answered(by_number[number], outcome)
 
     def _limit(self, play: Play, num_added: int = 0) -> int:
         """Most tokens of the next turn."""
@@ -177,23 +180,30 @@ class EpisodeTurns:
             self._ask(play, "get_reward", play.instance.reward)
 
 
+@contextmanager
+def before_update() -> Iterator[None]:
+    """What is the user's to mend here has changed no weight: a run can be taken up before it. A model whose logits have
+    broken is no such thing."""
+    try:
+        yield
+    except UserError as error:
+        error.is_before_update = True
+        raise
+
+
 def value_of(outcome: Outcome, instance: Instance, what: str) -> Any:
     """What a call answered; UserError where it failed: an episode cannot do without it."""
     if outcome.error is None:
         return outcome.value
     cure = f"{what} needs longer: raise environment.timeout" if outcome.is_late else "fix the environment"
-    error = UserError(f"environment {instance.environment.name}: {outcome.error}; {cure}")
-    error.is_before_update = True
-    raise error
+    raise UserError(f"environment {instance.environment.name}: {outcome.error}; {cure}")
 
 
 def _number(value: Any, instance: Instance) -> float | None:
     value = value.item() if hasattr(value, "item") else value
     if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
-        error = UserError(f"environment {instance.environment.name}: get_reward answered {value!r:.60}, where a finite "
-                          "number or None is needed")
-        error.is_before_update = True
-        raise error
+        raise UserError(f"environment {instance.environment.name}: get_reward answered {value!r:.60}, where a finite "
+                        "number or None is needed")
     return None if value is None else float(value)
 
 

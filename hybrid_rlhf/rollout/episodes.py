@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.tensors import pad_right
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.tool_columns import with_tools
@@ -21,7 +21,7 @@ from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.models.tokenizer import Tokenizer
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.rollout.episode_record import DONE
-from hybrid_rlhf.rollout.episode_turns import EpisodeTurns, Play, value_of
+from hybrid_rlhf.rollout.episode_turns import EpisodeTurns, Play, before_update, value_of
 
 
 @dataclass
@@ -44,10 +44,12 @@ class EpisodePlayer:
         """
         plays = self._begin(prompts, numbers)
         with self._calls() as pool:
-            self._reset(plays, prompts, pool)
+            with before_update():
+                self._reset(plays, prompts, pool)
             if plays:
                 capacity = max(len(play.ids) for play in plays) + sampling.max_new_tokens
-                turns = engine.open_turns(len(plays), capacity, sampling)
+                with before_update():
+                    turns = engine.open_turns(len(plays), capacity, sampling)
                 EpisodeTurns(self.config, self.tokenizer, turns, pool, sampling).run(plays, seed)
         return _rollout(plays, prompts, engine.pad_id, sampling)
 
@@ -94,16 +96,25 @@ class EpisodePlayer:
             if not added[i] and not schemas:
                 play.ids, play.text = prompts.ids[i], prompts.texts[i]
                 continue
-            asked = (schemas and with_tools(play.asked, schemas)) or play.asked
-            key = json.dumps(asked, sort_keys=True, default=str)
+            key = json.dumps([play.instance.environment.name, play.asked], sort_keys=True, default=str)
             if key not in known:
-                rendered = chat.compose_prompt(self.tokenizer, asked)
-                known[key] = chat.encode_all(self.tokenizer, [rendered])[0].ids, rendered.shown
+                known[key] = _written(self.tokenizer, play.asked, schemas)
             play.ids, play.text = known[key]
 
 
 def _row(prompts: Prompts, i: int) -> dict:
     return {name: values[i] for name, values in prompts.columns.items()}
+
+
+def _written(tokenizer: Tokenizer, asked: list[dict], schemas: list[dict]) -> tuple[list[int], str]:
+    """A prompt's tokens, with the tools in it, and as people read it. UserError where the template cannot write it."""
+    try:
+        rendered = chat.compose_prompt(tokenizer, with_tools(asked, schemas) or asked)
+    except chat.SkipRow as error:
+        raise UserError(f"environment: a prompt cannot be written with what the environment adds: {error}; it asks "
+                        f"{asked[-1]['content']!r:.80}; leave that row out, or give another data.chat_template"
+                        ) from error
+    return chat.encode_all(tokenizer, [rendered])[0].ids, rendered.shown
 
 
 def _with_text(asked: list[dict], text: str) -> list[dict]:

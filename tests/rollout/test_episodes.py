@@ -13,60 +13,13 @@ from torch.testing import assert_close
 
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
-from hybrid_rlhf.environments.contract import Environment, Environments, environment_of, plain_schemas
+from hybrid_rlhf.environments.contract import Environment, Environments, plain_schemas
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.rollout import Prompts
-from hybrid_rlhf.rollout.episode_record import measure
 from hybrid_rlhf.rollout.episodes import EpisodePlayer
 from hybrid_rlhf.rollout.replay import replay
+from tests.factories.episodes import CALL, END, answered, play, prompt_text, script, times, tools
 from tests.factories.scripted import conversation, scripted_causal_lm
-from tests.factories.trl_templates import tokenizer_of
-
-CALL = '<tool_call>\n{"name": "times", "arguments": {"a": 12, "b": 3}}\n</tool_call>'
-END = "<|im_end|>"
-
-
-def times(a: int, b: int) -> int:
-    """Multiplies two numbers.
-
-    Args:
-        a: The first number.
-        b: The second number.
-    """
-    return a * b
-
-
-def tools(*functions) -> Environments:
-    own = {f.__name__: f for f in functions}
-    return Environments([Environment("tools", list(plain_schemas(own).values()), False, False, own)], False)
-
-
-def answered(content: str) -> str:
-    """What Qwen2.5's template writes between the end of a call and the next turn."""
-    return f"\n<|im_start|>user\n<tool_response>\n{content}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tokenizer_of("qwen2_5")
-
-
-def prompt_text(tokenizer, environments: Environments, asked: str = "What is 12 * 3?") -> str:
-    return tokenizer.apply_chat_template([{"role": "user", "content": asked}], tokenize=False,
-                                         tools=environments.kinds[0].schemas or None, add_generation_prompt=True)
-
-
-def play(tokenizer, environments, conversations, asked="What is 12 * 3?", sampling=None, columns=None, **settings):
-    model = scripted_causal_lm(conversations, vocab_size=len(tokenizer))
-    engine = HybridEngine(model, model, eos_ids=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id)
-    player = EpisodePlayer(environments, EnvironmentConfig(tools="f.py:f", **settings), tokenizer)
-    prompts = Prompts([[1]], [asked], {"prompt": [asked], **(columns or {})})
-    with engine.inference():
-        return player.play(engine, prompts, sampling or SamplingConfig(max_new_tokens=200), 0, [0]), model
-
-
-def script(tokenizer, environments, *parts: str):
-    return conversation(tokenizer, prompt_text(tokenizer, environments), *parts)
 
 
 def test_a_tool_is_called_and_its_answer_is_read(tokenizer):
@@ -187,42 +140,6 @@ def test_several_calls_of_a_turn_are_made_in_order_and_answered_together(tokeniz
     assert [m["content"] for m in rollout.episodes[0].messages[1:3]] == ["36", "15"]
 
 
-class Guess:
-    """A game of three turns."""
-
-    def reset(self, secret: int) -> str:
-        self.secret, self.num = secret, 0
-        return " Go!"
-
-    def step(self, messages):
-        self.num += 1
-        guess = int(messages[-1]["content"])
-        if guess == self.secret:
-            return [], True, 1.0
-        return "higher" if guess < self.secret else "lower", False, -0.25
-
-    def get_reward(self) -> float:
-        return 0.1 * self.num
-
-
-def test_an_environment_that_steps_rewards_its_turns_and_the_whole(tokenizer):
-    own = Environments([environment_of("Guess", Guess, {}, "here")], False)
-    asked = tokenizer.apply_chat_template([{"role": "user", "content": "Guess! Go!"}], tokenize=False,
-                                          add_generation_prompt=True)
-    told = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-    parts = conversation(tokenizer, asked, "3" + END, told.format("higher"), "9" + END, told.format("lower"), "7" + END)
-    rollout, _ = play(tokenizer, own, [parts], asked="Guess!", columns={"secret": [7]})
-    [episode] = rollout.episodes
-    assert rollout.prompts.ids == [parts[0]] and rollout.prompts.columns["prompt"][0][-1]["content"] == "Guess! Go!"
-    assert rollout.response_ids.tolist() == [[token for part in parts[1:] for token in part]]
-    assert episode.turn_rewards == [-0.25, -0.25, 1.0] and episode.reward == pytest.approx(0.3)
-    assert rollout.episode_rewards == [pytest.approx(0.8)] and rollout.has_eos.item()
-    assert [name for name in measure(rollout.episodes).compute() if name.startswith("tools/")] == []
-    placed = rollout.turn_rewards()[0]
-    ends = [len(parts[1]), sum(map(len, parts[1:4])), sum(map(len, parts[1:6]))]
-    assert placed.nonzero()[:, 0].tolist() == [end - 1 for end in ends]
-
-
 def test_nobody_waits_for_somebody_elses_tool(tokenizer):
     """Two episodes of which one waits for its tool: the other has made all of its calls before that answers."""
     calls = []
@@ -289,29 +206,6 @@ def test_an_episode_is_drawn_again_from_its_record(tokenizer):
         assert list(chain(*logprobs)) == rollout.sampled_logprobs[row][mask].tolist()
 
 
-@pytest.mark.parametrize(("method", "told"), [
-    ("reset", "reset raised OSError: gone"), ("step", "step raised OSError: gone"),
-    ("get_reward", "get_reward raised OSError: gone"), ("reward", "get_reward answered 'high', where a finite number")])
-def test_an_environment_that_fails_ends_the_run_in_one_line(tokenizer, method, told):
-    def gone(self, **_row):
-        raise OSError("gone")
-
-    def lost(self, messages):
-        raise OSError("gone")
-
-    methods = {"reset": gone, "step": lost, "get_reward": gone, "reward": lambda self: "high"}
-    own_method = {"get_reward" if method == "reward" else method: methods[method]}
-    game = type("Game", (Guess,), own_method)
-    game.__module__ = __name__
-    own = Environments([environment_of("Game", game, {}, "here")], False)
-    asked = tokenizer.apply_chat_template([{"role": "user", "content": "Guess! Go!"}], tokenize=False,
-                                          add_generation_prompt=True)
-    parts = conversation(tokenizer, asked, "7" + END)
-    with pytest.raises(UserError, match=told) as found:
-        play(tokenizer, own, [parts], asked="Guess!", columns={"secret": [7]})
-    assert found.value.is_before_update and "\n" not in str(found.value)
-
-
 def test_an_async_tool_finds_its_event_loop_again_in_the_next_rollout(tokenizer):
     loops = []
 
@@ -334,45 +228,9 @@ def test_an_async_tool_finds_its_event_loop_again_in_the_next_rollout(tokenizer)
     assert len(loops) == 2 and loops[0] is loops[1] and not loops[0].is_closed()
 
 
-class Shop:
-    """Another environment, of a tool."""
-
-    def reset(self, **row) -> None:
-        self.sold = 0
-
-    def sell(self, what: str) -> str:
-        """Sells something.
-
-        Args:
-            what: What is sold.
-        """
-        self.sold += 1
-        return f"sold {what}"
-
-    async def get_reward(self) -> float:
-        return 10.0 * self.sold
-
-
-def test_each_row_plays_in_the_environment_that_it_names(tokenizer):
-    """The game's prompt shows no tool, the shop's its own; each has its own reward."""
-    own = Environments([environment_of("game", Guess, {}, "here"), environment_of("shop", Shop, {}, "here")], True)
-    sell = '<tool_call>\n{"name": "sell", "arguments": {"what": "a hat"}}\n</tool_call>'
-    asked = ["Guess!", "Sell!"]
-    first = tokenizer.apply_chat_template([{"role": "user", "content": "Guess! Go!"}], tokenize=False,
-                                          add_generation_prompt=True)
-    second = tokenizer.apply_chat_template([{"role": "user", "content": "Sell!"}], tools=own.kinds[1].schemas,
-                                           tokenize=False, add_generation_prompt=True)
-    talks = [conversation(tokenizer, first, "7" + END),
-             conversation(tokenizer, second, sell + END, answered("sold a hat"), "Done." + END)]
-    model = scripted_causal_lm(talks, vocab_size=len(tokenizer))
-    engine = HybridEngine(model, model, eos_ids=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id)
-    player = EpisodePlayer(own, EnvironmentConfig(factory={"game": "a.py:a", "shop": "a.py:b"}), tokenizer)
-    prompts = Prompts([[1], [1]], asked, {"prompt": asked, "environment": ["game", "shop"], "secret": [7, None]})
-    with engine.inference():
-        rollout = player.play(engine, prompts, SamplingConfig(max_new_tokens=300), 0, [0, 1])
-    assert rollout.prompts.ids == [talks[0][0], talks[1][0]] and rollout.completions == ["7", "Done."]
-    assert [type(e.environment) for e in rollout.episodes] == [Guess, Shop]
-    assert rollout.episode_rewards == [pytest.approx(1.1), 10.0]
-    chess = Prompts([[1]], ["x"], {"prompt": ["x"], "environment": ["chess"]})
-    with pytest.raises(UserError, match="the column environment of a row is 'chess'"), engine.inference():
-        player.play(engine, chess, SamplingConfig(), 0, [0])
+def test_a_prompt_that_the_template_cannot_write_with_the_tools_is_told_in_one_line(tokenizer, monkeypatch):
+    own, parts = tools(times), conversation(tokenizer, "a", "7" + END)
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('no tools\nbeside a system message') }}")
+    with pytest.raises(UserError, match=r"no tools beside a system message.*it asks 'What is 12") as found:
+        play(tokenizer, own, [parts])
+    assert found.value.is_before_update and "\n" not in str(found.value)

@@ -47,9 +47,22 @@ def check_generates(model: nn.Module) -> None:
         raise UserError(f"{type(model).__name__} has no language model head; a causal language model is needed")
 
 
+def check_turns(runner: Runner, capacity: int) -> None:
+    """UserError for sequences of several turns, of up to `capacity` tokens, that the model has no positions for."""
+    allowed = _positions(runner)
+    if allowed is not None and capacity > allowed:
+        raise UserError(f"an episode of up to {capacity} tokens, of the longest prompt (with the tools, and what reset "
+                        f"has added to it) and max_new_tokens, exceeds the model's {allowed} positions; lower "
+                        "max_new_tokens, or make the prompts shorter")
+
+
+def _positions(runner: Runner) -> int | None:
+    return getattr(runner.model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def check_lengths(runner: Runner, prompts: list[list[int]], limits: Sequence[int]) -> None:
     """UserError for a request that the model has no positions for, or with nothing to do."""
-    allowed = getattr(runner.model.config.get_text_config(), "max_position_embeddings", None)
+    allowed = _positions(runner)
     if min(map(len, prompts), default=1) == 0:
         raise UserError("an empty prompt: there is no token to continue from")
     if min(limits, default=1) < 1:
