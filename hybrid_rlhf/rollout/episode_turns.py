@@ -23,6 +23,7 @@ from hybrid_rlhf.environments.calls import CallPool, Outcome
 from hybrid_rlhf.environments.contract import Instance
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.environments.text_of_answers import shown
+from hybrid_rlhf.models.template import special_ids
 from hybrid_rlhf.models.tokenizer import Tokenizer, turn_ends
 from hybrid_rlhf.models.tool_calls import parse_turn
 from hybrid_rlhf.rollout.episode_record import DONE, LENGTH, MAX_TURNS, NO_ROOM, Episode
@@ -121,9 +122,8 @@ class EpisodeTurns:
     def _without_stop(self, tokens: list[int]) -> list[int]:
         """A turn without a special token that ends it for the model's settings and not for its template (GLM's
         <|observation|>, the header of the next message): it is nothing that was said."""
-        known, last = self.tokenizer.added_tokens_decoder.get(tokens[-1]), tokens[-1]
-        is_foreign = last in self.turns.stops and last not in turn_ends(self.tokenizer)
-        return tokens[:-1] if is_foreign and known is not None and known.special else tokens
+        is_foreign = tokens[-1] in self.turns.stops and tokens[-1] not in turn_ends(self.tokenizer)
+        return tokens[:-1] if is_foreign and tokens[-1] in special_ids(self.tokenizer).values() else tokens
 
     # -- the environment's -------------------------------------------------------------------------------------------
 
