@@ -23,6 +23,7 @@ from hybrid_rlhf.environments.calls import CallPool, Outcome
 from hybrid_rlhf.environments.contract import Instance
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.environments.text_of_answers import shown
+from hybrid_rlhf.models.template import special_ids
 from hybrid_rlhf.models.tokenizer import Tokenizer, turn_ends
 from hybrid_rlhf.models.tool_calls import parse_turn
 from hybrid_rlhf.rollout.episode_record import DONE, LENGTH, MAX_TURNS, NO_ROOM, Episode
@@ -115,8 +116,14 @@ class EpisodeTurns:
         schemas = play.instance.environment.schemas
         if schemas:
             prefix = self.tokenizer.decode(list(request.prompt[-_PREFIX:]))
-            return parse_turn(self.tokenizer, request.tokens, schemas, prefix)
+            return parse_turn(self.tokenizer, self._without_stop(request.tokens), schemas, prefix)
         return {"role": "assistant", "content": self.tokenizer.decode(request.tokens, skip_special_tokens=True)}, []
+
+    def _without_stop(self, tokens: list[int]) -> list[int]:
+        """A turn without a special token that ends it for the model's settings and not for its template (GLM's
+        <|observation|>, the header of the next message): it is nothing that was said."""
+        is_foreign = tokens[-1] in self.turns.stops and tokens[-1] not in turn_ends(self.tokenizer)
+        return tokens[:-1] if is_foreign and tokens[-1] in special_ids(self.tokenizer).values() else tokens
 
     # -- the environment's -------------------------------------------------------------------------------------------
 
@@ -162,6 +169,7 @@ class EpisodeTurns:
         if len(play.episode.turn_ends) >= self.config.max_turns:
             return self._end(play, MAX_TURNS)
         ids = added_tokens(self.tokenizer, said, added, request.tokens[-1] in turn_ends(self.tokenizer))
+        ids = ids[ids[:1] == request.tokens[-1:]:]  # a header that the model has begun
         limit = self._limit(play, len(ids))
         if limit < 1:
             return self._end(play, NO_ROOM)

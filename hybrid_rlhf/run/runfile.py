@@ -42,8 +42,8 @@ class RunRecord:
     that was not finite is None. facts: what later stages need: tokenizer and chat_template (sha256 each), base_model,
     data (counts of rows), score_statistics (mean, std; of a reward run), header (the lines that it began with).
     started, finished: UTC, ISO 8601. seconds: from start to end, over all processes that it took. error: why it failed.
-    code: sha256 of the files of reward functions. resumes_from: not in the file: the checkpoint from which this process
-    goes on.
+    code: sha256 of the files of reward functions, tools and environments. resumes_from: not in the file: the checkpoint
+    from which this process goes on.
     """
 
     resumes_from: ClassVar[Path | None] = None
@@ -241,9 +241,13 @@ def _begin(folder: Path, stage: str, settings: dict, command: str, is_new: bool)
 
 
 def code_of(settings: dict) -> dict[str, str]:
-    """sha256 of each file that reward.functions names, by its path; other rewards make another run."""
-    named = settings.get("reward", {}).get("functions") or []
-    files = {text.rpartition(":")[0] for text in ([named] if isinstance(named, str) else named)}
+    """sha256 of each file that reward.functions or environment names, by its path: other rewards, tools and games make
+    another run."""
+    environment = settings.get("environment") or {}
+    factory = environment.get("factory") or []
+    given = [settings.get("reward", {}).get("functions") or [], environment.get("tools") or [],
+             list(factory.values()) if isinstance(factory, dict) else factory]
+    files = {text.rpartition(":")[0] for named in given for text in ([named] if isinstance(named, str) else named)}
     return {name: hashlib.sha256(Path(name).read_bytes()).hexdigest()
             for name in sorted(files) if name.endswith(".py") and Path(name).is_file()}
 

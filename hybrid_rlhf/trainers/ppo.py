@@ -148,7 +148,7 @@ class PPOTrainer:
             scores, rollout.is_clipped = self.scale(scores)
         if config.overlong_penalty:
             scores = scores + config.overlong_penalty * overlong(
-                rollout.action_mask.sum(1), config.sampling.max_new_tokens, config.overlong_buffer)
+                rollout.response_mask.sum(1), config.sampling.max_new_tokens, config.overlong_buffer)
         penalty = present(config.missing_eos_penalty, "ppo.missing_eos_penalty")
         rollout.shaped_scores = missing_eos(scores, rollout.has_eos, penalty)
 

@@ -58,7 +58,8 @@ class PPOConfig:
             services and models of others are never bounded. null has none.
         missing_eos_penalty: Subtracted from the score of a response that did not end by itself; null takes 1 where a
             reward model scores, else 0.
-        overlong_penalty: Subtracted from the score of a response of max_new_tokens; shorter ones pay less.
+        overlong_penalty: Subtracted from the score of a response of max_new_tokens (what tools said in it included);
+            shorter ones pay less.
         overlong_buffer: Tokens before max_new_tokens within which the overlong penalty rises from 0.
         old_logprobs: Whose log-probabilities the ratio starts from: the sampler's, recompute (a training forward), or
             auto (the sampler's while their drift stays within max_logprob_drift; recompute for ratios of sequences,

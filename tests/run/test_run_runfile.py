@@ -32,6 +32,12 @@ class Rewards:
 
 
 @dataclass(frozen=True)
+class Acts:
+    factory: object = None
+    tools: object = ()
+
+
+@dataclass(frozen=True)
 class Config:
     output_dir: str = ""
     seed: int = 0
@@ -39,6 +45,7 @@ class Config:
     report_to: list[str] = field(default_factory=list)
     train: Part = field(default_factory=Part)
     reward: Rewards = field(default_factory=Rewards)
+    environment: Acts = field(default_factory=Acts)
 
 
 def finish(folder, stage: str = "sft", config: Config | None = None, tokenizer=None, **facts) -> runfile.RunRecord:
@@ -90,6 +97,19 @@ def test_a_run_whose_reward_function_has_changed_since_is_refused_finished_or_no
     assert "rewards.py has changed" in refused(runfile.start, tmp_path / "other", "sft", config, "the command")
     again = dataclasses.replace(config, resume="never")
     assert not runfile.start(tmp_path / "other", "sft", again, "the command").is_finished
+
+
+@pytest.mark.parametrize("given", [{"factory": "{}:Game"}, {"factory": {"a": "builtin:word_game", "b": "{}:Game"}},
+                                   {"tools": "{}:times"}, {"tools": ["builtin:calculator", "{}:times"]}])
+def test_a_run_whose_tools_or_environment_have_changed_since_is_refused(tmp_path, given):
+    code = tmp_path / "acts.py"
+    code.write_text("first = 1\n")
+    [(name, value)] = json.loads(json.dumps(given).replace("{}:", f"{code}:")).items()
+    config = Config(environment=Acts(**{name: value}))
+    finish(tmp_path / "run", config=config)
+    assert runfile.finished(tmp_path / "run", "sft", config).is_finished
+    code.write_text("second = 2\n")
+    assert "acts.py has changed since the run" in refused(runfile.finished, tmp_path / "run", "sft", config)
 
 
 def test_a_finished_run_is_left_as_it_is_and_says_so(tmp_path, capsys):

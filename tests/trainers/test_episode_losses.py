@@ -255,3 +255,14 @@ def test_lengths_and_means_are_of_sampled_tokens(monkeypatch):
     with torch.no_grad():
         drift = (torch.cat(plain_scores(models()["policy"])[0]) + 1).abs().mean()
     assert metrics["engine/logprob_drift"] == pytest.approx(float(drift), rel=1e-4)
+
+
+def test_the_overlong_penalty_counts_what_max_new_tokens_counts():
+    """Answers of tools included, as TRL counts: an episode that they fill pays before it is cut off."""
+    trainer = trainer_of(models(), {"estimator": "grpo", "kl_coef": 0.0, "overlong_penalty": 2.0,
+                                    "overlong_buffer": 12}, 64)
+    rollout = episodes()
+    rollout.scores = torch.zeros(4)
+    trainer.shape(rollout)
+    assert [len(response) for response in RESPONSES] == [14, 10, 3, 5] and LENGTH == 24
+    torch.testing.assert_close(rollout.shaped_scores, torch.tensor([-2.0 * 2 / 12, 0, 0, 0]))

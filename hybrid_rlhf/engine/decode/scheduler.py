@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from hybrid_rlhf.engine.decode.request import Request, check_finite, stream
 from hybrid_rlhf.engine.decode.runner import Runner
 from hybrid_rlhf.engine.decode.sampler import MixedSampler, Sampler, sampling_key
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
+
+K = TypeVar("K", bound=Hashable)
 
 MAX_PREFILL_TOKENS = 4096  # of one forward, padding included
 _MAX_SAMPLERS = 64  # settings that are remembered
@@ -159,9 +162,10 @@ class Scheduler:
         self._waiting.extendleft(reversed([r for r in self._returning if id(r.follows) not in slots]))
         self._returning = []
         if entering:
-            offsets = [len(self._kept[slot].prompt) + len(self._kept[slot].tokens) - 1 for slot in entering]
-            chunks = [list(r.prompt[at:-1]) for at, r in zip(offsets, entering.values(), strict=True)]
-            self.runner.extend(self.cache, chunks, list(entering), offsets)
+            offsets = {s: len(self._kept[s].prompt) + len(self._kept[s].tokens) - 1 for s in entering}
+            chunks = {slot: list(r.prompt[offsets[slot]:-1]) for slot, r in entering.items()}
+            for slots in _alike({slot: len(chunk) for slot, chunk in chunks.items()}):
+                self.runner.extend(self.cache, [chunks[s] for s in slots], slots, [offsets[s] for s in slots])
             self._entered(entering)
             self._running |= entering
             self._batch = None
@@ -229,15 +233,7 @@ class Scheduler:
                 alike, most = list(group), max(1, MAX_PREFILL_TOKENS // length)
                 yield from (alike[i : i + most] for i in range(0, len(alike), most))
             return
-        bucket: list[tuple[int, ...]] = []
-        for prompt in sorted(prompts, key=len, reverse=True):
-            tokens = (len(bucket) + 1) * len(bucket[0]) if bucket else 0
-            if bucket and (tokens > MAX_PREFILL_TOKENS or (tokens > 256 and len(prompt) < 0.75 * len(bucket[0]))):
-                yield bucket
-                bucket = []
-            bucket.append(prompt)
-        if bucket:
-            yield bucket
+        yield from _alike({prompt: len(prompt) for prompt in prompts})
 
     def _mark_seen(self, entering: dict[int, Request]) -> None:
         if entering and self._seen is None:
@@ -341,3 +337,17 @@ class Scheduler:
         if has_seen:
             self._seen[rows] = self._static.seen
         return drawn
+
+
+def _alike(lengths: Mapping[K, int]) -> Iterator[list[K]]:
+    """What a forward reads together, by the tokens of each: of like length, and at most MAX_PREFILL_TOKENS with the
+    padding, or one alone."""
+    group: list[K] = []
+    for each, length in sorted(lengths.items(), key=lambda item: -item[1]):
+        tokens = (len(group) + 1) * lengths[group[0]] if group else 0
+        if group and (tokens > MAX_PREFILL_TOKENS or (tokens > 256 and length < 0.75 * lengths[group[0]])):
+            yield group
+            group = []
+        group.append(each)
+    if group:
+        yield group

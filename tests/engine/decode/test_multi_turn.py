@@ -133,3 +133,36 @@ def test_a_bfloat16_model_goes_on_as_exactly_as_it_begins():
     model = tiny_causal_lm().to(torch.bfloat16).eval()
     rows, said = play(engine_of(model))
     check_against_plain(model, rows, said, 0.1)
+
+
+def test_long_answers_that_come_back_together_are_read_in_bounded_forwards(monkeypatch):
+    """Six of 3000 tokens at once would be one forward of 18000; short ones are not padded to a long one's length."""
+    read = []
+    forward = Runner._forward
+
+    def counted(self, module, cache, step, ids):
+        if step.is_prefill:
+            read.append(tuple(ids.shape))
+        return forward(self, module, cache, step, ids)
+
+    model = tiny_causal_lm(max_position_embeddings=4096).eval()
+    engine = engine_of(model)
+    added = [3000, 5, 3000, 700, 600, 4]
+    with engine.inference():
+        turns = engine.open_turns(6, 3100, SamplingConfig(max_new_tokens=64))
+        for i in range(6):
+            turns.submit(Request(i, [5 + i, 6, 7][: 2 + i % 2], 2, seed=3, may_go_on=True))
+        ended = []
+        while len(ended) < 6:
+            ended += turns.step()
+        monkeypatch.setattr(Runner, "_forward", counted)
+        for request in ended:
+            turns.submit(following(request, [9] * added[request.number], 2))
+        rows, said = {}, {}
+        while turns.is_busy:
+            for request in turns.step():
+                rows[request.number], said[request.number] = [*request.prompt, *request.tokens], request.logprobs
+    assert sorted(read) == [(1, 3000), (1, 3000), (2, 5), (2, 700)]
+    for number, truth in zip(rows, plain_logprobs(model, list(rows.values())), strict=True):
+        mine = said[number]
+        assert_close(torch.tensor(mine), truth[-len(mine):], atol=1e-4, rtol=1e-4)
