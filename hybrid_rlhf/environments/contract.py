@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from hybrid_rlhf.core.errors import UserError, check, nearest
+from hybrid_rlhf.core.function_worker import call_error, no_second_process, one_line
 from hybrid_rlhf.environments.calls import CallError
 from hybrid_rlhf.models.tool_schema import schema_of
-from hybrid_rlhf.rewards.function_worker import call_error, no_second_process, one_line
 from hybrid_rlhf.rewards.functions import fresh, parameters
 from hybrid_rlhf.rewards.process_state import unchanged
 

@@ -10,9 +10,9 @@ from types import ModuleType
 from typing import Any
 
 from hybrid_rlhf.core.errors import UserError, check, nearest
+from hybrid_rlhf.core.function_worker import file_error, run_file
 from hybrid_rlhf.environments.builtin import BUILTINS
 from hybrid_rlhf.environments.contract import Environment, Environments, environment_of, plain_schemas
-from hybrid_rlhf.rewards.function_worker import file_error, run_file
 from hybrid_rlhf.rewards.functions import from_python, parameters
 from hybrid_rlhf.rewards.process_state import unchanged
 
