@@ -99,7 +99,7 @@ class FunctionProcess:
         try:
             self._connection.send_bytes(pickle.dumps(request))
             is_answered = self._connection.poll(seconds)
-            status, value = json.loads(self._connection.recv_bytes(), object_hook=_foreign) if is_answered else ("", "")
+            status, value = json.loads(self._connection.recv_bytes(), object_hook=foreign) if is_answered else ("", "")
         except (EOFError, OSError):
             raise CallFailed(f"ended its process ({self._stop()})") from None
         except BaseException:  # Ctrl-C: an answer that nobody has read would be taken for that to the next request
@@ -128,7 +128,8 @@ def _end(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def _foreign(found: dict) -> object:
+def foreign(found: dict) -> Foreign:
+    """found: "type" and "shown", as `function_worker.plain` has them."""
     return type(found["type"], (Foreign,), {})(found["shown"])
 
 
