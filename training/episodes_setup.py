@@ -16,6 +16,7 @@ from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.tool_columns import with_tools
 from hybrid_rlhf.environments.contract import Environments
 from hybrid_rlhf.environments.open import open_environments
+from hybrid_rlhf.environments.open_isolated import open_isolated
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.tokenizer import Tokenizer
@@ -38,7 +39,7 @@ def open_of(config: Config) -> Environments | None:
         return None
     check(not config.data.raw, "data.raw is true, and what an environment says is written by the chat template; leave "
                                "data.raw out")
-    return open_environments(own.factory, own.tool_list, own.options)
+    return open_isolated(own) if own.isolate else open_environments(own.factory, own.tool_list, own.options)
 
 
 def player_of(config: Config, environments: Environments | None, tokenizer: Tokenizer) -> EpisodePlayer | None:

@@ -181,7 +181,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     asked, report = evaluation_prompts.in_common(config.data, tokenizers, rows, config.evaluate.num_prompts,
                                                  config.seed)
     columns = next(iter(asked.values())).columns
-    given = {"environments": None} if environments else {}
+    given = {"environments": None} if environments and not config.environment.isolate else {}
     reward_sources.check_columns(others, {name: v[0] for name, v in columns.items()} | given, bool(environments))
     players = {name: episodes_setup.player_of(config, environments, each) for name, each in tokenizers.items()}
     record = runfile.start(config.output_dir, config.stage, config, command)

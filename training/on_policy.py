@@ -215,7 +215,7 @@ def open_run(config: Config) -> RunContext:
     with main_first():  # the others find its tables in the cache
         data = datasets.build(config.data, method.reads, tokenizer, config.seed)
         more = {reads.stage: datasets.build(config.data, reads, tokenizer, config.seed) for reads in method.also_reads}
-    given = {"environments": None} if environments else {}
+    given = {"environments": None} if environments and not config.environment.isolate else {}
     reward_sources.check_columns(others, {**data.train[0], **given}, bool(environments))
     if environments is not None:
         episodes_setup.check_rows(environments, data.train, tokenizer, model, longest, lengths_of)

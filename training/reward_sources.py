@@ -15,7 +15,7 @@ from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.builtin import BUILTINS
 from hybrid_rlhf.rewards.classifier import ClassifierSource
-from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
+from hybrid_rlhf.rewards.functions import FunctionSource, open_functions, parameters
 from hybrid_rlhf.rewards.mixture import Mixture, Part
 from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.rewards.scale import Scale
@@ -97,6 +97,7 @@ def open_sources(config: RewardConfig, roles: RolesConfig, raw: bool = False,
     if config.url is not None:
         found.append(ServiceSource(config.url, "service", config.timeout, config.retries, config.batch_size))
     if environment is not None and environments is not None:
+        _check_isolation(environment, found)
         own = source_of(environments, environment.malformed_penalty)
         found += [own] if own else []
     names = ["model"] * config.has_model(roles, environment) + [source.name for source in found]
@@ -108,6 +109,15 @@ def open_sources(config: RewardConfig, roles: RolesConfig, raw: bool = False,
           f"reward.weights has {len(config.weights or [])} numbers for {len(names)} sources ({', '.join(names)}); give "
           "one for each, in that order")
     return found
+
+
+def _check_isolation(environment: EnvironmentConfig, found: list[RewardSource]) -> None:
+    """UserError for a function that is to get instances which live in other processes."""
+    for source in found:
+        if isinstance(source, FunctionSource):
+            check(not environment.isolate or "environments" not in parameters(source.function)[0],
+                  f"environment.isolate: reward.functions: {source.name} asks for environments, and they are in "
+                  "processes of their own; give the class a get_reward, or leave environment.isolate out")
 
 
 def _classifier(path: str, config: RewardConfig, raw: bool) -> ClassifierSource:

@@ -120,7 +120,8 @@ SWITCHED: dict[str, list[tuple[tuple[str, ...], Callable[[object], bool], str]]]
          "it is for functions; give reward.functions")],
     "environment": [
         (tuple(f"environment.{name}" for name in (
-            "max_turns", "max_new_tokens_per_turn", "timeout", "num_workers", "max_answer_chars", "malformed_penalty")),
+            "max_turns", "max_new_tokens_per_turn", "timeout", "num_workers", "isolate", "max_answer_chars",
+            "malformed_penalty")),
          lambda c: c.environment.is_given, "there is no environment; give environment.factory or environment.tools")],
     "rejection": [(("roles.ref",), lambda c: c.rejection.measure_kl, "rejection.measure_kl is false; leave it out")],
     "online": [(("roles.ref",), lambda c: LOSSES[c.dpo.loss_type].needs_reference,

@@ -5,18 +5,19 @@ from __future__ import annotations
 import inspect
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
+from hybrid_rlhf.core.function_worker import no_second_process, one_line
 from hybrid_rlhf.core.text_safety import escape_control, shortened
 from hybrid_rlhf.data.transcripts import clean
 from hybrid_rlhf.environments.event_loop import EventLoop
 from hybrid_rlhf.environments.hung_threads import interrupt
 from hybrid_rlhf.rewards.deadline import Overdue, within
-from hybrid_rlhf.rewards.function_worker import no_second_process, one_line
 from hybrid_rlhf.rewards.process_state import unchanged
 
 _WHO = "the environment"
@@ -24,6 +25,10 @@ _WHO = "the environment"
 
 class CallError(Exception):
     """A call that failed, in one line that can be shown to a model."""
+
+
+class LateError(CallError):
+    """A call that keeps its time itself (`keep_time`) was not done in time."""
 
 
 class Outcome(NamedTuple):
@@ -41,6 +46,8 @@ class _Job:
     key: Hashable
     call: Callable[[], object]
     then: Callable[[Any], object]
+    lane: Hashable = None
+    keeps_time: bool = False
     began: float | None = None  # by time.monotonic
     thread_id: int | None = None
     is_given_up: bool = False
@@ -49,8 +56,18 @@ class _Job:
     has_left_worker: threading.Lock = field(default_factory=threading.Lock)
 
     def due(self, timeout: float) -> float:
-        """When its time is up; as late as can be of one that has not begun."""
-        return (time.monotonic() if self.began is None else self.began) + timeout
+        """When its time is up; as late as can be of one that has not begun, or that ends in time by itself."""
+        return (time.monotonic() if self.began is None or self.keeps_time else self.began) + timeout
+
+
+_thread = threading.local()  # job: what a pool's thread is doing
+
+
+def keep_time() -> None:
+    """The call that is being made in this thread ends in time by itself, with LateError, and is not interrupted. That
+    counts where a pool has threads; with num_workers 0 the pool's clock goes on."""
+    if getattr(_thread, "job", None) is not None:
+        _thread.job.keeps_time = True
 
 
 class CallPool:
@@ -69,6 +86,7 @@ class CallPool:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._answers: SimpleQueue[tuple[_Job, Outcome]] = SimpleQueue()
         self._open: dict[_Job, None] = {}  # in the order of their start
+        self._lanes: dict[Hashable, deque[_Job]] = {}  # those with a call under way, and what waits for its end
         self._done: list[tuple[Any, Outcome]] = []
         self._num_threads = 0  # workers that do not hang
         self._is_closed = False
@@ -79,21 +97,29 @@ class CallPool:
         """Calls that were started and that `finished` has not returned."""
         return len(self._open) + len(self._done)
 
-    def start(self, key: Hashable, call: Callable[[], object], then: Callable[[Any], object] | None = None) -> None:
+    def start(self, key: Hashable, call: Callable[[], object], then: Callable[[Any], object] | None = None,
+              lane: Hashable = None) -> None:
         """Have `call` made. Where it returns a coroutine, that is awaited in an event loop of the pool's.
 
         key: by which `finished` names it. then: what is made of the value, within the same time; its answer is the
-        Outcome's value.
+        Outcome's value. lane: calls with the same one, if any, follow one another, and hold no worker while they wait.
         """
         if self._is_closed:
             raise RuntimeError("the pool is closed")
-        job = _Job(key, call, then or (lambda value: value))
-        if self._num_workers:
-            self._open[job] = None
-            self._add_worker()
-            self._jobs.put(job)
-        else:
-            self._run_here(job)
+        job = _Job(key, call, then or (lambda value: value), lane)
+        if not self._num_workers:
+            return self._run_here(job)
+        self._open[job] = None
+        if lane in self._lanes:
+            self._lanes[lane].append(job)
+            return None
+        if lane is not None:
+            self._lanes[lane] = deque()
+        return self._hand_out(job)
+
+    def _hand_out(self, job: _Job) -> None:
+        self._add_worker()
+        self._jobs.put(job)
 
     def finished(self, wait: bool) -> list[tuple[Any, Outcome]]:
         """(key, Outcome) of the calls that have ended, or whose time is up, since this was last asked, in the order in
@@ -114,6 +140,10 @@ class CallPool:
     def close(self) -> None:
         """Waits for nothing: what has not begun is dropped, and what runs is given up."""
         self._is_closed = True
+        for waiting in self._lanes.values():
+            for each in waiting:
+                del self._open[each]
+        self._lanes = {}
         with suppress(Empty):
             while (job := self._jobs.get_nowait()) is not None:
                 del self._open[job]
@@ -131,6 +161,7 @@ class CallPool:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
+            _thread.job = job
             job.thread_id, job.began = threading.get_ident(), time.monotonic()
             answer = _attempt(job)
             if not job.has_left_worker.acquire(blocking=False):  # another thread has this one's place
@@ -183,6 +214,12 @@ class CallPool:
     def _end(self, job: _Job, outcome: Outcome) -> None:
         del self._open[job]
         self._done.append((job.key, outcome))
+        if job.lane in self._lanes:
+            waiting = self._lanes[job.lane]
+            if waiting:
+                self._hand_out(waiting.popleft())
+            else:
+                del self._lanes[job.lane]
 
     def _give_up(self, job: _Job) -> None:
         """Unless its answer has just come."""
@@ -191,7 +228,8 @@ class CallPool:
         job.is_given_up = True
         self._end(job, self._late())
         if job.has_left_worker.acquire(blocking=False):
-            interrupt(job.thread_id)
+            if not job.keeps_time:
+                interrupt(job.thread_id)
             self._num_threads -= 1
             self._add_worker()
         elif job.cancel is not None:
@@ -220,7 +258,7 @@ def _attempt(job: _Job) -> Outcome | Awaitable:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
-        return Outcome(None, described(error))
+        return Outcome(None, described(error), isinstance(error, LateError))
 
 
 def _drop(answer: Outcome | Awaitable) -> None:

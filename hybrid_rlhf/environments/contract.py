@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from hybrid_rlhf.core.errors import UserError, check, nearest
+from hybrid_rlhf.core.function_worker import call_error, no_second_process, one_line
 from hybrid_rlhf.environments.calls import CallError
+from hybrid_rlhf.environments.isolated import ApartError, lane_of
 from hybrid_rlhf.models.tool_schema import schema_of
-from hybrid_rlhf.rewards.function_worker import call_error, no_second_process, one_line
 from hybrid_rlhf.rewards.functions import fresh, parameters
 from hybrid_rlhf.rewards.process_state import unchanged
 
@@ -118,11 +119,12 @@ class Instance:
     Its methods may answer with a coroutine, which is to be awaited. Their errors are CallError, in words that a model
     can be shown. Only one call of the user's object runs at a time: while an earlier one, whose time was up, has not
     returned (`is_busy`), others are refused at once; but `step` and `reward`, without which an episode has no end, are
-    called beside it. Plain tools have no object, and are not bound by that.
+    called beside it. Plain tools have no object, and are not bound by that. lane: what its calls wait for, for
+    CallPool.start.
     """
 
     def __init__(self, environment: Environment, own: Any) -> None:
-        self.environment, self.object = environment, own
+        self.environment, self.object, self.lane = environment, own, lane_of(own)
         self._lock = threading.Lock()
         self._runs = ""
 
@@ -262,7 +264,8 @@ def _in_words(name: str, function: Callable, hint: str) -> Iterator[None]:
         raise
     except Exception as error:
         ending = f"; {hint}" if hint and isinstance(error, TypeError) else ""
-        raise CallError(f"{name} {call_error(error, function)}{ending}") from error
+        said = str(error) if isinstance(error, ApartError) else call_error(error, function)
+        raise CallError(f"{name} {said}{ending}") from error
 
 
 def _same(answer: Any) -> Any:

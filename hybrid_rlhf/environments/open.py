@@ -10,9 +10,9 @@ from types import ModuleType
 from typing import Any
 
 from hybrid_rlhf.core.errors import UserError, check, nearest
+from hybrid_rlhf.core.function_worker import file_error, run_file
 from hybrid_rlhf.environments.builtin import BUILTINS
 from hybrid_rlhf.environments.contract import Environment, Environments, environment_of, plain_schemas
-from hybrid_rlhf.rewards.function_worker import file_error, run_file
 from hybrid_rlhf.rewards.functions import from_python, parameters
 from hybrid_rlhf.rewards.process_state import unchanged
 
@@ -33,18 +33,20 @@ def open_environments(factory: str | Mapping[str, str] | None, tools: Sequence[s
         check(not options, "environment.options are for an environment.factory, and there is none; give one")
         return Environments([Environment("tools", list(plain_schemas(plain).values()), False, False, plain)], False)
     if isinstance(factory, str):
-        name = _split(factory, "environment.factory")[1]
-        return Environments([_environment(name, factory, plain, _own(options, name), files)], False)
+        name = split(factory, "environment.factory")[1]
+        return Environments([_environment(name, factory, plain, options_of(factory, options, name), files)], False)
     for key in options:
         check(key in factory, f"environment.options: {key} is none of environment.factory ({', '.join(factory)})"
                               f"{nearest(key, factory)}")
         check(isinstance(options[key], Mapping), f"environment.options.{key} must be a mapping of keywords")
-    return Environments([_environment(name, text, plain, options.get(name, {}), files)
+    return Environments([_environment(name, text, plain, options_of(factory, options, name), files)
                          for name, text in factory.items()], True)
 
 
-def _own(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The keywords of the only environment, given as they are or below its name."""
+def options_of(factory: str | Mapping[str, str], options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The keywords of one environment; of the only one given as they are or below its name."""
+    if not isinstance(factory, str):
+        return options.get(name, {})
     return options[name] if list(options) == [name] and isinstance(options[name], Mapping) else options
 
 
@@ -69,7 +71,7 @@ def _environment(name: str, text: str, tools: Mapping[str, Callable], options: M
 def _tools(given: Sequence[str], files: dict[str, ModuleType]) -> dict[str, Callable]:
     found: dict[str, Callable] = {}
     for text in given:
-        name = _split(text, "environment.tools")[1]
+        name = split(text, "environment.tools")[1]
         tool = _named(text, "environment.tools", files)
         check(not inspect.isclass(tool), f"environment.tools: {text} is a class; give it as environment.factory")
         check(name not in found, f"environment.tools: there are two tools called {name}; rename one")
@@ -77,7 +79,7 @@ def _tools(given: Sequence[str], files: dict[str, ModuleType]) -> dict[str, Call
     return found
 
 
-def _split(text: str, option: str) -> tuple[str, str]:
+def split(text: str, option: str) -> tuple[str, str]:
     """(file, "builtin" or "python"; name)."""
     path, _, name = text.partition("@")[0].rpartition(":") if text.startswith("python:") else text.rpartition(":")
     check(path and name, f"{option}: {text!r} names nothing; give path.py:name, or builtin:name with one of "
@@ -86,7 +88,7 @@ def _split(text: str, option: str) -> tuple[str, str]:
 
 
 def _named(text: str, option: str, files: dict[str, ModuleType]) -> Callable:
-    path, name = _split(text, option)
+    path, name = split(text, option)
     if path == "builtin":
         check(name in BUILTINS, f"{option}: there is no builtin:{name}{nearest(name, BUILTINS)}; there are "
                                 f"{', '.join(BUILTINS)}")

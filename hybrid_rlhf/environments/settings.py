@@ -25,6 +25,9 @@ class EnvironmentConfig:
         timeout: Seconds that one call of a tool or of the environment may take; then the model is told so.
         num_workers: Calls that run at once, while others generate; 0 makes them one by one in the order of the
             episodes, which no clock decides.
+        isolate: Whether what files and modules define runs in processes of its own, num_workers of them (at least one),
+            and as many for tools: for code that may crash or hang where nothing ends it (compiled code), or take all
+            memory. The built-in ones stay.
         max_answer_chars: Most characters of one answer of a tool; the rest is cut, and said to be.
         malformed_penalty: Subtracted at a turn whose tool calls cannot be read.
     """
@@ -36,6 +39,7 @@ class EnvironmentConfig:
     max_new_tokens_per_turn: int | None = None
     timeout: float = 30.0
     num_workers: int = 16
+    isolate: bool = False
     max_answer_chars: int = 4000
     malformed_penalty: float = 0.0
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
-from hybrid_rlhf.rewards.function_worker import one_line
+from hybrid_rlhf.core.function_worker import one_line
 
 T = TypeVar("T")
 

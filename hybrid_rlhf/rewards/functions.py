@@ -14,11 +14,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from hybrid_rlhf.core.config import UserError, check, nearest
+from hybrid_rlhf.core.function_worker import call, call_error, file_error, one_line, run_file
 from hybrid_rlhf.data.chat import Text
 from hybrid_rlhf.rewards import BadAnswer, shown
 from hybrid_rlhf.rewards.builtin import BUILTINS
 from hybrid_rlhf.rewards.deadline import Overdue, within
-from hybrid_rlhf.rewards.function_worker import call, call_error, file_error, one_line, run_file
 from hybrid_rlhf.rewards.isolation import (
     CallFailed,
     FunctionProcess,

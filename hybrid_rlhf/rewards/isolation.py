@@ -13,14 +13,16 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
+from hybrid_rlhf.core import function_worker
 from hybrid_rlhf.core.errors import UserError, check, present
-from hybrid_rlhf.rewards import function_worker
 from hybrid_rlhf.rewards.deadline import Overdue
 
 _START_SECONDS = 10.0  # a new process has at least: no response is to blame for how long it takes
@@ -41,10 +43,15 @@ class Foreign:
 
 
 class FunctionProcess:
-    """A process that holds the functions of a file (kind "file") or of a module; started again after it has ended."""
+    """A process that holds the functions of a file (kind "file") or of a module; started again after it has ended.
 
-    def __init__(self, kind: str, where: str) -> None:
-        self.kind, self.where = kind, where
+    option: the setting that asks for it, for messages. starter: what it is started by, a thread that lives as long as
+    this process; None: the thread that calls.
+    """
+
+    def __init__(self, kind: str, where: str, option: str = "reward.functions",
+                 starter: Executor | None = None) -> None:
+        self.kind, self.where, self.option, self._starter = kind, where, option, starter
         self._process: subprocess.Popen | None = None
         self._connection: Connection
 
@@ -54,17 +61,29 @@ class FunctionProcess:
         here, there = socket.socketpair()
         with there:
             # The system may end a child with the thread that started it: with the process, if that is the main one.
-            starter = "process" if threading.current_thread() is threading.main_thread() else "thread"
-            self._process = subprocess.Popen([sys.executable, function_worker.__file__, str(there.fileno()),
-                                              str(os.getpid()), starter], stdin=subprocess.DEVNULL,
-                                             pass_fds=[there.fileno()], start_new_session=True)
+            lives_on = self._starter or threading.current_thread() is threading.main_thread()
+            command = [sys.executable, function_worker.__file__, str(there.fileno()), str(os.getpid()),
+                       "process" if lives_on else "thread"]
+            launch = partial(subprocess.Popen, command, stdin=subprocess.DEVNULL, pass_fds=[there.fileno()],
+                             start_new_session=True)
+            self._process = self._starter.submit(launch).result() if self._starter else launch()
         self._connection = Connection(here.detach())
         weakref.finalize(self, _end, self._process)
         try:
             return self._ask((sys.path, self.kind, self.where), seconds)
         except CallFailed as error:
             what = error if self._process else f"{self.where} {error}"  # the file's error, or the process's end
-            raise UserError(f"reward.functions: {what}; fix the file") from None
+            raise UserError(f"{self.option}: {what}; fix the file") from None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started, and nobody has seen it end."""
+        return self._process is not None
+
+    def end(self) -> None:
+        """End it and what it has started."""
+        if self._process is not None:
+            self._stop()
 
     def call(self, request: tuple, seconds: float) -> Any:
         """The answer to (source, function, given, options). Raises Overdue, or CallFailed with what went wrong."""
@@ -80,9 +99,12 @@ class FunctionProcess:
         try:
             self._connection.send_bytes(pickle.dumps(request))
             is_answered = self._connection.poll(seconds)
-            status, value = json.loads(self._connection.recv_bytes(), object_hook=_foreign) if is_answered else ("", "")
+            status, value = json.loads(self._connection.recv_bytes(), object_hook=foreign) if is_answered else ("", "")
         except (EOFError, OSError):
             raise CallFailed(f"ended its process ({self._stop()})") from None
+        except BaseException:  # Ctrl-C: an answer that nobody has read would be taken for that to the next request
+            self.end()
+            raise
         if not is_answered:
             self._stop()
             raise Overdue(f"no answer within {seconds:g} s")
@@ -106,7 +128,8 @@ def _end(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def _foreign(found: dict) -> object:
+def foreign(found: dict) -> Foreign:
+    """found: "type" and "shown", as `function_worker.plain` has them."""
     return type(found["type"], (Foreign,), {})(found["shown"])
 
 
@@ -125,11 +148,11 @@ class IsolatedFunction:
 def functions_of_file(path: str) -> SimpleNamespace:
     """The file's functions by name, in a process of their own. Raises UserError where it cannot be run."""
     process = FunctionProcess("file", path)
-    return SimpleNamespace(**{name: IsolatedFunction(process, name, _signature(parameters))
+    return SimpleNamespace(**{name: IsolatedFunction(process, name, signature_of(parameters))
                               for name, parameters in process.start()})
 
 
-def _signature(parameters: list | None) -> inspect.Signature:
+def signature_of(parameters: list | None) -> inspect.Signature:
     """parameters: as `function_worker.signatures` has them; where they are unknown, the function takes everything."""
     known: list[Any] = [["_", "VAR_KEYWORD", False]] if parameters is None else parameters
     one = inspect.Parameter
@@ -142,15 +165,22 @@ def function_of_module(function: Callable, name: str, processes: dict[str, Funct
 
     processes: those of the modules that were opened before, by name; a new one is added.
     """
-    module: str = getattr(function, "__module__", None) or "__main__"
-    path: str = getattr(function, "__qualname__", "")
-    found: Any = sys.modules.get(module)
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    check(module != "__main__" and found is function,
-          f"reward.isolate: {name} is no function that another process can import; put it into a file of its own and "
-          "give path.py:name, or import it from a module")
+    module, path = importable(function, name, "reward.isolate", "function")
     if module not in processes:
         processes[module] = FunctionProcess("module", module)
         processes[module].start()
     return IsolatedFunction(processes[module], path, inspect.signature(function))
+
+
+def importable(given: Callable, name: str, option: str, what: str) -> tuple[str, str]:
+    """The module of what a Python program has given, and the dotted name there. UserError where another process cannot
+    import it. option, what: the setting and the kind of thing, for the message."""
+    module: str = getattr(given, "__module__", None) or "__main__"
+    path: str = getattr(given, "__qualname__", "")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    check(module != "__main__" and found is given,
+          f"{option}: {name} is no {what} that another process can import; put it into a file of its own and give "
+          "path.py:name, or import it from a module")
+    return module, path

@@ -12,9 +12,9 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.function_worker import one_line
 from hybrid_rlhf.rewards import BadAnswer
 from hybrid_rlhf.rewards.deadline import within
-from hybrid_rlhf.rewards.function_worker import one_line
 from hybrid_rlhf.rewards.functions import inputs
 from hybrid_rlhf.rollout import Rollout
 

@@ -21,10 +21,10 @@ class Episode:
     functions as a completion. turn_starts, turn_ends: for each of the model's turns, how many tokens the response had
     at its beginning and its end; limits: how many the turn might have. seed, number: of its draws.
     turn_rewards: what each turn earned by itself. reward: what the environment says of the whole (None: nothing).
-    environment: the user's object (None: there are only functions); it may be used again in the next rollout.
-    has_tools: whether there was something to call. num_calls: of tools; num_failed: those that raised or do not exist;
-    num_late: those without an answer in time; num_malformed: calls that could not be read; num_cut: answers that were
-    shortened.
+    environment: the user's object, which may be used again in the next rollout (None: there are only functions, or it
+    lives in another process). has_tools: whether there was something to call. num_calls: of tools; num_failed: those
+    that raised or do not exist; num_late: those without an answer in time; num_malformed: calls that could not be read;
+    num_cut: answers that were shortened.
     """
 
     messages: list[dict] = field(default_factory=list)

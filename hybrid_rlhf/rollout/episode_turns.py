@@ -134,7 +134,7 @@ class EpisodeTurns:
 
     def _ask(self, play: Play, what: str, call: Any, then: Any = None) -> None:
         play.awaited = what
-        self.pool.start(play.number, call, then)
+        self.pool.start(play.number, call, then, play.instance.lane)
 
     def _answered(self, play: Play, outcome: Outcome) -> None:
         if play.awaited == "tool":

@@ -77,13 +77,16 @@ class EpisodePlayer:
             self._used.append(idle.pop(0) if idle else kind.new())
             asked = chat.as_turn(self.tokenizer, row.get("prompt", prompts.texts[i]))
             plays.append(Play(number, self._used[-1], asked if isinstance(asked, list) else []))
-            plays[-1].episode.environment, plays[-1].episode.has_tools = self._used[-1].object, bool(kind.schemas)
+            episode = plays[-1].episode
+            episode.environment = None if self.config.isolate else self._used[-1].object
+            episode.has_tools = bool(kind.schemas)
         return plays
 
     def _reset(self, plays: list[Play], prompts: Prompts, pool: CallPool) -> None:
         """Reset all environments, side by side, and write the prompts."""
         for i, play in enumerate(plays):
-            pool.start(i, partial(play.instance.reset, self.environments.columns_of(_row(prompts, i))))
+            row = self.environments.columns_of(_row(prompts, i))
+            pool.start(i, partial(play.instance.reset, row), lane=play.instance.lane)
         added: dict[int, str | None] = {}
         while pool.num_waiting:
             for i, outcome in pool.finished(wait=True):

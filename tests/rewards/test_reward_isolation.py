@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_rlhf.core import function_worker
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.rewards import BadAnswer, checked_scores, function_worker, part_scores
+from hybrid_rlhf.rewards import BadAnswer, checked_scores, part_scores
 from hybrid_rlhf.rewards.functions import handed_over, open_functions
 from hybrid_rlhf.rewards.isolation import IsolatedFunction
 from tests.factories.rollouts import rollout

@@ -1,4 +1,4 @@
-"""A reward function's call, and the process that makes such calls for another one (reward.isolate).
+"""A call of a reward function, and the process that makes calls for another one (reward.isolate, environment.isolate).
 
 As a process it is this file alone: it imports nothing of ours, so that it starts in a tenth of a second. Requests are
 pickles and replies are JSON, over a socket. Its arguments: the socket's number, the number of the process that starts
@@ -91,16 +91,15 @@ def one_line(error: BaseException) -> str:
 
 def signatures(module: ModuleType) -> list[tuple[str, list | None]]:
     """Each function's name and [name, kind, whether it has a default] of its parameters; None where nobody knows."""
-    found = []
-    for name, value in vars(module).items():
-        if callable(value):
-            try:
-                known = [(p.name, p.kind.name, p.default is not p.empty) for p in
-                         inspect.signature(value).parameters.values()]
-            except (ValueError, TypeError):
-                known = None
-            found.append((name, known))
-    return found
+    return [(name, parameters_of(value)) for name, value in vars(module).items() if callable(value)]
+
+
+def parameters_of(function: Callable) -> list | None:
+    try:
+        return [(p.name, p.kind.name, p.default is not p.empty) for p in
+                inspect.signature(function).parameters.values()]
+    except (ValueError, TypeError):
+        return None
 
 
 def plain(value: Any) -> object:
