@@ -278,16 +278,20 @@ class HybridEngine(Generic[ModuleT]):
         stops = self._stops(sampling)
         if self._runner.path == "generate":
             slots = fitting_slots(self._runner, min(self.max_batch, num_sequences), capacity, self.max_kv_bytes)
-            return BatchTurns(GenerateBatches(self._runner, sampling, stops, slots))
+            self._num_slots = slots
+            return BatchTurns(GenerateBatches(self._runner, sampling, stops, slots), self._note_bytes)
 
         def scheduler() -> Scheduler:
             slots = min(self.max_batch, num_sequences, self.oom_limits.get("slots", num_sequences))
             self._num_slots = slots
             cache = self._fitting_cache(slots, capacity)
-            self.kv_bytes, self._num_slots = cache.num_bytes(), cache.num_slots
+            self._num_slots = cache.num_slots
             return Scheduler(self._runner, cache, sampling, stops)
 
-        return SlotTurns(scheduler, partial(self._shrink, capacity))
+        return SlotTurns(scheduler, partial(self._shrink, capacity), self._note_bytes)
+
+    def _note_bytes(self, num_bytes: int) -> None:
+        self.kv_bytes = num_bytes
 
     def _shrink(self, capacity: int, error: Exception) -> None:
         """Half the slots from now on, and no cache; UserError where there is one slot."""

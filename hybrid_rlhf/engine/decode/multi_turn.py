@@ -35,10 +35,12 @@ class Turns(Protocol):
 class SlotTurns:
     """Over the slots of one cache. open_scheduler: over as many slots as fit. shrink: called where memory ran out;
     raises UserError where no fewer slots remain to be tried. What runs is then drawn again from the beginning of its
-    turn, and draws the same."""
+    turn, and draws the same. note_bytes: told how much the cache holds, whenever a turn ends (it is made when the first
+    token is read)."""
 
-    def __init__(self, open_scheduler: Callable[[], Scheduler], shrink: Callable[[Exception], None]) -> None:
-        self._open, self._shrink = open_scheduler, shrink
+    def __init__(self, open_scheduler: Callable[[], Scheduler], shrink: Callable[[Exception], None],
+                 note_bytes: Callable[[int], None]) -> None:
+        self._open, self._shrink, self._note_bytes = open_scheduler, shrink, note_bytes
         self._live: list[Request] = []
         self._start()
 
@@ -86,6 +88,8 @@ class SlotTurns:
             self._restart(failure)
             return []
         ended, self._running.ended = self._running.ended, []
+        if ended:
+            self._note_bytes(self._running.cache.num_bytes())
         gone = {id(request) for request in ended}
         self._live = [request for request in self._live if id(request) not in gone]
         return ended
@@ -103,10 +107,10 @@ class SlotTurns:
 
 class BatchTurns:
     """By transformers' generate, for models that do not run over slots: all that wait are drawn to their end, whatever
-    was said before them is read again."""
+    was said before them is read again. note_bytes: told how much the largest cache of a step held."""
 
-    def __init__(self, batches: GenerateBatches) -> None:
-        self._batches, self.stops = batches, batches.stops
+    def __init__(self, batches: GenerateBatches, note_bytes: Callable[[int], None]) -> None:
+        self._batches, self.stops, self._note_bytes = batches, batches.stops, note_bytes
         self._waiting: list[Request] = []
 
     @property
@@ -122,5 +126,5 @@ class BatchTurns:
 
     def step(self) -> list[Request]:
         drawn, self._waiting = self._waiting, []
-        self._batches.run(drawn)
+        self._note_bytes(self._batches.run(drawn))
         return drawn

@@ -103,6 +103,22 @@ def test_out_of_memory_draws_the_turns_again_with_fewer_slots(monkeypatch):
     assert calls[0] == 6 and calls[-1] == 1
 
 
+def test_the_memory_and_the_slots_of_turns_are_told_as_those_of_other_responses(monkeypatch):
+    """Keys and values of the tiny model: 2 layers, 2 heads of 8, fp32, are 256 bytes a token."""
+    engine = engine_of(tiny_causal_lm().eval(), max_batch=4)
+    play(engine)
+    assert (engine.describe()["slots"], engine.describe()["kv_bytes"]) == (4, 4 * 64 * 256)
+
+    def by_generate(self):
+        self.path, self.bytes_per_column = "generate", 1.0
+
+    monkeypatch.setattr(Runner, "_find_path", by_generate)
+    engine = engine_of(tiny_causal_lm().eval(), max_batch=2)
+    play(engine, num_turns=1)
+    # prompts of six lengths are drawn one by one, the longest of 8 and 7 tokens; the last one is never stored
+    assert (engine.describe()["slots"], engine.describe()["kv_bytes"]) == (2, (8 + 7 - 1) * 256)
+
+
 def test_an_error_that_is_not_about_memory_is_raised_with_its_traceback(monkeypatch):
     engine = engine_of(tiny_causal_lm().eval())
     with engine.inference():
