@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,7 +57,9 @@ class EpisodePlayer:
     @contextmanager
     def _calls(self) -> Iterator[CallPool]:
         """The pool of all rollouts; a new one where the last rollout was broken off, with calls that nobody awaits."""
-        self._pool = self._pool or CallPool(self.config.num_workers, self.config.timeout)
+        if self._pool is None:
+            self._pool = CallPool(self.config.num_workers, self.config.timeout)
+            weakref.finalize(self, self._pool.close)  # who plays no more leaves no threads
         try:
             yield self._pool
         except BaseException:

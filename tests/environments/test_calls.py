@@ -41,8 +41,18 @@ def outcome(pool: CallPool, call, then=None):
     return found
 
 
+_OTHERS: set = set()
+
+
 def num_threads() -> int:
-    return sum(t.name.startswith("environment") for t in threading.enumerate())
+    """Of the pools of this test: those of others may still end."""
+    return sum(t.name.startswith("environment") and t.ident not in _OTHERS for t in threading.enumerate())
+
+
+@pytest.fixture(autouse=True)
+def others():
+    _OTHERS.clear()
+    _OTHERS.update(t.ident for t in threading.enumerate())
 
 
 def wait_for(condition, seconds: float = 5) -> None:
