@@ -52,6 +52,7 @@ SCRIPTS = {
     "memory": Script("", 270),
     "startup": Script("--repeats 3", 180, "trl"),
     "offline_step": Script("--repeats 3", 180, "trl"),
+    "episodes": Script("--repeats 3 --works ragged even", 150, "trl"),
     "server": Script("--load_seconds 0 --seconds 10", 150, "httpx"),
     "scaling": Script("--repeats 2 --page docs/results/scaling.md", 300),
 }

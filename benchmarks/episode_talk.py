@@ -119,7 +119,8 @@ def write(lengths: Sequence[Sequence[int]], group: int, num_added: int, longest:
             raise ValueError(f"turns of {lengths[number]} tokens are not to be had: {texts}")
     prompt = tokenizer.apply_chat_template(rows[0]["prompt"], tools=environments.kinds[0].schemas, tokenize=False,
                                            add_generation_prompt=True)
-    return Talk(tokenizer, environments, rows, turns, ids_of(tokenizer, _between(answer)), len(ids_of(tokenizer, prompt)))
+    return Talk(tokenizer, environments, rows, turns, ids_of(tokenizer, _between(answer)),
+                len(ids_of(tokenizer, prompt)))
 
 
 def ids_of(tokenizer, text: str) -> list[int]:  # noqa: ANN001
@@ -136,7 +137,8 @@ def _tokenizer():  # noqa: ANN202
     """Byte-level BPE that knows all words of the conversations, and Qwen2.5's markers and template."""
     folder = find_spec("trl").submodule_search_locations[0]
     template = (Path(folder) / "chat_templates/qwen2_5.jinja").read_text(encoding="utf-8")
-    texts = [template.replace("\\n", "\n"), "".join(f" {w}" for w in WORDS), *WORDS, f'"{WORDS[0]}"', CALLED, _between("")]
+    texts = [template.replace("\\n", "\n"), "".join(f" {w}" for w in WORDS), *WORDS, f'"{WORDS[0]}"', CALLED,
+             _between("")]
     tokenizer = train_tokenizer(texts * 3, 2000)
     tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
     tokenizer.chat_template = template

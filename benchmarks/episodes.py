@@ -3,20 +3,21 @@
     python benchmarks/episodes.py [--works ragged even instant history] [--json FILE] [--page FILE] [--image FILE]
 
 32 episodes of 3 turns, 4 prompts with 8 samples each; between two turns a tool is called that sleeps 0 to 500 ms, drawn
-once, and 48 tokens are added. `even`: turns of 28 tokens; `ragged`: turns of 4 to 64; `instant`: these, and a tool that
-answers at once. All three sides alternate, after an unmeasured round: ours, which waits for nobody; the same engine,
-where all turns of a round are sampled, all tools awaited side by side, then the next round begins (peers/
-turn_barrier.py); and TRL's GRPOTrainer until its episodes are there, with transformers' generate, which calls one tool
-after the other and reads the whole history again for each turn (peers/trl_episodes.py). All say the same tokens, or
-nothing is measured: the model is random, but for a head that says what was written down (episode_talk.py), and no part
-of either side is replaced. `history`: seconds of each turn of long episodes, 12 turns of 24 tokens with 48 added, 8
-episodes side by side, instant tools. Single-turn generation: rollout.py.
+once, and 48 tokens are added. A turn is a call (21 tokens; the last turn calls nothing) and a thought: of 24 tokens in
+`even`; of lengths drawn once from a geometric law with mean 24, at most 128, in `ragged`; `instant` is `ragged` with
+tools that answer at once. All sides alternate, after a round that is not measured: ours, which waits for nobody; the
+same engine, where all turns of a round are sampled, all tools awaited side by side, then the next round begins
+(peers/turn_barrier.py); and TRL's GRPOTrainer until its episodes are there, with transformers' generate
+(peers/trl_episodes.py), which calls one tool after the other and reads the whole history again for each turn. The model
+is random; what it draws is replaced by what is written down when a turn has its length, on all sides, so all say the
+same tokens, or nothing is measured. `history`: seconds of each turn of long episodes, 12 turns of 24 tokens with 48
+added, 8 episodes side by side, instant tools, ours with the barrier, so that turns have an end. Single-turn generation:
+rollout.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -126,9 +127,9 @@ def rows_of_work(options: argparse.Namespace, work: str) -> Iterator[dict]:
     sides = [ours.play, ours.play_with_barrier, *([peer.step] if peer else [])]
     rounds = [[seconds(side) for side in sides] for _ in range(options.repeats)]
     mine, *peers = zip(*rounds, strict=True)
-    waits = [seconds for row in talk.rows for seconds in row["seconds"]]
-    about = {"new_tokens": sum(len(turn) for turns in talk.turns for turn in turns), "calls": len(waits), "slept": sum(waits),
-             "longest_sleep": max(sum(row["seconds"]) for row in talk.rows)}
+    waits = [wait for row in talk.rows for wait in row["seconds"]]
+    about = {"new_tokens": sum(len(turn) for turns in talk.turns for turn in turns), "calls": len(waits),
+             "slept": sum(waits), "longest_sleep": max(sum(row["seconds"]) for row in talk.rows)}
     for name, theirs in zip(("barrier", "trl"), peers, strict=False):
         ratios = [t / m for m, t in zip(mine, theirs, strict=True)]
         yield timed_row(f"{work}_{name}", CASES[f"{work}_{name}"], [Times.of(mine), Times.of(theirs)], unit="s",
@@ -192,7 +193,7 @@ def draw(row: dict, path: str) -> None:
     for name, key, colour in (("ours", "ours_turns", COLOURS[0]), ("TRL's loop with generate", "peer_turns",
                                                                    COLOURS[1])):
         axes.plot(row["histories"], row[key], "o-", color=colour, markersize=4, label=name)
-    axes.set_xlabel(f"tokens before the turn ({row['work']})", fontsize=8)
+    axes.set_xlabel("tokens before the turn, which says 24 after 48 added ones", fontsize=8)
     axes.set_ylabel("seconds of the turn", fontsize=8)
     axes.set_ylim(bottom=0)
     axes.tick_params(labelsize=8)

@@ -1,7 +1,8 @@
 """Episodes by TRL's own GRPOTrainer: its loop of tool calls, with transformers' generate (the peer of episodes.py).
 
-Of the loop nothing is replaced but what the model has drawn. A step is what the trainer does with a batch until its episodes are there: environments
-are reset, prompts rendered, turns generated and parsed, tools called; what comes after that is left out.
+Of the loop nothing is replaced but what the model has drawn. A step is what the trainer does with a batch until its
+episodes are there: environments are reset, prompts rendered, turns generated and parsed, tools called; what comes after
+that is left out.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import peers.turns  # noqa: F401 - TRL is told to be quiet before it is imported
 import torch
-from peers import turns  # noqa: F401 - TRL is told to be quiet before it is imported
 
 
 class TrlEpisodes:

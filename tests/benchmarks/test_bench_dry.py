@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import cards
+import episodes
 import grpo_step
 import harness
 import memory
@@ -112,6 +113,19 @@ def test_a_profile_names_operations_and_writes_no_row(tmp_path, monkeypatch, cap
     monkeypatch.setattr(reward_step, "TrlReward", Peer)
     reward_step.main(["--quick", "--profile", "--json", str(tmp_path / "rows.json")])
     assert "aten::" in capsys.readouterr().out and not (tmp_path / "rows.json").exists()
+
+
+def test_episodes_say_what_is_written_on_all_sides(tmp_path) -> None:
+    """In full: TRL's own loop is in it, and each side's tokens are compared before anything is measured."""
+    pytest.importorskip("trl")
+    page, image = tmp_path / "episodes.md", tmp_path / "episodes.png"
+    rows = rows_of(episodes, tmp_path, "--page", str(page), "--image", str(image))
+    assert list(rows) == list(episodes.CASES)
+    assert rows["ragged_trl"]["ours"] == rows["ragged_barrier"]["ours"] and rows["ragged_trl"]["calls"] == 2 * 4 * 2
+    assert rows["instant_trl"]["slept"] == 0 < rows["even_barrier"]["slept"]
+    history = rows["history"]
+    assert len(history["histories"]) == len(history["ours_turns"]) == len(history["peer_turns"]) == 4
+    assert page.read_text().count("| TRL GRPOTrainer") == 2 and image.stat().st_size > 1000
 
 
 def test_memory_of_generating_and_of_ppo(tmp_path, monkeypatch) -> None:
