@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct and a calculator: SFT on the format of calls, what --check_signal says, then GRPO.
 
-    python benchmarks/smollm2_tools.py [--seeds 0,1] [--steps 24] [--work DIR] [--model DIR] [--dtype bfloat16]
+    python benchmarks/smollm2_tools.py [--seeds 0,1] [--sft_steps 10] [--steps 16] [--dtype bfloat16] [--work DIR]
 
 The task: arithmetic with numbers of two and three digits, in direct words or as a story; right if the last number of
 the last message is. SmolLM2's own template shows no tools: smollm2_tools.jinja does, and is its own without them.
@@ -18,6 +18,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -213,18 +214,17 @@ def run(seed: int, given: argparse.Namespace, found: dict) -> None:
 
     keep("sft", lambda: trained([seeded, *sft_words(given)], sft))
     keep("signal", lambda: signal([seeded, *grpo_words(sft, given), f"--output_dir={folder / 'signal'}"]))
-    for with_tool in (True, False):
-        keep(f"after sft, tool {with_tool}", lambda tool=with_tool: measured(sft / "model", tool, given))
     keep("grpo", lambda: trained([seeded, *grpo_words(sft, given)], folder / "grpo"))
-    for with_tool in (True, False):
-        keep(f"after grpo, tool {with_tool}", lambda tool=with_tool: measured(folder / "grpo" / "model", tool, given))
+    for with_tool, name in product((True, False), ("grpo", "sft")):
+        keep(f"after {name}, tool {with_tool}",
+             lambda name=name, tool=with_tool: measured(folder / name / "model", tool, given))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0")
-    parser.add_argument("--steps", type=int, default=24, help="of GRPO, 4 prompts with 8 responses each")
-    parser.add_argument("--sft_steps", type=int, default=40, help="of 8 conversations")
+    parser.add_argument("--steps", type=int, default=16, help="of GRPO, 4 prompts with 8 responses each")
+    parser.add_argument("--sft_steps", type=int, default=10, help="of 8 conversations")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--model", type=Path, help="a folder in place of the one that get_smollm2.py makes")
     parser.add_argument("--work", type=Path, default=ROOT / "outputs" / "smollm2_tools")
