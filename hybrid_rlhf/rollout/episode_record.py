@@ -22,8 +22,9 @@ class Episode:
     at its beginning and its end; limits: how many the turn might have. seed, number: of its draws.
     turn_rewards: what each turn earned by itself. reward: what the environment says of the whole (None: nothing).
     environment: the user's object (None: there are only functions); it may be used again in the next rollout.
-    num_calls: of tools; num_failed: those that raised or do not exist; num_late: those without an answer in time;
-    num_malformed: calls that could not be read; num_cut: answers that were shortened.
+    has_tools: whether there was anything to call. num_calls: of tools; num_failed: those that raised or do not exist;
+    num_late: those without an answer in time; num_malformed: calls that could not be read; num_cut: answers that were
+    shortened.
     """
 
     messages: list[dict] = field(default_factory=list)
@@ -35,6 +36,7 @@ class Episode:
     turn_rewards: list[float] = field(default_factory=list)
     reward: float | None = None
     environment: Any = None
+    has_tools: bool = True
     ended: str = ""
     num_calls: int = 0
     num_failed: int = 0
@@ -77,7 +79,8 @@ def measure(episodes: Sequence[Episode]) -> Metrics:
     metrics, size = Metrics(), len(episodes)
     calls = sum(e.num_calls + e.num_malformed for e in episodes)
     failed = sum(e.num_failed + e.num_late + e.num_malformed for e in episodes)
-    metrics.add("tools/call_frequency", calls / max(size, 1), size)
+    num_able = sum(e.has_tools for e in episodes)  # a game of messages has no tools, and no share of calls
+    metrics.add("tools/call_frequency", calls / max(num_able, 1), num_able)
     metrics.add("tools/failure_frequency", failed / max(calls, 1), calls)
     for name, count in (("malformed", sum(e.num_malformed for e in episodes)),
                         ("late", sum(e.num_late for e in episodes)), ("cut", sum(e.num_cut for e in episodes))):

@@ -62,7 +62,7 @@ class EpisodePlayer:
             self._used.append(idle.pop(0) if idle else kind.new())
             asked = chat.as_turn(self.tokenizer, row.get("prompt", prompts.texts[i]))
             plays.append(Play(number, self._used[-1], asked if isinstance(asked, list) else []))
-            plays[-1].episode.environment = self._used[-1].object
+            plays[-1].episode.environment, plays[-1].episode.has_tools = self._used[-1].object, bool(kind.schemas)
         return plays
 
     def _reset(self, plays: list[Play], prompts: Prompts, pool: CallPool) -> None:
