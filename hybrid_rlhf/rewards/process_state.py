@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybrid_rlhf.core import random_state
 from hybrid_rlhf.core.distributed import device
 
 _log = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ def unchanged(who: str) -> Iterator[None]:
     So are the random generators, but that one which the block has drawn from, or seeded, goes on from a seed that it
     draws itself: training does not repeat its draws, and the block's next draws are others.
     """
-    settings, generators = _settings(), random_state.state()
+    settings, generators = _settings(), _states()
     try:
         yield
     finally:  # nothing here takes the place of what the block raises
@@ -98,26 +97,36 @@ def _restore(who: str, before: dict[str, Any]) -> None:
                      " and ".join(new))
 
 
-def _separate(before: dict) -> None:
+def _separate(before: dict[str, Any]) -> None:
     """The generators as they were, each that has moved since on a seed that it draws."""
-    after = random_state.state()
-    moved = [name for name in before if not _is_same(before[name], after[name])]
-    if not moved:
-        return
-    random_state.load_state(before)
-    if "python" in moved:
-        random.seed(random.getrandbits(64))
-    if "numpy" in moved:
-        np.random.seed(np.random.randint(2**32, dtype=np.uint32))
-    if "torch" in moved:
-        torch.default_generator.manual_seed(int(torch.randint(2**62, (1,))))
-    if "device" in moved:
-        place = device()
-        seed = int(torch.randint(2**62, (1,), device=place))
-        torch.cuda.default_generators[place.index].manual_seed(seed)
+    for name in (name for name, found in _states().items() if not _is_same(before[name], found)):
+        _, write, reseed = _GENERATORS[name]
+        write(before[name])
+        reseed()
+
+
+def _states() -> dict[str, Any]:
+    """As each generator tells its own: an environment's every call is compared, so nothing is converted."""
+    return {name: read() for name, (read, _, _) in _GENERATORS.items() if name != "device" or device().type == "cuda"}
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return all(_is_same(value, b[key]) for key, value in a.items())
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    return all(map(np.array_equal, a, b)) if a[0] == "MT19937" else a == b  # numpy's holds an array
+
+
+def _reseed_device() -> None:
+    place = device()
+    torch.cuda.default_generators[place.index].manual_seed(int(torch.randint(2**62, (1,), device=place)))
+
+
+# which: (how its state is read, how it is set, how it goes on from a seed that it draws)
+_GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[], object]]] = {
+    "python": (random.getstate, random.setstate, lambda: random.seed(random.getrandbits(64))),
+    "numpy": (np.random.get_state, np.random.set_state,
+              lambda: np.random.seed(np.random.randint(2**32, dtype=np.uint32))),
+    "torch": (torch.get_rng_state, torch.set_rng_state,
+              lambda: torch.default_generator.manual_seed(int(torch.randint(2**62, (1,))))),
+    "device": (lambda: torch.cuda.get_rng_state(device()), lambda state: torch.cuda.set_rng_state(state, device()),
+               _reseed_device)}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,6 +37,27 @@ def test_a_setting_that_cannot_be_read_or_restored_changes_no_answer(monkeypatch
     with pytest.raises(KeyError, match="own"):
         fails()
     assert torch.is_grad_enabled()
+
+
+DRAWS = {"python": random.random, "numpy": np.random.random, "torch": lambda: torch.rand(()).item()}
+
+
+@pytest.mark.parametrize("moved", DRAWS)
+def test_only_the_generator_that_was_drawn_from_goes_on_from_another_seed(moved):
+    def seed() -> None:
+        random.seed(3), np.random.seed(3), torch.manual_seed(3)
+
+    seed()
+    plain = {name: [draw(), draw()] for name, draw in DRAWS.items()}
+    seed()
+    with process_state.unchanged("x"):
+        pass
+    with process_state.unchanged("x"):
+        drawn = DRAWS[moved]()
+    after = {name: [draw(), draw()] for name, draw in DRAWS.items()}
+    assert drawn == plain[moved][0]
+    assert not {drawn, *plain[moved]} & set(after.pop(moved))
+    assert after == {name: values for name, values in plain.items() if name != moved}
 
 
 def test_what_is_raised_after_the_time_is_up_is_named():
