@@ -13,7 +13,7 @@ from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.rollout.episode_record import measure
 from hybrid_rlhf.rollout.episodes import EpisodePlayer
-from tests.factories.episodes import CALL, END, answered, play, script
+from tests.factories.episodes import CALL, END, answered, play, prompt_text, script, times, tools
 from tests.factories.scripted import conversation, scripted_causal_lm
 
 
@@ -47,7 +47,6 @@ def test_an_environment_that_steps_rewards_its_turns_and_the_whole(tokenizer):
     assert rollout.response_ids.tolist() == [[token for part in parts[1:] for token in part]]
     assert episode.turn_rewards == [-0.25, -0.25, 1.0] and episode.reward == pytest.approx(0.3)
     assert rollout.episode_rewards == [pytest.approx(0.8)] and rollout.has_eos.item()
-    assert [name for name in measure(rollout.episodes).compute() if name.startswith("tools/")] == []
     placed = rollout.turn_rewards()[0]
     ends = [len(parts[1]), sum(map(len, parts[1:4])), sum(map(len, parts[1:6]))]
     assert placed.nonzero()[:, 0].tolist() == [end - 1 for end in ends]
@@ -166,3 +165,16 @@ def test_a_prompt_that_reset_makes_too_long_for_the_model_is_refused(tokenizer):
     with pytest.raises(UserError, match="exceeds the model's 4096 positions; lower max_new_tokens") as found:
         play(tokenizer, own, [parts], asked="Guess!", columns={"secret": [7]})
     assert found.value.is_before_update
+
+
+def test_a_game_without_tools_has_no_share_of_calls(tokenizer):
+    """Of two episodes the one that could call has called: 1, not 1/2. A game alone has no such metric, and no alarm."""
+    game, able = Environments([environment_of("Guess", Guess, {}, "here")], False), tools(times)
+    asked = prompt_text(tokenizer, game, "Guess! Go!")
+    guess = conversation(tokenizer, asked, "7" + END)
+    called = script(tokenizer, able, CALL + END, answered("36"), "It is 36." + END)
+    alone, _ = play(tokenizer, game, [guess], asked="Guess!", columns={"secret": [7]})
+    other, _ = play(tokenizer, able, [called])
+    found = measure(alone.episodes).compute()
+    assert found["episodes/turns"] == 1 and not [name for name in found if name.startswith("tools/")]
+    assert measure(alone.episodes + other.episodes).compute()["tools/call_frequency"] == 1

@@ -16,7 +16,6 @@ from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.environments.contract import Environment, Environments, plain_schemas
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.rollout import Prompts
-from hybrid_rlhf.rollout.episode_record import measure
 from hybrid_rlhf.rollout.episodes import EpisodePlayer
 from hybrid_rlhf.rollout.replay import replay
 from tests.factories.episodes import CALL, END, answered, play, prompt_text, script, times, tools
@@ -182,19 +181,6 @@ def test_a_rollout_of_episodes_is_cut_joined_and_measured_like_any_other(tokeniz
     assert found["tools/call_frequency"] == 1 and found["tools/failure_frequency"] == 0
     assert found["episodes/turns"] == 2 and found["completions/mean_length"] == len(parts[1]) + len(parts[3])
     assert rollout.shown(0) == "[assistant] times(a=12, b=3)\n[times] 36\n[assistant] It is 36."
-
-
-def test_a_game_without_tools_has_no_share_of_calls(tokenizer):
-    """Of two episodes the one that could call has called: 1, not 1/2. A game alone has no such metric, and no alarm."""
-    game, able = Environments([environment_of("Guess", Guess, {}, "here")], False), tools(times)
-    asked = prompt_text(tokenizer, game, "Guess! Go!")
-    guess = conversation(tokenizer, asked, "7" + END)
-    called = script(tokenizer, able, CALL + END, answered("36"), "It is 36." + END)
-    alone, _ = play(tokenizer, game, [guess], asked="Guess!", columns={"secret": [7]})
-    other, _ = play(tokenizer, able, [called])
-    found = measure(alone.episodes).compute()
-    assert found["episodes/turns"] == 1 and not [name for name in found if name.startswith("tools/")]
-    assert measure(alone.episodes + other.episodes).compute()["tools/call_frequency"] == 1
 
 
 def test_an_episode_is_drawn_again_from_its_record(tokenizer):
