@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import harness  # noqa: F401 - the checkout on the path
 
+from hybrid_rlhf.engine.decode.multi_turn import Turns
 from hybrid_rlhf.engine.decode.request import Request
-from hybrid_rlhf.engine.decode.turns import Turns
 from hybrid_rlhf.environments.contract import Environments, environment_of
 from hybrid_rlhf.models.tokenizer import train_tokenizer
 from hybrid_rlhf.rollout import Prompts
@@ -74,8 +74,8 @@ class Talk(NamedTuple):
 
 
 class WrittenTurns:
-    """Turns (engine/decode/turns.py) whose requests end where the talk's do, and then say what is written there. The
-    engine under them knows no stop tokens."""
+    """Turns (engine/decode/multi_turn.py) whose requests end where the talk's do, and then say what is written there.
+    The engine under them knows no stop tokens."""
 
     def __init__(self, turns: Turns, talk: Talk) -> None:
         self._turns, self._talk = turns, talk

@@ -7,7 +7,7 @@ import time
 
 
 class BarrierTurns:
-    """Turns (engine/decode/turns.py). ended: when each round's last turn was sampled, by time.perf_counter."""
+    """Turns (engine/decode/multi_turn.py). ended: when each round's last turn was sampled, by time.perf_counter."""
 
     def __init__(self, turns) -> None:  # noqa: ANN001
         self._turns, self.stops = turns, turns.stops
