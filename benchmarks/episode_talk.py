@@ -74,8 +74,8 @@ class Talk(NamedTuple):
 
 
 class WrittenTurns:
-    """Turns (engine/decode/multi_turn.py) whose requests end where the talk's do, and then say what is written there. The
-    engine under them knows no stop tokens."""
+    """Turns (engine/decode/multi_turn.py) whose requests end where the talk's do, and then say what is written there.
+    The engine under them knows no stop tokens."""
 
     def __init__(self, turns: Turns, talk: Talk) -> None:
         self._turns, self._talk = turns, talk

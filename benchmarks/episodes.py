@@ -58,12 +58,13 @@ class Ours:
         self.engine.eos_ids = []  # lengths are the benchmark's
         self._open_turns = self.engine.open_turns
         config = EnvironmentConfig(factory="place", num_workers=len(talk.rows), max_turns=100)
-        self.player = player.EpisodePlayer(talk.environments, config, talk.tokenizer)
+        # a player keeps its pool of calls, so the barrier has a player of its own
+        self.player, self.stopping = (player.EpisodePlayer(talk.environments, config, talk.tokenizer) for _ in "12")
         self.tokens: list[list[int]] = []
         self.began, self.ended = 0.0, [0.0]
 
     def play(self) -> None:
-        self._play(self._written)
+        self._play(self.player, self._written)
 
     def play_with_barrier(self) -> None:
         def open_turns(*given: object) -> BarrierTurns:
@@ -72,15 +73,17 @@ class Ours:
             return turns
 
         with patch.object(player, "CallPool", lambda *given: BarrierPool(CallPool(*given))):
-            self._play(open_turns)
+            self._play(self.stopping, open_turns)
+        if len(self.ended) != max(map(len, self.talk.turns)):
+            raise SystemExit(f"{len(self.ended)} rounds, where each turn is one; there is no barrier")
 
     def _written(self, *given: object) -> WrittenTurns:
         return WrittenTurns(self._open_turns(*given), self.talk)
 
-    def _play(self, open_turns: Callable) -> None:
+    def _play(self, episode_player: player.EpisodePlayer, open_turns: Callable) -> None:
         sampling = SamplingConfig(max_new_tokens=self.talk.most)
         with self.engine.inference(), patch.object(self.engine, "open_turns", open_turns):
-            rollout = self.player.play(self.engine, self.talk.prompts, sampling, 0, range(len(self.talk.rows)))
+            rollout = episode_player.play(self.engine, self.talk.prompts, sampling, 0, range(len(self.talk.rows)))
         lengths = rollout.response_mask.sum(1).tolist()
         self.tokens = [ids[:n] for ids, n in zip(rollout.response_ids.tolist(), lengths, strict=True)]
 
