@@ -56,16 +56,28 @@ def player_of(config: Config, environments: Environments | None, tokenizer: Toke
     return EpisodePlayer(environments, config.environment, tokenizer)
 
 
+def first_rows(environments: Environments, rows: Sequence[Mapping]) -> dict[str, Mapping]:
+    """The first row of each kind of environment; one line where rows have tools that nobody calls. UserError where a
+    column is missing, or a row names an environment that there is not."""
+    environments.check_columns([name for name in rows[0] if name not in ("prompt_ids", "text")])
+    kinds = {environments.of(rows[0]).name: rows[0]}
+    for each in rows if environments.is_chosen_by_row else ():
+        kinds.setdefault(environments.of(each).name, each)
+    for row in kinds.values():
+        own = row["prompt"][0].get("tools") if isinstance(row["prompt"], list) else None
+        if own and is_main():
+            what = "are not shown" if environments.of(row).schemas else "are shown, and no call of theirs is made"
+            print(f"warning: rows have tools of their own, which {what}: what the model may call is environment.tools "
+                  "and the environment's methods; leave the column tools out", file=sys.stderr)
+            break
+    return kinds
+
+
 def check_rows(environments: Environments, rows: Sequence[Mapping], tokenizer: Tokenizer, model: ModelConfig,
                longest: int, option: str) -> None:
     """UserError where the rows lack a column, or where a prompt with the tools in it is too long. longest: tokens of a
     prompt and a response, as `option` has them."""
-    row = rows[0]
-    environments.check_columns([name for name in row if name not in ("prompt_ids", "text")])
-    kinds = {environments.of(row).name: row}
-    for each in rows if environments.is_chosen_by_row else ():
-        kinds.setdefault(environments.of(each).name, each)
-    for first in kinds.values():
+    for first in first_rows(environments, rows).values():
         schemas = environments.of(first).schemas
         if not schemas:
             continue

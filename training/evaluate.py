@@ -183,6 +183,11 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     columns = next(iter(asked.values())).columns
     given = {"environments": None} if environments and not config.environment.isolate else {}
     reward_sources.check_columns(others, {name: v[0] for name, v in columns.items()} | given, bool(environments))
+    if environments is not None:
+        check(not config.evaluate.prompt_templates, "evaluate.prompt_templates write the prompts, and so does "
+                                                    "environment; leave one of them out")
+        episodes_setup.first_rows(environments, [{name: values[i] for name, values in columns.items()}
+                                                 for i in range(len(columns["prompt"]))])
     players = {name: episodes_setup.player_of(config, environments, each) for name, each in tokenizers.items()}
     record = runfile.start(config.output_dir, config.stage, config, command)
     evaluation_prompts.tell(len(next(iter(asked.values()))), why or rows.replace("_", " "), report)

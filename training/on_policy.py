@@ -219,6 +219,8 @@ def open_run(config: Config) -> RunContext:
     reward_sources.check_columns(others, {**data.train[0], **given}, bool(environments))
     if environments is not None:
         episodes_setup.check_rows(environments, data.train, tokenizer, model, longest, lengths_of)
+        for row in data.held_out if environments.is_chosen_by_row else ():
+            environments.of(row)
     loader = builders.train_loader(data.train, config.train, config.seed, collate.collate_prompts)
     held_out = builders.eval_loader(data.held_out, config.train, config.seed, collate.collate_prompts)
     steps = builders.total_steps(config.train, len(loader))

@@ -203,3 +203,44 @@ def test_trls_arguments_work_from_python(place):
         max_prompt_length=600, max_completion_length=150, num_fixed_prompts=0)
     found = trainer.train()
     assert found["reward"] == found["tools/call_frequency"] > 0
+
+
+def rows_of(place: Path, name: str, *rows: dict) -> str:
+    asked = [{"role": "user", "content": "What is 12 * 3?"}]
+    (place / name).write_text("".join(json.dumps({"prompt": asked, **row}) + "\n" for row in rows))
+    return f"--data.sources=[{place}/{name}]"
+
+
+def test_tools_of_rows_that_the_environments_take_the_place_of_are_told(place, capsys):
+    other = {"type": "function", "function": {"name": "search", "description": "Searches.", "parameters": {
+        "type": "object", "properties": {}}}}
+    code = main(words(place, "grpo", "two", f"--environment.tools=[{place}/acts.py:times]", "--train.max_steps=1",
+                      f"--reward.functions=[{place}/acts.py:right]",
+                      rows_of(place, "two.jsonl", *[{"tools": [other], "number": i} for i in range(6)])))
+    shown = capsys.readouterr()
+    assert code == 0, shown.err[-2000:]
+    assert "warning: rows have tools of their own, which are not shown" in shown.err
+    assert metrics_of(place / "two")["tools/call_frequency"] > 0  # the script knows the prompt with `times` alone
+
+
+@pytest.mark.parametrize(("more", "told"), [
+    (["--evaluate.prompt_templates={a: 'Score 1. {prompt}'}", "--environment.factory={place}/acts.py:Game"],
+     "evaluate.prompt_templates write the prompts, and so does environment"),
+    (["--environment.factory={one: {place}/acts.py:Game, two: {place}/acts.py:Game}"], "needs a column environment"),
+])
+def test_an_evaluation_on_episodes_is_checked_before_it_starts(place, more, told, capsys):
+    code = main(words(place, "evaluate", "refused_too", f"--evaluate.models=[a={place}/model, b={place}/model]",
+                      *[word.replace("{place}", str(place)) for word in more]))
+    shown = capsys.readouterr()
+    assert code == 2 and told in shown.err, shown.err[-2000:]
+
+
+def test_a_held_out_row_that_names_no_environment_is_refused_before_training(place, capsys):
+    kinds = ["one"] * 7 + ["other"]  # the last two are held out
+    rows = rows_of(place, "named.jsonl", *[{"environment": kind, "prompt": f"Number {i}?"} for i, kind in
+                                           enumerate(kinds)])
+    given = ["--environment.factory={one: " + f"{place}/acts.py:Game" + "}", rows, "--data.eval_fraction=0.5"]
+    code = main(words(place, "grpo", "named", *given, "--train.max_steps=1", "--train.num_fixed_prompts=0"))
+    shown = capsys.readouterr()
+    assert code == 2 and "the column environment of a row is 'other'" in shown.err, shown.err[-2000:]
+    assert not (place / "named/run.json").exists()  # nothing was begun
