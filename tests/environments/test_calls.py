@@ -251,6 +251,27 @@ def test_calls_made_here_keep_their_order_and_leave_this_process_as_it_was():
     here.close()
 
 
+def test_calls_of_one_lane_follow_one_another_and_hold_no_worker():
+    pool, under_way, order = CallPool(2, 0.5), [], []
+
+    def work(i: int) -> None:
+        under_way.append(i)
+        time.sleep(0.2)
+        order.append((i, len(under_way)))
+        under_way.remove(i)
+
+    for i in range(4):  # 0.8 s together, each within its 0.5 s
+        pool.start(i, lambda i=i: work(i), lane="one")
+    pool.start("hangs", lambda: time.sleep(0.8), lane="two")
+    pool.start("follows", lambda: order.append("follows"), lane="two")
+    found = {}
+    while pool.num_waiting:
+        found |= dict(pool.finished(wait=True))
+    assert [each for each in order if each != "follows"] == [(0, 1), (1, 1), (2, 1), (3, 1)] and "follows" in order
+    assert [found[i].error for i in range(4)] == [None] * 4 and found["hangs"].is_late
+    pool.close()
+
+
 def test_a_closed_pool_ends_its_threads_and_takes_no_more():
     pool, before = CallPool(2, 5), num_threads()
     begun, go_on = [], threading.Event()

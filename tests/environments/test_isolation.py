@@ -23,116 +23,7 @@ from hybrid_rlhf.environments.open_isolated import open_isolated
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.environments.text_of_answers import shown
 from hybrid_rlhf.rewards.functions import handed_over
-
-FILE = r'''
-import asyncio, ctypes, os, re, resource, signal, subprocess, time
-from pathlib import Path
-import numpy as np
-
-HERE = Path(__file__).parent
-
-def end(how: str) -> str:
-    """End or hang.
-
-    Args:
-        how: in which way
-    """
-    if how == "exit":
-        os._exit(7)
-    if how == "segfault":
-        ctypes.string_at(0)
-    if how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if how == "regex":
-        re.match("(a+)+$", "a" * 60 + "b")
-    if how == "memory":
-        resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
-        return bytearray(8 << 30)
-    if how == "leaves":
-        raise SystemExit(3)
-    if how == "child":
-        (HERE / "child").write_text(str(subprocess.Popen(["sleep", "300"]).pid))
-    return f"{how} {os.getpid()}"
-
-class Count:
-    def __init__(self, step: int = 1):
-        self.by, self.resets, self.total = step, 0, -1
-
-    def reset(self, start=0, **row):
-        self.resets += 1
-        self.total = start
-        return f"{sorted(row)} {self.resets}"
-
-    def add(self, times: int) -> int:
-        """Add.
-
-        Args:
-            times: how often
-        """
-        self.total += self.by * times
-        return self.total
-
-    async def wait(self, seconds: float) -> str:
-        """Wait.
-
-        Args:
-            seconds: how long
-        """
-        await asyncio.sleep(seconds)
-        return {"waited": seconds, "loop": not asyncio.get_running_loop().is_closed()}
-
-    def odd(self, what: str) -> str:
-        """Answer.
-
-        Args:
-            what: kind
-        """
-        return {"bytes": b"abc", "set": {3, 1}, "array": np.arange(3), "long": "x" * 9000,
-                "none": None, "tuple": (1, 2), "control": "a\x1b[2J\r\nb", "surrogate": "\ud800",
-                "class": Count, "keys": {1: "a", None: 2.5}}[what]
-
-    def crash(self, how: str) -> str:
-        """End or hang.
-
-        Args:
-            how: in which way
-        """
-        return end(how)
-
-    def fail(self, what: str) -> str:
-        """Raise.
-
-        Args:
-            what: kind
-        """
-        raise {"type": TypeError, "value": ValueError}[what]("a\nreason")
-
-    def where(self) -> str:
-        """Tell."""
-        return os.getpid()
-
-    def get_reward(self):
-        return np.float32(self.total)
-
-class Game:
-    def step(self, messages):
-        said = messages[-1]["content"]
-        if said == "crash":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        messages[0]["content"] = "changed"
-        return {"go": ([{"role": "tool", "name": "a", "content": "é"}], np.bool_(False), np.float32(0.5)),
-                "text": ["on", False, None], "none": None, "nan": ([], True, float("nan"))}[said]
-
-class Raises:
-    def __init__(self):
-        raise KeyError("no server")
-    def reset(self): ...
-
-class Crashes:
-    def __init__(self):
-        os._exit(9)
-    def reset(self): ...
-'''
+from tests.factories.crashing_environment import FILE
 
 
 @pytest.fixture(scope="module")
@@ -424,7 +315,8 @@ if __name__ == "__main__":
 def test_the_end_of_a_run_leaves_no_process(path, tmp_path, how):
     script = tmp_path / "run.py"
     script.write_text(RUN)
-    run = subprocess.Popen([sys.executable, str(script), path, how], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    run = subprocess.Popen([sys.executable, str(script), path, how], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                           env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])})
     pids = [int(pid) for pid in run.stdout.readline().split()]
     if how == "waits":
         assert all(map(is_alive, pids))

@@ -6,9 +6,9 @@ from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.rollout.episodes import EpisodePlayer
+from tests.factories.episodes import prompt_text, times, tools
 from tests.factories.scripted import conversation, scripted_causal_lm
 from tests.factories.trl_templates import tokenizer_of
-from tests.rollout.test_episodes import prompt_text, times, tools
 
 
 def test_a_turn_that_ends_with_the_next_messages_header_reads_it_once():

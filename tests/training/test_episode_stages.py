@@ -146,6 +146,16 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(place, capsys, monkeypa
     assert whole == parts != (place / "model/model.safetensors").read_bytes()
 
 
+def test_an_environment_in_a_process_of_its_own_trains_to_the_same_bits(place, capsys):
+    more = [f"--environment.factory={place}/acts.py:Game", "--environment.num_workers=0",
+            "--roles.actor.learning_rate=1e-4"]
+    for name, isolate in (("apart", "true"), ("here", "false")):
+        code = main(words(place, "grpo", name, *more, f"--environment.isolate={isolate}"))
+        assert code == 0, capsys.readouterr().err[-2000:]
+    apart, here = ((place / name / "model/model.safetensors").read_bytes() for name in ("apart", "here"))
+    assert apart == here != (place / "model/model.safetensors").read_bytes()
+
+
 def test_signal_is_measured_on_episodes(place, capsys):
     code = main([*words(place, "grpo", "signal", f"--environment.tools=[{place}/acts.py:times]",
                         f"--reward.functions=[{place}/acts.py:right]"), "--check_signal"])
@@ -165,6 +175,10 @@ def test_models_are_evaluated_on_episodes(place, capsys):
 
 @pytest.mark.parametrize(("more", "told"), [
     (["--environment.max_turns=3"], "environment.max_turns is set; there is no environment"),
+    (["--environment.isolate=true"], "environment.isolate is set; there is no environment"),
+    (["--environment.factory={place}/acts.py:Game", "--environment.isolate=true"],
+     "environment.isolate: reward.functions: right asks for environments, and they are in processes of their own"),
+    (["--environment.tools=[nowhere.py:times]", "--environment.isolate=true"], "nowhere.py is no Python file"),
     (["--environment.tools=[nowhere.py:times]"], "environment.tools: nowhere.py is no Python file"),
     (["--environment.tools=[builtin:calcu]"], "there is no builtin:calcu"),
     (["--environment.factory={place}/acts.py:Gam"], "has no Gam that can be called"),
