@@ -20,6 +20,7 @@ from hybrid_rlhf.report.terminal import duration, number, sample_lines
 from hybrid_rlhf.rewards import part_scores
 from hybrid_rlhf.rollout import Rollout
 from hybrid_rlhf.rollout.collect import samples_of, signal_of
+from hybrid_rlhf.rollout.episode_record import measure
 from hybrid_rlhf.run.loop import Trainer
 from hybrid_rlhf.training import builders, on_policy
 
@@ -42,7 +43,8 @@ def check(make_trainer: Callable[[on_policy.RunContext], Trainer], config: on_po
     signal = signal_of(rollout, sampling.num_samples)
     _say(f"{len(rollout)} responses in {duration(time.perf_counter() - began)}")
     if is_main():
-        lines = [*(f"{name:<18}{text}" for name, text in figures(signal).items()), *_samples(rollout), ""]
+        lines = [*(f"{name:<18}{text}" for name, text in figures(signal).items()), *_calls(rollout), *_samples(rollout),
+                 ""]
         print("\n".join([*lines, *(f"verdict: {text}" for text in verdict(signal))]), flush=True)
     _say("now one training step, for the time that it takes ...")
     text = _time_step(trainer, opened)
@@ -84,6 +86,15 @@ def _prompts(rows, seed: int) -> Iterator:  # noqa: ANN001
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:NUM_PROMPTS]
     for part in order.split(PROMPTS_AT_ONCE):
         yield collate.collate_prompts([rows[i] for i in part.tolist()])
+
+
+def _calls(rollout: Rollout) -> list[str]:
+    """How often tools were called, and how often in vain, where there are tools."""
+    found = measure(rollout.episodes).compute() if rollout.episodes else {}
+    if "tools/call_frequency" not in found:
+        return []
+    failed = f", {found['tools/failure_frequency']:.0%} of them failed" if "tools/failure_frequency" in found else ""
+    return [f"{'calls of tools':<18}{found['tools/call_frequency']:.2f} in an episode{failed}"]
 
 
 def _samples(rollout: Rollout) -> list[str]:

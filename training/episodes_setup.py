@@ -12,7 +12,7 @@ from hybrid_rlhf.core.distributed import is_main
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.added_turns import check_keeps_history
 from hybrid_rlhf.data.chat import SkipRow
-from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.data.datasets import DataConfig, StageData
 from hybrid_rlhf.data.tool_columns import with_tools
 from hybrid_rlhf.environments.contract import Environments
 from hybrid_rlhf.environments.open import open_environments
@@ -73,11 +73,13 @@ def first_rows(environments: Environments, rows: Sequence[Mapping]) -> dict[str,
     return kinds
 
 
-def check_rows(environments: Environments, rows: Sequence[Mapping], tokenizer: Tokenizer, model: ModelConfig,
+def check_rows(environments: Environments, data: StageData, tokenizer: Tokenizer, model: ModelConfig,
                longest: int, option: str) -> None:
-    """UserError where the rows lack a column, or where a prompt with the tools in it is too long. longest: tokens of a
-    prompt and a response, as `option` has them."""
-    for first in first_rows(environments, rows).values():
+    """UserError where a row, a held-out one too, names no environment, where rows lack a column, or where a prompt with
+    the tools in it is too long. longest: tokens of a prompt and a response, as `option` has them."""
+    for row in data.held_out if environments.is_chosen_by_row else ():
+        environments.of(row)
+    for first in first_rows(environments, data.train).values():
         schemas = environments.of(first).schemas
         if not schemas:
             continue

@@ -218,9 +218,7 @@ def open_run(config: Config) -> RunContext:
     given = {"environments": None} if environments and not config.environment.isolate else {}
     reward_sources.check_columns(others, {**data.train[0], **given}, bool(environments))
     if environments is not None:
-        episodes_setup.check_rows(environments, data.train, tokenizer, model, longest, lengths_of)
-        for row in data.held_out if environments.is_chosen_by_row else ():
-            environments.of(row)
+        episodes_setup.check_rows(environments, data, tokenizer, model, longest, lengths_of)
     loader = builders.train_loader(data.train, config.train, config.seed, collate.collate_prompts)
     held_out = builders.eval_loader(data.held_out, config.train, config.seed, collate.collate_prompts)
     steps = builders.total_steps(config.train, len(loader))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,7 @@ def test_signal_is_measured_on_episodes(place, capsys):
     shown = capsys.readouterr()
     assert code == 0, shown.err[-2000:]
     assert "[assistant] times(a=12, b=3)" in shown.out and "It is 40." in shown.out
+    assert re.search(r"calls of tools    0\.\d\d in an episode, 0% of them failed", shown.out)
 
 
 def test_models_are_evaluated_on_episodes(place, capsys):
