@@ -7,22 +7,9 @@ from hybrid_rlhf.environments.contract import Environment, Environments, plain_s
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.rollout.episodes import EpisodePlayer
-from tests.factories.episodes import prompt_text, times, tools
+from tests.factories.episodes import times
 from tests.factories.scripted import conversation, scripted_causal_lm
 from tests.factories.trl_templates import tokenizer_of
-<<<<<<< HEAD
-=======
-
-
-def times(a: int, b: int) -> int:
-    """Multiplies two numbers.
-
-    Args:
-        a: The first number.
-        b: The second number.
-    """
-    return a * b
->>>>>>> review
 
 
 def test_a_turn_that_ends_with_the_next_messages_header_reads_it_once():
