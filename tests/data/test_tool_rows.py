@@ -235,7 +235,7 @@ def test_the_template_of_the_example_shows_tools_and_writes_history_as_it_was_sa
     messages = read({"messages": CALLS, "tools": TOOLS}).messages
     texts = [render(tokenizer, messages[:end]) for end in range(1, 5)]
     assert all(b.startswith(a) for a, b in pairwise(texts))
-    assert texts[-1] == ("<|im_start|>system\nTools:\n" + json.dumps(TOOLS[0]) + "<|im_end|>\n"
+    assert texts[-1] == ("<|im_start|>system\nTools:\nweather_of(city): Tells the weather.<|im_end|>\n"
                          "<|im_start|>user\nHow warm is it?<|im_end|>\n<|im_start|>assistant\n<tool_call>\n"
                          '{"name": "weather_of", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>\n'
                          "<|im_start|>user\n<tool_response>\n7 degrees\n</tool_response><|im_end|>\n"
