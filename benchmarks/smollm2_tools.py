@@ -6,7 +6,8 @@ The task: arithmetic with numbers of two and three digits, in direct words or as
 the last message is. SmolLM2's own template shows no tools: smollm2_tools.jinja does, and is its own without them.
 SFT sees few conversations: it calls the calculator for large numbers, and answers sums of digits itself. Half of the
 questions of GRPO and of the test are in words that SFT never saw; test questions have numbers that nothing was trained
-on. Each model is asked the same test greedily, with the tool and without. What is done is not done again.
+on. Each model is asked the same test greedily, with the tool and without, and sampled with it. What is done is not done
+again.
 """
 
 from __future__ import annotations
@@ -134,8 +135,8 @@ def signal(words: list[str]) -> str:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def measured(model: Path, with_tool: bool, given: argparse.Namespace) -> dict:
-    """The model's greedy answers to the test."""
+def measured(model: Path, with_tool: bool, given: argparse.Namespace, temperature: float = 0.0) -> dict:
+    """The model's answers to the test, greedy or sampled."""
     import torch
 
     from hybrid_rlhf.data import collate, datasets
@@ -158,7 +159,7 @@ def measured(model: Path, with_tool: bool, given: argparse.Namespace) -> dict:
     if with_tool:
         own = EnvironmentConfig(tools="builtin:calculator", max_turns=3, max_new_tokens_per_turn=48)
         actor.episodes = EpisodePlayer(open_environments(None, own.tool_list, {}), own, tokenizer)
-    sampling = SamplingConfig(max_new_tokens=160 if with_tool else 64, temperature=0.0)
+    sampling = SamplingConfig(max_new_tokens=160 if with_tool else 64, temperature=temperature)
     with torch.no_grad(), actor.inference():
         rollout = actor.generate(collate.collate_prompts([rows[i] for i in range(len(rows))]), sampling, 0)
     return _counted(rollout)
@@ -215,6 +216,8 @@ def run(seed: int, given: argparse.Namespace, found: dict) -> None:
     keep("sft", lambda: trained([seeded, *sft_words(given)], sft))
     keep("signal", lambda: signal([seeded, *grpo_words(sft, given), f"--output_dir={folder / 'signal'}"]))
     keep("grpo", lambda: trained([seeded, *grpo_words(sft, given)], folder / "grpo"))
+    for name in ("grpo", "sft"):
+        keep(f"after {name}, tool True, sampled", lambda name=name: measured(folder / name / "model", True, given, 1.0))
     for with_tool, name in product((True, False), ("grpo", "sft")):
         keep(f"after {name}, tool {with_tool}",
              lambda name=name, tool=with_tool: measured(folder / name / "model", tool, given))
