@@ -152,7 +152,7 @@ def dotted(config_class: type, given: Mapping, prefix: str = "") -> dict[str, ob
 # Where what lies least deep is not what is meant, and TRL's names; of the stages that have these options.
 SHORT = {"learning_rate": "roles.actor.learning_rate", "tp": "roles.actor.tp", "kind": "roles.critic.kind",
          "num_generations": "ppo.sampling.num_samples", "beta": "ppo.kl_coef",
-         "max_completion_length": "ppo.sampling.max_new_tokens"}
+         "max_completion_length": "ppo.sampling.max_new_tokens", "max_tool_calling_iterations": "environment.max_turns"}
 
 
 def _options(config_class: type, prefix: str = "") -> Iterator[tuple[str, type]]:

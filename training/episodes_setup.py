@@ -18,7 +18,7 @@ from hybrid_rlhf.environments.contract import Environments
 from hybrid_rlhf.environments.open import open_environments
 from hybrid_rlhf.environments.open_isolated import open_isolated
 from hybrid_rlhf.environments.settings import EnvironmentConfig
-from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.load import ModelConfig, configured_positions
 from hybrid_rlhf.models.tokenizer import Tokenizer
 from hybrid_rlhf.models.tool_calls import check_tools
 from hybrid_rlhf.rollout.episodes import EpisodePlayer
@@ -91,7 +91,10 @@ def check_rows(environments: Environments, data: StageData, tokenizer: Tokenizer
                             "data.chat_template") from error
         if is_main():
             names = ", ".join(schema["function"]["name"] for schema in schemas)
-            print(f"tools: {names}, which take {extra} tokens of each prompt", file=sys.stderr)
-        name = model.model_name_or_path or ""
-        builders.check_lengths(replace(model, model_name_or_path=builders.model_folder(name)),
-                               **{f"{option} + {extra} tokens of tools": longest + extra})
+            of = f" of {environments.of(first).name}" if environments.is_chosen_by_row else ""
+            print(f"tools{of}: {names} ({extra} tokens of each prompt)", file=sys.stderr, flush=True)
+        folder = builders.model_folder(model.model_name_or_path or "")
+        limit = configured_positions(replace(model, model_name_or_path=folder))
+        check(limit is None or longest + extra <= limit,
+              f"{option} is {longest}, and the tools take {extra} tokens of each prompt beside it, but "
+              f"{model.model_name_or_path} has {limit} positions; lower {option} to {(limit or 0) - extra} or less")

@@ -61,6 +61,8 @@ def run_file(path: str) -> ModuleType:
     module = ModuleType(f"reward_functions_{Path(path).stem}")
     module.__file__ = where
     sys.modules[module.__name__] = module  # dataclasses look their module up
+    if (folder := str(Path(where).parent)) not in sys.path:
+        sys.path.append(folder)  # what lies beside the file is found, behind all that is installed
     with no_second_process(path):
         exec(compile(Path(path).read_text(encoding="utf-8"), where, "exec"), vars(module))
     return module

@@ -186,13 +186,22 @@ _LENGTH, _CLIPPED = ("completions/mean_length",), ("completions/clipped_ratio",)
 # Of those in one row only the first counts that goes off.
 CHECKS: tuple[tuple[Callable[[History], list[Alarm]], ...], ...] = (
     (not_finite,), (hacking,), (drift,), (spike,), (unheld,),
+    (Rule("no tool is called", ("tools/call_frequency",), lambda calls: max(calls.start, calls.end) < 0.02,
+          "{0.end:.1%} of the responses call a tool, so nothing can be learned about calling. Bring the model to the "
+          "format by SFT on conversations with tool calls, or say in the prompt that there are tools."),),
+    (Rule("tools fail", ("tools/failure_frequency",), lambda failed: failed.end > 0.5,
+          "{0.end:.0%} of the calls of tools fail ({0.start:.0%} at the start). Read the answers in the samples; "
+          "tools/malformed_frequency and tools/late_frequency say how many cannot be read or take too long."),),
     (Rule("length collapse", _LENGTH, lambda length: length.end < 0.5 * length.start,
           "responses shrank from {0.start:.3g} to {0.end:.3g} tokens. The reward may favour short answers; read the "
           "samples."),),
     (Rule("length explosion", _LENGTH, lambda length: length.end > 2 * length.start,
           "responses grew from {0.start:.3g} to {0.end:.3g} tokens. The reward may favour long answers: try "
           "ppo.overlong_penalty or builtin:length_penalty."),),
-    (Rule("endless responses", _CLIPPED, lambda clipped: clipped.end > max(MAX_CLIPPED, clipped.start + 0.1),
+    (Rule("no room for answers", ("episodes/no_room_ratio",), lambda full: full.end > 0.2,
+          "in {0.end:.0%} of the episodes an answer no longer fits. Allow more sampling.max_new_tokens, which counts "
+          "the answers too, or lower environment.max_answer_chars."),
+     Rule("endless responses", _CLIPPED, lambda clipped: clipped.end > max(MAX_CLIPPED, clipped.start + 0.1),
           "{0.end:.0%} of the responses no longer end by themselves ({0.start:.0%} at the start). Set "
           "ppo.missing_eos_penalty, or allow more ppo.sampling.max_new_tokens."),),
     (Rule("no response ends", (*_CLIPPED, "rewards/model/mean"),
@@ -223,15 +232,6 @@ CHECKS: tuple[tuple[Callable[[History], list[Alarm]], ...], ...] = (
      Rule("zero reward variance", ("reward_std",), lambda spread: spread.end <= 0.01 * spread.start,
           "scores no longer differ (standard deviation {0.end:.2g}, {0.start:.2g} at the start), so they have no "
           "gradient. The reward is at its bound, or the responses are all alike.")),
-    (Rule("no tool is called", ("tools/call_frequency",), lambda calls: max(calls.start, calls.end) < 0.02,
-          "{0.end:.1%} of the responses call a tool, so nothing can be learned about calling. Bring the model to the "
-          "format by SFT on conversations with tool calls, or say in the prompt that there are tools."),
-     Rule("tools fail", ("tools/failure_frequency",), lambda failed: failed.end > 0.5,
-          "{0.end:.0%} of the calls of tools fail ({0.start:.0%} at the start). Read the answers in the samples; "
-          "tools/malformed_frequency and tools/late_frequency say how many cannot be read or take too long."),
-     Rule("no room for answers", ("episodes/no_room_ratio",), lambda full: full.end > 0.2,
-          "in {0.end:.0%} of the episodes an answer no longer fits. Allow more sampling.max_new_tokens, which counts "
-          "the answers too, or lower environment.max_answer_chars."),),
     (Rule("bounded scores", ("score/clip_fraction",), lambda clipped: clipped.higher > 0.05,
           "ppo.score_clip bounds {0.higher:.0%} of the scores, and between those beyond it the actor sees no "
           "difference. Raise it (null has none); if they went there in training, the reward model may be fooled: read "

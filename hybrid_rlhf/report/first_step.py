@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from hybrid_rlhf.algorithms.reward_signal import RewardSignal, figures, verdict
 
+FEW_CALLS, MANY = 0.02, 0.5  # shares
+
 
 def first_lines(history: list[dict]) -> list[str]:
     """The figures of the first step in one sentence, and what they mean; empty for a stage that does not sample."""
@@ -13,7 +15,22 @@ def first_lines(history: list[dict]) -> list[str]:
     signal = _signal(row)
     seconds = f"; the step took {row['time/step']:.3g} s" if "time/step" in row else ""
     told = "; ".join(f"{name}: {text}" for name, text in figures(signal).items())
-    return [f"Before the first update, {told}{seconds}.", *(f"Verdict: {text}." for text in verdict(signal))]
+    found = [*_of_tools(row), *verdict(signal)]
+    return [f"Before the first update, {told}{seconds}.", *(f"Verdict: {text}." for text in found)]
+
+
+def _of_tools(row: dict) -> list[str]:
+    """What is wrong with the calls of tools, of which the other figures only show the effects."""
+    calls, failed = row.get("tools/call_frequency"), row.get("tools/failure_frequency", 0.0)
+    full = row.get("episodes/no_room_ratio", 0.0)
+    found = []
+    if calls is not None and calls < FEW_CALLS:
+        found.append(f"{calls:.0%} of the responses call a tool; begin with SFT on conversations with tool calls")
+    if failed > MANY:
+        found.append(f"{failed:.0%} of the calls of tools fail; read the answers in samples.jsonl")
+    if full > FEW_CALLS:
+        found.append(f"in {full:.0%} of the episodes an answer no longer fits; allow more sampling.max_new_tokens")
+    return found
 
 
 def _signal(row: dict) -> RewardSignal:

@@ -115,8 +115,9 @@ def samples_of(rollout: Rollout | None, count: int) -> list[dict]:
 
 
 def _replay(rollout: Rollout, i: int) -> dict:
-    """What an episode can be drawn again from; nothing for a response of one turn."""
+    """Why an episode ended, and what it can be drawn again from; nothing for a response of one turn."""
     if not rollout.episodes:
         return {}
     ids = rollout.response_ids[i][rollout.response_mask[i]].tolist()
-    return {"replay": rollout.episodes[i].replay_record(rollout.prompts.ids[i], ids)}
+    episode = rollout.episodes[i]
+    return {"ended_by": episode.ended, "replay": episode.replay_record(rollout.prompts.ids[i], ids)}

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from hybrid_rlhf.report.alarms import answered, compared, find, series
+from hybrid_rlhf.report.first_step import first_lines
 from hybrid_rlhf.report.summary import conclude
 
 HELD = {"reward": (0.0, 3.0), "reward_std": (1.0, 0.8), "objective/kl": (0.0, 1.5), "entropy": (0.4, 0.25),
@@ -202,3 +203,28 @@ def test_most_answers_that_do_not_end_ring_and_those_of_long_demonstrations_do_n
     assert alarm.name == "endless answers" and alarm.text.startswith("2 of 3 answers")
     assert not answered(rows(False, True)) and not answered(rows(None, None)) and not answered([])
     assert not answered([{"prompt": "?", "completion": "!", "score": 1.0}])
+
+
+def test_what_is_wrong_with_tools_is_said_before_its_effects():
+    """Of ten steps: no call at all; calls of which most fail; answers that no longer fit."""
+    def names(**row: float) -> list[str]:
+        base = {"reward": 0.0, "reward_std": 1.0, "completions/mean_length": 9.0, "completions/clipped_ratio": 0.9,
+                "completions/empty_ratio": 0.8}
+        return [alarm.name for alarm in find([{"step": i, **base, **row} for i in range(1, 11)])]
+
+    assert names(**{"tools/call_frequency": 0.0})[0] == "no tool is called"
+    failing = names(**{"tools/call_frequency": 1.0, "tools/failure_frequency": 0.8})
+    assert failing.index("tools fail") < failing.index("empty answers")
+    assert "no room for answers" in names(**{"tools/call_frequency": 1.0, "episodes/no_room_ratio": 0.5})
+    assert not {"no tool is called", "tools fail", "no room for answers"} & set(names())
+
+
+@pytest.mark.parametrize(("row", "told"), [
+    ({"tools/call_frequency": 0.0}, "0% of the responses call a tool"),
+    ({"tools/call_frequency": 1.0, "tools/failure_frequency": 0.75}, "75% of the calls of tools fail"),
+    ({"tools/call_frequency": 1.0, "episodes/no_room_ratio": 0.25}, "in 25% of the episodes an answer no longer fits")])
+def test_the_first_step_says_what_is_wrong_with_tools(row, told):
+    first = {"step": 1, "reward": 0.2, "reward_std": 0.4, "completions/mean_length": 9.0,
+             "completions/clipped_ratio": 0.1, "prompts/num_responses": 8, "prompts/best_score": 1.0,
+             "prompts/with_spread": 0.5}
+    assert any(told in line for line in first_lines([{**first, **row}])) and told not in str(first_lines([first]))
