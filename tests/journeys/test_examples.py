@@ -45,7 +45,8 @@ def test_thirty_lines_of_python_run_the_three_stages_without_the_launcher(exampl
     assert capfd.readouterr().err.count("nothing to do") == 3
 
 
-@pytest.mark.parametrize(("stage", "file"), [("sft", "tools/sft.yaml"), ("reward", "hh_reward/hh_reward.yaml"),
+@pytest.mark.parametrize(("stage", "file"), [("sft", "tools/sft.yaml"), ("grpo", "tools/grpo.yaml"),
+                                             ("reward", "hh_reward/hh_reward.yaml"),
                                              ("all", "story_sentiment/story_sentiment.yaml"),
                                              ("ppo", "verifiable_reward/verifiable_reward.yaml")])
 def test_every_yaml_of_the_examples_is_a_valid_configuration(stage, file, capsys):
