@@ -96,7 +96,8 @@ def metrics_of(folder: Path) -> dict[str, float]:
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-@pytest.mark.parametrize("stage", ["grpo", "ppo", "rejection", "online_dpo"])
+@pytest.mark.parametrize("stage", ["grpo", "rejection", pytest.param("ppo", marks=pytest.mark.slow),
+                                   pytest.param("online_dpo", marks=pytest.mark.slow)])
 def test_a_stage_samples_episodes(place, stage, capsys):
     code = main(words(place, stage, stage, f"--environment.tools=[{place}/acts.py:times]",
                       f"--reward.functions=[{place}/acts.py:right]"))
