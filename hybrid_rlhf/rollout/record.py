@@ -70,7 +70,8 @@ class Rollout:
     those of all processes, where that is not the order of processes. temperature: by which the logits were divided, and
     are wherever these responses are scored or trained, so that the log-probabilities are those of the policy that
     sampled. episodes: of each response, where it is one of several turns. token_scores (B, R): the part of the scores
-    that belongs to a token of its own, such as the end of a turn (None: the scores are of whole responses).
+    that belongs to a token of its own, such as the end of a turn (None: the scores are of whole responses). remarks:
+    what a judge says of each response, where there is one.
     """
 
     prompts: Prompts
@@ -94,6 +95,7 @@ class Rollout:
     temperature: float = 1.0
     episodes: list[Episode] = field(default_factory=list)
     token_scores: Tensor | None = None
+    remarks: list[str] = field(default_factory=list)
     _places: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
@@ -162,7 +164,7 @@ class Rollout:
         chosen = index.tolist()
         prompts = self.prompts.rows(chosen)
         part: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name != "prompts"}
-        for name in ("completions", "episodes"):
+        for name in ("completions", "episodes", "remarks"):
             part[name] = [part[name][i] for i in chosen] if part[name] else []
         part["source_scores"] = {k: v[index] for k, v in self.source_scores.items()}
         part = {k: v[index] if isinstance(v, Tensor) else v for k, v in part.items()}

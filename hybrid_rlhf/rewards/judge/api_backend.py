@@ -1,0 +1,240 @@
+"""A judge behind an OpenAI-compatible address: POST {url}/chat/completions, several requests at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from threading import Event
+from typing import Any, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+from hybrid_rlhf.core import strict_json
+from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.function_worker import one_line
+from hybrid_rlhf.rewards.deadline import within
+from hybrid_rlhf.rewards.judge.budget import Budget
+from hybrid_rlhf.rewards.judge.judge_backend import Failure
+from hybrid_rlhf.rewards.judge.judge_prompts import Chat
+
+T = TypeVar("T")
+
+TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # too busy or gone for now
+OF_ONE_CHAT = (400, 413, 422)  # what is wrong with this request (too long?) need not be with the next
+MAX_BYTES = 4 << 20  # of an answer
+MAX_WAIT = 60.0  # seconds before a request is made again
+TOP_WORDS = 20  # likeliest words that an address is asked for, the most of OpenAI's
+PATH = "/chat/completions"
+
+
+class _Wrong(Exception):  # noqa: N818 - never leaves this file
+    """An answer that is no chat completion; the message says how."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """The key goes to the address that was given and to no other."""
+
+    def redirect_request(self, *_: object, **__: object) -> None:
+        return None
+
+
+@dataclass
+class ApiBackend:
+    """Replies of `model` at `url` (with or without /chat/completions at its end).
+
+    A request without an answer within `timeout` seconds, or with a status that means "later", is made again up to
+    `retries` times after back_off, 2 back_off, 4 back_off ... seconds, or after as many as the address asks for. What
+    fails all the same is a Failure of that chat alone, unless nobody else would be answered either. key_env: the
+    variable that holds the key, which is read at `open` and shown nowhere.
+    """
+
+    url: str
+    model: str
+    budget: Budget
+    key_env: str | None = None
+    options: dict[str, object] = field(default_factory=dict)
+    temperature: float = 0.0
+    concurrency: int = 8
+    timeout: float = 60.0
+    retries: int = 3
+    back_off: float = 0.5
+    _key: str = field(default="", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        check(parts.scheme in ("http", "https") and bool(parts.hostname) and not parts.username,
+              "reward.judge.url is no http address without a name or password in it; give one such as "
+              "http://localhost:8000/v1, and the key by reward.judge.api_key_env")
+        path = parts.path.rstrip("/")
+        path = path if path.endswith(PATH) else path + PATH
+        self._address = urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
+        self.name = f"{parts.scheme}://{parts.hostname}{f':{parts.port}' if parts.port else ''}{path}"
+        self.identity = ["url", self.name, self.model, self.options, self.temperature]
+        self._opener = urllib.request.build_opener(_NoRedirect)
+        if self.key_env is not None:
+            self._key = _key_of(self.key_env)
+
+    def open(self) -> None:
+        """There is nothing to load."""
+
+    def complete(self, chats: Sequence[Chat], max_new_tokens: int, seed: int) -> list[str | Failure]:
+        def ask(chat: Chat) -> str:
+            return self._text(self._choice(chat, {"max_tokens": max_new_tokens, "seed": seed}))
+
+        return self._all(chats, ask)
+
+    def choose(self, chats: Sequence[Chat], words: Sequence[str]) -> list[list[float] | Failure]:
+        def ask(chat: Chat) -> list[float]:
+            choice = self._choice(chat, {"max_tokens": 1, "logprobs": True, "top_logprobs": TOP_WORDS})
+            return _probabilities(choice, words)
+
+        return self._all(chats, ask)
+
+    def _all(self, chats: Sequence[Chat], ask: Callable[[Chat], T]) -> list[T | Failure]:
+        """What `ask` says of each chat, several at a time; after a fatal failure nobody is asked any more."""
+        ended = Event()
+
+        def one(chat: Chat) -> T | Failure:
+            found = Failure("not asked, as others failed", is_fatal=False) if ended.is_set() else self._tried(chat, ask)
+            if isinstance(found, Failure) and found.is_fatal:
+                ended.set()
+            return found
+
+        if not chats:
+            return []
+        pool = ThreadPoolExecutor(min(self.concurrency, len(chats)), thread_name_prefix="judge")
+        try:
+            return list(pool.map(one, chats))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _tried(self, chat: Chat, ask: Callable[[Chat], T]) -> T | Failure:
+        attempt = 0
+        while True:
+            spent = self.budget.take()
+            if spent is not None:
+                return Failure(spent, is_fatal=True)
+            wait = self.back_off * 2**attempt
+            try:
+                return within(self.timeout, lambda: ask(chat))
+            except urllib.error.HTTPError as error:
+                found, is_final, wait = self._refused(error, wait)
+            except (OSError, HTTPException) as error:  # refused, reset, no such host, no answer in time, half of one
+                found, is_final = Failure(self._clean(one_line(error)), is_fatal=_is_nobody(error)), False
+            except _Wrong as error:
+                found, is_final = Failure(self._clean(str(error))), True
+            except Exception as error:  # no HTTP at all
+                found, is_final = Failure(f"{type(error).__name__}: {self._clean(one_line(error))}"), True
+            if is_final or attempt >= self.retries:
+                return found
+            time.sleep(min(wait, MAX_WAIT))
+            attempt += 1
+
+    def _refused(self, error: urllib.error.HTTPError, wait: float) -> tuple[Failure, bool, float]:
+        """The failure that a status is, whether to leave it at that, and the seconds to wait else."""
+        with error:
+            what = f"status {error.code} ({self._clean(str(error.reason))[:60]})"
+            if error.code in OF_ONE_CHAT:
+                what += self._clean(_said_of(error))
+        if error.code in TRY_AGAIN:
+            return Failure(what), False, max(wait, _seconds(error.headers.get("Retry-After")))
+        hint = f"; set the variable that reward.judge.api_key_env names{' to another key' * bool(self._key)}"
+        return Failure(what + hint * (error.code in (401, 403)), is_fatal=error.code not in OF_ONE_CHAT), True, wait
+
+    def _choice(self, chat: Chat, asked: dict[str, object]) -> dict[str, Any]:
+        """The one choice of the answer to a chat, which is paid for."""
+        body = {"model": self.model, "messages": chat, "temperature": self.temperature, **asked} | self.options
+        answer = self._post({name: value for name, value in body.items() if value is not None})
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+            raise _Wrong(f"answered {answer!r:.80}, and no choices")
+        if len(choices) != 1:
+            raise _Wrong(f"answered {len(choices)} choices, and one was asked for")
+        usage = answer.get("usage")
+        self.budget.pay(_tokens(usage, "prompt_tokens", chat), _tokens(usage, "completion_tokens", choices))
+        return choices[0]
+
+    def _text(self, choice: dict[str, Any]) -> str:
+        message = choice.get("message")
+        text = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(text, str):
+            raise _Wrong(f"answered a choice without text ({choice!r:.80})")
+        return self._clean(text)
+
+    def _post(self, body: dict[str, object]) -> Any:
+        headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {self._key}"} if self._key else {})
+        request = urllib.request.Request(self._address, strict_json.to_json(body).encode(), headers)
+        with self._opener.open(request, timeout=self.timeout) as answer:
+            text = answer.read(MAX_BYTES + 1).strip()
+        if len(text) > MAX_BYTES:
+            raise _Wrong(f"answered more than {MAX_BYTES >> 20} MiB")
+        if not text or (text.startswith(b"{") and not text.endswith(b"}")):  # of an address that tells no length
+            raise ConnectionResetError("the connection was closed in the midst of the answer")
+        try:
+            return strict_json.loads(text.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise _Wrong(f"answered no JSON ({strict_json.why(error)})") from None
+
+    def _clean(self, text: str) -> str:
+        """The text without the key, should the address say it."""
+        return text.replace(self._key, "[key]") if self._key else text
+
+
+def _key_of(variable: str) -> str:
+    """The key in an environment variable. No message shows the variable's name, which may be a key given by mistake."""
+    key = os.environ.get(variable, "").strip()
+    check(bool(key), "the environment variable that reward.judge.api_key_env names is not set; export it, or leave "
+                     "reward.judge.api_key_env out")
+    check(key.isascii() and key.isprintable() and " " not in key,
+          "the environment variable that reward.judge.api_key_env names holds no key; it must be one word of ASCII")
+    return key
+
+
+def _is_nobody(error: BaseException) -> bool:
+    """Whether there is nobody at the address."""
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    return isinstance(reason, ConnectionRefusedError) or type(reason).__name__ == "gaierror"
+
+
+def _seconds(text: str | None) -> float:
+    """Of a Retry-After header that names seconds; 0 for none, or for a date."""
+    try:
+        seconds = float(text or 0)
+    except ValueError:
+        return 0.0
+    return seconds if math.isfinite(seconds) else 0.0
+
+
+def _said_of(error: urllib.error.HTTPError) -> str:
+    """What an address says is wrong with a request, on one line."""
+    try:
+        found = json.loads(error.read(10_000))["error"]
+        return f": {' '.join(str(found['message'] if isinstance(found, dict) else found).split())[:150]}"
+    except (OSError, HTTPException, ValueError, KeyError, TypeError, RecursionError):
+        return ""
+
+
+def _tokens(usage: object, name: str, content: object) -> int:
+    """Tokens that an address counts; of one that counts none, a quarter of the characters."""
+    count = usage.get(name) if isinstance(usage, dict) else None
+    return count if isinstance(count, int) and count >= 0 else len(json.dumps(content)) // 4
+
+
+def _probabilities(choice: dict[str, Any], words: Sequence[str]) -> list[float]:
+    """Of each word among the likeliest first tokens, spaces around them aside; 0 for one that is not among them."""
+    try:
+        tops = choice["logprobs"]["content"][0]["top_logprobs"]
+        found = [(str(each["token"]).strip(), min(0.0, float(each["logprob"]))) for each in tops]
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise _Wrong("answered without top_logprobs, which reward.judge.score probability needs") from None
+    if any(math.isnan(value) for _, value in found):
+        raise _Wrong("answered with a log-probability that is no number")
+    return [sum(math.exp(value) for token, value in found if token == word) for word in words]

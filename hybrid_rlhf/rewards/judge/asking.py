@@ -1,0 +1,124 @@
+"""Questions to a judge: each asked once, read strictly, asked again where it cannot be read, and counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from hybrid_rlhf.rewards import BadAnswer
+from hybrid_rlhf.rewards.judge.answer_cache import AnswerCache, key_of
+from hybrid_rlhf.rewards.judge.judge_backend import Backend, Failure
+from hybrid_rlhf.rewards.judge.judge_prompts import Chat, correction
+from hybrid_rlhf.rewards.judge.verdicts import Unreadable
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Question(Generic[T]):
+    """A chat, and what reads the judge's reply to it (raising Unreadable)."""
+
+    chat: Chat
+    read: Callable[[str], T]
+
+
+@dataclass
+class Counts:
+    """What became of questions: asked in all, answered by the cache, asked again as the reply could not be read, and
+    without an answer in the end."""
+
+    questions: int = 0
+    cached: int = 0
+    again: int = 0
+    failed: int = 0
+
+
+@dataclass
+class Asker:
+    """What a backend answers, through a cache. retries: how often it is told that its reply cannot be read."""
+
+    backend: Backend
+    cache: AnswerCache
+    name: str
+    max_new_tokens: int = 512
+    retries: int = 1
+    seed: int = 0
+    counts: Counts = field(default_factory=Counts)
+
+    def verdicts(self, questions: Sequence[Question[T]]) -> list[T | Failure]:
+        """What the judge says to each, as read. Raises BadAnswer where nobody answers any more, once all that was
+        answered is in the cache."""
+        keys = [key_of(self.backend.identity, self.max_new_tokens, self.seed, q.chat) for q in questions]
+        found = self._known(keys, lambda i, reply: questions[i].read(reply) if isinstance(reply, str) else None)
+        waiting = {key: (questions[i], questions[i].chat) for i, key in enumerate(keys) if key not in found}
+        for attempt in range(self.retries + 1):
+            self.counts.again += len(waiting) * (attempt > 0)
+            waiting = self._round(waiting, found)
+        return self._all(keys, found)
+
+    def probabilities(self, chats: Sequence[Chat], words: Sequence[Sequence[str]]) -> list[list[float] | Failure]:
+        """For each chat the probability of each of its words as the reply's beginning. Raises BadAnswer as above."""
+        keys = [key_of(self.backend.identity, "choose", of, chat) for chat, of in zip(chats, words, strict=True)]
+        found = self._known(keys, lambda i, reply: _numbers(reply, len(words[i])))
+        for kind in dict.fromkeys(map(tuple, words)):
+            asked = {key: chat for key, chat, of in zip(keys, chats, words, strict=True)
+                     if key not in found and tuple(of) == kind}
+            for key, answer in zip(asked, self.backend.choose(list(asked.values()), kind), strict=True):
+                found[key] = answer if isinstance(answer, Failure) or sum(answer) > 0 else Failure(
+                    f"none of {', '.join(kind)} is likely to be said")
+                if not isinstance(answer, Failure):
+                    self.cache.put(key, answer)
+        return self._all(keys, found)
+
+    def _known(self, keys: list[str], read: Callable) -> dict:
+        """What the cache knows, by key."""
+        found = {}
+        for i, key in enumerate(keys):
+            reply = self.cache.get(key)
+            try:
+                value = None if reply is None else read(i, reply)
+            except Unreadable:  # the file was edited
+                value = None
+            if value is not None:
+                found[key] = value
+        self.counts.questions += len(set(keys))
+        self.counts.cached += len(found)
+        return found
+
+    def _round(self, waiting: dict[str, tuple[Question, Chat]], found: dict) -> dict[str, tuple[Question, Chat]]:
+        """Ask once; returns what is to be asked again, and in which chat."""
+        if not waiting:
+            return {}
+        again = {}
+        replies = self.backend.complete([chat for _, chat in waiting.values()], self.max_new_tokens, self.seed)
+        for (key, (question, _)), reply in zip(waiting.items(), replies, strict=True):
+            if isinstance(reply, Failure):
+                found[key] = reply
+                continue
+            try:
+                found[key] = question.read(reply)
+            except Unreadable as error:
+                found[key] = Failure(f"the reply cannot be read: {error}")
+                again[key] = (question, correction(question.chat, reply, str(error)))
+            else:
+                self.cache.put(key, reply)
+        return again
+
+    def _all(self, keys: list[str], found: dict) -> list:
+        failures = [found[key] for key in dict.fromkeys(keys) if isinstance(found[key], Failure)]
+        self.counts.failed += len(failures)
+        fatal = next((each for each in failures if each.is_fatal), None)
+        if fatal is not None:
+            cure = "" if "; " in fatal.what else "; see to it"
+            raise BadAnswer(f"reward source {self.name} at {self.backend.name}: {fatal.what}{cure}, then run the same "
+                            "command again")
+        return [found[key] for key in keys]
+
+
+def _numbers(reply: object, count: int) -> list[float] | None:
+    """Cached probabilities, if they are such."""
+    is_fine = isinstance(reply, list) and len(reply) == count and all(
+        isinstance(x, (int, float)) and math.isfinite(x) and x >= 0 for x in reply) and sum(reply) > 0
+    return reply if is_fine else None

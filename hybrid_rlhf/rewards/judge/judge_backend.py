@@ -1,0 +1,37 @@
+"""What answers a judge's questions: a model here (local_backend.py) or behind an address (api_backend.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hybrid_rlhf.rewards.judge.judge_prompts import Chat
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A question without an answer. is_fatal: whether the next one would have none either (no such address, a key that
+    is refused, a budget that is spent)."""
+
+    what: str
+    is_fatal: bool = False
+
+
+class Backend(Protocol):
+    """name: for messages. identity: what makes its answers what they are, as JSON, for the cache."""
+
+    name: str
+    identity: list
+
+    def open(self) -> None:
+        """Load what there is to load, once."""
+        ...
+
+    def complete(self, chats: Sequence[Chat], max_new_tokens: int, seed: int) -> list[str | Failure]:
+        """The reply to each chat."""
+        ...
+
+    def choose(self, chats: Sequence[Chat], words: Sequence[str]) -> list[list[float] | Failure]:
+        """For each chat the probability of each word as the beginning of the reply, before anything else is said."""
+        ...

@@ -1,0 +1,105 @@
+"""The settings of a judge: who it is, what it looks at, and what it may cost."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from hybrid_rlhf.core.config import check, nearest
+
+ABSOLUTE, PAIRWISE, RANKING = "absolute", "pairwise", "ranking"
+MODES = (ABSOLUTE, PAIRWISE, RANKING)
+VERDICT, PROBABILITY = "verdict", "probability"
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ON_FAILURE = ("mean", "skip", "stop")
+MAX_TOGETHER = 26  # responses that are shown under one letter each
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    """A judge: a language model that reads a rubric and the responses.
+
+    Attributes:
+        model: Folder, run or hub id of a chat model, which is loaded beside the others and has its own chat template.
+        url: In place of model: an OpenAI-compatible address, such as http://localhost:8000/v1.
+        api_model: Name of the model at url.
+        api_key_env: Name of the environment variable that holds the key for url; never the key itself.
+        api_options: Further fields of a request to url; null leaves one of ours out.
+        rubric: YAML file with weighted items, or the same as a mapping; null takes a general one.
+        template: File of the prompt, a copy of one of hybrid_rlhf/rewards/judge/templates that you have changed; null
+            takes the one of the mode.
+        mode: absolute (each response by itself), pairwise (against others of its prompt, in both orders; the score is
+            the share of wins) or ranking (all responses to a prompt together, relative scores).
+        score: verdict (the judge writes its verdict) or probability (that of the verdict's word; nothing is written).
+        opponents: With pairwise, how many others of its group each response meets at least; null: all of them.
+        max_new_tokens: Longest reply, in tokens.
+        temperature: Of the judge's replies; 0 takes the likeliest words.
+        retries: How often a judge whose reply cannot be read is told so and asked again.
+        on_failure: What a response without a verdict gets: mean (that of the others of its prompt, or else of all),
+            skip (no score from the judge) or stop (the run ends).
+        dtype: Of model's weights: auto, float32, bfloat16 or float16.
+        load_in_4bit: Whether model's weights are kept in 4 bits (needs bitsandbytes).
+        batch_size: Replies that model writes at once.
+        concurrency: Requests to url at a time.
+        timeout: Seconds that one request to url may take.
+        http_retries: How often a request to url that found nobody, or one too busy, is made again, each time after
+            twice the wait.
+        max_calls: Most questions that one process asks in a run, second ones counted; null: no bound.
+        max_cost: Most that one process may spend in a run, in the unit of the next two; null: no bound.
+        cost_per_1m_input: Price of a million tokens that url reads.
+        cost_per_1m_output: Price of a million tokens that url writes.
+        cache: Folder that keeps the judge's replies for later runs; null: they are kept while the run lasts.
+    """
+
+    model: str | None = None
+    url: str | None = None
+    api_model: str = "default"
+    api_key_env: str | None = None
+    api_options: dict[str, object] = field(default_factory=dict)
+    rubric: dict | str | None = None
+    template: str | None = None
+    mode: str = ABSOLUTE
+    score: str = VERDICT
+    opponents: int | None = None
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    retries: int = 1
+    on_failure: str = "mean"
+    dtype: str = "auto"
+    load_in_4bit: bool = False
+    batch_size: int = 16
+    concurrency: int = 8
+    timeout: float = 60.0
+    http_retries: int = 3
+    max_calls: int | None = None
+    max_cost: float | None = None
+    cost_per_1m_input: float = 0.0
+    cost_per_1m_output: float = 0.0
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        check(not (self.model and self.url), "reward.judge.model and reward.judge.url are both given; choose one")
+        for name, known in (("mode", MODES), ("score", (VERDICT, PROBABILITY)), ("on_failure", ON_FAILURE),
+                            ("dtype", DTYPES)):
+            value = getattr(self, name)
+            check(value in known, f"reward.judge.{name} is {value!r}; choose {', '.join(known)}{nearest(value, known)}")
+        for name in ("opponents", "max_new_tokens", "batch_size", "concurrency", "max_calls"):
+            value = getattr(self, name)
+            check(value is None or value >= 1, f"reward.judge.{name} is {value}; it must be at least 1")
+        for name in ("temperature", "retries", "http_retries", "max_cost", "cost_per_1m_input", "cost_per_1m_output"):
+            value = getattr(self, name)
+            check(value is None or value >= 0, f"reward.judge.{name} is {value}; it must not be negative")
+        check(self.timeout > 0, f"reward.judge.timeout is {self.timeout}; it must be positive (seconds)")
+        # not shown: it may be the key itself
+        check(self.api_key_env is None or re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", self.api_key_env) is not None,
+              "reward.judge.api_key_env is no name of an environment variable in capitals; give the name, such as "
+              "OPENAI_API_KEY, and never the key itself")
+        check(self.mode != RANKING or self.score == VERDICT,
+              "reward.judge.score is probability, and a ranking has no word of its own; choose verdict, or mode "
+              "pairwise")
+        check(self.opponents is None or self.mode == PAIRWISE,
+              f"reward.judge.opponents is given, and mode is {self.mode}; it is for mode pairwise")
+
+    @property
+    def is_given(self) -> bool:
+        return bool(self.model or self.url)

@@ -1,0 +1,118 @@
+"""What a judge is shown: the rubric and the responses in the words of a template, the responses marked as material."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.given_paths import check_file, expanded
+from hybrid_rlhf.data.chat import Text
+from hybrid_rlhf.rewards.judge.rubric import Item, Rubric
+from hybrid_rlhf.rollout.episode_record import readable
+
+Chat = list[dict[str, str]]
+FOLDER = Path(__file__).parent / "templates"
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_PARTS = ("[system]", "[user]")
+
+
+@dataclass(frozen=True)
+class Prompter:
+    """Chats for the judge in the words of `template`: a jinja template of each part, behind the lines [system] and
+    [user]. What it may say: instructions, items (name, question, kind, weight), prompt, responses (letter, text), tag,
+    is_probability."""
+
+    rubric: Rubric
+    template: str
+    source: str
+    is_probability: bool = False
+
+    def chat(self, prompt: Text, responses: Sequence[Text], items: Sequence[Item] | None = None) -> Chat:
+        """The question about `responses` to `prompt`, by the items of the rubric or by some of them."""
+        texts = [shown(each) for each in (prompt, *responses)]
+        named = [{"letter": LETTERS[i], "text": text} for i, text in enumerate(texts[1:])]
+        values = {"instructions": self.rubric.instructions, "items": list(items or self.rubric.items),
+                  "prompt": texts[0], "responses": named, "tag": tag_for(texts), "is_probability": self.is_probability}
+        return [{"role": part[1:-1], "content": self._rendered(text, values)} for part, text in self._parts()]
+
+    def check(self) -> None:
+        """UserError for a template that cannot be written out, or that shows no response."""
+        marks = ["a word that nobody says", "another such word"]
+        text = "\n".join(part["content"] for part in self.chat("a question", marks))
+        check(marks[0] in text, f"{self.source} shows no response; it must hold {{{{ responses[0].text }}}}, or a loop")
+        check("a question" in text, f"{self.source} shows no prompt; it must hold {{{{ prompt }}}}")
+
+    def _parts(self) -> list[tuple[str, str]]:
+        """The parts of the source, split before anything is filled in: a response that says [user] makes no part."""
+        found: list[tuple[str, list[str]]] = []
+        for line in self.template.splitlines(keepends=True):
+            if line.strip() in _PARTS:
+                found.append((line.strip(), []))
+            elif found:
+                found[-1][1].append(line)
+            else:
+                check(not line.strip(), f"{self.source} begins with {line.strip()[:40]!r}; it must begin with the line "
+                                        "[system] or [user]")
+        check([name for name, _ in found] in (list(_PARTS), ["[user]"]),
+              f"{self.source} has the parts {' '.join(name for name, _ in found) or 'none'}; it must have [user], and "
+              "may have [system] before it")
+        return [(name, "".join(lines)) for name, lines in found]
+
+    def _rendered(self, text: str, values: dict[str, Any]) -> str:
+        from jinja2 import StrictUndefined, TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        words = ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+        try:
+            return words.from_string(text).render(values).strip()
+        except (TemplateError, TypeError, ArithmeticError, RecursionError) as error:
+            raise UserError(f"{self.source}: {' '.join(str(error).split())[:200]}; fix the template") from error
+
+
+def open_prompter(kind: str, rubric: Rubric, given: str | None, is_probability: bool) -> Prompter:
+    """The template `given`, or ours of the `kind`. UserError for one that does not serve."""
+    path = Path(expanded(given)) if given else FOLDER / f"{kind}.jinja"
+    check_file(path, "reward.judge.template")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"reward.judge.template {path} cannot be read ({type(error).__name__}); give a file such as "
+                        f"{FOLDER / 'absolute.jinja'}") from error
+    prompter = Prompter(rubric, text, f"reward.judge.template {path}", is_probability)
+    prompter.check()
+    return prompter
+
+
+def shown(text: Text) -> str:
+    """A prompt or a response for the judge: a text as it is, messages turn by turn with the calls of tools."""
+    if isinstance(text, str):
+        return text
+    return text[0]["content"] if [m["role"] for m in text] == ["assistant"] and not text[0].get("tool_calls") else (
+        readable(text))
+
+
+def tag_for(texts: Sequence[str]) -> str:
+    """A word that none of the texts holds, made from them: whoever wrote them could not write it, and the same question
+    has the same one."""
+    start = hashlib.sha256("\0".join(texts).encode("utf-8", "backslashreplace"))
+    for number in range(2**16):
+        mixed = start.copy()
+        mixed.update(str(number).encode())
+        tag = f"text-{mixed.hexdigest()[:8]}"
+        if not any(tag in text for text in texts):
+            return tag
+    raise RuntimeError("no word is free")  # of 2^16 random ones
+
+
+def correction(chat: Chat, reply: str, what: str) -> Chat:
+    """The chat that asks again, after a reply that could not be read for the reason `what`."""
+    again = (f"Your reply cannot be read: {what}. Answer once more, and end with the one JSON object that was asked "
+             "for, with nothing behind it.")
+    said = reply.strip() or "(nothing)"
+    return [*chat, {"role": "assistant", "content": said}, {"role": "user", "content": again}]
+
+

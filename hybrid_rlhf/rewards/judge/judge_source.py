@@ -1,0 +1,331 @@
+"""A judge as a reward source: grades, comparisons and rankings of responses by a rubric."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import fmean
+
+import torch
+
+from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.data.chat import Text
+from hybrid_rlhf.rewards import BadAnswer
+from hybrid_rlhf.rewards.judge.answer_cache import AnswerCache
+from hybrid_rlhf.rewards.judge.api_backend import ApiBackend
+from hybrid_rlhf.rewards.judge.asking import Asker, Counts, Question
+from hybrid_rlhf.rewards.judge.budget import Budget
+from hybrid_rlhf.rewards.judge.judge_backend import Backend, Failure
+from hybrid_rlhf.rewards.judge.judge_config import ABSOLUTE, MAX_TOGETHER, PAIRWISE, PROBABILITY, RANKING, JudgeConfig
+from hybrid_rlhf.rewards.judge.judge_prompts import LETTERS, Prompter, open_prompter, shown
+from hybrid_rlhf.rewards.judge.local_backend import LocalBackend
+from hybrid_rlhf.rewards.judge.rubric import YES_NO, Item, Rubric, read_rubric
+from hybrid_rlhf.rewards.judge.verdicts import Grade, Preference, read_better, read_grade, read_ranking
+from hybrid_rlhf.rollout import Rollout
+
+YES, NO = "Yes", "No"
+NUMBERS = tuple(map(str, range(11)))
+
+
+@dataclass
+class JudgeSource:
+    """Scores in [0, 1] by a judge, in one of the modes of JudgeConfig.
+
+    `compare` and `grade` are for any responses; `score` is what a run asks for, and relative modes need several
+    responses to a prompt there. A response without a verdict gets what config.on_failure says and is counted.
+    """
+
+    asker: Asker
+    prompter: Prompter
+    config: JudgeConfig
+    budget: Budget
+    name: str = "judge"
+    _orders: list[bool] = field(default_factory=list, repr=False)  # whether both orders agreed
+    _masses: list[float] = field(default_factory=list, repr=False)
+    _lost: list[bool] = field(default_factory=list, repr=False)  # of each response, whether it has no verdict
+    _has_said: bool = field(default=False, repr=False)
+
+    @property
+    def rubric(self) -> Rubric:
+        return self.prompter.rubric
+
+    def open(self) -> None:
+        """Load the model, where the judge is one here."""
+        self.asker.backend.open()
+
+    def score(self, rollout: Rollout) -> list[float | None]:
+        """The score of each response; where the mode is absolute also each item's, as rollout.source_scores
+        NAME/ITEM. The judge's reasons go to rollout.remarks."""
+        if not len(rollout):
+            return []
+        prompts, said = rollout.prompts.columns.get("prompt") or rollout.prompts.texts, rollout.said()
+        groups = groups_of(rollout)
+        if self.config.mode == ABSOLUTE:
+            grades = self.grade(prompts, said)
+            for item in self.rubric.items:
+                rollout.source_scores[f"{self.name}/{item.name}"] = torch.tensor(
+                    [float("nan") if grade is None else grade.items[item.name] for grade in grades])
+            scores = [None if grade is None else grade.score for grade in grades]
+            rollout.remarks = ["" if grade is None else grade.reason for grade in grades]
+        else:
+            smallest = min(map(len, groups))
+            check(smallest > 1, f"reward.judge.mode is {self.config.mode}, and a prompt has one response; sample "
+                                "several (num_samples), or choose absolute")
+            relative = self._ranked if self.config.mode == RANKING else self._matched
+            scores = relative(groups, prompts, said)
+        self._lost += [value is None for value in scores]
+        return self._filled(scores, groups)
+
+    def grade(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[Grade | None]:
+        """Each response by itself; None where the judge's reply could not be read, or none came."""
+        check(self.config.mode == ABSOLUTE, f"reward.judge.mode {self.config.mode} compares responses and grades none; "
+                                            "choose absolute")
+        if self.config.score == PROBABILITY:
+            return self._grade_by_words(prompts, completions)
+        found = self.asker.verdicts([
+            Question(self.prompter.chat(prompt, [each]), lambda reply: read_grade(reply, self.rubric))
+            for prompt, each in zip(prompts, completions, strict=True)])
+        return [self._or_none(each) for each in found]
+
+    def compare(self, prompts: Sequence[Text], first: Sequence[Text], second: Sequence[Text]) -> list[Preference]:
+        """Which of two responses to each prompt is better, shown in both orders. With mode absolute both are graded by
+        themselves, and no order is there to change it. Two responses that are the same are a tie, and nobody is asked.
+        """
+        unlike = [i for i in range(len(prompts)) if shown(first[i]) != shown(second[i])]
+        ways = {ABSOLUTE: self._compare_grades, PAIRWISE: self._compare_pairs, RANKING: self._compare_ranks}
+        some = [[values[i] for i in unlike] for values in (prompts, first, second)]
+        found = [Preference((0.5, 0.5))] * len(prompts)
+        for i, preference in zip(unlike, ways[self.config.mode](*some), strict=True):
+            found[i] = preference
+            if preference.is_consistent is not None and self.config.mode != ABSOLUTE:
+                self._orders.append(preference.is_consistent)
+        return found
+
+    def report(self, metrics: Metrics) -> None:
+        """What was asked since the last report: judge/... of the step's metrics."""
+        counts, size = self.asker.counts, len(self._lost)
+        if self._lost:
+            metrics.add("judge/failed", sum(self._lost) / size, size)
+        if counts.questions:
+            metrics.add("judge/cached", counts.cached / counts.questions, counts.questions)
+            metrics.add("judge/asked_again", counts.again / counts.questions, counts.questions)
+        if self._orders:
+            metrics.add("judge/order_changed", 1 - fmean(self._orders), len(self._orders))
+        if self._masses:
+            metrics.add("judge/word_mass", fmean(self._masses), len(self._masses))
+        metrics.add("judge/calls", self.budget.calls)
+        if self.budget.cost:
+            metrics.add("judge/cost", self.budget.cost)
+        self.asker.counts, self._orders, self._masses, self._lost = Counts(), [], [], []
+
+    # -- absolute ------------------------------------------------------------------------------------------------------
+
+    def _grade_by_words(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[Grade | None]:
+        items = self.rubric.items
+        chats = [self.prompter.chat(prompt, [each], [item]) for prompt, each in zip(prompts, completions, strict=True)
+                 for item in items]
+        found = self.asker.probabilities(chats, [words_of(item) for item in items] * len(completions))
+        return [self._grade_of(found[i * len(items) : (i + 1) * len(items)]) for i in range(len(completions))]
+
+    def _grade_of(self, found: Sequence[list[float] | Failure]) -> Grade | None:
+        values, masses = {}, []
+        for item, each in zip(self.rubric.items, found, strict=True):
+            if isinstance(each, Failure):
+                self._tell(each)
+                return None
+            values[item.name] = expected(item, each)
+            masses.append(sum(each))
+        self._masses.append(min(masses))
+        return Grade(self.rubric.score(values), values, mass=min(masses))
+
+    def _compare_grades(self, prompts: Sequence[Text], first: Sequence[Text], second: Sequence[Text]
+                        ) -> list[Preference]:
+        grades = self.grade([*prompts, *prompts], [*first, *second])
+        return [_by_scores(a and a.score, b and b.score, (a.reason if a else "", b.reason if b else ""))
+                for a, b in zip(grades[: len(prompts)], grades[len(prompts) :], strict=True)]
+
+    # -- two at a time -------------------------------------------------------------------------------------------------
+
+    def _compare_pairs(self, prompts: Sequence[Text], first: Sequence[Text], second: Sequence[Text]
+                       ) -> list[Preference]:
+        rows = list(zip(prompts, first, second, strict=True))
+        chats = [self.prompter.chat(p, pair) for p, a, b in rows for pair in ((a, b), (b, a))]
+        if self.config.score == PROBABILITY:
+            said = [each if isinstance(each, Failure) else self._share_of_a(each)
+                    for each in self.asker.probabilities(chats, [("A", "B")] * len(chats))]
+        else:
+            said = self.asker.verdicts([Question(chat, read_better) for chat in chats])
+        return [self._preference(said[2 * i], said[2 * i + 1]) for i in range(len(rows))]
+
+    def _share_of_a(self, found: list[float]) -> tuple[float, str]:
+        self._masses.append(sum(found))
+        return found[0] / sum(found), ""
+
+    def _preference(self, straight: tuple[float, str] | Failure, swapped: tuple[float, str] | Failure) -> Preference:
+        """Of what was said of (A first, B second) and of (A second, B first)."""
+        failed = next((each for each in (straight, swapped) if isinstance(each, Failure)), None)
+        if failed:
+            self._tell(failed)
+        one = (None, "") if isinstance(straight, Failure) else straight
+        other = (None, "") if isinstance(swapped, Failure) else (1 - swapped[0], swapped[1])
+        return Preference((one[0], other[0]), (one[1], other[1]), failed and failed.what)
+
+    def _matched(self, groups: list[list[int]], prompts: Sequence[Text], said: Sequence[Text]) -> list[float | None]:
+        """Each response's share of wins against others of its group."""
+        pairs = [pair for group in groups for pair in self._pairs(group, said)]
+        found = self.compare([prompts[i] for i, _ in pairs], [said[i] for i, _ in pairs], [said[j] for _, j in pairs])
+        wins: dict[int, list[float]] = {}
+        for (i, j), preference in zip(pairs, found, strict=True):
+            if preference.share is not None:
+                wins.setdefault(i, []).append(preference.share)
+                wins.setdefault(j, []).append(1 - preference.share)
+        return [fmean(wins[i]) if i in wins else None for i in range(len(said))]
+
+    def _pairs(self, group: list[int], said: Sequence[Text]) -> list[tuple[int, int]]:
+        """Who meets whom: all pairs, or on a circle in a seeded order each the next ones, so that every response meets
+        at least config.opponents others."""
+        size = len(group)
+        if self.config.opponents is None or self.config.opponents >= size - 1:
+            return [(group[a], group[b]) for a in range(size) for b in range(a + 1, size)]
+        circle = self._shuffled(group, said)
+        found: dict[frozenset[int], tuple[int, int]] = {}
+        for step in range(1, -(-self.config.opponents // 2) + 1):
+            for at, i in enumerate(circle):
+                j = circle[(at + step) % size]
+                found.setdefault(frozenset((i, j)), (i, j))
+        return list(found.values())
+
+    # -- a group together ----------------------------------------------------------------------------------------------
+
+    def _ranked(self, groups: list[list[int]], prompts: Sequence[Text], said: Sequence[Text]) -> list[float | None]:
+        """Each response's relative score, all of its group shown in a seeded order."""
+        largest = max(map(len, groups))
+        check(largest <= MAX_TOGETHER, f"reward.judge.mode ranking shows {MAX_TOGETHER} responses together at most, "
+                                       f"and a prompt has {largest}; lower num_samples, or choose pairwise")
+        orders = [self._shuffled(group, said) for group in groups]
+        found = self._ask_ranks([prompts[order[0]] for order in orders], [[said[i] for i in order] for order in orders])
+        scores: list[float | None] = [None] * len(said)
+        for order, each in zip(orders, found, strict=True):
+            for i, value in zip(order, each[0] if each else [None] * len(order), strict=True):
+                scores[i] = value
+        return scores
+
+    def _ask_ranks(self, prompts: Sequence[Text], groups: Sequence[Sequence[Text]]
+                   ) -> list[tuple[list[float], str] | None]:
+        questions = [Question(self.prompter.chat(prompt, group), partial(read_ranking, letters=LETTERS[: len(group)]))
+                     for prompt, group in zip(prompts, groups, strict=True)]
+        return [self._or_none(each) for each in self.asker.verdicts(questions)]
+
+    def _compare_ranks(self, prompts: Sequence[Text], first: Sequence[Text], second: Sequence[Text]
+                       ) -> list[Preference]:
+        pairs = list(zip(first, second, strict=True))
+        found = self._ask_ranks([p for p in prompts for _ in range(2)], [o for a, b in pairs for o in ((a, b), (b, a))])
+        sides = [None if each is None else (_sign(*each[0]), each[1]) for each in found]
+        unread = Failure("the judge's reply cannot be read")
+        return [self._preference(sides[2 * i] or unread, sides[2 * i + 1] or unread) for i in range(len(pairs))]
+
+    # -- all modes -----------------------------------------------------------------------------------------------------
+
+    def _shuffled(self, group: list[int], said: Sequence[Text]) -> list[int]:
+        """The group in an order that its responses and the seed say, so that the same group is asked about alike."""
+        content = "\0".join(shown(said[i]) for i in group).encode("utf-8", "backslashreplace")
+        seed = int.from_bytes(hashlib.sha256(content).digest()[:8], "big") ^ self.asker.seed
+        order = list(group)
+        random.Random(seed).shuffle(order)
+        return order
+
+    def _or_none(self, found):  # noqa: ANN001, ANN202 - what was read, or None for a Failure
+        if isinstance(found, Failure):
+            self._tell(found)
+            return None
+        return found
+
+    def _tell(self, failure: Failure) -> None:
+        """One line, the first time; afterwards the metric judge/failed counts."""
+        if not self._has_said:
+            print(f"judge: a response has no verdict ({failure.what}); {_FATE[self.config.on_failure]} "
+                  "(reward.judge.on_failure; metric judge/failed)", file=sys.stderr)
+        self._has_said = True
+
+    def _filled(self, scores: list[float | None], groups: list[list[int]]) -> list[float | None]:
+        """The scores with what responses without one get."""
+        known = [value for value in scores if value is not None]
+        if len(known) == len(scores) or self.config.on_failure == "skip":
+            return scores
+        if not known or self.config.on_failure == "stop":
+            raise BadAnswer(f"reward source {self.name} at {self.asker.backend.name}: {len(scores) - len(known)} of "
+                            f"{len(scores)} responses have no verdict (the line above says why); look at the judge, or "
+                            "raise reward.judge.max_new_tokens, then run the same command again")
+        filled = list(scores)
+        for group in groups:
+            own = [value for i in group if (value := scores[i]) is not None]
+            for i in group:
+                if scores[i] is None:
+                    filled[i] = fmean(own or known)
+        return filled
+
+
+_FATE = {"mean": "such a one gets the mean score of the others of its prompt, or else of all",
+         "skip": "such a one has no score of the judge", "stop": "the run ends there"}
+
+
+def open_judge(config: JudgeConfig, seed: int = 0, name: str = "judge") -> JudgeSource:
+    """The judge that the settings describe. UserError for a rubric, a template, an address or a model that does not
+    serve; reads no weights before `open`."""
+    rubric = read_rubric(config.rubric)
+    kind = "probability" if (config.mode, config.score) == (ABSOLUTE, PROBABILITY) else config.mode
+    prompter = open_prompter(kind, rubric, config.template, config.score == PROBABILITY)
+    check(config.is_given, "no judge: give reward.judge.model or reward.judge.url")
+    check(not (config.url and kind == "probability" and any(item.kind != YES_NO for item in rubric.items)),
+          "reward.judge.score is probability, and an address tells the probability of one token, which 10 need not be; "
+          "make every item of the rubric yes_no, or take reward.judge.model")
+    budget = Budget(config.max_calls, config.max_cost, config.cost_per_1m_input, config.cost_per_1m_output)
+    backend: Backend
+    if config.url:
+        backend = ApiBackend(config.url, config.api_model, budget, config.api_key_env, config.api_options,
+                             config.temperature, config.concurrency, config.timeout, config.http_retries)
+    else:
+        backend = LocalBackend(str(config.model), budget, config.dtype, config.load_in_4bit, config.temperature,
+                               config.batch_size)
+    asker = Asker(backend, AnswerCache(config.cache), name, config.max_new_tokens, config.retries, seed)
+    return JudgeSource(asker, prompter, config, budget, name)
+
+
+def groups_of(rollout: Rollout) -> list[list[int]]:
+    """Rows of one prompt that lie together. The samples of a prompt share its token ids as one object, or, where an
+    environment writes them, as the same numbers."""
+    ids, found = rollout.prompts.ids, [[0]]
+    for i in range(1, len(rollout)):
+        is_same = ids[i] is ids[i - 1] or (bool(rollout.episodes) and ids[i] == ids[i - 1])
+        if is_same:
+            found[-1].append(i)
+        else:
+            found.append([i])
+    return found
+
+
+def words_of(item: Item) -> tuple[str, ...]:
+    """The words whose probabilities answer an item."""
+    return (YES, NO) if item.kind == YES_NO else NUMBERS
+
+
+def expected(item: Item, probabilities: Iterable[float]) -> float:
+    """The mean of an item's value in [0, 1] under the probabilities of its words, made to sum to 1."""
+    found = list(probabilities)
+    values = (1.0, 0.0) if item.kind == YES_NO else [n / 10 for n in range(11)]
+    return sum(p * v for p, v in zip(found, values, strict=True)) / sum(found)
+
+
+def _sign(first: float, second: float) -> float:
+    return 1.0 if first > second else 0.0 if first < second else 0.5
+
+
+def _by_scores(first: float | None, second: float | None, reasons: tuple[str, str]) -> Preference:
+    if first is None or second is None:
+        return Preference((None, None), reasons, "the judge gave no grade")
+    return Preference((_sign(first, second),) * 2, reasons)

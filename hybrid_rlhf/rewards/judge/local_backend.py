@@ -1,0 +1,172 @@
+"""A judge that is loaded here: any chat model, which our engine samples in inference mode."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.distributed import device
+from hybrid_rlhf.core.out_of_memory import explained
+from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
+from hybrid_rlhf.data import chat as chats_as_text
+from hybrid_rlhf.data.chat import Rendered, SkipRow
+from hybrid_rlhf.engine import HybridEngine, SamplingConfig
+from hybrid_rlhf.engine.decode.admission import stop_ids
+from hybrid_rlhf.models import load
+from hybrid_rlhf.models.backbone import check_head
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.tokenizer import Tokenizer, load_tokenizer
+from hybrid_rlhf.rewards.judge.answer_cache import key_of
+from hybrid_rlhf.rewards.judge.budget import Budget
+from hybrid_rlhf.rewards.judge.judge_backend import Failure
+from hybrid_rlhf.rewards.judge.judge_prompts import Chat
+from hybrid_rlhf.roles.policy_module import PolicyModule
+from hybrid_rlhf.roles.scoring import per_sequence
+
+MAX_TOKENS = 8192  # of a micro-batch that is scored
+
+
+@dataclass
+class LocalBackend:
+    """Replies of the model at `path` (a folder or hub id), rendered by its own chat template, `batch_size` at once.
+
+    What a chat draws follows from the chat and the seed, whoever is asked beside it. A chat that is longer than the
+    model is a Failure. No weights are read before `open`.
+    """
+
+    path: str
+    budget: Budget
+    dtype: str = "auto"
+    load_in_4bit: bool = False
+    temperature: float = 0.0
+    batch_size: int = 16
+    tokenizer: Tokenizer | None = field(default=None, init=False, repr=False)
+    engine: HybridEngine | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.path
+        load.configuration(self._settings)  # UserError where there is no causal model
+        check(not load.has_score(self.path), f"reward.judge.model: {self.path} is a sequence-classification model; "
+                                             "give a chat model, or name it by reward.models")
+        self.identity = ["local", self.path, fingerprint(self.path), self.dtype, self.load_in_4bit, self.temperature]
+
+    @property
+    def _settings(self) -> ModelConfig:
+        return ModelConfig(self.path, dtype=self.dtype, load_in_4bit=self.load_in_4bit)
+
+    def open(self) -> None:
+        """Read tokenizer and weights, once."""
+        if self.engine is not None:
+            return
+        tokenizer = load_tokenizer(self.path)
+        check(bool(tokenizer.chat_template), f"reward.judge.model: the tokenizer of {self.path} has no chat template; "
+                                             "give a chat (instruct) model")
+        with explained(f"while loading the judge {self.path}"):
+            model = load.load_causal_lm(self._settings, device())
+        load.prepare(model, self._settings, len(tokenizer))
+        check_head(model)
+        model.eval().requires_grad_(False)
+        self.tokenizer, self.engine = tokenizer, engine_of(model, tokenizer, self.batch_size)
+
+    def complete(self, chats: Sequence[Chat], max_new_tokens: int, seed: int) -> list[str | Failure]:
+        engine, tokenizer = self._opened()
+        found: list[str | Failure] = [Failure("not asked")] * len(chats)
+        rows = self._rows(chats, max_new_tokens, found)
+        if not rows:
+            return found
+        sampling = SamplingConfig(max_new_tokens=max_new_tokens, temperature=self.temperature)
+        numbers = [int(key_of(chats[i])[:7], 16) for i in rows]  # of the draws: a chat's own, whoever is asked with it
+        with explained("while the judge writes"), engine.inference():
+            drawn = engine.generate(list(rows.values()), sampling, seed, numbers=numbers)
+        texts = tokenizer.batch_decode(
+            [row[: len(row) - (reason == "eos")] for row, reason in zip(drawn.tokens, drawn.finish_reasons, strict=True)
+             ], skip_special_tokens=True)
+        for i, ids, tokens, text in zip(rows, rows.values(), drawn.tokens, texts, strict=True):
+            found[i] = text
+            self.budget.pay(len(ids), len(tokens))
+        return found
+
+    def choose(self, chats: Sequence[Chat], words: Sequence[str]) -> list[list[float] | Failure]:
+        engine, tokenizer = self._opened()
+        found: list[list[float] | Failure] = [Failure("not asked")] * len(chats)
+        longest = max(len(tokenizer(word)["input_ids"]) for word in words)
+        asked = {i: [_before(tokenizer, chats[i], word) for word in words] for i in self._rows(chats, longest, found)}
+        if not asked:
+            return found
+        whole = [each for of_words in asked.values() for each in of_words]
+        mask = length_mask(torch.tensor([len(ids) for ids, _ in whole]))
+        marks = pad_right([[k >= first for k in range(len(ids))] for ids, first in whole], False, torch.bool)
+        batch = SequenceBatch(pad_right([ids for ids, _ in whole], engine.pad_id), mask, marks)
+        with explained("while the judge scores"):
+            sums = per_sequence(engine, batch, MAX_TOKENS).double().exp().view(len(asked), len(words))
+        for (i, of_words), values in zip(asked.items(), sums.tolist(), strict=True):
+            found[i] = _apart(values, [ids for ids, _ in of_words])
+            self.budget.pay(len(of_words[0][0]), 1)
+        return found
+
+    def _opened(self) -> tuple[HybridEngine, Tokenizer]:
+        self.open()
+        if self.engine is None or self.tokenizer is None:
+            raise RuntimeError("the judge is not open")
+        return self.engine, self.tokenizer
+
+    def _rows(self, chats: Sequence[Chat], more: int, found: list) -> dict[int, list[int]]:
+        """Token ids of the chats that are to be asked; the others' failures go to `found`."""
+        engine, tokenizer = self._opened()
+        limit, rows = load.max_positions(engine.module.model), {}
+        for i, chat in enumerate(chats):
+            try:
+                ids = chats_as_text.encode_prompt(tokenizer, chat)
+            except SkipRow as error:
+                raise UserError(f"reward.judge.model {self.path} cannot read the question: {error}; give a model whose "
+                                "chat template shows it, or reward.judge.template with no [system] part") from error
+            if limit is not None and len(ids) + more > limit:
+                found[i] = Failure(f"a question of {len(ids)} tokens and a reply of {more} are more than the judge's "
+                                   f"{limit} positions")
+                continue
+            spent = self.budget.take()
+            if spent is not None:
+                found[i] = Failure(spent, is_fatal=True)
+                continue
+            rows[i] = ids
+        return rows
+
+
+def engine_of(model: nn.Module, tokenizer: Tokenizer, batch_size: int) -> HybridEngine:
+    """An engine that writes replies and gives log-probabilities, and trains nothing."""
+    engine = HybridEngine(PolicyModule(model), model, eos_ids=stop_ids(model, tokenizer),
+                          pad_id=tokenizer.pad_token_id, max_batch=batch_size, name="judge")
+    engine.module.eval()
+    return engine
+
+
+def _before(tokenizer: Tokenizer, chat: Chat, word: str) -> tuple[list[int], int]:
+    """Token ids of the chat with `word` as the beginning of the reply, and how many of them come before the word: a
+    thought that the template ends before every reply is among them."""
+    whole = chats_as_text.compose(tokenizer, chat, word)
+    start = whole.text.index(word, whole.spans[-1][0])
+    cut = Rendered(whole.text[: start + len(word)], [(start, start + len(word))], False)
+    encoded = chats_as_text.encode_all(tokenizer, [cut])[0]  # with an end behind it
+    return encoded.ids[:-1], encoded.num_prompt_tokens
+
+
+def _apart(probabilities: list[float], rows: list[list[int]]) -> list[float]:
+    """The probability of each word without that of longer ones whose tokens begin with its own: 1 0 is no 1."""
+    return [max(0.0, own - sum(p for p, other in zip(probabilities, rows, strict=True)
+                               if len(other) > len(ids) and other[: len(ids)] == ids))
+            for own, ids in zip(probabilities, rows, strict=True)]
+
+
+def fingerprint(path: str) -> str:
+    """What tells a folder's model from the one that a later run writes there; a hub id stands for itself."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return path
+    found = sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".json", ".jinja", ".bin"))
+    return hashlib.sha256(repr([(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in found]).encode()).hexdigest()

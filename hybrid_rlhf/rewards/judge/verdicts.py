@@ -1,0 +1,157 @@
+"""What a judge has said, read strictly: one JSON object at the end of its reply, of what was asked for and no more."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from hybrid_rlhf.rewards.judge.rubric import YES_NO, Rubric
+
+MAX_READ = 100_000  # characters of a reply
+_WORDS = {"yes": 1.0, "no": 0.0}
+_BETTER = {"A": 1.0, "B": 0.0, "tie": 0.5}
+
+
+class Unreadable(Exception):  # noqa: N818 - what the judge is told of its reply
+    """A reply that is no verdict; the message says why, as the judge is told it."""
+
+
+@dataclass(frozen=True)
+class Grade:
+    """One response on its own. score: the weighted mean of items, name -> value, all in [0, 1]. reason: in the judge's
+    words, empty where there are none. mass: with `score: probability`, the least probability that the words asked for
+    have together (1: the judge says nothing else)."""
+
+    score: float
+    items: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+    mass: float = 1.0
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Two responses to one prompt. orders: how much better the first is, 1 (better), 0.5 (a tie), 0 (worse) or between
+    them for a probability: as the judge says where it is shown first, and where it is shown second; None where the
+    judge's reply could not be read. reasons: in its words, for both. failure: why, where one is None."""
+
+    orders: tuple[float | None, float | None]
+    reasons: tuple[str, str] = ("", "")
+    failure: str | None = None
+
+    @property
+    def share(self) -> float | None:
+        """How much of this comparison the first response wins, in [0, 1]; None where one order is missing."""
+        first, second = self.orders
+        return None if first is None or second is None else (first + second) / 2
+
+    @property
+    def winner(self) -> str | None:
+        """first, second or tie, by both orders together; None where one is missing."""
+        return None if self.share is None else _side(self.share)
+
+    @property
+    def is_consistent(self) -> bool | None:
+        """Whether both orders name the same one (or both a tie); None where one is missing."""
+        first, second = self.orders
+        return None if first is None or second is None else _side(first) == _side(second)
+
+
+def _side(share: float) -> str:
+    return "first" if share > 0.5 else "second" if share < 0.5 else "tie"
+
+
+def read_grade(reply: str, rubric: Rubric) -> Grade:
+    """The reply to an absolute question: a value for each item. Raises Unreadable."""
+    found, reason = _object(reply)
+    _check_keys(found, [item.name for item in rubric.items])
+    values = {}
+    for item in rubric.items:
+        value = found[item.name]
+        values[item.name] = _yes_no(value, item.name) if item.kind == YES_NO else _number(value, item.name, 10) / 10
+    return Grade(rubric.score(values), values, reason)
+
+
+def read_better(reply: str) -> tuple[float, str]:
+    """The reply to a comparison: how much better A is (1, 0.5, 0), and why. Raises Unreadable."""
+    found, reason = _object(reply)
+    _check_keys(found, ["better"])
+    better = found["better"]
+    if not isinstance(better, str) or better not in _BETTER:
+        raise Unreadable(f'"better" is {_shown(better)}; it must be "A", "B" or "tie"')
+    return _BETTER[better], reason
+
+
+def read_ranking(reply: str, letters: Sequence[str]) -> tuple[list[float], str]:
+    """The reply to a group: the score of each letter's response in [0, 1], in order, and why. Raises Unreadable."""
+    found, reason = _object(reply)
+    _check_keys(found, letters)
+    return [_number(found[letter], letter, 1) for letter in letters], reason
+
+
+def _object(reply: str) -> tuple[dict[str, Any], str]:
+    """The last JSON object of a reply, behind which nothing is said, and the words before it with its "reason"."""
+    text = re.sub(r"```(?:json)?\s*$", "", reply[:MAX_READ].rstrip()).rstrip()
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_without_repeats)
+    found, start, end, place = None, 0, 0, text.find("{")
+    while place >= 0:
+        try:
+            value, after = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            place = text.find("{", place + 1)
+            continue
+        found, start, end = value, place, after
+        place = text.find("{", after)
+    if not isinstance(found, dict):
+        raise Unreadable("there is no JSON object at its end (it may have been cut off before)")
+    if text[end:].strip():
+        raise Unreadable("there are words behind the JSON object")
+    said = re.sub(r"```(?:json)?\s*$", "", text[:start].rstrip()).strip()
+    own = found.pop("reason", "")
+    if not isinstance(own, str):
+        raise Unreadable(f'"reason" is {_shown(own)}; it must be text')
+    return found, " ".join(part for part in (said, own.strip()) if part)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _check_keys(found: Mapping[str, Any], wanted: Sequence[str]) -> None:
+    missing = [key for key in wanted if key not in found]
+    more = [key for key in found if key not in wanted]
+    if missing:
+        raise Unreadable(f"the JSON object has no {', '.join(missing)}")
+    if more:
+        raise Unreadable(f"the JSON object has {', '.join(map(_shown, more[:5]))}, which nobody asked for")
+
+
+def _yes_no(value: object, name: str) -> float:
+    if isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, str) or value.strip().lower() not in _WORDS:
+        raise Unreadable(f'"{name}" is {_shown(value)}; it must be "yes" or "no"')
+    return _WORDS[value.strip().lower()]
+
+
+def _number(value: object, name: str, most: int) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most or math.isnan(value):
+        raise Unreadable(f'"{name}" is {_shown(value)}; it must be a number from 0 to {most}')
+    return float(value)
+
+
+def _shown(value: object) -> str:
+    try:
+        return json.dumps(value)[:60]
+    except ValueError:  # an integer of thousands of digits
+        return "a number too long"
