@@ -30,6 +30,9 @@ from hybrid_rlhf.models import load, shapes
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
 from hybrid_rlhf.rewards.classifier import BATCH_SIZE
+from hybrid_rlhf.rewards.judge.judge_config import PAIRWISE, RANKING, VERDICT
+from hybrid_rlhf.rewards.judge.judge_source import open_prompts
+from hybrid_rlhf.rewards.judge.local_backend import MAX_TOKENS
 from hybrid_rlhf.roles.sharing import TRAINED, Start, resolve
 from hybrid_rlhf.training import (
     all_stages,
@@ -223,7 +226,8 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
     policies = [role("actor", predicted=sampling.max_new_tokens, entropy=method.has_entropy, generation=generation,
                      has_average=method.keeps_average, texts=texts)]
     policies += [role("ref", predicted=sampling.max_new_tokens)] if "ref" in starts else []
-    return [*policies, *(role(r) for r in ("critic", "reward") if r in starts), *_classifiers(config)]
+    return [*policies, *(role(r) for r in ("critic", "reward") if r in starts), *_classifiers(config),
+            *_judge(config)]
 
 
 def _scored(config: on_policy.Config, name: str, sequences: int) -> int:
@@ -252,6 +256,26 @@ def _classifiers(config: on_policy.Config) -> list[Role]:
     models = [ModelConfig(builders.model_folder(path)) for path in config.reward.model_list]
     return [Role(f"reward {PurePath(path).name}", model, length, rows, labels=shapes.read_config(model).num_labels)
             for path, model in zip(config.reward.model_list, models, strict=True)]
+
+
+def _judge(config: on_policy.Config) -> list[Role]:
+    """A judge that is loaded here. How many of its tokens a question has is not known before it is asked: the texts are
+    taken as long as in the policy's tokens, the rubric and the template as a token for every three characters."""
+    judge, sampling = config.reward.judge, config.method.sampling
+    if not judge.model:
+        return []
+    model = ModelConfig(builders.model_folder(judge.model), dtype=judge.dtype, load_in_4bit=judge.load_in_4bit)
+    shown = {PAIRWISE: 2, RANKING: sampling.num_samples}.get(judge.mode, 1)
+    prompt = (config.data.max_prompt_length + shown * sampling.max_new_tokens
+              + sum(len(part["content"]) for part in open_prompts(judge).chat("", [""] * shown)) // 3)
+    asked, writes = judge.num_questions(config.train.rows_per_step, sampling.num_samples), judge.score == VERDICT
+    limit = load.configured_positions(model) or prompt + judge.max_new_tokens
+    length = min(limit, prompt + judge.max_new_tokens * writes)
+    generation = Generation(min(judge.batch_size, asked), max(1, length - judge.max_new_tokens), judge.max_new_tokens,
+                            sequences=asked, phase="score") if writes else None
+    rows = max(1, min(asked, MAX_TOKENS // length))
+    return [Role("judge", model, length, rows, predicted=1, scores=not writes, scored=0 if writes else asked,
+                 generation=generation)]
 
 
 _ROLES: dict[type, Callable[[object, ModelConfig | None], list[Role]]] = {

@@ -194,7 +194,9 @@ def _leave(roles: Roles, opened: RunContext, config: Config, folder: str) -> Non
 def open_run(config: Config) -> RunContext:
     """Check everything that can be checked without weights, then load data and roles."""
     method, environments = config.method, episodes_setup.open_of(config)
-    others = reward_sources.open_sources(config.reward, config.roles, config.data.raw, config.environment, environments)
+    others = reward_sources.open_sources(config.reward, config.roles, config.data.raw, config.environment, environments,
+                                         config.seed)
+    reward_sources.check_groups(config.reward, method.sampling.num_samples, f"{method.section}.sampling.num_samples")
     check(environments is None or (config.roles.actor.tp or 1) == 1,
           f"roles.actor.tp is {config.roles.actor.tp}: episodes are sampled by each process for itself; leave it out")
     sources = find_sources(config)

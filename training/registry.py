@@ -44,7 +44,8 @@ IDENTITIES = ("dpo.loss_type", "ppo.estimator", "ppo.policy_loss")  # options th
 
 def _missing_eos_penalty(config: object) -> float:
     """A learned score says nothing of the end of a response; a function says what it rewards."""
-    return 1.0 if config.reward.has_model(config.roles, config.environment) else 0.0
+    is_learned = config.reward.has_model(config.roles, config.environment) or config.reward.judge.is_given
+    return 1.0 if is_learned else 0.0
 
 
 def _kl_coef(config: object) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from hybrid_rlhf.core.config import check, nearest
@@ -16,6 +16,8 @@ from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.builtin import BUILTINS
 from hybrid_rlhf.rewards.classifier import ClassifierSource
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions, parameters
+from hybrid_rlhf.rewards.judge import JudgeConfig, JudgeSource, open_judge
+from hybrid_rlhf.rewards.judge.judge_config import ABSOLUTE, MAX_TOGETHER, RANKING
 from hybrid_rlhf.rewards.mixture import Mixture, Part
 from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.rewards.scale import Scale
@@ -36,8 +38,9 @@ class RewardConfig:
             the last part of their path: label (which of several is the score), reads (text, pair or completion).
         models: Sequence-classification models, hub ids or folders, each with its own tokenizer; one or a list.
         url: A service that answers POST {prompts, completions} with {scores}, such as http://localhost:8000/score.
-        weights: Weight of each source: the stage-2 model if it takes part, the functions, the models, the service;
-            null weighs all by 1.
+        judge: A language model that reads a rubric and the responses.
+        weights: Weight of each source: the stage-2 model if it takes part, the functions, the models, the service, the
+            judge; null weighs all by 1.
         timeout: Seconds that one call of a function, or one request, may take.
         isolate: Whether functions of files and modules run in a process of their own, which is killed at the timeout:
             for code that nothing else ends (compiled code), or that may crash. The built-in ones stay.
@@ -49,6 +52,7 @@ class RewardConfig:
     options: dict[str, dict] = field(default_factory=dict)
     models: list[str] | str = field(default_factory=list)
     url: str | None = None
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
     weights: list[float] | None = None
     timeout: float = 60.0
     isolate: bool = False
@@ -73,7 +77,8 @@ class RewardConfig:
     @property
     def given(self) -> list[str]:
         """The sources beside the stage-2 model."""
-        return [*self.function_list, *self.model_list, *([self.url] if self.url else [])]
+        judge = self.judge.model or self.judge.url
+        return [*self.function_list, *self.model_list, *([self.url] if self.url else []), *([judge] if judge else [])]
 
     def has_model(self, roles: RolesConfig, environment: EnvironmentConfig | None = None) -> bool:
         """Whether the stage-2 model takes part. An environment is expected to have a reward of its own; tools have
@@ -83,19 +88,21 @@ class RewardConfig:
 
     def is_learned(self, roles: RolesConfig, environment: EnvironmentConfig | None = None) -> bool:
         """Whether a model takes part in the score, or a service, which may hold one."""
-        return self.has_model(roles, environment) or bool(self.model_list or self.url)
+        return self.has_model(roles, environment) or bool(self.model_list or self.url or self.judge.is_given)
 
 
 def open_sources(config: RewardConfig, roles: RolesConfig, raw: bool = False,
-                 environment: EnvironmentConfig | None = None, environments: Environments | None = None
+                 environment: EnvironmentConfig | None = None, environments: Environments | None = None, seed: int = 0
                  ) -> list[RewardSource]:
     """The sources beside the stage-2 model, the environment's own reward last. Raises UserError for what cannot be had;
-    reads no weights. raw: data.raw, whether models read string prompts as they are."""
+    reads no weights. raw: data.raw, whether models read string prompts as they are. seed: of what a judge draws."""
     models = [_classifier(path, config, raw) for path in config.model_list]
     own = {name: given for name, given in config.options.items() if name not in [m.name for m in models]}
     found: list[RewardSource] = [*open_functions(config.function_list, own, config.timeout, config.isolate), *models]
     if config.url is not None:
         found.append(ServiceSource(config.url, "service", config.timeout, config.retries, config.batch_size))
+    if config.judge.is_given:
+        found.append(_judge(config.judge, seed))
     if environment is not None and environments is not None:
         _check_isolation(environment, found)
         own = source_of(environments, environment.malformed_penalty)
@@ -130,6 +137,20 @@ def _classifier(path: str, config: RewardConfig, raw: bool) -> ClassifierSource:
     return ClassifierSource(folder, name, raw=raw, **options)
 
 
+def _judge(config: JudgeConfig, seed: int) -> JudgeSource:
+    return open_judge(replace(config, model=builders.model_folder(config.model)) if config.model else config, seed)
+
+
+def check_groups(config: RewardConfig, num_samples: int, option: str) -> None:
+    """UserError for a judge that compares the responses to a prompt, where there is one response."""
+    check(not config.judge.is_given or config.judge.mode == ABSOLUTE or num_samples > 1,
+          f"reward.judge.mode is {config.judge.mode}, which compares the responses to a prompt, and {option} is "
+          f"{num_samples}; give several, or choose absolute")
+    check(config.judge.mode != RANKING or num_samples <= MAX_TOGETHER,
+          f"reward.judge.mode ranking shows at most {MAX_TOGETHER} responses together, and {option} is {num_samples}; "
+          "lower it, or choose pairwise")
+
+
 def check_columns(sources: list[RewardSource], row: Mapping, has_episodes: bool = False) -> None:
     """UserError where a function needs a column that `row` of the data does not have; one line where it is given
     messages, for a function that expects text may score them all 0."""
@@ -154,7 +175,7 @@ def combine(config: RewardConfig, model: ModelSource | None, others: list[Reward
     """
     if model is not None and not others and config.weights is None:
         return model, scale
-    for source in (s for s in others if isinstance(s, ClassifierSource)):
+    for source in (s for s in others if isinstance(s, (ClassifierSource, JudgeSource))):
         source.open()
     parts = ([Part(model, scale=scale)] if model else []) + [Part(source) for source in others]
     for part, weight in zip(parts, config.weights or [1.0] * len(parts), strict=True):

@@ -13,6 +13,7 @@ from hybrid_rlhf.algorithms.policy import POLICY_LOSSES
 from hybrid_rlhf.algorithms.preference import LOSSES
 from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.core.options import value_of, with_value
+from hybrid_rlhf.rewards.judge.judge_config import VERDICT, JudgeConfig
 from hybrid_rlhf.training.registry import PROMPTS_ONLY, READS, STAGES, variant_options
 
 _SECTIONS = {"online": "online_dpo", "stages": "all", "rejection": "rejection", "evaluate": "evaluate", "ppo": "ppo",
@@ -99,6 +100,12 @@ def _given(config: object, option: str) -> Iterator[str]:
         yield option
 
 
+def _of_judge(*names: str) -> tuple[str, ...]:
+    """These options of the judge; all but who it is."""
+    return tuple(f"reward.judge.{name}" for name in names or (
+        f.name for f in fields(JudgeConfig) if f.name not in ("model", "url")))
+
+
 # section -> (options, when they are read, what to do where they are not)
 SWITCHED: dict[str, list[tuple[tuple[str, ...], Callable[[object], bool], str]]] = {
     "model": [
@@ -116,6 +123,15 @@ SWITCHED: dict[str, list[tuple[tuple[str, ...], Callable[[object], bool], str]]]
          "they are of a service; give reward.url"),
         (("reward.timeout",), lambda c: getattr(c.reward, "functions", None) or getattr(c.reward, "url", None),
          "it is for functions and services; give reward.functions or reward.url"),
+        (_of_judge(), lambda c: c.reward.judge.is_given,
+         "there is no judge; give reward.judge.model or reward.judge.url"),
+        (_of_judge("api_model", "api_key_env", "api_options", "concurrency", "timeout", "http_retries", "max_cost",
+                   "cost_per_1m_input", "cost_per_1m_output"), lambda c: c.reward.judge.url is not None,
+         "it is for an address; give reward.judge.url in place of reward.judge.model"),
+        (_of_judge("dtype", "load_in_4bit", "batch_size"), lambda c: c.reward.judge.model is not None,
+         "it is for a model that is loaded here; give reward.judge.model in place of reward.judge.url"),
+        (_of_judge("retries", "max_new_tokens"), lambda c: c.reward.judge.score == VERDICT,
+         "reward.judge.score is probability, and nothing is written; leave it out"),
         (("reward.isolate",), lambda c: getattr(c.reward, "functions", None),
          "it is for functions; give reward.functions")],
     "environment": [

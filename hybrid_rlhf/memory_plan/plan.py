@@ -23,6 +23,7 @@ __all__ = ["DOES_NOT_FIT", "Generation", "Line", "Plan", "Role", "make_plan", "p
 
 KINDS = ("weights", "adapters", "optimizer", "gradients", "gathered", "KV cache", "activations", "logits")
 PASSING = ("gathered", "activations", "logits")  # given back before the next role computes
+GENERATE = "generate"  # the phase in which the actor samples
 EXPORT = "export"  # the phase behind the last step
 DOES_NOT_FIT = 3  # exit code of --plan
 MAX_PREFILL_TOKENS = 4096  # of one forward, as in engine/decode/scheduler.py
@@ -35,13 +36,15 @@ LIBRARIES = {"cpu": 64 << 20}
 @dataclass(frozen=True)
 class Generation:
     """How a role samples: `slots` sequences at once, of at most prompt + response tokens each, over `tp` processes that
-    hold a part of the heads each. sequences: of a step (0: not known)."""
+    hold a part of the heads each. sequences: of a step (0: not known). phase: in which it does: a judge writes while
+    responses are scored."""
 
     slots: int
     prompt: int
     response: int
     tp: int = 1
     sequences: int = 0
+    phase: str = GENERATE
 
 
 @dataclass(frozen=True)
@@ -169,8 +172,9 @@ def _of_process(device: torch.device, tensors: Plan, calibration: Calibration) -
 
 def phases_of(roles: list[Role]) -> tuple[str, ...]:
     """Phases of one step, in order."""
-    first = [*(["generate"] if any(r.generation for r in roles) else []), "score"]
-    first = first if any(r.scores for r in roles) else first[:-1]
+    sampled = {r.generation.phase for r in roles if r.generation}
+    first = [*([GENERATE] if GENERATE in sampled else []), "score"]
+    first = first if any(r.scores for r in roles) or "score" in sampled else first[:-1]
     return (*first, *(f"{verb} {r.name}" for r in roles if r.trains for verb in ("train", "step")))
 
 
@@ -297,6 +301,8 @@ class _Needs:
         tokens = min(sampling.slots * sampling.prompt, max(MAX_PREFILL_TOKENS, sampling.prompt))
         per_token, per_sequence = trace.cache_bytes(role.model, self.device)
         whole = per_token * (sampling.prompt + sampling.response) + per_sequence
-        self.now["KV cache"]["generate"] = sampling.slots * whole // sampling.tp
-        self.now["activations"]["generate"] = round(self.act.scoring * tokens / (role.rows * role.length))
-        self.now["logits"]["generate"] = sampling.slots * self.sizes.vocab * (4 + self.sizes.itemsize)
+        self.now["KV cache"][sampling.phase] = sampling.slots * whole // sampling.tp
+        found = {"activations": round(self.act.scoring * tokens / (role.rows * role.length)),
+                 "logits": sampling.slots * self.sizes.vocab * (4 + self.sizes.itemsize)}
+        for kind, size in found.items():
+            self.now[kind][sampling.phase] = max(size, self.now[kind].get(sampling.phase, 0))

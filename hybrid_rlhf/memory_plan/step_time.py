@@ -15,7 +15,7 @@ from hybrid_rlhf.algorithms.likelihood import chunk_rows
 from hybrid_rlhf.memory_plan import trace
 from hybrid_rlhf.memory_plan.formulas import MOMENT_BYTES
 from hybrid_rlhf.memory_plan.operations import ATTENTION, FUSED, PASS, PRODUCT, Operation, Work
-from hybrid_rlhf.memory_plan.plan import MAX_PREFILL_TOKENS, Role, phases_of
+from hybrid_rlhf.memory_plan.plan import GENERATE, MAX_PREFILL_TOKENS, Role, phases_of
 from hybrid_rlhf.memory_plan.rates import Rates
 from hybrid_rlhf.models import shapes
 
@@ -56,9 +56,10 @@ def step_time(roles: Sequence[Role], device: torch.device, rates: Rates, steps: 
     for role in (r for r in roles if not r.labels):
         timer = _RoleTime(role, device, rates)
         if role.generation:
-            decode = timer.decode_step()
-            found["generate"] += timer.generate(decode[0])
-            tokens = role.generation.sequences * role.generation.response
+            step = timer.decode_step()
+            found[role.generation.phase] += timer.generate(step[0])
+            if role.generation.phase == GENERATE:
+                decode, tokens = step, role.generation.sequences * role.generation.response
         if role.scores and role.scored:
             found["score"] += timer.passes(role.scored, trains=False)
         if role.trains:
@@ -72,7 +73,7 @@ def step_time(roles: Sequence[Role], device: torch.device, rates: Rates, steps: 
 
 def _sequences(roles: Sequence[Role]) -> str:
     """'64 sequences of 512 + 128 tokens', or '8 rows of 1024 tokens' where nothing is sampled."""
-    drawn = next((role.generation for role in roles if role.generation), None)
+    drawn = next((r.generation for r in roles if r.generation and r.generation.phase == GENERATE), None)
     if drawn:
         return f"{drawn.sequences} sequences of {drawn.prompt} + {drawn.response} tokens"
     trained = next((role for role in roles if role.trains), None)

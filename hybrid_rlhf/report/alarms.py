@@ -73,7 +73,8 @@ def hacking(history: History) -> list[Alarm]:
                if name.startswith("rewards/") and name.endswith("/mean")}
     for name, second in seconds.items():
         spread = series(history, name.removesuffix("mean") + "std")
-        found += _against(reward, name.split("/")[1], second, spread) if second and spread else []
+        whose = name.removeprefix("rewards/").removesuffix("/mean")
+        found += _against(reward, whose, second, spread) if second and spread else []
     return found + _held_out(history, reward)
 
 

@@ -94,9 +94,11 @@ def said(before: list[dict], after: list[dict]) -> list[tuple[str, list[dict]]]:
 
 
 def _scored(row: dict) -> str:
-    """A response with what there is to say of it in a line below."""
-    notes = ", ".join(remarks(row))
-    return f"{row['completion']}" + (f"\n({notes})" if notes else "")
+    """A response with what there is to say of it in a line below, and in another what a judge says."""
+    parts = [f"{name} {number(value)}" for name, value in (row.get("scores") or {}).items()]
+    notes = ", ".join([*remarks(row), *parts])
+    judge = f"\njudge: {row['judge']}" if row.get("judge") else ""
+    return f"{row['completion']}" + (f"\n({notes})" if notes else "") + judge
 
 
 def _ended(row: dict) -> str | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from numbers import Real
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.rollout import Rollout
 
 
@@ -22,6 +23,15 @@ class RewardSource(Protocol):
     def score(self, rollout: Rollout) -> Tensor | list:
         """Scores of whole responses, higher is better: (B,) of a model, or the list that someone's code answered,
         whose None skips a response."""
+        ...
+
+
+@runtime_checkable
+class Reporting(Protocol):
+    """A source with figures of its own, such as what a judge has cost."""
+
+    def report(self, metrics: Metrics) -> None:
+        """Add what there is to say of the scores since the last report."""
         ...
 
 

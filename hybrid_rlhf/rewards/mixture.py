@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.rewards import RewardSource, part_scores
+from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.rewards import Reporting, RewardSource, part_scores
 from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.rollout import Rollout
 
@@ -50,3 +51,9 @@ class Mixture:
             is_scored |= ~is_skipped
         rollout.token_scores = placed
         return [value if known else None for value, known in zip(total.tolist(), is_scored.tolist(), strict=True)]
+
+    def report(self, metrics: Metrics) -> None:
+        """What its parts have to say of themselves."""
+        for part in self.parts:
+            if isinstance(part.source, Reporting):
+                part.source.report(metrics)

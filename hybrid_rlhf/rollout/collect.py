@@ -18,7 +18,7 @@ from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.engine.device_memory import peak_in
-from hybrid_rlhf.rewards import RewardSource, checked_scores, part_scores
+from hybrid_rlhf.rewards import Reporting, RewardSource, checked_scores, part_scores
 from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.rollout.old_logprobs import OldLogprobs
@@ -51,7 +51,7 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
             with peak("ref/score"):
                 rollout.ref_logprobs = roles.ref.logprobs(rollout)  # (B, R)
         with peak("reward/score"):
-            rollout.scores = _scores(source, rollout, may_skip)  # (B,)
+            rollout.scores = _scores(source, rollout, may_skip, metrics)  # (B,)
         rollout.source_scores = rollout.source_scores or {source.name: rollout.scores}  # a mixture has told its parts
     if sampling.num_samples > 1:
         _observe_groups(rollout, sampling.num_samples, metrics)
@@ -83,13 +83,18 @@ def measure_values(rollout: Rollout, roles: Roles, metrics: Metrics) -> None:
         rollout.values = present(roles.critic, "the critic").values(rollout)  # (B, R)
 
 
-def _scores(source: RewardSource, rollout: Rollout, may_skip: bool) -> Tensor:
-    """(B,). Where the source fails, nothing of the step has been learnt yet: a run can be taken up before it."""
+def _scores(source: RewardSource, rollout: Rollout, may_skip: bool, metrics: Metrics) -> Tensor:
+    """(B,); metrics gets what the source has to say of itself.
+
+    Where the source fails, nothing of the step has been learnt yet: a run can be taken up before it."""
     try:
-        return (part_scores if may_skip else checked_scores)(source, rollout)
+        scores = (part_scores if may_skip else checked_scores)(source, rollout)
     except UserError as error:
         error.is_before_update = True
         raise
+    if isinstance(source, Reporting):
+        source.report(metrics)
+    return scores
 
 
 @torch.no_grad()
@@ -111,7 +116,14 @@ def samples_of(rollout: Rollout | None, count: int) -> list[dict]:
     rows = [i for i in range(len(rollout)) if i == 0 or ids[i] != ids[i - 1]]  # a prompt's samples lie together
     return [{"prompt": rollout.prompts.texts[i], "completion": rollout.shown(i),
              "score": None if rollout.scores[i].isnan() else float(rollout.scores[i]),
-             "ended": bool(rollout.has_eos[i])} | _replay(rollout, i) for i in rows[:count]]
+             "ended": bool(rollout.has_eos[i])} | _judged(rollout, i) | _replay(rollout, i) for i in rows[:count]]
+
+
+def _judged(rollout: Rollout, i: int) -> dict:
+    """What each of several sources gave a response, and what a judge said of it; nothing where there is one number."""
+    parts = {name: float(scores[i]) for name, scores in rollout.source_scores.items() if not scores[i].isnan()}
+    said = {"scores": parts} if len(rollout.source_scores) > 1 else {}
+    return said | ({"judge": rollout.remarks[i]} if rollout.remarks and rollout.remarks[i] else {})
 
 
 def _replay(rollout: Rollout, i: int) -> dict:

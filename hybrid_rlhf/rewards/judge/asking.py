@@ -119,6 +119,7 @@ class Asker:
 
 def _numbers(reply: object, count: int) -> list[float] | None:
     """Cached probabilities, if they are such."""
-    is_fine = isinstance(reply, list) and len(reply) == count and all(
-        isinstance(x, (int, float)) and math.isfinite(x) and x >= 0 for x in reply) and sum(reply) > 0
+    if not isinstance(reply, list) or len(reply) != count:
+        return None
+    is_fine = all(isinstance(x, (int, float)) and math.isfinite(x) and x >= 0 for x in reply) and sum(reply) > 0
     return reply if is_fine else None

@@ -100,6 +100,16 @@ class JudgeConfig:
         check(self.opponents is None or self.mode == PAIRWISE,
               f"reward.judge.opponents is given, and mode is {self.mode}; it is for mode pairwise")
 
+    def num_questions(self, num_prompts: int, num_samples: int) -> int:
+        """What is asked about so many prompts with so many responses each, at most: items are asked for together, but
+        for their probabilities, which this counts once."""
+        if self.mode == RANKING:
+            return num_prompts
+        if self.mode == ABSOLUTE:
+            return num_prompts * num_samples
+        met = min(num_samples - 1, num_samples if self.opponents is None else self.opponents + self.opponents % 2)
+        return num_prompts * num_samples * met  # half as many pairs, in both orders
+
     @property
     def is_given(self) -> bool:
         return bool(self.model or self.url)

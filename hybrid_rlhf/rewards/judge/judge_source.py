@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
+from typing import TypeVar
 
 import torch
 
@@ -28,6 +29,7 @@ from hybrid_rlhf.rewards.judge.rubric import YES_NO, Item, Rubric, read_rubric
 from hybrid_rlhf.rewards.judge.verdicts import Grade, Preference, read_better, read_grade, read_ranking
 from hybrid_rlhf.rollout import Rollout
 
+T = TypeVar("T")
 YES, NO = "Yes", "No"
 NUMBERS = tuple(map(str, range(11)))
 
@@ -146,7 +148,7 @@ class JudgeSource:
     def _compare_grades(self, prompts: Sequence[Text], first: Sequence[Text], second: Sequence[Text]
                         ) -> list[Preference]:
         grades = self.grade([*prompts, *prompts], [*first, *second])
-        return [_by_scores(a and a.score, b and b.score, (a.reason if a else "", b.reason if b else ""))
+        return [_by_scores(a, b)
                 for a, b in zip(grades[: len(prompts)], grades[len(prompts) :], strict=True)]
 
     # -- two at a time -------------------------------------------------------------------------------------------------
@@ -173,7 +175,7 @@ class JudgeSource:
             self._tell(failed)
         one = (None, "") if isinstance(straight, Failure) else straight
         other = (None, "") if isinstance(swapped, Failure) else (1 - swapped[0], swapped[1])
-        return Preference((one[0], other[0]), (one[1], other[1]), failed and failed.what)
+        return Preference((one[0], other[0]), (one[1], other[1]), failed.what if failed else None)
 
     def _matched(self, groups: list[list[int]], prompts: Sequence[Text], said: Sequence[Text]) -> list[float | None]:
         """Each response's share of wins against others of its group."""
@@ -239,7 +241,7 @@ class JudgeSource:
         random.Random(seed).shuffle(order)
         return order
 
-    def _or_none(self, found):  # noqa: ANN001, ANN202 - what was read, or None for a Failure
+    def _or_none(self, found: T | Failure) -> T | None:
         if isinstance(found, Failure):
             self._tell(found)
             return None
@@ -277,11 +279,10 @@ _FATE = {"mean": "such a one gets the mean score of the others of its prompt, or
 def open_judge(config: JudgeConfig, seed: int = 0, name: str = "judge") -> JudgeSource:
     """The judge that the settings describe. UserError for a rubric, a template, an address or a model that does not
     serve; reads no weights before `open`."""
-    rubric = read_rubric(config.rubric)
-    kind = "probability" if (config.mode, config.score) == (ABSOLUTE, PROBABILITY) else config.mode
-    prompter = open_prompter(kind, rubric, config.template, config.score == PROBABILITY)
     check(config.is_given, "no judge: give reward.judge.model or reward.judge.url")
-    check(not (config.url and kind == "probability" and any(item.kind != YES_NO for item in rubric.items)),
+    prompter = open_prompts(config)
+    is_graded = (config.mode, config.score) == (ABSOLUTE, PROBABILITY)
+    check(not (config.url and is_graded and any(item.kind != YES_NO for item in prompter.rubric.items)),
           "reward.judge.score is probability, and an address tells the probability of one token, which 10 need not be; "
           "make every item of the rubric yes_no, or take reward.judge.model")
     budget = Budget(config.max_calls, config.max_cost, config.cost_per_1m_input, config.cost_per_1m_output)
@@ -294,6 +295,12 @@ def open_judge(config: JudgeConfig, seed: int = 0, name: str = "judge") -> Judge
                                config.batch_size)
     asker = Asker(backend, AnswerCache(config.cache), name, config.max_new_tokens, config.retries, seed)
     return JudgeSource(asker, prompter, config, budget, name)
+
+
+def open_prompts(config: JudgeConfig) -> Prompter:
+    """The rubric and the template of the settings."""
+    kind = "probability" if (config.mode, config.score) == (ABSOLUTE, PROBABILITY) else config.mode
+    return open_prompter(kind, read_rubric(config.rubric), config.template, config.score == PROBABILITY)
 
 
 def groups_of(rollout: Rollout) -> list[list[int]]:
@@ -325,7 +332,7 @@ def _sign(first: float, second: float) -> float:
     return 1.0 if first > second else 0.0 if first < second else 0.5
 
 
-def _by_scores(first: float | None, second: float | None, reasons: tuple[str, str]) -> Preference:
+def _by_scores(first: Grade | None, second: Grade | None) -> Preference:
     if first is None or second is None:
-        return Preference((None, None), reasons, "the judge gave no grade")
-    return Preference((_sign(first, second),) * 2, reasons)
+        return Preference((None, None), failure="the judge gave no grade")
+    return Preference((_sign(first.score, second.score),) * 2, (first.reason, second.reason))
