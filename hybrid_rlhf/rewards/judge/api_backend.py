@@ -232,9 +232,9 @@ def _probabilities(choice: dict[str, Any], words: Sequence[str]) -> list[float]:
     """Of each word among the likeliest first tokens, spaces around them aside; 0 for one that is not among them."""
     try:
         tops = choice["logprobs"]["content"][0]["top_logprobs"]
-        found = [(str(each["token"]).strip(), min(0.0, float(each["logprob"]))) for each in tops]
+        found = [(str(each["token"]).strip(), float(each["logprob"])) for each in tops]
     except (KeyError, IndexError, TypeError, ValueError):
         raise _Wrong("answered without top_logprobs, which reward.judge.score probability needs") from None
     if any(math.isnan(value) for _, value in found):
         raise _Wrong("answered with a log-probability that is no number")
-    return [sum(math.exp(value) for token, value in found if token == word) for word in words]
+    return [sum(math.exp(min(value, 0.0)) for token, value in found if token == word) for word in words]
