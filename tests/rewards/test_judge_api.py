@@ -121,7 +121,8 @@ def test_a_half_answer_and_one_too_late_are_asked_for_again(server):
 
 
 @pytest.mark.parametrize("answer, what", [
-    ("no json", "answered no JSON"), ([1], "no choices"), ({"choices": []}, "no choices"), ({"choices": "x"}, "no choices"),
+    ("no json", "answered no JSON"), ([1], "no choices"), ({"choices": []}, "no choices"),
+    ({"choices": "x"}, "no choices"),
     ({"choices": [{"message": {"content": "a"}}] * 2}, "answered 2 choices, and one was asked for"),
     (said(None), "a choice without text"), (said(["x"]), "without text"), ({"choices": [3]}, "no choices"),
     ({"choices": [{"text": "x"}]}, "without text"), ("{" * 5000 + "}", "no JSON"), (b"\xff{}", "not UTF-8"),
@@ -272,7 +273,7 @@ def test_an_address_without_probabilities_is_a_counted_failure(server, answer, w
 
 
 def test_probabilities_of_0_to_10_are_for_a_model_here():
-    with pytest.raises(UserError, match="make every item of the rubric yes_no, or take reward.judge.model"):
+    with pytest.raises(UserError, match=r"make every item of the rubric yes_no, or take reward.judge.model"):
         open_judge(JudgeConfig(url="http://localhost:1", score="probability"))
 
 

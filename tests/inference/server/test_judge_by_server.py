@@ -1,0 +1,28 @@
+"""A judge behind our own server says what the same model says where it is loaded."""
+
+from __future__ import annotations
+
+from hybrid_rlhf.rewards.judge.api_backend import ApiBackend
+from hybrid_rlhf.rewards.judge.budget import Budget
+from hybrid_rlhf.rewards.judge.judge_backend import Failure
+from hybrid_rlhf.rewards.judge.local_backend import LocalBackend
+from tests.factories.tiny import save_tiny
+from tests.inference.server.tiny_server import running
+
+CHATS = [[{"role": "system", "content": "judge"}, {"role": "user", "content": text}]
+         for text in ("say cat", "the moon is red", "a", "once upon a time", "fox", "You are welcome!")]
+
+
+def test_replies_by_address_are_those_of_the_model_itself(tmp_path):
+    folder = save_tiny(tmp_path / "judge", seed=3, initializer_range=0.3)
+    budget = Budget()
+    with running({"judge": folder}) as server:
+        backend = ApiBackend(f"{server.url}/v1", "judge", budget, concurrency=3, retries=1, timeout=60.0)
+        by_address = backend.complete(CHATS, 12, 0)
+        nobody = ApiBackend(f"{server.url}/v1", "nobody", Budget(), retries=0).complete(CHATS[:1], 12, 0)
+        long = backend.complete([[{"role": "user", "content": "fox " * 500}]], 12, 0)
+    own = LocalBackend(folder, Budget(), dtype="float32")
+    assert by_address == own.complete(CHATS, 12, 0)
+    assert isinstance(nobody[0], Failure) and nobody[0].is_fatal and "404" in nobody[0].what
+    assert isinstance(long[0], Failure) and not long[0].is_fatal and "400" in long[0].what
+    assert (budget.calls, budget.num_input) == (7, own.budget.num_input)
