@@ -60,7 +60,8 @@ def read_rubric(given: Mapping | str | None) -> Rubric:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{where} cannot be read ({error}); give another file") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not valid YAML ({_fault(error)}); fix it") from error
+        raise UserError(f"{where} is not valid YAML ({_fault(error)}); fix it (a text with ? or : in it needs "
+                        "quotes)") from error
     check(isinstance(found, Mapping), f"{where}: a mapping with items is needed, found {type(found).__name__}")
     return _rubric(found, where)
 

@@ -1,0 +1,170 @@
+"""Stages whose reward is a judge, through the launcher: behind an address and loaded here, its figures and its plan."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hybrid_rlhf.cli import main
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.rewards.judge import JudgeConfig
+from hybrid_rlhf.roles.sharing import RoleConfig, RolesConfig
+from hybrid_rlhf.training import defaults, step3_ppo
+from hybrid_rlhf.training.reward_sources import RewardConfig
+from tests.factories.judges import judge_server, said
+from tests.factories.stage_options import COMMON, WORDS, used
+from tests.factories.tiny import own_cache, save_tiny
+
+FEW = ["--roles.actor.learning_rate", "1e-3", "--train.max_steps", "2", "--train.per_device_train_batch_size", "2",
+       "--data.eval_fraction", "0"]
+RUBRIC = "items:\n  - {name: ok, question: 'Is it fine?', kind: 0-10}\n"
+KEY = "sk-secret-0123456789"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("judged")
+    (folder / "ppo.jsonl").write_text("".join(json.dumps({"prompt": f"say {w} {i}"}) + "\n"
+                                              for i in range(2) for w in WORDS))
+    (folder / "rubric.yaml").write_text(RUBRIC)
+    save_tiny(folder / "base")
+    save_tiny(folder / "judge", seed=3, initializer_range=0.3, max_position_embeddings=1024)
+    with pytest.MonkeyPatch.context() as patch:
+        own_cache(patch, folder / "cache")
+        yield folder
+
+
+def words(place: Path, stage: str, out: str, *more: str) -> list[str]:
+    section = {"online_dpo": "online", "rejection": "rejection"}.get(stage, "ppo")
+    groups = ["--ppo.sampling.num_samples", "3"] if stage == "grpo" else []
+    return ["--stage", stage, "--output_dir", f"{place}/runs/{out}", *used(stage, COMMON), *FEW,
+            f"--{section}.sampling.max_new_tokens", "6", *groups, "--model.model_name_or_path", f"{place}/base",
+            f"--data.sources=[{{path: {place}/ppo.jsonl}}]", "--reward.judge.rubric", f"{place}/rubric.yaml", *more]
+
+
+def figures(place: Path, out: str) -> list[dict]:
+    lines = (place / "runs" / out / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "reward" in row]
+
+
+def by_length(body: dict) -> dict:
+    """A judge that likes long responses."""
+    text = body["messages"][1]["content"]
+    response = re.search(r"<(text-\w+) response>\n(.*?)\n</\1 response>", text, re.DOTALL)[2]
+    return said(f'It has {len(response)} letters. {{"ok": {min(10, len(response))}}}')
+
+
+def test_a_judge_behind_an_address_is_the_reward_and_its_words_are_beside_the_samples(place, monkeypatch, capfd):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with judge_server() as server:
+        server.answers = [(200, by_length)]
+        assert main(words(place, "grpo", "address", "--reward.judge.url", server.url, "--reward.judge.api_key_env",
+                          "JUDGE_KEY", "--reward.judge.cost_per_1m_input", "1", "--reward.judge.cache",
+                          f"{place}/judged", "--train.num_fixed_prompts", "0")) == 0
+        rows = figures(place, "address")
+        assert len(rows) == 2 and all(0 < row["reward"] <= 1 for row in rows)
+        for row in rows:
+            assert row["reward"] == pytest.approx(row["rewards/judge/mean"]) == row["rewards/judge/ok/mean"]
+            assert row["judge/failed"] == 0
+        assert rows[-1]["judge/calls"] == len(server.asked) and rows[-1]["judge/cost"] == pytest.approx(
+            len(server.asked) * 1000 / 1e6)  # a thousand tokens each
+        samples = [json.loads(line) for line in (place / "runs/address/samples.jsonl").read_text().splitlines()]
+        assert any(re.match(r"It has \d+ letters", row.get("judge", "")) for row in samples)
+        assert "letters" in (place / "runs/address/report.html").read_text()
+        before = len(server.asked)
+        assert main(words(place, "grpo", "again", "--reward.judge.url", server.url, "--reward.judge.api_key_env",
+                          "JUDGE_KEY", "--reward.judge.cost_per_1m_input", "1", "--reward.judge.cache",
+                          f"{place}/judged", "--train.num_fixed_prompts", "0")) == 0
+        assert len(server.asked) == before and figures(place, "again")[-1]["judge/cached"] == 1
+        assert [r["reward"] for r in figures(place, "again")] == [r["reward"] for r in rows]
+    assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
+    files = [p for folder in (place / "runs", place / "judged") for p in folder.rglob("*") if p.is_file()]
+    out = capfd.readouterr()
+    assert files and not any(KEY.encode() in p.read_bytes() for p in files) and KEY not in out.out + out.err
+
+
+@pytest.mark.parametrize(("stage", "more"), [
+    ("grpo", ["--reward.judge.score", "probability"]),
+    ("online_dpo", ["--reward.judge.mode", "pairwise", "--reward.judge.score", "probability"]),
+    ("rejection", ["--reward.judge.score", "probability", "--reward.functions", "builtin:repetition_penalty",
+                   "--reward.options", "{repetition_penalty: {n: 2}}"]),
+])
+def test_a_judge_that_is_loaded_here_judges_any_stage_that_samples(place, stage, more):
+    out = f"{stage}-local"
+    assert main(words(place, stage, out, "--reward.judge.model", f"{place}/judge", "--reward.judge.dtype", "float32",
+                      *more)) == 0
+    row = figures(place, out)[-1]
+    assert 0 < row["rewards/judge/mean"] < 1 and row["judge/word_mass"] > 0
+    assert ("judge/order_changed" in row) == (stage == "online_dpo")
+    assert ("rewards/repetition_penalty/mean" in row) == (stage == "rejection")
+
+
+def test_a_judge_that_answers_nonsense_ends_the_run_in_one_line_before_anything_is_learnt(place, capfd):
+    """A tiny random model writes no verdict, whatever it is asked."""
+    assert main(words(place, "grpo", "nonsense", "--reward.judge.model", f"{place}/judge",
+                      "--reward.judge.max_new_tokens", "4")) == 2
+    line = capfd.readouterr().err.strip().splitlines()[-1]
+    assert "reward source judge at" in line and "6 of 6 responses have no verdict" in line and "; look at" in line
+    assert not (place / "runs/nonsense/metrics.jsonl").exists() or not figures(place, "nonsense")
+
+
+@pytest.mark.parametrize(("stage", "more", "message"), [
+    ("ppo", ["--reward.judge.mode=pairwise"], r"mode is pairwise, .* ppo.sampling.num_samples is 1; give several"),
+    ("grpo", ["--reward.judge.mode=ranking", "--ppo.sampling.num_samples=30"], "at most 26 responses together"),
+    ("grpo", ["--reward.judge.batch_size=3"], "reward.judge.batch_size is set; it is for a model that is loaded here"),
+    ("grpo", ["--reward.judge.score=probability", "--reward.judge.max_new_tokens=3"], "nothing is written"),
+    ("grpo", ["--reward.judge.rubric={items: [{name: a, question: b, weight: 0}]}"], "sum to nothing"),
+    ("grpo", ["--reward.judge.modle=x"], "did you mean reward.judge.mode"),
+    ("grpo", ["--reward.judge.api_key_env=NOBODY_SET_THIS"], "is not set"),
+    ("grpo", ["--reward.weights=[1, 2]"], r"2 numbers for 1 sources .judge."),
+])
+def test_what_does_not_go_together_is_refused_before_a_model_is_read(place, capfd, stage, more, message):
+    argv = words(place, stage, "refused", "--reward.judge.url", "http://127.0.0.1:9/v1", *more)
+    assert main(argv) == 2
+    assert re.search(message, capfd.readouterr().err.strip().splitlines()[-1])
+
+
+def test_options_of_a_judge_need_one(place, capfd):
+    assert main(words(place, "grpo", "none")) == 2
+    assert "reward.judge.rubric is set; there is no judge; give reward.judge.model" in capfd.readouterr().err
+
+
+def test_a_judge_is_a_learned_source(place):
+    def of(**judge: object) -> tuple[float, float]:
+        config = defaults.resolve(step3_ppo.Config(
+            output_dir=f"{place}/runs/x", model=ModelConfig(f"{place}/base"),
+            roles=RolesConfig(critic=RoleConfig(model_name_or_path=f"{place}/base")),
+            reward=RewardConfig(functions=["builtin:demo_correct"], judge=JudgeConfig(**judge))))
+        return config.ppo.kl_coef, config.ppo.missing_eos_penalty
+
+    assert of(url="http://localhost:1") == of(model=f"{place}/judge") == (0.1, 1.0)
+    assert of() == (0.04, 0.0)
+
+
+@pytest.mark.parametrize("mode", ["absolute", "pairwise", "ranking"])
+def test_the_plan_counts_a_judge_that_is_loaded_here_in_the_phase_that_scores(place, capfd, mode):
+    argv = words(place, "grpo", "planned", "--reward.judge.model", f"{place}/judge", "--reward.judge.dtype", "float32",
+                 "--reward.judge.mode", mode, "--reward.judge.batch_size", "2", "--plan")
+    assert main(argv) == 0
+    table = capfd.readouterr().out
+    rows = [line for line in table.splitlines() if "judge" in line]
+    assert any("weights" in line for line in rows) and any("KV cache" in line for line in rows)
+
+
+def test_a_server_s_key_given_in_place_of_its_name_is_not_shown(place, capfd):
+    assert main(words(place, "grpo", "key", "--reward.judge.url", "http://127.0.0.1:9/v1",
+                      f"--reward.judge.api_key_env={KEY}")) == 2
+    assert KEY not in "".join(capfd.readouterr())
+
+
+def test_all_stages_refuse_a_judge_that_compares_one_response_before_they_train(place):
+    from hybrid_rlhf.training.reward_sources import check_groups
+
+    config = RewardConfig(judge=JudgeConfig(url="http://localhost:1", mode="ranking"))
+    with pytest.raises(UserError, match="compares the responses to a prompt"):
+        check_groups(config, 1, "ppo.sampling.num_samples")
+    check_groups(config, 2, "ppo.sampling.num_samples")
