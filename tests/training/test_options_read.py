@@ -25,7 +25,9 @@ FUNCTION = ["--reward.functions=builtin:length_penalty",
             "--reward.options={length_penalty: {max_tokens: 4, buffer: 2}}"]
 SERVICE = ["--reward.url=http://127.0.0.1:9/score", "--reward.retries=0"]
 OFFLINE = [[*LORA], EPOCH]
-SAMPLED = [[*LORA], [*FUNCTION, *EPOCH], SERVICE]
+JUDGED = ["--reward.judge.url=http://127.0.0.1:9/v1", "--reward.judge.http_retries=0"]
+JUDGE = ["--reward.judge.model={folder}/judge", "--reward.judge.score=probability"]
+SAMPLED = [[*LORA], [*FUNCTION, *EPOCH], SERVICE, JUDGED, JUDGE]
 ON_POLICY = [*SAMPLED, ["--ppo.kl_target=3", "--ppo.importance=token", "--ppo.old_logprobs=recompute", "--ppo.ema=true",
                         "--ppo.overlong_penalty=1", "--ppo.overlong_buffer=2", "--ppo.ptx_coef=1",
                         "--data.max_length=48"]]
@@ -34,7 +36,7 @@ MORE: dict[str, list[list[str]]] = {
     "sft": [["--model.preset=tiny"], *OFFLINE], "conditional_sft": OFFLINE, "reward": OFFLINE,
     **dict.fromkeys(("dpo", "kto", "simpo", "orpo"), OFFLINE),
     **dict.fromkeys(("ppo", "grpo", "rloo", "reinforce_pp", "cispo"), ON_POLICY),
-    "online_dpo": SAMPLED, "rejection": SAMPLED, "evaluate": [FUNCTION]}
+    "online_dpo": SAMPLED, "rejection": SAMPLED, "evaluate": [FUNCTION, JUDGED, JUDGE]}
 SECTIONS = {"online_dpo": "online", "rejection": "rejection", "evaluate": "evaluate"}
 
 
@@ -48,6 +50,7 @@ def place(tmp_path_factory) -> Path:
     rows = [{"prompt": f"say {w} {i}", "chosen": w, "rejected": "no no", "answer": w} for i in range(2) for w in WORDS]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     save_tiny(folder / "base")
+    save_tiny(folder / "judge", max_position_embeddings=1024)
     with pytest.MonkeyPatch.context() as patch:
         own_cache(patch, folder / "cache")
         assert main(argv_of(folder, "reward", "reward")) == 0
@@ -61,11 +64,11 @@ def argv_of(folder: Path, stage: str, out: str, *more: str) -> list[str]:
         words = words[:-2]
     if stage in SECTIONS or "roles.ref.tp" in unused_by(stage):
         words += [f"--{SECTIONS.get(stage, 'ppo')}.sampling.max_new_tokens=6"]
-        is_paid = any(word.startswith(("--reward.f", "--reward.u")) for word in more)
+        is_paid = any(word.startswith(("--reward.f", "--reward.u", "--reward.judge")) for word in more)
         words += [] if is_paid else ["--roles.reward.model_name_or_path", f"{folder}/reward"]
     words += [f"--evaluate.models=[{folder}/base, other={folder}/base]"] if stage == "evaluate" else TRAIN
     return ["--stage", stage, "--output_dir", f"{folder}/{out}", f"--data.sources=[{source}]", *used(stage, words),
-            *more]
+            *(word.format(folder=folder) if "{folder}" in word else word for word in more)]
 
 
 @pytest.mark.slow
@@ -76,7 +79,7 @@ def test_a_stage_reads_every_option_that_it_has(place, stage) -> None:
     for number, more in enumerate([[], *MORE[stage]]):
         with recorded(stage) as read:
             code = main(argv_of(place, stage, f"{stage}{number}", *more))
-        assert code == 0 or "--reward.retries=0" in more  # nobody answers there
+        assert code == 0 or {"--reward.retries=0", "--reward.judge.http_retries=0"} & {*more}  # nobody answers there
         seen |= read
     hidden = tuple(f"{option}." for option in unused_by(stage))
     own = {option for option, _, _ in leaves(config_of(stage)) if not f"{option}.".startswith(hidden)}

@@ -50,7 +50,7 @@ class JudgeSource:
     _orders: list[bool] = field(default_factory=list, repr=False)  # whether both orders agreed
     _masses: list[float] = field(default_factory=list, repr=False)
     _lost: list[bool] = field(default_factory=list, repr=False)  # of each response, whether it has no verdict
-    _has_said: bool = field(default=False, repr=False)
+    _last: str = field(default="", repr=False)  # why there was no verdict, the last time
 
     @property
     def rubric(self) -> Rubric:
@@ -249,10 +249,10 @@ class JudgeSource:
 
     def _tell(self, failure: Failure) -> None:
         """One line, the first time; afterwards the metric judge/failed counts."""
-        if not self._has_said:
+        if not self._last:
             print(f"judge: a response has no verdict ({failure.what}); {_FATE[self.config.on_failure]} "
                   "(reward.judge.on_failure; metric judge/failed)", file=sys.stderr)
-        self._has_said = True
+        self._last = failure.what
 
     def _filled(self, scores: list[float | None], groups: list[list[int]]) -> list[float | None]:
         """The scores with what responses without one get."""
@@ -261,8 +261,8 @@ class JudgeSource:
             return scores
         if not known or self.config.on_failure == "stop":
             raise BadAnswer(f"reward source {self.name} at {self.asker.backend.name}: {len(scores) - len(known)} of "
-                            f"{len(scores)} responses have no verdict (the line above says why); look at the judge, or "
-                            "raise reward.judge.max_new_tokens, then run the same command again")
+                            f"{len(scores)} responses have no verdict (the last: {self._last}); look at what the judge "
+                            "is asked and says, then run the same command again")
         filled = list(scores)
         for group in groups:
             own = [value for i in group if (value := scores[i]) is not None]
