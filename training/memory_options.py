@@ -226,8 +226,7 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
     policies = [role("actor", predicted=sampling.max_new_tokens, entropy=method.has_entropy, generation=generation,
                      has_average=method.keeps_average, texts=texts)]
     policies += [role("ref", predicted=sampling.max_new_tokens)] if "ref" in starts else []
-    return [*policies, *(role(r) for r in ("critic", "reward") if r in starts), *_classifiers(config),
-            *_judge(config)]
+    return [*policies, *(role(r) for r in ("critic", "reward") if r in starts), *_sources(config)]
 
 
 def _scored(config: on_policy.Config, name: str, sequences: int) -> int:
@@ -246,6 +245,10 @@ def _where(parts: RoleInputs, group: tuple[str, ...], name: str) -> dict:
         return {"zero_stage": zero.zero_stage, "offload": tuple(zero.offload)}
     is_cut = zero.zero_stage == 3
     return {"zero_stage": 3 * is_cut, "offload": tuple(o for o in zero.offload if is_cut and o == "parameters")}
+
+
+def _sources(config: on_policy.Config) -> list[Role]:
+    return [*_classifiers(config), *_judge(config)]
 
 
 def _classifiers(config: on_policy.Config) -> list[Role]:

@@ -51,8 +51,10 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
             with peak("ref/score"):
                 rollout.ref_logprobs = roles.ref.logprobs(rollout)  # (B, R)
         with peak("reward/score"):
-            rollout.scores = _scores(source, rollout, may_skip, metrics)  # (B,)
+            rollout.scores = _scores(source, rollout, may_skip)  # (B,)
         rollout.source_scores = rollout.source_scores or {source.name: rollout.scores}  # a mixture has told its parts
+    if isinstance(source, Reporting):
+        source.report(metrics)
     if sampling.num_samples > 1:
         _observe_groups(rollout, sampling.num_samples, metrics)
     if roles.critic and with_values:
@@ -83,18 +85,13 @@ def measure_values(rollout: Rollout, roles: Roles, metrics: Metrics) -> None:
         rollout.values = present(roles.critic, "the critic").values(rollout)  # (B, R)
 
 
-def _scores(source: RewardSource, rollout: Rollout, may_skip: bool, metrics: Metrics) -> Tensor:
-    """(B,); metrics gets what the source has to say of itself.
-
-    Where the source fails, nothing of the step has been learnt yet: a run can be taken up before it."""
+def _scores(source: RewardSource, rollout: Rollout, may_skip: bool) -> Tensor:
+    """(B,). Where the source fails, nothing of the step has been learnt yet: a run can be taken up before it."""
     try:
-        scores = (part_scores if may_skip else checked_scores)(source, rollout)
+        return (part_scores if may_skip else checked_scores)(source, rollout)
     except UserError as error:
         error.is_before_update = True
         raise
-    if isinstance(source, Reporting):
-        source.report(metrics)
-    return scores
 
 
 @torch.no_grad()

@@ -20,13 +20,7 @@ def said(text: object, **more: object) -> dict:
             "usage": {"prompt_tokens": 1000, "completion_tokens": 10}} | more
 
 
-@contextmanager
-def judge_server() -> Iterator[SimpleNamespace]:
-    """A server whose `answers` are (status, body or a function of the request[, headers]), the last one for ever after.
-    asked: bodies; headers: of the requests; times: when; busy: most requests at a time."""
-    state = SimpleNamespace(answers=[(200, said('{"ok": "yes"}'))], asked=[], headers=[], times=[], paths=[],
-                            tells_length=0, running=0, busy=0, lock=threading.Lock())
-
+def _handler_of(state: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:  # noqa: N802 - the library's name
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -59,7 +53,17 @@ def judge_server() -> Iterator[SimpleNamespace]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    return Handler
+
+
+@contextmanager
+def judge_server() -> Iterator[SimpleNamespace]:
+    """A server whose `answers` are (status, body or a function of the request[, headers]), the last one for ever after.
+    asked: bodies; headers: of the requests; times: when; busy: most requests at a time."""
+    state = SimpleNamespace(answers=[(200, said('{"ok": "yes"}'))], asked=[], headers=[], times=[], paths=[],
+                            tells_length=0, running=0, busy=0, lock=threading.Lock())
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(state))
     server.daemon_threads, server.block_on_close = True, False
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     state.url = f"http://127.0.0.1:{server.server_port}/v1"

@@ -49,6 +49,20 @@ def test_grpo_is_paid_by_the_functions_of_the_verifiable_example(place):
     assert 0 <= rows[0]["frac_reward_zero_std"] <= 1
 
 
+def test_explanations_are_judged_by_the_rubric_of_the_example(place):
+    """A random model writes no verdicts, so that its probabilities judge."""
+    save_tiny(place / "larger", seed=3, initializer_range=0.3, max_position_embeddings=2048)
+    rows = launch(place, "grpo", "judge/judge.yaml", "--reward.judge.model", f"{place}/larger",
+                  "--reward.judge.score=probability", "--reward.judge.max_new_tokens=512",
+                  "--ppo.sampling.max_new_tokens", "8", "--reward.judge.cache", f"{place}/judged", out="judge")
+    names = ("correct", "fits_reader", "two_or_three_sentences")
+    items = {name: rows[0][f"rewards/judge/{name}/mean"] for name in names}
+    assert rows[0]["rewards/judge/mean"] == pytest.approx(
+        (3 * items["correct"] + 2 * items["fits_reader"] + items["two_or_three_sentences"]) / 6)
+    assert rows[0]["reward"] == pytest.approx(
+        rows[0]["rewards/judge/mean"] + 0.2 * rows[0]["rewards/repetition_penalty/mean"], abs=1e-5)
+
+
 @pytest.mark.slow
 def test_rejection_imitates_no_answer_that_is_wrong(place):
     rows = launch(place, "rejection", "rejection/rejection.yaml", "--rejection.sampling.max_new_tokens", "8",

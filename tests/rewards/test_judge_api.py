@@ -158,7 +158,7 @@ def test_an_address_where_nobody_is_ends_the_run_in_one_line():
     gone.server_close()
     source = open_judge(JudgeConfig(url=url, rubric=ONE, http_retries=1, concurrency=1))
     source.asker.backend.back_off = 0.01
-    with pytest.raises(BadAnswer, match=r"refused\S*; see to it, then run the same command again"):
+    with pytest.raises(BadAnswer, match=r"refused\S*; see to that, then run the same command again"):
         source.grade(["p"] * 9, [f"x{i}" for i in range(9)])
     assert source.budget.calls == 2
 

@@ -102,7 +102,7 @@ class ApiBackend:
         ended = Event()
 
         def one(chat: Chat) -> T | Failure:
-            found = Failure("not asked, as others failed", is_fatal=False) if ended.is_set() else self._tried(chat, ask)
+            found = Failure("not asked, as others failed") if ended.is_set() else self._tried(chat, ask)
             if isinstance(found, Failure) and found.is_fatal:
                 ended.set()
             return found
@@ -120,7 +120,7 @@ class ApiBackend:
         while True:
             spent = self.budget.take()
             if spent is not None:
-                return Failure(spent, is_fatal=True)
+                return spent
             wait = self.back_off * 2**attempt
             try:
                 return within(self.timeout, lambda: ask(chat))
@@ -145,8 +145,9 @@ class ApiBackend:
                 what += self._clean(_said_of(error))
         if error.code in TRY_AGAIN:
             return Failure(what), False, max(wait, _seconds(error.headers.get("Retry-After")))
-        hint = f"; set the variable that reward.judge.api_key_env names{' to another key' * bool(self._key)}"
-        return Failure(what + hint * (error.code in (401, 403)), is_fatal=error.code not in OF_ONE_CHAT), True, wait
+        cure = (f"set the variable that reward.judge.api_key_env names{' to another key' * bool(self._key)}"
+                if error.code in (401, 403) else "give another reward.judge.url or reward.judge.api_model")
+        return Failure(what, error.code not in OF_ONE_CHAT, cure), True, wait
 
     def _choice(self, chat: Chat, asked: dict[str, object]) -> dict[str, Any]:
         """The one choice of the answer to a chat, which is paid for."""

@@ -111,9 +111,8 @@ class Asker:
         self.counts.failed += len(failures)
         fatal = next((each for each in failures if each.is_fatal), None)
         if fatal is not None:
-            cure = "" if "; " in fatal.what else "; see to it"
-            raise BadAnswer(f"reward source {self.name} at {self.backend.name}: {fatal.what}{cure}, then run the same "
-                            "command again")
+            raise BadAnswer(f"reward source {self.name} at {self.backend.name}: {fatal.what}; {fatal.cure}, then run "
+                            "the same command again")
         return [found[key] for key in keys]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
+from hybrid_rlhf.rewards.judge.judge_backend import Failure
+
 
 @dataclass
 class Budget:
@@ -20,13 +22,14 @@ class Budget:
     num_output: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def take(self) -> str | None:
-        """One more call; where the budget has none left, the words that say so."""
+    def take(self) -> Failure | None:
+        """One more call; where the budget has none left, the failure that says so."""
         with self._lock:
             if self.max_calls is not None and self.calls >= self.max_calls:
-                return f"reward.judge.max_calls is spent ({self.calls} calls); raise it"
+                return Failure(f"reward.judge.max_calls is spent ({self.calls} calls)", True, "raise it")
             if self.max_cost is not None and self.cost >= self.max_cost:
-                return f"reward.judge.max_cost is spent ({self.cost:.4g} of {self.max_cost:g}); raise it"
+                return Failure(f"reward.judge.max_cost is spent ({self.cost:.4g} of {self.max_cost:g})", True,
+                               "raise it")
             self.calls += 1
             return None
 

@@ -12,10 +12,11 @@ from hybrid_rlhf.rewards.judge.judge_prompts import Chat
 @dataclass(frozen=True)
 class Failure:
     """A question without an answer. is_fatal: whether the next one would have none either (no such address, a key that
-    is refused, a budget that is spent)."""
+    is refused, a budget that is spent). cure: what to do then."""
 
     what: str
     is_fatal: bool = False
+    cure: str = "see to that"
 
 
 class Backend(Protocol):

@@ -132,7 +132,7 @@ class LocalBackend:
                 continue
             spent = self.budget.take()
             if spent is not None:
-                found[i] = Failure(spent, is_fatal=True)
+                found[i] = spent
                 continue
             rows[i] = ids
         return rows
