@@ -137,7 +137,7 @@ def spike(history: History) -> list[Alarm]:
 def unheld(history: History) -> list[Alarm]:
     """A learned reward without a KL penalty, and without a reference to say how far the policy moved. Functions that
     verify need none."""
-    last = next((row for row in reversed(history) if "rewards/model/mean" in row), None)
+    last = next((row for row in reversed(history) if {"rewards/model/mean", "rewards/judge/mean"} & row.keys()), None)
     if last is None or last.get("kl_coef") != 0 or "objective/kl" in last:
         return []
     return [Alarm("no hold", "ppo.kl_coef is 0 with a learned reward: no KL penalty keeps the policy near its start, "
@@ -187,6 +187,16 @@ _LENGTH, _CLIPPED = ("completions/mean_length",), ("completions/clipped_ratio",)
 # Of those in one row only the first counts that goes off.
 CHECKS: tuple[tuple[Callable[[History], list[Alarm]], ...], ...] = (
     (not_finite,), (hacking,), (drift,), (spike,), (unheld,),
+    (Rule("the judge says nothing", ("judge/failed",), lambda failed: failed.end > 0.2,
+          "{0.end:.0%} of the responses have no verdict of the judge ({0.start:.0%} at the start), and were given the "
+          "mean of others. Raise reward.judge.max_new_tokens, take a judge that follows the template, or "
+          "reward.judge.score probability."),
+     Rule("the judge says something else", ("judge/word_mass",), lambda mass: mass.end < 0.05,
+          "the words that the judge may answer with have a probability of {0.end:.2g} together: it wants to say "
+          "something else, and their ratio means little. Take another judge, or a template that it follows.")),
+    (Rule("the judge goes by the place", ("judge/order_changed",), lambda changed: changed.end > 0.5,
+          "of {0.end:.0%} of the pairs the judge thinks otherwise when the two are shown in the other order, so that "
+          "most comparisons are ties. Take another judge, or reward.judge.mode absolute."),),
     (Rule("no tool is called", ("tools/call_frequency",), lambda calls: max(calls.start, calls.end) < 0.02,
           "{0.end:.1%} of the responses call a tool, so nothing can be learned about calling. Bring the model to the "
           "format by SFT on conversations with tool calls, or say in the prompt that there are tools."),),

@@ -118,6 +118,25 @@ def test_a_learned_reward_without_any_hold_is_told_and_a_function_without_one_is
     assert names([{k.replace("model", "exact_match"): v for k, v in row.items()} for row in rows]) == []
 
 
+def test_a_judge_is_a_learned_reward_and_one_of_its_items_a_second_opinion() -> None:
+    judged = [{k.replace("model", "judge"): v for k, v in row.items() if k != "objective/kl"} | {"kl_coef": 0.0}
+              for row in history()]
+    assert names(judged) == ["no hold"]
+    falling = history(**{"rewards/truth/mean": (0.5, 0.2)})
+    rows = [{k.replace("truth", "judge/correct"): v for k, v in row.items()} for row in falling]
+    assert [a.name for a in find(rows)] == ["reward hacking"] and "while judge/correct fell" in find(rows)[0].text
+
+
+@pytest.mark.parametrize(("figures", "name", "words"), [
+    ({"judge/failed": (0.5, 0.5)}, "the judge says nothing", "50% of the responses have no verdict"),
+    ({"judge/word_mass": (0.01, 0.01)}, "the judge says something else", "a probability of 0.01 together"),
+    ({"judge/order_changed": (0.8, 0.8)}, "the judge goes by the place", "of 80% of the pairs"),
+    ({"judge/failed": (0.1, 0.1), "judge/word_mass": (0.4, 0.4), "judge/order_changed": (0.3, 0.3)}, None, "")])
+def test_a_judge_that_does_not_judge_is_an_alarm(figures, name, words) -> None:
+    found = find(history(noise=0.0, **figures))
+    assert [a.name for a in found] == ([name] if name else []) and all(words in a.text for a in found)
+
+
 def test_a_second_opinion_that_falls_with_the_score_is_no_hacking() -> None:
     assert names(history(**{"reward": (3.0, 0.0), "rewards/truth/mean": (0.8, 0.4)})) == []
 
