@@ -40,7 +40,8 @@ def longest(chat) -> str:
 
 
 def by_length(chat) -> str:
-    return json.dumps({letter: min(1.0, len(text) / 10) for letter, text in zip("ABCDEFGH", texts(chat), strict=False)})
+    named = zip("ABCDEFGH", texts(chat), strict=False)
+    return "so " + json.dumps({letter: min(1.0, len(text) / 10) for letter, text in named})
 
 
 def groups(*sizes_of, answers) -> Rollout:
@@ -93,10 +94,11 @@ def test_the_better_one_wins_wherever_it_stands_and_equal_texts_are_a_tie_that_n
 
 def test_the_score_of_a_pairwise_judge_is_the_share_of_wins_in_the_group_with_ties_a_half():
     """Lengths 1, 2, 2, 3: wins of 3 comparisons each are 0, 1.5, 1.5, 3. The other group: 0.5 of 1 each."""
-    source, backend = scripted_judge(longest, mode="pairwise")
+    source, backend = scripted_judge(lambda chat: "so " + longest(chat), mode="pairwise")
     rollout = groups(4, 2, answers=["a", "bb", "cc", "ddd", "e", "f"])
     assert source.score(rollout) == pytest.approx([0, 0.5, 0.5, 1, 0.5, 0.5])
     assert len(backend.asked) == 2 * (6 + 1)
+    assert rollout.remarks == ["(as A) so", "(as B) so", "(as B) so", "(as B) so", "(as A) so", "(as B) so"]
 
 
 @pytest.mark.parametrize("size, opponents", [(5, 1), (5, 2), (6, 3), (8, 4), (4, 9), (2, 1)])
@@ -120,6 +122,7 @@ def test_a_ranking_shows_a_group_in_an_order_of_its_own_and_gives_each_response_
     rollout = groups(5, answers=answers)
     assert source.score(rollout) == pytest.approx([0.4, 0.1, 0.2, 0.6, 1.0])
     shown = texts(backend.asked[0])
+    assert rollout.remarks == [f"(as {'ABCDE'[shown.index(answer)]}) so" for answer in answers]
     assert sorted(shown) == sorted(answers) and shown != answers  # the seed's order
     again, backend = scripted_judge(by_length, mode="ranking")
     again.score(groups(5, answers=answers))

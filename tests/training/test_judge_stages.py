@@ -16,6 +16,7 @@ from hybrid_rlhf.roles.sharing import RoleConfig, RolesConfig
 from hybrid_rlhf.training import defaults, step3_ppo
 from hybrid_rlhf.training.reward_sources import RewardConfig
 from tests.factories.judges import judge_server, said
+from tests.factories.processes import ended, launch
 from tests.factories.stage_options import COMMON, WORDS, used
 from tests.factories.tiny import own_cache, save_tiny
 
@@ -168,3 +169,22 @@ def test_all_stages_refuse_a_judge_that_compares_one_response_before_they_train(
     with pytest.raises(UserError, match="compares the responses to a prompt"):
         check_groups(config, 1, "ppo.sampling.num_samples")
     check_groups(config, 2, "ppo.sampling.num_samples")
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(500)
+def test_two_processes_each_judge_their_own_responses_and_get_what_one_gets(place):
+    """The same four prompts a step, two on each; both write to one cache, which then answers one process alone."""
+    more = ["--reward.judge.model", f"{place}/judge", "--reward.judge.dtype", "float32", "--reward.judge.score",
+            "probability", "--train.optim", "sgd"]
+    assert main([*words(place, "grpo", "one", *more), "--train.per_device_train_batch_size", "4"]) == 0
+    cached = [*more, "--reward.judge.cache", f"{place}/of_two"]
+    done = ended(launch("train.py", *words(place, "grpo", "two", *cached), "--data.cache_dir", f"{place}/cache"))
+    assert done.returncode == 0, done.stderr
+    for one, two in zip(figures(place, "one"), figures(place, "two"), strict=True):
+        for name in ("reward", "rewards/judge/mean", "rewards/judge/ok/std", "judge/word_mass", "judge/failed"):
+            assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-7), name
+    lines = (place / "of_two" / "judge.jsonl").read_text().splitlines()
+    assert len(lines) == len({json.loads(line)["key"] for line in lines}) > 6
+    assert main([*words(place, "grpo", "of_cache", *cached), "--train.per_device_train_batch_size", "4"]) == 0
+    assert figures(place, "of_cache")[-1]["judge/calls"] == 0

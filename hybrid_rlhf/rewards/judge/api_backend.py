@@ -113,6 +113,7 @@ class ApiBackend:
         try:
             return list(pool.map(one, chats))
         finally:
+            ended.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _tried(self, chat: Chat, ask: Callable[[Chat], T]) -> T | Failure:

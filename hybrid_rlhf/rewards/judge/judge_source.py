@@ -30,6 +30,7 @@ from hybrid_rlhf.rewards.judge.verdicts import Grade, Preference, read_better, r
 from hybrid_rlhf.rollout import Rollout
 
 T = TypeVar("T")
+Judged = tuple[list[float | None], list[str]]  # the score and a remark for each response
 YES, NO = "Yes", "No"
 NUMBERS = tuple(map(str, range(11)))
 
@@ -79,7 +80,7 @@ class JudgeSource:
             check(smallest > 1, f"reward.judge.mode is {self.config.mode}, and a prompt has one response; sample "
                                 "several (num_samples), or choose absolute")
             relative = self._ranked if self.config.mode == RANKING else self._matched
-            scores = relative(groups, prompts, said)
+            scores, rollout.remarks = relative(groups, prompts, said)
         self._lost += [value is None for value in scores]
         return self._filled(scores, groups)
 
@@ -177,16 +178,19 @@ class JudgeSource:
         other = (None, "") if isinstance(swapped, Failure) else (1 - swapped[0], swapped[1])
         return Preference((one[0], other[0]), (one[1], other[1]), failed.what if failed else None)
 
-    def _matched(self, groups: list[list[int]], prompts: Sequence[Text], said: Sequence[Text]) -> list[float | None]:
-        """Each response's share of wins against others of its group."""
+    def _matched(self, groups: list[list[int]], prompts: Sequence[Text], said: Sequence[Text]) -> Judged:
+        """Each response's share of wins against others of its group, and what was said of its first comparison."""
         pairs = [pair for group in groups for pair in self._pairs(group, said)]
         found = self.compare([prompts[i] for i, _ in pairs], [said[i] for i, _ in pairs], [said[j] for _, j in pairs])
         wins: dict[int, list[float]] = {}
+        remarks = [""] * len(said)
         for (i, j), preference in zip(pairs, found, strict=True):
             if preference.share is not None:
                 wins.setdefault(i, []).append(preference.share)
                 wins.setdefault(j, []).append(1 - preference.share)
-        return [fmean(wins[i]) if i in wins else None for i in range(len(said))]
+            for k, letter in ((i, "A"), (j, "B")):
+                remarks[k] = remarks[k] or _remark(letter, preference.reasons[0])
+        return [fmean(wins[i]) if i in wins else None for i in range(len(said))], remarks
 
     def _pairs(self, group: list[int], said: Sequence[Text]) -> list[tuple[int, int]]:
         """Who meets whom: all pairs, or on a circle in a seeded order each the next ones, so that every response meets
@@ -204,18 +208,20 @@ class JudgeSource:
 
     # -- a group together ----------------------------------------------------------------------------------------------
 
-    def _ranked(self, groups: list[list[int]], prompts: Sequence[Text], said: Sequence[Text]) -> list[float | None]:
-        """Each response's relative score, all of its group shown in a seeded order."""
+    def _ranked(self, groups: list[list[int]], prompts: Sequence[Text], said: Sequence[Text]) -> Judged:
+        """Each response's relative score, all of its group shown in a seeded order, and what was said of the group."""
         largest = max(map(len, groups))
         check(largest <= MAX_TOGETHER, f"reward.judge.mode ranking shows {MAX_TOGETHER} responses together at most, "
                                        f"and a prompt has {largest}; lower num_samples, or choose pairwise")
         orders = [self._shuffled(group, said) for group in groups]
         found = self._ask_ranks([prompts[order[0]] for order in orders], [[said[i] for i in order] for order in orders])
         scores: list[float | None] = [None] * len(said)
+        remarks = [""] * len(said)
         for order, each in zip(orders, found, strict=True):
-            for i, value in zip(order, each[0] if each else [None] * len(order), strict=True):
-                scores[i] = value
-        return scores
+            if each is not None:
+                for i, value, letter in zip(order, each[0], LETTERS, strict=False):
+                    scores[i], remarks[i] = value, _remark(letter, each[1])
+        return scores, remarks
 
     def _ask_ranks(self, prompts: Sequence[Text], groups: Sequence[Sequence[Text]]
                    ) -> list[tuple[list[float], str] | None]:
@@ -326,6 +332,11 @@ def expected(item: Item, probabilities: Iterable[float]) -> float:
     found = list(probabilities)
     values = (1.0, 0.0) if item.kind == YES_NO else [n / 10 for n in range(11)]
     return sum(p * v for p, v in zip(found, values, strict=True)) / sum(found)
+
+
+def _remark(letter: str, reason: str) -> str:
+    """What a judge said, for the response that it knew by this letter."""
+    return f"(as {letter}) {reason}" if reason else ""
 
 
 def _sign(first: float, second: float) -> float:
