@@ -37,8 +37,9 @@ def _handler_of(state: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
             finally:
                 with state.lock:
                     state.running -= 1
-            text = answer if isinstance(answer, bytes) else (
-                answer if isinstance(answer, str) else json.dumps(answer)).encode()
+            parts = answer if isinstance(answer, list) and answer and isinstance(answer[0], bytes) else [
+                answer if isinstance(answer, bytes) else (
+                    answer if isinstance(answer, str) else json.dumps(answer)).encode()]
             try:
                 self.send_response(status)
                 for name, value in (more[0] if more else {}).items():
@@ -46,7 +47,9 @@ def _handler_of(state: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
                 if state.tells_length:
                     self.send_header("Content-Length", str(state.tells_length))
                 self.end_headers()
-                self.wfile.write(text)
+                for part in parts:
+                    self.wfile.write(part)
+                    time.sleep(0.1 * (len(parts) > 1))
             except OSError:  # the client did not wait
                 pass
 
@@ -59,7 +62,8 @@ def _handler_of(state: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
 @contextmanager
 def judge_server() -> Iterator[SimpleNamespace]:
     """A server whose `answers` are (status, body or a function of the request[, headers]), the last one for ever after.
-    asked: bodies; headers: of the requests; times: when; busy: most requests at a time."""
+    A body that is a list of bytes drips, a tenth of a second between two. asked: bodies; headers: of the requests;
+    times: when; busy: most requests at a time."""
     state = SimpleNamespace(answers=[(200, said('{"ok": "yes"}'))], asked=[], headers=[], times=[], paths=[],
                             tells_length=0, running=0, busy=0, lock=threading.Lock())
 

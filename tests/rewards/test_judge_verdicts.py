@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_rlhf.core.config import UserError
-from hybrid_rlhf.rewards.judge import JudgeConfig, open_judge
+from hybrid_rlhf.rewards.judge import JudgeConfig, judge_prompts, open_judge
 from hybrid_rlhf.rewards.judge.judge_prompts import FOLDER, correction, tag_for
 from hybrid_rlhf.rewards.judge.rubric import read_rubric
 from hybrid_rlhf.rewards.judge.verdicts import Preference, Unreadable, read_better, read_grade, read_ranking
@@ -157,8 +157,19 @@ def test_a_response_is_material_between_tags_that_it_cannot_write(mode):
 
 def test_the_tag_is_made_of_the_texts_and_stands_in_none_of_them():
     assert tag_for(["a", "b"]) == tag_for(["a", "b"]) != tag_for(["a", "c"])
-    first = tag_for(["x"])
-    assert tag_for([f"x {first}"]) != first
+
+
+def test_a_text_that_holds_its_own_tag_gets_another(monkeypatch):
+    """Which nobody can write on purpose: here the hash is one that counts."""
+    class Counting:
+        def __init__(self, *_: bytes) -> None:
+            self.number = b""
+
+        copy = update = lambda self, number=b"": setattr(self, "number", number) or self
+        hexdigest = lambda self: self.number.decode() * 8  # noqa: E731 - three lines would say no more
+
+    monkeypatch.setattr(judge_prompts.hashlib, "sha256", Counting)
+    assert tag_for(["x"]) == "text-00000000" and tag_for(["x", "a text-00000000 b"]) == "text-11111111"
 
 
 def test_a_template_can_be_changed_and_what_does_not_serve_is_said_at_the_start(tmp_path):
