@@ -107,15 +107,14 @@ def top_k_divergence(student: Tensor, ids: Tensor, logprobs: Tensor, kind: Diver
         raise ValueError(f"{tuple(ids.shape)} words and {tuple(logprobs.shape)} log-probabilities for "
                          f"{len(student)} rows of logits")
     size = student.shape[1]
-    is_missing = torch.nn.functional.pad(ids >= size, (0, 1))
     rest = 1 - logprobs.double().exp().sum(-1, keepdim=True)
     teacher = torch.cat([logprobs.float(), rest.clamp(min=_LEAST_REST).log().float()], -1)
     words = torch.where(ids < size, ids, ids[:, :1]).clamp(max=size - 1)  # no word is named that was not meant
-    found = _Grouped.apply(student, words, kind.temperature).masked_fill(is_missing, -torch.inf)
-    teacher = teacher.masked_fill(is_missing, -torch.inf)
-    if ids.shape[1] >= size:  # no others are left
-        found, teacher = found[:, :-1], teacher[:, :-1]
-    return _Compared.apply(found, teacher, Divergence(kind.kind, kind.beta))
+    found = _Grouped.apply(student, words, kind.temperature)
+    has_none = found[:, -1:].isneginf() & (rest <= _LEAST_REST)  # neither has others
+    is_left_out = torch.cat([ids >= size, has_none | (ids.shape[1] >= size)], -1)
+    return _Compared.apply(found.masked_fill(is_left_out, -torch.inf), teacher.masked_fill(is_left_out, -torch.inf),
+                           Divergence(kind.kind, kind.beta))
 
 
 def top_k_logprobs(logits: Tensor, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
