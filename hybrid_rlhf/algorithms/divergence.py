@@ -17,7 +17,7 @@ from hybrid_rlhf.algorithms import likelihood
 from hybrid_rlhf.core.tensors import to_device
 
 KINDS = ("reverse_kl", "forward_kl", "jsd")
-_LEAST_REST = 2.0**-20  # of a probability that is 1 minus others in fp32: what is less may be rounding
+_LEAST_REST = 2.0**-20  # of a probability that is 1 minus others: what is less may be fp32's rounding of these
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -104,8 +104,8 @@ def top_k_divergence(student: Tensor, ids: Tensor, logprobs: Tensor, kind: Diver
     kind.temperature, and all other words as one. Differentiable in the student's logits (n, V).
 
     A lower bound of the whole divergence (merging words never makes two distributions easier to tell apart). Words that
-    the student does not have (ids of V or more) are left out. The teacher's other words count as one in a million at
-    least: fp32 log-probabilities leave no more to tell them from none, and a KL from none would be infinite.
+    the student does not have (ids of V or more) are left out. What the teacher gives its other words is 1 minus what it
+    gives these, in fp32: from one in 10,000 on known to 0.1%, of one in a million to 10%, and less counts as that much.
     Raises ValueError for unlike shapes.
     """
     if ids.shape != logprobs.shape or len(ids) != len(student):
@@ -116,8 +116,9 @@ def top_k_divergence(student: Tensor, ids: Tensor, logprobs: Tensor, kind: Diver
     teacher = torch.cat([logprobs.float(), rest.clamp(min=_LEAST_REST).log().float()], -1)
     words = torch.where(ids < size, ids, ids[:, :1]).clamp(max=size - 1)  # no word is named that was not meant
     found = _Grouped.apply(student, words, kind.temperature)
-    has_none = found[:, -1:].isneginf() & (rest <= _LEAST_REST)  # neither has others
-    is_left_out = torch.cat([ids >= size, has_none | (ids.shape[1] >= size)], -1)
+    has_others = (ids < size).sum(-1, keepdim=True) < size
+    has_others &= ~found[:, -1:].isneginf() | (rest > _LEAST_REST)  # or neither gives them anything
+    is_left_out = torch.cat([ids >= size, ~has_others], -1)
     return _Compared.apply(found.masked_fill(is_left_out, -torch.inf), teacher.masked_fill(is_left_out, -torch.inf),
                            Divergence(kind.kind, kind.beta))
 
@@ -126,11 +127,11 @@ def top_k_logprobs(logits: Tensor, k: int, temperature: float = 1.0) -> tuple[Te
     """The k likeliest words of logits (n, V), likeliest first: ids (n, k) long and their log-probabilities (n, k) fp32
     under softmax(logits / temperature). All V of them where k is more. Not differentiable."""
     logits = logits.detach()
-    normalisers = logits.new_empty(len(logits), 1, dtype=torch.float32)
+    ids = logits.topk(min(k, logits.shape[1]), -1).indices
+    logprobs = torch.empty_like(ids, dtype=torch.float32)
     for rows in _blocks(logits):
-        normalisers[rows] = (logits[rows].float() / temperature).logsumexp(-1, keepdim=True)
-    values, ids = logits.topk(min(k, logits.shape[1]), -1)
-    return ids, values.float() / temperature - normalisers
+        logprobs[rows] = _scaled(logits[rows], temperature).log_softmax(-1).gather(-1, ids[rows])
+    return ids, logprobs
 
 
 class _Compared(torch.autograd.Function):
@@ -138,33 +139,29 @@ class _Compared(torch.autograd.Function):
 
     With s = softmax(student / T): d KL(t || s) / d student_j = (s_j - t_j) / T, d KL(s || t) / d student_j =
     s_j (log(s_j / t_j) - KL(s || t)) / T, and d jsd / d student_j the same with m in place of t, times 1 - beta.
-    Kept for the backward pass: both logits in their own dtype, and two log-normalisers per row.
+    Kept for the backward pass: both logits in their own dtype. Log-probabilities are computed again from them: with a
+    log-normaliser that was rounded to fp32, those of a sure model would not sum to 1 as well as its gradient needs.
     """
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, kind: Divergence) -> Tensor:
         width = min(student.shape[1], teacher.shape[1])
         found = student.new_empty(len(student), dtype=torch.float32)
-        normalisers = student.new_empty(2, len(student), 1, dtype=torch.float32)
         for rows in _blocks(student):
-            s, t = (_scaled(logits[rows, :width], kind.temperature) for logits in (student, teacher))
-            for x, normaliser in zip((s, t), normalisers, strict=True):
-                normaliser[rows] = x.logsumexp(-1, keepdim=True)
-                x.sub_(normaliser[rows])
+            s, t = (_scaled(logits[rows, :width], kind.temperature).log_softmax(-1) for logits in (student, teacher))
             found[rows] = _divergence(s, t, kind)
-        ctx.save_for_backward(student, teacher, normalisers)
+        ctx.save_for_backward(student, teacher)
         ctx.kind, ctx.width = kind, width
         return found
 
     @staticmethod
     def backward(ctx: Any, by_divergence: Tensor) -> tuple[Tensor, None, None]:
-        student, teacher, normalisers = ctx.saved_tensors
+        student, teacher = ctx.saved_tensors
         temperature, width = ctx.kind.temperature, ctx.width
         gradient = torch.empty_like(student)
         gradient[:, width:] = 0
         for rows in _blocks(student):
-            s, t = (_scaled(logits[rows, :width], temperature).sub_(normaliser[rows])
-                    for logits, normaliser in zip((student, teacher), normalisers, strict=True))
+            s, t = (_scaled(logits[rows, :width], temperature).log_softmax(-1) for logits in (student, teacher))
             gradient[rows, :width] = _gradient(s, t, ctx.kind).mul_(by_divergence[rows, None] / temperature)
         return gradient, None, None
 
