@@ -229,7 +229,8 @@ def open_run(config: Config) -> RunContext:
     roles, reward = build(parts_of(config), starts, layout, tokenizer, num_updates, scale, reader)
     roles.actor.episodes = player
     model_source = reward and ModelSource(reward, tokenizer=reader, raw=config.data.raw)
-    source, scale = reward_sources.combine(config.reward, model_source, others, scale)
+    source, scale = reward_sources.combine(config.reward, model_source, others, scale, tokenizer)
+    reward_sources.tell_sums(others, getattr(config, "ppo", None), environments)
     return RunContext(config, tokenizer, data, loader, held_out, steps, roles, source, scale, sources, more, warmup)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,14 +67,8 @@ class ClassifierSource:
 
     def open(self) -> None:
         """Read tokenizer and weights, once."""
-        if self.model is not None:
-            return
-        self.tokenizer = load_tokenizer(self.path)
-        with explained(f"while loading the reward model {self.path}"):
-            self.model = load.load_classifier(self._settings, device())
-        load.prepare(self.model, self._settings, len(self.tokenizer))
-        self.model.config.pad_token_id = self.tokenizer.pad_token_id
-        self.model.eval().requires_grad_(False)
+        if self.model is None:
+            self.model, self.tokenizer = open_model(self._settings, load.load_classifier)
 
     @torch.no_grad()
     def score(self, rollout: Rollout) -> list[float]:
@@ -112,3 +107,13 @@ class ClassifierSource:
             return logits[:, self._index]  # of independent labels a logit is the log-odds
         others = [i for i in range(logits.shape[1]) if i != self._index]
         return logits[:, self._index] - logits[:, others].logsumexp(1)
+
+
+def open_model(settings: ModelConfig, load_model: Callable) -> tuple[Any, Any]:
+    """A frozen model of transformers, by load_model(settings, device), and its own tokenizer."""
+    tokenizer = load_tokenizer(settings.model_name_or_path)
+    with explained(f"while loading the reward model {settings.model_name_or_path}"):
+        model = load_model(settings, device())
+    load.prepare(model, settings, len(tokenizer))
+    model.config.pad_token_id = tokenizer.pad_token_id
+    return model.eval().requires_grad_(False), tokenizer
