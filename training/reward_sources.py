@@ -142,8 +142,8 @@ def _scorer(path: str, config: RewardConfig, raw: bool, has_episodes: bool) -> C
                             f"{', '.join(known)}")
     if not is_process:
         return ClassifierSource(folder, name, raw=raw, **options)
-    check(not has_episodes, f"reward.models: {path} is a process reward model, which reads responses of one turn; leave "
-                            "out environment, or give another source")
+    check(not has_episodes, f"reward.models: {path} is a process reward model, which reads responses of one turn; "
+                            "leave out environment, or give another source")
     return ProcessSource(folder, name, **options)
 
 

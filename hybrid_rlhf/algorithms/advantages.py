@@ -135,8 +135,8 @@ def process_grpo(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None 
     step = ends.cumsum(1) - ends.long()  # (B, R): the number of the step that a column is in
     of_steps = torch.zeros_like(rewards).scatter_add(1, step, rewards).gather(1, step)
     of_steps, ends = (x.view(-1, group_size * rewards.shape[1]) for x in (of_steps, ends))  # a group each
-    count = ends.sum(1, keepdim=True)
-    centred = (of_steps - of_steps.masked_fill(~ends, 0).sum(1, keepdim=True) / count.clamp(min=1)).masked_fill(~ends, 0)
+    count, total = ends.sum(1, keepdim=True), of_steps.masked_fill(~ends, 0).sum(1, keepdim=True)
+    centred = (of_steps - total / count.clamp(min=1)).masked_fill(~ends, 0)
     spread = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
     advantages = _to_come((centred / (spread + 1e-4)).view_as(rewards))
     return advantages.float() * action_mask, _to_come(rewards).float() * action_mask

@@ -68,7 +68,7 @@ class ClassifierSource:
     def open(self) -> None:
         """Read tokenizer and weights, once."""
         if self.model is None:
-            self.model, self.tokenizer = open_model(self._settings, load.load_classifier)
+            self.model, self.tokenizer = open_model(self.path, self._settings, load.load_classifier)
 
     @torch.no_grad()
     def score(self, rollout: Rollout) -> list[float]:
@@ -109,10 +109,10 @@ class ClassifierSource:
         return logits[:, self._index] - logits[:, others].logsumexp(1)
 
 
-def open_model(settings: ModelConfig, load_model: Callable) -> tuple[Any, Any]:
-    """A frozen model of transformers, by load_model(settings, device), and its own tokenizer."""
-    tokenizer = load_tokenizer(settings.model_name_or_path)
-    with explained(f"while loading the reward model {settings.model_name_or_path}"):
+def open_model(path: str, settings: ModelConfig, load_model: Callable) -> tuple[Any, Any]:
+    """The model of transformers at `path`, frozen, by load_model(settings, device), and its own tokenizer."""
+    tokenizer = load_tokenizer(path)
+    with explained(f"while loading the reward model {path}"):
         model = load_model(settings, device())
     load.prepare(model, settings, len(tokenizer))
     model.config.pad_token_id = tokenizer.pad_token_id

@@ -94,7 +94,7 @@ class ProcessSource:
     def open(self) -> None:
         """Read tokenizer and weights, once."""
         if self.model is None:
-            self.model, self.tokenizer = open_model(self._settings, load.load_token_classifier)
+            self.model, self.tokenizer = open_model(self.path, self._settings, load.load_token_classifier)
 
     @torch.no_grad()
     def score(self, rollout: Rollout) -> list[float]:
@@ -153,7 +153,7 @@ def steps_of(text: str, split: str) -> list[Step]:
             steps.append(Step(piece, end))
         elif steps:
             steps[-1] = steps[-1]._replace(end=end)
-    return steps[:-1] + [steps[-1]._replace(end=len(text))] if steps else []
+    return [*steps[:-1], steps[-1]._replace(end=len(text))] if steps else []
 
 
 def step_ids(tokenizer: Tokenizer, prompt: Text, steps: Sequence[str], separator: str) -> tuple[list[int], list[int]]:
@@ -180,10 +180,8 @@ def last_tokens(tokenizer: Tokenizer, ids: Sequence[int], text: str, steps: Sequ
 
     Found by decoding: how a policy cut its text into tokens is not how a tokenizer would.
     """
-    def holds(count: int, end: int) -> bool:
-        return tokenizer.decode(ids[:count], skip_special_tokens=True).startswith(text[:end])
+    def place_of(end: int) -> int:
+        return bisect_left(range(1, len(ids)), True, key=lambda count: tokenizer.decode(
+            ids[:count], skip_special_tokens=True).startswith(text[:end]))
 
-    counts = range(1, len(ids) + 1)
-    places = [min(bisect_left(counts, True, key=lambda count, end=step.end: holds(count, end)), len(ids) - 1)
-              for step in steps[:-1]]
-    return [*places, len(ids) - 1] if steps else []
+    return [*(place_of(step.end) for step in steps[:-1]), len(ids) - 1] if steps else []

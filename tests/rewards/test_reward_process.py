@@ -1,4 +1,4 @@
-"""Process reward models: read as TRL's trainer trained them, and every step's score at the policy's token that ends it."""
+"""Process reward models: read as TRL's trainer trained them, each step's score at the policy's token that ends it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = [["a red fox", "lived in a wood", "The answer is cat"], ["one", "two "],
 
 def responses(answers: list[str], prompts: list[str], tokenizer=None) -> Rollout:  # noqa: ANN001
     tokenizer = tokenizer or tiny_tokenizer()
-    ids = [tokenizer(answer).input_ids + [tokenizer.eos_token_id] for answer in answers]
+    ids = [[*tokenizer(answer).input_ids, tokenizer.eos_token_id] for answer in answers]
     return Rollout.from_responses(Prompts([[5]] * len(ids), prompts), ids, [True] * len(ids), 0, list(answers))
 
 
@@ -170,10 +170,10 @@ def test_what_only_its_own_code_can_run_is_told_apart(tmp_path):
 
     save_prm(tmp_path / "prm")
     file = tmp_path / "prm" / "config.json"
-    with pytest.raises(UserError, match="there is no separatr .did you mean separator"):
+    with pytest.raises(UserError, match=r"there is no separatr .did you mean separator"):
         open_sources(RewardConfig(models=str(tmp_path / "prm"), options={"prm": {"separatr": "x"}}), RolesConfig())
     found = open_sources(RewardConfig(models=str(tmp_path / "prm"), options={"prm": {"reduce": "min"}}), RolesConfig())
     assert isinstance(found[0], ProcessSource) and found[0].reduce == "min"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["Qwen2ForProcessRewardModel"]}))
-    with pytest.raises(UserError, match="is a process reward model with code of its own .as Qwen2.5-Math-PRM."):
+    with pytest.raises(UserError, match=r"is a process reward model with code of its own .as Qwen2\.5-Math-PRM."):
         open_sources(RewardConfig(models=str(tmp_path / "prm")), RolesConfig())
