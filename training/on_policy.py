@@ -16,6 +16,7 @@ from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.data.source import Reads
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.idle_cache import give_back_idle
+from hybrid_rlhf.environments.contract import Environments
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.models.load import ModelConfig
@@ -194,7 +195,7 @@ def _leave(roles: Roles, opened: RunContext, config: Config, folder: str) -> Non
 def open_run(config: Config) -> RunContext:
     """Check everything that can be checked without weights, then load data and roles."""
     method, environments = config.method, episodes_setup.open_of(config)
-    others = reward_sources.open_sources(config.reward, config.roles, config.data.raw, config.environment, environments)
+    others = _open_sources(config, environments)
     check(environments is None or (config.roles.actor.tp or 1) == 1,
           f"roles.actor.tp is {config.roles.actor.tp}: episodes are sampled by each process for itself; leave it out")
     sources = find_sources(config)
@@ -230,8 +231,14 @@ def open_run(config: Config) -> RunContext:
     roles.actor.episodes = player
     model_source = reward and ModelSource(reward, tokenizer=reader, raw=config.data.raw)
     source, scale = reward_sources.combine(config.reward, model_source, others, scale, tokenizer)
-    reward_sources.tell_sums(others, getattr(config, "ppo", None), environments)
     return RunContext(config, tokenizer, data, loader, held_out, steps, roles, source, scale, sources, more, warmup)
+
+
+def _open_sources(config: Config, environments: Environments | None) -> list[RewardSource]:
+    """The reward sources beside the stage-2 model; a line where a method adds up what stands at steps."""
+    found = reward_sources.open_sources(config.reward, config.roles, config.data.raw, config.environment, environments)
+    reward_sources.tell_steps(found, getattr(config, "ppo", None), environments)
+    return found
 
 
 def check_more_data(config: Config, model: ModelConfig) -> None:

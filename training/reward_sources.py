@@ -147,17 +147,23 @@ def _scorer(path: str, config: RewardConfig, raw: bool, has_episodes: bool) -> C
     return ProcessSource(folder, name, **options)
 
 
-def tell_sums(sources: list[RewardSource], ppo: PPOConfig | None, environments: Environments | None) -> None:
-    """One line where rewards of steps or turns are added up to one number of the response. ppo: None of a method that
-    ranks whole responses."""
-    names = [s.name for s in sources if isinstance(s, ProcessSource) and s.places_scores]
-    names += [kind.name for kind in environments.kinds if kind.has_step] if environments else []
-    if not names or not is_main() or (ppo is not None and not ESTIMATORS[ppo.estimator].sums):
+def tell_steps(sources: list[RewardSource], ppo: PPOConfig | None, environments: Environments | None) -> None:
+    """One line where rewards of steps or turns are added up to one number of the response, or where steps are compared
+    whose rewards are divided by how many there are. ppo: None of a method that ranks whole responses."""
+    placed = [s for s in sources if isinstance(s, ProcessSource) and s.places_scores]
+    names = [s.name for s in placed] + [k.name for k in (environments.kinds if environments else []) if k.has_step]
+    divided = [s.name for s in placed if s.reduce == "each"]
+    if not is_main():
         return
-    what = f"ppo.estimator {ppo.estimator}" if ppo else "this method"
-    apart = ", ".join(name for name, row in ESTIMATORS.items() if not row.sums)
-    print(f"reward: {', '.join(names)} rewards single steps or turns, and {what} reads their sum, one number of the "
-          f"response; ppo.estimator {apart} rewards each token by what follows it", file=sys.stderr)
+    if names and (ppo is None or ESTIMATORS[ppo.estimator].sums):
+        what = f"ppo.estimator {ppo.estimator}" if ppo else "this method"
+        apart = ", ".join(name for name, row in ESTIMATORS.items() if not row.sums)
+        print(f"reward: {', '.join(names)} rewards single steps or turns, and {what} reads their sum, one number of "
+              f"the response; ppo.estimator {apart} rewards each token by what follows it", file=sys.stderr)
+    elif divided and ppo is not None and ppo.estimator == "process_grpo":
+        print(f"reward: {divided[0]} divides each step's reward by the number of steps, and process_grpo compares "
+              f"steps, so that fewer steps pay better; give reward.options {{{divided[0]}: {{reduce: sum}}}}",
+              file=sys.stderr)
 
 
 def check_columns(sources: list[RewardSource], row: Mapping, has_episodes: bool = False) -> None:
