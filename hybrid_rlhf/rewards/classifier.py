@@ -50,8 +50,9 @@ class ClassifierSource:
         check(self.reads in READS, f"{option}: reads is {self.reads!r}; choose {', '.join(READS)}"
                                    f"{nearest(str(self.reads), READS)}")
         config = load.configuration(self._settings)
-        check(load.has_score(self.path), f"reward.models: {self.path} is no sequence-classification model; "
-                                         "give one with a score head, such as a --stage reward run's model/")
+        check(load.has_score(self.path), f"reward.models: {self.path} is no sequence-classification model, nor a "
+                                         "token-classification one, which scores steps; give one with such a head, as "
+                                         "a --stage reward run's model/ has")
         labels = [str(config.id2label[i]) for i in range(config.num_labels)]
         check(self.label is not None or len(labels) == 1,
               f"reward.models: {self.path} has the labels {', '.join(labels)}; give {option} {{label: {labels[-1]}}}")

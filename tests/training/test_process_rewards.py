@@ -70,6 +70,17 @@ def test_the_plan_counts_it_and_episodes_are_refused_before_weights_are_read(pla
     assert "reads responses of one turn; leave out environment" in capsys.readouterr().err
 
 
+def test_models_are_compared_by_the_steps_that_they_write(place):
+    save_tiny(place / "other", seed=5, initializer_range=0.2)
+    assert main(["--stage", "evaluate", "--output_dir", f"{place}/compared", "--data.split", "null",
+                 "--evaluate.models", f"[{place}/base, {place}/other]", "--reward.models", f"{place}/prm",
+                 f"--data.sources=[{{path: {place}/rows.jsonl}}]", "--evaluate.rows", "all", "--model.dtype", "float32",
+                 "--evaluate.sampling.max_new_tokens", "8", "--data.max_prompt_length", "64",
+                 "--evaluate.num_resamples", "200"]) == 0
+    found = json.loads((place / "compared" / "evaluate.json").read_text())
+    assert found["reward_sources"] == "prm" and all(0 < model["score"] < 1 for model in found["models"])
+
+
 CHARS = [tiny_tokenizer().decode([i]) for i in range(4, 8)]
 SEPARATOR, BAD = CHARS[0], CHARS[2]
 
