@@ -53,7 +53,8 @@ def _given(model: Served, given: str | list[int], limits: Limits) -> GivenPrompt
         check_length(model, limits, "a prompt is", len(given), param="prompt")
         size = model.lane.engine.model.get_input_embeddings().num_embeddings
         if wrong := [each for each in given if not 0 <= each < size]:
-            raise ApiError(400, f"{wrong[0]} is no token of {model.name}; ids lie in [0, {size - 1}]", param="prompt")
+            raise ApiError(400, f"{str(wrong[0])[:40]} is no token of {model.name}; ids lie in [0, {size - 1}]",
+                           param="prompt")
         return GivenPrompt(given, model.encoder.decode(given, clean_up_tokenization_spaces=False))
     rendered = Rendered(given, [], True)
     check_length(model, limits, "a prompt is", model.least_tokens.of(rendered), "or more ", param="prompt")
