@@ -92,7 +92,7 @@ def read_completion(found: dict) -> CompletionRequest:
                        code="unsupported_parameter")
     limit, has_echo = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens, bool(body.echo)
     if limit == 0 and (body.stream or not has_echo):
-        raise ApiError(400, "max_tokens 0 leaves the prompt alone, which is told with echo true and without stream",
+        raise ApiError(400, "max_tokens 0 asks for the prompt alone; send echo true with it, and no stream",
                        param="max_tokens")
     sampling = sampling_of(body)
     if body.stream:
