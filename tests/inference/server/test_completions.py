@@ -158,6 +158,25 @@ def test_the_end_of_an_answer_is_a_token_without_text(folder, tmp_path):
             assert choice["logprobs"]["text_offset"][3] == len(choice["text"]) == 3
 
 
+def test_a_tokenizers_own_beginning_is_read_and_is_no_part_of_the_echo(tmp_path):
+    from tokenizers.processors import TemplateProcessing
+
+    from tests.factories.tiny import chatml_tokenizer
+
+    tokenizer = chatml_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<|endoftext|>"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 1)])
+    save_tiny(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with running({"a": str(tmp_path)}) as found:
+        for prompt, offsets in (("", [0]), ("ab", [0, 0, 1]), ("<|endoftext|>ab", [0, 13, 14])):
+            [choice] = choices(complete(found, prompt, max_tokens=0, echo=True, logprobs=0))
+            assert (choice["text"], choice["logprobs"]["text_offset"]) == (prompt, offsets)
+            assert choice["logprobs"]["tokens"] == ["<|endoftext|>", "a", "b"][: len(offsets)]
+            assert choice["logprobs"]["token_logprobs"][0] is None
+
+
 def test_a_prompt_that_is_read_for_its_numbers_is_read_once(served, monkeypatch):
     widths, model = [], served.models[0].lane.engine.model
     hook = model.base_model.register_forward_pre_hook(
