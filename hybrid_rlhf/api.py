@@ -215,7 +215,7 @@ def DPOTrainer(model: object = None, train_dataset: object = None, *, loss_type:
 def GRPOTrainer(model: object = None, train_dataset: object = None, reward_funcs: Reward | None = None,  # noqa: N802
                 *, method: str | None = None, tools: object = None, environment_factory: object = None,
                 output_dir: str | None = None, settings: Mapping | None = None, **options: object) -> Training:
-    """On-policy training without a critic: --stage grpo; method: dr_grpo, rloo, reinforce_pp,
+    """On-policy training without a critic: --stage grpo; method: dr_grpo, process_grpo, rloo, reinforce_pp,
     reinforce_pp_baseline, gspo or cispo."""
     return Training(_variant(method, "grpo", "method", ()), model, train_dataset, reward_funcs, output_dir, settings,
                     options, tools, environment_factory)

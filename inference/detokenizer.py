@@ -12,11 +12,11 @@ class IncrementalDetokenizer:
 
     A character of several bytes can be several tokens, and some tokenizers drop the space before the first token they
     decode. So the new text is what decoding the last pieces together adds to decoding them without the new tokens, and
-    is held back while it ends in a character that is not complete.
+    is held back while it ends in a character that is not complete. keeps_special: special tokens are text too.
     """
 
-    def __init__(self, tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer, keeps_special: bool = False) -> None:
+        self._tokenizer, self._keeps_special = tokenizer, keeps_special
         self._ids: list[int] = []
         self._start, self._done = 0, 0  # decode from _start; what lies before _done was given out
 
@@ -36,7 +36,7 @@ class IncrementalDetokenizer:
         return piece
 
     def _decode(self, end: int) -> str:
-        return self._tokenizer.decode(self._ids[self._start:end], skip_special_tokens=True,
+        return self._tokenizer.decode(self._ids[self._start:end], skip_special_tokens=not self._keeps_special,
                                       clean_up_tokenization_spaces=False)
 
 

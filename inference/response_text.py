@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 
 from hybrid_rlhf.inference.detokenizer import IncrementalDetokenizer
@@ -11,27 +12,39 @@ class AnswerText:
     """One answer's text, given out in pieces. What may be the beginning of a stop string is held back.
 
     has_stopped: a stop string came; it and what follows are not part of the text. num_tokens: tokens read, without the
-    ones in `ends`, which end a response and have no text.
+    ones in `ends`, which end a response and have no text. offsets: where the text of each of these tokens begins; one
+    that is part of a character begins where the last whole one ends. length: characters given out.
     """
 
     def __init__(self, tokenizer, stops: Sequence[str], ends: Collection[int]) -> None:  # noqa: ANN001
         self._text, self._stops, self._ends = IncrementalDetokenizer(tokenizer), tuple(stops), ends
         self._held = ""
         self.has_stopped = False
-        self.num_tokens = 0
+        self.offsets: list[int] = []
+        self.length = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.offsets)
+
+    def num_said(self, is_over: bool) -> int:
+        """How many of the first tokens have their text, or begin it, in what was given out; where all is over and no
+        stop string came, all that were read."""
+        return len(self.offsets) if is_over and not self.has_stopped else bisect_left(self.offsets, self.length)
 
     def push(self, tokens: Sequence[int], is_last: bool = False) -> str:
         """The text that has become certain; with is_last all that there is."""
         out = ""
         for token in tokens:
             if self.has_stopped:
-                return out
+                break
             if token not in self._ends:
-                self.num_tokens += 1
+                self.offsets.append(self.length + len(out) + len(self._held))
                 out += self._certain(self._text.push(token))
         if is_last and not self.has_stopped:
             out += self._certain(self._text.flush())
             out, self._held = out + self._held, ""
+        self.length += len(out)
         return out
 
     def _certain(self, piece: str) -> str:

@@ -236,7 +236,7 @@ class _Judges:
     def answers(self, name: str, path: str, tokenizer, prompts: Prompts,  # noqa: ANN001
                 player: EpisodePlayer | None = None) -> Answered:
         """One model's answers to the prompts, judged. The model is gone when this returns."""
-        given, source = self.config.evaluate, self._source(path)
+        given, source = self.config.evaluate, self._source(path, tokenizer)
         is_alike = builders.difference(path, self.reference, self.config.data, READS["ppo"]) is None
         reference = Reference(self.engine) if is_alike else None
         actor = scored_answers.open_actor(_settings(self.config, path), tokenizer)
@@ -251,14 +251,14 @@ class _Judges:
         gc.collect()
         return _answered(name, path, rollouts, given)
 
-    def _source(self, path: str) -> RewardSource:
+    def _source(self, path: str, tokenizer) -> RewardSource:  # noqa: ANN001
         """What answers in this model's tokens are scored by; a reward model with another tokenizer reads text."""
         model = None
         if self.role is not None:
             differs = builders.difference(path, self.reward, self.config.data, READS["ppo"])
             model = ModelSource(self.role, tokenizer=self.reader if differs else None, raw=self.config.data.raw)
         scale = Scale(self.scale["mean"], self.scale["std"]) if self.scale else None
-        return reward_sources.combine(self.config.reward, model, self.others, scale)[0]
+        return reward_sources.combine(self.config.reward, model, self.others, scale, tokenizer)[0]
 
 
 def _answered(name: str, path: str, rollouts: list[Rollout], given: EvaluateConfig) -> Answered:

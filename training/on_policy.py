@@ -195,7 +195,7 @@ def _leave(roles: Roles, opened: RunContext, config: Config, folder: str) -> Non
 def open_run(config: Config) -> RunContext:
     """Check everything that can be checked without weights, then load data and roles."""
     method, environments = config.method, episodes_setup.open_of(config)
-    others = _open_others(config, environments)
+    others = _open_sources(config, environments)
     check(environments is None or (config.roles.actor.tp or 1) == 1,
           f"roles.actor.tp is {config.roles.actor.tp}: episodes are sampled by each process for itself; leave it out")
     sources = find_sources(config)
@@ -230,16 +230,18 @@ def open_run(config: Config) -> RunContext:
     roles, reward = build(parts_of(config), starts, layout, tokenizer, num_updates, scale, reader)
     roles.actor.episodes = player
     model_source = reward and ModelSource(reward, tokenizer=reader, raw=config.data.raw)
-    source, scale = reward_sources.combine(config.reward, model_source, others, scale)
+    source, scale = reward_sources.combine(config.reward, model_source, others, scale, tokenizer)
     return RunContext(config, tokenizer, data, loader, held_out, steps, roles, source, scale, sources, more, warmup)
 
 
-def _open_others(config: Config, environments: Environments | None) -> list[RewardSource]:
-    """The reward sources beside the stage-2 model."""
+def _open_sources(config: Config, environments: Environments | None) -> list[RewardSource]:
+    """The reward sources beside the stage-2 model; a line where a method adds up what stands at steps."""
     method = config.method
     reward_sources.check_groups(config.reward, method.sampling.num_samples, f"{method.section}.sampling.num_samples")
-    return reward_sources.open_sources(config.reward, config.roles, config.data.raw, config.environment, environments,
-                                       config.seed)
+    found = reward_sources.open_sources(config.reward, config.roles, config.data.raw, config.environment, environments,
+                                        config.seed)
+    reward_sources.tell_steps(found, getattr(config, "ppo", None), environments)
+    return found
 
 
 def check_more_data(config: Config, model: ModelConfig) -> None:

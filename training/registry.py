@@ -128,6 +128,7 @@ def _offline(name: str, text: str, defaults: dict = _DPO, kind: str = "pair") ->
 STAGES |= {
     "grpo": _online("grpo", "group-relative advantages, no critic"),
     "dr_grpo": _online("dr_grpo", "GRPO without the two biases, no critic"),
+    "process_grpo": _online("process_grpo", "GRPO with rewards of steps (process supervision), no critic"),
     "rloo": _online("rloo", "REINFORCE leave-one-out, no critic"),
     "reinforce_pp": _online("reinforce_pp", "REINFORCE++, no critic", defaults=_SINGLE, num_samples=1),
     "reinforce_pp_baseline": _online("reinforce_pp_baseline", "REINFORCE++ with the group's mean as baseline"),

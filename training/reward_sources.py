@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
+from hybrid_rlhf.algorithms.advantages import ESTIMATORS
 from hybrid_rlhf.core.config import check, nearest
 from hybrid_rlhf.core.distributed import is_main
 from hybrid_rlhf.environments.contract import Environments
 from hybrid_rlhf.environments.own_reward import source_of
 from hybrid_rlhf.environments.settings import EnvironmentConfig
+from hybrid_rlhf.models import load
+from hybrid_rlhf.models.tokenizer import Tokenizer
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.builtin import BUILTINS
 from hybrid_rlhf.rewards.classifier import ClassifierSource
@@ -20,9 +23,11 @@ from hybrid_rlhf.rewards.judge import JudgeConfig, JudgeSource, open_judge
 from hybrid_rlhf.rewards.judge.judge_config import ABSOLUTE, MAX_TOGETHER, RANKING
 from hybrid_rlhf.rewards.mixture import Mixture, Part
 from hybrid_rlhf.rewards.model import ModelSource
+from hybrid_rlhf.rewards.process import OPTIONS, ProcessSource
 from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.rewards.service import ServiceSource
 from hybrid_rlhf.roles.sharing import RolesConfig
+from hybrid_rlhf.trainers.ppo_config import PPOConfig
 from hybrid_rlhf.training import builders
 
 
@@ -35,8 +40,11 @@ class RewardConfig:
         functions: Python functions, path.py:name or builtin:name (exact_match, numeric_match, length_penalty,
             repetition_penalty, format), one or a list; called as TRL calls them, with the dataset's columns.
         options: Further keywords of the functions, by name: {numeric_match: {column: answer}}; and of the models, by
-            the last part of their path: label (which of several is the score), reads (text, pair or completion).
-        models: Sequence-classification models, hub ids or folders, each with its own tokenizer; one or a list.
+            the last part of their path: label (which of several is the score), reads (text, pair or completion); of a
+            process reward model label (that of a good step), separator, split and reduce (each, sum, min, last or
+            product).
+        models: Sequence-classification models, or token-classification models that score each step (process reward
+            models, as TRL's PRMTrainer trains them): hub ids or folders, each with its own tokenizer; one or a list.
         url: A service that answers POST {prompts, completions} with {scores}, such as http://localhost:8000/score.
         judge: A language model that reads a rubric and the responses.
         weights: Weight of each source: the stage-2 model if it takes part, the functions, the models, the service, the
@@ -96,7 +104,7 @@ def open_sources(config: RewardConfig, roles: RolesConfig, raw: bool = False,
                  ) -> list[RewardSource]:
     """The sources beside the stage-2 model, the environment's own reward last. Raises UserError for what cannot be had;
     reads no weights. raw: data.raw, whether models read string prompts as they are. seed: of what a judge draws."""
-    models = [_classifier(path, config, raw) for path in config.model_list]
+    models = [_scorer(path, config, raw, environments is not None) for path in config.model_list]
     own = {name: given for name, given in config.options.items() if name not in [m.name for m in models]}
     found: list[RewardSource] = [*open_functions(config.function_list, own, config.timeout, config.isolate), *models]
     if config.url is not None:
@@ -127,14 +135,42 @@ def _check_isolation(environment: EnvironmentConfig, found: list[RewardSource]) 
                   "processes of their own; give the class a get_reward, or leave environment.isolate out")
 
 
-def _classifier(path: str, config: RewardConfig, raw: bool) -> ClassifierSource:
-    folder = builders.model_folder(path)
-    name = PurePath(path).name
-    options = config.options.get(name, {})
+def _scorer(path: str, config: RewardConfig, raw: bool, has_episodes: bool) -> ClassifierSource | ProcessSource:
+    """One of reward.models, which scores whole responses or their steps."""
+    folder, name = builders.model_folder(path), PurePath(path).name
+    load.check_folder(folder, ("weights",))
+    check(not load.is_kind("ProcessRewardModel", folder),
+          f"reward.models: {path} is a process reward model with code of its own (as Qwen2.5-Math-PRM), which is not "
+          "run here; give one that transformers loads as a token-classification model")
+    is_process = load.is_kind("TokenClassification", folder)
+    known, options = OPTIONS if is_process else ("label", "reads"), config.options.get(name, {})
     for key in options:
-        check(key in ("label", "reads"), f"reward.options.{name}: there is no {key}{nearest(key, ('label', 'reads'))}; "
-                                         "there are label, reads")
-    return ClassifierSource(folder, name, raw=raw, **options)
+        check(key in known, f"reward.options.{name}: there is no {key}{nearest(key, known)}; there are "
+                            f"{', '.join(known)}")
+    if not is_process:
+        return ClassifierSource(folder, name, raw=raw, **options)
+    check(not has_episodes, f"reward.models: {path} is a process reward model, which reads responses of one turn; "
+                            "leave out environment, or give another source")
+    return ProcessSource(folder, name, **options)
+
+
+def tell_steps(sources: list[RewardSource], ppo: PPOConfig | None, environments: Environments | None) -> None:
+    """One line where rewards of steps or turns are added up to one number of the response, or where steps are compared
+    whose rewards are divided by how many there are. ppo: None of a method that ranks whole responses."""
+    placed = [s for s in sources if isinstance(s, ProcessSource) and s.places_scores]
+    names = [s.name for s in placed] + [k.name for k in (environments.kinds if environments else []) if k.has_step]
+    divided = [s.name for s in placed if s.reduce == "each"]
+    if not is_main():
+        return
+    if names and (ppo is None or ESTIMATORS[ppo.estimator].sums):
+        what = f"ppo.estimator {ppo.estimator}" if ppo else "this method"
+        apart = ", ".join(name for name, row in ESTIMATORS.items() if not row.sums)
+        print(f"reward: {', '.join(names)} rewards single steps or turns, and {what} reads their sum, one number of "
+              f"the response; ppo.estimator {apart} rewards each token by what follows it", file=sys.stderr)
+    elif divided and ppo is not None and ppo.estimator == "process_grpo":
+        print(f"reward: {divided[0]} divides each step's reward by the number of steps, and process_grpo compares "
+              f"steps, so that fewer steps pay better; give reward.options {{{divided[0]}: {{reduce: sum}}}}",
+              file=sys.stderr)
 
 
 def _judge(config: JudgeConfig, seed: int) -> JudgeSource:
@@ -167,16 +203,20 @@ def check_columns(sources: list[RewardSource], row: Mapping, has_episodes: bool 
               "the text is completion[0]['content']", file=sys.stderr)
 
 
-def combine(config: RewardConfig, model: ModelSource | None, others: list[RewardSource], scale: Scale | None
-            ) -> tuple[RewardSource, Scale | None]:
+def combine(config: RewardConfig, model: ModelSource | None, others: list[RewardSource], scale: Scale | None,
+            tokenizer: Tokenizer) -> tuple[RewardSource, Scale | None]:
     """The one source of the run, and what the trainer puts its scores on. scale: what the stage-2 model's are put on.
+    tokenizer: the policy's.
 
     A model alone is scaled by the trainer. In a sum it is scaled by itself, and the sum is left as it is.
     """
     if model is not None and not others and config.weights is None:
         return model, scale
-    for source in (s for s in others if isinstance(s, (ClassifierSource, JudgeSource))):
-        source.open()
+    for source in others:
+        if isinstance(source, (ClassifierSource, ProcessSource, JudgeSource)):
+            source.open()
+        if isinstance(source, ProcessSource):
+            source.policy_tokenizer = tokenizer
     parts = ([Part(model, scale=scale)] if model else []) + [Part(source) for source in others]
     for part, weight in zip(parts, config.weights or [1.0] * len(parts), strict=True):
         part.weight = weight

@@ -110,9 +110,14 @@ def _supervise(attempt: Try, place: Path, folder: Path) -> None:
     os.setsid()
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     began, log, answer = time.monotonic(), folder / "log", folder / "answer.json"
+    may_begin, begin = os.pipe()
     if not (worker := os.fork()):
+        os.close(begin)
+        os.read(may_begin, 1)
         _never_returning(_work, attempt, place, folder)
-    said = _watch(worker, attempt, began)
+    at_first = resident(worker)  # before its first line: what it takes at once counts as well
+    os.write(begin, b"!")
+    said = _watch(worker, attempt, began, at_first)
     if not said:
         told = folder / "said"
         said = told.read_text(encoding="utf-8") if told.exists() else "its process has died"
@@ -146,9 +151,8 @@ def _work(attempt: Try, place: Path, folder: Path) -> None:
     (folder / "said").write_text(said.replace("\n", " ")[:600], encoding="utf-8", errors="backslashreplace")
 
 
-def _watch(worker: int, attempt: Try, began: float) -> str:
-    """Wait for the try; why it was ended before its time, or ""."""
-    at_first = resident(worker)
+def _watch(worker: int, attempt: Try, began: float, at_first: int) -> str:
+    """Wait for the try; why it was ended before its time, or "". `at_first`: what it had resident, in bytes."""
     while True:
         ended, _ = os.waitpid(worker, os.WNOHANG)
         if ended:

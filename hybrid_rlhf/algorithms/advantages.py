@@ -21,11 +21,13 @@ def identity(total: Tensor) -> Tensor:
 class Estimator(NamedTuple):
     """One way to advantages. The row alone says whether a critic is built and whether groups are required.
 
-    fn(rewards (B, R), action_mask (B, R), *, values (B, R) or None, gamma, lam, reduce, group_size) ->
-    (advantages (B, R), returns (B, R)), both zero outside the actions. Groups are contiguous rows.
+    fn(rewards (B, R), action_mask (B, R), *, values (B, R) or None, gamma, lam, reduce, group_size, step_ends (B, R)
+    bool or None) -> (advantages (B, R), returns (B, R)), both zero outside the actions. Groups are contiguous rows.
+    step_ends: where the rewards of steps stand, of a process reward model, say.
     kl_in, aggregation: where the method's paper puts the KL penalty (reward or loss) and how it averages the loss
     (a row of policy.AGGREGATIONS); what ppo.kl_in and ppo.aggregation are where they are not given. With kl_in loss
-    the rewards are the scores alone, at the last action. discounts: whether it reads gamma.
+    the rewards are the scores alone, at the last action. discounts: whether it reads gamma. sums: whether the rewards
+    of a response are added up first, so that all of its tokens have one advantage, whichever token earned them.
     """
 
     fn: Callable[..., tuple[Tensor, Tensor]]
@@ -34,18 +36,21 @@ class Estimator(NamedTuple):
     kl_in: str = "reward"
     aggregation: str = "token"
     discounts: bool = False
+    sums: bool = True
 
 
 @torch.no_grad()
 def gae(rewards: Tensor, action_mask: Tensor, *, values: Tensor, gamma: float = 1.0, lam: float = 0.95,
-        reduce: Reduce = identity, group_size: int = 1) -> tuple[Tensor, Tensor]:
+        reduce: Reduce = identity, group_size: int = 1,
+        step_ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv 1506.02438): (advantages, returns), each (B, R) fp32.
 
     delta_t = r_t + gamma * V_{t+1} - V_t with V = 0 after the last action; A_t = delta_t + gamma * lam * A_{t+1};
     returns = A + V. rewards, values (B, R); action_mask (B, R) bool. t counts actions: columns that are none are
-    stepped over, come out as zero and are never read, NaN included. reduce and group_size are other rows' business.
+    stepped over, come out as zero and are never read, NaN included. reduce, group_size and step_ends are other rows'
+    business.
     """
-    del reduce, group_size
+    del reduce, group_size, step_ends
     rewards, values = rewards.float().masked_fill(~action_mask, 0), values.float().masked_fill(~action_mask, 0)
     advantages = torch.zeros_like(rewards)
     next_value = next_advantage = rewards.new_zeros(rewards.shape[0])
@@ -60,7 +65,8 @@ def gae(rewards: Tensor, action_mask: Tensor, *, values: Tensor, gamma: float = 
 
 @torch.no_grad()
 def reinforce_pp(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = None, gamma: float = 1.0,
-                 lam: float = 0.95, reduce: Reduce = identity, group_size: int = 1) -> tuple[Tensor, Tensor]:
+                 lam: float = 0.95, reduce: Reduce = identity, group_size: int = 1,
+                 step_ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """REINFORCE++ (arXiv 2501.03262): the discounted sum of the rewards to come, whitened over all ranks' actions.
 
     (advantages, returns), each (B, R) fp32; returns_t = r_t + gamma * returns_{t+1} over actions. No values, no group.
@@ -71,7 +77,8 @@ def reinforce_pp(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None 
 
 @torch.no_grad()
 def reinforce_pp_baseline(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = None, gamma: float = 1.0,
-                          lam: float = 0.95, reduce: Reduce = identity, group_size: int = 1) -> tuple[Tensor, Tensor]:
+                          lam: float = 0.95, reduce: Reduce = identity, group_size: int = 1,
+                          step_ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """REINFORCE++ with the group's mean as baseline: R_i - mean R, whitened over the actions of all ranks."""
     totals = _group_totals(rewards, action_mask, group_size)
     advantages, returns = _at_actions(totals - totals.mean(1, keepdim=True), totals, action_mask)
@@ -80,7 +87,8 @@ def reinforce_pp_baseline(rewards: Tensor, action_mask: Tensor, *, values: Tenso
 
 @torch.no_grad()
 def rloo(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = None, gamma: float = 1.0, lam: float = 0.95,
-         reduce: Reduce = identity, group_size: int = 1) -> tuple[Tensor, Tensor]:
+         reduce: Reduce = identity, group_size: int = 1,
+         step_ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """REINFORCE leave-one-out (arXiv 2402.14740): R_i less the mean of the others' R, at every action of response i.
 
     R_i is the sum of row i's rewards, the KL penalty included if it is there. Raises ValueError for groups of one.
@@ -92,7 +100,8 @@ def rloo(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = None, 
 
 @torch.no_grad()
 def grpo(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = None, gamma: float = 1.0, lam: float = 0.95,
-         reduce: Reduce = identity, group_size: int = 1) -> tuple[Tensor, Tensor]:
+         reduce: Reduce = identity, group_size: int = 1,
+         step_ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Group-relative advantages (arXiv 2402.03300): (R_i - mean R) / (std R + 1e-4), std over n - 1 as in TRL."""
     totals = _group_totals(rewards, action_mask, group_size)
     centred = totals - totals.mean(1, keepdim=True)
@@ -101,10 +110,46 @@ def grpo(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = None, 
 
 @torch.no_grad()
 def dr_grpo(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = None, gamma: float = 1.0,
-            lam: float = 0.95, reduce: Reduce = identity, group_size: int = 1) -> tuple[Tensor, Tensor]:
+            lam: float = 0.95, reduce: Reduce = identity, group_size: int = 1,
+            step_ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """GRPO done right (arXiv 2503.20783): R_i - mean R, not divided by the spread of the group."""
     totals = _group_totals(rewards, action_mask, group_size)
     return _at_actions(totals - totals.mean(1, keepdim=True), totals, action_mask)
+
+
+@torch.no_grad()
+def process_grpo(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = None, gamma: float = 1.0,
+                 lam: float = 0.95, reduce: Reduce = identity, group_size: int = 1,
+                 step_ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """GRPO by process supervision (arXiv 2402.03300, section 4.1.3): the rewards of steps less the mean of all steps of
+    the group, over their spread (n - 1, + 1e-4); the advantage of a token is the sum of its own step's and the later
+    ones'.
+
+    A step ends where `step_ends` (B, R) bool says, and at the last action; its reward is the sum of its actions'. With
+    step_ends None a response is one step, and this is `grpo`. Raises ValueError for groups of one.
+    """
+    _check_groups(rewards, group_size)
+    rewards = rewards.double().masked_fill(~action_mask, 0)
+    ends = action_mask & (_to_come(action_mask.long()) == 1)  # the last action
+    ends = ends if step_ends is None else ends | (action_mask & step_ends)
+    step = ends.cumsum(1) - ends.long()  # (B, R): the number of the step that a column is in
+    of_steps = torch.zeros_like(rewards).scatter_add(1, step, rewards).gather(1, step)
+    of_steps, ends = (x.view(-1, group_size * rewards.shape[1]) for x in (of_steps, ends))  # a group each
+    count, total = ends.sum(1, keepdim=True), of_steps.masked_fill(~ends, 0).sum(1, keepdim=True)
+    centred = (of_steps - total / count.clamp(min=1)).masked_fill(~ends, 0)
+    spread = (centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+    advantages = _to_come((centred / (spread + 1e-4)).view_as(rewards))
+    return advantages.float() * action_mask, _to_come(rewards).float() * action_mask
+
+
+def _to_come(values: Tensor) -> Tensor:
+    """(B, R): the sum of each column and those behind it."""
+    return values.flip(1).cumsum(1).flip(1)
+
+
+def _check_groups(rewards: Tensor, group_size: int) -> None:
+    if group_size < 2 or len(rewards) % group_size:
+        raise ValueError(f"{len(rewards)} responses in groups of {group_size}: whole groups of two or more are needed")
 
 
 def _group_totals(rewards: Tensor, action_mask: Tensor, group_size: int) -> Tensor:
@@ -113,8 +158,7 @@ def _group_totals(rewards: Tensor, action_mask: Tensor, group_size: int) -> Tens
     In fp64: in fp32 the mean of equal scores is not always that score. Of eight times 73.3 it is 7e-6 off, and GRPO,
     which divides by a spread as small, made of that an advantage of 0.07.
     """
-    if group_size < 2 or len(rewards) % group_size:
-        raise ValueError(f"{len(rewards)} responses in groups of {group_size}: whole groups of two or more are needed")
+    _check_groups(rewards, group_size)
     return rewards.double().masked_fill(~action_mask, 0).sum(1).view(-1, group_size)
 
 
@@ -124,11 +168,13 @@ def _at_actions(advantages: Tensor, totals: Tensor, action_mask: Tensor) -> tupl
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "gae": Estimator(gae, needs_values=True, needs_group=False, discounts=True),
-    "reinforce_pp": Estimator(reinforce_pp, needs_values=False, needs_group=False, discounts=True),
+    "gae": Estimator(gae, needs_values=True, needs_group=False, discounts=True, sums=False),
+    "reinforce_pp": Estimator(reinforce_pp, needs_values=False, needs_group=False, discounts=True, sums=False),
     "reinforce_pp_baseline": Estimator(reinforce_pp_baseline, needs_values=False, needs_group=True, kl_in="loss"),
     "rloo": Estimator(rloo, needs_values=False, needs_group=True),
     "grpo": Estimator(grpo, needs_values=False, needs_group=True, kl_in="loss", aggregation="sequence"),
+    "process_grpo": Estimator(process_grpo, needs_values=False, needs_group=True, kl_in="loss", aggregation="sequence",
+                              sums=False),
     "dr_grpo": Estimator(dr_grpo, needs_values=False, needs_group=True, kl_in="loss", aggregation="constant"),
 }
 

@@ -7,7 +7,7 @@ one block of its rows only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,22 +37,40 @@ def token_logprobs(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Ten
     score_logits(logits, targets, temperature, with_entropy): the same of a chunk of logits (None: by torch).
     Raises ValueError for unlike lengths, and for a temperature or chunk_size that is not positive.
     """
-    if hidden.shape[0] != targets.shape[0]:
-        raise ValueError(f"{hidden.shape[0]} hidden states for {targets.shape[0]} targets")
+    return token_logprobs_and(None, (), hidden, targets, head, temperature, chunk_size, with_entropy, num_chunks,
+                              score_logits)[0]
+
+
+def token_logprobs_and(measure: Callable[..., tuple[Tensor, ...]] | None, beside: Sequence[Tensor], hidden: Tensor,
+                       targets: Tensor, head: Callable[[Tensor], Tensor], temperature: float = 1.0,
+                       chunk_size: int = 1024, with_entropy: bool = False, num_chunks: int = 1,
+                       score_logits: Callable[..., Scores] | None = None) -> tuple[Scores, tuple[Tensor, ...]]:
+    """`token_logprobs`, and what else is to be known of the same logits while they are there.
+
+    measure(logits of a chunk (n, V), the chunk's part of each tensor of beside (N, ..)) -> tensors (n, ..), which come
+    back as (N, ..). It is called in the second pass too, where there is one.
+    """
+    if any(len(tensor) != len(hidden) for tensor in (targets, *beside)):
+        counts = ", ".join(str(len(tensor)) for tensor in (targets, *beside))
+        raise ValueError(f"{len(hidden)} hidden states for {counts} targets")
     if not temperature > 0 or chunk_size < 1:
         raise ValueError(f"temperature {temperature} and chunk_size {chunk_size} must be positive")
 
-    def score(rows: Tensor, ids: Tensor) -> Scores:
-        return (score_logits or _Score.apply)(head(rows), ids, temperature, with_entropy)
+    def score(rows: Tensor, ids: Tensor, *others: Tensor) -> tuple:
+        logits = head(rows)
+        scores = (score_logits or _Score.apply)(logits, ids, temperature, with_entropy)
+        return *scores, *(measure(logits, *others) if measure else ())
 
-    chunks = list(zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True))
-    chunks += [(hidden[:0], targets[:0])] * (num_chunks - len(chunks))
+    tensors = hidden, targets, *beside
+    chunks = list(zip(*(tensor.split(chunk_size) for tensor in tensors), strict=True))
+    chunks += [tuple(tensor[:0] for tensor in tensors)] * (num_chunks - len(chunks))
     if len(chunks) > 1 and torch.is_grad_enabled():  # one chunk is the bound itself: keeping it spares the second pass
-        scored = [checkpoint(score, rows, ids, use_reentrant=False, preserve_rng_state=False) for rows, ids in chunks]
+        scored = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     else:
-        scored = [score(rows, ids) for rows, ids in chunks]
-    logprobs, entropy, correct = zip(*scored, strict=True)
-    return torch.cat(logprobs), torch.cat(entropy) if with_entropy else None, torch.cat(correct)
+        scored = [score(*chunk) for chunk in chunks]
+    logprobs, entropy, correct, *measured = zip(*scored, strict=True)
+    scores = torch.cat(logprobs), torch.cat(entropy) if with_entropy else None, torch.cat(correct)
+    return scores, tuple(torch.cat(chunks) for chunks in measured)
 
 
 class _Score(torch.autograd.Function):

@@ -24,6 +24,7 @@ from hybrid_rlhf.engine.decode.cuda_graphs import Capture, capture_for, probe_ca
 from hybrid_rlhf.engine.decode.hf_batches import GenerateBatches
 from hybrid_rlhf.engine.decode.kv_cache import SlotCache
 from hybrid_rlhf.engine.decode.multi_turn import BatchTurns, SlotTurns, Turns
+from hybrid_rlhf.engine.decode.reading import Reader
 from hybrid_rlhf.engine.decode.request import Request
 from hybrid_rlhf.engine.decode.runner import Runner
 from hybrid_rlhf.engine.decode.sampling import Generation, SamplingConfig
@@ -308,6 +309,14 @@ class HybridEngine(Generic[ModuleT]):
         """Requests that come and go while others run; see `Serving`. Only inside `inference()`, where it ends."""
         self._require_inference("serve")
         return open_serving(self._runner, num_slots, capacity, self._stops(SamplingConfig()), self.max_kv_bytes)
+
+    def read(self, capacity: int) -> Reader:
+        """Hidden states of given sequences of at most `capacity` tokens; see `Reader`. Only inside `inference()`, where
+        it ends."""
+        self._require_inference("read")
+        if self.ranks:
+            raise RuntimeError("read() over several ranks: what is read comes to one process")
+        return Reader(self._runner, capacity)
 
     def __call__(self, *inputs: object, **named: object) -> Any:
         """The module's forward in training mode, with or without gradients as the caller has it."""

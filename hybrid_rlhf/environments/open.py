@@ -5,16 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from hybrid_rlhf.core.errors import UserError, check, nearest
-from hybrid_rlhf.core.function_worker import file_error, run_file
 from hybrid_rlhf.environments.builtin import BUILTINS
 from hybrid_rlhf.environments.contract import Environment, Environments, environment_of, plain_schemas
-from hybrid_rlhf.rewards.functions import from_python, parameters
-from hybrid_rlhf.rewards.process_state import unchanged
+from hybrid_rlhf.rewards.functions import from_python, parameters, run_named
 
 
 def open_environments(factory: str | Mapping[str, str] | None, tools: Sequence[str],
@@ -100,7 +97,7 @@ def _named(text: str, option: str, files: dict[str, ModuleType]) -> Callable:
                             "put it into a file as path.py:name")
         return given
     if path not in files:
-        files[path] = _module(path, option)
+        files[path] = run_named(path, option)
     found = getattr(files[path], name, None)
     check(callable(found), f"{option}: {path} has no {name} that can be called; there is "
                            f"{', '.join(_own_names(files[path])) or 'none'}{nearest(name, _own_names(files[path]))}")
@@ -110,14 +107,3 @@ def _named(text: str, option: str, files: dict[str, ModuleType]) -> Callable:
 def _own_names(module: ModuleType) -> list[str]:
     """What can be called and was made in the file itself."""
     return [k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
-
-
-def _module(path: str, option: str) -> ModuleType:
-    check(Path(path).is_file() and path.endswith(".py"), f"{option}: {path} is no Python file; give path.py:name")
-    try:
-        with unchanged(path):
-            return run_file(path)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise UserError(f"{option}: {file_error(path, error)}; fix the file") from error

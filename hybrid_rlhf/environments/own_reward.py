@@ -19,6 +19,7 @@ class EnvironmentSource:
         """`rollout.episode_rewards`: B numbers, None of an episode whose environment has no reward of its own. What a
         turn earned by itself stands at its last token (rollout.token_scores)."""
         rollout.token_scores = rollout.turn_rewards()
+        rollout.step_ends = rollout.rewarded_turn_ends()
         return rollout.episode_rewards
 
 

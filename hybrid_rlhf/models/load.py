@@ -165,10 +165,19 @@ def load_classifier(config: ModelConfig, device: torch.device | str = "cpu") -> 
     return _load("AutoModelForSequenceClassification", config, torch.device(device))
 
 
+def load_token_classifier(config: ModelConfig, device: torch.device | str = "cpu") -> nn.Module:
+    """A token-classification model as it is, with all its labels."""
+    return _load("AutoModelForTokenClassification", config, torch.device(device))
+
+
 def has_score(path: str, trust_remote_code: bool = False) -> bool:
     """Whether a model's configuration says that it already is a sequence-classification model."""
-    names = read_settings(path, trust_remote_code).architectures or []
-    return any("SequenceClassification" in n for n in names)
+    return is_kind("SequenceClassification", path, trust_remote_code)
+
+
+def is_kind(kind: str, path: str, trust_remote_code: bool = False) -> bool:
+    """Whether a model's configuration says that it is of a class whose name has `kind` in it."""
+    return any(kind in name for name in read_settings(path, trust_remote_code).architectures or [])
 
 
 def _load(auto_class: str, config: ModelConfig, device: torch.device, is_new: bool = False,

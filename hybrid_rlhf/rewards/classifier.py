@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,8 +50,9 @@ class ClassifierSource:
         check(self.reads in READS, f"{option}: reads is {self.reads!r}; choose {', '.join(READS)}"
                                    f"{nearest(str(self.reads), READS)}")
         config = load.configuration(self._settings)
-        check(load.has_score(self.path), f"reward.models: {self.path} is no sequence-classification model; "
-                                         "give one with a score head, such as a --stage reward run's model/")
+        check(load.has_score(self.path), f"reward.models: {self.path} is no sequence-classification model, nor a "
+                                         "token-classification one, which scores steps; give one with such a head, as "
+                                         "a --stage reward run's model/ has")
         labels = [str(config.id2label[i]) for i in range(config.num_labels)]
         check(self.label is not None or len(labels) == 1,
               f"reward.models: {self.path} has the labels {', '.join(labels)}; give {option} {{label: {labels[-1]}}}")
@@ -66,14 +68,8 @@ class ClassifierSource:
 
     def open(self) -> None:
         """Read tokenizer and weights, once."""
-        if self.model is not None:
-            return
-        self.tokenizer = load_tokenizer(self.path)
-        with explained(f"while loading the reward model {self.path}"):
-            self.model = load.load_classifier(self._settings, device())
-        load.prepare(self.model, self._settings, len(self.tokenizer))
-        self.model.config.pad_token_id = self.tokenizer.pad_token_id
-        self.model.eval().requires_grad_(False)
+        if self.model is None:
+            self.model, self.tokenizer = open_model(self.path, self._settings, load.load_classifier)
 
     @torch.no_grad()
     def score(self, rollout: Rollout) -> list[float]:
@@ -112,3 +108,13 @@ class ClassifierSource:
             return logits[:, self._index]  # of independent labels a logit is the log-odds
         others = [i for i in range(logits.shape[1]) if i != self._index]
         return logits[:, self._index] - logits[:, others].logsumexp(1)
+
+
+def open_model(path: str, settings: ModelConfig, load_model: Callable) -> tuple[Any, Any]:
+    """The model of transformers at `path`, frozen, by load_model(settings, device), and its own tokenizer."""
+    tokenizer = load_tokenizer(path)
+    with explained(f"while loading the reward model {path}"):
+        model = load_model(settings, device())
+    load.prepare(model, settings, len(tokenizer))
+    model.config.pad_token_id = tokenizer.pad_token_id
+    return model.eval().requires_grad_(False), tokenizer

@@ -116,8 +116,7 @@ def inputs(rollout: Rollout) -> dict[str, list]:
     """
     prompts = rollout.prompts.columns.get("prompt") or rollout.prompts.texts
     lengths = rollout.response_mask.sum(1).tolist()
-    completions: list = [episode.messages for episode in rollout.episodes] or [
-        said(p, c) for p, c in zip(prompts, rollout.completions, strict=True)]
+    completions = [said(p, c) for p, c in zip(prompts, rollout.said(), strict=True)]
     own = {"prompts": list(prompts), "completions": completions,
            "completion_ids": [row[:n] for row, n in zip(rollout.response_ids.tolist(), lengths, strict=True)]}
     return fresh({k: v for k, v in rollout.prompts.columns.items() if k != "prompt"} | own)
@@ -132,9 +131,10 @@ def fresh(value: object) -> Any:
     return {k: fresh(v) for k, v in value.items()} if type(value) is dict else deepcopy(value)
 
 
-def said(prompt: Text, completion: str) -> Text:
-    """The completion in the prompt's own form: text, or a list of one message."""
-    return completion if isinstance(prompt, str) else [{"role": "assistant", "content": completion}]
+def said(prompt: Text, completion: Text) -> Text:
+    """The completion in the prompt's own form: text, or a list of one message; of an episode, all of its messages."""
+    is_as_it_is = isinstance(prompt, str) or not isinstance(completion, str)
+    return completion if is_as_it_is else [{"role": "assistant", "content": completion}]
 
 
 def parameters(function: Callable) -> tuple[list[str], bool]:
@@ -199,7 +199,8 @@ def open_functions(given: list[str], options: dict[str, dict], timeout: float, i
             found.append(FunctionSource(source, function, own, timeout, name))
             continue
         if path not in modules:
-            modules[path] = _module(path, isolate)
+            modules[path] = functions_of_file(_python_file(path, "reward.functions")) if isolate else run_named(
+                path, "reward.functions")
         found.append(FunctionSource(source, _function(modules[path], path, name, source, own), own, timeout, name))
     for key in options:
         names = [f.name for f in found]
@@ -236,16 +237,18 @@ def _builtin(name: str, source: str, options: dict) -> Callable:
         raise UserError(f"reward.options.{source}: {one_line(error)}; fix reward.options") from error
 
 
-def _module(path: str, isolate: bool) -> ModuleType | SimpleNamespace:
-    """The file's functions. UserError, with the line, for one that cannot be run."""
-    check(Path(path).is_file() and path.endswith(".py"),
-          f"reward.functions: {path} is no Python file; give path.py:name")
-    if isolate:
-        return functions_of_file(path)
+def _python_file(path: str, option: str) -> str:
+    check(Path(path).is_file() and path.endswith(".py"), f"{option}: {path} is no Python file; give path.py:name")
+    return path
+
+
+def run_named(path: str, option: str) -> ModuleType:
+    """The module that the file of a `path.py:name` makes. UserError, with the line, for one that cannot be run."""
+    _python_file(path, option)
     try:
         with unchanged(path):
             return run_file(path)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise UserError(f"reward.functions: {file_error(path, error)}; fix the file") from error
+        raise UserError(f"{option}: {file_error(path, error)}; fix the file") from error

@@ -28,7 +28,7 @@ class Mixture:
 
     A response that all of them skip has no score (None). Each part's own scores, neither scaled nor weighted, go to
     `rollout.source_scores`, NaN where it skipped; which responses a scale's bound has moved to `rollout.is_clipped`;
-    what of the sum belongs to single tokens to `rollout.token_scores`.
+    what of the sum belongs to single tokens to `rollout.token_scores`, and where any part has placed such to step_ends.
     """
 
     parts: list[Part]
@@ -37,19 +37,22 @@ class Mixture:
     def score(self, rollout: Rollout) -> list[float | None]:
         total, is_scored = torch.zeros(len(rollout)), torch.zeros(len(rollout), dtype=torch.bool)
         placed: Tensor | None = None
+        ends: Tensor | None = None
         for part in self.parts:
-            rollout.token_scores = None
+            rollout.token_scores = rollout.step_ends = None
             scores = part_scores(part.source, rollout)  # (B,)
             if rollout.token_scores is not None:
                 own = part.weight * rollout.token_scores  # (B, R)
                 placed = own if placed is None else placed + own
+            if rollout.step_ends is not None:
+                ends = rollout.step_ends if ends is None else ends | rollout.step_ends
             rollout.source_scores[part.source.name] = scores
             is_skipped = torch.isnan(scores)
             if part.scale is not None:
                 scores, rollout.is_clipped = part.scale(scores)  # of a stage-2 model, and there is one at most
             total += torch.where(is_skipped, 0.0, part.weight * scores)
             is_scored |= ~is_skipped
-        rollout.token_scores = placed
+        rollout.token_scores, rollout.step_ends = placed, ends
         return [value if known else None for value, known in zip(total.tolist(), is_scored.tolist(), strict=True)]
 
     def report(self, metrics: Metrics) -> None:

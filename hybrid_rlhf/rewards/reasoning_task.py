@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
 from hybrid_rlhf.core.config import UserError, check, nearest
+from hybrid_rlhf.core.function_worker import one_line
+
+_log = logging.getLogger(__name__)
 
 # Tasks of reasoning-gym 0.1.25 whose scoring hands the answer to eval, their own or sympy's: the model's text would run
 # as code in this process.
@@ -29,6 +33,7 @@ class ReasoningTask:
     settings: dict = field(default_factory=dict)
     tag: str | None = "answer"
     allow_eval: bool = False
+    _has_failed: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check(self.allow_eval or self.task not in EVALUATES,
@@ -62,11 +67,16 @@ class ReasoningTask:
     def score(self, text: str, entry: dict) -> float:
         """What `text` is worth as an answer to `entry`, mostly from 0 to 1.
 
-        An answer that the task's own scoring fails on (some do, for what is no number or no board) is worth 0.
+        An answer that the task's own scoring fails on (some do, for what is no number or no board) is worth 0; the
+        first such failure is said.
         """
         try:
             return float(self._dataset.score_answer(final_answer(text, self.tag), entry))
-        except Exception:  # of the model's text, and not of anything that the user could fix
+        except Exception as error:  # of the model's text, and not of anything that the user could fix
+            if not self._has_failed:
+                _log.warning("warning: the scoring of reasoning_gym's %s fails on an answer (%s); such answers are "
+                             "worth 0", self.task, one_line(error))
+            self._has_failed = True
             return 0.0
 
 

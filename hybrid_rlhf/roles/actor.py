@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hybrid_rlhf.algorithms.divergence import TeacherTargets
 from hybrid_rlhf.core.distributed import place_over_ranks, sum_over_ranks
 from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.metrics import Metrics
@@ -20,7 +21,7 @@ from hybrid_rlhf.engine.train.ema import WeightAverage
 from hybrid_rlhf.models.tokenizer import Tokenizer
 from hybrid_rlhf.roles.policy_module import PolicyModule, TokenScores
 from hybrid_rlhf.roles.router_balance import expert_shares
-from hybrid_rlhf.roles.scoring import per_action, per_sequence, prefix_groups, score, summed
+from hybrid_rlhf.roles.scoring import per_action, per_sequence, prefix_groups, score_index, summed
 from hybrid_rlhf.rollout import Prompts, Rollout
 
 
@@ -86,34 +87,38 @@ class Actor:
         return per_action(self.engine, rollout, self.max_tokens,
                           lambda rows: self.engine(rows, temperature=rollout.temperature).logprobs)
 
-    def update(self, minibatch: Rollout, loss_fn: Callable, auxiliary: AuxiliaryLoss | None = None) -> Metrics:
+    def update(self, minibatch: Rollout, loss_fn: Callable, auxiliary: AuxiliaryLoss | None = None,
+               teacher: TeacherTargets | None = None) -> Metrics:
         """One optimizer step. loss_fn(TokenScores, rows of the minibatch, its Totals) -> their share of the loss, and
-        {metric: (mean, weight)}."""
+        {metric: (mean, weight)}. teacher: on the minibatch's actions; the scores then have their divergence from it."""
         with self.staying():
-            return self._update(minibatch, loss_fn, auxiliary)
+            return self._update(minibatch, loss_fn, auxiliary, teacher)
 
-    def _update(self, minibatch: Rollout, loss_fn: Callable, auxiliary: AuxiliaryLoss | None) -> Metrics:
+    def _update(self, minibatch: Rollout, loss_fn: Callable, auxiliary: AuxiliaryLoss | None,
+                teacher: TeacherTargets | None) -> Metrics:
         totals = minibatch.totals()
 
         def policy_loss(scores: TokenScores, index: Tensor) -> tuple[Tensor, dict]:
             return loss_fn(scores, minibatch.rows(index).to(self.engine.device), totals)
 
-        rows = [self._rows(minibatch.sequences(self.engine.pad_id), policy_loss, with_entropy=True,
-                           temperature=minibatch.temperature)]
+        rows = [self._rows(minibatch.sequences(self.engine.pad_id), policy_loss, teacher=teacher,
+                           with_entropy=True, temperature=minibatch.temperature)]
         if auxiliary is not None:
             num_tokens = sum_over_ranks(auxiliary.batch.loss_mask[:, 1:].sum())
             rows.append(self._rows(auxiliary.batch, lambda scores, _: auxiliary.loss_fn(scores, num_tokens),
                                    auxiliary.weight))
         return accumulate(self.engine, self.max_tokens, *rows)
 
-    def fit_tokens(self, batch: SequenceBatch, loss_fn: Callable) -> Metrics:
-        """One optimizer step on the loss tokens. `loss_fn(TokenScores, token count over all ranks)`."""
+    def fit_tokens(self, batch: SequenceBatch, loss_fn: Callable, teacher: TeacherTargets | None = None) -> Metrics:
+        """One optimizer step on the loss tokens. `loss_fn(TokenScores, token count over all ranks)`. teacher: on these
+        tokens; the scores then have their divergence from it."""
         num_tokens = sum_over_ranks(batch.loss_mask[:, 1:].sum())
         with self.staying():
-            rows = self._rows(batch, lambda scores, _: loss_fn(scores, num_tokens))
+            rows = self._rows(batch, lambda scores, _: loss_fn(scores, num_tokens), teacher=teacher)
             return accumulate(self.engine, self.max_tokens, rows)
 
-    def _rows(self, batch: SequenceBatch, loss_fn: Callable, weight: float = 1.0, **options: float) -> Rows:
+    def _rows(self, batch: SequenceBatch, loss_fn: Callable, weight: float = 1.0,
+              teacher: TeacherTargets | None = None, **options: float) -> Rows:
         """The rows of `batch` with `weight` times `loss_fn(TokenScores, index)` and, for experts, the router's loss of
         the same rows."""
         num_tokens = sum_over_ranks(batch.attention_mask.sum())
@@ -121,12 +126,16 @@ class Actor:
 
         def micro_batch_loss(index: Tensor) -> tuple[Tensor, dict]:
             rows = batch.rows(index).to(self.engine.device)
-            scores = self.engine(rows, expert_shares=shares(len(rows)), **options)
+            scores = self.engine(rows, expert_shares=shares(len(rows)), **options, **self._taught(teacher, index))
             loss, observed = loss_fn(scores, index)
             loss, observed = self._with_router_loss(loss, observed, scores, rows, num_tokens)
             return weight * loss, observed
 
         return Rows(batch.attention_mask.sum(1), micro_batch_loss, prefix_groups(self.engine, batch))
+
+    def _taught(self, teacher: TeacherTargets | None, index: Tensor) -> dict[str, TeacherTargets]:
+        """What the module is told of a teacher for the rows `index` of its batch."""
+        return {} if teacher is None else {"teacher": teacher.select(index).to(self.engine.device)}
 
     def _with_router_loss(self, loss: Tensor, observed: dict, scores: TokenScores, rows: SequenceBatch,
                           num_tokens: Tensor) -> tuple[Tensor, dict]:
@@ -169,7 +178,13 @@ class Actor:
         return WeightAverage(self.engine, decay)
 
     @torch.no_grad()
-    def score_tokens(self, batch: SequenceBatch, **options: float) -> Sequence[TokenScores]:
-        """TokenScores of the loss tokens, micro-batch by micro-batch, without gradients. options: the module's."""
-        return [scores for _, scores in score(self.engine, batch, self.max_tokens,
-                                              lambda rows: self.engine(rows, **options))]
+    def score_tokens(self, batch: SequenceBatch, teacher: TeacherTargets | None = None,
+                     **options: float) -> Sequence[TokenScores]:
+        """TokenScores of the loss tokens, micro-batch by micro-batch, without gradients. teacher: on these tokens;
+        options: the module's."""
+
+        def scores_of(index: Tensor) -> TokenScores:
+            rows = batch.rows(index).to(self.engine.device)
+            return self.engine(rows, **options, **self._taught(teacher, index))
+
+        return [scores for _, scores in score_index(self.engine, batch, self.max_tokens, scores_of)]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs
+from hybrid_rlhf.algorithms.divergence import TeacherTargets, top_k_logprobs
+from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs_and
 from hybrid_rlhf.core.distributed import max_over_ranks
 from hybrid_rlhf.core.tensors import SequenceBatch, predicted, predicting
 from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
@@ -32,7 +34,8 @@ class TokenScores:
 
     router_loss: how unevenly experts were used (a scalar), with gradients on for a mixture of experts; None elsewhere.
     choices: (E,) how often each expert was chosen, where that was asked for. All logits are never kept, so that a loss
-    over the whole vocabulary (label smoothing) has no place here.
+    over the whole vocabulary (label smoothing) has no place here, but divergence (N,) fp32 nats: from a teacher, where
+    there is one, with gradients. top_ids (N, k) long, top_logprobs (N, k) fp32: the likeliest words, where asked for.
     """
 
     logprobs: Tensor
@@ -40,6 +43,9 @@ class TokenScores:
     correct: Tensor
     router_loss: Tensor | None = None
     choices: Tensor | None = None
+    divergence: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
 
 
 class Computed(NamedTuple):
@@ -72,9 +78,13 @@ class PolicyModule(nn.Module):
         return bool(self._can_share)
 
     def forward(self, batch: SequenceBatch, with_entropy: bool = False, expert_shares: Tensor | None = None,
-                with_choices: bool = False, temperature: float = 1.0) -> TokenScores:
+                with_choices: bool = False, temperature: float = 1.0, teacher: TeacherTargets | None = None,
+                top_k: int = 0) -> TokenScores:
         """expert_shares: (E,) of the minibatch that these rows are a part of (Router.loss). with_choices: count the
-        experts' choices. temperature: what the logits are divided by."""
+        experts' choices. temperature: what the logits are divided by. teacher: on these rows, on their device; measures
+        the divergence from it, whose temperature is its own. top_k: the likeliest words of each token, of the logits
+        over `temperature`: what a module says as a teacher (with its whole vocabulary: `states(batch).rows`, inside the
+        engine's `active()`). Raises ValueError for a teacher of other tokens."""
         router_loss = choices = None
         needs_router = self.router is not None and (with_choices or torch.is_grad_enabled())
         rows, hidden, logits, counts = self.states(batch, needs_router)
@@ -87,10 +97,12 @@ class PolicyModule(nn.Module):
         num_chunks = max(1, -(-len(rows) // size))
         if is_partitioned(self.model):  # all processes meet in each call of the head, which gathers its weights
             num_chunks = max_over_ranks(num_chunks)
-        scores = token_logprobs(rows, predicted(batch), own_head(self.model), with_entropy=with_entropy,
-                                temperature=temperature, chunk_size=size, num_chunks=num_chunks,
-                                score_logits=ops_for(rows.device.type).token_scores)
-        return TokenScores(*scores, router_loss, choices)
+        measure, beside = _measure(teacher, top_k, temperature)
+        scores, measured = token_logprobs_and(
+            measure, beside, rows, predicted(batch), own_head(self.model), temperature, size, with_entropy, num_chunks,
+            ops_for(rows.device.type).token_scores)
+        divergence = measured[0] if teacher is not None else None
+        return TokenScores(*scores, router_loss, choices, divergence, *(measured[-2:] if top_k else ()))
 
     def states(self, batch: SequenceBatch, with_router: bool = False) -> Computed:
         """What the backbone says of the batch, each beginning that rows share and each packed document by itself where
@@ -113,3 +125,16 @@ class PolicyModule(nn.Module):
         hidden, logits = (distinct_states_and_router_logits(self.model, batch, packed) if with_router
                           else (distinct_states(self.model, batch, packed), None))
         return Computed(hidden.index_select(0, packed.predicting(batch)), hidden, logits, packed.counts(batch))
+
+
+def _measure(teacher: TeacherTargets | None, top_k: int,
+             temperature: float) -> tuple[Callable | None, Sequence[Tensor]]:
+    """What is measured of each chunk of logits beside the tokens' own scores, and what of a teacher's it reads."""
+    if teacher is None and not top_k:
+        return None, ()
+
+    def measure(logits: Tensor, *taught: Tensor) -> tuple[Tensor, ...]:
+        divergence = () if teacher is None else (teacher.divergence(logits, *taught),)
+        return *divergence, *(top_k_logprobs(logits, top_k, temperature) if top_k else ())
+
+    return measure, () if teacher is None else teacher.flat()

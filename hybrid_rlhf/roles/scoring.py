@@ -18,10 +18,14 @@ from hybrid_rlhf.rollout import Rollout
 
 def score(engine: HybridEngine, batch: SequenceBatch, max_tokens: int, score_fn: Callable) -> Iterator[tuple]:
     """(row indices, score_fn(rows on the engine's device)) of micro-batches within the token budget, in eval mode."""
+    yield from score_index(engine, batch, max_tokens, lambda index: score_fn(batch.rows(index).to(engine.device)))
+
+
+def score_index(engine: HybridEngine, batch: SequenceBatch, max_tokens: int, score_fn: Callable) -> Iterator[tuple]:
+    """`score`, of score_fn(row indices): where more than the rows themselves is taken of them."""
     engine.module.eval()
     with engine.active():
-        yield from accumulate.score(engine, batch.attention_mask.sum(1), max_tokens,
-                                    lambda index: score_fn(batch.rows(index).to(engine.device)),
+        yield from accumulate.score(engine, batch.attention_mask.sum(1), max_tokens, score_fn,
                                     prefix_groups(engine, batch))
 
 

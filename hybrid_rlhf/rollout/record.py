@@ -70,8 +70,9 @@ class Rollout:
     those of all processes, where that is not the order of processes. temperature: by which the logits were divided, and
     are wherever these responses are scored or trained, so that the log-probabilities are those of the policy that
     sampled. episodes: of each response, where it is one of several turns. token_scores (B, R): the part of the scores
-    that belongs to a token of its own, such as the end of a turn (None: the scores are of whole responses). remarks:
-    what a judge says of each response, where there is one.
+    that belongs to a token of its own, such as the end of a turn (None: the scores are of whole responses). step_ends
+    (B, R) bool: those tokens, each the last one of a step or a turn, whether its score is 0 or not. remarks: what a
+    judge says of each response, where there is one.
     """
 
     prompts: Prompts
@@ -95,6 +96,7 @@ class Rollout:
     temperature: float = 1.0
     episodes: list[Episode] = field(default_factory=list)
     token_scores: Tensor | None = None
+    step_ends: Tensor | None = None
     remarks: list[str] = field(default_factory=list)
     _places: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -130,10 +132,22 @@ class Rollout:
     def turn_rewards(self) -> Tensor:
         """(B, R): what each turn of an episode earned by itself, at its last token."""
         placed = torch.zeros(self.action_mask.shape)
+        for i, place, reward in self._rewarded_turns():
+            placed[i, place] = reward
+        return placed
+
+    def rewarded_turn_ends(self) -> Tensor:
+        """(B, R) bool: the last token of each turn that earned something by itself, 0 included."""
+        ends = torch.zeros_like(self.action_mask)
+        for i, place, _ in self._rewarded_turns():
+            ends[i, place] = True
+        return ends
+
+    def _rewarded_turns(self) -> Iterator[tuple[int, int, float]]:
+        """(row, column, reward)"""
         for i, episode in enumerate(self.episodes):
             for end, reward in zip(episode.turn_ends, episode.turn_rewards, strict=False):  # none: no turn has one
-                placed[i, end - 1] = reward
-        return placed
+                yield i, end - 1, reward
 
     def of_actions(self, values: Tensor) -> Tensor:
         """`values` (B, R), where this rollout is, at the actions alone: (N,), row by row."""

@@ -131,7 +131,7 @@ class PPOTrainer:
         rollout.rewards = shape_rewards(rollout.shaped_scores, kl, kl_coef, mask, rollout.token_scores)
         rollout.advantages, rollout.returns = self.estimator(
             rollout.rewards, mask, values=rollout.values, group_size=config.sampling.num_samples,
-            gamma=config.gamma, lam=config.lam, reduce=sum_over_ranks)
+            gamma=config.gamma, lam=config.lam, reduce=sum_over_ranks, step_ends=rollout.step_ends)
         if config.whitens:
             rollout.advantages = whiten(rollout.advantages, mask, reduce=sum_over_ranks)
         if rollout.values is not None:

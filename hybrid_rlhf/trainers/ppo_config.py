@@ -19,8 +19,10 @@ class PPOConfig:
 
     Attributes:
         sampling: How responses are drawn.
-        estimator: Advantage estimator: gae (with a critic), reinforce_pp, reinforce_pp_baseline, rloo, grpo or dr_grpo
-            (all but the first two need sampling.num_samples > 1).
+        estimator: Advantage estimator: gae (with a critic), reinforce_pp, reinforce_pp_baseline, rloo, grpo,
+            process_grpo or dr_grpo (all but the first two need sampling.num_samples > 1). Of rewards that stand at
+            steps or turns gae, reinforce_pp and process_grpo give a token those that follow it; the others add up
+            those of a response.
         policy_loss: ppo (clipped ratio of each token), gspo (of each sequence, geometric mean), ppo_sequence (of each
             sequence, product) or cispo (clipped ratio as a weight).
         aggregation: How the loss is averaged: token (over all tokens of the minibatch), sequence (over each response,

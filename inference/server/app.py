@@ -1,4 +1,4 @@
-"""The application: /v1/chat/completions, /v1/models, /health, and /score where there is a reward model."""
+"""The application: chat completions, completions, models and health, and /score where there is a reward model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.chat import SkipRow, compose_prompt, encode_all
 from hybrid_rlhf.engine.decode import request as engine_request
 from hybrid_rlhf.inference.scorer import Scorer
+from hybrid_rlhf.inference.server.completion_protocol import CompletionRequest, read_completion
+from hybrid_rlhf.inference.server.completion_replies import given_prompts, stream_completion, whole_completion
 from hybrid_rlhf.inference.server.guard import Guard, read_body, refuse
 from hybrid_rlhf.inference.server.protocol import ApiError, ChatRequest, read_chat, read_json, read_score
 from hybrid_rlhf.inference.server.replies import Answer, Asking, stream, whole
-from hybrid_rlhf.inference.server.served_model import Limits, Served
+from hybrid_rlhf.inference.server.served_model import Limits, Served, check_length
 from hybrid_rlhf.inference.server.worker import Job, Stopping, Worker
 
 PAGE = Path(__file__).parent / "page"
@@ -53,6 +55,7 @@ def make_app(models: list[Served], worker: Worker, limits: Limits, *, scorer: Sc
     app.get("/v1/models")(server.list_models)
     app.get("/v1/models/{name:path}")(server.show_model)
     app.post("/v1/chat/completions")(server.chat)
+    app.post("/v1/completions")(server.complete)
     if scorer is not None:
         app.post("/score")(server.score)
     app.add_exception_handler(ApiError, _refused)
@@ -114,26 +117,29 @@ class Server:
         arrived = time.monotonic()
         asked = read_chat(await self._body(request))
         model = self._model(asked.model)
-        self._take_place(model, asked.num_choices)
-        started = time.monotonic()
-        job: Job | None = None
-        answer = stream if asked.is_stream else whole
 
-        async def work(send: Send) -> None:
-            nonlocal job
+        async def work(send: Send, submit: Callable[[Job], None]) -> None:
             prompt, text = await self._encode(self._prompt, model, asked)
-            job = self._job(model, asked, prompt)
-            self.worker.submit(model.lane, job)
-            await answer(send, Asking(model, asked, job, text, lambda i: self.worker.drop(
-                model.lane, job, range(i, i + 1)), self._encode))
+            job = self._job(model, asked, [prompt], "messages")
+            submit(job)
+            await (stream if asked.is_stream else whole)(send, self._asking(model, asked, job, text))
 
-        def leave() -> None:
-            model.num_open -= asked.num_choices
-            model.seconds.append(time.monotonic() - started)
-            if job is not None:
-                self.worker.drop(model.lane, job)
+        return self._answer(model, asked.num_choices, arrived, work)
 
-        return Answer(work, leave, self.limits.request_seconds, arrived)
+    async def complete(self, request: Request) -> Response:
+        arrived = time.monotonic()
+        asked = read_completion(await self._body(request))
+        model = self._model(asked.model)
+
+        async def work(send: Send, submit: Callable[[Job], None]) -> None:
+            prompts = await self._encode(given_prompts, model, asked, self.limits)
+            job = self._job(model, asked, [prompt.ids for prompt in prompts], "prompt")
+            if not asked.is_read_only:
+                submit(job)
+            await (stream_completion if asked.is_stream else whole_completion)(
+                send, self._asking(model, asked, job, ""), prompts)
+
+        return self._answer(model, asked.num_choices * len(asked.prompts), arrived, work)
 
     async def score(self, request: Request) -> Response:
         arrived = time.monotonic()
@@ -175,10 +181,36 @@ class Server:
                                 f"{', '.join(self.models) or 'none'}", param="model", code="model_not_found")
         return self.models[name]
 
+    def _answer(self, model: Served, count: int, arrived: float,
+                work: Callable[[Send, Callable[[Job], None]], Awaitable[None]]) -> Answer:
+        """What `work` sends, with places for `count` choices; it says which job its choices come from."""
+        self._take_place(model, count)
+        started, jobs = time.monotonic(), []
+
+        def submit(job: Job) -> None:
+            jobs.append(job)
+            self.worker.submit(model.lane, job)
+
+        def leave() -> None:
+            model.num_open -= count
+            model.seconds.append(time.monotonic() - started)
+            for job in jobs:
+                self.worker.drop(model.lane, job)
+
+        return Answer(lambda send: work(send, submit), leave, self.limits.request_seconds, arrived)
+
+    def _asking(self, model: Served, asked: ChatRequest | CompletionRequest, job: Job, text: str) -> Asking:
+        return Asking(model, asked, job, text, lambda i: self.worker.drop(model.lane, job, range(i, i + 1)),
+                      self._encode, lambda *given: asyncio.wrap_future(self.worker.score(model.lane, *given)))
+
     def _take_place(self, model: Served, count: int) -> None:
         if not self.worker.is_alive:
             raise ApiError(503, "the server stops or its engine has failed; try again later", retry_after=30)
-        if model.num_open + count > model.lane.num_slots + self.limits.max_queue:
+        places = model.lane.num_slots + self.limits.max_queue
+        if count > places:
+            raise ApiError(400, f"{count} answers at once are more than the {places} that may run and wait; "
+                                "send less, or start the server with a larger --max_queue", code="queue_full")
+        if model.num_open + count > places:
             raise ApiError(429, f"{model.name} is busy with {model.num_open} requests; try again later",
                            code="queue_full", retry_after=model.wait())
         model.num_open += count
@@ -197,32 +229,29 @@ class Server:
         except SkipRow as error:
             raise ApiError(400, f"these messages make no prompt: {error}; "
                                 "send messages that the model's template takes", param="messages") from None
-        most = min(model.lane.capacity - 1, self.limits.max_prompt_tokens or model.lane.capacity)
-        what = "messages and tools" if asked.tools else "messages"
-        _check_length(what, model.least_tokens.of(rendered), most, "or more ")
+        what = "the messages and tools are" if asked.tools else "the messages are"
+        check_length(model, self.limits, what, model.least_tokens.of(rendered), "or more ")
         prompt = encode_all(model.encoder, [rendered])[0].ids
-        _check_length(what, len(prompt), most)
+        check_length(model, self.limits, what, len(prompt))
         return prompt, rendered.shown
 
-    def _job(self, model: Served, asked: ChatRequest, prompt: list[int]) -> Job:
-        serving, room = model.lane.serving, model.lane.capacity - len(prompt)
-        limit = min(asked.limit or self.limits.max_new_tokens, self.limits.max_new_tokens, room)
-        sampling = replace(asked.sampling, max_new_tokens=limit, min_new_tokens=min(asked.least, limit))
-        requests = [engine_request.Request(i, prompt, limit, asked.seed, sampling=sampling)
-                    for i in range(asked.num_choices)]
-        if serving is None:
+    def _job(self, model: Served, asked: ChatRequest | CompletionRequest, prompts: list[list[int]],
+             param: str) -> Job:
+        """The requests of all choices, prompt by prompt; ApiError for one that cannot run."""
+        if model.lane.serving is None:
             raise ApiError(503, "the engine starts again; try again", retry_after=1)
-        try:
-            serving.check(requests[0])
-        except UserError as error:
-            raise ApiError(400, str(error), param="messages") from None
+        requests = []
+        for prompt in prompts:
+            limit = min(asked.limit or self.limits.max_new_tokens, self.limits.max_new_tokens,
+                        model.lane.capacity - len(prompt))
+            sampling = replace(asked.sampling, max_new_tokens=limit, min_new_tokens=min(asked.least, limit))
+            requests += [engine_request.Request(i, prompt, limit, asked.seed, sampling=sampling)
+                         for i in range(asked.num_choices)]
+            try:
+                model.lane.serving.check(requests[-1])
+            except UserError as error:
+                raise ApiError(400, str(error), param=param) from None
         return Job(requests, asyncio.get_running_loop())
-
-
-def _check_length(what: str, count: int, most: int, words: str = "") -> None:
-    if count > most:
-        raise ApiError(400, f"the {what} are {count} {words}tokens long; send less: with room for an answer there "
-                            f"may be {most}", param="messages", code="context_length_exceeded")
 
 
 def _described(model: Served) -> dict:

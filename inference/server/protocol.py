@@ -1,10 +1,9 @@
-"""What the server is asked and answers: OpenAI's chat completions, and the scores that rewards/service.py asks for."""
+"""What the server is asked: OpenAI's chat completions, and the scores that rewards/service.py asks for."""
 
 from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from hybrid_rlhf.data.tool_columns import tools_of, with_tools
 from hybrid_rlhf.data.transcripts import clean
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 
-MAX_MESSAGES, MAX_STOPS, MAX_CHOICES, MAX_SCORES, MAX_TOOLS = 4096, 4, 8, 256, 128
+MAX_MESSAGES, MAX_STOPS, MAX_CHOICES, MAX_SCORES, MAX_TOOLS, MAX_TOP = 4096, 4, 8, 256, 128, 20
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -83,7 +82,7 @@ class _Tool(BaseModel):
     function: _Function
 
 
-class _StreamOptions(BaseModel):
+class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
     include_usage: bool = False
@@ -109,19 +108,20 @@ class _ChatBody(BaseModel):
     seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: StreamOptions | None = None
     tools: list[_Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
     functions: Any = None
     response_format: Any = None
-    logprobs: Any = None
     logit_bias: Any = None
     frequency_penalty: Any = None
     presence_penalty: Any = None
 
 
-_REFUSED = ("functions", "response_format", "logprobs", "logit_bias", "frequency_penalty", "presence_penalty")
+_REFUSED = ("functions", "response_format", "logit_bias", "frequency_penalty", "presence_penalty")
 
 
 class _ScoreBody(BaseModel):
@@ -134,7 +134,8 @@ class _ScoreBody(BaseModel):
 @dataclass(frozen=True)
 class ChatRequest:
     """One question. sampling: without limits of tokens. limit: the most tokens (None: the server's). stops: strings.
-    tools: schemas of what the model may call, which the first message carries too."""
+    tools: schemas of what the model may call, which the first message carries too. num_top: the likeliest tokens to
+    tell beside each token and its log-probability (None: neither)."""
 
     model: str | None
     messages: list[dict]
@@ -147,6 +148,7 @@ class ChatRequest:
     is_stream: bool
     wants_usage: bool
     tools: list[dict]
+    num_top: int | None
 
     @property
     def has_calls(self) -> bool:
@@ -176,33 +178,71 @@ def read_json(body: bytes) -> dict:
 
 def read_chat(found: dict) -> ChatRequest:
     """A chat completion's body. Raises ApiError 400 that names the parameter."""
-    body = _validated(_ChatBody, found)
-    for name in _REFUSED:
+    body = validated(_ChatBody, found)
+    refuse_given(body, _REFUSED)
+    sampling = sampling_of(body)
+    tools = _tools(body, found.get("tools"))
+    messages = with_tools(_messages(body.messages, "messages"), tools)
+    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs true; send it too", param="top_logprobs")
+    num_top = (body.top_logprobs or 0) if body.logprobs else None
+    if num_top is not None and tools:
+        raise ApiError(400, "logprobs cannot be had beside tools; leave one of them out", param="logprobs",
+                       code="unsupported_parameter")
+    if body.stream:
+        check_stream_logprobs(num_top, sampling, "top_logprobs")
+    return ChatRequest(body.model, messages, sampling, limit, body.min_tokens or 0, stops_of(body, MAX_STOPS),
+                       seed_of(body), body.n or 1, bool(body.stream), wants_usage(body), tools, num_top)
+
+
+def refuse_given(body: BaseModel, names: Sequence[str]) -> None:
+    """ApiError 400 for the first field of these that is set to anything but its rest."""
+    for name in names:
         value = getattr(body, name)
         if value and value != {"type": "text"}:
             raise ApiError(400, f"{name} is not supported here; leave it out", param=name, code="unsupported_parameter")
+
+
+def sampling_of(body: Any) -> SamplingConfig:
+    """The settings of a body, without limits of tokens."""
     given = {name: getattr(body, name) for name in ("temperature", "top_p", "min_p", "repetition_penalty")}
     if body.top_k is not None:
         given["top_k"] = max(body.top_k, 0)  # -1 is another server's word for off
     try:
-        sampling = SamplingConfig(**{k: v for k, v in given.items() if v is not None})
+        return SamplingConfig(**{k: v for k, v in given.items() if v is not None})
     except UserError as error:
         raise ApiError(400, str(error)) from None
+
+
+def stops_of(body: Any, most: int) -> tuple[str, ...]:
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if len(stops) > MAX_STOPS or not all(0 < len(s) <= 1000 for s in stops):
-        raise ApiError(400, f"stop takes at most {MAX_STOPS} strings of 1 to 1000 characters", param="stop")
-    tools = _tools(body, found.get("tools"))
-    messages = with_tools(_messages(body.messages, "messages"), tools)
-    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    seed = secrets.randbits(63) if body.seed is None else body.seed
-    return ChatRequest(body.model, messages, sampling, limit, body.min_tokens or 0, tuple(map(clean, stops)), seed,
-                       body.n or 1, bool(body.stream), bool(body.stream_options and body.stream_options.include_usage),
-                       tools)
+    if len(stops) > most or not all(0 < len(s) <= 1000 for s in stops):
+        raise ApiError(400, f"stop takes at most {most} strings of 1 to 1000 characters", param="stop")
+    return tuple(map(clean, stops))
+
+
+def seed_of(body: Any) -> int:
+    return secrets.randbits(63) if body.seed is None else body.seed
+
+
+def wants_usage(body: Any) -> bool:
+    return bool(body.stream_options and body.stream_options.include_usage)
+
+
+def check_stream_logprobs(num_top: int | None, sampling: SamplingConfig, name: str) -> None:
+    """ApiError 400 for log-probabilities that a stream cannot have: in it they are those of the draw."""
+    if num_top:
+        raise ApiError(400, f"{name} above 0 cannot be had in a stream: the likeliest tokens are found when the answer "
+                            "is whole; leave stream out", param=name, code="unsupported_parameter")
+    if num_top is not None and sampling.temperature not in (0, 1):
+        raise ApiError(400, f"logprobs in a stream are those of temperature 0 or 1, not {sampling.temperature:g}; "
+                            "leave stream out", param="logprobs", code="unsupported_parameter")
 
 
 def read_score(found: dict) -> tuple[list[str | list[dict]], list[str]]:
     """Prompts (text, or messages) and their completions as text. Raises ApiError 400."""
-    body = _validated(_ScoreBody, found)
+    body = validated(_ScoreBody, found)
     if len(body.prompts) != len(body.completions):
         raise ApiError(400, f"{len(body.prompts)} prompts but {len(body.completions)} completions; "
                             "give one completion for each prompt", param="completions")
@@ -224,7 +264,7 @@ def _completion(given: str | list[_Message], where: str) -> str:
     return "".join(message["content"] for message in messages)
 
 
-def _validated(shape: type[BaseModel], found: dict) -> Any:
+def validated(shape: type[BaseModel], found: dict) -> Any:
     try:
         return shape.model_validate(found)
     except ValidationError as error:
@@ -309,47 +349,3 @@ def _as_json(value: Any, where: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"{where}: not valid JSON ({why(error)[:200]}); fix it",
                        param=where.split(".")[0]) from None
-
-
-class Shapes:
-    """The objects of one answer, all under one id. counts: (prompt tokens, completion tokens)."""
-
-    def __init__(self, model: str) -> None:
-        self._frame = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
-
-    def chunk(self, index: int, delta: dict, finish_reason: str | None = None) -> dict:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return self._frame | {"object": "chat.completion.chunk", "choices": [choice]}
-
-    def usage_chunk(self, counts: tuple[int, int]) -> dict:
-        return self._frame | {"object": "chat.completion.chunk", "choices": [], "usage": usage(counts)}
-
-    def whole(self, said: list[tuple[str, Sequence[dict]]], finish_reasons: list[str | None],
-              counts: tuple[int, int]) -> dict:
-        """said: text and tool calls of each choice."""
-        messages = [{"role": "assistant", "content": text or None, "refusal": None, "tool_calls": calls} if calls else
-                    {"role": "assistant", "content": text, "refusal": None} for text, calls in said]
-        choices = [{"index": i, "message": message, "logprobs": None, "finish_reason": reason}
-                   for i, (message, reason) in enumerate(zip(messages, finish_reasons, strict=True))]
-        return self._frame | {"object": "chat.completion", "choices": choices, "usage": usage(counts)}
-
-
-def answered_calls(calls: Sequence[dict]) -> list[dict]:
-    """Calls that a model made, in OpenAI's shape. Raises ValueError for arguments that JSON has no word for.
-
-    An id is the model's own where it said one, else of nine letters and figures: Mistral's templates take no other.
-    """
-    given = [call.get("id") for call in calls]
-    return [{"id": own if own and given.count(own) == 1 else secrets.token_hex(5)[:9], "type": "function", "function": {
-        "name": clean(call["function"]["name"]),
-        "arguments": clean(json.dumps(call["function"]["arguments"], ensure_ascii=False, allow_nan=False))}}
-        for call, own in zip(calls, given, strict=True)]
-
-
-def usage(counts: tuple[int, int]) -> dict:
-    return {"prompt_tokens": counts[0], "completion_tokens": counts[1], "total_tokens": sum(counts)}
-
-
-def event(found: dict) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(found, ensure_ascii=False).encode() + b"\n\n"

@@ -1,7 +1,7 @@
 """Serve trained models: python inference/server --model DIR, or hybrid-rlhf serve --model DIR.
 
-OpenAI's chat completions for one model or several, and a reward model's scores for PPO runs elsewhere. It listens on
-this machine only, unless an API key is given.
+OpenAI's chat completions and completions for one model or several, and a reward model's scores for PPO runs elsewhere.
+It listens on this machine only, unless an API key is given.
 """
 
 from __future__ import annotations

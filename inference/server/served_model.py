@@ -12,6 +12,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.least_tokens import LeastTokens
 from hybrid_rlhf.inference.server.protocol import ApiError
 from hybrid_rlhf.inference.server.worker import ModelQueue
+from hybrid_rlhf.inference.token_text import TokenText
 from hybrid_rlhf.models.tool_calls import check_tools
 
 
@@ -41,6 +42,7 @@ class Served:
     def __post_init__(self) -> None:
         self.encoder = copy.deepcopy(self.tokenizer)  # used in another thread than the one that decodes
         self.least_tokens = LeastTokens(self.encoder)
+        self.token_text = TokenText(self.tokenizer)
 
     def check_tools(self, param: str) -> None:
         """ApiError for a model whose template has no tools. In the thread of the encoder."""
@@ -54,3 +56,12 @@ class Served:
         """Seconds after which there may be room again."""
         mean = sum(self.seconds) / len(self.seconds)
         return min(60, max(1, math.ceil(mean * self.num_open / (self.lane.num_slots * 2))))
+
+
+def check_length(model: Served, limits: Limits, what: str, count: int, words: str = "", param: str = "messages"
+                 ) -> None:
+    """ApiError for more tokens than a prompt may have, with room for an answer."""
+    most = min(model.lane.capacity - 1, limits.max_prompt_tokens or model.lane.capacity)
+    if count > most:
+        raise ApiError(400, f"{what} {count} {words}tokens long; send less: with room for an answer there "
+                            f"may be {most}", param=param, code="context_length_exceeded")

@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -17,6 +18,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine.decode.request import Request
 from hybrid_rlhf.engine.decode.serving import Serving
 from hybrid_rlhf.engine.hybrid import HybridEngine
+from hybrid_rlhf.inference.sequence_scores import ScoredToken, SequenceScorer
 
 # An eye does not tell tokens apart that come thirty times a second, but every delivery takes the interpreter from the
 # engine's thread, and a core from its products.
@@ -49,13 +51,16 @@ class Job:
 
 @dataclass
 class ModelQueue:
-    """One model: its engine, at most num_slots requests of `capacity` tokens at once, and the jobs under way."""
+    """One model: its engine, at most num_slots requests of `capacity` tokens at once, the jobs under way, and what is
+    to be read between their steps."""
 
     engine: HybridEngine
     num_slots: int
     capacity: int
     serving: Serving | None = None
     jobs: list[Job] = field(default_factory=list)
+    readings: deque[Callable[[], None]] = field(default_factory=deque)
+    scorer: SequenceScorer | None = None
     told_at: float = 0.0  # when all new tokens were last delivered
 
 
@@ -101,8 +106,20 @@ class Worker:
     def call(self, function: Callable[[], T]) -> Future[T]:
         """`function` between two steps, in the engine's thread."""
         result: Future[T] = Future()
+        self._order(self._answering(result, function))
+        return result
 
-        def order() -> None:
+    def score(self, lane: ModelQueue, ids: list[int], first: int, num_top: int,
+              with_next: bool = False) -> Future[list[ScoredToken]]:
+        """SequenceScorer.score. Of all that is to be scored one sequence has its turn between two steps, so that
+        answers go on."""
+        result: Future[list[ScoredToken]] = Future()
+        reading = self._answering(result, lambda: self._score(lane, ids, first, num_top, with_next))
+        self._order(lambda: lane.readings.append(reading))
+        return result
+
+    def _answering(self, result: Future[T], function: Callable[[], T]) -> Callable[[], None]:
+        def answer() -> None:
             if not result.set_running_or_notify_cancel():
                 return
             try:
@@ -112,8 +129,7 @@ class Worker:
             except Exception as error:
                 result.set_exception(error)
 
-        self._order(order)
-        return result
+        return answer
 
     def _order(self, order: Callable[[], None]) -> None:
         self._orders.put(order)
@@ -125,6 +141,10 @@ class Worker:
         with suppress(queue.Empty):
             while True:
                 self._orders.get_nowait()()
+        for lane in self.lanes:
+            with suppress(IndexError):
+                while True:
+                    lane.readings.popleft()()
 
     # -- in the thread -----------------------------------------------------------------------------------------------
 
@@ -137,7 +157,7 @@ class Worker:
                 self._ready.set_result(None)
                 self._turn_until_stopped()
                 for lane in self.lanes:
-                    lane.serving = None
+                    lane.serving = lane.scorer = None
         except BaseException as error:
             if not self._ready.done():
                 self._ready.set_exception(error)
@@ -152,7 +172,7 @@ class Worker:
 
     def _turn_until_stopped(self) -> None:
         while not self._is_stopping:
-            is_busy = any(lane.jobs for lane in self.lanes)
+            is_busy = any(lane.jobs or lane.readings for lane in self.lanes)
             try:
                 order = self._orders.get(block=not is_busy)
                 while not self._is_stopping:
@@ -161,8 +181,21 @@ class Worker:
             except queue.Empty:
                 pass
             for lane in self.lanes:
+                if lane.readings:
+                    lane.readings.popleft()()
                 if lane.jobs:
                     self._step(lane)
+
+    def _score(self, lane: ModelQueue, ids: list[int], first: int, num_top: int,
+               with_next: bool) -> list[ScoredToken]:
+        lane.scorer = lane.scorer or SequenceScorer(lane.engine, lane.capacity)
+        try:
+            return lane.scorer.score(ids, first, num_top, with_next)
+        except Exception as error:
+            lane.scorer = None  # its slot goes back, should memory have run out
+            if not isinstance(error, UserError):
+                _log.exception("scoring tokens failed")
+            raise
 
     def _stop(self) -> None:
         self._is_stopping = True

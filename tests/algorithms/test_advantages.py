@@ -92,7 +92,7 @@ def test_inputs_stay_as_they_were_and_half_precision_is_computed_in_fp32():
 
 
 def test_every_row_of_the_table_takes_the_same_keywords_and_says_what_it_needs():
-    wanted = {"rewards", "action_mask", "values", "gamma", "lam", "reduce", "group_size"}
+    wanted = {"rewards", "action_mask", "values", "gamma", "lam", "reduce", "group_size", "step_ends"}
     for row in ESTIMATORS.values():
         assert set(inspect.signature(row.fn).parameters) == wanted
     assert ESTIMATORS["gae"].needs_values and not ESTIMATORS["gae"].needs_group

@@ -62,6 +62,37 @@ def test_reinforce_pp_with_the_group_s_baseline_whitens_over_actions():
     torch.testing.assert_close(advantages_of("reinforce_pp_baseline"), expected)
 
 
+def test_process_grpo_sums_the_normalised_rewards_of_a_token_s_own_step_and_later_ones():
+    """Two groups. Of the first, one response has steps of two tokens and one worth 0.9 and 0, the other one of two
+    worth 0.3: mean 0.4, deviations 0.5, -0.4, -0.1, spread sqrt((.25 + .16 + .01) / 2). The step of 0 counts. Of the
+    second, the rewards between ends (a KL penalty, say) are their step's: 1 - 0.5 | 2 and 1.5, no end said but the
+    last: mean 4 / 3."""
+    mask = torch.tensor([[True, True, True], [True, True, False], [True, False, True], [True, True, True]])
+    rewards = torch.tensor([[0, 0.9, 0], [0, 0.3, NAN], [-0.5, NAN, 1.0], [2.0, 1.5, 0]])
+    ends = torch.tensor([[0, 1, 1], [0, 1, 1], [0, 1, 0], [1, 0, 0]]).bool()
+    advantages, returns = ESTIMATORS["process_grpo"].fn(rewards, mask, group_size=2, step_ends=ends)
+    first = (0.42 / 2) ** 0.5 + 1e-4
+    deviations = [0.5 - 4 / 3, 2 - 4 / 3, 1.5 - 4 / 3]
+    second = (sum(d * d for d in deviations) / 2) ** 0.5 + 1e-4
+    a, b, c = (d / second for d in deviations)
+    torch.testing.assert_close(advantages, torch.tensor([[0.1 / first, 0.1 / first, -0.4 / first],
+                                                         [-0.1 / first, -0.1 / first, 0], [a, 0, a], [b + c, c, c]]))
+    torch.testing.assert_close(returns, torch.tensor([[0.9, 0.9, 0], [0.3, 0.3, 0], [0.5, 0, 1.0], [3.5, 1.5, 0]]))
+
+
+def test_process_grpo_of_scores_of_whole_responses_is_grpo():
+    for size in (2, 4):
+        torch.testing.assert_close(advantages_of("process_grpo", size=size), advantages_of("grpo", size=size))
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_who_says_that_it_sums_gives_the_tokens_of_a_response_one_advantage_and_the_others_do_not(name):
+    """Rows of two steps worth 1 and 0, and 0 and 1: the same sum."""
+    rewards, ends = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.ones(2, 2, dtype=torch.bool)
+    advantages, _ = ESTIMATORS[name].fn(rewards, ends, values=torch.zeros(2, 2), group_size=2, step_ends=ends)
+    assert bool((advantages[0] == advantages[1]).all()) == ESTIMATORS[name].sums
+
+
 @pytest.mark.parametrize("name", GROUPED)
 def test_equal_scores_teach_nothing_and_groups_of_one_or_torn_groups_are_refused(name):
     assert not advantages_of(name, rewards=torch.zeros(4, 3)).any()
@@ -72,4 +103,4 @@ def test_equal_scores_teach_nothing_and_groups_of_one_or_torn_groups_are_refused
 
 def test_only_gae_needs_a_critic():
     assert [name for name, row in ESTIMATORS.items() if row.needs_values] == ["gae"]
-    assert GROUPED == ["reinforce_pp_baseline", "rloo", "grpo", "dr_grpo"]
+    assert GROUPED == ["reinforce_pp_baseline", "rloo", "grpo", "process_grpo", "dr_grpo"]

@@ -64,6 +64,19 @@ def test_each_way_not_to_survive_is_told(tmp_path, monkeypatch):
     assert found["survives"]["log"] == "its words\n"
 
 
+def test_what_a_try_takes_at_once_counts_however_late_its_supervisor_looks(tmp_path, monkeypatch):
+    (tmp_path / "place").mkdir()
+    measure = attempt.resident
+
+    def late(pid):
+        time.sleep(0.5)
+        return measure(pid)
+
+    monkeypatch.setattr(attempt, "resident", late)
+    [(_, answer)] = attempt.outcomes([Try("grows", grows, 60.0, 100)], tmp_path / "place", tmp_path, 1)
+    assert "MiB, more than 100" in answer["said"]
+
+
 ONE_LINE = Ended(2, "", "warning: x\nerror: no model; give one\n")
 
 

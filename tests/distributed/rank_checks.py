@@ -31,6 +31,7 @@ from hybrid_rlhf.roles import Actor, PolicyModule, Reward, policy_module
 from tests.distributed.rank_adapters import check_adapters
 from tests.distributed.rank_experts import check_experts
 from tests.distributed.rank_rows import STEPS, moved, own_rows, plain_loss, relative, rows_of, tokens_allowed
+from tests.distributed.rank_teachers import check_teachers
 from tests.factories.shortage import failing
 from tests.factories.tiny import tiny_causal_lm, tiny_scalar_model, tiny_tokenizer
 
@@ -243,6 +244,7 @@ def run(out: Path, stages: Path, *names: str) -> None:
     results, seconds = {}, {}
     checks = {"layouts": check_layouts, "experts": check_experts, "memory": check_memory, "adapters": check_adapters,
               "inference": check_inference, "shards": check_shards, "state": check_state, "rewards": check_rewards,
+              "teachers": check_teachers,
               "stages": lambda: check_stages(json.loads(stages.read_text()))}
     for name in names or checks:
         start = time.perf_counter()

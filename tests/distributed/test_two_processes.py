@@ -131,6 +131,13 @@ def test_experts_idle_on_one_process_under_zero_3_hang_nobody_and_the_gradient_i
         assert measured[case]["weights"] < 1e-5 and measured[case]["moved"] > 1e-3
 
 
+@pytest.mark.parametrize("case", ["student zero 0, teacher zero 0", "student zero 2, teacher zero 0",
+                                  "student zero 3, teacher zero 0", "student zero 3, teacher zero 3"])
+def test_a_student_of_two_processes_takes_plain_torch_s_steps_towards_its_teacher(found, case):
+    for measured in found["teachers"]:
+        assert measured[case]["weights"] < 1e-5 and measured[case]["moved"] > 1e-3
+
+
 @pytest.fixture
 def left(request, name) -> Path:
     """The folder with run `name`, which ended well on both processes."""

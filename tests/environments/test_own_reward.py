@@ -47,6 +47,23 @@ def test_what_a_turn_earned_stands_at_its_last_token_weighted_with_the_rest():
     assert rewards.tolist() == [[0, 1, 0, 0, 5.5]]
 
 
+def test_a_turn_that_earned_nothing_is_marked_as_one_that_earned_and_so_are_the_steps_of_another_source():
+    class Middle:
+        name = "middle"
+
+        def score(self, rollout: Rollout) -> list[float]:
+            rollout.token_scores = torch.tensor([[0, 0, 0, 0.5, 0]])
+            rollout.step_ends = rollout.token_scores > 0
+            return [0.5]
+
+    rollout = rollout_of(Episode(turn_ends=[2, 5], turn_rewards=[0.0, 1.0]))
+    assert Mixture([Part(EnvironmentSource("Game")), Part(Middle(), 4.0)]).score(rollout) == [3.0]
+    assert rollout.token_scores.tolist() == [[0, 0, 0, 2, 1]]
+    assert rollout.step_ends.tolist() == [[False, True, False, True, True]]
+    plain = rollout_of(Episode(turn_ends=[2, 5], reward=1.0))  # no turn has a reward of its own
+    assert EnvironmentSource("Game").score(plain) == [1.0] and not plain.step_ends.any()
+
+
 def kind(name: str, has_step: bool = False, has_reward: bool = False) -> Environment:
     return Environment(name, [], has_step, has_reward)
 

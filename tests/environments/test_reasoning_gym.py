@@ -6,13 +6,14 @@ import inspect
 import random
 import re
 import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.environments.builtin import BUILTINS
 from hybrid_rlhf.rewards.functions import open_functions
-from hybrid_rlhf.rewards.reasoning_task import EVALUATES, INSTRUCTION, final_answer, task_rows
+from hybrid_rlhf.rewards.reasoning_task import EVALUATES, INSTRUCTION, ReasoningTask, final_answer, task_rows
 
 
 def gym(*given, **options):
@@ -99,6 +100,20 @@ def test_an_answer_that_the_tasks_own_scoring_fails_on_is_worth_nothing(task, te
     environment = gym(task)
     environment.reset(index=0)
     assert environment.step([{"role": "assistant", "content": f"<answer>{text}</answer>"}])[2] <= 0.01
+
+
+def test_the_first_failure_of_a_tasks_own_scoring_is_said(monkeypatch, caplog):
+    class Failing:
+        def score_answer(self, answer, entry):
+            return 1.0 if answer == "4" else 1 / int(answer)
+
+    factory = SimpleNamespace(DATASETS={"sums": None}, create_dataset=lambda name, **settings: Failing())
+    monkeypatch.setitem(sys.modules, "reasoning_gym", ModuleType("reasoning_gym"))
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
+    task = ReasoningTask("sums")
+    assert [task.score(f"<answer>{text}</answer>", {}) for text in ("4", "0", "x")] == [1, 0, 0]
+    assert [record.getMessage() for record in caplog.records] == [
+        "warning: the scoring of reasoning_gym's sums fails on an answer (division by zero); such answers are worth 0"]
 
 
 def test_the_tasks_that_run_an_answer_are_those_that_the_packages_source_shows():

@@ -19,6 +19,7 @@ from hybrid_rlhf.data.chat import SkipRow
 from hybrid_rlhf.data.examples import MAKERS, Counts, Lengths
 from hybrid_rlhf.data.schema import FORMATS, KINDS, detect, read_row
 from hybrid_rlhf.data.sources import Source
+from hybrid_rlhf.inference.server.completion_protocol import read_completion
 from hybrid_rlhf.inference.server.protocol import ApiError, read_chat, read_json, read_score
 from hybrid_rlhf.models.weights import fingerprint
 from hybrid_rlhf.run.runfile import read_run
@@ -121,7 +122,7 @@ def server_body(data: bytes) -> None:
     try:
         found = read_json(data[1:])
         if data[:1] >= b"\x80":
-            read_score(found)
+            (read_completion if data[:1] >= b"\xc0" else read_score)(found)
             return
         asked = read_chat(found)
         chat.encode_prompt(tokenizer(), asked.messages)

@@ -73,7 +73,8 @@ def documents_folder(folder: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    """The files that the documents name: data of each kind, pay.py, a template, and a tiny model my-model."""
+    """The files that the documents name: data of each kind, pay.py, a template, and tiny models my-model and my-prm."""
+    from tests.factories.prm import save_prm
     from tests.factories.tiny import save_tiny
 
     pairs = [(f"Name a {c} fruit, number {i}.", f) for i in range(10) for c, f in zip(COLOURS, FRUITS, strict=True)]
@@ -92,4 +93,5 @@ def fill(folder: Path) -> Path:
     (folder / "tools.jinja").write_text((ROOT / "examples" / "tools" / "template.jinja").read_text())
     (folder / "pay.py").write_text(python_of("polite"))
     save_tiny(folder / "my-model", max_position_embeddings=1024)
+    save_prm(folder / "my-prm", max_position_embeddings=1024)
     return folder

@@ -60,7 +60,8 @@ DEPENDENCIES = {
     "packaging": (f"{H}.commands.doctor",),
     "peft": (f"{H}.models.lora", f"{H}.models.peft_compat"),
     "pyarrow": (f"{H}.data.sources",),  # datasets brings it
-    "pydantic": (f"{H}.inference.server.protocol",),  # fastapi brings it and starlette
+    # fastapi brings it and starlette
+    "pydantic": (f"{H}.inference.server.protocol", f"{H}.inference.server.completion_protocol"),
     "reasoning_gym": (f"{H}.rewards.reasoning_task",),
     "starlette": (f"{H}.inference.server",),
     "tokenizers": (f"{H}.models",),

@@ -59,9 +59,14 @@ def parse_command(words: list[str]) -> None:
     elif program == "pip":
         parse_pip(rest)
     elif program == "curl":
+        from hybrid_rlhf.inference.server.completion_protocol import read_completion
         from hybrid_rlhf.inference.server.protocol import read_chat
 
-        read_chat(json.loads(rest[rest.index("-d") + 1]))
+        read = read_completion if rest[0].endswith("/v1/completions") else read_chat
+        read(json.loads(rest[rest.index("-d") + 1]))
+    elif program == "lm_eval":  # somebody else's, which test_lm_eval.py runs where it is installed
+        given = dict(each.split("=") for each in rest[rest.index("--model_args") + 1].split(","))
+        assert rest[rest.index("--model") + 1] == "local-completions" and given["base_url"].endswith("/v1/completions")
     elif rest and rest[0] in cli.COMMANDS:
         parse_of(rest[0])(rest[1:])
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import os
 import re
 import shutil
@@ -28,7 +29,8 @@ pytestmark = pytest.mark.slow
 
 RUNNABLE = [b for b in shell_blocks() if not b.needs]
 SHORT = ["--train.max_steps=2", "--train.per_device_train_batch_size=4"]
-SAMPLES = {"ppo": "ppo", "grpo": "ppo", "online_dpo": "online", "rejection": "rejection", "evaluate": "evaluate"}
+SAMPLES = {"ppo": "ppo", "grpo": "ppo", "process_grpo": "ppo", "online_dpo": "online", "rejection": "rejection",
+           "evaluate": "evaluate"}
 PARTS = ("sft", "reward", "ppo")
 
 
@@ -99,7 +101,8 @@ def served(block, folder: Path) -> None:
         for words in (w for w in block.commands if w[0] == "curl"):
             asked = [re.sub(r"localhost:8000", f"127.0.0.1:{port}", w) for w in words]
             answer = subprocess.run(["curl", "-sS", "-m", "60", *asked[1:]], capture_output=True, text=True, check=True)
-            assert "data: [DONE]" in answer.stdout, answer.stdout
+            is_stream = json.loads(words[words.index("-d") + 1]).get("stream")
+            assert ("data: [DONE]" if is_stream else '"usage"') in answer.stdout, answer.stdout
     finally:
         server.send_signal(signal.SIGTERM)
         server.communicate(timeout=60)

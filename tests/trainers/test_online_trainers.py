@@ -9,6 +9,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.rewards.scale import Scale
+from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.trainers.ppo import PPOConfig
 from tests.factories.trainers import (
     CLOCKED,
@@ -224,3 +225,15 @@ def test_a_rollout_is_scored_and_trained_at_the_temperature_that_it_was_sampled_
         assert torch.allclose(rollout.logprobs[i][rollout.action_mask[i]], by_hand, atol=1e-4)
     assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-4)
     assert metrics["engine/logprob_drift"] < 1e-4
+
+
+def test_a_step_that_earned_nothing_reaches_the_estimator_as_a_step():
+    """Four steps of one token worth 1, 0 | 0, 0: mean 1/4, deviations 3/4 and -1/4, spread sqrt(3/4 / 3) = 1/2."""
+    sampling = SamplingConfig(max_new_tokens=2, num_samples=2)
+    run = online(settings(estimator="process_grpo", sampling=sampling), Source(None))
+    rollout = Rollout.from_responses(Prompts([[5], [5]], ["x", "x"]), [[6, 7], [8, 9]], [True, True], 0, ["a", "b"])
+    rollout.logprobs = rollout.ref_logprobs = torch.zeros(2, 2)
+    rollout.shaped_scores, rollout.token_scores = torch.tensor([1.0, 0.0]), torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    rollout.step_ends = torch.ones(2, 2, dtype=torch.bool)
+    run.estimate(rollout, Metrics())
+    torch.testing.assert_close(rollout.advantages, torch.tensor([[0.5, -0.25], [-0.5, -0.25]]) / 0.5001)

@@ -95,7 +95,8 @@ def test_every_offline_loss_has_a_row(models, tmp_path, loss) -> None:
 @pytest.mark.parametrize(("estimator", "policy_loss", "method"), [
     ("gae", "ppo", "ppo"), ("gae", "gspo", "ppo"), ("grpo", "ppo", "grpo"), ("grpo", "gspo", "gspo"),
     ("grpo", "cispo", "cispo"), ("rloo", "ppo_sequence", "rloo"), ("dr_grpo", "ppo", "dr_grpo"),
-    ("reinforce_pp", "ppo", "reinforce_pp"), ("reinforce_pp_baseline", "ppo", "reinforce_pp_baseline")])
+    ("process_grpo", "ppo", "process_grpo"), ("reinforce_pp", "ppo", "reinforce_pp"),
+    ("reinforce_pp_baseline", "ppo", "reinforce_pp_baseline")])
 def test_every_method_that_samples_has_a_row_however_it_was_chosen(models, tmp_path, estimator, policy_loss,
                                                                    method) -> None:
     ppo = PPOConfig(sampling=step3_ppo.PPOConfig().sampling.__class__(num_samples=4), estimator=estimator,

@@ -41,8 +41,9 @@ def launch(folder: Path, stage: str, *more: str, data: str = "ppo") -> Path:
     return out
 
 
-ESTIMATOR_OF = {"grpo": "grpo", "dr_grpo": "dr_grpo", "rloo": "rloo", "reinforce_pp": "reinforce_pp",
-                "reinforce_pp_baseline": "reinforce_pp_baseline", "gspo": "grpo", "cispo": "grpo"}
+ESTIMATOR_OF = {"grpo": "grpo", "dr_grpo": "dr_grpo", "process_grpo": "process_grpo", "rloo": "rloo",
+                "reinforce_pp": "reinforce_pp", "reinforce_pp_baseline": "reinforce_pp_baseline", "gspo": "grpo",
+                "cispo": "grpo"}
 
 
 def test_every_variant_of_ppo_is_tried_here():

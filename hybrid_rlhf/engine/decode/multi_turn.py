@@ -90,8 +90,8 @@ class SlotTurns:
         ended, self._running.ended = self._running.ended, []
         if ended:
             self._note_bytes(self._running.cache.num_bytes())
-        gone = {id(request) for request in ended}
-        self._live = [request for request in self._live if id(request) not in gone]
+            gone = {id(request) for request in ended}
+            self._live = [request for request in self._live if id(request) not in gone]
         return ended
 
     def _restart(self, failure: Exception) -> None:

@@ -34,10 +34,10 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
 
 
-def following(before: Request, added: Sequence[int], limit: int, may_go_on: bool = True) -> Request:
+def following(before: Request, added: Sequence[int], limit: int) -> Request:
     """The next turn of a sequence: what it said before, `added` tokens of somebody else's, and at most `limit` more."""
     prompt = [*before.prompt, *before.tokens, *added]
-    return Request(before.number, prompt, limit, before.seed, sampling=before.sampling, may_go_on=may_go_on,
+    return Request(before.number, prompt, limit, before.seed, sampling=before.sampling, may_go_on=True,
                    follows=before, num_drawn=before.num_drawn + len(before.tokens))
 
 

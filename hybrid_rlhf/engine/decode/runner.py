@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,10 +120,10 @@ class Runner:
         self.bytes_per_slot = cache.num_bytes(is_growing=False) / cache.num_slots
 
     def prefill(self, cache: SlotCache, prompts: Sequence[Sequence[int]], source: Sequence[int],
-                targets: Sequence[int], offset: int = 0) -> None:
+                targets: Sequence[int], offset: int = 0) -> Any:
         """Store the columns of N prompts: prompt source[i] in slot targets[i]. Prompts are padded on the right.
 
-        offset: columns that the slots hold already (the same for all).
+        offset: columns that the slots hold already (the same for all). Returns what the backbone does.
         """
         ids = pad_right(prompts, 0).to(self.device)
         positions = torch.arange(offset, offset + ids.shape[1], device=self.device).expand(len(prompts), -1)
@@ -130,7 +131,7 @@ class Runner:
         step = Step(positions, offset + ids.shape[1], is_prefill=True, offset=offset,
                     source=None if is_plain else torch.tensor(source, device=self.device),
                     targets=torch.tensor(targets, device=self.device))
-        self._forward(self._body, cache, step, ids)
+        return self._forward(self._body, cache, step, ids)
 
     def extend(self, cache: SlotCache, chunks: Sequence[Sequence[int]], slots: Sequence[int], offsets: Sequence[int]
                ) -> None:

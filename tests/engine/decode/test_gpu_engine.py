@@ -88,3 +88,19 @@ def test_sampled_logprobs_are_those_of_the_training_forward_in_bf16():
         truth = logits.log_softmax(-1).gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0]
         differences += (torch.tensor(logprobs) - truth.cpu()).abs().tolist()
     assert sum(differences) / len(differences) < 0.02 and max(differences) < 0.3
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_states_that_are_read_give_the_logits_of_the_plain_forward(kind):
+    model = build(kind).cuda()
+    sequences = [*PROMPTS, [*PROMPTS[-1], 7, 8], PROMPTS[0]]
+    with torch.no_grad():
+        want = [model.base_model(input_ids=torch.tensor([ids], device="cuda"), use_cache=False).last_hidden_state[0]
+                for ids in sequences]
+    engine = _engine(model, max_batch=2)
+    with engine.inference():
+        reader = engine.read(64)
+        for ids, whole in zip(sequences, want, strict=True):
+            first = max(0, min(reader.num_held(ids), len(ids)) - 1)
+            found = reader.states(ids, first)
+            assert torch.allclose(found, whole[first:], rtol=1e-2, atol=1e-2 * float(whole.abs().max()))

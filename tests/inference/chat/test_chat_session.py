@@ -177,7 +177,7 @@ def test_a_file_that_is_no_conversation_is_refused_in_one_line(tmp_path_factory,
     file = tmp_path_factory.getbasetemp() / "hostile.jsonl"
     file.write_bytes(content)
     with suppress(UserError):
-        assert all(isinstance(m["content"], str) for m in read_conversation(str(file)))
+        assert all(isinstance(m["content"], str) for m in read_conversation(str(file))[0])
 
 
 def test_columns_stand_beside_each_other_and_hold_no_escape_sequences():

@@ -330,14 +330,15 @@ def test_tokens_that_wait_go_out_in_one_write_and_none_of_their_events_is_lost()
     async def write(bunches: list[int]) -> list[bytes]:
         sent: list[bytes] = []
         job = Job([Request(0, [1], sum(bunches), 0)], asyncio.get_running_loop())
-        served = SimpleNamespace(name="m", tokenizer=tiny_tokenizer(), lane=SimpleNamespace(serving=None))
-        asked = SimpleNamespace(stops=(), wants_usage=False, tools=[])
+        served = SimpleNamespace(name="m", tokenizer=tiny_tokenizer(), lane=SimpleNamespace(serving=None),
+                                 token_text=None)
+        asked = SimpleNamespace(stops=(), wants_usage=False, tools=[], num_top=None)
 
         async def send(message: dict) -> None:
             sent.append(message.get("body", b""))
 
         streaming = asyncio.ensure_future(replies.stream(send, replies.Asking(
-            served, asked, job, "", lambda _i: None, asyncio.to_thread)))
+            served, asked, job, "", lambda _i: None, asyncio.to_thread, None)))
         number = 0
         for bunch in bunches:
             for _ in range(bunch):

@@ -1,0 +1,54 @@
+"""Hidden states of given sequences in inference mode: what a server needs to say how likely each token was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.tensors import SequenceBatch
+from hybrid_rlhf.engine.decode.kv_cache import SlotCache
+from hybrid_rlhf.engine.decode.runner import Runner
+from hybrid_rlhf.models.backbone import hidden_states
+
+
+class Reader:
+    """One sequence after the other, each by one prefill, in a slot of its own of `capacity` columns.
+
+    The slot keeps the columns of the last sequence, so that one that begins like it (the next answer to a question) is
+    computed from where they part. A model that carries states, or runs by `generate`, reads each from its start.
+    """
+
+    def __init__(self, runner: Runner, capacity: int) -> None:
+        self._runner, self._capacity = runner, capacity
+        self._cache: SlotCache | None = None
+        self._held: list[int] = []
+
+    def num_held(self, ids: Sequence[int]) -> int:
+        """How many of the first tokens of `ids` have their columns in the slot."""
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, self._held, strict=False)))
+
+    def states(self, ids: Sequence[int], first: int = 0) -> Tensor:
+        """(N - first, H): the last hidden states of ids[first:], the N tokens of a sequence; row i predicts what
+        follows ids[first + i]. Raises ValueError where ids[:first] are not all held, or the slot is too small, and
+        UserError for a model that does not say its states."""
+        if first > self.num_held(ids) or len(ids) > self._capacity:
+            raise ValueError(f"{len(ids)} tokens from {first}, of which {self.num_held(ids)} are held, in a slot of "
+                             f"{self._capacity}")
+        if self._runner.path == "generate":  # nothing of the model is replaced there
+            tokens = torch.tensor([list(ids)], device=self._runner.device)
+            real = torch.ones_like(tokens, dtype=torch.bool)
+            return hidden_states(self._runner.model, SequenceBatch(tokens, real, real))[0, first:]
+        if self._cache is None:
+            self._cache = self._runner.new_cache(1, self._capacity)
+        self._held = []  # a forward that fails leaves the slot half written
+        self._cache.clear_states(self._cache.all_slots)
+        out = self._runner.prefill(self._cache, [ids[first:]], [0], [0], offset=first)
+        check(hasattr(out, "last_hidden_state"), f"{type(self._runner.model).__name__} does not give its hidden states "
+                                                 "behind a cache; leave logprobs out")
+        if not self._runner.is_stateful:
+            self._held = list(ids)
+        return out.last_hidden_state[0]

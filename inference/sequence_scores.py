@@ -1,0 +1,70 @@
+"""How likely a model finds the tokens of a sequence, and which it finds likeliest in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from hybrid_rlhf.algorithms.likelihood import chunk_rows
+from hybrid_rlhf.algorithms.top_tokens import top_tokens
+from hybrid_rlhf.core.config import check
+from hybrid_rlhf.engine.hybrid import HybridEngine
+from hybrid_rlhf.models.backbone import own_head
+
+
+class ScoredToken(NamedTuple):
+    """A token, its log-probability behind those before it, and the likeliest tokens there, (id, log-probability) each,
+    likeliest first. In nats, of softmax(logits): no temperature, no truncation, no penalty."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class SequenceScorer:
+    """Scores sequences one after the other, in inference mode, each by one prefill and chunks of the vocabulary.
+
+    What the next sequence begins with as the last one did is computed once: several answers to one question cost the
+    question once, and their own tokens.
+    """
+
+    def __init__(self, engine: HybridEngine, capacity: int) -> None:
+        self._model, self._reader = engine.model, engine.read(capacity)
+        self._known: list[ScoredToken | None] = []  # of the tokens that the reader holds
+
+    @torch.no_grad()
+    def score(self, ids: Sequence[int], first: int, num_top: int = 0, with_next: bool = False) -> list[ScoredToken]:
+        """One for each of ids[first:], 1 <= first, with the num_top likeliest tokens of its place. with_next: also the
+        likeliest token behind `ids`. Raises UserError for logits that are not finite."""
+        ids, num_held = list(ids), self._reader.num_held(ids)
+        known = self._known[:num_held]
+        start = next((i for i in range(first, len(known)) if not _has(known[i], num_top)), max(first, len(known)))
+        known += [None] * (start - len(known))
+        if start < len(ids) + with_next:
+            self._known = []  # should this fail
+            known = known[:start] + self._scored(ids, min(start - 1, num_held), start, max(num_top, int(with_next)),
+                                                 with_next)
+            self._known = known[: len(ids)]
+        return [each._replace(top=each.top[:num_top]) for each in known[first : len(ids) + with_next]]
+
+    def _scored(self, ids: list[int], column: int, start: int, num_top: int, with_next: bool) -> list[ScoredToken]:
+        """Of ids[start:], computed from `column`, behind which all is held, or less."""
+        states = self._reader.states(ids if with_next else ids[:-1], column)[start - 1 - column :]
+        targets = torch.tensor([*ids[start:], *([0] if with_next else [])], device=states.device)
+        size = chunk_rows(self._model.config.get_text_config().vocab_size, torch.float32)
+        found = top_tokens(states, targets, own_head(self._model), num_top, size)
+        check(not found.logprobs.isnan().any(), "the model's logits are not finite: its weights have broken; "
+                                                "serve an earlier model")
+        tops = [tuple(zip(*pair, strict=True)) for pair in zip(found.ids.tolist(), found.top_logprobs.tolist(),
+                                                                strict=True)]
+        scored = [ScoredToken(*each) for each in zip(targets.tolist(), found.logprobs.tolist(), tops, strict=True)]
+        if with_next:
+            (token, logprob), *_ = scored[-1].top
+            scored[-1] = scored[-1]._replace(token=token, logprob=logprob)
+        return scored
+
+
+def _has(known: ScoredToken | None, num_top: int) -> bool:
+    return known is not None and len(known.top) >= num_top
