@@ -1,4 +1,5 @@
-"""Several models on held-out prompts, side by side: scores, who wins, KL, lengths, diversity, and their answers."""
+"""Several models on held-out prompts, side by side: scores, who wins, KL, lengths, diversity, and their answers; and
+what scores them beside labelled data."""
 
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ from hybrid_rlhf.core.config import check, nearest
 from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.startup import restore_gc
 from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.data.labels import Labels
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.report import compare
+from hybrid_rlhf.report import agreement, compare
+from hybrid_rlhf.report.agreement import Agreement
 from hybrid_rlhf.report.compare import Answered, Method
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.model import ModelSource
@@ -31,6 +34,7 @@ from hybrid_rlhf.training import (
     builders,
     episodes_setup,
     evaluation_prompts,
+    label_agreement,
     reward_sources,
     scored_answers,
     unread_options,
@@ -46,6 +50,10 @@ class EvaluateConfig:
 
     Attributes:
         models: Two or more run folders or models, PATH or NAME=PATH; the first is what the others are compared with.
+            None with labels: then only the reward sources are measured.
+        labels: File or folder of preferences (prompt, chosen, rejected) or of labelled answers, that say how far each
+            reward source can be trusted.
+        num_labels: At most so many rows of the labels are read, drawn by the seed; null reads all of them.
         reference: Run folder or model that KL is measured to; null takes the first of models.
         rows: all (every prompt of the sources), held_out (those that training holds out), or auto: all, unless one of
             the models was trained on one of the sources; then those held out.
@@ -61,6 +69,8 @@ class EvaluateConfig:
     """
 
     models: list[str] = field(default_factory=list)
+    labels: str | None = None
+    num_labels: int | None = None
     reference: str | None = None
     rows: str = "auto"
     num_prompts: int | None = None
@@ -75,7 +85,7 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         scored_answers.check_checker(self.checker, "evaluate.checker")
         check(self.rows in ROWS, f"evaluate.rows is {self.rows!r}; choose {', '.join(ROWS)}")
-        for name in ("num_prompts", "batch_size", "num_resamples"):
+        for name in ("num_labels", "num_prompts", "batch_size", "num_resamples"):
             value = getattr(self, name)
             check(value is None or value >= 1, f"evaluate.{name} is {value}; it must be at least 1")
         check(self.num_examples >= 0, f"evaluate.num_examples is {self.num_examples}; it must not be negative")
@@ -120,10 +130,12 @@ class Config:
 
 
 def contenders(config: Config) -> dict[str, str]:
-    """Name -> run folder or model, in the order given; UserError for fewer than two, or two of one name."""
+    """Name -> run folder or model, in the order given, none where there are only labels; UserError for fewer than two,
+    or two of one name."""
     given, found = config.evaluate.models, {}
-    check(len(given) >= 2, f"evaluate.models has {len(given)} models; give two or more, such as "
-                           '--evaluate.models "[runs/sft, runs/ppo]"')
+    is_enough = len(given) >= 2 or (not given and config.evaluate.labels is not None)
+    check(is_enough, f"evaluate.models has {len(given)} models; give two or more, such as "
+                     '--evaluate.models "[runs/sft, runs/ppo]", or none and evaluate.labels')
     bare = [Path(entry) for entry in given if "=" not in entry]
     for entry in given:
         name, has_name, path = entry.partition("=")
@@ -153,9 +165,11 @@ def preview(config: Config) -> None:
     """Print rendered prompts, in the first model's tokens."""
     from hybrid_rlhf.data.preview import preview as show
 
+    models = contenders(config)
+    check(bool(models), "--preview shows the prompts that evaluate.models are asked; there are no models")
     builders.require_data(config.data, "evaluate")
-    model = next(iter(contenders(config).values()))
-    tokenizer = builders.open_tokenizer(_settings(config, model), config.data, READS["ppo"], config.seed)
+    tokenizer = builders.open_tokenizer(_settings(config, next(iter(models.values()))), config.data, READS["ppo"],
+                                        config.seed)
     show(config.data, READS["ppo"], tokenizer)
 
 
@@ -164,42 +178,57 @@ def _settings(config: Config, path: str) -> ModelConfig:
 
 
 def run(config: Config, command: str = "") -> dict[str, float]:
-    """Answer, score, compare; writes evaluate.json and evaluate.md in output_dir and returns each model's score."""
-    builders.require_data(config.data, "evaluate")
+    """Answer, score, compare, and measure the sources; writes evaluate.json and evaluate.md in output_dir and returns
+    each model's score, and each source's agreement with the labels."""
     check(world_size() == 1, "evaluate runs in one process; start it without torchrun or deepspeed")
+    models = contenders(config)
+    if models:
+        builders.require_data(config.data, "evaluate")
     done = runfile.finished(config.output_dir, config.stage, config)
     if done:
         return done.metrics
-    models, reference = contenders(config), config.evaluate.reference
+    environments = episodes_setup.open_of(config)
+    sources = _Sources(config, reward_sources.open_sources(
+        config.reward, config.roles, config.data.raw, config.environment, environments), _reward_path(config))
+    tokenizers = {name: _tokenizer(config, path) for name, path in models.items()}
+    asked, how = _asked(config, models, tokenizers, sources, environments) if models else ({}, {})
+    labelled = _labelled(config, sources, next(iter(tokenizers.values()), None))
+    players = {name: episodes_setup.player_of(config, environments, each) for name, each in tokenizers.items()}
+    record = runfile.start(config.output_dir, config.stage, config, command)
+    restore_gc()
+    with on_record(record):
+        sources.open()
+        agreements = _measured(config, labelled, sources, next(iter(tokenizers.values()), None))
+        answered = []
+        if models:
+            judges = _Judges(config, sources, how["reference_of_kl"])
+            answered = [judges.answers(name, path, tokenizers[name], asked[name], players[name])
+                        for name, path in models.items()]
+        metrics = _tell(config, answered, next(iter(asked.values()), None), how, agreements)
+        record.finish(metrics, tokenizer=next(iter(tokenizers.values()), None))
+    return metrics
+
+
+def _asked(config: Config, models: dict[str, str], tokenizers: dict, sources: _Sources, environments  # noqa: ANN001
+           ) -> tuple[dict[str, Prompts], dict[str, str]]:
+    """By model the prompts that it answers, which the sources can score, and how they were chosen."""
+    reference = config.evaluate.reference
     reference = builders.parent_run(reference, config.output_dir, "sft", "evaluate.reference") if reference else next(
         iter(models.values()))
-    environments = episodes_setup.open_of(config)
-    others = reward_sources.open_sources(config.reward, config.roles, config.data.raw, config.environment, environments)
-    reward = _reward_path(config)
-    tokenizers = {name: _tokenizer(config, path) for name, path in models.items()}
     rows, why = evaluation_prompts.which_rows(config.evaluate.rows, config.data, models.values())
     asked, report = evaluation_prompts.in_common(config.data, tokenizers, rows, config.evaluate.num_prompts,
                                                  config.seed)
     columns = next(iter(asked.values())).columns
     given = {"environments": None} if environments and not config.environment.isolate else {}
-    reward_sources.check_columns(others, {name: v[0] for name, v in columns.items()} | given, bool(environments))
+    reward_sources.check_columns(sources.others, {name: v[0] for name, v in columns.items()} | given,
+                                 bool(environments))
     if environments is not None:
         check(not config.evaluate.prompt_templates, "evaluate.prompt_templates write the prompts, and so does "
                                                     "environment; leave one of them out")
         episodes_setup.first_rows(environments, [{name: values[i] for name, values in columns.items()}
                                                  for i in range(len(columns["prompt"]))])
-    players = {name: episodes_setup.player_of(config, environments, each) for name, each in tokenizers.items()}
-    record = runfile.start(config.output_dir, config.stage, config, command)
     evaluation_prompts.tell(len(next(iter(asked.values()))), why or rows.replace("_", " "), report)
-    restore_gc()
-    with on_record(record):
-        judges = _Judges(config, others, reward, reference)
-        answered = [judges.answers(name, path, tokenizers[name], asked[name], players[name])
-                    for name, path in models.items()]
-        metrics = _tell(config, answered, next(iter(asked.values())), {
-            "rows": rows.replace("_", " "), "reference_of_kl": reference})
-        record.finish(metrics, tokenizer=next(iter(tokenizers.values())))
-    return metrics
+    return asked, {"rows": rows.replace("_", " "), "reference_of_kl": reference}
 
 
 def _reward_path(config: Config) -> str | None:
@@ -214,29 +243,82 @@ def _tokenizer(config: Config, path: str):  # noqa: ANN202
     """A model's tokenizer, once its settings and lengths are known to fit."""
     model = _settings(config, path)
     builders.check_dtype(model)
-    longest = config.data.max_prompt_length + config.evaluate.sampling.max_new_tokens
-    builders.check_lengths(model, **{"data.max_prompt_length + evaluate.sampling.max_new_tokens": longest})
-    return builders.open_tokenizer(model, config.data, READS["ppo"], config.seed)
+    if config.evaluate.models:
+        longest = config.data.max_prompt_length + config.evaluate.sampling.max_new_tokens
+        builders.check_lengths(model, **{"data.max_prompt_length + evaluate.sampling.max_new_tokens": longest})
+    data = config.data
+    if not config.evaluate.models:  # what is rendered, and whether it needs a chat template, is in the labels
+        data = dataclasses.replace(data, sources=[config.evaluate.labels])
+    return builders.open_tokenizer(model, data, READS["ppo"], config.seed)
+
+
+class _Sources:
+    """The reward sources: the stage-2 model, opened by `open`, once, and the others."""
+
+    def __init__(self, config: Config, others: list[RewardSource], reward: str | None) -> None:
+        self.config, self.others, self.reward = config, others, reward
+        self.role = None
+        self.reader = None if reward is None else _tokenizer(config, reward)
+
+    def open(self) -> None:
+        if self.reward is not None:
+            scalar = builders.open_scalar(_settings(self.config, self.reward), self.reader)
+            self.role = Reward(builders.scalar_engine(scalar, self.reader))
+
+    def reading_text(self) -> list[RewardSource]:
+        """Every source by itself, each reading text in its own tokens."""
+        own = [ModelSource(self.role, tokenizer=self.reader, raw=self.config.data.raw)] if self.role else []
+        return [*own, *self.others]
+
+    def of(self, path: str, tokenizer) -> RewardSource:  # noqa: ANN001
+        """What answers in this model's tokens are scored by; a reward model with another tokenizer reads text."""
+        model = None
+        if self.role is not None:
+            differs = builders.difference(path, self.reward, self.config.data, READS["ppo"])
+            model = ModelSource(self.role, tokenizer=self.reader if differs else None, raw=self.config.data.raw)
+        found = builders.score_statistics_of(self.reward) if self.reward else {}
+        scale = Scale(found["mean"], found["std"]) if found else None
+        return reward_sources.combine(self.config.reward, model, self.others, scale, tokenizer)[0]
+
+
+def _labelled(config: Config, sources: _Sources, tokenizer) -> Labels | None:  # noqa: ANN001
+    """The labels, where there are any, known to be such as the sources can score."""
+    given = config.evaluate
+    if given.labels is None:
+        return None
+    check(not config.environment.is_given, "evaluate.labels are of answers in text, and environment makes episodes; "
+                                           "leave one of them out")
+    found = label_agreement.read(given.labels, given.num_labels, config.seed)
+    label_agreement.check(found, sources.others, tokenizer or sources.reader)
+    return found
+
+
+def _measured(config: Config, labelled: Labels | None, sources: _Sources, tokenizer) -> list[Agreement]:  # noqa: ANN001
+    """How far each source agrees with the labels, and the table of it, at once: answering may take long."""
+    if labelled is None:
+        return []
+    found = label_agreement.measure(labelled, sources.reading_text(), _method(config), tokenizer or sources.reader,
+                                    config.evaluate.batch_size)
+    agreement.show(found, _method(config))
+    return found
+
+
+def _method(config: Config) -> Method:
+    return Method(config.evaluate.confidence, config.evaluate.num_resamples, config.seed)
 
 
 class _Judges:
-    """The reward source and the reference, loaded once, for models that may have other tokenizers than theirs."""
+    """The reward sources and the reference, loaded once, for models that may have other tokenizers than theirs."""
 
-    def __init__(self, config: Config, others: list[RewardSource], reward: str | None, reference: str) -> None:
-        self.config, self.others, self.reward, self.reference = config, others, reward, reference
-        self.role = self.reader = None
-        if reward is not None:
-            self.reader = _tokenizer(config, reward)
-            scalar = builders.open_scalar(_settings(config, reward), self.reader)
-            self.role = Reward(builders.scalar_engine(scalar, self.reader))
+    def __init__(self, config: Config, sources: _Sources, reference: str) -> None:
+        self.config, self.sources, self.reference = config, sources, reference
         actor = scored_answers.open_actor(_settings(config, reference), _tokenizer(config, reference))
         self.engine = actor.engine
-        self.scale = builders.score_statistics_of(reward) if reward else {}
 
     def answers(self, name: str, path: str, tokenizer, prompts: Prompts,  # noqa: ANN001
                 player: EpisodePlayer | None = None) -> Answered:
         """One model's answers to the prompts, judged. The model is gone when this returns."""
-        given, source = self.config.evaluate, self._source(path, tokenizer)
+        given, source = self.config.evaluate, self.sources.of(path, tokenizer)
         is_alike = builders.difference(path, self.reference, self.config.data, READS["ppo"]) is None
         reference = Reference(self.engine) if is_alike else None
         actor = scored_answers.open_actor(_settings(self.config, path), tokenizer)
@@ -250,15 +332,6 @@ class _Judges:
         del actor
         gc.collect()
         return _answered(name, path, rollouts, given)
-
-    def _source(self, path: str, tokenizer) -> RewardSource:  # noqa: ANN001
-        """What answers in this model's tokens are scored by; a reward model with another tokenizer reads text."""
-        model = None
-        if self.role is not None:
-            differs = builders.difference(path, self.reward, self.config.data, READS["ppo"])
-            model = ModelSource(self.role, tokenizer=self.reader if differs else None, raw=self.config.data.raw)
-        scale = Scale(self.scale["mean"], self.scale["std"]) if self.scale else None
-        return reward_sources.combine(self.config.reward, model, self.others, scale, tokenizer)[0]
 
 
 def _answered(name: str, path: str, rollouts: list[Rollout], given: EvaluateConfig) -> Answered:
@@ -278,17 +351,25 @@ def _answered(name: str, path: str, rollouts: list[Rollout], given: EvaluateConf
         [right for r in rollouts for right in scored_answers.is_right(given.checker, r)] if given.checker else None)
 
 
-def _tell(config: Config, answered: list[Answered], prompts: Prompts, how: dict[str, str]) -> dict[str, float]:
-    """Write the comparison, print it, and return the score of each model."""
-    given = config.evaluate
-    found = compare.compare(answered, Method(given.confidence, given.num_resamples, config.seed))
-    facts = {"prompts": f"{len(prompts)} ({how['rows']})", "answers_per_prompt":
-             given.sampling.num_samples, "temperature": given.sampling.temperature, "seed": config.seed,
-             "reward_sources": ", ".join(answered[0].parts), "reference_of_kl": how["reference_of_kl"]}
-    shown = compare.examples([words_of(p) for p in prompts.columns["prompt"]], answered, given.num_examples)
-    compare.show(found, shown[:3])  # before it is written: a full disk takes away neither
-    print(f"written to {' and '.join(map(str, compare.write(Path(config.output_dir), found, shown, facts)))}")
-    return {f"score/{model.name}": float(model.scores.mean()) for model in answered}
+def _tell(config: Config, answered: list[Answered], prompts: Prompts | None, how: dict[str, str],
+          agreements: list[Agreement]) -> dict[str, float]:
+    """Write the comparison and the agreement, print the first, and return the score of each model and the accuracy of
+    each source."""
+    given, shown, facts = config.evaluate, [], {}
+    found = compare.compare(answered, _method(config))
+    if prompts is not None:
+        facts = {"prompts": f"{len(prompts)} ({how['rows']})", "answers_per_prompt": given.sampling.num_samples,
+                 "temperature": given.sampling.temperature, "seed": config.seed,
+                 "reward_sources": ", ".join(answered[0].parts), "reference_of_kl": how["reference_of_kl"]}
+        shown = compare.examples([words_of(p) for p in prompts.columns["prompt"]], answered, given.num_examples)
+        compare.show(found, shown[:3])  # before it is written: a full disk takes away neither
+    if agreements:
+        facts |= {"labels": given.labels}
+    more = agreement.section(agreements, _method(config)) if agreements else None
+    written = compare.write(Path(config.output_dir), found, shown, facts, more)
+    print(f"written to {' and '.join(map(str, written))}")
+    return {f"score/{model.name}": float(model.scores.mean()) for model in answered} | {
+        f"agreement/{row.source}": row.accuracy for row in agreements if row.accuracy is not None}
 
 
 def words_of(prompt: str | list[dict]) -> str:

@@ -139,6 +139,12 @@ SWITCHED: dict[str, list[tuple[tuple[str, ...], Callable[[object], bool], str]]]
             "max_turns", "max_new_tokens_per_turn", "timeout", "num_workers", "isolate", "max_answer_chars",
             "malformed_penalty")),
          lambda c: c.environment.is_given, "there is no environment; give environment.factory or environment.tools")],
+    "evaluate": [
+        (("evaluate.num_labels",), lambda c: c.evaluate.labels is not None, "it is for evaluate.labels; give them"),
+        (("data.sources", *(f"evaluate.{name}" for name in (
+            "reference", "rows", "num_prompts", "sampling", "checker", "prompt_templates", "num_examples"))),
+         lambda c: c.evaluate.models or c.evaluate.labels is None,
+         "there are only labels, and no models that answer; give evaluate.models, or leave it out")],
     "rejection": [(("roles.ref",), lambda c: c.rejection.measure_kl, "rejection.measure_kl is false; leave it out")],
     "online": [(("roles.ref",), lambda c: LOSSES[c.dpo.loss_type].needs_reference,
                 "this dpo.loss_type has no reference; leave it out")],

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist, fmean
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,6 +53,13 @@ class Method:
     confidence: float = 0.95
     num_resamples: int = 10_000
     seed: int = 0
+
+
+class Section(NamedTuple):
+    """A further part of the page, as lines of Markdown, and what the JSON file has of it."""
+
+    lines: Sequence[str]
+    values: dict
 
 
 @dataclass
@@ -137,13 +145,13 @@ def examples(prompts: Sequence[str], models: Sequence[Answered], count: int) -> 
             for p in range(min(count, len(prompts)))]
 
 
-def write(folder: Path, found: Comparison, shown: list[dict], facts: dict) -> list[Path]:
+def write(folder: Path, found: Comparison, shown: list[dict], facts: dict, more: Section | None = None) -> list[Path]:
     """evaluate.json and evaluate.md in `folder`; returns their paths. facts: what was asked and of whom, in JSON."""
     method = {"confidence": found.method.confidence, "win_rate": "Wilson over prompts, a tie is half a win",
               "score": f"percentile bootstrap over prompts, paired, {found.method.num_resamples} resamples"}
-    whole = {**facts, "intervals": method, "models": found.rows, "examples": shown}
+    whole = {**facts, "intervals": method, "models": found.rows, **(more.values if more else {}), "examples": shown}
     texts = {folder / "evaluate.json": to_json(whole, indent=1) + "\n",
-             folder / "evaluate.md": page(found, shown, facts)}
+             folder / "evaluate.md": page(found, shown, facts, more)}
     for path, text in texts.items():
         write_file(path, text)
     return list(texts)
@@ -177,28 +185,34 @@ def verdicts(found: Comparison) -> list[str]:
             for row in found.rows[1:]]
 
 
-def page(found: Comparison, shown: list[dict], facts: dict) -> str:
-    """The comparison as Markdown."""
-    rows = cells(found)
-    lines = ["# Evaluation", "", *(f"- {name.replace('_', ' ')}: {_plain(value)}" for name, value in facts.items()),
-             "", "| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0]),
-             *("| " + " | ".join((_escaped(row["model"]), *list(row.values())[1:])) + " |" for row in rows), "",
-             *(f"- {_escaped(line)}" for line in verdicts(found)), "",
-             f"Brackets: {found.method.confidence:.0%} intervals. Scores: percentile bootstrap over prompts "
-             f"({found.method.num_resamples} resamples, paired for gains). Win rate and accuracy: Wilson over prompts, "
-             "a tie is half a win.", "", "## Answers side by side", ""]
+def page(found: Comparison, shown: list[dict], facts: dict, more: Section | None = None) -> str:
+    """The comparison as Markdown, a further section before the answers."""
+    lines = ["# Evaluation", "", *(f"- {name.replace('_', ' ')}: {_plain(value)}" for name, value in facts.items()), ""]
+    if found.rows:
+        lines += [*table(cells(found)), "", *(f"- {escaped(line)}" for line in verdicts(found)), "",
+                  f"Brackets: {found.method.confidence:.0%} intervals. Scores: percentile bootstrap over prompts "
+                  f"({found.method.num_resamples} resamples, paired for gains). Win rate and accuracy: Wilson over "
+                  "prompts, a tie is half a win.", ""]
+    lines += [*more.lines, ""] if more else []
+    lines += ["## Answers side by side", ""] if shown else []
     for each in shown:
-        lines += [f"**{_escaped(each['prompt'])}**", "", "| model | score | answer |", "|---|---|---|",
-                  *(f"| {_escaped(name)} | {a['score']:.3f} | {_escaped(a['completion'])} |"
+        lines += [f"**{escaped(each['prompt'])}**", "", "| model | score | answer |", "|---|---|---|",
+                  *(f"| {escaped(name)} | {a['score']:.3f} | {escaped(a['completion'])} |"
                     for name, a in each["answers"].items()), ""]
     return "\n".join(lines)
+
+
+def table(rows: Sequence[dict[str, str]]) -> list[str]:
+    """Rows of cells as a Markdown table. The first cell of a row is a name, and may hold anything."""
+    return ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0]),
+            *("| " + " | ".join((escaped(first), *rest)) + " |" for first, *rest in (row.values() for row in rows))]
 
 
 def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Text that stays within one cell of a Markdown table, whatever a model wrote."""
     text = escape_control(" ".join(text.split()))
     return re.sub(r"([|\\`*_<>\[\]#])", r"\\\1", text)

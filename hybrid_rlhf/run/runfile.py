@@ -69,11 +69,12 @@ class RunRecord:
         return self.status == "finished"
 
     def finish(self, metrics: dict[str, float], *, tokenizer, **facts: object) -> None:  # noqa: ANN001
-        """The run ended well; facts must be JSON. Its model gets its card. Every process returns after it is written:
-        others read it next."""
+        """The run ended well; facts must be JSON. Its model gets its card. tokenizer: None where it had none. Every
+        process returns after it is written: others read it next."""
         self.metrics = metrics
-        self.facts = {"header": self.facts.get("header", []), "tokenizer": tokenizer_hash(tokenizer),
-                      "chat_template": template_hash(tokenizer), **facts}
+        own = {} if tokenizer is None else {"tokenizer": tokenizer_hash(tokenizer),
+                                            "chat_template": template_hash(tokenizer)}
+        self.facts = {"header": self.facts.get("header", []), **own, **facts}
         model = Path(self.output_dir) / "model"
         try:
             if is_main() and model.is_dir():

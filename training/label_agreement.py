@@ -1,0 +1,80 @@
+"""How far each reward source agrees with labelled data: a judge is measured before it is trusted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from hybrid_rlhf.data import labels
+from hybrid_rlhf.data.chat import Text
+from hybrid_rlhf.data.labels import LabelledAnswer, LabelledPair, Labels
+from hybrid_rlhf.data.source import Source
+from hybrid_rlhf.report.agreement import Agreement, of_answers, of_pairs
+from hybrid_rlhf.report.compare import Method
+from hybrid_rlhf.rewards import RewardSource
+from hybrid_rlhf.training.written_answers import check_sources, scores_of
+
+HALF = 0.5  # of a judge's scale from 0 to 1, from which on it calls an answer good
+OPTION = "evaluate.labels"
+
+
+def read(path: str, limit: int | None, seed: int) -> Labels:
+    """The labels at `path`, of at most `limit` rows, and a line of what is in them."""
+    found = labels.read_labels(Source(path), limit, seed)
+    what = f"{len(found.pairs)} pairs" if found.pairs else f"{len(found.answers)} answers"
+    lost = "".join(f"; {count} left out: {reason}" for reason, count in found.lost.items())
+    print(f"evaluate: {what} with labels, of {found.read} rows of {path}{lost}", file=sys.stderr)
+    return found
+
+
+def check(found: Labels, sources: Sequence[RewardSource], tokenizer) -> None:  # noqa: ANN001
+    """UserError for a source that cannot score these rows, before anything is asked."""
+    check_sources(sources, [row.columns for row in (found.pairs or found.answers)], tokenizer, OPTION)
+
+
+def measure(found: Labels, sources: Sequence[RewardSource], method: Method, tokenizer=None,  # noqa: ANN001
+            batch_size: int = 256) -> list[Agreement]:
+    """Each source beside the labels. tokenizer: for functions that read tokens."""
+    of = _of_pairs if found.pairs else _of_answers
+    return [of(found.pairs or found.answers, source, method, tokenizer, batch_size) for source in sources]
+
+
+def _of_pairs(pairs: Sequence[LabelledPair], source: Any, method: Method, tokenizer, size: int  # noqa: ANN001
+              ) -> Agreement:
+    numbers = [pair.prompt_number for pair in pairs]
+    if is_comparing(source):
+        asked = [source.compare(*map(list, zip(*((p.prompt, p.better, p.worse) for p in pairs[i : i + size]),
+                                               strict=True))) for i in range(0, len(pairs), size)]
+        said = [each for part in asked for each in part]
+        return of_pairs(source.name, [None if p.winner is None else {"first": 1, "tie": 0, "second": -1}[p.winner]
+                                      for p in said], numbers, [p.is_consistent for p in said], method)
+    prompts, columns = [p.prompt for p in pairs for _ in range(2)], [p.columns for p in pairs for _ in range(2)]
+    scores = scores_by(source, prompts, [text for p in pairs for text in (p.better, p.worse)], columns, tokenizer, size)
+    verdicts = [None if a is None or b is None else (a > b) - (a < b)
+                for a, b in zip(scores[::2], scores[1::2], strict=True)]
+    return of_pairs(source.name, verdicts, numbers, [], method)
+
+
+def _of_answers(answers: Sequence[LabelledAnswer], source: Any, method: Method, tokenizer, size: int  # noqa: ANN001
+                ) -> Agreement:
+    scores = scores_by(source, [a.prompt for a in answers], [a.answer for a in answers], [a.columns for a in answers],
+                       tokenizer, size)
+    return of_answers(source.name, scores, [a.label for a in answers], [a.prompt_number for a in answers], method,
+                      HALF if hasattr(source, "grade") else None)
+
+
+def is_comparing(source: Any) -> bool:
+    """Whether a source is a judge that compares two answers, and does not grade each by itself."""
+    return hasattr(source, "compare") and source.config.mode != "absolute"
+
+
+def scores_by(source: Any, prompts: Sequence[Text], answers: Sequence[str], columns: Sequence[dict], tokenizer,  # noqa: ANN001
+              size: int) -> list[float | None]:
+    """A score for each answer, None without one. A judge is asked for grades: its score of a reward puts something in
+    the place of failures."""
+    if not hasattr(source, "grade"):
+        return scores_of(source, prompts, answers, columns, tokenizer, size)
+    grades = [grade for i in range(0, len(answers), size) for grade in source.grade(
+        list(prompts[i : i + size]), list(answers[i : i + size]))]
+    return [None if grade is None else grade.score for grade in grades]

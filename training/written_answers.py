@@ -1,0 +1,69 @@
+"""Answers that stand in a file as the rollout that reward sources score: nobody has sampled them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.data.chat import Text
+from hybrid_rlhf.rewards import BadAnswer, RewardSource, part_scores
+from hybrid_rlhf.rewards.classifier import ClassifierSource
+from hybrid_rlhf.rewards.functions import FunctionSource, parameters
+from hybrid_rlhf.rollout import Prompts, Rollout
+
+_OURS = ("prompt", "prompts", "completions", "completion_ids")
+
+
+def scores_of(source: RewardSource, prompts: Sequence[Text], answers: Sequence[str], columns: Sequence[dict],
+              tokenizer=None, batch_size: int = 256) -> list[float | None]:  # noqa: ANN001
+    """A source's score of each answer, None where it skipped one. columns: the other columns of each row; tokenizer:
+    for functions that read completion_ids."""
+    if isinstance(source, ClassifierSource):
+        source.open()
+    found: list[float | None] = []
+    for first in range(0, len(answers), batch_size):
+        part = slice(first, first + batch_size)
+        found += _batch(source, prompts[part], answers[part], columns[part], tokenizer)
+    return found
+
+
+def _batch(source: RewardSource, prompts: Sequence[Text], answers: Sequence[str], columns: Sequence[dict],
+           tokenizer) -> list[float | None]:  # noqa: ANN001
+    """The scores of a few answers. What a model cannot read, of too many tokens perhaps, has none, and is said."""
+    try:
+        scores = part_scores(source, rollout_of(prompts, answers, columns, tokenizer)).tolist()
+    except BadAnswer:
+        raise
+    except UserError as error:
+        if len(answers) == 1:
+            print(f"no score for an answer: {error}", file=sys.stderr)
+            return [None]
+        return [score for i in range(len(answers)) for score in _batch(
+            source, prompts[i : i + 1], answers[i : i + 1], columns[i : i + 1], tokenizer)]
+    return [None if score != score else score for score in scores]
+
+
+def rollout_of(prompts: Sequence[Text], answers: Sequence[str], columns: Sequence[dict], tokenizer=None  # noqa: ANN001
+               ) -> Rollout:
+    """The answers as responses that ended. Its tokens are the tokenizer's; without one they mean nothing, and only
+    what reads text may read it (`check_sources`)."""
+    names = dict.fromkeys(name for row in columns for name in row if name not in _OURS)
+    given = {name: [row.get(name) for row in columns] for name in names} | {"prompt": list(prompts)}
+    ids = [tokenizer(answer, add_special_tokens=False)["input_ids"] if tokenizer else [] for answer in answers]
+    texts = [prompt if isinstance(prompt, str) else "\n\n".join(m["content"] for m in prompt) for prompt in prompts]
+    asked = Prompts([[0]] * len(answers), texts, given)
+    return Rollout.from_responses(asked, [row or [0] for row in ids], [True] * len(answers), 0, list(answers))
+
+
+def check_sources(sources: Sequence[RewardSource], columns: Sequence[dict], tokenizer, option: str  # noqa: ANN001
+                  ) -> None:
+    """UserError for a function that needs a column which the rows do not have, or tokens where there is no tokenizer.
+    option: where the rows come from."""
+    names = [name for name in dict.fromkeys(n for row in columns for n in row) if name not in _OURS]
+    for source in sources:
+        if isinstance(source, FunctionSource):
+            source.check_columns(names)
+            check(tokenizer is not None or "completion_ids" not in parameters(source.function)[0],
+                  f"{option}: {source.name} reads completion_ids, and there is no tokenizer to make them; name a "
+                  "model, or let the function read completions")
