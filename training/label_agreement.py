@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from hybrid_rlhf.core import config
 from hybrid_rlhf.data import labels
 from hybrid_rlhf.data.chat import Text
 from hybrid_rlhf.data.labels import LabelledAnswer, LabelledPair, Labels
@@ -30,6 +31,10 @@ def read(path: str, limit: int | None, seed: int) -> Labels:
 
 def check(found: Labels, sources: Sequence[RewardSource], tokenizer) -> None:  # noqa: ANN001
     """UserError for a source that cannot score these rows, before anything is asked."""
+    for source in sources:
+        config.check(bool(found.pairs) or not is_comparing(source),
+                     f"{OPTION}: these answers are labelled one by one, and {source.name} compares; give pairs, or "
+                     "reward.judge.mode absolute")
     check_sources(sources, [row.columns for row in (found.pairs or found.answers)], tokenizer, OPTION)
 
 
@@ -37,6 +42,9 @@ def measure(found: Labels, sources: Sequence[RewardSource], method: Method, toke
             batch_size: int = 256) -> list[Agreement]:
     """Each source beside the labels. tokenizer: for functions that read tokens."""
     of = _of_pairs if found.pairs else _of_answers
+    for source in sources:
+        if hasattr(source, "open"):  # a model of its own
+            source.open()
     return [of(found.pairs or found.answers, source, method, tokenizer, batch_size) for source in sources]
 
 

@@ -19,8 +19,6 @@ def scores_of(source: RewardSource, prompts: Sequence[Text], answers: Sequence[s
               tokenizer=None, batch_size: int = 256) -> list[float | None]:  # noqa: ANN001
     """A source's score of each answer, None where it skipped one. columns: the other columns of each row; tokenizer:
     for functions that read completion_ids."""
-    if isinstance(source, ClassifierSource):
-        source.open()
     found: list[float | None] = []
     for first in range(0, len(answers), batch_size):
         part = slice(first, first + batch_size)

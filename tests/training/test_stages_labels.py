@@ -31,7 +31,7 @@ def place(tmp_path_factory):
     (folder / "pay.py").write_text("def letters(completions, wanted):\n"
                                    "    return [-abs(len(c) - w) for c, w in zip(completions, wanted)]\n"
                                    "def some(completions):\n"
-                                   "    return [None if 'x' in c else len(c) for c in completions]\n"
+                                   "    return [None if c == 'x' else len(c) for c in completions]\n"
                                    "def tokens(completion_ids):\n    return [len(c) for c in completion_ids]\n")
     save_tiny(folder / "one")
     save_tiny(folder / "two", seed=5, initializer_range=0.2)
@@ -93,10 +93,10 @@ def test_the_stage_2_model_and_a_classifier_agree_as_plain_transformers_says(pla
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     assert evaluate(place, "models", "--evaluate.labels=PLACE/pairs.jsonl", "--data.raw=true",
-                    f"--roles.reward.model_name_or_path={reward}", f"--reward.models={reward}/model",
+                    f"--roles.reward.model_name_or_path={reward}", f"--reward.models={reward}",
                     "--reward.functions=PLACE/pay.py:tokens") == 0
     rows = found_in(place, "models")["agreement"]
-    assert [row["source"] for row in rows] == ["model", "tokens", "model"] or len(rows) == 3
+    assert [row["source"] for row in rows] == ["model", "tokens", "reward"]
     judge = AutoModelForSequenceClassification.from_pretrained(f"{reward}/model").eval()
     reader = AutoTokenizer.from_pretrained(f"{reward}/model")
 
@@ -107,7 +107,7 @@ def test_the_stage_2_model_and_a_classifier_agree_as_plain_transformers_says(pla
 
     pairs = [json.loads(line) for line in (place / "pairs.jsonl").read_text().splitlines()]
     right = [score(p["prompt"] + p["chosen"]) > score(p["prompt"] + p["rejected"]) for p in pairs]
-    assert rows[0]["accuracy"] == pytest.approx(sum(right) / 10)
+    assert rows[0]["accuracy"] == rows[2]["accuracy"] == pytest.approx(sum(right) / 10)
 
 
 def test_beside_models_that_answer(place) -> None:
