@@ -26,12 +26,13 @@ from hybrid_rlhf.training.registry import STAGES, variant_options
 SWITCHES = ("preview", "check_signal", "plan", "memory", "cards")  # what a stage may be asked in place of a run
 COMMANDS = {"chat": "hybrid_rlhf.inference.chat.repl", "doctor": "hybrid_rlhf.commands.doctor",
             "qualify": "hybrid_rlhf.commands.qualify", "init": "hybrid_rlhf.commands.init",
-            "export": "hybrid_rlhf.commands.export",
+            "export": "hybrid_rlhf.commands.export", "label": "hybrid_rlhf.commands.label",
             "serve": "hybrid_rlhf.inference.server.serve"}
 
 USAGE = """usage: {prog} --stage STAGE [--config FILE.yaml] [--dotted.key value ...]
        {prog} chat --model DIR
        {prog} serve --model DIR [--reward_model DIR] [--port 8000]
+       {prog} label --data FILE [--model DIR] --judge.model DIR --output FILE
        {prog} export --model DIR --output_dir DIR [--gguf f16] [--ollama]
        {prog} init
        {prog} doctor

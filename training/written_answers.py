@@ -8,49 +8,54 @@ from collections.abc import Sequence
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.data.chat import Text
 from hybrid_rlhf.rewards import BadAnswer, RewardSource, part_scores
-from hybrid_rlhf.rewards.classifier import ClassifierSource
 from hybrid_rlhf.rewards.functions import FunctionSource, parameters
+from hybrid_rlhf.rewards.judge import JudgeSource
 from hybrid_rlhf.rollout import Prompts, Rollout
 
 _OURS = ("prompt", "prompts", "completions", "completion_ids")
 
 
 def scores_of(source: RewardSource, prompts: Sequence[Text], answers: Sequence[str], columns: Sequence[dict],
-              tokenizer=None, batch_size: int = 256) -> list[float | None]:  # noqa: ANN001
+              tokenizer=None, batch_size: int = 256, owners: Sequence[int] | None = None  # noqa: ANN001
+              ) -> list[float | None]:
     """A source's score of each answer, None where it skipped one. columns: the other columns of each row; tokenizer:
-    for functions that read completion_ids."""
+    for functions that read completion_ids; owners: the same for answers to one prompt that are scored relative to each
+    other, which lie together and in one batch (None: each by itself)."""
+    owners = range(len(answers)) if owners is None else owners
     found: list[float | None] = []
     for first in range(0, len(answers), batch_size):
         part = slice(first, first + batch_size)
-        found += _batch(source, prompts[part], answers[part], columns[part], tokenizer)
+        found += _batch(source, prompts[part], answers[part], columns[part], owners[part], tokenizer)
     return found
 
 
 def _batch(source: RewardSource, prompts: Sequence[Text], answers: Sequence[str], columns: Sequence[dict],
-           tokenizer) -> list[float | None]:  # noqa: ANN001
+           owners: Sequence[int], tokenizer) -> list[float | None]:  # noqa: ANN001
     """The scores of a few answers. What a model cannot read, of too many tokens perhaps, has none, and is said."""
     try:
-        scores = part_scores(source, rollout_of(prompts, answers, columns, tokenizer)).tolist()
-    except BadAnswer:
-        raise
+        scores = part_scores(source, rollout_of(prompts, answers, columns, owners, tokenizer)).tolist()
     except UserError as error:
+        if isinstance(error, BadAnswer) or isinstance(source, JudgeSource):
+            raise
         if len(answers) == 1:
             print(f"no score for an answer: {error}", file=sys.stderr)
             return [None]
         return [score for i in range(len(answers)) for score in _batch(
-            source, prompts[i : i + 1], answers[i : i + 1], columns[i : i + 1], tokenizer)]
+            source, prompts[i : i + 1], answers[i : i + 1], columns[i : i + 1], owners[i : i + 1], tokenizer)]
     return [None if score != score else score for score in scores]
 
 
-def rollout_of(prompts: Sequence[Text], answers: Sequence[str], columns: Sequence[dict], tokenizer=None  # noqa: ANN001
-               ) -> Rollout:
-    """The answers as responses that ended. Its tokens are the tokenizer's; without one they mean nothing, and only
-    what reads text may read it (`check_sources`)."""
+def rollout_of(prompts: Sequence[Text], answers: Sequence[str], columns: Sequence[dict], owners: Sequence[int],
+               tokenizer=None) -> Rollout:  # noqa: ANN001
+    """The answers as responses that ended; those of one owner are samples of one prompt, as judges see it. Its
+    tokens are the tokenizer's; without one they mean nothing, and only what reads text may read it
+    (`check_sources`)."""
     names = dict.fromkeys(name for row in columns for name in row if name not in _OURS)
     given = {name: [row.get(name) for row in columns] for name in names} | {"prompt": list(prompts)}
     ids = [tokenizer(answer, add_special_tokens=False)["input_ids"] if tokenizer else [] for answer in answers]
     texts = [prompt if isinstance(prompt, str) else "\n\n".join(m["content"] for m in prompt) for prompt in prompts]
-    asked = Prompts([[0]] * len(answers), texts, given)
+    shared: dict[int, list[int]] = {}
+    asked = Prompts([shared.setdefault(owner, [0]) for owner in owners], texts, given)
     return Rollout.from_responses(asked, [row or [0] for row in ids], [True] * len(answers), 0, list(answers))
 
 

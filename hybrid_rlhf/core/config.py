@@ -255,9 +255,10 @@ def _one_line(error: Exception, known: list[str], unused: Mapping[str, str], pro
 
 def _unknown(name: str, known: list[str], unused: Mapping[str, str], prog: str) -> str:
     """The message for an option that there is not; known: those that there are."""
+    program = prog[max(prog.find("--stage"), 0):]
     if meant := next((text for option, text in unused.items() if _is_below(name, (option,))), None):
-        return f"{name} is not used by {prog[prog.find('--stage'):]}; {meant}"
+        return f"{name} is not used by {program}; {meant}"
     section, close = name.partition(".")[0], nearest(name, known)
     if not close and section != name and not any(option.startswith(f"{section}.") for option in known):
-        return f"unknown option {name}: {prog[prog.find('--stage'):]} has no {section} options; --help lists its own"
+        return f"unknown option {name}: {program} has no {section} options; --help lists its own"
     return f"unknown option {name}{close or '; --help lists all options'}"

@@ -91,7 +91,7 @@ def _examples(rows, chosen, form: Format, where: str, lost: Counter) -> Iterator
         except SkipRow as reason:
             lost[str(reason)] += 1
             continue
-        if example.prompt:
+        if example.prompt and not example.is_text_pair:
             yield example
         else:
             lost[NO_PROMPT] += 1

@@ -47,7 +47,7 @@ def test_answers_labelled_one_by_one_stay_so(tmp_path) -> None:
 
 
 def test_what_holds_no_labels_is_refused(tmp_path) -> None:
-    with pytest.raises(UserError, match="holds no labels; give prompt.chosen.rejected"):
+    with pytest.raises(UserError, match=r"holds no labels; give prompt\+chosen\+rejected"):
         labels_of(tmp_path, [{"prompt": "p", "completion": "c"}])
     with pytest.raises(UserError, match="no label can be used: 1 x no two answers of different score"):
         labels_of(tmp_path, [{"prompt": "p", "completions": ["a", "b"], "scores": [1, 1]}])
@@ -80,7 +80,8 @@ def test_any_rows_are_labels_or_a_user_error_of_one_line(tmp_path_factory, rows)
     try:
         found = labels_of(tmp_path_factory.mktemp("l"), rows)
     except UserError as error:
-        assert "\n" not in str(error) and str(error)
+        told = str(error)
+        assert told and "\n" not in told
         return
     assert bool(found.pairs) != bool(found.answers)
     for each in (*found.pairs, *found.answers):

@@ -75,8 +75,8 @@ def test_pairs_of_one_prompt_are_one_observation() -> None:
 
 
 def test_without_any_verdict_there_is_no_number() -> None:
-    pairs, answers = of_pairs("a", [None, None], [0, 1], [None, None], METHOD), of_answers("a", [None], [1], [0], METHOD)
-    for found in (pairs, answers):
+    pairs = of_pairs("a", [None, None], [0, 1], [None, None], METHOD)
+    for found in (pairs, of_answers("a", [None], [1], [0], METHOD)):
         assert found.accuracy is None and found.kappa is None and found.failures == found.items
     lines = agreement.section([pairs], METHOD).lines
     assert any("2 of 2" in line for line in lines)

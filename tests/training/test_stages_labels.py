@@ -129,7 +129,7 @@ def test_beside_models_that_answer(place) -> None:
     (["--evaluate.num_labels=3"], "evaluate.num_labels is set; it is for evaluate.labels"),
     (["--evaluate.labels=PLACE/pairs.jsonl", "--evaluate.rows=all"], "evaluate.rows is set; there are only labels"),
     (["--evaluate.labels=PLACE/pairs.jsonl", "--preview"], "--preview shows the prompts"),
-    (["--evaluate.labels=PLACE/answers.jsonl", "--reward.functions=PLACE/pay.py:tokens"], "tokens reads completion_ids"),
+    (["--evaluate.labels=PLACE/answers.jsonl", "--reward.functions=PLACE/pay.py:tokens"], "reads completion_ids"),
 ])
 def test_what_is_wrong_is_one_line(place, capsys, words, told) -> None:
     paid = [] if any(w.startswith("--reward") for w in words) else ["--reward.functions=PLACE/pay.py:some"]

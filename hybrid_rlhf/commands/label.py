@@ -1,0 +1,279 @@
+"""hybrid-rlhf label: what a judge prefers among responses, as preference pairs for --stage dpo and --stage reward."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybrid_rlhf.core import config as settings
+from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.disk import refusal
+from hybrid_rlhf.core.lasting_streams import lasting_streams
+from hybrid_rlhf.core.own_files import whole
+from hybrid_rlhf.core.strict_json import to_json
+from hybrid_rlhf.core.text_safety import error_line
+from hybrid_rlhf.data.source import Source, as_sources
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
+from hybrid_rlhf.rewards.judge.judge_config import PAIRWISE, JudgeConfig
+
+if TYPE_CHECKING:
+    from hybrid_rlhf.data.responses import Asked
+    from hybrid_rlhf.models.load import ModelConfig
+    from hybrid_rlhf.rewards import RewardSource
+    from hybrid_rlhf.training.labelling import Judged
+
+KEEPS = ("all", "best_worst")
+LOCK = "lock"
+
+
+@dataclass(frozen=True)
+class LabelConfig:
+    """Preferences of a judge.
+
+    Attributes:
+        data: Prompts, perhaps with responses: a file, a folder, a hub id, or a list, as data.sources of the stages.
+        output: File to write, of JSON lines. What is asked and sampled is kept in the folder OUTPUT.work beside it,
+            from which the same command goes on.
+        responses: Columns of data that hold responses: a text, messages, or a list of either each; one or a list. null:
+            the answers that the format of the rows has (chosen and rejected, completions, ...), and none with model.
+        model: Run, folder or hub id of the model whose samples are judged.
+        dtype: Of model's weights: auto, float32, bfloat16 or float16.
+        load_in_4bit: Whether model's weights are loaded in 4 bits (needs bitsandbytes).
+        num_samples: Samples of each prompt.
+        temperature: Divides the logits of model; 0 is greedy, and all samples are the same.
+        top_p: Samples come from the smallest set of tokens whose probability reaches this.
+        max_new_tokens: Longest sample, in tokens.
+        max_prompt_length: Longest prompt, in tokens of model; longer ones are left out.
+        raw: Whether string prompts stay as they are also where there is a chat template, as data.raw of the stages.
+        judge: Who judges; mode pairwise compares every two responses in both orders, absolute grades each by itself,
+            ranking shows all responses to a prompt together.
+        reward_model: In place of a judge, a finished reward run or a sequence-classification model.
+        keep: Which pairs are written: all of those with a better response, or best_worst, one of each prompt.
+        min_margin: Pairs whose scores differ by less are left out, as ties are.
+        margin: Whether the difference of the scores is written as the column margin, which --stage reward trains on.
+        num_prompts: At most so many prompts are judged; null: all of them.
+        batch_size: Prompts that are judged at a time.
+        partial: Whether the pairs of the prompts that have been judged are written where the judge stops (a budget that
+            is spent, an address that is gone); otherwise nothing is written then.
+        seed: Seed of the samples, and of the judge.
+    """
+
+    # plain types: a class here would have the parser import what a setting names
+    data: list[dict | str] | dict | str | None = field(default=None, metadata={"items": Source})
+    output: str | None = None
+    responses: list[str] | str | None = None
+    model: str | None = None
+    dtype: str = "auto"
+    load_in_4bit: bool = False
+    num_samples: int = 2
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_new_tokens: int = 256
+    max_prompt_length: int = 1024
+    raw: bool = False
+    judge: JudgeConfig = field(default_factory=lambda: JudgeConfig(mode=PAIRWISE))
+    reward_model: str | None = None
+    keep: str = "all"
+    min_margin: float = 0.0
+    margin: bool = False
+    num_prompts: int | None = None
+    batch_size: int = 16
+    partial: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", as_sources(self.data))
+        check(bool(self.data), "no data; give --data FILE with prompts")
+        check(self.output is not None and self.output.endswith(".jsonl"),
+              f"output is {self.output}; give --output FILE.jsonl, where the pairs are written")
+        check(self.judge.is_given != bool(self.reward_model),
+              "nobody judges; give --judge.model, --judge.url or --reward_model" if not self.reward_model else
+              "judge and reward_model are both given; choose one")
+        check(self.keep in KEEPS, f"keep is {self.keep!r}; choose {', '.join(KEEPS)}")
+        for name in ("num_prompts", "batch_size"):
+            check(getattr(self, name) is None or getattr(self, name) >= 1,
+                  f"{name} is {getattr(self, name)}; it must be at least 1")
+        check(self.max_prompt_length >= 2, f"max_prompt_length is {self.max_prompt_length}; it must be at least 2")
+        check(self.min_margin >= 0, f"min_margin is {self.min_margin}; it must not be negative")
+        check(self.judge.opponents is None and self.judge.on_failure == JudgeConfig.on_failure,
+              "judge.opponents and judge.on_failure are for rewards: here every two responses are compared, and pairs "
+              "without a verdict are left out and counted")
+        if self.model:
+            check(self.num_samples > 1 or self.responses is not None,
+                  "num_samples is 1, and a pair has two responses; sample more, or name columns by responses")
+            check(self.temperature > 0 or self.num_samples == 1,
+                  "temperature is 0, so all samples of a prompt are the same; give a positive one")
+        self.sampling  # noqa: B018 - its own checks
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        return SamplingConfig(self.max_new_tokens, temperature=self.temperature, top_p=self.top_p,
+                              num_samples=self.num_samples)
+
+    @property
+    def columns(self) -> list[str] | None:
+        """The columns of responses that are named."""
+        return [self.responses] if isinstance(self.responses, str) else self.responses
+
+    @property
+    def work(self) -> Path:
+        """The folder of what has been asked and sampled."""
+        return Path(f"{self.output}.work")
+
+
+def parse(argv: list[str] | None) -> LabelConfig:
+    """The command's options. UserError in the words of this command."""
+    given = list(sys.argv[2:] if argv is None else argv)
+    try:
+        found, _ = settings.parse(LabelConfig, given, prog="hybrid-rlhf label", description=(__doc__ or "").strip())
+    except UserError as error:
+        raise _named(error) from error
+    return found  # type: ignore[return-value]  # parse knows no class
+
+
+def _named(error: UserError) -> UserError:
+    """The error with the options of a judge as they are called here."""
+    return type(error)(str(error).replace("reward.judge", "judge")) if "reward.judge" in str(error) else error
+
+
+def label(config: LabelConfig) -> Judged:
+    """Read, sample, judge and write; returns what came out."""
+    from hybrid_rlhf.run import lock
+    from hybrid_rlhf.training import labelling
+
+    output, lost, found = Path(str(config.output)), Counter[str](), labelling.Judged()
+    source = _source(config)
+    asked = _asked(config, lost)
+    _check_place(config)
+    config.work.mkdir(parents=True, exist_ok=True)
+    lock.claim(config.work, LOCK)
+    try:
+        cut = _sampled(config, asked, lost) if config.model else 0
+        few = sum(len(each.responses) < 2 for each in asked)
+        lost.update({labelling.FEW: few} if few else {})
+        check(few < len(asked), f"label: no prompt has two different responses{_reasons(lost)}; name a model that "
+                                "samples them by --model, or columns that hold them by --responses")
+        _judge(config, asked, source, found)
+    finally:
+        lock.release(config.work)
+    check(bool(found.rows), f"label: no pair has a better response ({found.ties} ties, {found.failures} without a "
+                            f"verdict, of {found.compared}){_reasons(lost)}; nothing was written")
+    _write(output, found.rows)
+    for line in (*labelling.lines_of(found, source), *_left_out(lost, cut, config), f"written to {output}"):
+        print(line)
+    return found
+
+
+def _source(config: LabelConfig) -> RewardSource:
+    """The judge, or the reward model in its place; no weights are read yet."""
+    from hybrid_rlhf.rewards.classifier import ClassifierSource
+    from hybrid_rlhf.rewards.judge import open_judge
+    from hybrid_rlhf.training import builders
+
+    if config.reward_model:
+        folder = builders.model_folder(config.reward_model)
+        return ClassifierSource(folder, Path(config.reward_model).name, raw=config.raw)
+    given = replace(config.judge, on_failure="skip", cache=config.judge.cache or str(config.work))
+    if given.model:
+        given = replace(given, model=builders.model_folder(given.model))
+    return open_judge(given, config.seed)
+
+
+def _asked(config: LabelConfig, lost: Counter[str]) -> list[Asked]:
+    """The prompts, with the responses of the data where these are judged."""
+    from hybrid_rlhf.data.responses import read_asked
+
+    is_read = config.model is None or config.responses is not None
+    found = read_asked(as_sources(config.data), config.columns, is_read, lost)
+    check(bool(found), f"label: no row has a prompt{_reasons(lost)}; give other data")
+    return found[: config.num_prompts]
+
+
+def _check_place(config: LabelConfig) -> None:
+    """UserError where the pairs would take the place of something else."""
+    output = Path(str(config.output))
+    check(not output.is_dir(), f"output {output} is a folder; give a file")
+    check(not output.exists() or config.work.is_dir(),
+          f"output {output} exists, and was not written by this command ({config.work} is not there); give another "
+          "file, or remove it")
+    check(not config.work.exists() or config.work.is_dir(), f"{config.work} is a file; remove it, or give another "
+                                                            "--output")
+
+
+def _sampled(config: LabelConfig, asked: Sequence[Asked], lost: Counter[str]) -> int:
+    """Add the model's samples; returns how many were cut."""
+    from hybrid_rlhf.data.datasets import DataConfig
+    from hybrid_rlhf.training import builders, labelling
+    from hybrid_rlhf.training.registry import READS
+
+    model = _model(config)
+    data = DataConfig(as_sources(config.data), raw=config.raw)
+    tokenizer = builders.open_tokenizer(model, data, READS["ppo"], config.seed)
+    return labelling.sample(asked, model, tokenizer, config.sampling, config.work / "samples.jsonl", raw=config.raw,
+                            max_prompt_length=config.max_prompt_length, seed=config.seed, lost=lost)
+
+
+def _model(config: LabelConfig) -> ModelConfig:
+    from hybrid_rlhf.models.load import ModelConfig
+    from hybrid_rlhf.training import builders
+
+    found = ModelConfig(builders.model_folder(str(config.model)), dtype=config.dtype, load_in_4bit=config.load_in_4bit)
+    builders.check_dtype(found)
+    return found
+
+
+def _judge(config: LabelConfig, asked: Sequence[Asked], source: RewardSource, found: Judged) -> None:
+    """Judge all prompts; what stops the judge leaves what it has said, with `partial`, or says how to go on."""
+    from hybrid_rlhf.training import labelling
+
+    if hasattr(source, "open"):
+        source.open()
+    try:
+        labelling.judged(asked, source, labelling.Choice(config.keep, config.min_margin, config.margin),
+                         config.batch_size, found)
+    except UserError as error:
+        ready = sum(len(each.responses) > 1 for each in asked)
+        state = f"{found.prompts} of {ready} prompts are judged"
+        if not (config.partial and found.rows):
+            raise UserError(f"{error} ({state}; what was asked is kept in {config.work})") from error
+        print(f"warning: {state}, for {_named(error)}", file=sys.stderr)
+
+
+def _write(output: Path, rows: Sequence[dict]) -> None:
+    """The pairs, whole or not at all."""
+    with whole(output) as (beside,), beside.open("w", encoding="utf-8") as file:
+        file.writelines(to_json(row, default=str) + "\n" for row in rows)
+
+
+def _left_out(lost: Counter[str], cut: int, config: LabelConfig) -> list[str]:
+    few = [f"{count} left out: {reason}" for reason, count in lost.items()]
+    return [*few, f"{cut} samples were cut at {config.max_new_tokens} tokens (max_new_tokens)"] if cut else few
+
+
+def _reasons(lost: Counter[str]) -> str:
+    return "".join(f"; {count} x {reason}" for reason, count in lost.items())
+
+
+@lasting_streams()
+def main(argv: list[str] | None = None) -> int:
+    """The entry point; returns 0, or 2 with one line where the input is wrong."""
+    from hybrid_rlhf.run.signals import stops_as_by_hand
+
+    try:
+        with stops_as_by_hand():
+            label(parse(argv))
+    except UserError as error:
+        print(error_line(_named(error)), file=sys.stderr)
+        return 2
+    except OSError as error:
+        found = refusal(error)
+        if found is None:
+            raise
+        print(error_line(UserError(f"label: {found.words}; {found.remedy}, and the same command goes on")),
+              file=sys.stderr)
+        return 2
+    return 0
