@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
     from hybrid_rlhf.training.labelling import Judged
 
 KEEPS = ("all", "best_worst")
-LOCK = "lock"
+LOCK, WRITTEN = "lock", "written"  # files of the work folder: the second has the digests of what was written
+UNUSED = {"judge.opponents": "every two responses to a prompt are compared",
+          "judge.on_failure": "pairs without a verdict are left out and counted"}
 
 
 @dataclass(frozen=True)
@@ -99,9 +103,6 @@ class LabelConfig:
                   f"{name} is {getattr(self, name)}; it must be at least 1")
         check(self.max_prompt_length >= 2, f"max_prompt_length is {self.max_prompt_length}; it must be at least 2")
         check(self.min_margin >= 0, f"min_margin is {self.min_margin}; it must not be negative")
-        check(self.judge.opponents is None and self.judge.on_failure == JudgeConfig.on_failure,
-              "judge.opponents and judge.on_failure are for rewards: here every two responses are compared, and pairs "
-              "without a verdict are left out and counted")
         if self.model:
             check(self.num_samples > 1 or self.responses is not None,
                   "num_samples is 1, and a pair has two responses; sample more, or name columns by responses")
@@ -129,7 +130,8 @@ def parse(argv: list[str] | None) -> LabelConfig:
     """The command's options. UserError in the words of this command."""
     given = list(sys.argv[2:] if argv is None else argv)
     try:
-        found, _ = settings.parse(LabelConfig, given, prog="hybrid-rlhf label", description=(__doc__ or "").strip())
+        found, _ = settings.parse(LabelConfig, given, prog="hybrid-rlhf label", description=(__doc__ or "").strip(),
+                                  unused=UNUSED)
     except UserError as error:
         raise _named(error) from error
     return found  # type: ignore[return-value]  # parse knows no class
@@ -145,10 +147,10 @@ def label(config: LabelConfig) -> Judged:
     from hybrid_rlhf.run import lock
     from hybrid_rlhf.training import labelling
 
-    output, lost, found = Path(str(config.output)), Counter[str](), labelling.Judged()
-    source = _source(config)
-    asked = _asked(config, lost)
+    lost, found = Counter[str](), labelling.Judged()
     _check_place(config)
+    asked = _asked(config, lost)
+    source = _source(config)
     config.work.mkdir(parents=True, exist_ok=True)
     lock.claim(config.work, LOCK)
     try:
@@ -162,8 +164,8 @@ def label(config: LabelConfig) -> Judged:
         lock.release(config.work)
     check(bool(found.rows), f"label: no pair has a better response ({found.ties} ties, {found.failures} without a "
                             f"verdict, of {found.compared}){_reasons(lost)}; nothing was written")
-    _write(output, found.rows)
-    for line in (*labelling.lines_of(found, source), *_left_out(lost, cut, config), f"written to {output}"):
+    _write(config, found.rows)
+    for line in (*labelling.lines_of(found, source), *_left_out(lost, cut, config), f"written to {config.output}"):
         print(line)
     return found
 
@@ -195,13 +197,13 @@ def _asked(config: LabelConfig, lost: Counter[str]) -> list[Asked]:
 
 def _check_place(config: LabelConfig) -> None:
     """UserError where the pairs would take the place of something else."""
-    output = Path(str(config.output))
+    output, mark = Path(str(config.output)), config.work / WRITTEN
     check(not output.is_dir(), f"output {output} is a folder; give a file")
-    check(not output.exists() or config.work.is_dir(),
-          f"output {output} exists, and was not written by this command ({config.work} is not there); give another "
-          "file, or remove it")
     check(not config.work.exists() or config.work.is_dir(), f"{config.work} is a file; remove it, or give another "
                                                             "--output")
+    is_ours = mark.is_file() and output.is_file() and _digest(output) in mark.read_bytes().split()
+    check(not os.path.lexists(output) or is_ours,
+          f"output {output} exists, and is not what this command has written there; give another file, or remove it")
 
 
 def _sampled(config: LabelConfig, asked: Sequence[Asked], lost: Counter[str]) -> int:
@@ -243,10 +245,17 @@ def _judge(config: LabelConfig, asked: Sequence[Asked], source: RewardSource, fo
         print(f"warning: {state}, for {_named(error)}", file=sys.stderr)
 
 
-def _write(output: Path, rows: Sequence[dict]) -> None:
-    """The pairs, whole or not at all."""
-    with whole(output) as (beside,), beside.open("w", encoding="utf-8") as file:
-        file.writelines(to_json(row, default=str) + "\n" for row in rows)
+def _write(config: LabelConfig, rows: Sequence[dict]) -> None:
+    """The pairs, whole or not at all. That they are ours is known before they are in place, should all end between."""
+    with whole(Path(str(config.output))) as (beside,):
+        with beside.open("w", encoding="utf-8") as file:
+            file.writelines(to_json(row, default=str) + "\n" for row in rows)
+        with (config.work / WRITTEN).open("ab") as file:
+            file.write(_digest(beside) + b"\n")
+
+
+def _digest(path: Path) -> bytes:
+    return hashlib.sha256(path.read_bytes()).hexdigest().encode()
 
 
 def _left_out(lost: Counter[str], cut: int, config: LabelConfig) -> list[str]:
