@@ -40,7 +40,7 @@ def model(tmp_path_factory) -> str:
 
 def shown(body) -> list[str]:
     """The responses that a question shows."""
-    return re.findall(r"<text-\w+ response ?\w?>\n(.*?)\n</text-", body["messages"][-1]["content"], re.S)
+    return re.findall(r"<text-\w+ response ?\w?>\n(.*?)\n</text-", body["messages"][1]["content"], re.S)
 
 
 def longer(body) -> dict:
@@ -48,7 +48,7 @@ def longer(body) -> dict:
     texts = shown(body)
     if len(texts) == 1:
         return said(json.dumps({"ok": min(10, len(texts[0]))}))
-    if '"better"' not in body["messages"][-1]["content"]:
+    if '"better"' not in body["messages"][1]["content"]:
         return said(json.dumps({"ABC"[i]: min(1, len(text) / 20) for i, text in enumerate(texts)}))
     return said(json.dumps({"better": "A" if len(texts[0]) > len(texts[1]) else "B"}))
 

@@ -66,7 +66,8 @@ def argv_of(folder: Path, stage: str, out: str, *more: str) -> list[str]:
         words += [f"--{SECTIONS.get(stage, 'ppo')}.sampling.max_new_tokens=6"]
         is_paid = any(word.startswith(("--reward.f", "--reward.u", "--reward.judge")) for word in more)
         words += [] if is_paid else ["--roles.reward.model_name_or_path", f"{folder}/reward"]
-    words += [f"--evaluate.models=[{folder}/base, other={folder}/base]"] if stage == "evaluate" else TRAIN
+    words += [f"--evaluate.models=[{folder}/base, other={folder}/base]", f"--evaluate.labels={folder}/rows.jsonl",
+              "--evaluate.num_labels=4"] if stage == "evaluate" else TRAIN
     return ["--stage", stage, "--output_dir", f"{folder}/{out}", f"--data.sources=[{source}]", *used(stage, words),
             *(word.format(folder=folder) if "{folder}" in word else word for word in more)]
 

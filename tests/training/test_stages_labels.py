@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from hybrid_rlhf.cli import main
 from hybrid_rlhf.report.compare import Method
 from hybrid_rlhf.rewards.judge import Grade, Preference
 from hybrid_rlhf.training import label_agreement
+from tests.factories.judges import judge_server, said
 from tests.factories.tiny import save_tiny
 
 WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the moon", "tree", "old book"]
@@ -119,6 +121,34 @@ def test_beside_models_that_answer(place) -> None:
     assert [m["model"] for m in found["models"]] == ["one", "two"] and found["agreement"][0]["accuracy"] == 0.8
     page = (place / "both" / "evaluate.md").read_text()
     assert page.index("| two |") < page.index("## Agreement with the labels") < page.index("## Answers side by side")
+
+
+def test_a_judge_behind_an_address_is_measured_by_its_comparisons(place) -> None:
+    """It prefers the shorter response, and gives no verdict on "no no no no no" beside red: seven pairs are right and
+    two, of a long answer and x, are wrong."""
+    def shorter(body) -> dict:
+        text = body["messages"][1]["content"]
+        first, second = re.findall(r"<text-\w+ response \w>\n(.*?)\n</text-", text, re.S)
+        return said("Hm." if "red" in (first, second) else f'{{"better": "{"A" if len(first) < len(second) else "B"}"}}')
+
+    with judge_server() as server:
+        server.answers = [(200, shorter)]
+        assert evaluate(place, "judge", "--evaluate.labels=PLACE/pairs.jsonl", f"--reward.judge.url={server.url}",
+                        "--reward.judge.mode=pairwise", "--reward.functions=PLACE/pay.py:letters") == 0
+        assert len(server.asked) == 2 * 10 + 2  # red's are asked twice
+    rows = {row["source"]: row for row in found_in(place, "judge")["agreement"]}
+    assert rows["judge"]["failures"] == 1 and rows["judge"]["accuracy"] == pytest.approx(7 / 9)
+    assert rows["judge"]["order_consistency"] == 1.0 and rows["letters"]["accuracy"] == 0.8
+
+
+def test_what_a_model_cannot_read_is_a_failure_and_not_the_end(place, reward, capsys) -> None:
+    rows = [json.loads(line) for line in (place / "pairs.jsonl").read_text().splitlines()]
+    write(place / "long.jsonl", [*rows[:3], {**rows[3], "rejected": "word " * 400}])
+    assert evaluate(place, "long", "--evaluate.labels=PLACE/long.jsonl", "--data.raw=true",
+                    f"--roles.reward.model_name_or_path={reward}") == 0
+    (row,) = found_in(place, "long")["agreement"]
+    assert row["items"] == 4 and row["failures"] == 1
+    assert "no score for an answer: a response of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "told"), [
