@@ -36,6 +36,7 @@ from hybrid_rlhf.training.written_answers import scores_of
 SAMPLED_AT_ONCE = 64  # prompts between two writes of the samples
 TOO_LONG, FEW = "a prompt that is too long to be answered", "a prompt with fewer than two different responses"
 SECONDS = 10.0  # between lines of progress
+MANY_CHANGED = 0.3  # of the verdicts
 
 
 @dataclass
@@ -228,6 +229,9 @@ def lines_of(found: Judged, source: Any) -> Iterator[str]:
     if found.ordered:
         yield (f"{found.changed} of {found.ordered} verdicts ({found.changed / found.ordered:.1%}) changed with the "
                "order of the two responses")
+        if found.changed > MANY_CHANGED * found.ordered:
+            yield ("warning: so many verdicts follow the order and not the responses; measure this judge by "
+                   "--evaluate.labels before anything is trained on it")
     if isinstance(source, JudgeSource):
         spent, counts = source.budget, source.asker.counts
         cost = f", cost {spent.cost:.4g}" if spent.cost else ""

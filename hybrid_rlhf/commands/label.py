@@ -162,8 +162,10 @@ def label(config: LabelConfig) -> Judged:
         _judge(config, asked, source, found)
     finally:
         lock.release(config.work)
+    changed = f", {found.changed} changed with the order of the two" if found.ordered else ""
     check(bool(found.rows), f"label: no pair has a better response ({found.ties} ties, {found.failures} without a "
-                            f"verdict, of {found.compared}){_reasons(lost)}; nothing was written")
+                            f"verdict, of {found.compared}{changed}){_reasons(lost)}; nothing was written, try another "
+                            "judge or rubric")
     _write(config, found.rows)
     for line in (*labelling.lines_of(found, source), *_left_out(lost, cut, config), f"written to {config.output}"):
         print(line)

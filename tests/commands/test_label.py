@@ -95,8 +95,16 @@ def test_what_is_written_is_trained_on_by_dpo(tmp_path, server, model) -> None:
 def test_a_judge_that_takes_whatever_comes_first_labels_nothing(tmp_path, server, capsys) -> None:
     server.answers = [(200, said('{"better": "A"}'))]
     assert run(tmp_path, server) == 2
-    assert "no pair has a better response (12 ties, 0 without a verdict, of 12)" in capsys.readouterr().err
+    assert "no pair has a better response (12 ties, 0 without a verdict, of 12, 12 changed with the order of the two)" in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_judge_that_mostly_follows_the_order_is_told_of(tmp_path, server, capsys) -> None:
+    """About red it prefers the longer response, else what comes first: nine of twelve verdicts change."""
+    server.answers = [(200, lambda body: longer(body) if "say red" in str(body) else said('{"better": "A"}'))]
+    assert run(tmp_path, server) == 0 and len(pairs_of(tmp_path / "out.jsonl")) == 3
+    out = capsys.readouterr().out
+    assert "9 of 12 verdicts (75.0%) changed with the order" in out and "warning: so many verdicts follow" in out
 
 
 def test_failures_and_ties_are_left_out_and_counted(tmp_path, server, capsys) -> None:
