@@ -35,8 +35,9 @@ PARTS = ("sft", "reward", "ppo")
 
 
 def cut(argv: list[str]) -> list[str]:
-    """A stage's command line with what makes it short; questions that only print stay as they are."""
-    if {"--help", "--print_config"} & set(argv):
+    """A stage's command line with what makes it short; questions that only print, and an evaluation that samples
+    nothing, stay as they are."""
+    if {"--help", "--print_config"} & set(argv) or ("--evaluate.labels" in argv and "--evaluate.models" not in argv):
         return argv
     stage = argv[argv.index("--stage") + 1]
     short = [] if stage == "evaluate" else SHORT

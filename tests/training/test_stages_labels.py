@@ -129,7 +129,8 @@ def test_a_judge_behind_an_address_is_measured_by_its_comparisons(place) -> None
     def shorter(body) -> dict:
         text = body["messages"][1]["content"]
         first, second = re.findall(r"<text-\w+ response \w>\n(.*?)\n</text-", text, re.S)
-        return said("Hm." if "red" in (first, second) else f'{{"better": "{"A" if len(first) < len(second) else "B"}"}}')
+        better = "A" if len(first) < len(second) else "B"
+        return said("Hm." if "red" in (first, second) else json.dumps({"better": better}))
 
     with judge_server() as server:
         server.answers = [(200, shorter)]
