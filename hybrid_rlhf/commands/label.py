@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core import config as settings
+from hybrid_rlhf.core import own_files
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.disk import refusal
+from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.lasting_streams import lasting_streams
-from hybrid_rlhf.core.own_files import whole
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.core.text_safety import error_line
 from hybrid_rlhf.data.source import Source, as_sources
@@ -148,12 +149,14 @@ def label(config: LabelConfig) -> Judged:
     from hybrid_rlhf.training import labelling
 
     lost, found = Counter[str](), labelling.Judged()
+    check(world_size() == 1, "label runs in one process; start it without torchrun or deepspeed")
     _check_place(config)
     asked = _asked(config, lost)
     source = _source(config)
     config.work.mkdir(parents=True, exist_ok=True)
     lock.claim(config.work, LOCK)
     try:
+        own_files.clear_unfinished(config.work)
         cut = _sampled(config, asked, lost) if config.model else 0
         few = sum(len(each.responses) < 2 for each in asked)
         lost.update({labelling.FEW: few} if few else {})
@@ -201,8 +204,8 @@ def _check_place(config: LabelConfig) -> None:
     """UserError where the pairs would take the place of something else."""
     output, mark = Path(str(config.output)), config.work / WRITTEN
     check(not output.is_dir(), f"output {output} is a folder; give a file")
-    check(not config.work.exists() or config.work.is_dir(), f"{config.work} is a file; remove it, or give another "
-                                                            "--output")
+    check(not os.path.lexists(config.work) or (config.work.is_dir() and not config.work.is_symlink()),
+          f"{config.work} is no folder of this command's; remove it, or give another --output")
     is_ours = mark.is_file() and output.is_file() and _digest(output) in mark.read_bytes().split()
     check(not os.path.lexists(output) or is_ours,
           f"output {output} exists, and is not what this command has written there; give another file, or remove it")
@@ -249,11 +252,14 @@ def _judge(config: LabelConfig, asked: Sequence[Asked], source: RewardSource, fo
 
 def _write(config: LabelConfig, rows: Sequence[dict]) -> None:
     """The pairs, whole or not at all. That they are ours is known before they are in place, should all end between."""
-    with whole(Path(str(config.output))) as (beside,):
-        with beside.open("w", encoding="utf-8") as file:
-            file.writelines(to_json(row, default=str) + "\n" for row in rows)
-        with (config.work / WRITTEN).open("ab") as file:
-            file.write(_digest(beside) + b"\n")
+    made = own_files.fresh_path(config.work)
+    with made.open("x", encoding="utf-8") as file:
+        file.writelines(to_json(row, default=str) + "\n" for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+    with (config.work / WRITTEN).open("ab") as mark:
+        mark.write(_digest(made) + b"\n")
+    os.replace(made, str(config.output))
 
 
 def _digest(path: Path) -> bytes:

@@ -160,6 +160,9 @@ def test_what_a_model_cannot_read_is_a_failure_and_not_the_end(place, reward, ca
     (["--evaluate.num_labels=3"], "evaluate.num_labels is set; it is for evaluate.labels"),
     (["--evaluate.labels=PLACE/pairs.jsonl", "--evaluate.rows=all"], "evaluate.rows is set; there are only labels"),
     (["--evaluate.labels=PLACE/pairs.jsonl", "--preview"], "--preview shows the prompts"),
+    (["--evaluate.labels=PLACE/answers.jsonl", "--reward.judge.url=http://127.0.0.1:9/v1",
+      "--reward.judge.mode=pairwise"], "labelled one by one, and judge compares; give pairs, or reward.judge.mode"),
+    (["--evaluate.labels=PLACE/pairs.jsonl", "--environment.tools=builtin:calculator"], "environment makes episodes"),
     (["--evaluate.labels=PLACE/answers.jsonl", "--reward.functions=PLACE/pay.py:tokens"], "reads completion_ids"),
 ])
 def test_what_is_wrong_is_one_line(place, capsys, words, told) -> None:

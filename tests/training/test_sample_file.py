@@ -1,0 +1,58 @@
+"""Samples of a process that was killed: what is whole is kept, whatever byte was the last."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.training.sample_file import SampleFile
+
+SETTINGS = {"model": "m", "sampling": {"temperature": 1.0, "stop_token_ids": []}, "seed": 0}
+
+
+def filled(path) -> bytes:
+    file = SampleFile(path, SETTINGS)
+    for number in range(3):
+        file.add(number, [f"a{number}\n", "ü\u2028"], number)
+    file.sync()
+    file.close()
+    return path.read_bytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(share=st.floats(0, 1))
+def test_a_file_that_is_cut_anywhere_goes_on_after_its_last_whole_line(tmp_path_factory, share) -> None:
+    path = tmp_path_factory.mktemp("s") / "samples.jsonl"
+    whole = filled(path)
+    cut = whole[: round(share * len(whole))]
+    path.write_bytes(cut)
+    file = SampleFile(path, SETTINGS)
+    lines = max(0, cut.count(b"\n") - 1)
+    assert file.known == {n: ([f"a{n}\n", "ü\u2028"], n) for n in range(lines)}
+    for number in range(lines, 3):
+        file.add(number, [f"a{number}\n", "ü\u2028"], number)
+    file.close()
+    assert path.read_bytes() == whole
+
+
+def test_other_settings_are_named(tmp_path) -> None:
+    filled(tmp_path / "s")
+    with pytest.raises(UserError, match=r"samples of other settings \(model, seed\); remove it"):
+        SampleFile(tmp_path / "s", {**SETTINGS, "model": "n", "seed": 1})
+
+
+@settings(max_examples=100, deadline=None)
+@given(content=st.binary(max_size=40) | st.sampled_from([b"{}\n", b"[]\n", b'{"settings": 3}\n', b"null\n{}\n"]))
+def test_any_other_file_is_a_user_error_or_begun_anew(tmp_path_factory, content) -> None:
+    path = tmp_path_factory.mktemp("s") / "samples.jsonl"
+    path.write_bytes(content)
+    try:
+        file = SampleFile(path, SETTINGS)
+    except UserError as error:
+        told = str(error)
+        assert "\n" not in told and "remove it" in told and path.read_bytes() == content
+        return
+    file.close()
+    assert file.known == {} and (b"\n" not in content or not content.strip())
