@@ -21,20 +21,18 @@ def filled(path) -> bytes:
     return path.read_bytes()
 
 
-@settings(max_examples=60, deadline=None)
-@given(share=st.floats(0, 1))
-def test_a_file_that_is_cut_anywhere_goes_on_after_its_last_whole_line(tmp_path_factory, share) -> None:
-    path = tmp_path_factory.mktemp("s") / "samples.jsonl"
+def test_a_file_that_is_cut_at_any_byte_goes_on_after_its_last_whole_line(tmp_path) -> None:
+    path = tmp_path / "samples.jsonl"
     whole = filled(path)
-    cut = whole[: round(share * len(whole))]
-    path.write_bytes(cut)
-    file = SampleFile(path, SETTINGS)
-    lines = max(0, cut.count(b"\n") - 1)
-    assert file.known == {n: ([f"a{n}\n", "ü\u2028"], n) for n in range(lines)}
-    for number in range(lines, 3):
-        file.add(number, [f"a{number}\n", "ü\u2028"], number)
-    file.close()
-    assert path.read_bytes() == whole
+    for size in range(len(whole) + 1):
+        path.write_bytes(whole[:size])
+        file = SampleFile(path, SETTINGS)
+        lines = max(0, whole[:size].count(b"\n") - 1)
+        assert file.known == {n: ([f"a{n}\n", "ü\u2028"], n) for n in range(lines)}
+        for number in range(lines, 3):
+            file.add(number, [f"a{number}\n", "ü\u2028"], number)
+        file.close()
+        assert path.read_bytes() == whole
 
 
 def test_other_settings_are_named(tmp_path) -> None:
