@@ -56,7 +56,8 @@ class EvaluateConfig:
         num_labels: At most so many rows of the labels are read, drawn by the seed; null reads all of them.
         reference: Run folder or model that KL is measured to; null takes the first of models.
         rows: all (every prompt of the sources), held_out (those that training holds out), or auto: all, unless one of
-            the models was trained on one of the sources; then those held out.
+            the models was trained on one of the sources; then those held out. Of the labels too, by what the reward
+            models were trained on.
         num_prompts: At most so many prompts are asked; null asks all of them.
         batch_size: Prompts that are answered and scored at a time.
         sampling: How answers are drawn.
@@ -196,6 +197,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
     players = {name: episodes_setup.player_of(config, environments, each) for name, each in tokenizers.items()}
     record = runfile.start(config.output_dir, config.stage, config, command)
     restore_gc()
+    if labelled:
+        how["labels"] = f"{config.evaluate.labels} ({'held out' if labelled.is_held_out else 'all'})"
     with on_record(record):
         sources.open()
         agreements = _measured(config, labelled, sources, next(iter(tokenizers.values()), None))
@@ -288,7 +291,11 @@ def _labelled(config: Config, sources: _Sources, tokenizer) -> Labels | None:  #
         return None
     check(not config.environment.is_given, "evaluate.labels are of answers in text, and environment makes episodes; "
                                            "leave one of them out")
-    found = label_agreement.read(given.labels, given.num_labels, config.seed)
+    rows, why = evaluation_prompts.which_rows(
+        given.rows, dataclasses.replace(config.data, sources=[given.labels]),
+        [*([sources.reward] if sources.reward else []), *config.reward.model_list])
+    held_out = config.data.eval_fraction if rows == "held_out" else None
+    found = label_agreement.read(given.labels, given.num_labels, config.seed, held_out, why)
     label_agreement.check(found, sources.others, tokenizer or sources.reader)
     return found
 
@@ -364,7 +371,7 @@ def _tell(config: Config, answered: list[Answered], prompts: Prompts | None, how
         shown = compare.examples([words_of(p) for p in prompts.columns["prompt"]], answered, given.num_examples)
         compare.show(found, shown[:3])  # before it is written: a full disk takes away neither
     if agreements:
-        facts |= {"labels": given.labels}
+        facts |= {"labels": how["labels"]}
     more = agreement.section(agreements, _method(config)) if agreements else None
     written = compare.write(Path(config.output_dir), found, shown, facts, more)
     print(f"written to {' and '.join(map(str, written))}")

@@ -20,12 +20,14 @@ HALF = 0.5  # of a judge's scale from 0 to 1, from which on it calls an answer g
 OPTION = "evaluate.labels"
 
 
-def read(path: str, limit: int | None, seed: int) -> Labels:
-    """The labels at `path`, of at most `limit` rows, and a line of what is in them."""
-    found = labels.read_labels(Source(path), limit, seed)
+def read(path: str, limit: int | None, seed: int, held_out: float | None = None, why: str = "") -> Labels:
+    """The labels at `path`, of at most `limit` rows (and of those held out, see `read_labels`), and a line of what is
+    in them, and why not in others."""
+    found = labels.read_labels(Source(path), limit, seed, held_out)
     what = f"{len(found.pairs)} pairs" if found.pairs else f"{len(found.answers)} answers"
     lost = "".join(f"; {count} left out: {reason}" for reason, count in found.lost.items())
-    print(f"evaluate: {what} with labels, of {found.read} rows of {path}{lost}", file=sys.stderr)
+    print(f"evaluate: {what} with labels, of {found.read} rows of {path}"
+          f"{f' ({why})' if why else ''}{lost}", file=sys.stderr)
     return found
 
 

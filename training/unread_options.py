@@ -142,7 +142,7 @@ SWITCHED: dict[str, list[tuple[tuple[str, ...], Callable[[object], bool], str]]]
     "evaluate": [
         (("evaluate.num_labels",), lambda c: c.evaluate.labels is not None, "it is for evaluate.labels; give them"),
         (("data.sources", *(f"evaluate.{name}" for name in (
-            "reference", "rows", "num_prompts", "sampling", "checker", "prompt_templates", "num_examples"))),
+            "reference", "num_prompts", "sampling", "checker", "prompt_templates", "num_examples"))),
          lambda c: c.evaluate.models or c.evaluate.labels is None,
          "there are only labels, and no models that answer; give evaluate.models, or leave it out")],
     "rejection": [(("roles.ref",), lambda c: c.rejection.measure_kl, "rejection.measure_kl is false; leave it out")],

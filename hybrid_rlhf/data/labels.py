@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import NamedTuple
 
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data import sources
+from hybrid_rlhf.data.blend import is_held_out, split_key
 from hybrid_rlhf.data.chat import SkipRow, Text
 from hybrid_rlhf.data.schema import KINDS, Example, Format, detect, read_row
 from hybrid_rlhf.data.source import Source
@@ -44,16 +45,18 @@ class LabelledAnswer(NamedTuple):
 @dataclass
 class Labels:
     """Pairs, or, where no row has two answers to compare, answers. lost: why rows or answers were left out -> how
-    often; read: rows of the file."""
+    often; read: rows of the file; is_held_out: whether only those that training holds out were taken."""
 
     read: int
     pairs: list[LabelledPair] = field(default_factory=list)
     answers: list[LabelledAnswer] = field(default_factory=list)
     lost: Counter = field(default_factory=Counter)
+    is_held_out: bool = False
 
 
-def read_labels(source: Source, limit: int | None, seed: int) -> Labels:
-    """The labels of a file or folder, of at most `limit` rows, which `seed` draws.
+def read_labels(source: Source, limit: int | None, seed: int, held_out: float | None = None) -> Labels:
+    """The labels of a file or folder, of at most `limit` rows, which `seed` draws. held_out: only of the rows that a
+    stage with this data.eval_fraction does not train on.
 
     Raises UserError for what holds no labels (formats of kind preference or unpaired do), or none that can be used.
     """
@@ -62,11 +65,14 @@ def read_labels(source: Source, limit: int | None, seed: int) -> Labels:
     check("graded answer" in KINDS[form.kind],
           f"{source.path} is {form.name} data ({', '.join(form.required)}), which holds no labels; give "
           "prompt+chosen+rejected, prompt+completions+scores or prompt+completion+label")
-    chosen = range(len(rows))
-    if limit is not None and limit < len(rows):
-        chosen = sorted(random.Random(seed).sample(chosen, limit))
-    found = Labels(len(chosen))
-    read = list(_examples(rows, chosen, form, source.path, found.lost))
+    found = Labels(len(rows), is_held_out=held_out is not None)
+    read = list(_examples(rows, form, source.path, found.lost))
+    if held_out is not None:
+        read = [example for example in read if is_held_out(split_key(example), held_out)]
+        check(bool(read), f"{source.path}: none of its rows is held out (data.eval_fraction {held_out:g}); raise it, "
+                          "or read all of them by --evaluate.rows all")
+    if limit is not None and limit < len(read):
+        read = [read[i] for i in sorted(random.Random(seed).sample(range(len(read)), limit))]
     numbers: dict[str, int] = {}
     for example in read:
         number = numbers.setdefault(prompt_key(example.prompt), len(numbers))
@@ -83,11 +89,11 @@ def read_labels(source: Source, limit: int | None, seed: int) -> Labels:
     return found
 
 
-def _examples(rows, chosen, form: Format, where: str, lost: Counter) -> Iterator[Example]:  # noqa: ANN001
+def _examples(rows: Iterable[dict], form: Format, where: str, lost: Counter) -> Iterator[Example]:
     """The canonical rows that have a prompt."""
-    for i in chosen:
+    for number, row in enumerate(rows, 1):
         try:
-            example = read_row(rows[i], form, f"{where} row {i + 1}")
+            example = read_row(row, form, f"{where} row {number}")
         except SkipRow as reason:
             lost[str(reason)] += 1
             continue

@@ -61,7 +61,7 @@ def test_functions_are_measured_without_any_model(place, capsys) -> None:
                     "--reward.functions=[PLACE/pay.py:letters, PLACE/pay.py:some]") == 0
     found = found_in(place, "functions")
     letters, some = found["agreement"]
-    assert found["models"] == [] and found["labels"].endswith("pairs.jsonl")
+    assert found["models"] == [] and found["labels"].endswith("pairs.jsonl (all)")
     assert (letters["source"], letters["items"], letters["failures"]) == ("letters", 10, 0)
     assert letters["accuracy"] == pytest.approx(0.8) and letters["kappa"] == pytest.approx(0.6)
     assert letters["band"] == "moderate" and letters["order_consistency"] is None
@@ -94,7 +94,7 @@ def reward(place) -> str:
 def test_the_stage_2_model_and_a_classifier_agree_as_plain_transformers_says(place, reward) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    assert evaluate(place, "models", "--evaluate.labels=PLACE/pairs.jsonl", "--data.raw=true",
+    assert evaluate(place, "models", "--evaluate.labels=PLACE/pairs.jsonl", "--evaluate.rows=all", "--data.raw=true",
                     f"--roles.reward.model_name_or_path={reward}", f"--reward.models={reward}",
                     "--reward.functions=PLACE/pay.py:tokens") == 0
     rows = found_in(place, "models")["agreement"]
@@ -142,6 +142,22 @@ def test_a_judge_behind_an_address_is_measured_by_its_comparisons(place) -> None
     assert rows["judge"]["order_consistency"] == 1.0 and rows["letters"]["accuracy"] == 0.8
 
 
+def test_what_a_reward_model_was_trained_on_tells_nothing_about_it(place, reward, capsys) -> None:
+    """By default only its held-out rows count, those that the stage itself would hold out."""
+    from hybrid_rlhf.data.blend import is_held_out
+
+    expected = [w for w in (json.loads(x)["prompt"] for x in (place / "pairs.jsonl").read_text().splitlines())
+                if is_held_out(w, 0.4)]
+    for model in (f"--roles.reward.model_name_or_path={reward}", f"--reward.models={reward}"):
+        assert evaluate(place, "seen", "--evaluate.labels=PLACE/pairs.jsonl", "--data.raw=true", model,
+                        "--data.eval_fraction=0.4", "--resume=never") == 0
+        assert found_in(place, "seen")["agreement"][0]["items"] == len(expected) < 10
+        assert "(held out, for " in capsys.readouterr().err
+        assert "pairs.jsonl (held out)" in (place / "seen" / "evaluate.md").read_text()
+    assert evaluate(place, "never", "--evaluate.labels=PLACE/pairs.jsonl", "--data.raw=true", model,
+                    "--data.eval_fraction=0") == 2
+
+
 def test_what_a_model_cannot_read_is_a_failure_and_not_the_end(place, reward, capsys) -> None:
     rows = [json.loads(line) for line in (place / "pairs.jsonl").read_text().splitlines()]
     write(place / "long.jsonl", [*rows[:3], {**rows[3], "rejected": "word " * 400}])
@@ -158,7 +174,9 @@ def test_what_a_model_cannot_read_is_a_failure_and_not_the_end(place, reward, ca
     (["--evaluate.labels=PLACE/pairs.jsonl", "--evaluate.models=[PLACE/one]"], "evaluate.models has 1 models"),
     (["--evaluate.labels=PLACE/pairs.jsonl", "--evaluate.num_labels=0"], "evaluate.num_labels is 0"),
     (["--evaluate.num_labels=3"], "evaluate.num_labels is set; it is for evaluate.labels"),
-    (["--evaluate.labels=PLACE/pairs.jsonl", "--evaluate.rows=all"], "evaluate.rows is set; there are only labels"),
+    (["--evaluate.labels=PLACE/pairs.jsonl", "--evaluate.checker=demo"], "evaluate.checker is set; there are only"),
+    (["--evaluate.labels=PLACE/pairs.jsonl", "--evaluate.rows=held_out", "--data.eval_fraction=0"],
+     "none of its rows is held out"),
     (["--evaluate.labels=PLACE/pairs.jsonl", "--preview"], "--preview shows the prompts"),
     (["--evaluate.labels=PLACE/answers.jsonl", "--reward.judge.url=http://127.0.0.1:9/v1",
       "--reward.judge.mode=pairwise"], "labelled one by one, and judge compares; give pairs, or reward.judge.mode"),
