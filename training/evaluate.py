@@ -190,7 +190,8 @@ def run(config: Config, command: str = "") -> dict[str, float]:
         return done.metrics
     environments = episodes_setup.open_of(config)
     sources = _Sources(config, reward_sources.open_sources(
-        config.reward, config.roles, config.data.raw, config.environment, environments), _reward_path(config))
+        config.reward, config.roles, config.data.raw, config.environment, environments, config.seed),
+        _reward_path(config))
     tokenizers = {name: _tokenizer(config, path) for name, path in models.items()}
     asked, how = _asked(config, models, tokenizers, sources, environments) if models else ({}, {})
     labelled = _labelled(config, sources, next(iter(tokenizers.values()), None))
@@ -215,6 +216,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
 def _asked(config: Config, models: dict[str, str], tokenizers: dict, sources: _Sources, environments  # noqa: ANN001
            ) -> tuple[dict[str, Prompts], dict[str, str]]:
     """By model the prompts that it answers, which the sources can score, and how they were chosen."""
+    reward_sources.check_groups(config.reward, config.evaluate.sampling.num_samples, "evaluate.sampling.num_samples")
     reference = config.evaluate.reference
     reference = builders.parent_run(reference, config.output_dir, "sft", "evaluate.reference") if reference else next(
         iter(models.values()))

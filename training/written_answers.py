@@ -22,6 +22,8 @@ def scores_of(source: RewardSource, prompts: Sequence[Text], answers: Sequence[s
     for functions that read completion_ids; owners: the same for answers to one prompt that are scored relative to each
     other, which lie together and in one batch (None: each by itself)."""
     owners = range(len(answers)) if owners is None else owners
+    if hasattr(source, "policy_tokenizer"):  # a process reward model, which may have placed scores for a policy before
+        source.policy_tokenizer = tokenizer
     found: list[float | None] = []
     for first in range(0, len(answers), batch_size):
         part = slice(first, first + batch_size)

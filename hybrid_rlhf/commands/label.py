@@ -177,13 +177,13 @@ def label(config: LabelConfig) -> Judged:
 
 def _source(config: LabelConfig) -> RewardSource:
     """The judge, or the reward model in its place; no weights are read yet."""
-    from hybrid_rlhf.rewards.classifier import ClassifierSource
     from hybrid_rlhf.rewards.judge import open_judge
+    from hybrid_rlhf.roles.sharing import RolesConfig
     from hybrid_rlhf.training import builders
+    from hybrid_rlhf.training.reward_sources import RewardConfig, open_sources
 
     if config.reward_model:
-        folder = builders.model_folder(config.reward_model)
-        return ClassifierSource(folder, Path(config.reward_model).name, raw=config.raw)
+        return open_sources(RewardConfig(models=[config.reward_model]), RolesConfig(), config.raw)[0]
     given = replace(config.judge, on_failure="skip", cache=config.judge.cache or str(config.work))
     if given.model:
         given = replace(given, model=builders.model_folder(given.model))

@@ -180,6 +180,9 @@ def test_what_a_model_cannot_read_is_a_failure_and_not_the_end(place, reward, ca
     (["--evaluate.labels=PLACE/pairs.jsonl", "--preview"], "--preview shows the prompts"),
     (["--evaluate.labels=PLACE/answers.jsonl", "--reward.judge.url=http://127.0.0.1:9/v1",
       "--reward.judge.mode=pairwise"], "labelled one by one, and judge compares; give pairs, or reward.judge.mode"),
+    (["--evaluate.models=[PLACE/one, PLACE/two]", "--data.sources=PLACE/prompts.jsonl", "--data.max_prompt_length=32",
+      "--evaluate.sampling.max_new_tokens=6",
+      "--reward.judge.url=http://127.0.0.1:9/v1", "--reward.judge.mode=pairwise"], "and evaluate.sampling.num_samples"),
     (["--evaluate.labels=PLACE/pairs.jsonl", "--environment.tools=builtin:calculator"], "environment makes episodes"),
     (["--evaluate.labels=PLACE/answers.jsonl", "--reward.functions=PLACE/pay.py:tokens"], "reads completion_ids"),
 ])
