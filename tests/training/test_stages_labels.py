@@ -15,7 +15,8 @@ from hybrid_rlhf.report.compare import Method
 from hybrid_rlhf.rewards.judge import Grade, Preference
 from hybrid_rlhf.training import label_agreement
 from tests.factories.judges import judge_server, said
-from tests.factories.tiny import save_tiny
+from tests.factories.prm import save_prm
+from tests.factories.tiny import save_tiny, tiny_tokenizer
 
 WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the moon", "tree", "old book"]
 METHOD = Method(0.95, 100, 0)
@@ -110,6 +111,28 @@ def test_the_stage_2_model_and_a_classifier_agree_as_plain_transformers_says(pla
     pairs = [json.loads(line) for line in (place / "pairs.jsonl").read_text().splitlines()]
     right = [score(p["prompt"] + p["chosen"]) > score(p["prompt"] + p["rejected"]) for p in pairs]
     assert rows[0]["accuracy"] == rows[2]["accuracy"] == pytest.approx(sum(right) / 10)
+
+
+def test_a_process_reward_model_is_measured_by_its_scores_of_whole_answers(place) -> None:
+    """One step each, so that the score is the probability at the separator behind it. Beside models that answer, the
+    answers have a policy's tokens, at which scores of steps are placed."""
+    model, tokenizer = save_prm(place / "prm"), tiny_tokenizer()
+    assert evaluate(place, "steps", "--evaluate.labels=PLACE/pairs.jsonl", "--reward.models=PLACE/prm") == 0
+    pairs = [json.loads(line) for line in (place / "pairs.jsonl").read_text().splitlines()]
+
+    def score(prompt: str, answer: str) -> float:
+        parts = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (prompt, answer, "\n")]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*parts[0], *parts[1], *parts[2]]])).logits
+        return float(logits[0, -1].softmax(-1)[1])
+
+    right = [score(p["prompt"], p["chosen"]) > score(p["prompt"], p["rejected"]) for p in pairs]
+    (row,) = found_in(place, "steps")["agreement"]
+    assert row["accuracy"] == pytest.approx(sum(right) / 10)
+    assert evaluate(place, "placed", "--evaluate.labels=PLACE/pairs.jsonl", "--reward.models=PLACE/prm",
+                    "--evaluate.models=[PLACE/one, PLACE/two]", "--data.sources=PLACE/prompts.jsonl", "--data.raw=true",
+                    "--data.max_prompt_length=32", "--evaluate.sampling.max_new_tokens=6") == 0
+    assert found_in(place, "placed")["agreement"][0]["accuracy"] == row["accuracy"]
 
 
 def test_beside_models_that_answer(place) -> None:
