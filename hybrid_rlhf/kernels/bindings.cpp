@@ -53,7 +53,8 @@ Tensor decode_attention(const Tensor& new_query, const Tensor& new_key, const Te
 
 std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& streams, const Tensor& positions,
                                   double temperature, int64_t top_k, double top_p, double min_p,
-                                  double repetition_penalty, const Maybe& seen, const Maybe& forbidden) {
+                                  double repetition_penalty, const Maybe& seen, const Maybe& forbidden,
+                                  const Maybe& kept) {
   hybrid::Sampling call{};
   call.logits = rows(logits, "logits", 2);
   call.batch = logits.size(0), call.vocabulary = logits.size(1);
@@ -65,6 +66,8 @@ std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& streams, c
   call.seen = flags(seen, "seen", call.batch, call.vocabulary), call.seen_stride = stride_of(seen);
   call.forbidden = flags(forbidden, "forbidden", call.batch, call.vocabulary);
   call.forbidden_stride = stride_of(forbidden);
+  TORCH_CHECK_VALUE(!flags(kept, "kept", call.batch, call.vocabulary) || kept->is_contiguous(), "kept is not dense");
+  call.kept = kept ? kept->data_ptr<bool>() : nullptr;
   Tensor tokens = at::empty({call.batch}, streams.options());
   Tensor logprobs = at::empty({call.batch}, logits.options().dtype(at::kFloat));
   call.tokens = tokens.data_ptr<int64_t>(), call.logprobs = logprobs.data_ptr<float>();
@@ -214,7 +217,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   hybrid::bind_updates(m);
   m.def("sample", &sample, py::arg("logits"), py::arg("streams"), py::arg("positions"), py::kw_only(),
         py::arg("temperature") = 1.0, py::arg("top_k") = 0, py::arg("top_p") = 1.0, py::arg("min_p") = 0.0,
-        py::arg("repetition_penalty") = 1.0, py::arg("seen") = py::none(), py::arg("forbidden") = py::none());
+        py::arg("repetition_penalty") = 1.0, py::arg("seen") = py::none(), py::arg("forbidden") = py::none(),
+        py::arg("kept") = py::none());
   m.def("rms_norm", &rms_norm, py::arg("input"), py::arg("weight"), py::arg("eps"), py::arg("adds_one") = false);
   m.def("gated", &gated, py::arg("gate"), py::arg("up"), py::arg("is_gelu") = false);
   m.def("rotary", &rotary, py::arg("query"), py::arg("key"), py::arg("cosines"), py::arg("sines"));

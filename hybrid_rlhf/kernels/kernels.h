@@ -57,6 +57,7 @@ struct Sampling {
   int64_t top_k;
   const bool *seen, *forbidden;   // (B, V) or null
   int64_t seen_stride, forbidden_stride;
+  bool* kept;                     // (B, V), dense, or null: is filled with the tokens that may be drawn
   int64_t* tokens;
   float* logprobs;
   int threads;

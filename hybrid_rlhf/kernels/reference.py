@@ -204,9 +204,21 @@ def truncated(scores: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float =
     return scores
 
 
+def allowed_scores(logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+                   repetition_penalty: float = 1.0, seen: Tensor | None = None,
+                   forbidden: Tensor | None = None) -> Tensor:
+    """(B, V) fp32: the scores that `sample` draws by, -inf where a token may not be drawn. Greedy: not truncated."""
+    raw = logits.float()
+    scores = raw if repetition_penalty == 1 or seen is None else torch.where(
+        seen, torch.where(raw > 0, raw / repetition_penalty, raw * repetition_penalty), raw)
+    if forbidden is not None:
+        scores = scores.masked_fill(forbidden, float("-inf"))
+    return scores if temperature == 0 else truncated(scores / temperature, top_k, top_p, min_p)
+
+
 def sample(logits: Tensor, streams: Tensor, positions: Tensor, *, temperature: float = 1.0, top_k: int = 0,
            top_p: float = 1.0, min_p: float = 0.0, repetition_penalty: float = 1.0, seen: Tensor | None = None,
-           forbidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+           forbidden: Tensor | None = None, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Draw one token per row. Returns tokens (B,) int64 and logprobs (B,) fp32.
 
     logits (B, V), fp32, bf16 or fp16, dense last dimension. temperature 0 is greedy: the first largest score.
@@ -217,20 +229,23 @@ def sample(logits: Tensor, streams: Tensor, positions: Tensor, *, temperature: f
     row's own logits, stream and position, on nothing else in the batch.
 
     logprobs are those of the policy that training sees: log softmax(logits / temperature) of the drawn token (with
-    temperature 1 where greedy), before penalty, forbidden and truncation. A row whose logits have no finite maximum or
-    contain NaN gives token 0 and a logprob that is not finite: the caller's sign that the model broke.
+    temperature 1 where greedy), before penalty, forbidden and truncation. kept (B, V) bool, dense: is filled with the
+    tokens that might have been drawn, and the logprobs are of that softmax over these tokens alone. A row whose logits
+    have no finite maximum or contain NaN gives token 0 and a logprob that is not finite: the caller's sign that the
+    model broke.
     """
     raw = logits.float()
-    scores = raw if repetition_penalty == 1 or seen is None else torch.where(
-        seen, torch.where(raw > 0, raw / repetition_penalty, raw * repetition_penalty), raw)
-    if forbidden is not None:
-        scores = scores.masked_fill(forbidden, float("-inf"))
+    scores = allowed_scores(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                            repetition_penalty=repetition_penalty, seen=seen, forbidden=forbidden)
     if temperature == 0:
         tokens = scores.argmax(-1)
     else:
-        scores = truncated(scores / temperature, top_k, top_p, min_p)
         tokens = (scores - exponentials(random_words(streams, positions, logits.shape[-1])).log()).argmax(-1)
         raw = raw / temperature
+    is_sound = raw.amax(-1).isfinite()
+    if kept is not None:
+        kept.copy_(scores > float("-inf"))
+        raw = raw.masked_fill(~kept, float("-inf"))
     logprobs = raw.gather(-1, tokens[:, None])[:, 0] - raw.logsumexp(-1)
-    broken = ~(raw.amax(-1).isfinite() & logprobs.isfinite())
+    broken = ~(is_sound & logprobs.isfinite())
     return tokens.masked_fill(broken, 0), logprobs.masked_fill(broken, float("nan"))

@@ -118,18 +118,37 @@ void adjust(const Sampling& call, int64_t b, float* x) {
   if (call.temperature != 0) divide(x, call.vocabulary, call.temperature);
 }
 
+bool is_truncated(const Sampling& call) {
+  return call.temperature != 0 &&
+         ((call.top_k > 0 && call.top_k < call.vocabulary) || call.top_p < 1 || call.min_p > 0);
+}
+
+// Marks the tokens that may be drawn by the scores `x`, which are the survivors where a draw has truncated, and says
+// the log of the sum of e^raw over them.
+float keep(const Sampling& call, int64_t b, const float* raw, const float* x, int64_t padded, Scratch& scratch) {
+  if (!is_truncated(call)) keep_from(x, padded, kNothing, scratch.survivors);
+  float most = kNothing;
+  for (int32_t i : scratch.survivors) {
+    call.kept[b * call.vocabulary + i] = true;
+    most = std::max(most, raw[i]);
+  }
+  double total = 0;
+  for (int32_t i : scratch.survivors) total += std::exp(raw[i] - most);
+  return most + static_cast<float>(std::log(total));
+}
+
 // Draws by `x` and says log_sum of it (NaN where it was not needed).
 Best draw_row(const Sampling& call, int64_t b, const float* x, int64_t padded, float& log_total, Scratch& scratch) {
   Best best;
   const float most = top_of(x, padded);
-  const bool is_truncated = (call.top_k > 0 && call.top_k < call.vocabulary) || call.top_p < 1 || call.min_p > 0;
+  scratch.survivors.clear();
   if (most == kNothing) return best;  // nothing is allowed
   if (call.temperature == 0) {
     best.offer(std::find(x, x + call.vocabulary, most) - x, most);
     return best;
   }
   const Draw draw(call.streams[b], call.positions[b]);
-  if (!is_truncated) {
+  if (!is_truncated(call)) {
     log_total = draw_all(x, padded, most, draw, best);
     return best;
   }
@@ -162,11 +181,18 @@ void sample_row(const Sampling& call, int64_t b, Scratch& scratch) {
   const float most = top_of(raw, padded);
   call.tokens[b] = 0;
   call.logprobs[b] = std::numeric_limits<float>::quiet_NaN();
+  if (call.kept) std::fill_n(call.kept + b * call.vocabulary, call.vocabulary, false);
   if (!std::isfinite(most)) return;
   float log_total = std::numeric_limits<float>::quiet_NaN();
   const Best best = draw_row(call, b, scores, padded, log_total, scratch);
-  if (is_adjusted || std::isnan(log_total)) log_total = log_sum(raw, padded, most);
-  const float logprob = raw[best.token] - (most + log_total);
+  float normaliser;
+  if (call.kept) {
+    normaliser = keep(call, b, raw, scores, padded, scratch);
+  } else {
+    if (is_adjusted || std::isnan(log_total)) log_total = log_sum(raw, padded, most);
+    normaliser = most + log_total;
+  }
+  const float logprob = raw[best.token] - normaliser;
   if (!std::isfinite(logprob)) return;
   call.tokens[b] = best.token;
   call.logprobs[b] = logprob;

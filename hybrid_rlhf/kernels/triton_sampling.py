@@ -10,11 +10,14 @@ top-p searches for a threshold (the mass of the k), by bisection.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from hybrid_rlhf.kernels import reference
 
 _CHUNK = 2048  # tokens of one program of _scan
 _BLOCK = 4096  # tokens that _draw looks at together
@@ -235,10 +238,25 @@ def _draw(logits, seen, forbidden, streams, positions, sums, found, out, logprob
     tl.store(logprobs + row, tl.where(is_finite, logprob, float("nan")))
 
 
+def _sample_among(kept: Tensor, logits: Tensor, streams: Tensor, positions: Tensor, *, temperature: float,
+                  **rules: Any) -> tuple[Tensor, Tensor]:
+    """A draw from the tokens `kept` (B, V) bool, which the kernel never writes down where it truncates, and its
+    log-probability among them."""
+    tokens, logprobs = sample(logits, streams, positions, temperature=temperature, forbidden=~kept, **rules)
+    among = (logits.float() / (temperature or 1.0)).masked_fill(~kept, -math.inf)
+    found = among.gather(-1, tokens[:, None])[:, 0] - among.logsumexp(-1)
+    return tokens, torch.where(logprobs.isfinite() & found.isfinite(), found, math.nan)
+
+
 def sample(logits: Tensor, streams: Tensor, positions: Tensor, *, temperature: float = 1.0, top_k: int = 0,
            top_p: float = 1.0, min_p: float = 0.0, repetition_penalty: float = 1.0, seen: Tensor | None = None,
-           forbidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+           forbidden: Tensor | None = None, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """kernels/reference.py: sample."""
+    if kept is not None:
+        rules = dict(temperature=temperature, repetition_penalty=repetition_penalty, seen=seen)
+        kept.copy_(reference.allowed_scores(logits, **rules, top_k=top_k, top_p=top_p, min_p=min_p,
+                                            forbidden=forbidden) > -math.inf)
+        return _sample_among(kept, logits, streams, positions, **rules)
     (rows, num_tokens), streams, positions = logits.shape, streams.contiguous(), positions.contiguous()
     is_greedy, has_seen = temperature == 0, seen is not None and repetition_penalty != 1
     top_k = 0 if is_greedy or top_k >= num_tokens else top_k
