@@ -8,11 +8,14 @@ one block of its rows only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from hybrid_rlhf.core.tensors import KeptSets, to_device
 
 Scores = tuple[Tensor, Tensor | None, Tensor]
 _BLOCK_NUMBERS = {"cpu": 1 << 19}  # 2 MiB in fp32, which stay in a processor's cache
@@ -27,7 +30,7 @@ def chunk_rows(vocab_size: int, dtype: torch.dtype) -> int:
 
 def token_logprobs(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Tensor], temperature: float = 1.0,
                    chunk_size: int = 1024, with_entropy: bool = False, num_chunks: int = 1,
-                   score_logits: Callable[..., Scores] | None = None) -> Scores:
+                   score_logits: Callable[..., Scores] | None = None, kept: KeptSets | None = None) -> Scores:
     """(logprobs (N,) fp32, entropy (N,) fp32 in nats or None, correct (N,) bool) of `targets` under `head`.
 
     hidden (N, H): the states that predict targets (N,) long. head: hidden rows (n, H) -> logits (n, V), n up to
@@ -35,35 +38,40 @@ def token_logprobs(hidden: Tensor, targets: Tensor, head: Callable[[Tensor], Ten
     its most likely token. Logprobs and entropy are differentiable; N = 0 gives empty vectors that still lead back to
     hidden and head. num_chunks: how often head is called at least, where others wait in each call.
     score_logits(logits, targets, temperature, with_entropy): the same of a chunk of logits (None: by torch).
-    Raises ValueError for unlike lengths, and for a temperature or chunk_size that is not positive.
+    kept: the words, of each target, that the softmax is taken over (None: all). Raises ValueError for unlike lengths,
+    and for a temperature or chunk_size that is not positive.
     """
     return token_logprobs_and(None, (), hidden, targets, head, temperature, chunk_size, with_entropy, num_chunks,
-                              score_logits)[0]
+                              score_logits, kept)[0]
 
 
 def token_logprobs_and(measure: Callable[..., tuple[Tensor, ...]] | None, beside: Sequence[Tensor], hidden: Tensor,
                        targets: Tensor, head: Callable[[Tensor], Tensor], temperature: float = 1.0,
                        chunk_size: int = 1024, with_entropy: bool = False, num_chunks: int = 1,
-                       score_logits: Callable[..., Scores] | None = None) -> tuple[Scores, tuple[Tensor, ...]]:
+                       score_logits: Callable[..., Scores] | None = None,
+                       kept: KeptSets | None = None) -> tuple[Scores, tuple[Tensor, ...]]:
     """`token_logprobs`, and what else is to be known of the same logits while they are there.
 
     measure(logits of a chunk (n, V), the chunk's part of each tensor of beside (N, ..)) -> tensors (n, ..), which come
-    back as (N, ..). It is called in the second pass too, where there is one.
+    back as (N, ..). It is called in the second pass too, where there is one, and sees all words, whatever is kept.
     """
-    if any(len(tensor) != len(hidden) for tensor in (targets, *beside)):
-        counts = ", ".join(str(len(tensor)) for tensor in (targets, *beside))
-        raise ValueError(f"{len(hidden)} hidden states for {counts} targets")
+    counts = [*map(len, (targets, *beside)), *([] if kept is None else [sum(map(len, kept.sizes))])]
+    if any(count != len(hidden) for count in counts):
+        raise ValueError(f"{len(hidden)} hidden states for {', '.join(map(str, counts))} targets")
     if not temperature > 0 or chunk_size < 1:
         raise ValueError(f"temperature {temperature} and chunk_size {chunk_size} must be positive")
 
-    def score(rows: Tensor, ids: Tensor, *others: Tensor) -> tuple:
+    def score(words: tuple[Tensor, Tensor] | None, rows: Tensor, ids: Tensor, *others: Tensor) -> tuple:
         logits = head(rows)
-        scores = (score_logits or _Score.apply)(logits, ids, temperature, with_entropy)
+        scores = (score_logits or _Score.apply)(logits if words is None else _among(logits, *words), ids, temperature,
+                                                with_entropy)
         return *scores, *(measure(logits, *others) if measure else ())
 
     tensors = hidden, targets, *beside
-    chunks = list(zip(*(tensor.split(chunk_size) for tensor in tensors), strict=True))
-    chunks += [tuple(tensor[:0] for tensor in tensors)] * (num_chunks - len(chunks))
+    sets = repeat(None) if kept is None else kept.chunks(chunk_size)
+    chunks: list[tuple] = [(words, *parts) for words, *parts in zip(
+        sets, *(tensor.split(chunk_size) for tensor in tensors), strict=False)]  # checked above
+    chunks += [(None, *(tensor[:0] for tensor in tensors))] * (num_chunks - len(chunks))
     if len(chunks) > 1 and torch.is_grad_enabled():  # one chunk is the bound itself: keeping it spares the second pass
         scored = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     else:
@@ -71,6 +79,15 @@ def token_logprobs_and(measure: Callable[..., tuple[Tensor, ...]] | None, beside
     logprobs, entropy, correct, *measured = zip(*scored, strict=True)
     scores = torch.cat(logprobs), torch.cat(entropy) if with_entropy else None, torch.cat(correct)
     return scores, tuple(torch.cat(chunks) for chunks in measured)
+
+
+def _among(logits: Tensor, ids: Tensor, sizes: Tensor) -> Tensor:
+    """logits (n, V), -inf at all words but those of each row's set. ids (M,) and sizes (n,), on the host: the sets, row
+    after row, and how many words each has."""
+    places = torch.arange(len(sizes)).repeat_interleave(sizes) * logits.shape[1] + ids
+    is_cut = torch.ones(logits.numel(), dtype=torch.bool, device=logits.device)
+    is_cut.index_fill_(0, to_device(places, logits.device), False)
+    return logits.masked_fill(is_cut.view(logits.shape), float("-inf"))
 
 
 class _Score(torch.autograd.Function):

@@ -75,6 +75,16 @@ def importance_weights(old_logprobs: Tensor, sampled_logprobs: Tensor, owner: Te
     return log_weight.clamp(-20, 20).exp().clamp(max=cap).detach()
 
 
+def sequences_within(old_logprobs: Tensor, sampled_logprobs: Tensor, owner: Tensor, *, low: float, high: float,
+                     num_rows: int | None = None) -> Tensor:
+    """(num_rows,) bool: whether the ratio exp(old - sampled) of a sequence, the geometric mean of its actions', lies in
+    [low, high]: masked importance sampling leaves the others out. Vectors (N,); a row without actions lies there."""
+    difference = old_logprobs.float() - sampled_logprobs.float()
+    totals = difference.new_zeros(_num_rows(owner, num_rows)).index_add(0, owner, difference)
+    ratio = (totals / _counts(owner, num_rows).clamp(min=1)).exp().detach()
+    return (ratio >= low) & (ratio <= high)
+
+
 def _counts(owner: Tensor, num_rows: int | None) -> Tensor:
     """(num_rows,) long: how many actions each row has. (bincount would look for the largest row first.)"""
     size = _num_rows(owner, num_rows)

@@ -6,7 +6,7 @@ real tokens never see right padding, so no architecture needs position ids or a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -28,19 +28,61 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 @dataclass
+class KeptSets:
+    """The sets of words from which truncated sampling (top-k, top-p, min-p) drew the marked tokens of B rows: what a
+    softmax is taken over, in place of the vocabulary. On the host.
+
+    ids: of each row (M_i,) int32, the sets of its marked tokens one after the other; sizes: of each row (n_i,) long,
+    how many words the set of each of them has.
+    """
+
+    ids: list[Tensor]
+    sizes: list[Tensor]
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Sequence[Tensor]]) -> KeptSets:
+        """rows: of each row the set (int32) of every marked token."""
+        return cls([torch.cat([torch.zeros(0, dtype=torch.int32), *row]) for row in rows],
+                   [torch.tensor([len(kept) for kept in row], dtype=torch.long) for row in rows])
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __add__(self, other: KeptSets) -> KeptSets:
+        return KeptSets(self.ids + other.ids, self.sizes + other.sizes)
+
+    def rows(self, index: Tensor) -> KeptSets:
+        """The rows `index` (a long tensor), in that order."""
+        chosen = index.tolist()
+        return KeptSets([self.ids[i] for i in chosen], [self.sizes[i] for i in chosen])
+
+    def num_bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (*self.ids, *self.sizes))
+
+    def chunks(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(ids, sizes) of every `size` marked tokens, row by row."""
+        sizes = torch.cat([torch.zeros(0, dtype=torch.long), *self.sizes]).split(size)
+        ids = torch.cat([torch.zeros(0, dtype=torch.int32), *self.ids])
+        return zip(ids.split([int(part.sum()) for part in sizes]), sizes, strict=True)
+
+
+@dataclass
 class SequenceBatch:
     """Right-padded token sequences and the tokens that count.
 
     input_ids (B, T) long; attention_mask (B, T) bool, real tokens, made from lengths (never by comparing ids with the
     pad id: pad may equal eos); loss_mask (B, T) bool, the tokens to be predicted. position_ids (B, T) is set only for
-    packed rows, where it restarts at 0 with every sample. What decides about sizes (which tokens are marked, how rows
-    share their beginnings) is asked of `on_host()`: an accelerator's answer would have to be waited for.
+    packed rows, where it restarts at 0 with every sample. kept: where the marked tokens were drawn by truncated
+    sampling, what from: their distribution is then that of these words alone. What decides about sizes (which tokens
+    are marked, how rows share their beginnings) is asked of `on_host()`: an accelerator's answer would have to be
+    waited for.
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     loss_mask: Tensor
     position_ids: Tensor | None = None
+    kept: KeptSets | None = None
     _origin: SequenceBatch | None = field(default=None, init=False, repr=False, compare=False)
     _places: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -70,12 +112,13 @@ class SequenceBatch:
 
     def _tensors(self) -> dict[str, Any]:
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
     def rows(self, index: Tensor) -> SequenceBatch:
         """The rows `index` (a long tensor), cut to their longest real length."""
         width = int(self.attention_mask[index].sum(1).max()) if len(index) else 0
-        return replace(self, **{k: v[index, :width] for k, v in self._tensors().items()})
+        return replace(self, **{k: v[index, :width] for k, v in self._tensors().items()},
+                       kept=None if self.kept is None else self.kept.rows(index))
 
 
 def pad_right(rows: Sequence[Sequence[float] | Tensor], value: float, dtype: torch.dtype = torch.long) -> Tensor:

@@ -180,14 +180,16 @@ class HybridEngine(Generic[ModuleT]):
                 "slots": self._num_slots, "max_batch": self.max_batch, "tp": self.ranks.degree if self.ranks else 1}
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seed: int = 0, *,
-                 limits: Sequence[int] | None = None, numbers: Sequence[int] | None = None) -> Generation:
+                 limits: Sequence[int] | None = None, numbers: Sequence[int] | None = None,
+                 keeps: bool = False) -> Generation:
         """Sample one response to each prompt (token ids). Only inside `inference()`.
 
         limits: most tokens of each response (sampling.max_new_tokens for all). numbers: each request's name under the
         seed (0, 1, ...): a request draws the same tokens under the same name, whatever runs beside it. Under tensor
         parallelism each rank gives its own prompts (or none), all are drawn together, and each gets its own responses.
-        Raises UserError for a prompt that leaves no room for max_new_tokens in the model's context, for a cache that
-        cannot hold one request, and for logits that are not finite.
+        keeps: whether truncated sampling says what it drew from (Generation.kept). Raises UserError for a prompt that
+        leaves no room for max_new_tokens in the model's context, for a cache that cannot hold one request, and for
+        logits that are not finite.
         """
         self._require_inference("generate")
         limits = [sampling.max_new_tokens] * len(prompts) if limits is None else list(limits)
@@ -196,15 +198,16 @@ class HybridEngine(Generic[ModuleT]):
         stops, check = self._stops(sampling), partial(check_lengths, self._runner, prompts, limits)
         if self.ranks:
             requests = draw_together(self.ranks, asked, sampling, check,
-                                     partial(self._draw, sampling=sampling, stops=stops))
+                                     partial(self._draw, sampling=sampling, stops=stops, keeps=keeps))
         else:
             check()
-            requests = self._draw(asked, sampling, stops)
+            requests = self._draw(asked, sampling, stops, keeps)
         return Generation([r.tokens for r in requests],
                           ["eos" if r.tokens[-1] in stops else "length" for r in requests],
-                          [r.logprobs for r in requests])
+                          [r.logprobs for r in requests],
+                          [r.kept for r in requests] if keeps and sampling.is_truncated else None)
 
-    def _draw(self, asked: list[tuple], sampling: SamplingConfig, stops: list[int]) -> list[Request]:
+    def _draw(self, asked: list[tuple], sampling: SamplingConfig, stops: list[int], keeps: bool) -> list[Request]:
         """The requests (number, prompt, limit, seed), run; with half the slots where memory ran out: they draw the
         same."""
         capacity = max((len(prompt) + limit for _, prompt, limit, _ in asked), default=0)
@@ -214,11 +217,11 @@ class HybridEngine(Generic[ModuleT]):
             try:
                 if self._runner.path == "generate":
                     slots = fitting_slots(self._runner, slots, capacity, self.max_kv_bytes)
-                    self.kv_bytes = GenerateBatches(self._runner, sampling, stops, slots).run(requests)
+                    self.kv_bytes = GenerateBatches(self._runner, sampling, stops, slots, keeps).run(requests)
                 else:
                     cache = self._fitting_cache(slots, capacity)
                     slots = cache.num_slots
-                    for _ in Scheduler(self._runner, cache, sampling, stops).run(requests):
+                    for _ in Scheduler(self._runner, cache, sampling, stops, keeps=keeps).run(requests):
                         pass
                     self.kv_bytes = cache.num_bytes()
                 self._num_slots = slots
@@ -268,10 +271,11 @@ class HybridEngine(Generic[ModuleT]):
             self._conversation = Conversation(self._runner, self.max_kv_bytes)
         return self._conversation.run(prompt, sampling, stops, seed)
 
-    def open_turns(self, num_sequences: int, capacity: int, sampling: SamplingConfig) -> Turns:
+    def open_turns(self, num_sequences: int, capacity: int, sampling: SamplingConfig, keeps: bool = False) -> Turns:
         """Sequences of several turns, at most `capacity` tokens each with all that is added to them, under one sampling
-        setting. Only inside `inference()`. Raises UserError where the cache of one sequence does not fit, or the model
-        has no positions for it."""
+        setting. keeps: whether requests note what truncated sampling drew from (Request.kept). Only inside
+        `inference()`. Raises UserError where the cache of one sequence does not fit, or the model has no positions for
+        it."""
         self._require_inference("open_turns")
         check_turns(self._runner, capacity)
         if self.ranks:
@@ -280,14 +284,14 @@ class HybridEngine(Generic[ModuleT]):
         if self._runner.path == "generate":
             slots = fitting_slots(self._runner, min(self.max_batch, num_sequences), capacity, self.max_kv_bytes)
             self._num_slots = slots
-            return BatchTurns(GenerateBatches(self._runner, sampling, stops, slots), self._note_bytes)
+            return BatchTurns(GenerateBatches(self._runner, sampling, stops, slots, keeps), self._note_bytes)
 
         def scheduler() -> Scheduler:
             slots = min(self.max_batch, num_sequences, self.oom_limits.get("slots", num_sequences))
             self._num_slots = slots
             cache = self._fitting_cache(slots, capacity)
             self._num_slots = cache.num_slots
-            return Scheduler(self._runner, cache, sampling, stops)
+            return Scheduler(self._runner, cache, sampling, stops, keeps=keeps)
 
         return SlotTurns(scheduler, partial(self._shrink, capacity), self._note_bytes)
 

@@ -53,6 +53,7 @@ MEANINGS: dict[str, str] = {
     "policy/ratio": "probability under the new policy over that under the old one, mean",
     "policy/clip_fraction": "share of tokens (or responses) whose ratio was clipped",
     "policy/importance": "mean weight that corrects the sampler's log-probabilities",
+    "policy/masked_sequences": "share of the responses left out of the loss, for sampler and training disagree on them",
     "policy/early_stop": "1 if ppo.early_stop_kl ended the step's updates early",
     "policy/rate_factor": "factor on the learning rate, by which the step's KL is kept at ppo.update_kl",
     "clip_ratio/low_mean": "share clipped because the ratio fell too low",
@@ -94,11 +95,12 @@ MEANINGS: dict[str, str] = {
     "episodes/no_room_ratio": "share of the episodes whose last answer no longer fitted into max_new_tokens",
     "engine/tokens_per_second": "tokens sampled in a second",
     "engine/kv_bytes": "memory of the sampler's keys and values (in metrics.jsonl: bytes)",
+    "engine/kept_bytes": "memory of the words that truncated sampling drew from (in metrics.jsonl: bytes)",
     "engine/logprob_drift": "nats per token between the sampler's log-probabilities and the trained model's",
     "time/*": "seconds of this part of the step",
     "memory/*": "most memory in use during this part (in metrics.jsonl: bytes)",
 }
-BYTES = ("engine/kv_bytes", "memory/*")  # shown as MiB and GiB
+BYTES = ("engine/kv_bytes", "engine/kept_bytes", "memory/*")  # shown as MiB and GiB
 
 
 def meaning(name: str) -> str:

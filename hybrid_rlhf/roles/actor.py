@@ -14,7 +14,7 @@ from hybrid_rlhf.algorithms.divergence import TeacherTargets
 from hybrid_rlhf.core.distributed import place_over_ranks, sum_over_ranks
 from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.metrics import Metrics
-from hybrid_rlhf.core.tensors import SequenceBatch, pad_right, to_device
+from hybrid_rlhf.core.tensors import KeptSets, SequenceBatch, pad_right, to_device
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.engine.train.accumulate import Rows, accumulate
 from hybrid_rlhf.engine.train.ema import WeightAverage
@@ -38,7 +38,7 @@ class Player(Protocol):
     """Samples episodes of several turns (rollout/episodes.py)."""
 
     def play(self, engine: HybridEngine, prompts: Prompts, sampling: SamplingConfig, seed: int,
-             numbers: Sequence[int]) -> Rollout: ...
+             numbers: Sequence[int], keeps: bool = False) -> Rollout: ...
 
 
 @dataclass
@@ -63,22 +63,25 @@ class Actor:
         """A block that asks the actor for several things: where it waits elsewhere, it comes back once for all."""
         return self.engine.staying()
 
-    def generate(self, prompts: Prompts, sampling: SamplingConfig, seed: int) -> Rollout:
+    def generate(self, prompts: Prompts, sampling: SamplingConfig, seed: int, keeps: bool = False) -> Rollout:
         """One response to each prompt (repeat them for groups). Inside `inference()` only.
 
+        keeps: whether the rollout gets the words that truncated sampling drew from, so that all that is said of these
+        responses is said among them.
         Prompts are numbered over all processes: what is drawn does not depend on how many share them.
         """
         first, _ = place_over_ranks(len(prompts))
         numbers = range(first, first + len(prompts))
         if self.episodes is not None:
-            return self.episodes.play(self.engine, prompts, sampling, seed, numbers)
-        generation = self.engine.generate(prompts.ids, sampling, seed, numbers=numbers)
+            return self.episodes.play(self.engine, prompts, sampling, seed, numbers, keeps)
+        generation = self.engine.generate(prompts.ids, sampling, seed, numbers=numbers, keeps=keeps)
         ended = [reason == "eos" for reason in generation.finish_reasons]
         texts = self.tokenizer.batch_decode(
             [row[: len(row) - int(end)] for row, end in zip(generation.tokens, ended, strict=True)],
             skip_special_tokens=True) if ended else []  # of no texts it makes one
         rollout = Rollout.from_responses(prompts, generation.tokens, ended, self.engine.pad_id, texts)
         rollout.sampled_logprobs = pad_right(generation.logprobs, 0.0, torch.float32)
+        rollout.kept = None if generation.kept is None else KeptSets.of_rows(generation.kept)
         rollout.temperature = float(sampling.temperature) or 1.0  # what was drawn greedily is scored as it is
         return rollout
 

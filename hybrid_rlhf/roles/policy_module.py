@@ -100,7 +100,7 @@ class PolicyModule(nn.Module):
         measure, beside = _measure(teacher, top_k, temperature)
         scores, measured = token_logprobs_and(
             measure, beside, rows, predicted(batch), own_head(self.model), temperature, size, with_entropy, num_chunks,
-            ops_for(rows.device.type).token_scores)
+            ops_for(rows.device.type).token_scores, batch.kept)
         divergence = measured[0] if teacher is not None else None
         return TokenScores(*scores, router_loss, choices, divergence, *(measured[-2:] if top_k else ()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.errors import UserError, present
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.out_of_memory import explained
+from hybrid_rlhf.core.tensors import KeptSets
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.engine.device_memory import peak_in
 from hybrid_rlhf.rewards import Reporting, RewardSource, checked_scores, part_scores
@@ -23,16 +25,21 @@ from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.rollout.old_logprobs import OldLogprobs
 
+_log = logging.getLogger(__name__)
+_MUCH = 1 << 30  # bytes
+_has_said_much = False
+
 
 @torch.no_grad()
 def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: SamplingConfig, seed: int,
             metrics: Metrics, old_logprobs: OldLogprobs | None = None, *, may_skip: bool = False,
-            with_values: bool = True) -> Rollout:
+            with_values: bool = True, keeps: bool = False) -> Rollout:
     """Sample `sampling.num_samples` responses to each prompt, then score them with every role and the reward source.
 
     seed makes the sampling a function of the step. old_logprobs: whose log-probabilities are the old ones (None: a
     training forward's). may_skip: whether a response that every source skipped has the score NaN; else it is an error.
-    with_values: whether a critic's values are computed; else that is left to the caller. metrics receives the time and
+    with_values: whether a critic's values are computed; else that is left to the caller. keeps: whether all
+    log-probabilities are among the words that truncated sampling drew from. metrics receives the time and
     the peak memory of each phase, and what the engine has to say of itself.
     """
     old_logprobs, start = old_logprobs or OldLogprobs("recompute"), time.perf_counter()
@@ -40,9 +47,11 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
     peak = partial(peak_in, metrics, device=roles.actor.engine.device)
     with explained("while generating"), roles.actor.staying():
         with peak("actor/generate"), metrics.timer("generate"), roles.actor.inference():
-            rollout = roles.actor.generate(prompts.repeat(sampling.num_samples), sampling, seed)
+            rollout = roles.actor.generate(prompts.repeat(sampling.num_samples), sampling, seed, keeps)
         metrics.add("engine/tokens_per_second", rollout.action_mask.sum() / (time.perf_counter() - start))
         metrics.add("engine/kv_bytes", roles.actor.engine.kv_bytes)
+        if rollout.kept is not None:
+            _observe_kept(rollout.kept, metrics)
         activity.doing("scoring the responses")
         with explained("while scoring"), metrics.timer("score"), peak("actor/score"):
             rollout.logprobs = old_logprobs.logprobs(rollout, roles.actor, metrics)  # (B, R)
@@ -67,6 +76,18 @@ def signal_of(rollout: Rollout, group_size: int) -> RewardSignal:
     is_empty = torch.tensor([not text.strip() for text in rollout.completions], dtype=torch.bool)
     return reward_signal.measure(*(values.view(-1, group_size) for values in (
         rollout.scores, rollout.action_mask.sum(1), rollout.has_eos, is_empty)))
+
+
+def _observe_kept(kept: KeptSets, metrics: Metrics) -> None:
+    """What the sets of truncated sampling take; once, where that is much, how it comes to be less."""
+    global _has_said_much  # noqa: PLW0603 - one line for a process
+    num_bytes, num_tokens = kept.num_bytes(), sum(map(len, kept.sizes))
+    metrics.add("engine/kept_bytes", num_bytes)
+    if num_bytes > _MUCH and not _has_said_much:
+        _has_said_much = True
+        _log.warning("the words that truncated sampling drew from take %.1f GiB of memory for a rollout, about %d for "
+                     "each token: a lower top_p, a higher min_p or a top_k keeps fewer; ppo.replay_truncation false "
+                     "keeps none", num_bytes / 2**30, sum(map(len, kept.ids)) / max(num_tokens, 1))
 
 
 def _observe_groups(rollout: Rollout, group_size: int, metrics: Metrics) -> None:
@@ -96,12 +117,12 @@ def _scores(source: RewardSource, rollout: Rollout, may_skip: bool) -> Tensor:
 
 @torch.no_grad()
 def collect_held_out(batches: Iterable[Prompts], roles: Roles, source: RewardSource, sampling: SamplingConfig,
-                     seed: int, *, may_skip: bool = False) -> Metrics:
+                     seed: int, *, may_skip: bool = False, keeps: bool = False) -> Metrics:
     """Scores, KL and lengths of fresh responses to held-out prompts, over all processes (always the same draw)."""
     metrics = Metrics()
     for i, prompts in enumerate(batches):
         metrics += collect(prompts, roles, source, sampling, seed + i, Metrics(), may_skip=may_skip,
-                           with_values=False).metrics()
+                           with_values=False, keeps=keeps).metrics()
     return metrics.over_ranks()
 
 

@@ -14,6 +14,8 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
+from torch import Tensor
+
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.added_turns import added_tokens
 from hybrid_rlhf.engine.decode.multi_turn import Turns
@@ -34,7 +36,8 @@ _PREFIX = 64  # tokens before a turn: a generation prompt may open a thought
 @dataclass
 class Play:
     """An episode under way. number: its name under the seed. asked: the prompt's messages; ids: its tokens; text: the
-    same for people. tokens, is_sampled, logprobs: of the response so far; request: its last turn. to_call: calls of
+    same for people. tokens, is_sampled, logprobs: of the response so far; kept: what each of the sampled tokens was
+    drawn from, where that is noted; request: its last turn. to_call: calls of
     that turn still to be made; answers: the messages made of those before. awaited: which call of the environment is
     under way."""
 
@@ -47,6 +50,7 @@ class Play:
     tokens: list[int] = field(default_factory=list)
     is_sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
     request: Request | None = None
     to_call: list[dict] = field(default_factory=list)
     answers: list[dict] = field(default_factory=list)
@@ -91,6 +95,7 @@ class EpisodeTurns:
         play.tokens += request.tokens
         play.is_sampled += [True] * len(request.tokens)
         play.logprobs += request.logprobs
+        play.kept += request.kept
         episode.turn_ends.append(len(play.tokens))
         if kind.has_step or self.config.malformed_penalty:
             episode.turn_rewards.append(0.0)

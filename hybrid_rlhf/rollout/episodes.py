@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from hybrid_rlhf.core.config import UserError, check
-from hybrid_rlhf.core.tensors import pad_right
+from hybrid_rlhf.core.tensors import KeptSets, pad_right
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.tool_columns import with_tools
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
@@ -38,8 +38,9 @@ class EpisodePlayer:
     _pool: CallPool | None = None
 
     def play(self, engine: HybridEngine, prompts: Prompts, sampling: SamplingConfig, seed: int,
-             numbers: Sequence[int]) -> Rollout:
+             numbers: Sequence[int], keeps: bool = False) -> Rollout:
         """One episode for each prompt. sampling.max_new_tokens: most tokens of a response, what others add included.
+        keeps: as of `Actor.generate`.
 
         Inside `inference()`. Raises UserError where an environment cannot be reset, stepped or asked for its reward.
         """
@@ -50,9 +51,12 @@ class EpisodePlayer:
             if plays:
                 capacity = max(len(play.ids) for play in plays) + sampling.max_new_tokens
                 with before_update():
-                    turns = engine.open_turns(len(plays), capacity, sampling)
+                    turns = engine.open_turns(len(plays), capacity, sampling, keeps)
                 EpisodeTurns(self.config, self.tokenizer, turns, pool, sampling).run(plays, seed)
-        return _rollout(plays, prompts, engine.pad_id, sampling)
+        rollout = _rollout(plays, prompts, engine.pad_id, sampling)
+        if keeps and sampling.is_truncated:
+            rollout.kept = KeptSets.of_rows([play.kept for play in plays])
+        return rollout
 
     @contextmanager
     def _calls(self) -> Iterator[CallPool]:

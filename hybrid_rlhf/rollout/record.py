@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from hybrid_rlhf.core.distributed import sum_over_ranks
 from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.metrics import Metrics
-from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, masked_sum, pad_right, to_device
+from hybrid_rlhf.core.tensors import KeptSets, SequenceBatch, length_mask, masked_sum, pad_right, to_device
 from hybrid_rlhf.rollout.episode_record import Episode, measure, readable
 
 _LATER: Any = None  # the default of what is filled in after sampling, for every rollout, and not read before
@@ -72,7 +72,8 @@ class Rollout:
     sampled. episodes: of each response, where it is one of several turns. token_scores (B, R): the part of the scores
     that belongs to a token of its own, such as the end of a turn (None: the scores are of whole responses). step_ends
     (B, R) bool: those tokens, each the last one of a step or a turn, whether its score is 0 or not. remarks: what a
-    judge says of each response, where there is one.
+    judge says of each response, where there is one. kept: the words that each action was drawn from, where sampling was
+    truncated and that is replayed: all log-probabilities are then among them.
     """
 
     prompts: Prompts
@@ -98,6 +99,7 @@ class Rollout:
     token_scores: Tensor | None = None
     step_ends: Tensor | None = None
     remarks: list[str] = field(default_factory=list)
+    kept: KeptSets | None = None
     _places: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
@@ -171,7 +173,7 @@ class Rollout:
             rows.append(prompt + ids[:n])
             marks.append([False] * len(prompt) + actions[:n])
         mask = length_mask(torch.tensor([len(row) for row in rows]))
-        return SequenceBatch(pad_right(rows, pad_id), mask, pad_right(marks, False, torch.bool))
+        return SequenceBatch(pad_right(rows, pad_id), mask, pad_right(marks, False, torch.bool), kept=self.kept)
 
     def rows(self, index: Tensor) -> Rollout:
         """The sequences `index` (a long tensor), in that order."""
@@ -181,6 +183,7 @@ class Rollout:
         for name in ("completions", "episodes", "remarks"):
             part[name] = [part[name][i] for i in chosen] if part[name] else []
         part["source_scores"] = {k: v[index] for k, v in self.source_scores.items()}
+        part["kept"] = None if self.kept is None else self.kept.rows(index)
         part = {k: v[index] if isinstance(v, Tensor) else v for k, v in part.items()}
         return Rollout(prompts, **part)
 

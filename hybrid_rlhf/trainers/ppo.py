@@ -14,7 +14,14 @@ from torch import Tensor
 from hybrid_rlhf.algorithms.advantages import ESTIMATORS, explained_variance, whiten
 from hybrid_rlhf.algorithms.kl import AdaptiveKL, FixedKL, UpdateRate, kl_estimate, kl_loss
 from hybrid_rlhf.algorithms.likelihood import imitation_loss
-from hybrid_rlhf.algorithms.policy import denominators, entropy_loss, importance_weights, policy_loss, value_loss
+from hybrid_rlhf.algorithms.policy import (
+    denominators,
+    entropy_loss,
+    importance_weights,
+    policy_loss,
+    sequences_within,
+    value_loss,
+)
 from hybrid_rlhf.algorithms.shaping import missing_eos, overlong, shape_rewards
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.distributed import mean_over_ranks, place_over_ranks, sum_over_ranks
@@ -106,7 +113,7 @@ class PPOTrainer:
 
         def sample(given: Prompts, number: int) -> Rollout:
             found = collect(given, self.roles, self.source, config.sampling, self._sampling_seed() + number * 500_009,
-                            metrics, self.old_logprobs, with_values=False)
+                            metrics, self.old_logprobs, with_values=False, keeps=config.replay_truncation)
             self.shape(found)
             if size > 1:
                 has_none = ~found.has_reward_variance(size)
@@ -231,15 +238,11 @@ class PPOTrainer:
         """The loss of these rows as a share of the minibatch's, and what to report."""
         config, owner, old = self.config, rows.owners(), rows.of_actions(rows.logprobs)
         denominator = self._denominator(rows, totals)
-        weights = None if config.importance == "none" else importance_weights(
-            old, rows.of_actions(rows.sampled_logprobs), owner, level=config.importance, cap=config.importance_cap,
-            num_rows=len(rows))
+        weights, weighed = self._importance(rows, owner, old)
         loss, observed = policy_loss(tokens.logprobs, old, rows.of_actions(rows.advantages), owner=owner,
                                      kind=config.policy_loss, cliprange=config.clipranges, dual_clip=config.dual_clip,
                                      denominator=denominator, weights=weights, num_rows=len(rows))
-        size = len(owner)
-        if weights is not None:
-            observed["policy/importance"] = (weights.mean(), size)
+        size, observed = len(owner), observed | weighed
         if not config.kl_in_reward and self.roles.ref:
             reference = rows.of_actions(present(rows.ref_logprobs, "ref_logprobs"))
             term = kl_loss(tokens.logprobs, reference, config.kl_kind, denominator)
@@ -249,6 +252,20 @@ class PPOTrainer:
             if config.entropy_coef:
                 loss = loss + config.entropy_coef * entropy_loss(tokens.entropy, denominator=totals.num_actions)
         return loss, observed
+
+    def _importance(self, rows: Rollout, owner: Tensor, old: Tensor) -> tuple[Tensor | None, dict]:
+        """Weights (N,) for what the sampler and training do not agree on, or None, and what to report of them."""
+        config = self.config
+        if config.importance == "none":
+            return None, {}
+        sampled = rows.of_actions(rows.sampled_logprobs)
+        if config.importance != "masked":
+            weights = importance_weights(old, sampled, owner, level=config.importance, cap=config.importance_cap,
+                                         num_rows=len(rows))
+            return weights, {"policy/importance": (weights.mean(), len(owner))}
+        low, high = config.importance_band
+        is_within = sequences_within(old, sampled, owner, low=low, high=high, num_rows=len(rows))
+        return is_within[owner].float(), {"policy/masked_sequences": ((~is_within).float().mean(), len(rows))}
 
     def critic_loss(self, new_values: Tensor, rows: Rollout, totals: Totals) -> tuple[Tensor, dict]:
         """Clipped value loss of these rows as a share of the minibatch's, and what to report."""
@@ -261,7 +278,8 @@ class PPOTrainer:
 
     def evaluate(self, batches: Iterable[Prompts]) -> Metrics:
         """Scores, KL and lengths of fresh responses to held-out prompts (always the same draw)."""
-        return collect_held_out(batches, self.roles, self.source, self.config.sampling, self.seed)
+        return collect_held_out(batches, self.roles, self.source, self.config.sampling, self.seed,
+                                keeps=self.config.replay_truncation)
 
     def _sampling_seed(self) -> int:
         """A seed of its own for every step, so that resuming at a step draws what that step would have drawn."""

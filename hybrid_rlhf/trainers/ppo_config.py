@@ -67,9 +67,16 @@ class PPOConfig:
             auto (the sampler's while their drift stays within max_logprob_drift; recompute for ratios of sequences,
             whose clip range is narrower than that).
         max_logprob_drift: Mean |sampled - training| log-probability, in nats, that auto accepts.
-        importance: Truncated importance weights for what sampling and training kernels do not agree on: none, token
-            or sequence. They are 1 where the sampler's log-probabilities are the old ones.
-        importance_cap: Largest of these weights.
+        importance: Importance weights for what sampling and training kernels do not agree on: none; token or sequence
+            (the ratio of both, truncated); or masked (responses whose ratio, the geometric mean of their tokens', leaves
+            [importance_low, importance_cap] are left out of the loss). Nothing is weighed where the sampler's
+            log-probabilities are the old ones.
+        importance_cap: Largest of these weights; with masked, the largest ratio (a mean over tokens is near 1: 1.05,
+            say).
+        importance_low: With masked, the smallest ratio; null takes 1 / importance_cap.
+        replay_truncation: Whether all log-probabilities are among the words that top_k, top_p or min_p left when a token
+            was drawn, which are kept for it: ratio, KL and entropy are then those of the policy that sampled. Nothing
+            changes where sampling cuts nothing off.
         ptx_coef: Factor of the pretraining loss (PPO-ptx) in the actor's steps, on the demonstrations or plain texts
             of sources for stage ptx. The loss is a mean over tokens, so InstructGPT's 27.8, which belongs to averages
             of its own, is no guide: begin near 1. 0 mixes nothing in.
@@ -115,6 +122,8 @@ class PPOConfig:
     max_logprob_drift: float = 0.02
     importance: str = "none"
     importance_cap: float = 2.0
+    importance_low: float | None = None
+    replay_truncation: bool = True
     ptx_coef: float = 0.0
     ptx_scale: str = "fixed"
     ptx_batch_size: int | None = None
@@ -130,7 +139,7 @@ class PPOConfig:
         for name in ("gamma", "lam"):
             check(0 <= getattr(self, name) <= 1, f"ppo.{name} is {getattr(self, name)}; it must lie in [0, 1]")
         for name in ("cliprange", "cliprange_low", "cliprange_high", "cliprange_value", "early_stop_kl",
-                     "update_kl", "importance_cap"):
+                     "update_kl", "importance_cap", "importance_low"):
             check(getattr(self, name) is None or getattr(self, name) > 0,
                   f"ppo.{name} is {getattr(self, name)}; it must be positive")
         for name in ("kl_coef", "entropy_coef", "overlong_penalty", "critic_warmup_steps", "max_refills", "ptx_coef"):
@@ -175,6 +184,10 @@ class PPOConfig:
         check(self.importance == "none" or self.old_logprobs != "sampler",
               f"ppo.importance {self.importance} weighs what a training forward says against the sampler; "
               "ppo.old_logprobs sampler has none; choose recompute")
+        low, high = self.importance_band
+        check(self.importance != "masked" or low < high,
+              f"ppo.importance masked keeps responses whose ratio lies between {low:g} and ppo.importance_cap {high:g}: "
+              "none does; give a cap above 1, such as 1.05")
 
     @property
     def needs_critic(self) -> bool:
@@ -204,6 +217,11 @@ class PPOConfig:
         return "recompute" if self.old_logprobs == "auto" and not is_of_tokens else self.old_logprobs
 
     @property
+    def importance_band(self) -> tuple[float, float]:
+        """The ratios of responses that masked importance sampling leaves in the loss."""
+        return self.importance_low or 1 / self.importance_cap, self.importance_cap
+
+    @property
     def whitens(self) -> bool:
         return self.needs_critic if self.whiten_advantages is None else self.whiten_advantages
 
@@ -216,7 +234,7 @@ class PPOConfig:
 _CHOICES: dict[str, tuple] = {
     "estimator": tuple(ESTIMATORS), "policy_loss": tuple(POLICY_LOSSES), "aggregation": (None, *AGGREGATIONS),
     "kl_in": (None, "reward", "loss"), "kl_estimator": (None, *kl.ESTIMATORS), "old_logprobs": OLD_LOGPROBS,
-    "importance": ("none", "token", "sequence"), "ptx_scale": ("fixed", "relative")}
+    "importance": ("none", "token", "sequence", "masked"), "ptx_scale": ("fixed", "relative")}
 
 
 def _unknown(name: str, value: object, known: Iterable) -> str:

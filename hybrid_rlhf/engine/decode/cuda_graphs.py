@@ -24,6 +24,7 @@ from hybrid_rlhf.core.out_of_memory import is_out_of_memory
 from hybrid_rlhf.engine.decode.kv_cache import SlotCache
 from hybrid_rlhf.engine.decode.parity import PROBE_LENGTHS, PROBE_STEPS, probe_sequences
 from hybrid_rlhf.engine.decode.runner import Runner, said
+from hybrid_rlhf.engine.decode.sampler import no_sets, sets_of
 
 _log = logging.getLogger(__name__)
 
@@ -119,6 +120,7 @@ class StaticSteps:
         self._logprobs = torch.zeros(STEPS_PER_LOOK, size, device=device)
         self._done = torch.zeros(1, dtype=torch.long, device=device)  # steps since the host looked
         self._seen: Tensor | None = None
+        self._kept: Tensor | None = None  # (STEPS_PER_LOOK, rows, V) bool, where somebody asked
         # what replays a step, and its draw: the recording reads tensors of it that nobody else may hold
         self._replays: dict[tuple, tuple[Callable[[], None], Callable]] = {}
         self._live = self._rows = 0
@@ -146,23 +148,25 @@ class StaticSteps:
         """(B, V) of the rows that were loaded, with what has been drawn since."""
         return self._seen[: self._live]
 
-    def run(self, num_steps: int, draw: Callable, key: tuple, has_seen: bool = False,
-            below_min_tokens: bool = False) -> Iterator[tuple[list[int], list[float]]]:
-        """Up to STEPS_PER_LOOK steps, then the tokens and logprobs of each. Steps with the same `key` are the same."""
-        key = (self._rows, self._is_plain, has_seen, below_min_tokens, *key)
+    def run(self, num_steps: int, draw: Callable, key: tuple, has_seen: bool = False, below_min_tokens: bool = False,
+            keeps: bool = False) -> Iterator[tuple[list[int], list[float], Sequence[Tensor] | None]]:
+        """Up to STEPS_PER_LOOK steps, then the tokens and logprobs of each and, with `keeps`, the words that each token
+        was drawn from. Steps with the same `key` are the same."""
+        key = (self._rows, self._is_plain, has_seen, below_min_tokens, keeps, *key)
         self._done.zero_()
         for _ in range(num_steps):
             if key in self._replays:
                 self._replays[key][0]()
                 continue
-            step = partial(self._step, self._rows, self._is_plain, draw, has_seen, below_min_tokens)
+            step = partial(self._step, self._rows, self._is_plain, draw, has_seen, below_min_tokens, keeps)
             if len(self._replays) >= MAX_RECORDINGS:
                 self._replays.clear()
             with self._guard():
                 step()  # the first one runs as it is: kernels compile, libraries set themselves up, and it counts
             self._replays[key] = self._recorded(step), draw
         tokens, logprobs = (t[:num_steps, : self._live].tolist() for t in (self._tokens, self._logprobs))
-        return zip(tokens, logprobs, strict=True)
+        kept = (sets_of(self._kept[i, : self._live]) if keeps else None for i in range(num_steps))
+        return zip(tokens, logprobs, kept, strict=True)
 
     def _recorded(self, step: Callable[[], None]) -> Callable[[], None]:
         """`step` captured; or as it is, which is said, where that fails. Raises where memory ran out and there may be
@@ -180,11 +184,17 @@ class StaticSteps:
             _log.warning("a decode step could not be captured; it runs uncaptured (%s)", said(error))
             return step
 
-    def _step(self, rows: int, is_plain: bool, draw: Callable, has_seen: bool, below_min_tokens: bool) -> None:
+    def _step(self, rows: int, is_plain: bool, draw: Callable, has_seen: bool, below_min_tokens: bool,
+              keeps: bool) -> None:
         tokens, positions, counts, streams, slots = self._inputs[:, :rows].unbind(0)
         logits = self.runner.decode(self._cache(), tokens, positions, self._width, None if is_plain else slots,
                                     has_idle=True)
-        drawn, logprobs = draw(logits, streams, counts, self._seen[:rows] if has_seen else None, below_min_tokens)
+        kept = no_sets(logits) if keeps else None
+        drawn, logprobs = draw(logits, streams, counts, self._seen[:rows] if has_seen else None, below_min_tokens, kept)
+        if kept is not None:
+            if self._kept is None:  # in a step that runs uncaptured
+                self._kept = kept.new_zeros(STEPS_PER_LOOK, self._tokens.shape[1], kept.shape[1])
+            self._kept[:, :rows].index_copy_(0, self._done, kept[None])
         self._tokens[:, :rows].index_copy_(0, self._done, drawn[None])
         self._logprobs[:, :rows].index_copy_(0, self._done, logprobs[None])
         tokens.copy_(drawn)
@@ -246,7 +256,7 @@ class _Forced:
         self.logits: Tensor | None = None
 
     def __call__(self, logits: Tensor, streams: Tensor, counts: Tensor, _seen: Sequence | None,
-                 _has_young: bool) -> tuple[Tensor, Tensor]:
+                 _has_young: bool, _kept: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.logits is None:  # in the step that runs uncaptured
             self.logits = logits.new_zeros(self._table.shape[1] - 1, *logits.shape, dtype=torch.float32)
         self.logits.index_copy_(0, counts[:1], logits.float()[None])

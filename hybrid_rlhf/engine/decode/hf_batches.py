@@ -5,7 +5,7 @@ streams as the scheduler's, in batches of prompts of one length.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, repeat
 from queue import SimpleQueue
 from threading import Thread
 
@@ -15,14 +15,18 @@ from torch import Tensor
 from hybrid_rlhf.engine.decode.hf_generate import generate_by
 from hybrid_rlhf.engine.decode.request import Request, check_finite, stream
 from hybrid_rlhf.engine.decode.runner import Runner
+from hybrid_rlhf.engine.decode.sampler import no_sets, sets_of
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 
 
 class GenerateBatches:
-    """Runs requests on a runner whose path is "generate". stops: tokens that end a response (they are part of it)."""
+    """Runs requests on a runner whose path is "generate". stops: tokens that end a response (they are part of it).
+    keeps: whether requests note the words that each token was drawn from, where sampling is truncated."""
 
-    def __init__(self, runner: Runner, sampling: SamplingConfig, stops: Sequence[int], max_batch: int) -> None:
+    def __init__(self, runner: Runner, sampling: SamplingConfig, stops: Sequence[int], max_batch: int,
+                 keeps: bool = False) -> None:
         self.runner, self.sampling, self.max_batch = runner, sampling, max_batch
+        self._keeps = keeps and sampling.is_truncated
         self.stops = frozenset(stops)
 
     def run(self, requests: Sequence[Request], on_token: Callable[[], None] = lambda: None) -> int:
@@ -95,13 +99,16 @@ class GenerateBatches:
             if count < sampling.min_new_tokens and self.stops:
                 forbidden = torch.zeros(logits.shape, dtype=torch.bool, device=device)
                 forbidden[:, stops] = (before + count < sampling.min_new_tokens)[:, None]
+            kept = no_sets(logits) if self._keeps else None
             tokens, logprobs = self.runner.ops.sample(
                 logits, streams, before + count, temperature=sampling.temperature,
                 top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p,
-                repetition_penalty=sampling.repetition_penalty, seen=seen, forbidden=forbidden)
-            for request, token, logprob in zip(batch, tokens.tolist(), logprobs.tolist(), strict=True):
+                repetition_penalty=sampling.repetition_penalty, seen=seen, forbidden=forbidden, kept=kept)
+            sets = repeat(None) if kept is None else sets_of(kept)
+            for request, token, logprob, words in zip(batch, tokens.tolist(), logprobs.tolist(), sets, strict=False):
                 if not self._has_ended(request):
                     check_finite(logprob, request)
+                    request.kept += [] if words is None else [words]
                     request.tokens.append(token)
                     request.logprobs.append(logprob)
             on_token()

@@ -101,6 +101,7 @@ class SlotTurns:
         for request in self._live:
             request.tokens.clear()
             request.logprobs.clear()
+            request.kept.clear()
             request.follows = None
         self._running.submit(self._live)
 

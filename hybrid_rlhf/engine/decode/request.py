@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 
@@ -19,6 +21,7 @@ class Request:
     is_stored: the columns of the prompt, but for its last token, are in the slot already. sampling: settings of its
     own; None: the scheduler's. may_go_on: its slot is kept when it ends, for a request that `follows` it: whose prompt
     is its prompt, its tokens and more. num_drawn: tokens drawn before under the same number, by those that it follows.
+    kept: of each token the words (int32) that it was drawn from, where who runs the requests keeps them.
     """
 
     number: int
@@ -32,6 +35,7 @@ class Request:
     num_drawn: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
 
 
 def following(before: Request, added: Sequence[int], limit: int) -> Request:

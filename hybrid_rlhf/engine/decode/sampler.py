@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,13 +30,14 @@ class Sampler:
         self._stop_ids = torch.tensor(stops, dtype=torch.long, device=device)
 
     def __call__(self, logits: Tensor, streams: Tensor, counts: Tensor, seen: Tensor | None = None,
-                 below_min_tokens: bool = False) -> tuple[Tensor, Tensor]:
+                 below_min_tokens: bool = False, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits (B, V), streams and counts (B,), seen (B, >= V) -> tokens (B,), logprobs (B,); marks them as seen.
 
-        below_min_tokens: some rows may not stop yet, for they have not reached min_new_tokens.
+        below_min_tokens: some rows may not stop yet, for they have not reached min_new_tokens. kept (B, V) bool: is
+        filled with the tokens that might have been drawn, among which the logprobs then are.
         """
         seen = seen if seen is None else seen[:, : logits.shape[1]]
-        tokens, logprobs = self._sample(logits, streams, counts, **self.settings, seen=seen,
+        tokens, logprobs = self._sample(logits, streams, counts, **self.settings, seen=seen, kept=kept,
                                         forbidden=self._forbidden(logits, counts) if below_min_tokens else None)
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
@@ -58,12 +59,25 @@ class MixedSampler:
         self._parts = parts
 
     def __call__(self, logits: Tensor, streams: Tensor, counts: Tensor, seen: Tensor | None = None,
-                 below_min_tokens: bool = False) -> tuple[Tensor, Tensor]:
+                 below_min_tokens: bool = False, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As `Sampler`: all rows must be in one of the parts."""
         tokens, logprobs = torch.empty_like(streams), logits.new_empty(len(streams), dtype=torch.float32)
         for rows, draw in self._parts:
-            mine = None if seen is None else seen[rows]
-            tokens[rows], logprobs[rows] = draw(logits[rows], streams[rows], counts[rows], mine, below_min_tokens)
+            mine, own = (None if marks is None else marks[rows] for marks in (seen, kept))
+            tokens[rows], logprobs[rows] = draw(logits[rows], streams[rows], counts[rows], mine, below_min_tokens, own)
             if seen is not None:
                 seen[rows] = mine
+            if kept is not None:
+                kept[rows] = own
         return tokens, logprobs
+
+
+def no_sets(logits: Tensor) -> Tensor:
+    """(B, V) bool that a draw from these logits fills."""
+    return torch.empty(logits.shape, dtype=torch.bool, device=logits.device)
+
+
+def sets_of(kept: Tensor) -> Sequence[Tensor]:
+    """kept (B, V) bool -> the words of each row, int32, on the host."""
+    words = kept.nonzero()[:, 1].to("cpu", torch.int32)
+    return words.split(kept.sum(1).tolist())

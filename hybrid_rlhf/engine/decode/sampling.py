@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from hybrid_rlhf.core.config import check
 
 _MOST = 2**31 - 1  # what kernels count with
@@ -48,17 +50,26 @@ class SamplingConfig:
         check(self.num_samples >= 1, f"num_samples is {self.num_samples}; at least one response per prompt")
 
 
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens may be cut off: what is drawn then follows not the logits, but those of the tokens left."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
 @dataclass
 class Generation:
     """B responses: token ids up to and including the stop token, and why each ended ("eos" or "length").
 
     logprobs: of each token, log softmax(logits / temperature) at the moment of the draw, before repetition penalty and
     truncation (top-k, top-p, min-p): what the training forward says of the tempered policy. Greedy: of the logits.
+    kept: where it was asked for and sampling was truncated, the words (int32) that each token was drawn from; the
+    logprobs are then of that softmax over these words alone.
     """
 
     tokens: list[list[int]]
     finish_reasons: list[str]
     logprobs: list[list[float]]
+    kept: list[list[Tensor]] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -21,7 +21,7 @@ from hybrid_rlhf.engine.decode.cuda_graphs import STEPS_PER_LOOK, steps_of
 from hybrid_rlhf.engine.decode.kv_cache import SlotCache
 from hybrid_rlhf.engine.decode.request import Request, check_finite, stream
 from hybrid_rlhf.engine.decode.runner import Runner
-from hybrid_rlhf.engine.decode.sampler import MixedSampler, Sampler, sampling_key
+from hybrid_rlhf.engine.decode.sampler import MixedSampler, Sampler, no_sets, sampling_key, sets_of
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 
 K = TypeVar("K", bound=Hashable)
@@ -55,12 +55,14 @@ class Scheduler:
     waiting request enters as soon as a slot is free, for somebody reads along; else entries are gathered. The slot of a
     request that may go on is kept for the one that follows it, until `release` or until another needs it: then all that
     was said is read again. ended: of those that may go on, who has ended, for who drives the steps to take away.
+    keeps: whether requests note the words that each token was drawn from, where sampling is truncated.
     """
 
     def __init__(self, runner: Runner, cache: SlotCache, sampling: SamplingConfig,
-                 stops: Sequence[int], is_eager: bool = False) -> None:
+                 stops: Sequence[int], is_eager: bool = False, keeps: bool = False) -> None:
         self.runner, self.cache, self.sampling = runner, cache, sampling
         self.stops, self.device, self.is_eager = frozenset(stops), runner.device, is_eager
+        self._keeps = keeps and sampling.is_truncated
         self._samplers: dict[tuple, Sampler] = {}
         self._static = steps_of(runner, cache)
         if self._static:
@@ -293,15 +295,20 @@ class Scheduler:
             drawn = self._replay(batch, steps)
         else:
             queued = [self._step(batch, batch.width + i) for i in range(steps)]
-            drawn = [(tokens.tolist(), logprobs.tolist()) for tokens, logprobs in queued]
+            drawn = [(tokens.tolist(), logprobs.tolist(), None if kept is None else sets_of(kept))
+                     for tokens, logprobs, kept in queued]
         batch.steps_left -= steps
         batch.width += steps
         has_ended = batch.steps_left == 0
-        for tokens, logprobs in drawn:
+        for tokens, logprobs, kept in drawn:
             if not math.isfinite(sum(logprobs)):
                 for row, request in batch.live:
                     if not (request.tokens and self._has_ended(request)):
                         check_finite(logprobs[row], request)
+            if kept is not None:
+                for row, request in batch.live:
+                    if not (request.tokens and self._has_ended(request)):
+                        request.kept.append(kept[row])
             if has_ended or not self.stops.isdisjoint(tokens):
                 has_ended = True
                 for row, request in batch.live:
@@ -314,26 +321,29 @@ class Scheduler:
                 request.logprobs.append(logprobs[row])
         return has_ended
 
-    def _step(self, batch: _Batch, width: int) -> tuple[Tensor, Tensor]:
+    def _step(self, batch: _Batch, width: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """One token for every row; leaves the batch ready for the next."""
         logits = self.runner.decode(self.cache, batch.tokens, batch.positions, width, batch.slot_ids)
         seen = self._seen if self._seen is None or batch.slot_ids is None else self._seen[batch.slot_ids]
         seen = seen if seen is None else seen[: len(logits)]
-        tokens, logprobs = batch.draw(logits, batch.streams, batch.counts, seen, batch.below_min_tokens)
+        kept = no_sets(logits) if self._keeps else None
+        tokens, logprobs = batch.draw(logits, batch.streams, batch.counts, seen, batch.below_min_tokens, kept)
         if seen is not None and batch.slot_ids is not None:
             self._seen[batch.slot_ids] = seen
         batch.tokens, batch.positions, batch.counts = tokens, batch.positions + 1, batch.counts + 1
-        return tokens, logprobs
+        return tokens, logprobs, kept
 
-    def _replay(self, batch: _Batch, num_steps: int) -> Iterator[tuple[list[int], list[float]]]:
-        """Steps over static buffers, of which the host sees the tokens only."""
+    def _replay(self, batch: _Batch, num_steps: int,
+                ) -> Iterator[tuple[list[int], list[float], Sequence[Tensor] | None]]:
+        """Steps over static buffers, of which the host sees what was drawn only."""
         has_seen = self._seen is not None
         rows = slice(len(batch.tokens)) if batch.slot_ids is None else batch.slot_ids
         if batch is not self._loaded:
             self._static.load(batch.tokens, batch.positions, batch.counts, batch.streams, batch.slot_ids,
                               self._seen[rows] if has_seen else None)
             self._loaded = batch
-        drawn = self._static.run(num_steps, batch.draw, batch.draw.key, has_seen, batch.below_min_tokens)
+        drawn = self._static.run(num_steps, batch.draw, batch.draw.key, has_seen, batch.below_min_tokens,
+                                 self._keeps)
         if has_seen:
             self._seen[rows] = self._static.seen
         return drawn
