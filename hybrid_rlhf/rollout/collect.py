@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterable
 from functools import partial
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from hybrid_rlhf.core.errors import UserError, present
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.core.tensors import KeptSets
-from hybrid_rlhf.engine import SamplingConfig
+from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.engine.device_memory import peak_in
 from hybrid_rlhf.rewards import Reporting, RewardSource, checked_scores, part_scores
 from hybrid_rlhf.roles import Roles
@@ -27,7 +28,7 @@ from hybrid_rlhf.rollout.old_logprobs import OldLogprobs
 
 _log = logging.getLogger(__name__)
 _MUCH = 1 << 30  # bytes
-_has_said_much = False
+_said_much: WeakSet[HybridEngine] = WeakSet()
 
 
 @torch.no_grad()
@@ -51,7 +52,7 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
         metrics.add("engine/tokens_per_second", rollout.action_mask.sum() / (time.perf_counter() - start))
         metrics.add("engine/kv_bytes", roles.actor.engine.kv_bytes)
         if rollout.kept is not None:
-            _observe_kept(rollout.kept, metrics)
+            _observe_kept(rollout.kept, roles.actor.engine, metrics)
         activity.doing("scoring the responses")
         with explained("while scoring"), metrics.timer("score"), peak("actor/score"):
             rollout.logprobs = old_logprobs.logprobs(rollout, roles.actor, metrics)  # (B, R)
@@ -78,13 +79,12 @@ def signal_of(rollout: Rollout, group_size: int) -> RewardSignal:
         rollout.scores, rollout.action_mask.sum(1), rollout.has_eos, is_empty)))
 
 
-def _observe_kept(kept: KeptSets, metrics: Metrics) -> None:
+def _observe_kept(kept: KeptSets, engine: HybridEngine, metrics: Metrics) -> None:
     """What the sets of truncated sampling take; once, where that is much, how it comes to be less."""
-    global _has_said_much  # noqa: PLW0603 - one line for a process
     num_bytes, num_tokens = kept.num_bytes(), sum(map(len, kept.sizes))
     metrics.add("engine/kept_bytes", num_bytes)
-    if num_bytes > _MUCH and not _has_said_much:
-        _has_said_much = True
+    if num_bytes > _MUCH and engine not in _said_much:
+        _said_much.add(engine)
         _log.warning("the words that truncated sampling drew from take %.1f GiB of memory for a rollout, about %d for "
                      "each token: a lower top_p, a higher min_p or a top_k keeps fewer; ppo.replay_truncation false "
                      "keeps none", num_bytes / 2**30, sum(map(len, kept.ids)) / max(num_tokens, 1))

@@ -265,7 +265,8 @@ class PPOTrainer:
             return weights, {"policy/importance": (weights.mean(), len(owner))}
         low, high = config.importance_band
         is_within = sequences_within(old, sampled, owner, low=low, high=high, num_rows=len(rows))
-        return is_within[owner].float(), {"policy/masked_sequences": ((~is_within).float().mean(), len(rows))}
+        share = (~is_within).sum() / max(len(rows), 1)
+        return is_within[owner].float(), {"policy/masked_sequences": (share, len(rows))}
 
     def critic_loss(self, new_values: Tensor, rows: Rollout, totals: Totals) -> tuple[Tensor, dict]:
         """Clipped value loss of these rows as a share of the minibatch's, and what to report."""

@@ -68,15 +68,15 @@ class PPOConfig:
             whose clip range is narrower than that).
         max_logprob_drift: Mean |sampled - training| log-probability, in nats, that auto accepts.
         importance: Importance weights for what sampling and training kernels do not agree on: none; token or sequence
-            (the ratio of both, truncated); or masked (responses whose ratio, the geometric mean of their tokens', leaves
-            [importance_low, importance_cap] are left out of the loss). Nothing is weighed where the sampler's
+            (the ratio of both, truncated); or masked (responses whose ratio, the geometric mean of their tokens', is
+            not in [importance_low, importance_cap] are left out of the loss). Nothing is weighed where the sampler's
             log-probabilities are the old ones.
         importance_cap: Largest of these weights; with masked, the largest ratio (a mean over tokens is near 1: 1.05,
             say).
         importance_low: With masked, the smallest ratio; null takes 1 / importance_cap.
-        replay_truncation: Whether all log-probabilities are among the words that top_k, top_p or min_p left when a token
-            was drawn, which are kept for it: ratio, KL and entropy are then those of the policy that sampled. Nothing
-            changes where sampling cuts nothing off.
+        replay_truncation: Whether all log-probabilities are among the words that top_k, top_p or min_p left when a
+            token was drawn, which are kept for it: ratio, KL and entropy are then those of the policy that sampled.
+            Nothing changes where sampling cuts nothing off.
         ptx_coef: Factor of the pretraining loss (PPO-ptx) in the actor's steps, on the demonstrations or plain texts
             of sources for stage ptx. The loss is a mean over tokens, so InstructGPT's 27.8, which belongs to averages
             of its own, is no guide: begin near 1. 0 mixes nothing in.
@@ -186,8 +186,8 @@ class PPOConfig:
               "ppo.old_logprobs sampler has none; choose recompute")
         low, high = self.importance_band
         check(self.importance != "masked" or low < high,
-              f"ppo.importance masked keeps responses whose ratio lies between {low:g} and ppo.importance_cap {high:g}: "
-              "none does; give a cap above 1, such as 1.05")
+              f"ppo.importance masked keeps responses whose ratio lies in [{low:g}, {high:g}], where there is none; "
+              "give ppo.importance_cap 1.05, say")
 
     @property
     def needs_critic(self) -> bool:
