@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hybrid_rlhf.kernels import REFERENCE, ops_for
+from tests.factories.warpers import warped
 
 SETTINGS = [{}, dict(temperature=0.7), dict(top_k=5), dict(top_k=600), dict(top_p=0.9), dict(top_p=0.999),
             dict(top_p=0.013), dict(min_p=0.1), dict(top_p=0.7, min_p=0.05),
@@ -24,17 +24,6 @@ def case(num_tokens, rows=12, spread=3.0):
     g = torch.Generator().manual_seed(num_tokens)
     logits = torch.randn(rows, num_tokens, generator=g) * spread
     return logits, torch.randint(-(2**62), 2**62, (rows,), generator=g), torch.arange(rows)
-
-
-def warped(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """What transformers leaves of the logits."""
-    chain = [TemperatureLogitsWarper(float(temperature))]
-    chain += [TopKLogitsWarper(top_k)] if top_k else []
-    chain += [TopPLogitsWarper(top_p)] if top_p < 1 else []
-    chain += [MinPLogitsWarper(min_p)] if min_p else []
-    for warper in chain:
-        logits = warper(None, logits)
-    return logits
 
 
 def only_rounding_differs(ours, theirs, logits, top_p):
