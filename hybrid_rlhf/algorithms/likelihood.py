@@ -83,7 +83,9 @@ def token_logprobs_and(measure: Callable[..., tuple[Tensor, ...]] | None, beside
 
 def _among(logits: Tensor, ids: Tensor, sizes: Tensor) -> Tensor:
     """logits (n, V), -inf at all words but those of each row's set. ids (M,) and sizes (n,), on the host: the sets, row
-    after row, and how many words each has."""
+    after row, and how many words each has. ValueError for words that there are no logits of."""
+    if len(ids) and int(ids.max()) >= logits.shape[1]:
+        raise ValueError(f"word {int(ids.max())} was kept, and there are logits of {logits.shape[1]}")
     places = torch.arange(len(sizes)).repeat_interleave(sizes) * logits.shape[1] + ids
     is_cut = torch.ones(logits.numel(), dtype=torch.bool, device=logits.device)
     is_cut.index_fill_(0, to_device(places, logits.device), False)

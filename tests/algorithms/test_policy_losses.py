@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybrid_rlhf.algorithms.kl import kl_estimate, kl_loss
-from hybrid_rlhf.algorithms.policy import denominators, importance_weights, policy_loss
+from hybrid_rlhf.algorithms.policy import denominators, importance_weights, policy_loss, sequences_within
 from hybrid_rlhf.algorithms.shaping import overlong
 
 OWNER = torch.tensor([0, 0, 1])  # a response of two actions and one of one
@@ -101,3 +101,12 @@ def test_a_micro_batch_without_actions_has_loss_zero():
         loss, _ = policy_loss(empty, empty, empty, cliprange=(0.2, 0.2), kind=kind, owner=empty.long(), denominator=(
             denominators("sequence", empty.long(), num_actions=5, num_sequences=2, length=8)))
         assert float(loss) == 0
+
+
+def test_sequences_within_a_band_of_the_geometric_mean_stay():
+    """Gaps of 0.1 and 0.3 have the mean 0.2; a row without actions has nothing to disagree on."""
+    old, sampled = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.1, -2.3, -0.3])
+    owner = torch.tensor([0, 0, 2])
+    for low, high, expected in ((0.8, 1.23, [True, True, True]), (0.8, 1.22, [False, True, True]),
+                                (0.82, 1.23, [True, True, False])):  # e^0.2 = 1.2214, e^-0.2 = 0.8187
+        assert sequences_within(old, sampled, owner, low=low, high=high, num_rows=3).tolist() == expected

@@ -15,7 +15,7 @@ RUNS = {"sft": "sft", "reward": "reward", "ppo": "ppo"}  # run -> stage
 SLOW_RUNS = {"sft": "sft", "reward": "reward", "lora_reward": "reward", "lora_ppo": "ppo", "grpo": "grpo", "dpo": "dpo",
              "online_dpo": "online_dpo", "rejection": "rejection"}
 # what cannot be the same: the clock's figures, a process's own cache, and the budget that is given
-CLOCKED = ("time/", "memory/", "engine/tokens_per_second", "engine/kv_bytes", "micro_batch_tokens",
+CLOCKED = ("time/", "memory/", "engine/tokens_per_second", "engine/kv_bytes", "engine/kept_bytes", "micro_batch_tokens",
            "value/micro_batch_tokens")
 
 
@@ -29,7 +29,8 @@ def argv_of(folder: Path, runs: dict[str, str], where: str, batch: int, *more: s
     ppo = ["--ppo.sampling.max_new_tokens", "6", "--ppo.sampling.num_samples", "2", "--ppo.num_ppo_epochs", "2",
            "--ppo.num_minibatches", "2", "--ppo.kl_target", "0.1", "--ppo.kl_horizon", "100",
            "--roles.actor.learning_rate", "0.05"]
-    grpo = [*ppo, "--ppo.max_refills", "2", f"--reward.functions=['{folder}/pay.py:odd']"]
+    grpo = [*ppo, "--ppo.max_refills", "2", "--ppo.sampling.top_p", "0.9",
+            f"--reward.functions=['{folder}/pay.py:odd']"]
     ppo = [*ppo, "--roles.critic.learning_rate", "0.05", "--ppo.ema", "true", "--ppo.ptx_coef", "0.5",
            "--ppo.ptx_scale", "relative"]
     lora = ["--model.model_name_or_path", f"{folder}/{where}/sft", "--model.lora.r", "4"]

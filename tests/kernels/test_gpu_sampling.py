@@ -54,6 +54,17 @@ def test_sampling_draws_the_definitions_tokens(ops, settings):
         assert (tokens.dtype, logprobs.dtype) == (torch.int64, torch.float32)
 
 
+@pytest.mark.parametrize("settings", SETTINGS[3:11], ids=str)
+def test_the_kept_tokens_are_the_definitions_and_the_draw_is_from_them(ops, settings):
+    for num_tokens, forbids in itertools.product(SIZES[-3:], (False, True)):
+        drawn, more = request(num_tokens, 3.0, forbids, settings, rows=2 if IS_INTERPRETED else 33)
+        ours, theirs = torch.empty(2, len(drawn[0]), num_tokens, dtype=torch.bool, device=DEVICE)
+        tokens, logprobs = ops.sample(*drawn, **more, kept=ours)
+        want, want_logprobs = reference.sample(*drawn, **more, kept=theirs)
+        assert torch.equal(ours, theirs) and torch.equal(tokens, want)
+        assert torch.allclose(logprobs, want_logprobs, atol=4e-6, rtol=0)
+
+
 def test_the_random_words_are_the_definitions_to_the_bit(ops):
     """Logits that undo the noise of the definition but for a token a row: only the same noise leaves it the best."""
     rows, num_tokens = (4 if IS_INTERPRETED else 16), 1000

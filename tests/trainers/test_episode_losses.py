@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.core.tensors import KeptSets
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.roles import Actor, Critic, PolicyModule, Reference, Roles
@@ -38,10 +39,12 @@ Rows = list[torch.Tensor]
 
 
 class Case(NamedTuple):
-    """A method's settings, and how the plain side averages its loss ("token", "sequence", "constant")."""
+    """A method's settings, and how the plain side averages its loss ("token", "sequence", "constant"). is_truncated:
+    whether each token was drawn from a set of words."""
 
     settings: dict
     averaging: str = "token"
+    is_truncated: bool = False
 
 
 CASES = {
@@ -51,15 +54,24 @@ CASES = {
     "rloo": Case({"estimator": "rloo", "kl_coef": 0.05}),
     "reinforce_pp": Case({"estimator": "reinforce_pp", "kl_coef": 0.05, "gamma": 0.9}),
     "gae": Case({"estimator": "gae", "kl_coef": 0.05, "gamma": 0.9, "lam": 0.8}),
+    "grpo, truncated": Case({"estimator": "grpo", "kl_coef": 0.04, "entropy_coef": 0.1}, "sequence", True),
+    "gae, truncated": Case({"estimator": "gae", "kl_coef": 0.05, "gamma": 0.9, "lam": 0.8}, "token", True),
 }
 
 
-def episodes() -> Rollout:
+def words_of(i: int) -> list[list[int]]:
+    """The words that each sampled token of episode i was drawn from, its own among them."""
+    return [sorted({EPISODES[i][t], *range(3 + (7 * t + i) % 5, 300, 3 + t % 4)}) for t in ACTIONS[i]]
+
+
+def episodes(is_truncated: bool = False) -> Rollout:
     """The record of the episodes as a sampler leaves it; what stands beside the actions is nobody's business."""
     sampled = [[n % 2 == 0 for n, part in enumerate(turns) for _ in part] for turns in TURNS]
     made = Rollout.from_responses(Prompts(PROMPTS, ["p", "p", "q", "q"]), RESPONSES, HAS_EOS, 0, ["a", "b", "c", "d"],
                                   sampled, TEMPERATURE)
     made.sampled_logprobs = torch.where(made.action_mask, -1.0, 50.0)
+    if is_truncated:
+        made.kept = KeptSets.of_rows([[torch.tensor(w, dtype=torch.int32) for w in words_of(i)] for i in range(4)])
     return made
 
 
@@ -84,11 +96,19 @@ def trainer_of(own: dict, settings: dict, max_tokens: int) -> PPOTrainer:
     return PPOTrainer(roles, Source(lambda rollout: torch.tensor(SCORES)), config, seed=0)
 
 
-def plain_scores(model) -> tuple[Rows, Rows]:  # noqa: ANN001
+def plain_scores(model, is_truncated: bool = False) -> tuple[Rows, Rows]:  # noqa: ANN001
     """(log-probabilities, entropies) of each episode's sampled tokens, from its whole logits."""
     logprobs, entropies = [], []
-    for ids, places in zip(EPISODES, ACTIONS, strict=True):
-        whole = (model(torch.tensor([ids])).logits[0] / TEMPERATURE).log_softmax(-1)
+    for i, (ids, places) in enumerate(zip(EPISODES, ACTIONS, strict=True)):
+        logits = model(torch.tensor([ids])).logits[0] / TEMPERATURE
+        if is_truncated:
+            among = [torch.stack([logits[t - 1, w] for w in words]).log_softmax(-1)
+                     for t, words in zip(places, words_of(i), strict=True)]
+            logprobs.append(torch.stack([values[words.index(ids[t])] for t, words, values
+                                         in zip(places, words_of(i), among, strict=True)]))
+            entropies.append(torch.stack([-(values.exp() * values).sum() for values in among]))
+            continue
+        whole = logits.log_softmax(-1)
         logprobs.append(torch.stack([whole[t - 1, ids[t]] for t in places]))
         entropies.append(torch.stack([-(whole[t - 1].exp() * whole[t - 1]).sum() for t in places]))
     return logprobs, entropies
@@ -133,7 +153,7 @@ def plain_advantages(settings: dict, old: Rows, ref: Rows, values: Rows) -> tupl
 def plain_policy_loss(case: Case, model, old: Rows, ref: Rows, advantages: list) -> tuple:  # noqa: ANN001
     """(loss of the update, mean loss of the actions without KL and entropy, mean entropy, share of clipped actions)."""
     settings, total, surrogate, clipped = case.settings, 0.0, 0.0, 0
-    logprobs, entropies = plain_scores(model)
+    logprobs, entropies = plain_scores(model, case.is_truncated)
     low, high = 0.8, 1 + settings.get("cliprange_high", 0.2)
     for i, row in enumerate(logprobs):
         share = {"token": NUM_ACTIONS, "sequence": 4 * len(row), "constant": 4 * LENGTH}[case.averaging]
@@ -159,7 +179,7 @@ def plain_value_loss(model, old: Rows, returns: list) -> torch.Tensor:  # noqa: 
 def plain_steps(case: Case, own: dict, num_steps: int) -> dict[str, list]:
     """Descend on the weights in `own` as one rollout's updates should; what was seen at each update."""
     with torch.no_grad():
-        old, ref = (plain_scores(own[name])[0] for name in ("policy", "reference"))
+        old, ref = (plain_scores(own[name], case.is_truncated)[0] for name in ("policy", "reference"))
         values = plain_values(own["critic"])
     advantages, returns = plain_advantages(case.settings, old, ref, values)
     seen: dict[str, list] = {"policy/loss": [], "entropy": [], "policy/clip_fraction": [], "grad_norm": []}
@@ -201,7 +221,7 @@ def test_a_step_on_episodes_is_plain_torch_s_on_the_sampled_places(name, max_tok
     """Two steps: the second one's ratios are not 1, and some of them are clipped."""
     case, own, twin, start = CASES[name], models(), models(), models()
     trainer = trainer_of(own, case.settings | {"num_ppo_epochs": num_steps}, max_tokens)
-    monkeypatch.setattr(Actor, "generate", lambda *_: episodes())
+    monkeypatch.setattr(Actor, "generate", lambda *_: episodes(case.is_truncated))
     metrics = trainer.step(Prompts([[5, 6, 7], [8, 9]], ["p", "q"])).compute()
     expected = plain_steps(case, twin, num_steps)
     for metric, values in expected.items():
@@ -209,7 +229,7 @@ def test_a_step_on_episodes_is_plain_torch_s_on_the_sampled_places(name, max_tok
     if num_steps == 2:
         assert 0 < expected["policy/clip_fraction"][1] < 1
     has_moved_alike(own["policy"], twin["policy"], start["policy"])
-    if name == "gae":
+    if case.settings["estimator"] == "gae":
         has_moved_alike(own["critic"], twin["critic"], start["critic"])
 
 
@@ -224,7 +244,7 @@ def estimated(trainer: PPOTrainer) -> Rollout:
     return made
 
 
-@pytest.mark.parametrize("importance", ["none", "token", "sequence"])
+@pytest.mark.parametrize("importance", ["none", "token", "sequence", "masked"])
 @pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_pp", "gae"])
 def test_what_stands_in_the_holes_is_never_read(name, importance):
     """NaN beside the actions, in all that the roles said, moves no weight and no number."""

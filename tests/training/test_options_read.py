@@ -28,8 +28,8 @@ OFFLINE = [[*LORA], EPOCH]
 JUDGED = ["--reward.judge.url=http://127.0.0.1:9/v1", "--reward.judge.http_retries=0"]
 JUDGE = ["--reward.judge.model={folder}/judge", "--reward.judge.score=probability"]
 SAMPLED = [[*LORA], [*FUNCTION, *EPOCH], SERVICE, JUDGED, JUDGE]
-ON_POLICY = [*SAMPLED, ["--ppo.kl_target=3", "--ppo.importance=token", "--ppo.old_logprobs=recompute", "--ppo.ema=true",
-                        "--ppo.overlong_penalty=1", "--ppo.overlong_buffer=2", "--ppo.ptx_coef=1",
+ON_POLICY = [*SAMPLED, ["--ppo.kl_target=3", "--ppo.importance=masked", "--ppo.old_logprobs=recompute",
+                        "--ppo.ema=true", "--ppo.overlong_penalty=1", "--ppo.overlong_buffer=2", "--ppo.ptx_coef=1",
                         "--data.max_length=48"]]
 # what else a stage is run with, so that every switch is on in one of its runs
 MORE: dict[str, list[list[str]]] = {
