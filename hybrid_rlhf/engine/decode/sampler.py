@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,5 +80,6 @@ def no_sets(logits: Tensor) -> Tensor:
 
 def sets_of(kept: Tensor) -> Sequence[Tensor]:
     """kept (B, V) bool -> the words of each row, int32, on the host."""
-    words = kept.nonzero()[:, 1].to("cpu", torch.int32)
-    return words.split(kept.sum(1).tolist())
+    if kept.device.type == "cpu":  # numpy's search is several times as fast as torch's
+        return [torch.from_numpy(np.flatnonzero(row).astype(np.int32)) for row in kept.numpy()]
+    return kept.nonzero()[:, 1].to("cpu", torch.int32).split(kept.sum(1).tolist())
