@@ -25,7 +25,7 @@ CUT = SamplingConfig(max_new_tokens=10, num_samples=4, top_p=0.8, temperature=0.
 LENGTH = Source(lambda rollout: rollout.action_mask.sum(1).float())
 
 
-def roles_of(wide: float = 2.0) -> Roles:
+def roles_of(wide: float = 6.0) -> Roles:
     """An actor and another model as its reference; wide: of the heads' weights, so that words are unlike likely."""
     actor, reference = (tiny_causal_lm(seed, initializer_range=0.2) for seed in (3, 4))
     for model in (actor, reference):
@@ -57,7 +57,7 @@ def test_without_replay_the_ratio_is_about_nine_tenths_and_with_it_one():
     assert torch.equal(kept.response_ids, plain.response_ids) and plain.kept is None
     sampled = truth(roles.actor.engine.model, plain)  # of the draws, worked out by transformers
     without = (plain.of_actions(plain.logprobs) - sampled).exp()
-    assert 0.8 < float(without.mean()) < 0.95 and float(without.min()) > 0.8 - 1e-5
+    assert 0.87 < float(without.mean()) < 0.96 and float(without.min()) > 0.8 - 1e-5
     ratio = (kept.of_actions(kept.logprobs) - sampled).exp()
     assert float((ratio - 1).abs().max()) < 1e-5
     assert float((kept.of_actions(kept.sampled_logprobs) - sampled).abs().max()) < 1e-5
