@@ -59,8 +59,9 @@ def test_without_replay_the_ratio_is_about_nine_tenths_and_with_it_one():
     without = (plain.of_actions(plain.logprobs) - sampled).exp()
     assert 0.87 < float(without.mean()) < 0.96 and float(without.min()) > 0.8 - 1e-5
     ratio = (kept.of_actions(kept.logprobs) - sampled).exp()
-    assert float((ratio - 1).abs().max()) < 1e-5
-    assert float((kept.of_actions(kept.sampled_logprobs) - sampled).abs().max()) < 1e-5
+    assert float(ratio.mean()) == pytest.approx(1, abs=1e-6)
+    assert float((ratio - 1).abs().max()) < 5e-5  # logits of tens, in fp32, by two orders of the same sums
+    assert float((kept.of_actions(kept.sampled_logprobs) - sampled).abs().max()) < 5e-5
 
 
 def test_the_reference_speaks_of_the_actor_s_words():
@@ -73,7 +74,7 @@ def test_the_reference_speaks_of_the_actor_s_words():
         reference = warped_by_model(roles.ref.engine.model, prompt, tokens, temperature=0.9)
         among = reference.masked_fill(actor.isinf(), float("-inf")).log_softmax(-1)
         expected.append(among.gather(1, torch.tensor(tokens)[:, None])[:, 0])
-    assert torch.allclose(rollout.of_actions(rollout.ref_logprobs), torch.cat(expected), atol=1e-5)
+    assert torch.allclose(rollout.of_actions(rollout.ref_logprobs), torch.cat(expected), atol=5e-5)
 
 
 def test_chosen_and_joined_sequences_keep_their_words():
@@ -81,7 +82,7 @@ def test_chosen_and_joined_sequences_keep_their_words():
     three = SamplingConfig(max_new_tokens=4, top_k=3, temperature=0.9)
     other = collect(PROMPTS.rows([8, 1]), roles, LENGTH, three, 4, Metrics(), keeps=True)
     both = (rollout.rows(torch.tensor([7, 2, 2])) + other).rows(torch.tensor([4, 1, 0, 3]))
-    assert torch.allclose(roles.actor.logprobs(both), both.logprobs, atol=1e-5)
+    assert torch.allclose(roles.actor.logprobs(both), both.logprobs, atol=5e-5)
     assert [len(sizes) for sizes in both.kept.sizes] == both.action_mask.sum(1).tolist()
     assert set(torch.cat([both.kept.sizes[0], both.kept.sizes[3]]).tolist()) == {3}
 
