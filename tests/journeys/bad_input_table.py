@@ -182,6 +182,12 @@ BAD = [
      ["lora.target_modules", "c_attn", "q_proj"]),
     ("weights against nothing", [*PPO, "--ppo.importance", "token", "--ppo.old_logprobs", "sampler"],
      ["ppo.importance token", "choose recompute"]),
+    ("a band without a ratio", [*PPO, "--ppo.importance", "masked", "--ppo.importance_cap", "0.9"],
+     ["lies in [1.11111, 0.9]", "ppo.importance_cap 1.05"]),
+    ("a band that nobody looks at", [*PPO, "--ppo.importance_low", "0.9"],
+     ["ppo.importance_low is set", "ppo.importance masked"]),
+    ("a replay of nothing", [*PPO, "--ppo.replay_truncation", "false"],
+     ["ppo.replay_truncation is set", "ppo.sampling.top_p"]),
 
     ("output_dir with something else", put(SFT, "thesis"), ["PLACE/thesis", "chapter.txt"]),
     ("output_dir that is a file", put(SFT, "demos.jsonl"), ["PLACE/demos.jsonl", "is a file"]),

@@ -155,6 +155,13 @@ def _sampling(task: Task, ops: Ops) -> tuple[str, str]:
             if other > ("top_p" in settings) or not gap <= LOGPROB_BOUND:
                 faults.append(f"{vocab} words with {settings or 'no limits'}: {other} of {rows} tokens are others, the "
                               f"log-probabilities of the rest differ by {gap:.2g}")
+            kept = torch.empty_like(logits, dtype=torch.bool)
+            drawn, logprobs = ops.sample(logits, streams, streams + 3, **settings, kept=kept)
+            among = (logits / (settings.get("temperature") or 1.0)).masked_fill(~kept, float("-inf"))
+            gap = float((logprobs - among.log_softmax(-1).gather(1, drawn[:, None])[:, 0]).abs().max())
+            if int((drawn != tokens).sum()) > ("top_p" in settings) or not gap <= LOGPROB_BOUND:
+                faults.append(f"{vocab} words with {settings or 'no limits'}: what is drawn where the words kept are "
+                              f"asked for is another, or its log-probability among them differs, by {gap:.2g}")
     return _judged(faults, f"{len(DRAWS)} settings over {', '.join(map(str, sizes))} words: the same tokens")
 
 
