@@ -1,4 +1,4 @@
-"""The four roles of an on-policy method: where each starts, who shares a base with whom, and their engines."""
+"""The roles of an on-policy method: where each starts, who shares a base with whom, and their engines."""
 
 from __future__ import annotations
 
@@ -26,24 +26,28 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import add_lora, is_adapter, load_adapter
 from hybrid_rlhf.models.weights import identity, read_tensor
 from hybrid_rlhf.rewards.scale import Scale
-from hybrid_rlhf.roles import Actor, Critic, Reference, Reward, Roles
+from hybrid_rlhf.roles import Actor, Critic, Reference, Reward, Roles, Teacher
 from hybrid_rlhf.roles.sharing import ROLES, TRAINED, Layout, RolesConfig, Start, resolve
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.training import builders
 
 
+POLICIES = ("actor", "ref", "teacher")  # the roles that are language models
+
+
 @dataclass(frozen=True)
 class Sources:
     """Where the roles' weights come from: run folders or models. reads_text: whether the reward model has another
     tokenizer or template than the actor, and reads text. reward is None where no reward model is among the sources,
-    ref and critic where the method has none."""
+    the others where the method has none."""
 
     actor: str
     reward: str | None
     ref: str | None
     critic: str | None
     reads_text: bool = False
+    teacher: str | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class RoleInputs:
 
 
 def find_starts(sources: Sources, model: ModelConfig, roles: RolesConfig) -> dict[str, Start]:
-    """The start of each role there is. A reward model trained as an adapter on the actor's own base is that adapter."""
+    """The start of each role there is. A reward model or a teacher that was trained as an adapter on the actor's own
+    base is that adapter."""
     folders = {role: builders.model_folder(path) for role in ROLES if (path := getattr(sources, role)) is not None}
     adapter, reason = _adapter_on(sources.reward, folders["actor"]) if model.lora.r and sources.reward else (None, "")
     starts = {role: Start(folders[role]) for role in ("actor", "ref") if role in folders}
@@ -69,18 +74,22 @@ def find_starts(sources: Sources, model: ModelConfig, roles: RolesConfig) -> dic
         else:
             has_head = load.has_score(folders[role], model.trust_remote_code)
             starts[role] = Start(folders[role], head=folders[role] if has_head else None)
+    if sources.teacher:
+        found, _ = _adapter_on(sources.teacher, folders["actor"]) if model.lora.r else (None, "")
+        starts["teacher"] = Start(folders["actor"] if found else folders["teacher"], found)
     return {role: replace(start, dtype=roles[role].dtype or model.dtype,
                           quantize=roles[role].quantize or model.quantize or "none") for role, start in starts.items()}
 
 
-def _adapter_on(reward: str, base: str) -> tuple[str | None, str]:
-    """The adapter of the reward run if it was trained on the weights in `base`, or None and why not."""
-    if not (Path(reward) / runfile.RUN_FILE).exists():
+def _adapter_on(run: str, base: str) -> tuple[str | None, str]:
+    """The adapter of a reward model's or a teacher's run if it was trained on the weights in `base`, or None and why
+    not."""
+    if not (Path(run) / runfile.RUN_FILE).exists():
         return None, "a reward model that is no run"
-    folder = Path(reward) / "adapter"
+    folder = Path(run) / "adapter"
     if not is_adapter(folder):
         return None, "its run trained all weights; train it with model.lora.r"
-    if runfile.read_run(reward).facts.get("base_weights") != identity(base):
+    if runfile.read_run(run).facts.get("base_weights") != identity(base):
         return None, "its run was made on another base; train it on the actor's own"
     return str(folder), ""
 
@@ -133,7 +142,7 @@ class Backbone:
             settings = replace(settings, gradient_checkpointing=False)
         if self.is_frozen:
             settings = replace(settings, freeze=[])
-        self.is_policy = group[0] in ("actor", "ref")
+        self.is_policy = group[0] in POLICIES
         new_head_std = 0.0 if group[0] == "critic" and starts["critic"].head is None else None
         self.model, self.new_ids = self._open(settings, tokenizer, new_head_std)
         self.heads = {role: self._head(role) for role in group if role in ("critic", "reward")}
@@ -176,7 +185,7 @@ class Backbone:
             load_adapter(self.model, start.adapter, role)
         elif role in TRAINED and self.lora.r:
             with torch.random.fork_rng(devices=[]):  # the same adapter whatever else was drawn before it
-                torch.manual_seed(seed * len(ROLES) + ROLES.index(role))
+                torch.manual_seed(seed * 4 + ROLES.index(role))  # 4: of old, so that a seed gives what it gave
                 add_lora(self.model, self.lora, role, self.new_ids)
 
     def turn(self, role: str) -> Callable:
@@ -230,7 +239,7 @@ def build(parts: RoleInputs, starts: dict[str, Start], layout: Layout, tokenizer
         with explained(f"while loading the model of {' and '.join(group)}"):
             base = Backbone(group, parts, starts, layout, own)
         for role in group:
-            if role in ("actor", "ref"):
+            if role in POLICIES:
                 tp = (parts.roles.actor.tp or 1) if role == "actor" else 1
                 engine = builders.policy_engine(base.model, tokenizer, tp, base.turn(role))
             else:
@@ -243,5 +252,6 @@ def build(parts: RoleInputs, starts: dict[str, Start], layout: Layout, tokenizer
     return (Roles(Actor(engines["actor"], tokenizer, tokens["actor"]),
                   Reference(engines["ref"], tokens["ref"]) if "ref" in engines else None,
                   Critic(engines["critic"], tokens["critic"], is_new=starts["critic"].head is None)
-                  if "critic" in engines else None),
+                  if "critic" in engines else None,
+                  Teacher(engines["teacher"], tokens["teacher"]) if "teacher" in engines else None),
             Reward(engines["reward"], tokens["reward"]) if "reward" in engines else None)

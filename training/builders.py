@@ -285,6 +285,26 @@ def check_pair(actor: str, other: str, data: DataConfig, reads: Reads, tokenizer
           f"{actor} and {other} do not fit together: their {what} differ; train both from the same SFT run")
 
 
+def check_vocabulary(student: str, teacher: str, data: DataConfig, reads: Reads, tokenizer: str | None = None) -> None:
+    """UserError unless each of the student's tokens is the same one to the teacher, which reads ids. How a text is cut,
+    padding of the vocabulary and tokens that only the teacher has do not matter; another chat template is told.
+
+    tokenizer: the student's, where it is not its model's own.
+    """
+    own, other = load_tokenizer(tokenizer or model_folder(student)), load_tokenizer(model_folder(teacher))
+    give_template(own, data, reads)
+    known = {number: text for text, number in other.get_vocab().items()}
+    unlike = sorted((number, text) for text, number in own.get_vocab().items() if known.get(number) != text)
+    if unlike:
+        number, text = unlike[0]
+        raise UserError(f"{student} and the teacher {teacher} have different tokenizers: token {number} is {text!r} to "
+                        f"the student and {known.get(number, 'nothing')!r} to the teacher ({len(unlike)} such); a "
+                        "teacher must have the student's tokens")
+    if own.chat_template != other.chat_template and own.chat_template and is_main():
+        print(f"the teacher {teacher} has another chat template; it reads what the student's template writes",
+              file=sys.stderr)
+
+
 def score_statistics_of(reward: str) -> dict[str, float]:
     """mean and std that the reward run measured on demonstrations; empty for a reward model that is no run of ours."""
     if not (Path(reward) / runfile.RUN_FILE).exists():

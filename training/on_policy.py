@@ -24,7 +24,8 @@ from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Roles
-from hybrid_rlhf.roles.sharing import RolesConfig, Start
+from hybrid_rlhf.roles.sharing import TRAINED, Layout, RolesConfig, Start
+from hybrid_rlhf.roles.teacher import WHOLE_HEAD
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import Trainer, fit, on_record
 from hybrid_rlhf.training import (
@@ -36,7 +37,7 @@ from hybrid_rlhf.training import (
     reward_sources,
     supervised,
 )
-from hybrid_rlhf.training.build_roles import RoleInputs, Sources, build, check_roles
+from hybrid_rlhf.training.build_roles import RoleInputs, Sources, build, check_roles, layout_of
 from hybrid_rlhf.training.plain_prompts import tell_other_form
 from hybrid_rlhf.training.registry import STAGES
 from hybrid_rlhf.training.reward_sources import RewardConfig
@@ -51,7 +52,8 @@ class Method(NamedTuple):
     step; num_sequences: of one optimizer step on a process. num_together: rows that no micro-batch tears apart.
     score_clip: bound of normalised scores. critic_warmup_steps: None goes by what the critic starts from. has_entropy:
     whether the actor's update takes it. reads: its prompts. also_reads: further rows that it trains on. keeps_average:
-    whether of the actor's weights.
+    whether of the actor's weights. needs_reward: whether there is nothing to learn without a score. takes_head: whether
+    the actor's update takes the teacher's whole head to its hidden states.
     """
 
     sampling: SamplingConfig
@@ -68,6 +70,9 @@ class Method(NamedTuple):
     reads: Reads = STAGES["ppo"].reads
     also_reads: tuple[Reads, ...] = ()
     keeps_average: bool = False
+    needs_reward: bool = True
+    needs_teacher: bool = False
+    takes_head: bool = False
 
 
 class Config(supervised.Config, Protocol):
@@ -114,14 +119,14 @@ def find_sources(config: Config) -> Sources:
     method, roles = config.method, config.roles
     actor = find_actor(config)
     reward, own = None, config.model.tokenizer_name_or_path
-    if config.reward.has_model(roles, config.environment):
+    if config.reward.has_model(roles, config.environment, is_needed=method.needs_reward):
         reward = builders.parent_run(roles.reward.model_name_or_path, config.output_dir, "reward",
                                      "roles.reward.model_name_or_path (or reward.functions instead of a model)")
         tell_other_form(reward, config.data, method.reads)
     reads_text = reward not in (actor, None) and builders.difference(actor, reward, config.data, method.reads, own)
     found = Sources(actor, reward, (roles.ref.model_name_or_path or actor) if method.needs_ref else None,
                     (roles.critic.model_name_or_path or (actor if reads_text or not reward else reward))
-                    if method.needs_critic else None, bool(reads_text))
+                    if method.needs_critic else None, bool(reads_text), _find_teacher(config, actor))
     for other in dict.fromkeys((found.ref, found.critic)):  # both of them read the actor's token ids
         if other not in (actor, reward, None):
             builders.check_pair(actor, other, config.data, method.reads, own)
@@ -129,6 +134,18 @@ def find_sources(config: Config) -> Sources:
           f"{actor} and {reward} do not fit together: their {reads_text} differ, and a critic or reference reads the "
           "actor's tokens")
     return found
+
+
+def _find_teacher(config: Config, actor: str) -> str | None:
+    """The teacher's run or model; UserError where there is none, or it has other tokens than the actor."""
+    if not config.method.needs_teacher:
+        return None
+    path = config.roles.teacher.model_name_or_path
+    check(path is not None, "no teacher: give roles.teacher.model_name_or_path (a model or run with the student's "
+                            "tokenizer)")
+    path = builders.parent_run(path, config.output_dir, "sft", "roles.teacher.model_name_or_path")
+    builders.check_vocabulary(actor, path, config.data, config.method.reads, config.model.tokenizer_name_or_path)
+    return path
 
 
 def actor_model(config: Config, sources: Sources) -> ModelConfig:
@@ -203,11 +220,13 @@ def open_run(config: Config) -> RunContext:
     builders.check_tensor_parallel(config.roles.actor.tp or 1, model)
     longest = config.data.max_prompt_length + method.sampling.max_new_tokens
     lengths_of = f"data.max_prompt_length + {method.section}.sampling.max_new_tokens"
-    for path in dict.fromkeys(p for p in (sources.actor, sources.reward, sources.ref, sources.critic) if p):
+    for path in dict.fromkeys(p for p in (sources.actor, sources.reward, sources.ref, sources.critic,
+                                       sources.teacher) if p):
         builders.check_lengths(replace(model, model_name_or_path=builders.model_folder(path)),
                                **{lengths_of: longest})
     check_more_data(config, model)
     starts, layout = check_roles(parts_of(config), sources)
+    check(not (method.takes_head and layout_of(parts_of(config), _owner(layout)).zero_stage == 3), WHOLE_HEAD)
     tokenizer = builders.open_tokenizer(model, config.data, config.method.reads, config.seed)
     for reads in method.also_reads:
         builders.give_template(tokenizer, config.data, reads)
@@ -239,9 +258,14 @@ def _open_sources(config: Config, environments: Environments | None) -> list[Rew
     method = config.method
     reward_sources.check_groups(config.reward, method.sampling.num_samples, f"{method.section}.sampling.num_samples")
     found = reward_sources.open_sources(config.reward, config.roles, config.data.raw, config.environment, environments,
-                                        config.seed)
+                                        config.seed, is_needed=method.needs_reward)
     reward_sources.tell_steps(found, getattr(config, "ppo", None), environments)
     return found
+
+
+def _owner(layout: Layout) -> str:
+    """The role whose settings say how the teacher's weights are kept: its own, or of who trains on the same base."""
+    return next((role for role in layout.group("teacher") if role in TRAINED), "teacher")
 
 
 def check_more_data(config: Config, model: ModelConfig) -> None:

@@ -88,10 +88,11 @@ class RewardConfig:
         judge = self.judge.model or self.judge.url
         return [*self.function_list, *self.model_list, *([self.url] if self.url else []), *([judge] if judge else [])]
 
-    def has_model(self, roles: RolesConfig, environment: EnvironmentConfig | None = None) -> bool:
+    def has_model(self, roles: RolesConfig, environment: EnvironmentConfig | None = None, *,
+                  is_needed: bool = True) -> bool:
         """Whether the stage-2 model takes part. An environment is expected to have a reward of its own; tools have
-        none."""
-        is_enough = bool(self.given or (environment and environment.factory))
+        none. is_needed: whether the method needs a score at all."""
+        is_enough = not is_needed or bool(self.given or (environment and environment.factory))
         return not is_enough or roles.reward.model_name_or_path is not None
 
     def is_learned(self, roles: RolesConfig, environment: EnvironmentConfig | None = None) -> bool:
@@ -100,10 +101,11 @@ class RewardConfig:
 
 
 def open_sources(config: RewardConfig, roles: RolesConfig, raw: bool = False,
-                 environment: EnvironmentConfig | None = None, environments: Environments | None = None, seed: int = 0
-                 ) -> list[RewardSource]:
+                 environment: EnvironmentConfig | None = None, environments: Environments | None = None, seed: int = 0,
+                 *, is_needed: bool = True) -> list[RewardSource]:
     """The sources beside the stage-2 model, the environment's own reward last. Raises UserError for what cannot be had;
-    reads no weights. raw: data.raw, whether models read string prompts as they are. seed: of what a judge draws."""
+    reads no weights. raw: data.raw, whether models read string prompts as they are. seed: of what a judge draws.
+    is_needed: whether the method needs a score."""
     models = [_scorer(path, config, raw, environments is not None) for path in config.model_list]
     own = {name: given for name, given in config.options.items() if name not in [m.name for m in models]}
     found: list[RewardSource] = [*open_functions(config.function_list, own, config.timeout, config.isolate), *models]
@@ -115,8 +117,8 @@ def open_sources(config: RewardConfig, roles: RolesConfig, raw: bool = False,
         _check_isolation(environment, found)
         own = source_of(environments, environment.malformed_penalty)
         found += [own] if own else []
-    names = ["model"] * config.has_model(roles, environment) + [source.name for source in found]
-    check(bool(names), "environment.factory: its class has neither get_reward nor step, and there is no other reward; "
+    names = ["model"] * config.has_model(roles, environment, is_needed=is_needed) + [source.name for source in found]
+    check(bool(names) or not is_needed, "environment.factory: its class has neither get_reward nor step, and there is no other reward; "
                        "give reward.functions, or roles.reward.model_name_or_path")
     twice = next((n for i, n in enumerate(names) if n in names[:i]), None)
     check(twice is None, f"two reward sources are called {twice} ({', '.join(names)}); rename one")
@@ -208,7 +210,8 @@ def combine(config: RewardConfig, model: ModelSource | None, others: list[Reward
     """The one source of the run, and what the trainer puts its scores on. scale: what the stage-2 model's are put on.
     tokenizer: the policy's.
 
-    A model alone is scaled by the trainer. In a sum it is scaled by itself, and the sum is left as it is.
+    A model alone is scaled by the trainer. In a sum it is scaled by itself, and the sum is left as it is. Of no sources
+    at all the one of the run skips every response.
     """
     if model is not None and not others and config.weights is None:
         return model, scale

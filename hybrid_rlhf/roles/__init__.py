@@ -1,4 +1,4 @@
-"""The four roles as handles: what an algorithm may ask of a model, in the algorithm's own shapes.
+"""The roles as handles: what an algorithm may ask of a model, in the algorithm's own shapes.
 
 A role is an engine and what it needs to turn records into the engine's input. Trainers hold roles and know neither
 models nor engines.
@@ -15,17 +15,19 @@ from hybrid_rlhf.roles.critic import Critic
 from hybrid_rlhf.roles.policy_module import PolicyModule, TokenScores
 from hybrid_rlhf.roles.reference_policy import Reference
 from hybrid_rlhf.roles.reward_model import Reward
+from hybrid_rlhf.roles.teacher import Teacher
 
-__all__ = ["Actor", "AuxiliaryLoss", "Critic", "PolicyModule", "Reference", "Reward", "Roles", "TokenScores"]
+__all__ = ["Actor", "AuxiliaryLoss", "Critic", "PolicyModule", "Reference", "Reward", "Roles", "Teacher", "TokenScores"]
 
 
 @dataclass
 class Roles:
-    """The models of an on-policy method; ref and critic are None where the method has no use for them."""
+    """The models of an on-policy method; the others are None where the method has no use for them."""
 
     actor: Actor
     ref: Reference | None = None
     critic: Critic | None = None
+    teacher: Teacher | None = None
 
     def oom_limits(self) -> dict[str, dict[str, int]]:
         """Each engine's limits after running out of memory: part of a checkpoint, for they move the rounding."""

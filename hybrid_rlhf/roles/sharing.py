@@ -1,4 +1,4 @@
-"""How the four roles are laid out: each one's own settings, and who shares a frozen base with whom.
+"""How the roles are laid out: each one's own settings, and who shares a frozen base with whom.
 
 A shared base is one frozen backbone; what differs between its roles is a low-rank adapter and, for critic and reward, a
 scalar head. Trainers never see which layout was chosen.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from hybrid_rlhf.core.config import check, nearest
 
-ROLES = ("actor", "ref", "critic", "reward")
+ROLES = ("actor", "ref", "critic", "reward", "teacher")
 TRAINED = ("actor", "critic")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "4bit", "8bit")
@@ -67,18 +67,21 @@ def _check_role(config: RoleConfig, role: str) -> None:
 
 @dataclass(frozen=True)
 class RolesConfig:
-    """The four roles.
+    """The roles of an on-policy method.
 
     Attributes:
         share_base: Whose frozen base is one: true or all (one base, adapters on it, the reference is the base itself),
             pairs (actor with ref, critic with reward), actor-ref, critic-reward, false or none (four models), or auto:
-            all with LoRA where the runs allow it, else none.
+            all with LoRA where the runs allow it, else none. The teacher joins in all, and only where its base is the
+            actor's.
         actor: The policy that is trained; without a model, that of `model`.
         ref: The policy it is held near to; without a model, the actor's own start. Where ppo.kl_coef is 0 there is
             none, and no kl is reported, unless a model is named here.
         critic: The value model; without a model, it starts as a copy of the reward model.
         reward: The reward model; without a model, the finished reward run beside output_dir, or none where `reward`
             names other sources.
+        teacher: The policy that distillation moves the actor towards; it reads the actor's tokens. A model of its own,
+            or a run trained by LoRA on the actor's own base, which is then that adapter on the base that is shared.
     """
 
     share_base: bool | str = "auto"
@@ -86,6 +89,7 @@ class RolesConfig:
     ref: RoleConfig = field(default_factory=RoleConfig)
     critic: RoleConfig = field(default_factory=RoleConfig)
     reward: RoleConfig = field(default_factory=RoleConfig)
+    teacher: RoleConfig = field(default_factory=RoleConfig)
 
     def __post_init__(self) -> None:
         check(isinstance(self.share_base, bool) or self.share_base in SHARING,
@@ -152,7 +156,7 @@ def resolve(roles: RolesConfig, starts: Mapping[str, Start], has_lora: bool) -> 
     obstacles = [o for group in groups for o in _obstacles(group, starts, has_lora, kind)]
     line = None
     if obstacles and is_auto and wanted == "all":
-        fewer = ((("actor", "ref", "critic"),), GROUPS["pairs"])
+        fewer = ((("actor", "ref", "critic", "teacher"),), GROUPS["pairs"])
         candidates = [[s for s in (_sharing(g, kind, starts) for g in each)
                        if not _obstacles(s, starts, has_lora, kind)] for each in fewer]
         groups = next((c for c in candidates if c), [])
@@ -182,8 +186,12 @@ GROUPS = {"all": (ROLES,), "pairs": (("actor", "ref"), ("critic", "reward")), "a
 
 
 def _sharing(group: tuple[str, ...], kind: str, starts: Mapping[str, Start]) -> tuple[str, ...]:
-    """The roles of `group` that there are; a critic that is a model of its own shares nothing."""
-    return tuple(r for r in group if r in starts and (r != "critic" or kind != "model"))
+    """The roles of `group` that there are. A critic that is a model of its own shares nothing, nor does a teacher of
+    another base than the actor's: that is what most teachers are, and no obstacle for the others."""
+    own = {"critic"} if kind == "model" else set()
+    if "teacher" in starts and starts["teacher"].held != starts["actor"].held:
+        own.add("teacher")
+    return tuple(r for r in group if r in starts and r not in own)
 
 
 def _obstacles(group: tuple[str, ...], starts: Mapping[str, Start], has_lora: bool, kind: str) -> list[str]:

@@ -1,0 +1,116 @@
+"""The teacher: the policy that distillation moves the actor towards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.algorithms.divergence import Divergence, TeacherTargets
+from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs
+from hybrid_rlhf.core.errors import check
+from hybrid_rlhf.core.tensors import SequenceBatch, pad_right, predicted
+from hybrid_rlhf.engine import HybridEngine
+from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
+from hybrid_rlhf.kernels import ops_for
+from hybrid_rlhf.models.backbone import own_head
+from hybrid_rlhf.roles.policy_module import PolicyModule
+from hybrid_rlhf.roles.scoring import per_action, score
+from hybrid_rlhf.rollout import Rollout
+
+WHOLE_HEAD = ("roles.teacher: its weights are cut into parts (ZeRO 3), and a divergence over the whole vocabulary needs "
+              "its whole head; give distill.top_k (such as 64), or roles.teacher.zero_stage 0")
+
+
+@dataclass
+class Teacher:
+    """The policy that the actor learns from. It is asked before the update, and never trained.
+
+    Its logits of a whole batch are never there: what is kept of each loss token is its hidden state, and the actor's
+    update takes the teacher's head to a chunk of those at a time. So the head's weights have to stay on the device.
+    """
+
+    engine: HybridEngine[PolicyModule]
+    max_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        self.engine.name = "teacher"
+
+    def check(self, top_k: int) -> None:
+        """UserError where the actor's update could not take the teacher's head to what is kept: it is in parts, or an
+        adapter is on it, which is the active one in the teacher's own turn alone. With top_k > 0 none is taken."""
+        head = self.engine.module.model.get_output_embeddings()
+        check(top_k > 0 or not is_partitioned(self.engine.module), WHOLE_HEAD)
+        check(top_k > 0 or not (hasattr(head, "lora_A") or hasattr(head, "added_rows")),
+              "roles.teacher: an adapter is on the output head of its base, which the student's update reads without "
+              "it; give the merged model (the folder model of its run), or distill.top_k (such as 64)")
+
+    def targets(self, batch: SequenceBatch, kind: Divergence, top_k: int = 0) -> TeacherTargets:
+        """What it says of the loss tokens of `batch`, on the CPU, without gradients; with top_k > 0 its likeliest words
+        in place of hidden states. UserError for tokens that it does not have, and for weights in parts without
+        top_k."""
+        return self.read(batch, kind, top_k)[0]
+
+    @torch.no_grad()
+    def read(self, batch: SequenceBatch, kind: Divergence, top_k: int = 0) -> tuple[TeacherTargets, list[Tensor]]:
+        """`targets`, and of each row the log-probabilities (n,) fp32 of its loss tokens, at kind.temperature."""
+        module = self.engine.module
+        self.check(top_k)
+        self._check_tokens(batch)
+        ask = _likeliest(self.engine, kind, top_k) if top_k else _hidden(module, kind)
+        counts = batch.loss_mask[:, 1:].sum(1)
+        found: list[tuple[Tensor, ...]] = [()] * len(batch)  # row -> (rows[, ids], logprobs)
+        for index, parts in score(self.engine, batch, self.max_tokens, ask):
+            sizes = counts[index].tolist()
+            for row, *split in zip(index.tolist(), *(part.cpu().split(sizes) for part in parts), strict=True):
+                found[row] = tuple(split)
+        columns = [list(column) for column in zip(*found, strict=True)] or [[], [], []]
+        targets = (TeacherTargets(kind, columns[0], ids=columns[1]) if top_k else
+                   TeacherTargets(kind, columns[0], head=own_head(module.model)))
+        return targets, columns[-1]
+
+    def logprobs(self, rollout: Rollout) -> Tensor:
+        """(B, R) log-probabilities of the sampled tokens, at the rollout's temperature."""
+        self._check_tokens(rollout.sequences(self.engine.pad_id))
+        return per_action(self.engine, rollout, self.max_tokens,
+                          lambda rows: self.engine(rows, temperature=rollout.temperature).logprobs)
+
+    def _check_tokens(self, batch: SequenceBatch) -> None:
+        size = self.engine.module.model.get_input_embeddings().num_embeddings
+        most = int(batch.input_ids.max()) if batch.input_ids.numel() else 0
+        check(most < size, f"roles.teacher: token {most} is none of its {size}: the student's vocabulary is larger; "
+                           "take a teacher with the student's own tokenizer")
+
+
+def head_tensors(model: torch.nn.Module) -> list[Tensor]:
+    """The weights that `own_head` reads: those of the output embeddings, and whatever is not the backbone's."""
+    backbone = {id(tensor) for tensor in (*model.base_model.parameters(), *model.base_model.buffers())}
+    outside = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in backbone]
+    head = model.get_output_embeddings()
+    return [*outside, *(head.parameters() if head is not None else ())]
+
+
+def _hidden(module: PolicyModule, kind: Divergence) -> Callable[[SequenceBatch], tuple[Tensor, ...]]:
+    """Rows -> hidden states (N, H) of their loss tokens, and the log-probabilities (N,) of these."""
+
+    def ask(rows: SequenceBatch) -> tuple[Tensor, ...]:
+        hidden = module.states(rows).rows
+        size = chunk_rows(module.model.config.get_text_config().vocab_size, hidden.dtype)
+        logprobs, _, _ = token_logprobs(hidden, predicted(rows), own_head(module.model), kind.temperature, size,
+                                        score_logits=ops_for(hidden.device.type).token_scores)
+        return hidden, logprobs
+
+    return ask
+
+
+def _likeliest(engine: HybridEngine, kind: Divergence, top_k: int) -> Callable[[SequenceBatch], tuple[Tensor, ...]]:
+    """Rows -> log-probabilities (N, k) and ids (N, k) of the likeliest words, and the log-probabilities (N,) of the
+    loss tokens."""
+
+    def ask(rows: SequenceBatch) -> tuple[Tensor, ...]:
+        scores = engine(rows, temperature=kind.temperature, top_k=top_k)
+        return scores.top_logprobs, scores.top_ids, scores.logprobs
+
+    return ask

@@ -1,0 +1,204 @@
+"""On-policy distillation: the student is moved towards a teacher on what the student itself has written.
+
+Generalised knowledge distillation (2306.13649): a divergence of the two distributions at every token, on the student's
+own samples, on demonstrations, or on both. policy_gradient: the same reverse KL from the sampled tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import floor
+
+import torch
+from torch import Tensor
+
+from hybrid_rlhf.algorithms.divergence import KINDS, Divergence
+from hybrid_rlhf.algorithms.policy import policy_loss
+from hybrid_rlhf.core import activity
+from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.distributed import place_over_ranks
+from hybrid_rlhf.core.errors import present
+from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.core.tensors import SequenceBatch, masked_mean
+from hybrid_rlhf.data.loader import Loader
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
+from hybrid_rlhf.rewards import RewardSource
+from hybrid_rlhf.roles import Roles, TokenScores
+from hybrid_rlhf.roles.role_state import schedule_at
+from hybrid_rlhf.rollout import Prompts, Rollout, Totals
+from hybrid_rlhf.rollout.best_of_n import BestOfNSampler
+from hybrid_rlhf.rollout.collect import collect
+from hybrid_rlhf.trainers.ppo_config import check_divergence
+
+POLICY_GRADIENT = "policy_gradient"
+CLIPRANGE = (0.2, 0.2)  # of the ratio in policy_gradient, where a rollout has several updates: PPO's
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """What the student learns from its teacher, and on which texts.
+
+    Attributes:
+        sampling: How the student's responses are drawn.
+        lmbda: Share of the steps that are made on the student's own samples (TRL's GKDTrainer calls it so); the others
+            are made on demonstrations. They are spread evenly: at 0.5 every second step.
+        divergence: reverse_kl (what the student writes is to be likely under the teacher), forward_kl (what the teacher
+            would write is to be likely under the student), jsd (between them, see beta), each over the whole
+            vocabulary; or policy_gradient (reverse_kl from the sampled tokens alone: the teacher only scores them).
+        beta: Of jsd, between 0 (as forward_kl) and 1 (as reverse_kl).
+        temperature: Divides the logits of both before they are compared.
+        top_k: The divergence over the teacher's k likeliest words and all others as one: a lower bound, for a teacher
+            whose weights are in parts; 0 takes the whole vocabulary.
+        num_epochs: Passes over the samples (or demonstrations) of a step.
+        num_minibatches: Optimizer steps per pass.
+    """
+
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    lmbda: float = 1.0
+    divergence: str = "reverse_kl"
+    beta: float = 0.5
+    temperature: float = 1.0
+    top_k: int = 0
+    num_epochs: int = 1
+    num_minibatches: int = 1
+
+    def __post_init__(self) -> None:
+        check(0 <= self.lmbda <= 1, f"distill.lmbda is {self.lmbda}; it is a share and must lie in [0, 1]")
+        check_divergence(self.divergence, (*KINDS, POLICY_GRADIENT), self.beta, self.temperature, self.top_k)
+        for name in ("num_epochs", "num_minibatches"):
+            check(getattr(self, name) >= 1, f"distill.{name} is {getattr(self, name)}; it must be at least 1")
+        check(self.divergence != POLICY_GRADIENT or self.lmbda == 1,
+              f"distill.divergence policy_gradient learns from the student's own samples alone, and distill.lmbda is "
+              f"{self.lmbda}; leave it out, or choose reverse_kl")
+        check(self.sampling.temperature > 0 or self.divergence != POLICY_GRADIENT,
+              "distill.sampling.temperature is 0: a policy gradient needs samples; take 1")
+
+    @property
+    def kind(self) -> Divergence | None:
+        """The divergence over the vocabulary, or None for policy_gradient."""
+        if self.divergence == POLICY_GRADIENT:
+            return None
+        return Divergence(self.divergence, beta=self.beta, temperature=self.temperature)
+
+
+class DistillTrainer:
+    """One step: sample, ask the teacher, and move towards it; or the same on demonstrations, of which `demonstrations`
+    gives a minibatch at a time (needed where lmbda is below 1). source: scores the samples, for the report alone."""
+
+    progress_keys = ("distill/divergence", "distill/teacher_kl", "entropy", "completions/mean_length", "reward")
+
+    def __init__(self, roles: Roles, source: RewardSource, config: DistillConfig, *, seed: int,
+                 demonstrations: Loader[SequenceBatch] | None = None) -> None:
+        if roles.teacher is None:
+            raise ValueError("distillation without a teacher")
+        if (config.lmbda < 1) != (demonstrations is not None):
+            raise ValueError(f"lmbda is {config.lmbda} with{'' if demonstrations else 'out'} demonstrations")
+        self.roles, self.source, self.config, self.seed = roles, source, config, seed
+        self.teacher, self.kind, self.demonstrations = roles.teacher, config.kind, demonstrations
+        self.sampler = BestOfNSampler(roles, source, config.sampling, seed)
+        self.rng = torch.Generator().manual_seed(seed)
+        self.num_steps = 0
+
+    def step(self, prompts: Prompts) -> Metrics:
+        config, number = self.config, self.num_steps
+        schedule_at(self.roles.actor, number * config.num_epochs * config.num_minibatches)
+        self.num_steps += 1
+        # how many of the steps so far are on samples, before this one and with it
+        if floor((number + 1) * config.lmbda + 1e-9) > floor(number * config.lmbda + 1e-9):
+            return self._step_on_samples(prompts)
+        return self._step_on_demonstrations()
+
+    def _step_on_samples(self, prompts: Prompts) -> Metrics:
+        metrics = Metrics()
+        rollout, _ = self.sampler.sample(prompts, metrics)
+        with metrics.timer("teacher"):
+            self._ask(rollout, metrics)
+        first, total = place_over_ranks(len(rollout))
+        with metrics.timer("train"):
+            for _ in activity.epochs(self.config.num_epochs if total else 0):
+                for minibatch in rollout.shuffled(-(-total // self.config.num_minibatches), self.rng, first, total):
+                    metrics += self.roles.actor.update(minibatch, self.loss, teacher=minibatch.teacher)
+        return metrics + rollout.metrics()
+
+    def _step_on_demonstrations(self) -> Metrics:
+        metrics, demonstrations = Metrics(), present(self.demonstrations, "demonstrations")
+        batches = [demonstrations.next() for _ in range(self.config.num_minibatches)]
+        activity.doing("asking the teacher")
+        with metrics.timer("teacher"):
+            asked = [self.teacher.targets(batch, present(self.kind, "kind"), self.config.top_k) for batch in batches]
+        with metrics.timer("train"):
+            for _ in activity.epochs(self.config.num_epochs):
+                for batch, targets in zip(batches, asked, strict=True):
+                    metrics += self.roles.actor.fit_tokens(batch, _data_loss, teacher=targets)
+        return metrics
+
+    @torch.no_grad()
+    def _ask(self, rollout: Rollout, metrics: Metrics) -> None:
+        """What the teacher says of the samples: its targets or, for policy_gradient, advantages; and how far the
+        student is from it."""
+        activity.doing("asking the teacher")
+        pad_id, mask = self.roles.actor.engine.pad_id, rollout.action_mask
+        if self.kind is None:
+            logprobs = self.teacher.logprobs(rollout)  # (B, R)
+            rollout.advantages = (logprobs - rollout.logprobs).masked_fill(~mask, 0)
+        else:
+            rollout.teacher, logprobs = self.teacher.read(rollout, pad_id, self.kind, self.config.top_k)
+            if rollout.teacher.ids is not None:
+                outside = [1 - row.exp().sum(-1) for row in rollout.teacher.rows]
+                metrics.add("distill/teacher_mass_outside", torch.cat(outside).mean(), mask.sum())
+        distance = masked_mean(rollout.logprobs - logprobs, mask)
+        metrics.add("distill/teacher_kl", distance, mask.sum())
+        if self.kind is None:
+            metrics.add("distill/divergence", distance, mask.sum())
+
+    def loss(self, tokens: TokenScores, rows: Rollout, totals: Totals) -> tuple[Tensor, dict]:
+        """The loss of these rows as a share of the minibatch's, and what to report."""
+        size = tokens.logprobs.numel()
+        if self.kind is None:
+            loss, observed = policy_loss(
+                tokens.logprobs, rows.of_actions(rows.logprobs), rows.of_actions(rows.advantages), owner=rows.owners(),
+                kind="ppo", cliprange=CLIPRANGE, dual_clip=None, denominator=totals.num_actions, weights=None,
+                num_rows=len(rows))
+        else:
+            divergence = present(tokens.divergence, "the divergence")
+            loss = divergence.sum() / totals.num_actions
+            observed = {"distill/divergence": (divergence.detach().mean(), size)}
+        return loss, observed | {"entropy": (present(tokens.entropy, "entropy").detach().mean(), size)}
+
+    def evaluate(self, batches: Iterable[Prompts]) -> Metrics:
+        """Divergence, scores and lengths of fresh responses to held-out prompts (always the same draw)."""
+        metrics = Metrics()
+        for i, prompts in enumerate(batches):
+            rollout = collect(prompts, self.roles, self.source, self.config.sampling, self.seed + i, Metrics(),
+                              may_skip=True)
+            self._ask(rollout, metrics)
+            if self.kind is not None:
+                batch = rollout.sequences(self.roles.actor.engine.pad_id)
+                for tokens in self.roles.actor.score_tokens(batch, teacher=rollout.teacher):
+                    found = present(tokens.divergence, "the divergence")
+                    metrics.add("distill/divergence", found.mean(), found.numel())
+            metrics += rollout.metrics()
+        return metrics.over_ranks()
+
+    def samples(self) -> list[dict]:
+        return self.sampler.samples()
+
+    def state(self) -> dict:
+        """Everything that the next step depends on; the tensors are no copies."""
+        own = {"num_trainer_steps": self.num_steps, "rng": self.rng.get_state()}
+        return self.sampler.state() | own | (
+            {"demonstrations": self.demonstrations.state()} if self.demonstrations else {})
+
+    def load_state(self, state: Mapping) -> None:
+        """Go on where `state` was taken."""
+        self.sampler.load_state(state)
+        self.num_steps = int(state["num_trainer_steps"])
+        self.rng.set_state(state["rng"])
+        if self.demonstrations:
+            self.demonstrations.load_state(state["demonstrations"])
+
+
+def _data_loss(tokens: TokenScores, count: Tensor) -> tuple[Tensor, dict]:
+    divergence = present(tokens.divergence, "the divergence")
+    return divergence.sum() / count, {"distill/data_divergence": (divergence.detach().mean(), divergence.numel())}
