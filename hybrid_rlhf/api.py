@@ -229,6 +229,16 @@ def PPOTrainer(model: object = None, train_dataset: object = None, reward_funcs:
                     environment_factory)
 
 
+def DistillTrainer(model: object = None, teacher: object = None, train_dataset: object = None,  # noqa: N802
+                   reward_funcs: Reward | None = None, *, tools: object = None, environment_factory: object = None,
+                   output_dir: str | None = None, settings: Mapping | None = None, **options: object) -> Training:
+    """On-policy distillation, TRL's GKDTrainer: --stage distill. teacher: a hub id, a folder, a run's folder or an
+    earlier Training, with the student's tokens. reward_funcs score the samples, for the report alone."""
+    named = {} if teacher is None else {"roles.teacher.model_name_or_path": _folder(teacher)}
+    return Training("distill", model, train_dataset, reward_funcs, output_dir, {**(settings or {}), **named}, options,
+                    tools, environment_factory)
+
+
 def _variant(given: str | None, usual: str, name: str, same: tuple[str, ...]) -> str:
     """The stage of a variant's name."""
     if given in (None, usual, *same):

@@ -27,6 +27,7 @@ from hybrid_rlhf.models.lora import add_lora, is_adapter, load_adapter
 from hybrid_rlhf.models.weights import identity, read_tensor
 from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Actor, Critic, Reference, Reward, Roles, Teacher
+from hybrid_rlhf.roles.teacher import head_tensors
 from hybrid_rlhf.roles.sharing import ROLES, TRAINED, Layout, RolesConfig, Start, resolve
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import TrainConfig
@@ -218,7 +219,7 @@ def _lay_out(engine: HybridEngine, role: str, group: tuple[str, ...], parts: Rol
     elif layout_of(parts, role).zero_stage == 3 and not set(group) & set(TRAINED):
         engine.prepare_frozen(layout_of(parts, role))
     if parts.roles[role].offload:
-        engine.offload_when_idle()
+        engine.offload_when_idle(keeps=head_tensors(base.model) if role == "teacher" else ())
 
 
 def build(parts: RoleInputs, starts: dict[str, Start], layout: Layout, tokenizer,  # noqa: ANN001

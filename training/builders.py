@@ -285,14 +285,12 @@ def check_pair(actor: str, other: str, data: DataConfig, reads: Reads, tokenizer
           f"{actor} and {other} do not fit together: their {what} differ; train both from the same SFT run")
 
 
-def check_vocabulary(student: str, teacher: str, data: DataConfig, reads: Reads, tokenizer: str | None = None) -> None:
+def check_vocabulary(student: str, teacher: str, data: DataConfig, all_reads: Sequence[Reads]) -> None:
     """UserError unless each of the student's tokens is the same one to the teacher, which reads ids. How a text is cut,
-    padding of the vocabulary and tokens that only the teacher has do not matter; another chat template is told.
-
-    tokenizer: the student's, where it is not its model's own.
-    """
-    own, other = load_tokenizer(tokenizer or model_folder(student)), load_tokenizer(model_folder(teacher))
-    give_template(own, data, reads)
+    padding of the vocabulary and tokens that only the teacher has do not matter; another chat template is told."""
+    own, other = (load_tokenizer(model_folder(path)) for path in (student, teacher))
+    for reads in all_reads:
+        give_template(own, data, reads)
     known = {number: text for text, number in other.get_vocab().items()}
     unlike = sorted((number, text) for text, number in own.get_vocab().items() if known.get(number) != text)
     if unlike:

@@ -144,7 +144,8 @@ def _find_teacher(config: Config, actor: str) -> str | None:
     check(path is not None, "no teacher: give roles.teacher.model_name_or_path (a model or run with the student's "
                             "tokenizer)")
     path = builders.parent_run(path, config.output_dir, "sft", "roles.teacher.model_name_or_path")
-    builders.check_vocabulary(actor, path, config.data, config.method.reads, config.model.tokenizer_name_or_path)
+    builders.check_vocabulary(config.model.tokenizer_name_or_path or actor, path, config.data,
+                              (config.method.reads, *config.method.also_reads))
     return path
 
 
@@ -226,7 +227,8 @@ def open_run(config: Config) -> RunContext:
                                **{lengths_of: longest})
     check_more_data(config, model)
     starts, layout = check_roles(parts_of(config), sources)
-    check(not (method.takes_head and layout_of(parts_of(config), _owner(layout)).zero_stage == 3), WHOLE_HEAD)
+    if method.needs_teacher and method.takes_head:
+        check(layout_of(parts_of(config), _owner(layout)).zero_stage != 3, WHOLE_HEAD)
     tokenizer = builders.open_tokenizer(model, config.data, config.method.reads, config.seed)
     for reads in method.also_reads:
         builders.give_template(tokenizer, config.data, reads)

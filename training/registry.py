@@ -74,15 +74,19 @@ _TRAINED_BEFORE = {"model.preset": "name the trained model by model.model_name_o
                    "model.vocab_size": "the tokenizer is that of the model"}
 _NO_DROPOUT = {"model.lora.dropout": "dropout is off here, as two forwards of one policy are compared"}
 _ROLES = {
-    **{f"roles.{role}.tp": _ONLY_ACTOR for role in ("ref", "critic", "reward")},
-    **{f"roles.{role}.kind": "it is the critic's: set roles.critic.kind" for role in ("actor", "ref", "reward")},
+    **{f"roles.{role}.tp": _ONLY_ACTOR for role in ("ref", "critic", "reward", "teacher")},
+    **{f"roles.{role}.kind": "it is the critic's: set roles.critic.kind" for role in (
+        "actor", "ref", "reward", "teacher")},
+    "roles.teacher.learning_rate": "the teacher is not trained; set roles.actor.learning_rate",
     "roles.ref.learning_rate": "the reference is not trained; set roles.actor.learning_rate",
     "roles.reward.learning_rate": "the reward model is not trained here; set train.learning_rate of --stage reward"}
 _SAMPLED = _TRAINED_BEFORE | _NO_DROPOUT | _NO_SCORES | _ROLES | {
     "data.packing": "it is for --stage sft", "train.learning_rate": "set roles.actor.learning_rate"}
 PROMPTS_ONLY = {"data.max_length": "set data.max_prompt_length, and max_new_tokens of what is sampled",
                 "data.train_on": "sampled answers are trained", "data.append_eos": "a sampled answer ends by itself"}
-_NO_CRITIC = _SAMPLED | PROMPTS_ONLY | {"roles.critic": "this method has no critic"}
+_ALONE = {"roles.critic": "this method has no critic"}
+_NO_TEACHER = {"roles.teacher": "this method has no teacher; --stage distill has, and ppo and grpo with distill.coef"}
+_NO_CRITIC = _SAMPLED | PROMPTS_ONLY | _ALONE | _NO_TEACHER
 _NOT_TRAINED = "an evaluation trains nothing; leave it out"
 _ONLY_REWARD = "of the roles only roles.reward.model_name_or_path is used; what is compared is evaluate.models"
 _EVALUATE = PROMPTS_ONLY | _NO_SCORES | {
@@ -91,7 +95,7 @@ _EVALUATE = PROMPTS_ONLY | _NO_SCORES | {
     "model.preset": "name the models by evaluate.models", "model.vocab_size": _NOT_TRAINED,
     "model.gradient_checkpointing": _NOT_TRAINED, "model.freeze": _NOT_TRAINED, "model.lora": _NOT_TRAINED,
     "roles.share_base": _ONLY_REWARD, "roles.actor": _ONLY_REWARD, "roles.ref": _ONLY_REWARD,
-    "roles.critic": _ONLY_REWARD, **{f"roles.reward.{name}": _ONLY_REWARD for name in (
+    "roles.critic": _ONLY_REWARD, "roles.teacher": _ONLY_REWARD, **{f"roles.reward.{name}": _ONLY_REWARD for name in (
         "learning_rate", "tp", "kind", "zero_stage", "dtype", "quantize", "offload", "micro_batch_tokens")}}
 
 STAGES = {
@@ -105,7 +109,7 @@ STAGES = {
                  reads=Reads("ppo", "prompt", 2)),
     "all": Stage("hybrid_rlhf.training.all_stages",
                  "the three in order; without further flags, the embedded demo", leaves=None,
-                 unread=_NO_SCORES | _ROLES | {"stages.ppo.learning_rate": "set roles.actor.learning_rate"}),
+                 unread=_NO_SCORES | _ROLES | _NO_TEACHER | {"stages.ppo.learning_rate": "set roles.actor.learning_rate"}),
 }
 
 
@@ -158,11 +162,18 @@ STAGES |= {
                        "rejection sampling: best of n, then sft on it, in rounds", unread=_NO_CRITIC,
                        reads=Reads("rejection", "prompt", 2),
                        defaults=_ONLINE | {"roles.actor.learning_rate": Rate(2e-5, 2e-4)}),
+    "distill": Stage("hybrid_rlhf.training.distill",
+                     "on-policy distillation: towards a teacher, on the student's own samples",
+                     unread=_SAMPLED | _ALONE, reads=Reads("distill", "prompt", 2),
+                     defaults=_ONLINE | {"roles.actor.learning_rate": Rate(1e-5, 1e-4),
+                                         "train.per_device_train_batch_size": 32}),
     "evaluate": Stage("hybrid_rlhf.training.evaluate", "two or more models on held-out prompts, side by side",
                       unread=_EVALUATE, reads=STAGES["ppo"].reads, leaves=None),
 }
 PTX = Reads("ptx", "demonstration", 0)  # the texts that PPO mixes in
-READS = {row.reads.stage: row.reads for row in STAGES.values() if row.reads} | {PTX.stage: PTX}
+DEMONSTRATIONS = Reads("distill_data", "demonstration", 0)  # that distill learns from beside its samples
+READS = {row.reads.stage: row.reads for row in STAGES.values() if row.reads} | {
+    each.stage: each for each in (PTX, DEMONSTRATIONS)}
 
 
 def variant_options(name: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ from hybrid_rlhf.rewards.judge.judge_config import VERDICT, JudgeConfig
 from hybrid_rlhf.training.registry import PROMPTS_ONLY, READS, STAGES, variant_options
 
 _SECTIONS = {"online": "online_dpo", "stages": "all", "rejection": "rejection", "evaluate": "evaluate", "ppo": "ppo",
-             "dpo": "dpo"}  # a section that only one stage has -> that stage
+             "dpo": "dpo", "distill": "distill"}  # a section that only one stage has -> that stage
 
 
 def of_method(estimator: str | None = None, policy_loss: str = "ppo", loss_type: str | None = None) -> dict[str, str]:
@@ -106,6 +106,10 @@ def _of_judge(*names: str) -> tuple[str, ...]:
         f.name for f in fields(JudgeConfig) if f.name not in ("model", "url")))
 
 
+def _has_teacher(config: object) -> bool:
+    return getattr(config.distill, "coef", 1) > 0  # of --stage distill always
+
+
 # section -> (options, when they are read, what to do where they are not)
 SWITCHED: dict[str, list[tuple[tuple[str, ...], Callable[[object], bool], str]]] = {
     "model": [
@@ -146,6 +150,19 @@ SWITCHED: dict[str, list[tuple[tuple[str, ...], Callable[[object], bool], str]]]
          lambda c: c.evaluate.models or c.evaluate.labels is None,
          "there are only labels, and no models that answer; give evaluate.models, or leave it out")],
     "rejection": [(("roles.ref",), lambda c: c.rejection.measure_kl, "rejection.measure_kl is false; leave it out")],
+    "distill": [
+        (("roles.teacher", "distill.divergence", "distill.beta", "distill.temperature", "distill.top_k"), _has_teacher,
+         "distill.coef is 0, so there is no teacher; give one, such as 0.1"),
+        (("distill.beta",), lambda c: c.distill.divergence == "jsd", "it is for distill.divergence jsd"),
+        (("distill.temperature", "distill.top_k"), lambda c: c.distill.divergence != "policy_gradient",
+         "distill.divergence policy_gradient reads the sampled tokens alone; leave it out"),
+        (("roles.ref",), lambda c: hasattr(c, "ppo") or c.roles.ref.model_name_or_path is not None,
+         "there is no reference; name the one that kl is to be measured against (roles.ref.model_name_or_path)"),
+        (("roles.reward",), lambda c: hasattr(c, "ppo") or c.roles.reward.model_name_or_path is not None,
+         "no reward model scores the samples; name it by roles.reward.model_name_or_path"),
+        (tuple(PROMPTS_ONLY), lambda c: hasattr(c, "ppo") or c.distill.lmbda < 1,
+         "it is for demonstrations, and distill.lmbda is 1: all steps are on samples; leave it out "
+         "(data.max_prompt_length bounds prompts)")],
     "online": [(("roles.ref",), lambda c: LOSSES[c.dpo.loss_type].needs_reference,
                 "this dpo.loss_type has no reference; leave it out")],
     "ppo": [

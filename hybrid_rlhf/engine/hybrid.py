@@ -102,9 +102,12 @@ class HybridEngine(Generic[ModuleT]):
         self._frozen = ZeroFrozen(self.module, zero)
         return self
 
-    def offload_when_idle(self, *, is_forced: bool = False) -> HybridEngine:
-        """From now on weights, gradients and optimizer state are on the device inside `active()` only."""
-        self._turn.offload = IdleOffload(self._tensors, self.device, is_forced=is_forced)
+    def offload_when_idle(self, *, keeps: Sequence[Tensor] = (), is_forced: bool = False) -> HybridEngine:
+        """From now on weights, gradients and optimizer state are on the device inside `active()` only, but for `keeps`,
+        which stay."""
+        staying = {id(tensor) for tensor in keeps}
+        self._turn.offload = IdleOffload(lambda: [t for t in self._tensors() if id(t) not in staying], self.device,
+                                         is_forced=is_forced)
         self._turn.offload.leave()
         return self
 

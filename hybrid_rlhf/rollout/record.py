@@ -73,7 +73,8 @@ class Rollout:
     that belongs to a token of its own, such as the end of a turn (None: the scores are of whole responses). step_ends
     (B, R) bool: those tokens, each the last one of a step or a turn, whether its score is 0 or not. remarks: what a
     judge says of each response, where there is one. kept: the words that each action was drawn from, where sampling was
-    truncated and that is replayed: all log-probabilities are then among them.
+    truncated and that is replayed: all log-probabilities are then among them. teacher: what a
+    teacher says of the actions (algorithms/divergence.TeacherTargets), which has rows as these.
     """
 
     prompts: Prompts
@@ -100,6 +101,7 @@ class Rollout:
     step_ends: Tensor | None = None
     remarks: list[str] = field(default_factory=list)
     kept: KeptSets | None = None
+    teacher: Any = None
     _places: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
@@ -182,6 +184,7 @@ class Rollout:
         part: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.init and f.name != "prompts"}
         for name in ("completions", "episodes", "remarks"):
             part[name] = [part[name][i] for i in chosen] if part[name] else []
+        part["teacher"] = self.teacher and self.teacher.select(index)
         part["source_scores"] = {k: v[index] for k, v in self.source_scores.items()}
         part["kept"] = None if self.kept is None else self.kept.rows(index)
         part = {k: v[index] if isinstance(v, Tensor) else v for k, v in part.items()}

@@ -20,7 +20,7 @@ from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import place_over_ranks
 from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.metrics import Metrics
-from hybrid_rlhf.core.tensors import SequenceBatch, masked_mean
+from hybrid_rlhf.core.tensors import SequenceBatch, masked_mean, scatter
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.rewards import RewardSource
@@ -94,6 +94,8 @@ class DistillTrainer:
             raise ValueError("distillation without a teacher")
         if (config.lmbda < 1) != (demonstrations is not None):
             raise ValueError(f"lmbda is {config.lmbda} with{'' if demonstrations else 'out'} demonstrations")
+        if config.kind is not None:
+            roles.teacher.check(config.top_k)
         self.roles, self.source, self.config, self.seed = roles, source, config, seed
         self.teacher, self.kind, self.demonstrations = roles.teacher, config.kind, demonstrations
         self.sampler = BestOfNSampler(roles, source, config.sampling, seed)
@@ -143,7 +145,8 @@ class DistillTrainer:
             logprobs = self.teacher.logprobs(rollout)  # (B, R)
             rollout.advantages = (logprobs - rollout.logprobs).masked_fill(~mask, 0)
         else:
-            rollout.teacher, logprobs = self.teacher.read(rollout, pad_id, self.kind, self.config.top_k)
+            rollout.teacher, rows = self.teacher.read(rollout.sequences(pad_id), self.kind, self.config.top_k)
+            logprobs = scatter(torch.cat(rows), mask)
             if rollout.teacher.ids is not None:
                 outside = [1 - row.exp().sum(-1) for row in rollout.teacher.rows]
                 metrics.add("distill/teacher_mass_outside", torch.cat(outside).mean(), mask.sum())

@@ -37,7 +37,7 @@ from hybrid_rlhf.rollout import Prompts, Rollout, Totals
 from hybrid_rlhf.rollout.collect import collect, collect_held_out, measure_values, samples_of
 from hybrid_rlhf.rollout.dynamic_sampling import resample_groups
 from hybrid_rlhf.rollout.old_logprobs import OldLogprobs
-from hybrid_rlhf.trainers.ppo_config import PPOConfig
+from hybrid_rlhf.trainers.ppo_config import DistillTerm, PPOConfig
 
 _UPDATED = ("grad_norm", "learning_rate", "micro_batch_tokens", "train/skipped_updates", "train/loss_scale")  # of both
 
@@ -46,20 +46,23 @@ class PPOTrainer:
     """One step: sample, estimate advantages once, update actor and critic for some epochs.
 
     scale: what the scores are put on before they become rewards (None: as they are). extra_prompts: gives further
-    prompts, for config.max_refills. ptx: the texts of config.ptx_coef.
+    prompts, for config.max_refills. ptx: the texts of config.ptx_coef. distill: how the teacher's divergence weighs.
     """
 
     progress_keys = ("reward", "kl", "completions/mean_length", "entropy", "policy/clip_fraction")
 
     def __init__(self, roles: Roles, source: RewardSource, config: PPOConfig, *, seed: int,
                  scale: Scale | None = None, extra_prompts: Callable[[], Prompts] | None = None,
-                 ptx: Loader[SequenceBatch] | None = None) -> None:
+                 ptx: Loader[SequenceBatch] | None = None, distill: DistillTerm | None = None) -> None:
         if bool(config.ptx_coef) != (ptx is not None):
             raise ValueError(f"ptx_coef is {config.ptx_coef} with{'' if ptx else 'out'} a pretraining stream")
         if config.kl_coef and roles.ref is None:
             raise ValueError(f"kl_coef is {config.kl_coef}, and there is no reference to measure the KL against")
         if config.max_refills and extra_prompts is None:
             raise ValueError(f"max_refills is {config.max_refills}, and there is nowhere to take more prompts from")
+        self.distill = distill or DistillTerm()
+        if self.distill.coef:
+            present(roles.teacher, "the teacher of distill.coef").check(self.distill.top_k)
         self.scale, self.extra_prompts, self.ptx = scale, extra_prompts, ptx
         self.roles, self.source, self.config, self.seed = roles, source, config, seed
         self.estimator = ESTIMATORS[config.estimator].fn
@@ -82,6 +85,10 @@ class PPOTrainer:
         if self.roles.critic:
             self.roles.critic.begin(rollout.shaped_scores)
             measure_values(rollout, self.roles, metrics)
+        if self.distill.coef and not self.is_warming_up:
+            with metrics.timer("teacher"):
+                rollout.teacher = present(self.roles.teacher, "the teacher").targets(
+                    rollout.sequences(self.roles.actor.engine.pad_id), self.distill.kind, self.distill.top_k)
         self.last_rollout = rollout
         self.estimate(rollout, metrics)
         with metrics.timer("train"):
@@ -188,7 +195,7 @@ class PPOTrainer:
         if not self.is_warming_up:
             with self.roles.actor.staying():
                 auxiliary = self._pretraining(minibatch)
-                metrics += self.roles.actor.update(minibatch, self.actor_loss, auxiliary)
+                metrics += self.roles.actor.update(minibatch, self.actor_loss, auxiliary, teacher=minibatch.teacher)
                 if self.average is not None:
                     self.average.update()
             if auxiliary is not None:
@@ -247,6 +254,9 @@ class PPOTrainer:
             reference = rows.of_actions(present(rows.ref_logprobs, "ref_logprobs"))
             term = kl_loss(tokens.logprobs, reference, config.kl_kind, denominator)
             loss = loss + self.kl_coef.value * term
+        if tokens.divergence is not None:
+            loss = loss + self.distill.coef * tokens.divergence.sum() / totals.num_actions
+            observed["distill/divergence"] = (tokens.divergence.detach().mean(), size)
         if tokens.entropy is not None:
             observed["entropy"] = (tokens.entropy.detach().mean(), size)
             if config.entropy_coef:

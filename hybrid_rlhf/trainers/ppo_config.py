@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from hybrid_rlhf.algorithms import kl
 from hybrid_rlhf.algorithms.advantages import ESTIMATORS
+from hybrid_rlhf.algorithms.divergence import KINDS, Divergence
 from hybrid_rlhf.algorithms.policy import AGGREGATIONS, POLICY_LOSSES
 from hybrid_rlhf.core.config import check, nearest
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
@@ -229,6 +230,42 @@ class PPOConfig:
     def clipranges(self) -> tuple[float, float]:
         """How far below and above 1 the ratio may go."""
         return self.cliprange_low or self.cliprange, self.cliprange_high or self.cliprange
+
+
+@dataclass(frozen=True)
+class DistillTerm:
+    """A teacher (roles.teacher) beside the rewards: how much its divergence weighs in the actor's loss.
+
+    Attributes:
+        coef: Factor of the mean divergence over the samples' tokens; 0 has no teacher.
+        divergence: reverse_kl, forward_kl or jsd, over the whole vocabulary.
+        beta: Of jsd, between 0 (as forward_kl) and 1 (as reverse_kl).
+        temperature: Divides the logits of both before they are compared.
+        top_k: The divergence over the teacher's k likeliest words and all others as one: a lower bound, for a teacher
+            whose weights are in parts; 0 takes the whole vocabulary.
+    """
+
+    coef: float = 0.0
+    divergence: str = "reverse_kl"
+    beta: float = 0.5
+    temperature: float = 1.0
+    top_k: int = 0
+
+    def __post_init__(self) -> None:
+        check(self.coef >= 0, f"distill.coef is {self.coef}; it must not be negative")
+        check_divergence(self.divergence, KINDS, self.beta, self.temperature, self.top_k)
+
+    @property
+    def kind(self) -> Divergence:
+        return Divergence(self.divergence, beta=self.beta, temperature=self.temperature)
+
+
+def check_divergence(kind: str, known: tuple[str, ...], beta: float, temperature: float, top_k: int) -> None:
+    """UserError for settings of a `distill` section that are no divergence."""
+    check(kind in known, f"distill.divergence is {kind!r}; choose {', '.join(known)}{nearest(kind, known)}")
+    check(0 < beta < 1, f"distill.beta is {beta}; it must lie between 0 (where jsd is forward_kl) and 1 (reverse_kl)")
+    check(temperature > 0, f"distill.temperature is {temperature}; it must be positive")
+    check(top_k >= 0, f"distill.top_k is {top_k}; it must be 0 (the whole vocabulary) or a number of words such as 64")
 
 
 _CHOICES: dict[str, tuple] = {

@@ -16,6 +16,7 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.roles.sharing import RolesConfig
 from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig, PPOTrainer
+from hybrid_rlhf.trainers.ppo_config import DistillTerm
 from hybrid_rlhf.training import on_policy, unread_options
 from hybrid_rlhf.training.check_signal import check as check_signal_of
 from hybrid_rlhf.training.registry import PTX
@@ -37,10 +38,11 @@ class Config:
         data: The prompts.
         train: The schedule. A step is one rollout of per_device_train_batch_size prompts and its updates.
         engine: How training is laid out.
-        roles: The four roles' own settings; their learning rates are here.
+        roles: The roles' own settings; their learning rates are here.
         reward: The reward sources.
         environment: Tools and environments, which make a response an episode of several turns.
         ppo: PPO's own settings.
+        distill: A teacher beside the rewards.
     """
 
     stage: str = "ppo"
@@ -56,6 +58,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     ppo: PPOConfig = field(default_factory=PPOConfig)
+    distill: DistillTerm = field(default_factory=DistillTerm)
 
     def __post_init__(self) -> None:
         if all(n is not None for n in (self.train.per_device_train_batch_size, self.ppo.num_ppo_epochs,
@@ -76,7 +79,7 @@ class Config:
             needs_ref=self.needs_reference, needs_critic=ppo.needs_critic,
             normalise_scores=ppo.normalise_scores, score_clip=ppo.score_clip,
             critic_warmup_steps=ppo.critic_warmup_steps, has_entropy=True, also_reads=(PTX,) if ppo.ptx_coef else (),
-            keeps_average=ppo.ema)
+            keeps_average=ppo.ema, needs_teacher=self.distill.coef > 0, takes_head=not self.distill.top_k)
 
 
 preview = on_policy.preview
@@ -86,7 +89,8 @@ def _trainer(opened: on_policy.RunContext) -> PPOTrainer:
     config = opened.config
     ppo = replace(config.ppo, critic_warmup_steps=opened.critic_warmup_steps)
     return PPOTrainer(opened.roles, opened.source, ppo, seed=config.seed, scale=opened.scale,
-                      extra_prompts=opened.loader.next, ptx=_pretraining(opened))
+                      extra_prompts=opened.loader.next, ptx=_pretraining(opened),
+                      distill=config.distill)
 
 
 def _pretraining(opened: on_policy.RunContext) -> Loader | None:

@@ -1,0 +1,94 @@
+"""On-policy distillation: the policy is moved towards a teacher on its own samples, on demonstrations, or on both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+from hybrid_rlhf.core.distributed import rank, world_size
+from hybrid_rlhf.data import collate
+from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.data.loader import Loader
+from hybrid_rlhf.engine import ZeroConfig
+from hybrid_rlhf.environments.settings import EnvironmentConfig
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.roles.sharing import RolesConfig
+from hybrid_rlhf.run.loop import TrainConfig
+from hybrid_rlhf.trainers.distillation import DistillConfig, DistillTrainer
+from hybrid_rlhf.training import on_policy, unread_options
+from hybrid_rlhf.training.registry import DEMONSTRATIONS, READS
+from hybrid_rlhf.training.reward_sources import RewardConfig
+
+
+@dataclass(frozen=True)
+class Config:
+    """On-policy distillation.
+
+    Attributes:
+        stage: Name of the stage.
+        output_dir: Folder of this run.
+        seed: Seed of everything random.
+        resume: auto (a finished run is left as it is, an unfinished one goes on from its newest checkpoint),
+            never (start again) or the path of one of its checkpoints.
+        report_to: Trackers (tensorboard, wandb, trackio, ...).
+        model: The student; without a name, the finished sft run beside output_dir.
+        data: The prompts, and with distill.lmbda below 1 the demonstrations.
+        train: The schedule. A step is one round of per_device_train_batch_size prompts and its updates.
+        engine: How training is laid out.
+        roles: The roles' own settings. The teacher is roles.teacher; the learning rate is roles.actor's.
+        reward: What scores the samples, for the report alone; nothing has to.
+        environment: Tools and environments, which make a response an episode of several turns.
+        distill: What is learned from the teacher.
+    """
+
+    stage: str = "distill"
+    output_dir: str = "outputs/distill"
+    seed: int = 0
+    resume: str = "auto"
+    report_to: list[str] = field(default_factory=list)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    engine: ZeroConfig = field(default_factory=ZeroConfig)
+    roles: RolesConfig = field(default_factory=RolesConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
+
+    def __post_init__(self) -> None:
+        unread_options.refuse(self)
+
+    @property
+    def method(self) -> on_policy.Method:
+        own = self.distill
+        return on_policy.Method(
+            own.sampling, "distill", own.num_epochs * own.num_minibatches, _minibatch_size(self),
+            needs_ref=self.roles.ref.model_name_or_path is not None, has_entropy=True, reads=READS["distill"],
+            also_reads=(DEMONSTRATIONS,) if own.lmbda < 1 else (), needs_reward=False, needs_teacher=True,
+            takes_head=own.kind is not None and not own.top_k)
+
+
+def _minibatch_size(config: Config) -> int:
+    """Sequences of an optimizer step on a process."""
+    return -(-config.train.rows_per_step * config.distill.sampling.num_samples // config.distill.num_minibatches)
+
+
+preview = on_policy.preview
+
+
+def _trainer(opened: on_policy.RunContext) -> DistillTrainer:
+    return DistillTrainer(opened.roles, opened.source, opened.config.distill, seed=opened.config.seed,
+                          demonstrations=_demonstrations(opened))
+
+
+def _demonstrations(opened: on_policy.RunContext) -> Loader | None:
+    """The stream of demonstrations, with a position of its own."""
+    config = opened.config
+    if config.distill.lmbda == 1:
+        return None
+    return Loader(opened.more[DEMONSTRATIONS.stage].train, _minibatch_size(config),
+                  lambda rows: collate.collate_sft(rows, opened.tokenizer.pad_token_id), config.seed, rank=rank(),
+                  world=world_size())
+
+
+run = partial(on_policy.run, _trainer)
