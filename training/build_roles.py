@@ -27,12 +27,11 @@ from hybrid_rlhf.models.lora import add_lora, is_adapter, load_adapter
 from hybrid_rlhf.models.weights import identity, read_tensor
 from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Actor, Critic, Reference, Reward, Roles, Teacher
-from hybrid_rlhf.roles.teacher import head_tensors
 from hybrid_rlhf.roles.sharing import ROLES, TRAINED, Layout, RolesConfig, Start, resolve
+from hybrid_rlhf.roles.teacher import head_tensors
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.training import builders
-
 
 POLICIES = ("actor", "ref", "teacher")  # the roles that are language models
 

@@ -38,6 +38,7 @@ from hybrid_rlhf.training import (
     all_stages,
     builders,
     defaults,
+    distill,
     on_policy,
     online_dpo,
     preferences,
@@ -188,8 +189,8 @@ def _preferences(config: preferences.Config, start: ModelConfig | None) -> list[
 
 
 def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role]:
-    """Those that there are of actor, reference, critic and reward model, at their longest sequences, on the bases that
-    they share."""
+    """Those that there are of actor, reference, critic, reward model and teacher, at their longest sequences, on the
+    bases that they share."""
     starts = on_policy_starts(config, start)
     layout, _ = resolve(config.roles, starts, config.model.lora.r > 0)
     parts, method = on_policy.parts_of(config), config.method
@@ -226,6 +227,9 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
     policies = [role("actor", predicted=sampling.max_new_tokens, entropy=method.has_entropy, generation=generation,
                      has_average=method.keeps_average, texts=texts)]
     policies += [role("ref", predicted=sampling.max_new_tokens)] if "ref" in starts else []
+    if "teacher" in starts:
+        policies += [role("teacher", predicted=sampling.max_new_tokens, keeps_head=method.takes_head)]
+        policies[0] = replace(policies[0], teacher=policies[-1] if method.takes_head else None)
     return [*policies, *(role(r) for r in ("critic", "reward") if r in starts), *_sources(config)]
 
 
@@ -283,7 +287,8 @@ def _judge(config: on_policy.Config) -> list[Role]:
 
 _ROLES: dict[type, Callable[[object, ModelConfig | None], list[Role]]] = {
     step1_sft.Config: _sft, step2_reward.Config: _reward, preferences.Config: _preferences,
-    **dict.fromkeys((step3_ppo.Config, online_dpo.Config, rejection.Config), _on_policy)}
+    **dict.fromkeys((step3_ppo.Config, online_dpo.Config, rejection.Config, distill.Config),
+                    _on_policy)}
 
 
 def on_policy_starts(config: on_policy.Config, start: ModelConfig | None) -> dict[str, Start]:

@@ -109,7 +109,8 @@ STAGES = {
                  reads=Reads("ppo", "prompt", 2)),
     "all": Stage("hybrid_rlhf.training.all_stages",
                  "the three in order; without further flags, the embedded demo", leaves=None,
-                 unread=_NO_SCORES | _ROLES | _NO_TEACHER | {"stages.ppo.learning_rate": "set roles.actor.learning_rate"}),
+                 unread=_NO_SCORES | _ROLES | _NO_TEACHER | {
+                     "stages.ppo.learning_rate": "set roles.actor.learning_rate"}),
 }
 
 

@@ -118,8 +118,9 @@ def open_sources(config: RewardConfig, roles: RolesConfig, raw: bool = False,
         own = source_of(environments, environment.malformed_penalty)
         found += [own] if own else []
     names = ["model"] * config.has_model(roles, environment, is_needed=is_needed) + [source.name for source in found]
-    check(bool(names) or not is_needed, "environment.factory: its class has neither get_reward nor step, and there is no other reward; "
-                       "give reward.functions, or roles.reward.model_name_or_path")
+    check(bool(names) or not is_needed,
+          "environment.factory: its class has neither get_reward nor step, and there is no other reward; give "
+          "reward.functions, or roles.reward.model_name_or_path")
     twice = next((n for i, n in enumerate(names) if n in names[:i]), None)
     check(twice is None, f"two reward sources are called {twice} ({', '.join(names)}); rename one")
     check(config.weights is None or len(config.weights) == len(names),

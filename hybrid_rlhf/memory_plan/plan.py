@@ -16,12 +16,12 @@ from hybrid_rlhf.memory_plan import trace
 from hybrid_rlhf.memory_plan.amounts import parse_bytes, size_text
 from hybrid_rlhf.memory_plan.calibration import Calibration
 from hybrid_rlhf.memory_plan.formulas import stage_of, state_bytes
-from hybrid_rlhf.models import shards
+from hybrid_rlhf.models import shapes, shards
 from hybrid_rlhf.models.load import ModelConfig
 
 __all__ = ["DOES_NOT_FIT", "Generation", "Line", "Plan", "Role", "make_plan", "parse_bytes", "size_text"]
 
-KINDS = ("weights", "adapters", "optimizer", "gradients", "gathered", "KV cache", "activations", "logits")
+KINDS = ("weights", "adapters", "optimizer", "gradients", "gathered", "KV cache", "targets", "activations", "logits")
 PASSING = ("gathered", "activations", "logits")  # given back before the next role computes
 GENERATE = "generate"  # the phase in which the actor samples
 EXPORT = "export"  # the phase behind the last step
@@ -56,7 +56,9 @@ class Role:
     update. base: the role whose weights it shares; is_shared: whether any other computes on its weights. offload: as
     engine.offload. waits: whether all of it is in the CPU's memory while others compute. labels: of a classifier that
     is no decoder of ours (0: not one). has_average: whether a moving average of its weights is kept. texts: (rows,
-    length) of other rows that it trains on as well, each token of which gets a log-probability and no entropy.
+    length) of other rows that it trains on as well, each token of which gets a log-probability and no entropy. teacher:
+    whose logits are computed beside its own in training; of that role keeps_head: what it says waits in the CPU's
+    memory as hidden states, and its head stays on the device.
 
     For the time of a step: scored, trained: rows that it scores and trains on, each pass over them counted; updates:
     optimizer steps; group: rows that begin with one prompt.
@@ -81,6 +83,8 @@ class Role:
     labels: int = 0
     has_average: bool = False
     texts: tuple[int, int] | None = None
+    teacher: Role | None = None
+    keeps_head: bool = False
     scored: int = 0
     trained: int = 0
     updates: int = 1
@@ -207,6 +211,8 @@ class _Needs:
             if role.predicted:
                 self.now["logits"]["score"] = trace.logit_bytes(role.model, device, role.rows * role.predicted,
                                                                 trains=False)
+        if role.keeps_head:
+            self._add_targets()
         if role.generation:
             self._add_generation()
         if role.trains and not (role.is_scalar and self.waits):  # a critic is not exported
@@ -218,8 +224,24 @@ class _Needs:
         """kind -> phase -> bytes. A role that waits elsewhere is there in its own phases only."""
         own = {phase for found in self.now.values() for phase in found}
         there = [p for p in phases if p in own or not self.waits]
-        return {kind: dict.fromkeys(there, self.always[kind]) if kind in self.always else self.now[kind]
-                for kind in KINDS}
+        found = {kind: dict.fromkeys(there, self.always[kind]) if kind in self.always else self.now[kind]
+                 for kind in KINDS}
+        if self.role.keeps_head:  # the largest weight of a language model
+            found["weights"] = dict.fromkeys(phases, min(self.always["weights"], self.sizes.largest)) | found["weights"]
+        return found
+
+    def _add_targets(self) -> None:
+        """Hidden states of all that is trained on, in the CPU's memory until then."""
+        size = self.role.scored * self.role.predicted * self._hidden_bytes(self.role)
+        if self.is_host:
+            self.now["targets"] = {"score": size, "train actor": size}
+        else:
+            self.host += size
+
+    def _hidden_bytes(self, role: Role) -> int:
+        """Of one token's state."""
+        hidden = shapes.read_config(role.model).get_text_config().hidden_size
+        return hidden * trace.sizes(role.model, self.device).itemsize
 
     def _activations(self, rows: int, length: int) -> trace.Activations:
         role = self.role
@@ -282,6 +304,10 @@ class _Needs:
         role, act, logits = self.role, self._activations(rows, length), 0
         if predicted:
             logits = trace.logit_bytes(role.model, self.device, rows * predicted, trains=True, entropy=entropy)
+        if role.teacher and predicted:  # its states and logits, and the divergence's gradient beside the other one
+            logits += rows * predicted * self._hidden_bytes(role.teacher) + sum(
+                trace.logit_bytes(each.model, self.device, rows * predicted, trains=False)
+                for each in (role, role.teacher))
         if "activations" in role.offload and not self.is_host:
             return max(act.scoring, act.peak - act.saved), logits, act.saved
         return max(act.saved, act.peak - logits), logits, 0

@@ -128,7 +128,8 @@ def _idle_roles(config: object) -> Candidate | None:
     if method is None or config.model.lora.r:
         return None
     is_there = {"actor": True, "ref": method.needs_ref, "critic": method.needs_critic,
-                "reward": config.reward.has_model(roles, config.environment)}
+                "reward": config.reward.has_model(roles, config.environment, is_needed=method.needs_reward),
+                "teacher": method.needs_teacher}
     names = [n for n in is_there if is_there[n] and not getattr(roles, n).offload]
     if not names:
         return None

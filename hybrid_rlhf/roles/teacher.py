@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from hybrid_rlhf.algorithms.divergence import Divergence, TeacherTargets
 from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs
 from hybrid_rlhf.core.errors import check
-from hybrid_rlhf.core.tensors import SequenceBatch, pad_right, predicted
+from hybrid_rlhf.core.tensors import SequenceBatch, predicted
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
 from hybrid_rlhf.kernels import ops_for
@@ -20,8 +21,8 @@ from hybrid_rlhf.roles.policy_module import PolicyModule
 from hybrid_rlhf.roles.scoring import per_action, score
 from hybrid_rlhf.rollout import Rollout
 
-WHOLE_HEAD = ("roles.teacher: its weights are cut into parts (ZeRO 3), and a divergence over the whole vocabulary needs "
-              "its whole head; give distill.top_k (such as 64), or roles.teacher.zero_stage 0")
+WHOLE_HEAD = ("roles.teacher: its weights are cut into parts (ZeRO 3), and a divergence over the whole vocabulary "
+              "needs its whole head; give distill.top_k (such as 64), or roles.teacher.zero_stage 0")
 
 
 @dataclass
@@ -38,10 +39,14 @@ class Teacher:
     def __post_init__(self) -> None:
         self.engine.name = "teacher"
 
+    @property
+    def _model(self) -> Any:  # of transformers
+        return self.engine.module.model
+
     def check(self, top_k: int) -> None:
         """UserError where the actor's update could not take the teacher's head to what is kept: it is in parts, or an
         adapter is on it, which is the active one in the teacher's own turn alone. With top_k > 0 none is taken."""
-        head = self.engine.module.model.get_output_embeddings()
+        head = self._model.get_output_embeddings()
         check(top_k > 0 or not is_partitioned(self.engine.module), WHOLE_HEAD)
         check(top_k > 0 or not (hasattr(head, "lora_A") or hasattr(head, "added_rows")),
               "roles.teacher: an adapter is on the output head of its base, which the student's update reads without "
@@ -78,13 +83,13 @@ class Teacher:
                           lambda rows: self.engine(rows, temperature=rollout.temperature).logprobs)
 
     def _check_tokens(self, batch: SequenceBatch) -> None:
-        size = self.engine.module.model.get_input_embeddings().num_embeddings
+        size = self._model.get_input_embeddings().num_embeddings
         most = int(batch.input_ids.max()) if batch.input_ids.numel() else 0
         check(most < size, f"roles.teacher: token {most} is none of its {size}: the student's vocabulary is larger; "
                            "take a teacher with the student's own tokenizer")
 
 
-def head_tensors(model: torch.nn.Module) -> list[Tensor]:
+def head_tensors(model: Any) -> list[Tensor]:
     """The weights that `own_head` reads: those of the output embeddings, and whatever is not the backbone's."""
     backbone = {id(tensor) for tensor in (*model.base_model.parameters(), *model.base_model.buffers())}
     outside = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in backbone]
@@ -95,9 +100,11 @@ def head_tensors(model: torch.nn.Module) -> list[Tensor]:
 def _hidden(module: PolicyModule, kind: Divergence) -> Callable[[SequenceBatch], tuple[Tensor, ...]]:
     """Rows -> hidden states (N, H) of their loss tokens, and the log-probabilities (N,) of these."""
 
+    config: Any = module.model.config  # of transformers
+
     def ask(rows: SequenceBatch) -> tuple[Tensor, ...]:
         hidden = module.states(rows).rows
-        size = chunk_rows(module.model.config.get_text_config().vocab_size, hidden.dtype)
+        size = chunk_rows(config.get_text_config().vocab_size, hidden.dtype)
         logprobs, _, _ = token_logprobs(hidden, predicted(rows), own_head(module.model), kind.temperature, size,
                                         score_logits=ops_for(hidden.device.type).token_scores)
         return hidden, logprobs
