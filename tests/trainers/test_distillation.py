@@ -1,0 +1,249 @@
+"""On-policy distillation: a step by hand in plain torch, and that the student comes near its teacher in every way."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from hybrid_rlhf.core.errors import UserError
+from hybrid_rlhf.data.collate import collate_sft
+from hybrid_rlhf.data.loader import Loader
+from hybrid_rlhf.engine import SamplingConfig
+from hybrid_rlhf.rewards.mixture import Mixture
+from hybrid_rlhf.roles import Actor, Roles, Teacher
+from hybrid_rlhf.trainers.distillation import DistillConfig, DistillTrainer
+from hybrid_rlhf.trainers.ppo import PPOTrainer
+from hybrid_rlhf.trainers.ppo_config import DistillTerm
+from tests.factories.tiny import tiny_tokenizer
+from tests.factories.trainers import (
+    CLOCKED,
+    GROUPED,
+    PROMPTS,
+    SFT_ROWS,
+    Source,
+    count_of,
+    policy,
+    settings,
+    trained,
+    weights,
+)
+
+TEN = SamplingConfig(max_new_tokens=10)
+WIDE = {"initializer_range": 0.3}  # of the teacher's weights: its distributions are far from flat
+WAYS = ["reverse_kl", "forward_kl", "jsd", "policy_gradient"]
+
+
+def distiller(rate=1e-2, max_tokens=8192, student=0, teacher=None, **changes):
+    config = DistillConfig(**({"sampling": TEN} | changes))
+    roles = Roles(Actor(trained(policy(student), rate), tiny_tokenizer(), max_tokens),
+                  teacher=Teacher(teacher or policy(7, **WIDE), max_tokens))
+    rows = None if config.lmbda == 1 else Loader(SFT_ROWS * 4, 6, lambda found: collate_sft(found, 0), seed=0)
+    return DistillTrainer(roles, Mixture([]), config, seed=0, demonstrations=rows)
+
+
+def plain_logits(model, rollout, row):
+    """Logits (n, V) that predict the tokens of a response, by the model's own forward on this row alone."""
+    prompt, answer = rollout.prompts.ids[row], rollout.response_ids[row][rollout.action_mask[row]]
+    return model(torch.tensor([[*prompt, *answer.tolist()]])).logits[0, len(prompt) - 1: -1].double(), answer
+
+
+def plain_divergence(way, student, teacher, answer, beta=0.3, temperature=1.0):
+    """(n,) nats of logits (n, V) each, from the definitions; policy_gradient: at the sampled tokens."""
+    s, t = ((x / temperature).log_softmax(-1) for x in (student, teacher))
+    if way == "policy_gradient":
+        return (s - t).gather(1, answer[:, None])[:, 0]
+    if way == "forward_kl":
+        return (t.exp() * (t - s)).sum(-1)
+    if way == "reverse_kl":
+        return (s.exp() * (s - t)).sum(-1)
+    m = (beta * t.exp() + (1 - beta) * s.exp()).log()
+    return beta * (t.exp() * (t - m)).sum(-1) + (1 - beta) * (s.exp() * (s - m)).sum(-1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_on_samples_is_the_mean_over_their_tokens_by_hand(way):
+    more = {} if way == "policy_gradient" else {"temperature": 1.5}
+    trainer = distiller(divergence=way, beta=0.3, max_tokens=40, **more)
+    twin, teacher = (copy.deepcopy(role.engine.model) for role in (trainer.roles.actor, trainer.roles.teacher))
+    metrics = trainer.step(PROMPTS).compute()
+    rollout, losses, found = trainer.sampler.last_rollout, [], []
+    for row in range(len(rollout)):
+        student, answer = plain_logits(twin, rollout, row)
+        with torch.no_grad():
+            taught, _ = plain_logits(teacher, rollout, row)
+        found.append(plain_divergence(way, student, taught, answer, **more))
+        own = student.log_softmax(-1).gather(1, answer[:, None])[:, 0]
+        # the reverse KL's gradient from samples: what they cost, held fixed, times that of their log-probability
+        losses.append(found[-1].detach() * own if way == "policy_gradient" else found[-1])
+    torch.cat(losses).mean().backward()
+    norm = torch.cat([p.grad.flatten() for p in twin.parameters()]).norm()
+    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert metrics["distill/divergence"] == pytest.approx(torch.cat(found).mean().item(), rel=1e-4)
+
+
+def test_the_samples_distance_is_at_the_sampled_tokens_and_no_reward_is_reported():
+    trainer = distiller()
+    twin, teacher = copy.deepcopy(trainer.roles.actor.engine.model), trainer.roles.teacher.engine.model
+    metrics = trainer.step(PROMPTS).compute()
+    rollout = trainer.sampler.last_rollout
+    with torch.no_grad():
+        found = torch.cat([plain_divergence("policy_gradient", *(plain_logits(m, rollout, row)[0] for m in (
+            twin, teacher)), plain_logits(twin, rollout, row)[1]) for row in range(len(rollout))])
+    assert metrics["distill/teacher_kl"] == pytest.approx(float(found.mean()), rel=1e-4)
+    assert not any(name.startswith(("reward", "objective/")) for name in metrics)
+    assert {"entropy", "completions/mean_length", "time/teacher"} <= metrics.keys()
+    assert trainer.samples()[0]["score"] is None
+
+
+def far(trainer) -> float:
+    return trainer.evaluate([PROMPTS]).compute()["distill/divergence"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_the_student_comes_near_its_teacher_by_each_divergence(way):
+    """On fresh samples to the same prompts, after as many steps as the way needs; a tenth is far below what a student
+    that learned the frequencies of words alone reaches."""
+    trainer = distiller(divergence=way, sampling=SamplingConfig(max_new_tokens=6, num_samples=4), rate=5e-3)
+    before = far(trainer)
+    for _ in range(300 if way == "policy_gradient" else 120):
+        trainer.step(PROMPTS)
+    assert far(trainer) < (0.3 if way == "policy_gradient" else 0.1) * before
+
+
+@pytest.mark.parametrize("lmbda", [0.0, 0.5, 0.25])
+def test_lmbda_is_the_share_of_steps_on_samples_and_the_others_are_on_demonstrations(lmbda):
+    trainer, found = distiller(lmbda=lmbda, num_minibatches=2), []
+    for _ in range(8):
+        metrics = trainer.step(PROMPTS).compute()
+        found.append("distill/data_divergence" in metrics)
+        assert found[-1] != ("distill/teacher_kl" in metrics) and "grad_norm" in metrics
+    assert found.count(False) == 8 * lmbda
+    assert trainer.roles.actor.engine.training.num_steps == 16  # two minibatches each
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lmbda", [0.0, 0.5])
+def test_the_student_comes_near_its_teacher_on_demonstrations(lmbda):
+    trainer = distiller(lmbda=lmbda, divergence="forward_kl", rate=5e-3)
+    found = [trainer.step(PROMPTS).compute() for _ in range(80)]
+    found = [m["distill/data_divergence"] for m in found if "distill/data_divergence" in m]
+    assert found[-1] < 0.1 * found[0]
+
+
+def test_a_step_on_demonstrations_is_the_mean_over_their_tokens_by_hand():
+    trainer = distiller(lmbda=0.0)
+    twin, teacher = (copy.deepcopy(role.engine.model) for role in (trainer.roles.actor, trainer.roles.teacher))
+    batch = copy.deepcopy(trainer.demonstrations).next()
+    metrics, losses = trainer.step(PROMPTS).compute(), []
+    with torch.no_grad():
+        for ids, mask, marks in zip(batch.input_ids, batch.attention_mask, batch.loss_mask, strict=True):
+            whole = ids[mask][None]
+            s, t = (m(whole).logits[0, :-1].double() for m in (twin, teacher))
+            losses.append(plain_divergence("reverse_kl", s, t, None)[marks[mask][1:]])
+    assert metrics["distill/data_divergence"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"lmbda": 0.5, "num_minibatches": 2, "num_epochs": 2},
+                                     {"divergence": "policy_gradient"}, {"top_k": 20}])
+def test_a_trainer_that_goes_on_from_a_state_does_what_the_first_one_does(changes):
+    straight, other = distiller(**changes), distiller(**changes, student=0)
+    for _ in range(3):
+        straight.step(PROMPTS)
+    state = copy.deepcopy(straight.state())
+    other.step(PROMPTS)  # elsewhere by then
+    other.load_state(state)
+    for _ in range(3):
+        one, two = (t.step(PROMPTS).compute() for t in (straight, other))
+        assert all(two[n] == v for n, v in one.items() if not n.startswith(CLOCKED))
+    assert all(torch.equal(a, b) for a, b in zip(*(weights(t.roles.actor.engine) for t in (straight, other)),
+                                                 strict=True))
+
+
+def test_micro_batches_of_any_size_take_the_same_step():
+    one, many = distiller(), distiller(max_tokens=16)
+    assert one.step(PROMPTS).compute()["grad_norm"] == pytest.approx(many.step(PROMPTS).compute()["grad_norm"],
+                                                                     rel=1e-5)
+
+
+def test_the_likeliest_words_are_a_lower_bound_and_what_they_leave_out_is_reported():
+    whole, few = distiller().step(PROMPTS).compute(), distiller(top_k=10).step(PROMPTS).compute()
+    assert 0 < few["distill/divergence"] < whole["distill/divergence"]
+    assert 0 < few["distill/teacher_mass_outside"] < 1 and "distill/teacher_mass_outside" not in whole
+    assert few["distill/teacher_kl"] == pytest.approx(whole["distill/teacher_kl"], rel=1e-5)
+
+
+def test_a_teacher_in_bfloat16_teaches_a_student_in_float32():
+    teacher = policy(7, **WIDE)
+    exact = distiller().step(PROMPTS).compute()["distill/divergence"]
+    teacher.module.to(torch.bfloat16)
+    found = distiller(teacher=teacher).step(PROMPTS).compute()["distill/divergence"]
+    assert found == pytest.approx(exact, rel=0.05) and found != exact
+
+
+def test_a_teacher_that_waits_elsewhere_leaves_its_head_and_nothing_else():
+    from hybrid_rlhf.roles.teacher import head_tensors
+
+    teacher = policy(7, **WIDE)
+    teacher.offload_when_idle(keeps=head_tensors(teacher.model), is_forced=True)
+    there = [n for n, p in teacher.model.named_parameters() if p.untyped_storage().nbytes()]
+    assert there == ["lm_head.weight"]
+    found = distiller(teacher=teacher).step(PROMPTS).compute()
+    assert found["distill/divergence"] == pytest.approx(distiller().step(PROMPTS).compute()["distill/divergence"])
+    tied = policy(7, tie_word_embeddings=True)
+    tied.offload_when_idle(keeps=head_tensors(tied.model), is_forced=True)
+    assert [n for n, p in tied.model.named_parameters() if p.untyped_storage().nbytes()] == ["model.embed_tokens.weight"]
+    distiller(teacher=tied).step(PROMPTS)
+
+
+def test_a_token_that_the_teacher_does_not_have_is_said_in_one_line():
+    trainer = distiller(teacher=policy(7, vocab_size=12))
+    with pytest.raises(UserError, match="roles.teacher: token .* is none of its 12"):
+        trainer.step(PROMPTS)
+
+
+def test_a_teacher_of_more_words_is_compared_on_those_of_both():
+    """Padded vocabularies of one tokenizer."""
+    assert 0 < distiller(teacher=policy(7, vocab_size=320, **WIDE)).step(PROMPTS).compute()["distill/divergence"] < 20
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"lmbda": 1.5}, "distill.lmbda is 1.5"), ({"divergence": "kl"}, "choose reverse_kl, forward_kl, jsd"),
+    ({"beta": 1.0}, "distill.beta is 1.0"), ({"temperature": 0.0}, "distill.temperature is 0.0"),
+    ({"top_k": -1}, "distill.top_k is -1"), ({"num_epochs": 0}, "distill.num_epochs is 0"),
+    ({"divergence": "policy_gradient", "lmbda": 0.5}, "learns from the student's own samples alone"),
+    ({"divergence": "policy_gradient", "sampling": SamplingConfig(temperature=0.0)}, "a policy gradient needs samples")])
+def test_settings_that_cannot_be_are_refused_in_one_line(changes, message):
+    with pytest.raises(UserError, match=message):
+        DistillConfig(**changes)
+
+
+def beside_rewards(coef=0.5, source=None, **changes):
+    roles = Roles(Actor(trained(policy(), 1e-2), tiny_tokenizer()), teacher=Teacher(policy(7, **WIDE)))
+    return PPOTrainer(roles, source or count_of(9), settings(estimator="grpo", sampling=GROUPED, kl_coef=0.0),
+                      seed=0, distill=DistillTerm(coef, **changes))
+
+
+def test_distill_coef_adds_the_mean_divergence_to_grpo_s_loss_by_hand():
+    """Where all responses score alike the policy loss is 0, and the step is the divergence's times its factor."""
+    trainer = beside_rewards(0.5, Source(lambda rollout: torch.zeros(len(rollout))))
+    twin, teacher = (copy.deepcopy(role.engine.model) for role in (trainer.roles.actor, trainer.roles.teacher))
+    metrics, losses = trainer.step(PROMPTS).compute(), []
+    for row in range(len(trainer.last_rollout)):
+        student, answer = plain_logits(twin, trainer.last_rollout, row)
+        with torch.no_grad():
+            taught, _ = plain_logits(teacher, trainer.last_rollout, row)
+        losses.append(plain_divergence("reverse_kl", student, taught, answer))
+    mean = torch.cat(losses).mean()
+    (0.5 * mean).backward()
+    norm = torch.cat([p.grad.flatten() for p in twin.parameters()]).norm()
+    assert metrics["distill/divergence"] == pytest.approx(mean.item(), rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_without_distill_coef_no_teacher_is_asked():
+    trainer = beside_rewards(0.0)
+    trainer.roles.teacher.targets = None  # not callable
+    assert not any(name.startswith("distill/") for name in trainer.step(PROMPTS).compute())
