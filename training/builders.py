@@ -33,6 +33,7 @@ from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import adapter_dtype, add_lora
 from hybrid_rlhf.models.tokenizer import added_ids, load_tokenizer, train_tokenizer
+from hybrid_rlhf.models.weights import identity
 from hybrid_rlhf.roles import PolicyModule
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import TrainConfig
@@ -283,6 +284,12 @@ def check_pair(actor: str, other: str, data: DataConfig, reads: Reads, tokenizer
     what = difference(actor, other, data, reads, tokenizer)
     check(what is None,
           f"{actor} and {other} do not fit together: their {what} differ; train both from the same SFT run")
+
+
+def adapted_weights(model: ModelConfig) -> dict[str, str]:
+    """For the record of a run with adapters: the base that they belong to, so that a later run can put them on it."""
+    path = model.model_name_or_path
+    return {"base_weights": identity(path)} if model.lora.r and path else {}
 
 
 def check_vocabulary(student: str, teacher: str, data: DataConfig, all_reads: Sequence[Reads]) -> None:

@@ -199,6 +199,7 @@ def run(make_trainer: Callable[[RunContext], Trainer], config: Config, command: 
                 _leave(roles, opened, config, f"{builders.MODEL_FOLDER}_ema")
         record.finish(metrics, tokenizer=opened.tokenizer, base_model=opened.sources.actor,
                       reward_model=opened.sources.reward, data=opened.data.report,
+                      **builders.adapted_weights(actor_model(config, opened.sources)),
                       **{f"{stage}_data": data.report for stage, data in opened.more.items()})
     return metrics
 

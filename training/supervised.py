@@ -99,7 +99,8 @@ def run(config: Config, command: str, reads: Reads, start: Start, collation: Col
         facts = learner.facts()
         with explained("while exporting", builders.EXPORT_LATER), learner.engine.active():
             export(learner.model, tokenizer, Path(config.output_dir) / builders.MODEL_FOLDER, learner.ends)
-        record.finish(metrics, tokenizer=tokenizer, base_model=base, data=data.report, **facts)
+        record.finish(metrics, tokenizer=tokenizer, base_model=base, data=data.report,
+                      **(builders.adapted_weights(model) | facts))
     return metrics
 
 

@@ -116,15 +116,20 @@ class DistillTrainer:
         rollout, _ = self.sampler.sample(prompts, metrics)
         with metrics.timer("teacher"):
             self._ask(rollout, metrics)
-        first, total = place_over_ranks(len(rollout))
         with metrics.timer("train"):
-            for _ in activity.epochs(self.config.num_epochs if total else 0):
-                for minibatch in rollout.shuffled(-(-total // self.config.num_minibatches), self.rng, first, total):
-                    metrics += self.roles.actor.update(minibatch, self.loss, teacher=minibatch.teacher)
-        return metrics + rollout.metrics()
+            learned = self._learn(rollout)
+        return metrics + learned + rollout.metrics()
+
+    def _learn(self, rollout: Rollout) -> Metrics:
+        """num_epochs passes over the samples of all processes, in shuffled minibatches."""
+        metrics, (first, total) = Metrics(), place_over_ranks(len(rollout))
+        for _ in activity.epochs(self.config.num_epochs if total else 0):
+            for minibatch in rollout.shuffled(-(-total // self.config.num_minibatches), self.rng, first, total):
+                metrics += self.roles.actor.update(minibatch, self.loss, teacher=minibatch.teacher)
+        return metrics
 
     def _step_on_demonstrations(self) -> Metrics:
-        metrics, demonstrations = Metrics(), present(self.demonstrations, "demonstrations")
+        metrics, learned, demonstrations = Metrics(), Metrics(), present(self.demonstrations, "demonstrations")
         batches = [demonstrations.next() for _ in range(self.config.num_minibatches)]
         activity.doing("asking the teacher")
         with metrics.timer("teacher"):
@@ -132,8 +137,8 @@ class DistillTrainer:
         with metrics.timer("train"):
             for _ in activity.epochs(self.config.num_epochs):
                 for batch, targets in zip(batches, asked, strict=True):
-                    metrics += self.roles.actor.fit_tokens(batch, _data_loss, teacher=targets)
-        return metrics
+                    learned += self.roles.actor.fit_tokens(batch, _data_loss, teacher=targets)
+        return metrics + learned
 
     @torch.no_grad()
     def _ask(self, rollout: Rollout, metrics: Metrics) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from hybrid_rlhf.training.unread_options import of_stage as unused_by
 from tests.factories.tiny import save_tiny
 
-_OF_TEXTS = ("data.max_length", "data.train_on", "data.append_eos")  # of ppo's only ppo.ptx_coef reads these
+_OF_TEXTS = ("data.max_length", "data.train_on", "data.append_eos")  # ppo.ptx_coef and distill.lmbda alone read these
 
 WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the moon", "tree", "old book"]
 COMMON = ["--model.dtype", "float32", "--data.split", "null", "--data.eval_fraction", "0.25", "--data.max_length", "48",
@@ -48,7 +48,7 @@ def used(stage: str, words: Iterable[str]) -> list[str]:
 
 
 def _has_texts(words: list[str]) -> bool:
-    return any(word.startswith("--ppo.ptx_coef") for word in words)
+    return any(word.startswith(("--ppo.ptx_coef", "--distill.lmbda")) for word in words)
 
 
 def _name(given: list[str]) -> str:

@@ -35,9 +35,9 @@ WIDE = {"initializer_range": 0.3}  # of the teacher's weights: its distributions
 WAYS = ["reverse_kl", "forward_kl", "jsd", "policy_gradient"]
 
 
-def distiller(rate=1e-2, max_tokens=8192, student=0, teacher=None, **changes):
+def distiller(rate=1e-2, max_tokens=8192, teacher=None, vocab_size=300, **changes):
     config = DistillConfig(**({"sampling": TEN} | changes))
-    roles = Roles(Actor(trained(policy(student), rate), tiny_tokenizer(), max_tokens),
+    roles = Roles(Actor(trained(policy(vocab_size=vocab_size), rate), tiny_tokenizer(), max_tokens),
                   teacher=Teacher(teacher or policy(7, **WIDE), max_tokens))
     rows = None if config.lmbda == 1 else Loader(SFT_ROWS * 4, 6, lambda found: collate_sft(found, 0), seed=0)
     return DistillTrainer(roles, Mixture([]), config, seed=0, demonstrations=rows)
@@ -104,13 +104,14 @@ def far(trainer) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_the_student_comes_near_its_teacher_by_each_divergence(way):
-    """On fresh samples to the same prompts, after as many steps as the way needs; a tenth is far below what a student
-    that learned the frequencies of words alone reaches."""
-    trainer = distiller(divergence=way, sampling=SamplingConfig(max_new_tokens=6, num_samples=4), rate=5e-3)
+    """On fresh samples to the same prompts. Of 20 words, so that they are texts that it has not seen, but of their kind."""
+    sampling = SamplingConfig(max_new_tokens=4, num_samples=16 if way == "policy_gradient" else 4)
+    trainer = distiller(teacher=policy(7, vocab_size=20, initializer_range=0.15), vocab_size=20, divergence=way,
+                        sampling=sampling)
     before = far(trainer)
-    for _ in range(300 if way == "policy_gradient" else 120):
+    for _ in range(200):
         trainer.step(PROMPTS)
-    assert far(trainer) < (0.3 if way == "policy_gradient" else 0.1) * before
+    assert far(trainer) < 0.15 * before
 
 
 @pytest.mark.parametrize("lmbda", [0.0, 0.5, 0.25])
@@ -149,7 +150,7 @@ def test_a_step_on_demonstrations_is_the_mean_over_their_tokens_by_hand():
 @pytest.mark.parametrize("changes", [{}, {"lmbda": 0.5, "num_minibatches": 2, "num_epochs": 2},
                                      {"divergence": "policy_gradient"}, {"top_k": 20}])
 def test_a_trainer_that_goes_on_from_a_state_does_what_the_first_one_does(changes):
-    straight, other = distiller(**changes), distiller(**changes, student=0)
+    straight, other = distiller(**changes), distiller(**changes)
     for _ in range(3):
         straight.step(PROMPTS)
     state = copy.deepcopy(straight.state())

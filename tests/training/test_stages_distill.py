@@ -1,0 +1,281 @@
+"""--stage distill, and distill.coef beside rewards, through the launcher: what is built, left, resumed and refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from hybrid_rlhf.cli import main
+from hybrid_rlhf.models.quantize import quantized_layers
+from hybrid_rlhf.trainers.distillation import DistillTrainer
+from tests.factories.stage_options import COMMON, WORDS, used
+from tests.factories.tiny import own_cache, save_tiny
+
+LORA = ["--model.lora.r", "4"]
+REPORTED = {"distill/divergence", "distill/teacher_kl", "entropy", "completions/mean_length", "grad_norm",
+            "learning_rate", "time/generate", "time/score", "time/teacher", "time/train", "time/step"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("distill")
+    rows = [{"prompt": f"say {w} {i}"} for i in range(2) for w in WORDS]
+    said = [{"prompt": f"say {w} {i}", "completion": w} for i in range(2) for w in WORDS]
+    for name, table in (("rows", rows), ("said", said)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in table))
+    (folder / "pay.py").write_text("def short(completions, **_):\n    return [-float(len(c)) for c in completions]\n")
+    save_tiny(folder / "base")
+    save_tiny(folder / "teacher", seed=5, hidden_size=48, initializer_range=0.2)
+    with pytest.MonkeyPatch.context() as patch:
+        own_cache(patch, folder / "cache")
+        yield folder
+
+
+def words(place: Path, out: str, *more: str, stage: str = "distill", teacher: str | None = "teacher") -> list[str]:
+    section = "ppo" if stage == "grpo" else stage
+    named = [] if teacher is None else ["--roles.teacher.model_name_or_path", f"{place}/{teacher}"]
+    return ["--stage", stage, "--output_dir", f"{place}/{out}", *used(stage, [*COMMON, *more]),
+            "--model.model_name_or_path", f"{place}/base",
+            f"--data.sources=[{{path: {place}/rows.jsonl, stages: [distill, ppo]}}, "
+            f"{{path: {place}/said.jsonl, stages: [distill_data, sft]}}]", *named,
+            "--roles.actor.learning_rate", "1e-2", "--train.max_steps", "2", "--train.per_device_train_batch_size", "5",
+            f"--{section}.sampling.max_new_tokens", "6", *more]
+
+
+def lines(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(out: Path) -> list[dict]:
+    return [row for row in lines(out) if "time/step" in row]
+
+
+def test_the_stage_trains_reports_and_leaves_a_model_that_loads(place, built, capfd) -> None:
+    from transformers import AutoModelForCausalLM
+
+    assert main(words(place, "plain")) == 0
+    out, rows = place / "plain", lines(place / "plain")
+    assert built[0].critic is None and built[0].ref is None and built[0].teacher is not None
+    assert len(steps(out)) == 2 and all(row.keys() >= REPORTED for row in steps(out)), rows[0].keys()
+    assert not any(name.startswith(("reward", "objective", "eval/reward", "kl")) for row in rows for name in row)
+    assert {"eval/distill/divergence", "eval/distill/teacher_kl", "eval/completions/mean_length"} <= rows[-1].keys()
+    record = json.loads((out / "run.json").read_text())
+    assert (record["stage"], record["status"]) == ("distill", "finished")
+    trained, base = (AutoModelForCausalLM.from_pretrained(f) for f in (out / "model", place / "base"))
+    assert any(not torch.equal(a, b) for a, b in zip(trained.parameters(), base.parameters(), strict=True))
+    assert yaml.safe_load((out / "config.yaml").read_text())["distill"]["divergence"] == "reverse_kl"
+    assert main(words(place, "plain")) == 0
+    assert "this distill run is finished; nothing to do" in capfd.readouterr().err
+
+
+def test_a_reward_source_scores_the_samples_and_moves_nothing(place) -> None:
+    assert main(words(place, "paid", f"--reward.functions=['{place}/pay.py:short']")) == 0
+    assert main(words(place, "unpaid")) == 0
+    paid, unpaid = steps(place / "paid"), steps(place / "unpaid")
+    assert all("rewards/short/mean" in row and row["reward"] < 0 for row in paid)
+    assert lines(place / "paid")[-1]["eval/reward"] < 0
+    for row, other in zip(paid, unpaid, strict=True):
+        assert row["distill/divergence"] == other["distill/divergence"] and row["grad_norm"] == other["grad_norm"]
+
+
+def test_a_named_reference_measures_kl(place, built) -> None:
+    assert main(words(place, "kl", "--roles.ref.model_name_or_path", f"{place}/base")) == 0
+    assert built[0].ref is not None and all("kl" in row for row in steps(place / "kl"))
+
+
+@pytest.mark.parametrize("more", [["--distill.lmbda", "0.5", "--distill.num_minibatches", "2"],
+                                  ["--distill.divergence", "policy_gradient", "--distill.num_epochs", "2"]])
+def test_a_run_that_was_stopped_goes_on_to_the_same_bits(place, capsys, monkeypatch, more) -> None:
+    more = [*more, "--train.max_steps", "4", "--train.save_steps", "2"]
+    name = more[1].replace(".", "")
+    assert main(words(place, f"whole{name}", *more)) == 0, capsys.readouterr().err[-2000:]
+    step = DistillTrainer.step
+
+    def stopped(self, prompts):
+        if self.num_steps == 3:
+            raise RuntimeError("killed")
+        return step(self, prompts)
+
+    monkeypatch.setattr(DistillTrainer, "step", stopped)
+    with pytest.raises(RuntimeError, match="killed"):
+        main(words(place, f"parts{name}", *more))
+    monkeypatch.setattr(DistillTrainer, "step", step)
+    assert main(words(place, f"parts{name}", *more)) == 0
+    whole, parts = ((place / f"{n}{name}/model/model.safetensors").read_bytes() for n in ("whole", "parts"))
+    assert whole == parts != (place / "base/model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def taught(place) -> str:
+    """A run by LoRA on the student's own base: a teacher that is an adapter."""
+    assert main(["--stage", "sft", "--output_dir", f"{place}/taught", *used("sft", COMMON), *LORA,
+                 "--model.model_name_or_path", f"{place}/base", "--train.max_steps", "20",
+                 "--train.learning_rate", "5e-2", f"--data.sources=[{place}/said.jsonl]"]) == 0
+    return "taught"
+
+
+def test_a_teacher_by_lora_on_the_students_base_is_an_adapter_on_it(place, built, taught) -> None:
+    assert main(words(place, "shared", *LORA, teacher=taught)) == 0
+    roles = built[0]
+    assert roles.teacher.engine.model is roles.actor.engine.model
+    assert main(words(place, "merged", *LORA, teacher=f"{taught}/model")) == 0
+    assert built[1].teacher.engine.model is not built[1].actor.engine.model
+    shared, merged = steps(place / "shared"), steps(place / "merged")
+    assert shared[0]["distill/divergence"] == pytest.approx(merged[0]["distill/divergence"], rel=1e-4)
+    assert shared[0]["grad_norm"] == pytest.approx(merged[0]["grad_norm"], rel=1e-4)
+    assert shared[0]["distill/divergence"] > 0.01  # it has learned something
+    assert main(words(place, "apart", *LORA, "--roles.share_base", "false", teacher=taught)) == 0
+    assert built[2].teacher.engine.model is not built[2].actor.engine.model
+    assert steps(place / "apart")[0]["distill/divergence"] == pytest.approx(shared[0]["distill/divergence"], rel=1e-4)
+
+
+def test_the_base_itself_teaches_on_the_base_that_is_shared(place, built) -> None:
+    """A new adapter changes nothing yet, so that the student is its teacher at the first step."""
+    assert main(words(place, "own", *LORA, teacher="base")) == 0
+    assert built[0].teacher.engine.model is built[0].actor.engine.model
+    assert steps(place / "own")[0]["distill/divergence"] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_teacher_of_another_base_shares_nothing_and_is_no_obstacle(place, built, capfd) -> None:
+    assert main(words(place, "other", *LORA, "--roles.ref.model_name_or_path", f"{place}/base")) == 0
+    assert built[0].ref.engine.model is built[0].actor.engine.model is not built[0].teacher.engine.model
+    assert "roles.share_base" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("more", "kind"), [(["--roles.teacher.quantize", "4bit"], "Linear4bit"),
+                                            (["--roles.teacher.quantize", "8bit"], "Linear8bitLt"),
+                                            (["--roles.teacher.dtype", "bfloat16"], None)])
+def test_a_teacher_in_fewer_bits_teaches_a_student_in_fp32(place, built, more, kind) -> None:
+    assert main(words(place, f"few{more[-1]}", *more, "--roles.teacher.micro_batch_tokens", "40")) == 0
+    teacher, actor = built[0].teacher, built[0].actor
+    assert {type(m).__name__ for m in quantized_layers(teacher.engine.module).values()} == ({kind} if kind else set())
+    assert kind or teacher.engine.module.model.dtype == torch.bfloat16
+    assert not quantized_layers(actor.engine.module) and actor.engine.module.model.dtype == torch.float32
+    assert teacher.max_tokens == 40
+    assert main(words(place, "exact")) == 0
+    few, exact = (steps(place / n)[0]["distill/divergence"] for n in (f"few{more[-1]}", "exact"))
+    assert few == pytest.approx(exact, rel=0.2) and few != exact
+
+
+def test_the_plan_knows_the_teacher_and_the_preview_shows_prompts_and_demonstrations(place, capfd) -> None:
+    assert main([*words(place, "planned"), "--plan"]) == 0
+    out = capfd.readouterr().out
+    assert "\nteacher  weights" in out and "\nteacher  targets" in out and "critic" not in out and "\nref " not in out
+    assert main([*words(place, "planned", "--distill.divergence", "policy_gradient"), "--plan"]) == 0
+    assert "targets" not in (out := capfd.readouterr().out) and "\nteacher  weights" in out
+    assert main([*words(place, "shown", "--distill.lmbda", "0.5"), "--preview"]) == 0
+    out = capfd.readouterr().out
+    assert "rows of stage distill " in out and "rows of stage distill_data" in out and "say " in out
+
+
+def test_the_plan_of_a_base_that_is_shared_counts_it_once(place, capfd, taught) -> None:
+    assert main([*words(place, "planned", *LORA, teacher=taught), "--plan"]) == 0
+    found = [line for line in capfd.readouterr().out.splitlines() if line.startswith("teacher")]
+    assert [line.split()[1] for line in found] == ["adapters", "targets", "activations", "logits"]
+
+
+def refused(capfd, argv: list[str]) -> str:
+    capfd.readouterr()
+    assert main(argv) == 2
+    said = capfd.readouterr().err.strip().splitlines()
+    return next(line for line in said if line.startswith("error: "))
+
+
+def test_what_the_stage_lacks_is_said_in_one_line(place, capfd) -> None:
+    assert "no teacher: give roles.teacher.model_name_or_path" in refused(capfd, words(place, "no", teacher=None))
+    said = refused(capfd, words(place, "no", "--distill.lmbda", "0.5",
+                                f"--data.sources=[{{path: {place}/rows.jsonl, stages: [distill]}}]"))
+    assert "distill_data" in said
+    said = refused(capfd, [*words(place, "no"), "--check_signal"])
+    assert "--check_signal is for stages that sample and learn from rewards" in said
+
+
+def test_a_teacher_of_another_tokenizer_is_refused(place, capfd, tmp_path) -> None:
+    shutil.copytree(place / "teacher", tmp_path / "teacher")
+    path = tmp_path / "teacher" / "tokenizer.json"
+    rules = json.loads(path.read_text())
+    vocab = rules["model"]["vocab"]
+    a, b = sorted(vocab, key=vocab.__getitem__)[100:102]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    path.write_text(json.dumps(rules))
+    argv = words(place, "no", "--roles.teacher.model_name_or_path", f"{tmp_path}/teacher", teacher=None)
+    for more in ([], ["--plan"]):
+        said = refused(capfd, [*argv, *more])
+        assert "have different tokenizers: token" in said and "(2 such)" in said
+
+
+def test_another_template_of_the_same_tokens_is_told_and_a_padded_vocabulary_is_not(place, capfd, tmp_path) -> None:
+    save_tiny(tmp_path / "teacher", seed=5, vocab_size=320)
+    shutil.copytree(place / "base", tmp_path / "own")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (place / "base" / name).exists():
+            shutil.copy(place / "base" / name, tmp_path / "teacher" / name)
+    assert main(words(place, "padded", "--roles.teacher.model_name_or_path", f"{tmp_path}/teacher", teacher=None)) == 0
+    assert "chat template" not in capfd.readouterr().err
+    for path in tmp_path.glob("teacher/chat_template*"):
+        path.write_text(path.read_text() + "\n{# another #}")
+    assert main(words(place, "told", "--roles.teacher.model_name_or_path", f"{tmp_path}/teacher", teacher=None)) == 0
+    assert "has another chat template; it reads what the student's template writes" in capfd.readouterr().err
+
+
+def test_a_teacher_in_parts_needs_its_likeliest_words(place, capfd) -> None:
+    for more in (["--roles.teacher.zero_stage", "3"], ["--engine.zero_stage", "3"]):
+        said = refused(capfd, words(place, "no", *more))
+        assert "give distill.top_k (such as 64), or roles.teacher.zero_stage 0" in said
+    assert main(words(place, "parts", "--roles.teacher.zero_stage", "3", "--distill.top_k", "20")) == 0
+    assert main(words(place, "scored", "--roles.teacher.zero_stage", "3", "--distill.divergence",
+                      "policy_gradient")) == 0
+    assert main(words(place, "whole", "--distill.top_k", "20")) == 0
+    parts, whole = (steps(place / name)[0] for name in ("parts", "whole"))
+    assert parts["distill/divergence"] == pytest.approx(whole["distill/divergence"], rel=1e-5)
+    assert 0 < parts["distill/teacher_mass_outside"] < 1
+
+
+def test_an_adapter_on_the_head_is_refused_and_its_merged_model_is_not(place, capfd) -> None:
+    head = ["--model.lora.target_modules", "[lm_head, q_proj]"]
+    assert main(["--stage", "sft", "--output_dir", f"{place}/headed", *used("sft", COMMON), *LORA, *head,
+                 "--model.model_name_or_path", f"{place}/base", f"--data.sources=[{place}/said.jsonl]"]) == 0
+    for more in ([], ["--roles.share_base", "false"]):
+        assert "an adapter is on the output head" in refused(capfd, words(place, "no", *LORA, *more, teacher="headed"))
+    assert main(words(place, "headless", *LORA, teacher="headed/model")) == 0
+    assert main(words(place, "likeliest", *LORA, "--distill.top_k", "300", teacher="headed")) == 0
+    found = [steps(place / name)[0]["distill/divergence"] for name in ("headless", "likeliest")]
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+@pytest.mark.parametrize(("more", "message"), [
+    (["--distill.beta", "0.3"], "distill.beta is set; it is for distill.divergence jsd"),
+    (["--distill.divergence", "policy_gradient", "--distill.top_k", "5"], "distill.top_k is set; distill.divergence"),
+    (["--distill.divergence", "policy_gradient", "--distill.temperature", "2"], "distill.temperature is set;"),
+    (["--roles.ref.dtype", "float32"], "roles.ref.dtype is set; there is no reference"),
+    (["--roles.reward.dtype", "float32"], "roles.reward.dtype is set; no reward model scores the samples"),
+    (["--data.max_length", "40"], "data.max_length is set; it is for demonstrations"),
+    (["--roles.critic.learning_rate", "1"], "roles.critic.learning_rate is not used by --stage distill"),
+    (["--roles.teacher.learning_rate", "1"], "the teacher is not trained"),
+    (["--roles.teacher.tp", "2"], "only the actor generates"),
+    (["--roles.teacher.zero_stage", "1"], "roles.teacher.zero_stage is 1 for a role that is not trained")])
+def test_options_that_nothing_reads_are_refused(place, capfd, more, message) -> None:
+    assert message in refused(capfd, words(place, "no", *more))
+
+
+@pytest.mark.parametrize(("stage", "more", "message"), [
+    ("grpo", ["--distill.top_k", "5"], "distill.top_k is set; distill.coef is 0"),
+    ("grpo", [], "roles.teacher.model_name_or_path is set; distill.coef is 0"),
+    ("rejection", [], "this method has no teacher")])
+def test_a_teacher_that_no_method_asks_is_refused(place, capfd, stage, more, message) -> None:
+    assert message in refused(capfd, words(place, "no", *more, stage=stage, teacher=None if more else "teacher"))
+
+
+def test_grpo_beside_a_teacher_reports_its_divergence_and_plans_for_it(place, built, capfd) -> None:
+    more = ["--distill.coef", "0.5", "--distill.divergence", "jsd", "--distill.beta", "0.3", "--ppo.kl_coef", "0",
+            "--ppo.sampling.num_samples", "2", f"--reward.functions=['{place}/pay.py:short']"]
+    assert main(words(place, "grpo", *more, stage="grpo")) == 0
+    assert built[0].teacher is not None
+    assert all({"distill/divergence", "reward", "time/teacher"} <= row.keys() for row in steps(place / "grpo"))
+    assert main([*words(place, "grpo-planned", *more, stage="grpo"), "--plan"]) == 0
+    assert "\nteacher  weights" in capfd.readouterr().out
