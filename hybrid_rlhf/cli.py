@@ -166,8 +166,8 @@ def _train(argv: list[str]) -> int:
         stage.preview(config)
         return 0
     check(not switches["check_signal"] or hasattr(stage, "check_signal"),
-          f"--check_signal is for stages that sample and learn from rewards (ppo, grpo, rejection, ...); --stage {name} "
-          "learns from what is there, and --preview shows it")
+          f"--check_signal is for stages that sample and learn from rewards (ppo, grpo, rejection, ...); --stage "
+          f"{name} learns from what is there, and --preview shows it")
     check(switches["cards"] is None or switches["plan"], "--cards is for --plan; add it, or leave --cards out")
     if switches["plan"] or switches["memory"] is not None:
         config, code = _plan(config, switches)

@@ -151,10 +151,10 @@ class DistillTrainer:
             rollout.advantages = (logprobs - rollout.logprobs).masked_fill(~mask, 0)
         else:
             rollout.teacher, rows = self.teacher.read(rollout.sequences(pad_id), self.kind, self.config.top_k)
-            logprobs = scatter(torch.cat(rows), mask)
+            logprobs = scatter(_joined(rows), mask)
             if rollout.teacher.ids is not None:
-                outside = [1 - row.exp().sum(-1) for row in rollout.teacher.rows]
-                metrics.add("distill/teacher_mass_outside", torch.cat(outside).mean(), mask.sum())
+                outside = _joined([1 - row.exp().sum(-1) for row in rollout.teacher.rows])
+                metrics.add("distill/teacher_mass_outside", outside.mean(), len(outside))
         distance = masked_mean(rollout.logprobs - logprobs, mask)
         metrics.add("distill/teacher_kl", distance, mask.sum())
         if self.kind is None:
@@ -205,6 +205,11 @@ class DistillTrainer:
         self.rng.set_state(state["rng"])
         if self.demonstrations:
             self.demonstrations.load_state(state["demonstrations"])
+
+
+def _joined(rows: list[Tensor]) -> Tensor:
+    """All rows' numbers (n,) as one; a process may have no rows, in an evaluation."""
+    return torch.cat([*rows, torch.zeros(0)])
 
 
 def _data_loss(tokens: TokenScores, count: Tensor) -> tuple[Tensor, dict]:

@@ -13,7 +13,7 @@ from tests.factories.tiny import save_tiny
 WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the moon", "tree", "old book", "wind"]
 RUNS = {"sft": "sft", "reward": "reward", "ppo": "ppo"}  # run -> stage
 SLOW_RUNS = {"sft": "sft", "reward": "reward", "lora_reward": "reward", "lora_ppo": "ppo", "grpo": "grpo", "dpo": "dpo",
-             "online_dpo": "online_dpo", "rejection": "rejection"}
+             "online_dpo": "online_dpo", "rejection": "rejection", "distill": "distill", "distill_parts": "distill"}
 # what cannot be the same: the clock's figures, a process's own cache, and the budget that is given
 CLOCKED = ("time/", "memory/", "engine/tokens_per_second", "engine/kv_bytes", "engine/kept_bytes", "micro_batch_tokens",
            "value/micro_batch_tokens")
@@ -33,6 +33,8 @@ def argv_of(folder: Path, runs: dict[str, str], where: str, batch: int, *more: s
             f"--reward.functions=['{folder}/pay.py:odd']"]
     ppo = [*ppo, "--roles.critic.learning_rate", "0.05", "--ppo.ema", "true", "--ppo.ptx_coef", "0.5",
            "--ppo.ptx_scale", "relative"]
+    distill = ["--distill.sampling.max_new_tokens", "6", "--roles.actor.learning_rate", "0.05",
+               "--roles.teacher.model_name_or_path", f"{folder}/teacher"]
     lora = ["--model.model_name_or_path", f"{folder}/{where}/sft", "--model.lora.r", "4"]
     extra = {"sft": ["--model.model_name_or_path", f"{folder}/base"], "reward": [], "ppo": ppo,
              "lora_reward": [*lora, "--train.learning_rate", "0.5"],
@@ -43,8 +45,12 @@ def argv_of(folder: Path, runs: dict[str, str], where: str, batch: int, *more: s
                           "--roles.share_base", "true"], "grpo": grpo, "dpo": [],
              "online_dpo": ["--online.sampling.max_new_tokens", "6", "--roles.actor.learning_rate", "0.05"],
              "rejection": ["--rejection.sampling.max_new_tokens", "6", "--rejection.sampling.num_samples", "3",
-                           "--rejection.num_minibatches", "2", "--roles.actor.learning_rate", "0.05"]}
-    texts = {"ppo": f", {{path: '{folder}/sft.jsonl', stages: [ptx]}}"}
+                           "--rejection.num_minibatches", "2", "--roles.actor.learning_rate", "0.05"],
+             "distill": [*distill, "--distill.lmbda", "0.5", "--distill.num_minibatches", "2",
+                         "--roles.teacher.zero_stage", "0"],
+             "distill_parts": [*distill, "--distill.top_k", "20"]}  # its weights are cut as engine.zero_stage says
+    texts = {"ppo": f", {{path: '{folder}/sft.jsonl', stages: [ptx]}}",
+             "distill": f", {{path: '{folder}/sft.jsonl', stages: [distill_data]}}"}
     return {name: ["--stage", stage, "--output_dir", f"{folder}/{where}/{name}",
                    f"--data.sources=[{{path: '{folder}/{stage}.jsonl'}}{texts.get(stage, '')}]",
                    *used(stage, [*shared, *extra[name]])]
@@ -56,11 +62,12 @@ def prepare(folder: Path, runs: dict[str, str], *checks: str) -> None:
     rows = {"sft": [{"prompt": f"say {w} {i}", "completion": w} for i in range(3) for w in WORDS],
             "reward": [{"prompt": f"say {w} {i}", "chosen": w, "rejected": "no no"} for i in range(3) for w in WORDS],
             "ppo": [{"prompt": f"say {w} {i}"} for i in range(3) for w in WORDS]}
-    rows |= {"dpo": rows["reward"]} | dict.fromkeys(("grpo", "online_dpo", "rejection"), rows["ppo"])
+    rows |= {"dpo": rows["reward"]} | dict.fromkeys(("grpo", "online_dpo", "rejection", "distill"), rows["ppo"])
     (folder / "pay.py").write_text("def odd(completions, **_):\n    return [float(len(c) % 2) for c in completions]\n")
     for name, table in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in table))
     save_tiny(folder / "base")
+    save_tiny(folder / "teacher", seed=5, hidden_size=48, initializer_range=0.2)
     argv = argv_of(folder, runs, "two", 4, "--engine.zero_stage", "3", "--engine.micro_batch_tokens", "60")
     argv.get("ppo", []).extend(["--roles.actor.tp", "2"])
     (folder / "argv.json").write_text(json.dumps(argv))

@@ -101,10 +101,17 @@ def far(trainer) -> float:
     return trainer.evaluate([PROMPTS]).compute()["distill/divergence"]
 
 
+@pytest.mark.parametrize("changes", [{}, {"top_k": 5}, {"divergence": "policy_gradient"}])
+def test_a_process_left_without_rows_changes_no_evaluation(changes):
+    trainer = distiller(**changes)
+    one, both = (trainer.evaluate(given).compute() for given in ([PROMPTS], [PROMPTS, PROMPTS.rows([])]))
+    assert one == both and one["distill/divergence"] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_the_student_comes_near_its_teacher_by_each_divergence(way):
-    """On fresh samples to the same prompts. Of 20 words, so that they are texts that it has not seen, but of their kind."""
+    """On fresh samples to the same prompts, texts of 20 words that it has not seen, but of a kind that it has."""
     sampling = SamplingConfig(max_new_tokens=4, num_samples=16 if way == "policy_gradient" else 4)
     trainer = distiller(teacher=policy(7, vocab_size=20, initializer_range=0.15), vocab_size=20, divergence=way,
                         sampling=sampling)
@@ -195,13 +202,14 @@ def test_a_teacher_that_waits_elsewhere_leaves_its_head_and_nothing_else():
     assert found["distill/divergence"] == pytest.approx(distiller().step(PROMPTS).compute()["distill/divergence"])
     tied = policy(7, tie_word_embeddings=True)
     tied.offload_when_idle(keeps=head_tensors(tied.model), is_forced=True)
-    assert [n for n, p in tied.model.named_parameters() if p.untyped_storage().nbytes()] == ["model.embed_tokens.weight"]
+    there = [n for n, p in tied.model.named_parameters() if p.untyped_storage().nbytes()]
+    assert there == ["model.embed_tokens.weight"]
     distiller(teacher=tied).step(PROMPTS)
 
 
 def test_a_token_that_the_teacher_does_not_have_is_said_in_one_line():
     trainer = distiller(teacher=policy(7, vocab_size=12))
-    with pytest.raises(UserError, match="roles.teacher: token .* is none of its 12"):
+    with pytest.raises(UserError, match=r"roles.teacher: token .* is none of its 12"):
         trainer.step(PROMPTS)
 
 
@@ -215,7 +223,8 @@ def test_a_teacher_of_more_words_is_compared_on_those_of_both():
     ({"beta": 1.0}, "distill.beta is 1.0"), ({"temperature": 0.0}, "distill.temperature is 0.0"),
     ({"top_k": -1}, "distill.top_k is -1"), ({"num_epochs": 0}, "distill.num_epochs is 0"),
     ({"divergence": "policy_gradient", "lmbda": 0.5}, "learns from the student's own samples alone"),
-    ({"divergence": "policy_gradient", "sampling": SamplingConfig(temperature=0.0)}, "a policy gradient needs samples")])
+    ({"divergence": "policy_gradient", "sampling": SamplingConfig(temperature=0.0)},
+     "a policy gradient needs samples")])
 def test_settings_that_cannot_be_are_refused_in_one_line(changes, message):
     with pytest.raises(UserError, match=message):
         DistillConfig(**changes)
