@@ -5,7 +5,7 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
-_FROM_PYTHON = ("SFTTrainer", "RewardTrainer", "DPOTrainer", "GRPOTrainer", "PPOTrainer")
+_FROM_PYTHON = ("SFTTrainer", "RewardTrainer", "DPOTrainer", "GRPOTrainer", "PPOTrainer", "DistillTrainer")
 
 # An installed package holds training/ and inference/ as subpackages (setup.py maps them). In a checkout they stand
 # beside this folder, so that `python train.py` works without an install: let the import system look there too.

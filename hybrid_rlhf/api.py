@@ -137,12 +137,9 @@ class Training:
         """The settings that name the model to start from."""
         if model is None:
             return {}
-        check(isinstance(model, (str, PurePath, Training)),
-              f"model is a {type(model).__name__}; give a hub id, a folder or an earlier training (save_pretrained "
-              "makes a folder)")
         from hybrid_rlhf.training.builders import model_folder
 
-        path = _folder(model)
+        path = _path_of(model, "model")
         return {"model.model_name_or_path": model_folder(path) if self.stage in ("sft", "conditional_sft") else path}
 
     def _data(self) -> dict[str, object]:
@@ -189,6 +186,13 @@ def _folder(given: object) -> str:
     return given.output_dir if isinstance(given, Training) else expanded(str(given))
 
 
+def _path_of(model: object, name: str) -> str:
+    check(isinstance(model, (str, PurePath, Training)),
+          f"{name} is a {type(model).__name__}; give a hub id, a folder or an earlier training (save_pretrained "
+          "makes a folder)")
+    return _folder(model)
+
+
 def _is_messages(prompt: list) -> bool:
     return bool(prompt) and all(isinstance(turn, Mapping) for turn in prompt)
 
@@ -229,12 +233,15 @@ def PPOTrainer(model: object = None, train_dataset: object = None, reward_funcs:
                     environment_factory)
 
 
-def DistillTrainer(model: object = None, teacher: object = None, train_dataset: object = None,  # noqa: N802
+def DistillTrainer(model: object = None, teacher_model: object = None, train_dataset: object = None,  # noqa: N802
                    reward_funcs: Reward | None = None, *, tools: object = None, environment_factory: object = None,
                    output_dir: str | None = None, settings: Mapping | None = None, **options: object) -> Training:
-    """On-policy distillation, TRL's GKDTrainer: --stage distill. teacher: a hub id, a folder, a run's folder or an
-    earlier Training, with the student's tokens. reward_funcs score the samples, for the report alone."""
-    named = {} if teacher is None else {"roles.teacher.model_name_or_path": _folder(teacher)}
+    """On-policy distillation (TRL's GKDTrainer): --stage distill. teacher_model: given as `model` is, and of the same
+    tokens. reward_funcs score the samples, for the report alone."""
+    named = {}
+    if teacher_model is not None:
+        with _one_line():
+            named["roles.teacher.model_name_or_path"] = _path_of(teacher_model, "teacher_model")
     return Training("distill", model, train_dataset, reward_funcs, output_dir, {**(settings or {}), **named}, options,
                     tools, environment_factory)
 

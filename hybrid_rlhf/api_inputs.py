@@ -151,6 +151,7 @@ def dotted(config_class: type, given: Mapping, prefix: str = "") -> dict[str, ob
 
 # Where what lies least deep is not what is meant, and TRL's names; of the stages that have these options.
 SHORT = {"learning_rate": "roles.actor.learning_rate", "tp": "roles.actor.tp", "kind": "roles.critic.kind",
+         "temperature": "ppo.sampling.temperature", "top_k": "ppo.sampling.top_k",
          "num_generations": "ppo.sampling.num_samples", "beta": "ppo.kl_coef",
          "max_completion_length": "ppo.sampling.max_new_tokens", "max_tool_calling_iterations": "environment.max_turns"}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hybrid_rlhf
-from hybrid_rlhf import DPOTrainer, GRPOTrainer, PPOTrainer, RewardTrainer, SFTTrainer, UserError
+from hybrid_rlhf import DistillTrainer, DPOTrainer, GRPOTrainer, PPOTrainer, RewardTrainer, SFTTrainer, UserError
 from hybrid_rlhf.api_inputs import dotted
 from hybrid_rlhf.rewards.functions import open_functions
 from hybrid_rlhf.training import step3_ppo
@@ -107,7 +107,25 @@ def test_functions_of_the_program_pay_and_are_given_the_columns(place) -> None:
         open_functions(["python:length"], {}, 1.0)
 
 
+def test_a_student_learns_from_a_teacher_given_as_trl_gives_it(place) -> None:
+    teacher = SFTTrainer("my-model", ROWS, output_dir="runs/teacher", **SHORT)
+    teacher.train()
+    trainer = DistillTrainer("my-model", teacher_model=teacher, train_dataset=[{"prompt": r["prompt"]} for r in ROWS],
+                             output_dir="runs/distill", max_new_tokens=4, lmbda=1.0, divergence="jsd", beta=0.1,
+                             learning_rate=1e-3, **SHORT)
+    assert trainer.config.distill.beta == 0.1 and trainer.config.distill.sampling.max_new_tokens == 4
+    assert trainer.config.roles.teacher.model_name_or_path == "runs/teacher"
+    assert trainer.train()["distill/divergence"] > 0
+    assert isinstance(trainer.generate("say 1", max_new_tokens=3), str)
+
+
+def test_the_samplers_temperature_is_what_a_method_with_rewards_is_given() -> None:
+    given = dotted(step3_ppo.Config, {"temperature": 0.9, "top_k": 5, "beta": 0.1})
+    assert given == {"ppo.sampling.temperature": 0.9, "ppo.sampling.top_k": 5, "ppo.kl_coef": 0.1}
+
+
 @pytest.mark.parametrize(("make", "said"), [
+    (lambda: DistillTrainer("my-model", torch.nn.Linear(1, 1), ROWS), "teacher_model is a Linear; give a hub id"),
     (lambda: SFTTrainer("my-model", ROWS, learning_rat=1), r"unknown option learning_rat \(did you mean learning_rate"),
     (lambda: SFTTrainer("my-model", ROWS, max_steps="many"), "train.max_steps"),
     (lambda: SFTTrainer("my-model", ROWS, train__max_stps=1), r"unknown option train.max_stps \(did you mean"),

@@ -220,17 +220,20 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
                     trained=trains * method.num_updates * method.num_sequences, updates=method.num_updates,
                     **_where(parts, group, name), **more)
 
-    texts = None
-    if method.also_reads:
-        most = config.data.max_length
-        texts = (max(1, min(method.num_sequences, layout_of(parts, "actor").micro_batch_tokens // most)), most)
+    teachers = [role("teacher", predicted=sampling.max_new_tokens, keeps_head=method.takes_head)] * (
+        "teacher" in starts)
     policies = [role("actor", predicted=sampling.max_new_tokens, entropy=method.has_entropy, generation=generation,
-                     has_average=method.keeps_average, texts=texts)]
+                     has_average=method.keeps_average, texts=_texts(config),
+                     teacher=teachers[0] if teachers and method.takes_head else None)]
     policies += [role("ref", predicted=sampling.max_new_tokens)] if "ref" in starts else []
-    if "teacher" in starts:
-        policies += [role("teacher", predicted=sampling.max_new_tokens, keeps_head=method.takes_head)]
-        policies[0] = replace(policies[0], teacher=policies[-1] if method.takes_head else None)
-    return [*policies, *(role(r) for r in ("critic", "reward") if r in starts), *_sources(config)]
+    return [*policies, *teachers, *(role(r) for r in ("critic", "reward") if r in starts), *_sources(config)]
+
+
+def _texts(config: on_policy.Config) -> tuple[int, int] | None:
+    """(rows, length) of the largest micro-batch of Method.also_reads."""
+    method, most = config.method, config.data.max_length
+    tokens = layout_of(on_policy.parts_of(config), "actor").micro_batch_tokens
+    return (max(1, min(method.num_sequences, tokens // most)), most) if method.also_reads else None
 
 
 def _scored(config: on_policy.Config, name: str, sequences: int) -> int:

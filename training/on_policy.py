@@ -220,16 +220,10 @@ def open_run(config: Config) -> RunContext:
     sources = find_sources(config)
     model = actor_model(config, sources)
     builders.check_tensor_parallel(config.roles.actor.tp or 1, model)
-    longest = config.data.max_prompt_length + method.sampling.max_new_tokens
-    lengths_of = f"data.max_prompt_length + {method.section}.sampling.max_new_tokens"
-    for path in dict.fromkeys(p for p in (sources.actor, sources.reward, sources.ref, sources.critic,
-                                       sources.teacher) if p):
-        builders.check_lengths(replace(model, model_name_or_path=builders.model_folder(path)),
-                               **{lengths_of: longest})
+    longest, lengths_of = _check_lengths(config, sources, model)
     check_more_data(config, model)
     starts, layout = check_roles(parts_of(config), sources)
-    if method.needs_teacher and method.takes_head:
-        check(layout_of(parts_of(config), _owner(layout)).zero_stage != 3, WHOLE_HEAD)
+    _check_whole_head(config, layout)
     tokenizer = builders.open_tokenizer(model, config.data, config.method.reads, config.seed)
     for reads in method.also_reads:
         builders.give_template(tokenizer, config.data, reads)
@@ -266,9 +260,22 @@ def _open_sources(config: Config, environments: Environments | None) -> list[Rew
     return found
 
 
-def _owner(layout: Layout) -> str:
-    """The role whose settings say how the teacher's weights are kept: its own, or of who trains on the same base."""
-    return next((role for role in layout.group("teacher") if role in TRAINED), "teacher")
+def _check_lengths(config: Config, sources: Sources, model: ModelConfig) -> tuple[int, str]:
+    """The longest sequence, and its options for messages; UserError where a role has fewer positions."""
+    longest = config.data.max_prompt_length + config.method.sampling.max_new_tokens
+    option = f"data.max_prompt_length + {config.method.section}.sampling.max_new_tokens"
+    paths = (sources.actor, sources.reward, sources.ref, sources.critic, sources.teacher)
+    for path in dict.fromkeys(p for p in paths if p):
+        builders.check_lengths(replace(model, model_name_or_path=builders.model_folder(path)), **{option: longest})
+    return longest, option
+
+
+def _check_whole_head(config: Config, layout: Layout) -> None:
+    """UserError where the actor's update needs the teacher's whole head, and its weights are in parts: as its own
+    settings say, or those of who trains on the same base."""
+    if config.method.needs_teacher and config.method.takes_head:
+        owner = next((role for role in layout.group("teacher") if role in TRAINED), "teacher")
+        check(layout_of(parts_of(config), owner).zero_stage != 3, WHOLE_HEAD)
 
 
 def check_more_data(config: Config, model: ModelConfig) -> None:

@@ -85,12 +85,10 @@ class PPOTrainer:
         if self.roles.critic:
             self.roles.critic.begin(rollout.shaped_scores)
             measure_values(rollout, self.roles, metrics)
-        if self.distill.coef and not self.is_warming_up:
-            with metrics.timer("teacher"):
-                rollout.teacher = present(self.roles.teacher, "the teacher").targets(
-                    rollout.sequences(self.roles.actor.engine.pad_id), self.distill.kind, self.distill.top_k)
         self.last_rollout = rollout
         self.estimate(rollout, metrics)
+        if self.distill.coef and not self.is_warming_up:
+            self._ask_teacher(rollout, metrics)
         with metrics.timer("train"):
             updated = self.update(rollout)
         metrics.add("kl_coef", self.kl_coef.value)
@@ -98,6 +96,12 @@ class PPOTrainer:
             self.kl_coef.update(*mean_over_ranks(rollout.mean_kl(), len(rollout)))
         self.num_steps += 1
         return metrics + updated + rollout.metrics()
+
+    def _ask_teacher(self, rollout: Rollout, metrics: Metrics) -> None:
+        with metrics.timer("teacher"):
+            batch = rollout.sequences(self.roles.actor.engine.pad_id)
+            rollout.teacher = present(self.roles.teacher, "the teacher").targets(
+                batch, self.distill.kind, self.distill.top_k)
 
     @property
     def is_warming_up(self) -> bool:

@@ -63,6 +63,13 @@ def test_explanations_are_judged_by_the_rubric_of_the_example(place):
         rows[0]["rewards/judge/mean"] + 0.2 * rows[0]["rewards/repetition_penalty/mean"], abs=1e-5)
 
 
+def test_a_student_is_taught_by_the_teacher_of_the_command_line(place):
+    rows = launch(place, "distill", "distill/distill.yaml", "--distill.sampling.max_new_tokens", "8",
+                  f"--roles.teacher.model_name_or_path={place}/base", out="distill")
+    assert rows[0]["distill/divergence"] == pytest.approx(0, abs=1e-6)  # the student is its teacher
+    assert "rewards/numeric_match/mean" in rows[0] and "eval/distill/divergence" in rows[-1]
+
+
 @pytest.mark.slow
 def test_rejection_imitates_no_answer_that_is_wrong(place):
     rows = launch(place, "rejection", "rejection/rejection.yaml", "--rejection.sampling.max_new_tokens", "8",

@@ -164,7 +164,7 @@ def test_every_option_in_the_guides_tables_and_text_exists() -> None:
     """Whatever stands in code as section.name is an option of some stage, a metric, or a file."""
     known = options_of_all_stages()
     name = re.compile(r"(?<![\w./])(?:--)?((?:model|data|train|engine|roles|ppo|dpo|reward|stages|online|rejection"
-                      r"|evaluate|compare)(?:\.\w+)+)(?![\w/(])")
+                      r"|distill|evaluate|compare)(?:\.\w+)+)(?![\w/(])")
     ours = {"roles.critic.values", "roles.ref.logprobs", "roles.actor.generate"}  # functions of the roles
     unknown = set()
     for page in (ROOT / "docs" / "guide").glob("*.md"):

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 RUNNABLE = [b for b in shell_blocks() if not b.needs]
 SHORT = ["--train.max_steps=2", "--train.per_device_train_batch_size=4"]
 SAMPLES = {"ppo": "ppo", "grpo": "ppo", "process_grpo": "ppo", "online_dpo": "online", "rejection": "rejection",
-           "evaluate": "evaluate"}
+           "distill": "distill", "evaluate": "evaluate"}
 PARTS = ("sft", "reward", "ppo")
 
 

@@ -30,14 +30,18 @@ JUDGE = ["--reward.judge.model={folder}/judge", "--reward.judge.score=probabilit
 SAMPLED = [[*LORA], [*FUNCTION, *EPOCH], SERVICE, JUDGED, JUDGE]
 ON_POLICY = [*SAMPLED, ["--ppo.kl_target=3", "--ppo.importance=masked", "--ppo.old_logprobs=recompute",
                         "--ppo.ema=true", "--ppo.overlong_penalty=1", "--ppo.overlong_buffer=2", "--ppo.ptx_coef=1",
+                        "--distill.coef=0.5", "--distill.divergence=jsd", "--distill.beta=0.3",
                         "--data.max_length=48"]]
+TEXTS = ["--distill.lmbda=0.5", "--data.max_length=48"]
+JSD = ["--distill.divergence=jsd", "--distill.beta=0.3", "--distill.temperature=2", "--distill.top_k=5"]
 # what else a stage is run with, so that every switch is on in one of its runs
 MORE: dict[str, list[list[str]]] = {
     "sft": [["--model.preset=tiny"], *OFFLINE], "conditional_sft": OFFLINE, "reward": OFFLINE,
     **dict.fromkeys(("dpo", "kto", "simpo", "orpo"), OFFLINE),
     **dict.fromkeys(("ppo", "grpo", "rloo", "reinforce_pp", "cispo"), ON_POLICY),
+    "distill": [*SAMPLED, TEXTS, JSD, ["--distill.divergence=policy_gradient"]],
     "online_dpo": SAMPLED, "rejection": SAMPLED, "evaluate": [FUNCTION, JUDGED, JUDGE]}
-SECTIONS = {"online_dpo": "online", "rejection": "rejection", "evaluate": "evaluate"}
+SECTIONS = {"distill": "distill", "online_dpo": "online", "rejection": "rejection", "evaluate": "evaluate"}
 
 
 def test_every_recipe_is_among_them() -> None:
@@ -66,6 +70,8 @@ def argv_of(folder: Path, stage: str, out: str, *more: str) -> list[str]:
         words += [f"--{SECTIONS.get(stage, 'ppo')}.sampling.max_new_tokens=6"]
         is_paid = any(word.startswith(("--reward.f", "--reward.u", "--reward.judge")) for word in more)
         words += [] if is_paid else ["--roles.reward.model_name_or_path", f"{folder}/reward"]
+    if stage == "distill" or "--distill.coef=0.5" in more:
+        words += [f"--roles.teacher.model_name_or_path={folder}/base"]
     words += [f"--evaluate.models=[{folder}/base, other={folder}/base]", f"--evaluate.labels={folder}/rows.jsonl",
               "--evaluate.num_labels=4"] if stage == "evaluate" else TRAIN
     return ["--stage", stage, "--output_dir", f"{folder}/{out}", f"--data.sources=[{source}]", *used(stage, words),
