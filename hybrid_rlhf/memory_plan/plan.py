@@ -232,16 +232,12 @@ class _Needs:
 
     def _add_targets(self) -> None:
         """Hidden states of all that is trained on, in the CPU's memory until then."""
-        size = self.role.scored * self.role.predicted * self._hidden_bytes(self.role)
+        hidden = shapes.read_config(self.role.model).get_text_config().hidden_size
+        size = self.role.scored * self.role.predicted * hidden * self.sizes.itemsize
         if self.is_host:
             self.now["targets"] = {"score": size, "train actor": size}
         else:
             self.host += size
-
-    def _hidden_bytes(self, role: Role) -> int:
-        """Of one token's state."""
-        hidden = shapes.read_config(role.model).get_text_config().hidden_size
-        return hidden * trace.sizes(role.model, self.device).itemsize
 
     def _activations(self, rows: int, length: int) -> trace.Activations:
         role = self.role
@@ -303,11 +299,8 @@ class _Needs:
         """Bytes of one: activations, logits, and what of it waits in the CPU's memory."""
         role, act, logits = self.role, self._activations(rows, length), 0
         if predicted:
-            logits = trace.logit_bytes(role.model, self.device, rows * predicted, trains=True, entropy=entropy)
-        if role.teacher and predicted:  # its states and logits, and the divergence's gradient beside the other one
-            logits += rows * predicted * self._hidden_bytes(role.teacher) + sum(
-                trace.logit_bytes(each.model, self.device, rows * predicted, trains=False)
-                for each in (role, role.teacher))
+            logits = trace.logit_bytes(role.model, self.device, rows * predicted, trains=True, entropy=entropy,
+                                       teacher=role.teacher and role.teacher.model)
         if "activations" in role.offload and not self.is_host:
             return max(act.scoring, act.peak - act.saved), logits, act.saved
         return max(act.saved, act.peak - logits), logits, 0

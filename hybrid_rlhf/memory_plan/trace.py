@@ -12,12 +12,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.algorithms import likelihood
-from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs
+from hybrid_rlhf.algorithms.divergence import Divergence, TeacherTargets
+from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs_and
 from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.engine.train.patches import attention_by
 from hybrid_rlhf.kernels.fusions import Fusions, find_fusions
@@ -293,28 +295,45 @@ def _packed(model: nn.Module) -> list[Tensor]:
 
 @_remembered
 def logit_bytes(model: ModelConfig, device: torch.device, num_tokens: int, *, trains: bool,
-                entropy: bool = False) -> int:
-    """Most bytes that log-probabilities of `num_tokens` tokens take beside their hidden states."""
+                entropy: bool = False, teacher: ModelConfig | None = None) -> int:
+    """Most bytes that log-probabilities of `num_tokens` tokens take beside their hidden states; with a teacher, its
+    hidden states and the divergence from it too."""
     config = shapes.read_config(model)
     is_frozen = model.lora.r > 0 and model.lora.target_modules == "all-linear"  # which adapts no head
-    model = _plain(model) if is_frozen else model
-    empty = shapes.empty_model(shapes.shallow(config, _depths(model)[0]), model, device, is_scalar=False)
+    empty = _headed(_plain(model) if is_frozen else model, device)
+    taught = _headed(_plain(teacher), device) if teacher else None
     if is_frozen:
         empty.requires_grad_(False)
     with shapes.without_memory(device):
         shapes.on_device(empty)
+        known = nn.ModuleList([empty, *([shapes.on_device(taught)] if taught else [])])
         hidden = torch.zeros(num_tokens, config.get_text_config().hidden_size, dtype=empty.dtype, requires_grad=trains)
         targets = torch.zeros(num_tokens, dtype=torch.long)
         for parameter in empty.parameters():
             parameter.grad = torch.zeros_like(parameter) if trains and parameter.requires_grad else None
-        with counting(empty) as live, torch.set_grad_enabled(trains), _few_blocks(device):
-            logprobs, spread, _ = token_logprobs(
-                hidden, targets, own_head(empty), with_entropy=entropy,
+        with counting(known) as live, torch.set_grad_enabled(trains), _few_blocks(device):
+            measure, beside = _divergence_from(taught, num_tokens) if taught else (None, ())
+            (logprobs, spread, _), found = token_logprobs_and(
+                measure, beside, hidden, targets, own_head(empty), with_entropy=entropy,
                 chunk_size=chunk_rows(config.get_text_config().vocab_size, hidden.dtype),
                 score_logits=shape_ops(device.type).token_scores)
             if trains:
-                (logprobs + 0 * spread if entropy else logprobs).sum().backward()
+                sum([logprobs, *([spread] if entropy else []), *found]).sum().backward()
     return live.peak
+
+
+def _headed(model: ModelConfig, device: torch.device) -> nn.Module:
+    """The model with the fewest layers: its head is what counts."""
+    config = shapes.shallow(shapes.read_config(model), _depths(model)[0])
+    return shapes.empty_model(config, model, device, is_scalar=False)
+
+
+def _divergence_from(teacher: nn.Module, num_tokens: int) -> tuple[Callable, tuple[Tensor]]:
+    """What measures the divergence that takes the most memory, and the teacher's hidden states."""
+    config: Any = teacher.config  # of transformers
+    rows = torch.zeros(num_tokens, config.get_text_config().hidden_size, dtype=teacher.dtype)
+    targets = TeacherTargets(Divergence("jsd"), [rows], head=own_head(teacher))
+    return lambda logits, own: (targets.divergence(logits, own),), (rows,)
 
 
 @contextmanager

@@ -83,7 +83,9 @@ def place(tmp_path_factory) -> Path:
 
 
 def words(place: Path, stage: str, out: str, *more: str) -> list[str]:
-    section = {"rejection": "rejection", "online_dpo": "online", "evaluate": "evaluate"}.get(stage, "ppo")
+    section = {"rejection": "rejection", "online_dpo": "online", "distill": "distill",
+               "evaluate": "evaluate"}.get(stage, "ppo")
+    more = (*more, f"--roles.teacher.model_name_or_path={place}/model") if stage == "distill" else more
     name = [] if stage == "evaluate" else ["--model.model_name_or_path", f"{place}/model", "--train.max_steps=2",
                                            "--train.per_device_train_batch_size=2", "--train.num_fixed_prompts=1",
                                            "--roles.actor.learning_rate=1e-6", "--engine.zero_stage=0"]
@@ -96,7 +98,7 @@ def metrics_of(folder: Path) -> dict[str, float]:
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-@pytest.mark.parametrize("stage", ["grpo", "rejection", pytest.param("ppo", marks=pytest.mark.slow),
+@pytest.mark.parametrize("stage", ["grpo", "rejection", "distill", pytest.param("ppo", marks=pytest.mark.slow),
                                    pytest.param("online_dpo", marks=pytest.mark.slow)])
 def test_a_stage_samples_episodes(place, stage, capsys):
     code = main(words(place, stage, stage, f"--environment.tools=[{place}/acts.py:times]",

@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from hybrid_rlhf.cli import main
+from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.models.quantize import quantized_layers
 from hybrid_rlhf.trainers.distillation import DistillTrainer
 from tests.factories.stage_options import COMMON, WORDS, used
@@ -160,6 +161,36 @@ def test_a_teacher_in_fewer_bits_teaches_a_student_in_fp32(place, built, more, k
     assert main(words(place, "exact")) == 0
     few, exact = (steps(place / n)[0]["distill/divergence"] for n in (f"few{more[-1]}", "exact"))
     assert few == pytest.approx(exact, rel=0.2) and few != exact
+
+
+def test_a_teacher_that_waits_leaves_its_head_on_the_device(place, monkeypatch) -> None:
+    """On a CPU there is nowhere to go: here it is made to."""
+    plain, seen = HybridEngine.offload_when_idle, []
+
+    def forced(engine, *, keeps=()):
+        for tensor in (*engine.model.parameters(), *engine.model.buffers()):
+            tensor.data = tensor.data.clone()  # what was read from a file has memory that is the file's
+        plain(engine, keeps=keeps, is_forced=True)
+        seen.extend(n for n, p in engine.model.named_parameters() if p.untyped_storage().nbytes())
+        return engine
+
+    monkeypatch.setattr(HybridEngine, "offload_when_idle", forced)
+    assert main(words(place, "waiting", "--roles.teacher.offload", "true")) == 0
+    monkeypatch.undo()
+    assert seen == ["lm_head.weight"]
+    assert main(words(place, "staying")) == 0
+    waiting, staying = (steps(place / name) for name in ("waiting", "staying"))
+    assert [row["distill/divergence"] for row in waiting] == [row["distill/divergence"] for row in staying]
+
+
+def test_a_reward_model_is_no_teacher(place, capfd, tmp_path) -> None:
+    row = {"prompt": "say red", "chosen": "red", "rejected": "no"}
+    (tmp_path / "pairs.jsonl").write_text((json.dumps(row) + "\n") * 12)
+    assert main(["--stage", "reward", "--output_dir", f"{place}/judge", *used("reward", COMMON),
+                 "--model.model_name_or_path", f"{place}/base", "--train.max_steps", "1",
+                 f"--data.sources=[{tmp_path}/pairs.jsonl]"]) == 0
+    said = refused(capfd, words(place, "no", teacher="judge"))
+    assert "judge holds a reward run, but a finished sft run is needed" in said
 
 
 def test_the_plan_knows_the_teacher_and_the_preview_shows_prompts_and_demonstrations(place, capfd) -> None:
