@@ -254,10 +254,11 @@ def test_another_template_of_the_same_tokens_is_told_and_a_padded_vocabulary_is_
     assert "has another chat template; it reads what the student's template writes" in capfd.readouterr().err
 
 
-def test_a_teacher_in_parts_needs_its_likeliest_words(place, capfd) -> None:
+def test_a_teacher_in_parts_needs_its_likeliest_words(place, capfd, built) -> None:
     for more in (["--roles.teacher.zero_stage", "3"], ["--engine.zero_stage", "3"]):
         said = refused(capfd, words(place, "no", *more))
         assert "give distill.top_k (such as 64), or roles.teacher.zero_stage 0" in said
+        assert not built  # before anything was loaded
     assert main(words(place, "parts", "--roles.teacher.zero_stage", "3", "--distill.top_k", "20")) == 0
     assert main(words(place, "scored", "--roles.teacher.zero_stage", "3", "--distill.divergence",
                       "policy_gradient")) == 0
