@@ -220,8 +220,8 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
                     trained=trains * method.num_updates * method.num_sequences, updates=method.num_updates,
                     **_where(parts, group, name), **more)
 
-    teachers = [role("teacher", predicted=sampling.max_new_tokens, keeps_head=method.takes_head)] * (
-        "teacher" in starts)
+    teachers = [role(name, predicted=sampling.max_new_tokens, keeps_head=method.takes_head)
+                for name in ("teacher",) if name in starts]
     policies = [role("actor", predicted=sampling.max_new_tokens, entropy=method.has_entropy, generation=generation,
                      has_average=method.keeps_average, texts=_texts(config),
                      teacher=teachers[0] if teachers and method.takes_head else None)]
@@ -290,8 +290,7 @@ def _judge(config: on_policy.Config) -> list[Role]:
 
 _ROLES: dict[type, Callable[[object, ModelConfig | None], list[Role]]] = {
     step1_sft.Config: _sft, step2_reward.Config: _reward, preferences.Config: _preferences,
-    **dict.fromkeys((step3_ppo.Config, online_dpo.Config, rejection.Config, distill.Config),
-                    _on_policy)}
+    **dict.fromkeys((step3_ppo.Config, online_dpo.Config, rejection.Config, distill.Config), _on_policy)}
 
 
 def on_policy_starts(config: on_policy.Config, start: ModelConfig | None) -> dict[str, Start]:
