@@ -169,6 +169,7 @@ def _meant(name: str, known: Mapping, is_alone: bool) -> str:
     if is_alone and SHORT.get(name) in known:
         return SHORT[name]
     close = [option for option in known if is_alone and option.endswith(f".{name}")]
+    close = [option for option in close if not option.startswith("reward.judge.")] or close  # the judge's own, last
     least = min((option.count(".") for option in close), default=0)
     best = [option for option in close if option.count(".") == least]
     short = nearest(name, [*known, *(option.rpartition(".")[2] for option in known)])
