@@ -9,8 +9,10 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.rewards.judge import JudgeConfig, open_judge
 from hybrid_rlhf.rewards.judge.budget import Budget
 from hybrid_rlhf.rewards.judge.judge_backend import Failure
+from hybrid_rlhf.rewards.judge.judge_prompts import correction
 from hybrid_rlhf.rewards.judge.local_backend import LocalBackend
 from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_causal_lm, tiny_scalar_model
+from tests.factories.trl_templates import tokenizer_of
 
 CHATS = [[{"role": "user", "content": text}] for text in ("say cat", "the moon is red", "a", "once upon a time there")]
 
@@ -142,3 +144,27 @@ def test_what_is_no_judge_is_refused_in_one_line(tmp_path):
     bare = save_tiny(tmp_path / "bare", template=False)
     with pytest.raises(UserError, match="has no chat template; give a chat"):
         open_judge(JudgeConfig(model=bare)).open()
+
+
+@pytest.mark.parametrize("name", ["deepseek_r1_distill", "qwen3", "qwen3_5_think", "glm4moe"])
+def test_a_judge_that_thinks_is_asked_again_and_not_the_end_of_the_run(folder, name):
+    """Its template leaves out what an earlier turn thought, which is not what was said."""
+    pytest.importorskip("trl")
+    source = open_judge(JudgeConfig(model=folder, dtype="float32", rubric={"items": [{"name": "ok", "question": "?"}]}))
+    source.open()
+    backend_of = source.asker.backend
+    backend_of.tokenizer = tokenizer_of(name)
+    question = source.prompter.chat("p", ["x"])
+    for reply in ("So it is.\n</think>\n\nYes", "<think>\nSo it is.\n</think>\n\nYes", "<think>\nSo it"):
+        rows = backend_of._rows([correction(question, reply, "no JSON")], 8, [None])
+        assert "So it" not in backend_of.tokenizer.decode(rows[0])
+
+
+def test_a_reply_that_the_template_leaves_out_fails_alone(folder):
+    judge = backend(folder)
+    judge.open()
+    judge.tokenizer.chat_template = judge.tokenizer.chat_template.replace(
+        "message['content']", "('' if message['role'] == 'assistant' else message['content'])")
+    found = judge.complete([correction(CHATS[0], "Hm", "no JSON"), CHATS[1]], 2, seed=0)
+    assert isinstance(found[0], Failure) and "cannot be shown" in found[0].what and not found[0].is_fatal
+    assert isinstance(found[1], str)

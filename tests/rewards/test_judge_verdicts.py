@@ -196,3 +196,21 @@ def test_a_second_ask_says_what_was_wrong_behind_what_the_judge_said():
     again = correction([{"role": "user", "content": "q"}], "nonsense", "there is no JSON object at its end")
     assert [part["role"] for part in again] == ["user", "assistant", "user"] and again[1]["content"] == "nonsense"
     assert "there is no JSON object at its end" in again[2]["content"]
+
+
+@pytest.mark.parametrize("thought", ["<think>\nIs it? {\"right\": \"no\", \"clear\": 0}\n</think>\n\n",
+                                     "Is it? {\"right\": \"no\", \"clear\": 0}\n</think>\n\n"])
+def test_what_a_judge_thinks_is_neither_its_verdict_nor_its_reason(thought):
+    """With R1 and Qwen3.5 the template opens the thought, and the reply has its end alone."""
+    grade = read_grade(thought + 'It is.\n{"right": "yes", "clear": 10}', TWO)
+    assert grade.score == 1.0 and grade.reason == "It is."
+    with pytest.raises(Unreadable, match="ends in its thoughts"):
+        read_grade(thought, TWO)
+    assert correction([], thought + "Yes.", "no")[0]["content"] == "Yes."
+
+
+def test_a_draft_in_a_thought_that_was_cut_off_is_no_verdict():
+    reply = '<think>\nPerhaps {"right": "yes", "clear": 10}'
+    with pytest.raises(Unreadable, match="ends in its thoughts"):
+        read_grade(reply, TWO)
+    assert correction([], reply, "no")[0]["content"] == "(nothing)"

@@ -12,6 +12,7 @@ from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.given_paths import check_file, expanded
 from hybrid_rlhf.data.chat import Text
 from hybrid_rlhf.rewards.judge.rubric import Item, Rubric
+from hybrid_rlhf.rewards.judge.verdicts import without_thoughts
 from hybrid_rlhf.rollout.episode_record import readable
 
 Chat = list[dict[str, str]]
@@ -109,10 +110,11 @@ def tag_for(texts: Sequence[str]) -> str:
 
 
 def correction(chat: Chat, reply: str, what: str) -> Chat:
-    """The chat that asks again, after a reply that could not be read for the reason `what`."""
+    """The chat that asks again, after a reply that could not be read for the reason `what`. What the judge thought is
+    no part of it: templates leave the thoughts of earlier turns out."""
     again = (f"Your reply cannot be read: {what}. Answer once more, and end with the one JSON object that was asked "
              "for, with nothing behind it.")
-    said = reply.strip() or "(nothing)"
+    said = without_thoughts(reply).strip() or "(nothing)"
     return [*chat, {"role": "assistant", "content": said}, {"role": "user", "content": again}]
 
 

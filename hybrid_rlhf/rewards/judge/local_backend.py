@@ -124,6 +124,9 @@ class LocalBackend:
             try:
                 ids = chats_as_text.encode_prompt(tokenizer, chat)
             except SkipRow as error:
+                if chat[-2:-1] and chat[-2]["role"] == "assistant":  # its own words, which the next question has not
+                    found[i] = Failure(f"its reply cannot be shown to it again: {error}")
+                    continue
                 raise UserError(f"reward.judge.model {self.path} cannot read the question: {error}; give a model whose "
                                 "chat template shows it, or reward.judge.template with no [system] part") from error
             if limit is not None and len(ids) + more > limit:

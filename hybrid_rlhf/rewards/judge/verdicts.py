@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from hybrid_rlhf.models.template import CLOSE, OPEN
 from hybrid_rlhf.rewards.judge.rubric import YES_NO, Rubric
 
 MAX_READ = 100_000  # characters of a reply
@@ -92,9 +93,21 @@ def read_ranking(reply: str, letters: Sequence[str]) -> tuple[list[float], str]:
     return [_number(found[letter], letter, 1) for letter in letters], reason
 
 
+def without_thoughts(reply: str) -> str:
+    """What a reply says behind the thoughts that it begins with; nothing where it ends in the midst of them. A chat
+    template may have opened the thought already, so that the reply has its end alone."""
+    _, mark, said = reply.rpartition(CLOSE)
+    if not mark and said.lstrip().startswith(OPEN):
+        return ""
+    return said.lstrip() if mark else reply
+
+
 def _object(reply: str) -> tuple[dict[str, Any], str]:
     """The last JSON object of a reply, behind which nothing is said, and the words before it with its "reason"."""
-    text = re.sub(r"```(?:json)?\s*$", "", reply[:MAX_READ].rstrip()).rstrip()
+    said = without_thoughts(reply)
+    if reply.strip() and not said.strip():
+        raise Unreadable("it ends in its thoughts, before a verdict")
+    text = re.sub(r"```(?:json)?\s*$", "", said[:MAX_READ].rstrip()).rstrip()
     decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_without_repeats)
     found, start, end, place = None, 0, 0, text.find("{")
     while place >= 0:
@@ -109,11 +122,11 @@ def _object(reply: str) -> tuple[dict[str, Any], str]:
         raise Unreadable("there is no JSON object at its end (it may have been cut off before)")
     if text[end:].strip():
         raise Unreadable("there are words behind the JSON object")
-    said = re.sub(r"```(?:json)?\s*$", "", text[:start].rstrip()).strip()
+    before = re.sub(r"```(?:json)?\s*$", "", text[:start].rstrip()).strip()
     own = found.pop("reason", "")
     if not isinstance(own, str):
         raise Unreadable(f'"reason" is {_shown(own)}; it must be text')
-    return found, " ".join(part for part in (said, own.strip()) if part)
+    return found, " ".join(part for part in (before, own.strip()) if part)
 
 
 def _refuse_constant(name: str) -> NoReturn:
