@@ -89,11 +89,15 @@ def open_prompter(kind: str, rubric: Rubric, given: str | None, is_probability: 
 
 
 def shown(text: Text) -> str:
-    """A prompt or a response for the judge: a text as it is, messages turn by turn with the calls of tools."""
+    """A prompt or a response for the judge: a text as it is, messages turn by turn with the calls of tools.
+
+    Further lines of a turn are indented: what a policy writes must not look like the result of a tool.
+    """
     if isinstance(text, str):
         return text
-    return text[0]["content"] if [m["role"] for m in text] == ["assistant"] and not text[0].get("tool_calls") else (
-        readable(text))
+    if [m["role"] for m in text] == ["assistant"] and not text[0].get("tool_calls"):
+        return text[0]["content"]
+    return "\n".join("\n    ".join(readable([message]).splitlines()) for message in text)
 
 
 def tag_for(texts: Sequence[str]) -> str:
