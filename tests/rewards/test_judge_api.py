@@ -141,6 +141,29 @@ def test_a_response_that_is_too_long_for_the_address_fails_alone_with_its_words(
     assert "status 400 (Bad Request): maximum context length is 10 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("body", [
+    {"object": "error", "message": "no field seed", "code": 400},  # vLLM
+    {"detail": [{"loc": ["body", "seed"], "msg": "no field seed"}]},  # FastAPI, Mistral
+    [{"error": {"code": 400, "message": "no field seed"}}],  # Google
+    b"<p>no field\n\x1b[31m seed</p>",
+])
+def test_what_an_address_says_of_a_request_is_told_in_whatever_form(server, body, capsys):
+    server.answers = [(400, body)]
+    assert judge(server).grade(["p"], ["x"]) == [None]
+    line = capsys.readouterr().err
+    assert "status 400" in line and "seed" in line and "\x1b" not in line and line.count("\n") == 1
+
+
+@pytest.mark.parametrize("answer", [
+    (400, {"error": {"message": "x" * 140 + KEY}}), (200, {"error": "x" * 65 + KEY}),
+    (200, {"choices": [{"text": "x" * 65 + KEY}]})])
+def test_no_half_of_a_key_is_told_where_a_message_is_cut(server, answer, monkeypatch, capsys):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    server.answers = [answer]
+    assert judge(server, api_key_env="JUDGE_KEY").grade(["p"], ["x"]) == [None]
+    assert "x" * 60 in (line := capsys.readouterr().err) and KEY[:4] not in line
+
+
 @pytest.mark.parametrize("status", [401, 403, 404, 405])
 def test_a_status_that_says_never_ends_the_run_in_one_line(server, status, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)

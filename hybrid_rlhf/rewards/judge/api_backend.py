@@ -143,7 +143,7 @@ class ApiBackend:
         with error:
             what = f"status {error.code} ({self._clean(str(error.reason))[:60]})"
             if error.code in OF_ONE_CHAT:
-                what += self._clean(_said_of(error))
+                what += self._clean(_said_of(error))[:152]  # cut behind that: no part of the key is left
         if error.code in TRY_AGAIN:
             return Failure(what), False, max(wait, _seconds(error.headers.get("Retry-After")))
         cure = (f"set the variable that reward.judge.api_key_env names{' to another key' * bool(self._key)}"
@@ -156,7 +156,7 @@ class ApiBackend:
         answer = self._post({name: value for name, value in body.items() if value is not None})
         choices = answer.get("choices") if isinstance(answer, dict) else None
         if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-            raise _Wrong(f"answered {answer!r:.80}, and no choices")
+            raise _Wrong(f"answered {self._clean(repr(answer))[:80]}, and no choices")
         if len(choices) != 1:
             raise _Wrong(f"answered {len(choices)} choices, and one was asked for")
         usage = answer.get("usage")
@@ -167,7 +167,7 @@ class ApiBackend:
         message = choice.get("message")
         text = message.get("content") if isinstance(message, dict) else None
         if not isinstance(text, str):
-            raise _Wrong(f"answered a choice without text ({choice!r:.80})")
+            raise _Wrong(f"answered a choice without text ({self._clean(repr(choice))[:80]})")
         return self._clean(text)
 
     def _post(self, body: dict[str, object]) -> Any:
@@ -216,12 +216,18 @@ def _seconds(text: str | None) -> float:
 
 
 def _said_of(error: urllib.error.HTTPError) -> str:
-    """What an address says is wrong with a request, on one line."""
+    """What an address says is wrong with a request, on one line: OpenAI's error.message, or else the answer itself."""
     try:
-        found = json.loads(error.read(10_000))["error"]
-        return f": {' '.join(str(found['message'] if isinstance(found, dict) else found).split())[:150]}"
-    except (OSError, HTTPException, ValueError, KeyError, TypeError, RecursionError):
+        text = error.read(10_000).decode("utf-8", "replace")
+    except (OSError, HTTPException):
         return ""
+    try:
+        found = json.loads(text)["error"]
+        said = str(found["message"] if isinstance(found, dict) else found)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        said = text  # vLLM, Mistral and Google have other forms
+    words = "".join(letter if letter.isprintable() else " " for letter in said).split()
+    return f": {' '.join(words)}" if words else ""
 
 
 def _tokens(usage: object, name: str, content: object) -> int:
