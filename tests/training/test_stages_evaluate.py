@@ -10,6 +10,7 @@ import torch
 
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.training import scored_answers
+from tests.factories.judges import judge_server, said
 from tests.factories.tiny import save_tiny
 
 WORDS = [f"say {a} {b}" for a in ("red", "blue", "green", "cat") for b in ("dog", "fox", "sun", "moon", "tree")]
@@ -56,6 +57,22 @@ def test_a_copy_is_not_told_apart_and_other_weights_are(place, capsys) -> None:
     out = capsys.readouterr().out
     assert "copy is not told apart by who wins against one: 50.0% of the prompts" in out
     assert (place / "three" / "evaluate.md").read_text().count("| other |") >= 1
+
+
+def test_answers_that_the_judge_gave_no_verdict_on_are_counted_where_the_score_is_read(place, capsys) -> None:
+    """They are given the mean of others, and the score of a model alone does not show that."""
+    replies = [said('{"ok": "yes"}')] * 20 + [said("nonsense"), said('{"ok": "yes"}')] * 10  # one, then two
+    with judge_server() as server:
+        server.answers = [(200, reply) for reply in replies]
+        found = evaluated(place, "judged", "PLACE/one, PLACE/two", f"--reward.judge.url={server.url}",
+                          "--reward.judge.retries=0", "--reward.judge.concurrency=1",
+                          "--reward.judge.rubric={items: [{name: ok, question: Is it?}]}")
+    lost = found["answers_without_a_verdict_of_the_judge"]
+    asked = len(server.asked)  # answers that are the same are asked about once
+    assert lost.startswith("one 0.0%, two ") and "two 0.0%" not in lost and "that of others" in lost and asked > 20
+    assert [m["score"] for m in found["models"]] == [1, 1]
+    assert f"answers without a verdict of the judge: {lost}" in capsys.readouterr().err
+    assert lost.replace("(", "").split()[1] in (place / "judged" / "evaluate.md").read_text()
 
 
 def test_kl_is_that_of_plain_transformers_on_the_same_tokens(place, monkeypatch) -> None:

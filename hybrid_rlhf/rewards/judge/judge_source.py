@@ -33,6 +33,7 @@ T = TypeVar("T")
 Judged = tuple[list[float | None], list[str]]  # the score and a remark for each response
 YES, NO = "Yes", "No"
 NUMBERS = tuple(map(str, range(11)))
+LITTLE_MASS = 0.5  # of the words asked for: with less the judge says something else more often
 
 
 @dataclass
@@ -52,6 +53,7 @@ class JudgeSource:
     _masses: list[float] = field(default_factory=list, repr=False)
     _lost: list[bool] = field(default_factory=list, repr=False)  # of each response, whether it has no verdict
     _last: str = field(default="", repr=False)  # why there was no verdict, the last time
+    _has_told_mass: bool = field(default=False, repr=False)
 
     @property
     def rubric(self) -> Rubric:
@@ -133,7 +135,9 @@ class JudgeSource:
         chats = [self.prompter.chat(prompt, [each], [item]) for prompt, each in zip(prompts, completions, strict=True)
                  for item in items]
         found = self.asker.probabilities(chats, [words_of(item) for item in items] * len(completions))
-        return [self._grade_of(found[i * len(items) : (i + 1) * len(items)]) for i in range(len(completions))]
+        grades = [self._grade_of(found[i * len(items) : (i + 1) * len(items)]) for i in range(len(completions))]
+        self._tell_mass([grade.mass for grade in grades if grade is not None])
+        return grades
 
     def _grade_of(self, found: Sequence[list[float] | Failure]) -> Grade | None:
         values, masses = {}, []
@@ -159,8 +163,9 @@ class JudgeSource:
         rows = list(zip(prompts, first, second, strict=True))
         chats = [self.prompter.chat(p, pair) for p, a, b in rows for pair in ((a, b), (b, a))]
         if self.config.score == PROBABILITY:
-            said = [each if isinstance(each, Failure) else self._share_of_a(each)
-                    for each in self.asker.probabilities(chats, [("A", "B")] * len(chats))]
+            found = self.asker.probabilities(chats, [("A", "B")] * len(chats))
+            said = [each if isinstance(each, Failure) else self._share_of_a(each) for each in found]
+            self._tell_mass([sum(each) for each in found if not isinstance(each, Failure)])
         else:
             said = self.asker.verdicts([Question(chat, read_better) for chat in chats])
         return [self._preference(said[2 * i], said[2 * i + 1]) for i in range(len(rows))]
@@ -259,6 +264,14 @@ class JudgeSource:
             print(f"judge: a response has no verdict ({failure.what}); {_FATE[self.config.on_failure]} "
                   "(reward.judge.on_failure; metric judge/failed)", file=sys.stderr)
         self._last = failure.what
+
+    def _tell_mass(self, masses: Sequence[float]) -> None:
+        """One line, the first time that the words asked for are unlikely; the metric judge/word_mass goes on."""
+        if masses and fmean(masses) < LITTLE_MASS and not self._has_told_mass:
+            self._has_told_mass = True
+            print(f"judge: the words that it may answer with have a probability of {fmean(masses):.2g} together, on "
+                  "average: it wants to say something else (a thought?), and their ratio means little; take another "
+                  "judge or template, or reward.judge.score verdict (metric judge/word_mass)", file=sys.stderr)
 
     def _filled(self, scores: list[float | None], groups: list[list[int]]) -> list[float | None]:
         """The scores with what responses without one get."""
