@@ -136,7 +136,8 @@ def _draw(ids: dict[int, list[int]], waiting: Sequence[int], model: ModelConfig,
 def judged(asked: Sequence[Asked], source: RewardSource, choice: Choice, batch_size: int, found: Judged,
            tokenizer=None) -> None:  # noqa: ANN001
     """Judge the responses of every prompt that has two, `batch_size` prompts at a time, and add what comes out to
-    `found`: it holds the prompts that were judged before an error too."""
+    `found`: it holds the prompts that were judged before an error too. UserError where the first of several batches has
+    no verdict at all."""
     ready, progress = [each for each in asked if len(each.responses) > 1], _Progress()
     for first in range(0, len(ready), batch_size):
         batch = ready[first : first + batch_size]
@@ -145,6 +146,9 @@ def judged(asked: Sequence[Asked], source: RewardSource, choice: Choice, batch_s
         for each, known in zip(batch, shares, strict=True):
             _add_rows(each, known, choice, found)
         found.prompts += len(batch)
+        check(found.failures < found.compared or found.prompts == len(ready) or first > 0,
+              f"label: none of the first {found.compared} pairs has a verdict, and the others are not asked about; look "
+              "at what the judge is asked and says, then run the same command again")
         progress.tell(f"{found.prompts} of {len(ready)} prompts judged, {len(found.rows)} pairs")
 
 

@@ -121,6 +121,16 @@ def test_failures_and_ties_are_left_out_and_counted(tmp_path, server, capsys) ->
     assert "3 pairs kept of 12 that judge judged, of 4 prompts; 1 ties, 8 without a verdict" in capsys.readouterr().out
 
 
+def test_a_judge_without_one_verdict_is_not_asked_about_all_prompts(tmp_path, server, capsys) -> None:
+    server.answers = [(400, {"error": {"message": "no field seed"}})]
+    assert run(tmp_path, server, "--batch_size", "2") == 2
+    told = capsys.readouterr().err
+    assert "none of the first 6 pairs has a verdict" in told and "(2 of 4 prompts are judged;" in told
+    assert len(server.asked) == 2 * 3 * 2 and "no field seed" in told  # of the 24 questions
+    server.answers = [(200, longer)]
+    assert run(tmp_path, server, "--batch_size", "2") == 0 and len(pairs_of(tmp_path / "out.jsonl")) == 12
+
+
 def test_the_same_command_asks_nothing_again_and_writes_the_same(tmp_path, server) -> None:
     assert run(tmp_path, server) == 0
     first, count = (tmp_path / "out.jsonl").read_bytes(), len(server.asked)
