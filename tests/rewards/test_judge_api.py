@@ -272,7 +272,7 @@ def tops(*pairs):
 
 
 def test_a_probability_is_of_the_words_among_the_likeliest_tokens(server):
-    server.answers = [(200, tops(("Yes", 0.5), (" Yes", 0.1), ("No", 0.2), ("yes", 0.1)))]
+    server.answers = [(200, tops(("Yes", 0.5), (" Yes", 0.1), ("No", 0.2), ("maybe", 0.1)))]
     source = judge(server, score="probability")
     grade = source.grade(["p"], ["x"])[0]
     assert grade.score == pytest.approx(0.6 / 0.8) and grade.mass == pytest.approx(0.8)
@@ -291,6 +291,27 @@ def test_an_address_without_probabilities_is_a_counted_failure(server, answer, w
     server.answers = [(200, answer)]
     assert judge(server, score="probability").grade(["p"], ["x"]) == [None]
     assert what in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("found, score", [
+    ([("yes", 0.5), ("Yes", 0.01), ("No", 0.3), (" no", 0.1), ("Note", 0.05)], 0.51 / 0.91),
+    ([("Y", 0.6), ("No", 0.2), ("", 0.1)], 0.6 / 0.8), ([("Yes", 0.3), ("N", 0.6)], 0.3 / 0.9)])
+def test_yes_is_said_in_small_letters_and_in_parts_too(server, found, score):
+    server.answers = [(200, tops(*found))]
+    assert judge(server, score="probability").grade(["p"], ["x"])[0].score == pytest.approx(score)
+
+
+def test_a_small_a_is_not_the_letter_of_a_response(server):
+    server.answers = [(200, tops(("A", 0.2), ("a", 0.5), ("B", 0.2)))]
+    found = judge(server, score="probability", mode="pairwise").compare(["p"], ["x"], ["y"])[0]
+    assert found.orders == pytest.approx((0.5, 0.5))
+
+
+def test_thoughts_that_took_all_tokens_are_said_to_have(server, capsys):
+    server.answers = [(200, {"choices": [{"message": {"content": None, "reasoning_content": '{"ok": "yes"}'},
+                                          "finish_reason": "length"}]})]
+    assert judge(server).grade(["p"], ["x"]) == [None]
+    assert "nothing within reward.judge.max_new_tokens" in capsys.readouterr().err
 
 
 def test_probabilities_of_0_to_10_are_for_a_model_here():

@@ -166,6 +166,8 @@ class ApiBackend:
     def _text(self, choice: dict[str, Any]) -> str:
         message = choice.get("message")
         text = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(text, str) and choice.get("finish_reason") == "length":
+            raise _Wrong("answered nothing within reward.judge.max_new_tokens, which thoughts may have taken")
         if not isinstance(text, str):
             raise _Wrong(f"answered a choice without text ({self._clean(repr(choice))[:80]})")
         return self._clean(text)
@@ -245,4 +247,9 @@ def _probabilities(choice: dict[str, Any], words: Sequence[str]) -> list[float]:
         raise _Wrong("answered without top_logprobs, which reward.judge.score probability needs") from None
     if any(math.isnan(value) for _, value in found):
         raise _Wrong("answered with a log-probability that is no number")
-    return [sum(math.exp(min(value, 0.0)) for token, value in found if token == word) for word in words]
+    return [sum(math.exp(min(value, 0.0)) for token, value in found if _begins(token, word)) for word in words]
+
+
+def _begins(token: str, word: str) -> bool:
+    """Whether a first token says the word, or is its beginning where that is several: yes, Y (but no a for A)."""
+    return token == word or (len(word) > 1 and bool(token) and word.lower().startswith(token.lower()))
