@@ -147,7 +147,7 @@ def judged(asked: Sequence[Asked], source: RewardSource, choice: Choice, batch_s
             _add_rows(each, known, choice, found)
         found.prompts += len(batch)
         check(found.failures < found.compared or found.prompts == len(ready) or first > 0,
-              f"label: none of the first {found.compared} pairs has a verdict, and the others are not asked about; look "
+              f"label: none of the first {found.compared} pairs has a verdict, and no other is asked about; look "
               "at what the judge is asked and says, then run the same command again")
         progress.tell(f"{found.prompts} of {len(ready)} prompts judged, {len(found.rows)} pairs")
 
