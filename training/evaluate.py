@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import numpy as np
 
 from hybrid_rlhf.core.config import check, nearest
 from hybrid_rlhf.core.distributed import world_size
-from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.startup import restore_gc
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.labels import Labels
@@ -23,7 +21,7 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.report import agreement, compare
 from hybrid_rlhf.report.agreement import Agreement
 from hybrid_rlhf.report.compare import Answered, Method
-from hybrid_rlhf.rewards import Reporting, RewardSource
+from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Reference, Reward
@@ -44,8 +42,6 @@ from hybrid_rlhf.training import (
 from hybrid_rlhf.training.evaluation_prompts import ROWS
 from hybrid_rlhf.training.registry import READS
 from hybrid_rlhf.training.reward_sources import RewardConfig
-
-NO_VERDICT = "answers_without_a_verdict_of_the_judge"  # a fact of evaluate.json and evaluate.md
 
 
 @dataclass(frozen=True)
@@ -212,7 +208,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
             judges = _Judges(config, sources, how["reference_of_kl"])
             answered = [judges.answers(name, path, tokenizers[name], asked[name], players[name])
                         for name, path in models.items()]
-            how |= _tell_unjudged(judges.unjudged, config.reward.judge.on_failure)
+            how |= scored_answers.tell_unjudged(judges.unjudged, config.reward.judge.on_failure)
         metrics = _tell(config, answered, next(iter(asked.values()), None), how, agreements)
         record.finish(metrics, tokenizer=next(iter(tokenizers.values()), None))
     return metrics
@@ -344,29 +340,10 @@ class _Judges:
             asked = scored_answers.in_words(some, template, tokenizer, self.config.data.raw) if template else None
             rollouts.append(scored_answers.respond(actor, some, given.sampling, self.config.seed + first, asked))
             scored_answers.judge(rollouts[-1], source, reference)
-        self.unjudged[name] = _unjudged(source)
+        self.unjudged[name] = scored_answers.unjudged(source)
         del actor
         gc.collect()
         return _answered(name, path, rollouts, given)
-
-
-def _unjudged(source: RewardSource) -> float:
-    """The share of the answers since the last call that a judge has no verdict on; 0 without a judge."""
-    metrics = Metrics()
-    if isinstance(source, Reporting):
-        source.report(metrics)
-    return metrics.compute().get("judge/failed", 0.0)
-
-
-def _tell_unjudged(shares: dict[str, float], fate: str) -> dict[str, str]:
-    """A line where the judge has no verdict on some answers, which its score of a model does not show; and the facts
-    of it. fate: reward.judge.on_failure."""
-    if not any(shares.values()):
-        return {}
-    what = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
-    what += f" (their score: {'that of others' if fate == 'mean' else 'none'})"
-    print(f"evaluate: answers without a verdict of the judge: {what}", file=sys.stderr)
-    return {NO_VERDICT: what}
 
 
 def _answered(name: str, path: str, rollouts: list[Rollout], given: EvaluateConfig) -> Answered:
@@ -396,7 +373,7 @@ def _tell(config: Config, answered: list[Answered], prompts: Prompts | None, how
         facts = {"prompts": f"{len(prompts)} ({how['rows']})", "answers_per_prompt": given.sampling.num_samples,
                  "temperature": given.sampling.temperature, "seed": config.seed,
                  "reward_sources": ", ".join(answered[0].parts), "reference_of_kl": how["reference_of_kl"]}
-        facts |= {NO_VERDICT: how[NO_VERDICT]} if NO_VERDICT in how else {}
+        facts |= {name: what for name, what in how.items() if name == scored_answers.NO_VERDICT}
         shown = compare.examples([words_of(p) for p in prompts.columns["prompt"]], answered, given.num_examples)
         compare.show(found, shown[:3])  # before it is written: a full disk takes away neither
     if agreements:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
 
 from hybrid_rlhf.core.config import check, nearest
+from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.examples import with_score
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.rewards import RewardSource, checked_scores
+from hybrid_rlhf.rewards import Reporting, RewardSource, checked_scores
 from hybrid_rlhf.roles import Actor, Reference
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.training import builders
 
 # name -> module:function(prompt messages or text, completion) -> bool, an independent judge of truth
 CHECKERS = {"demo": "hybrid_rlhf.data.demo:is_correct"}
+
+NO_VERDICT = "answers_without_a_verdict_of_the_judge"  # a fact of evaluate.json and evaluate.md
 
 
 def check_checker(name: str | None, option: str) -> None:
@@ -57,6 +61,25 @@ def judge(rollout: Rollout, source: RewardSource, reference: Reference | None) -
         rollout.ref_logprobs = reference.logprobs(rollout)  # (B, R)
     rollout.scores = checked_scores(source, rollout)  # (B,)
     rollout.source_scores = rollout.source_scores or {source.name: rollout.scores}
+
+
+def unjudged(source: RewardSource) -> float:
+    """The share of the answers since the last call that a judge has no verdict on; 0 without a judge."""
+    metrics = Metrics()
+    if isinstance(source, Reporting):
+        source.report(metrics)
+    return metrics.compute().get("judge/failed", 0.0)
+
+
+def tell_unjudged(shares: dict[str, float], fate: str) -> dict[str, str]:
+    """A line where the judge has no verdict on some answers, which its score of a model does not show; and the facts
+    of it. fate: reward.judge.on_failure."""
+    if not any(shares.values()):
+        return {}
+    what = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
+    what += f" (their score: {'that of others' if fate == 'mean' else 'none'})"
+    print(f"evaluate: answers without a verdict of the judge: {what}", file=sys.stderr)
+    return {NO_VERDICT: what}
 
 
 def in_words(prompts: Prompts, template: str, tokenizer, raw: bool = False) -> Prompts:  # noqa: ANN001
