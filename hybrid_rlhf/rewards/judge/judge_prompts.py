@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.given_paths import check_file, expanded
@@ -14,6 +15,9 @@ from hybrid_rlhf.data.chat import Text
 from hybrid_rlhf.rewards.judge.rubric import Item, Rubric
 from hybrid_rlhf.rewards.judge.verdicts import without_thoughts
 from hybrid_rlhf.rollout.episode_record import readable
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 Chat = list[dict[str, str]]
 FOLDER = Path(__file__).parent / "templates"
@@ -64,14 +68,22 @@ class Prompter:
         return [(name, "".join(lines)) for name, lines in found]
 
     def _rendered(self, text: str, values: dict[str, Any]) -> str:
-        from jinja2 import StrictUndefined, TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from jinja2 import TemplateError
 
-        words = ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
         try:
-            return words.from_string(text).render(values).strip()
+            return _compiled(text).render(values).strip()
         except (TemplateError, TypeError, ArithmeticError, RecursionError) as error:
             raise UserError(f"{self.source}: {' '.join(str(error).split())[:200]}; fix the template") from error
+
+
+@lru_cache(maxsize=16)
+def _compiled(text: str) -> Template:
+    """A template, compiled once: that takes many times as long as to fill it in."""
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    return ImmutableSandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+                                         ).from_string(text)
 
 
 def open_prompter(kind: str, rubric: Rubric, given: str | None, is_probability: bool) -> Prompter:
