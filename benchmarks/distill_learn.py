@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -82,6 +83,7 @@ DEMO = Task(
 
 
 def _smollm2_start(_work: Path, _seed: int) -> Path:
+    sys.path.append(str(ROOT / "examples" / "first_model"))
     from get_smollm2 import get
 
     return Path(get()).resolve()
@@ -93,7 +95,7 @@ def _smollm2_teacher(work: Path, _seed: int) -> Path:
     folder = work / "teacher"
     given = [w.replace("START", str(_smollm2_start(work, 0))).replace("SUMS", str(_sums(work)))
              for w in EXPERIMENTS["grpo_bf16"].words]
-    methods.launch(["--stage", "grpo", "--seed", "0", *given], folder)
+    methods.launch(["--stage", "grpo", "--seed", "0", *given, "--train.max_steps=40"], folder)
     return folder
 
 
@@ -109,11 +111,13 @@ def _sums_right(rollout) -> list[bool]:  # noqa: ANN001
     return [score == 1 for score in NumericMatch()(rollout.completions, answer=rollout.prompts.columns["answer"])]
 
 
-_OF_SUMS = ["--data.split=null", "--data.eval_fraction=0.02", "--data.sources=[{path: SUMS/train.jsonl}]"]
+_OF_SUMS = ["--model.dtype=bfloat16", "--data.split=null", "--data.eval_fraction=0.02",
+            "--data.sources=[{path: SUMS/train.jsonl}]"]
 SMOLLM2 = Task(
     _smollm2_start, _smollm2_teacher,
     {"distill": [*_OF_SUMS, "--distill.sampling.max_new_tokens=12", "--train.per_device_train_batch_size=64"],
-     "sft": ["--data.split=null", "--data.eval_fraction=0.02", "--train.per_device_train_batch_size=8"],
+     "sft": ["--model.dtype=bfloat16", "--data.split=null", "--data.eval_fraction=0.02",
+             "--train.per_device_train_batch_size=8"],
      "grpo": [*_OF_SUMS, "--ppo.sampling.num_samples=8", "--train.per_device_train_batch_size=8",
               "--ppo.sampling.max_new_tokens=12", "--reward.functions=builtin:numeric_match"]},
     12, lambda work: {"path": str(_sums(work) / "train.jsonl"), "eval_fraction": 0.0, "max_prompt_length": 96},
