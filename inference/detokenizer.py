@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
+_MOST_HELD = 64  # tokens that wait for the end of a character; it has four bytes at most
+_CONTEXT = 8  # tokens of what went before that are decoded with the first of a text
 
 
 class IncrementalDetokenizer:
@@ -12,20 +14,29 @@ class IncrementalDetokenizer:
 
     A character of several bytes can be several tokens, and some tokenizers drop the space before the first token they
     decode. So the new text is what decoding the last pieces together adds to decoding them without the new tokens, and
-    is held back while it ends in a character that is not complete. keeps_special: special tokens are text too.
+    is held back while it ends in a character that is not complete; but no more than a few tokens are, for what is no
+    text at all would be decoded again with every token. keeps_special: special tokens are text too. before: the tokens
+    that this text goes on from, which are no part of it.
     """
 
-    def __init__(self, tokenizer, keeps_special: bool = False) -> None:
+    def __init__(self, tokenizer, keeps_special: bool = False, before: Sequence[int] = ()) -> None:
         self._tokenizer, self._keeps_special = tokenizer, keeps_special
-        self._ids: list[int] = []
-        self._start, self._done = 0, 0  # decode from _start; what lies before _done was given out
+        self._ids: list[int] = list(before[-_CONTEXT:])
+        self._start, self._done = 0, len(self._ids)  # decode from _start; what lies before _done was given out
+        if REPLACEMENT in self._decode(self._done):  # a character cut in two, which must not take more with it
+            self._ids, self._done = [], 0
 
     def push(self, token: int) -> str:
         """The text that has become certain with `token`; often empty."""
         self._ids.append(token)
         known, text = self._decode(self._done), self._decode(len(self._ids))
-        if text.endswith(REPLACEMENT) or len(text) <= len(known):
-            return ""
+        has_none = len(text) <= len(known)
+        if has_none or text.endswith(REPLACEMENT):
+            if len(self._ids) - self._done < _MOST_HELD:
+                return ""
+            if has_none:
+                del self._ids[self._done:]
+                return ""
         self._start, self._done = self._done, len(self._ids)
         return text[len(known):]
 

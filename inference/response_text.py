@@ -11,13 +11,15 @@ from hybrid_rlhf.inference.detokenizer import IncrementalDetokenizer
 class AnswerText:
     """One answer's text, given out in pieces. What may be the beginning of a stop string is held back.
 
+    before: the tokens that it goes on from, where they are its text's beginning and no other's turn.
     has_stopped: a stop string came; it and what follows are not part of the text. num_tokens: tokens read, without the
     ones in `ends`, which end a response and have no text. offsets: where the text of each of these tokens begins; one
     that is part of a character begins where the last whole one ends. length: characters given out.
     """
 
-    def __init__(self, tokenizer, stops: Sequence[str], ends: Collection[int]) -> None:  # noqa: ANN001
-        self._text, self._stops, self._ends = IncrementalDetokenizer(tokenizer), tuple(stops), ends
+    def __init__(self, tokenizer, stops: Sequence[str], ends: Collection[int],  # noqa: ANN001
+                 before: Sequence[int] = ()) -> None:
+        self._text, self._stops, self._ends = IncrementalDetokenizer(tokenizer, before=before), tuple(stops), ends
         self._held = ""
         self.has_stopped = False
         self.offsets: list[int] = []

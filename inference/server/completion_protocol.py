@@ -74,7 +74,7 @@ class CompletionRequest:
     num_top: int | None
     has_echo: bool
 
-    tools = ()  # of a ChatRequest
+    tools, goes_on = (), True  # see ChatRequest
 
     @property
     def is_read_only(self) -> bool:

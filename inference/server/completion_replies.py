@@ -94,7 +94,7 @@ async def _read(asking: Asking, prompt: GivenPrompt) -> tuple[Choice, Scored]:
         choice = Choice(reason="length")
         return choice, await _scored(asking, prompt, choice)
     scored = await asking.scores(prompt.ids, 1, with_next=True)
-    token, text = scored[-1].token, asking.text()
+    token, text = scored[-1].token, asking.text(prompt.ids)
     piece = text.push([token], is_last=True)
     if token in asking.ends:
         return Choice(piece, "stop", (), (), [0], [token]), [prompt.ids[0], *scored]

@@ -150,6 +150,8 @@ class ChatRequest:
     tools: list[dict]
     num_top: int | None
 
+    goes_on = False  # whether an answer is more of the prompt's text, and not a turn of its own
+
     @property
     def has_calls(self) -> bool:
         return any(message.get("tool_calls") for message in self.messages)

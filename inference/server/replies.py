@@ -99,9 +99,10 @@ class Asking:
     def ends(self) -> frozenset[int]:
         return self.model.lane.serving.stops if self.model.lane.serving else frozenset()
 
-    def text(self) -> AnswerText | TurnText:
-        """The text of one choice, of which nothing has come."""
-        text = AnswerText(self.model.tokenizer, self.asked.stops, self.ends)
+    def text(self, prompt: Sequence[int]) -> AnswerText | TurnText:
+        """The text of one choice behind `prompt`, of which nothing has come."""
+        before = prompt if self.asked.goes_on else ()
+        text = AnswerText(self.model.tokenizer, self.asked.stops, self.ends, before)
         return TurnText(self.model.tokenizer, text, self.prompt) if self.asked.tools else text
 
     async def parse(self, ids: list[int]) -> ParsedTurn:
@@ -137,7 +138,7 @@ def failure(error: Exception) -> ApiError:
 
 async def pieces_of(asking: Asking, counts: list[int]) -> AsyncIterator[Piece]:
     """The pieces as they come; counts: tokens of each choice, kept up to date."""
-    ends, texts = asking.ends, [asking.text() for _ in asking.job.requests]
+    ends, texts = asking.ends, [asking.text(request.prompt) for request in asking.job.requests]
     num_left, num_said = len(texts), [0] * len(texts)
     while num_left:
         news = await asking.job.events.get()
