@@ -243,6 +243,10 @@ CHECKS: tuple[tuple[Callable[[History], list[Alarm]], ...], ...] = (
      Rule("zero reward variance", ("reward_std",), lambda spread: spread.end <= 0.01 * spread.start,
           "scores no longer differ (standard deviation {0.end:.2g}, {0.start:.2g} at the start), so they have no "
           "gradient. The reward is at its bound, or the responses are all alike.")),
+    (Rule("responses left out", ("policy/masked_sequences",), lambda share: share.end > 0.5,
+          "{0.end:.0%} of the responses ({0.start:.0%} at the start) are left out of the loss, for sampler and "
+          "training disagree on them (engine/logprob_drift): little or nothing is learned. Raise "
+          "ppo.importance_cap, or take ppo.importance token."),),
     (Rule("bounded scores", ("score/clip_fraction",), lambda clipped: clipped.higher > 0.05,
           "ppo.score_clip bounds {0.higher:.0%} of the scores, and between those beyond it the actor sees no "
           "difference. Raise it (null has none); if they went there in training, the reward model may be fooled: read "

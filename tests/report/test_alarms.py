@@ -57,6 +57,8 @@ def test_a_run_that_goes_well_rings_nothing_however_noisy(seed) -> None:
      ["from 0.12 to 5.42", "within 5 steps (from step 8 on)", "ppo.update_kl 0.01"]),
     ({"score/clip_fraction": (0.0, 0.08)}, "bounded scores", ["bounds 8% of the scores", "ppo.score_clip"]),
     ({"score/clip_fraction": (0.3, 0.0)}, "bounded scores", ["bounds 29%"]),
+    ({"policy/masked_sequences": (1.0, 1.0)}, "responses left out", ["100% of the responses", "ppo.importance_cap"]),
+    ({"policy/masked_sequences": (0.1, 0.8)}, "responses left out", ["77% of", "(13% at the start)"]),
     ({"frac_reward_zero_std": (0.1, 1.0)}, "zero reward variance", ["of the groups", "no gradient"]),
     ({"reward_std": (1.0, 0.0, 0.0)}, "zero reward variance", ["no longer differ"]),
     ({"rewards/truth/mean": (0.5, 0.2)}, "reward hacking",
