@@ -50,6 +50,7 @@ class _CompletionBody(BaseModel):
     stream_options: StreamOptions | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     suffix: Any = None
     logit_bias: Any = None
     frequency_penalty: Any = None
@@ -59,7 +60,8 @@ class _CompletionBody(BaseModel):
 @dataclass(frozen=True)
 class CompletionRequest:
     """Prompts to go on from, each as text or as token ids. sampling, stops, num_top: as of a ChatRequest. limit: the
-    most tokens of an answer; 0: the prompts alone are wanted. has_echo: answers begin with their prompts."""
+    most tokens of an answer; 0: the prompts alone are wanted. has_echo: answers begin with their prompts. adds_special:
+    texts begin with the tokenizer's own BOS, where it has one."""
 
     model: str | None
     prompts: list[str | list[int]]
@@ -73,6 +75,7 @@ class CompletionRequest:
     wants_usage: bool
     num_top: int | None
     has_echo: bool
+    adds_special: bool
 
     tools, goes_on = (), True  # see ChatRequest
 
@@ -102,7 +105,8 @@ def read_completion(found: dict) -> CompletionRequest:
                            param="logprobs", code="unsupported_parameter")
     return CompletionRequest(body.model, _prompts(body.prompt), sampling, limit, body.min_tokens or 0,
                              stops_of(body, MAX_STOPS), seed_of(body), body.n or 1, bool(body.stream),
-                             wants_usage(body), body.logprobs, has_echo)
+                             wants_usage(body), body.logprobs, has_echo,
+                             body.add_special_tokens is not False)
 
 
 def _prompts(given: Any) -> list[str | list[int]]:

@@ -40,7 +40,7 @@ class GivenPrompt:
 
 def given_prompts(model: Served, asked: CompletionRequest, limits: Limits) -> list[GivenPrompt]:
     """The prompts of a request, in the thread for prompts; ApiError for what is too long or is no token."""
-    prompts = [_given(model, given, limits) for given in asked.prompts]
+    prompts = [_given(model, given, limits, asked.adds_special) for given in asked.prompts]
     count = sum(len(prompt.ids) for prompt in prompts) * asked.num_choices * ((asked.num_top or 0) + 1)
     if asked.num_top is not None and asked.has_echo and count > MAX_NUMBERS:
         raise ApiError(400, f"these prompts ask for {count} log-probabilities, more than {MAX_NUMBERS} at once; "
@@ -48,7 +48,7 @@ def given_prompts(model: Served, asked: CompletionRequest, limits: Limits) -> li
     return prompts
 
 
-def _given(model: Served, given: str | list[int], limits: Limits) -> GivenPrompt:
+def _given(model: Served, given: str | list[int], limits: Limits, adds_special: bool) -> GivenPrompt:
     if not isinstance(given, str):
         check_length(model, limits, "a prompt is", len(given), param="prompt")
         size = model.lane.engine.model.get_input_embeddings().num_embeddings
@@ -58,10 +58,12 @@ def _given(model: Served, given: str | list[int], limits: Limits) -> GivenPrompt
         return GivenPrompt(given, model.encoder.decode(given, clean_up_tokenization_spaces=False))
     rendered = Rendered(given, [], True)
     check_length(model, limits, "a prompt is", model.least_tokens.of(rendered), "or more ", param="prompt")
-    ids, bos = encode_all(model.encoder, [rendered])[0].ids, model.encoder.bos_token
+    ids = (encode_all(model.encoder, [rendered])[0].ids if adds_special else
+           model.encoder(given, add_special_tokens=False)["input_ids"])
+    bos = model.encoder.bos_token
     check_length(model, limits, "a prompt is", len(ids), param="prompt")
     if not ids:
-        raise ApiError(400, "a prompt is empty, and the tokenizer begins no text of its own; send some text",
+        raise ApiError(400, "a prompt is empty, and no BOS is put before it; send some text",
                        param="prompt")
     return GivenPrompt(ids, given, bool(bos) and ids[0] == model.encoder.bos_token_id and not given.startswith(bos))
 

@@ -175,6 +175,9 @@ def test_a_tokenizers_own_beginning_is_read_and_is_no_part_of_the_echo(tmp_path)
             assert (choice["text"], choice["logprobs"]["text_offset"]) == (prompt, offsets)
             assert choice["logprobs"]["tokens"] == ["<|endoftext|>", "a", "b"][: len(offsets)]
             assert choice["logprobs"]["token_logprobs"][0] is None
+        [bare] = choices(complete(found, "ab", max_tokens=0, echo=True, logprobs=0, add_special_tokens=False))
+        assert (bare["logprobs"]["tokens"], bare["logprobs"]["text_offset"]) == (["a", "b"], [0, 1])
+        assert complete(found, "", max_tokens=1, add_special_tokens=False).status_code == 400
 
 
 def test_a_prompt_that_is_read_for_its_numbers_is_read_once(served, monkeypatch):
