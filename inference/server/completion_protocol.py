@@ -25,7 +25,7 @@ from hybrid_rlhf.inference.server.protocol import (
 
 MAX_PROMPTS, MAX_STOPS = 256, 16  # OpenAI's 4 are fewer than evaluation suites send
 _DEFAULT_TOKENS = 16  # OpenAI's
-_REFUSED = ("suffix", "logit_bias", "frequency_penalty", "presence_penalty")
+_REFUSED = ("suffix", "logit_bias", "frequency_penalty", "presence_penalty", "stop_token_ids", "ignore_eos")
 
 
 class _CompletionBody(BaseModel):
@@ -55,6 +55,8 @@ class _CompletionBody(BaseModel):
     logit_bias: Any = None
     frequency_penalty: Any = None
     presence_penalty: Any = None
+    stop_token_ids: Any = None
+    ignore_eos: Any = None
 
 
 @dataclass(frozen=True)

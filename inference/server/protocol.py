@@ -119,9 +119,12 @@ class _ChatBody(BaseModel):
     logit_bias: Any = None
     frequency_penalty: Any = None
     presence_penalty: Any = None
+    stop_token_ids: Any = None
+    ignore_eos: Any = None
 
 
-_REFUSED = ("functions", "response_format", "logit_bias", "frequency_penalty", "presence_penalty")
+_REFUSED = ("functions", "response_format", "logit_bias", "frequency_penalty", "presence_penalty", "stop_token_ids",
+            "ignore_eos")
 
 
 class _ScoreBody(BaseModel):

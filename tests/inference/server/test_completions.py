@@ -270,6 +270,8 @@ BAD = [({}, "prompt must be"), ({"prompt": ""}, "empty"), ({"prompt": []}, "prom
        ({"prompt": "a", "logprobs": True}, "logprobs"), ({"prompt": "a", "suffix": "b"}, "suffix"),
        ({"prompt": "a", "best_of": 3}, "best_of"), ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
        ({"prompt": "a", "max_tokens": -1}, "max_tokens"), ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
+       ({"prompt": "a", "stop_token_ids": [5]}, "stop_token_ids"),
+       ({"prompt": "a", "ignore_eos": True}, "ignore_eos"),
        ({"prompt": "a", "stop": ["x"] * 17}, "stop"), ({"prompt": "a", "stream": True, "logprobs": 1}, "in a stream"),
        ({"prompt": "a", "stream": True, "logprobs": 0, "echo": True}, "in a stream"),
        ({"prompt": "a", "stream": True, "logprobs": 0, "temperature": 0.5}, "not 0.5"),
