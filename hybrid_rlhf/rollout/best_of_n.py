@@ -19,14 +19,15 @@ from hybrid_rlhf.rollout.old_logprobs import OldLogprobs
 class BestOfNSampler:
     """Fresh responses in groups, and what the source thinks of each: what best-of-n methods learn from.
 
-    missing_eos_penalty is subtracted from the score of a response that did not end by itself. num_steps: rounds of
-    sampling so far, each with a seed of its own. last_rollout: the last one.
+    missing_eos_penalty is subtracted from the score of a response that did not end by itself. keeps: whether
+    log-probabilities are among the words that truncated sampling drew from (for methods with a ratio). num_steps:
+    rounds of sampling so far, each with a seed of its own. last_rollout: the last one.
     """
 
     def __init__(self, roles: Roles, source: RewardSource, sampling: SamplingConfig, seed: int,
-                 missing_eos_penalty: float = 0.0) -> None:
+                 missing_eos_penalty: float = 0.0, keeps: bool = False) -> None:
         self.roles, self.source, self.sampling, self.seed = roles, source, sampling, seed
-        self.missing_eos_penalty = missing_eos_penalty
+        self.missing_eos_penalty, self.keeps = missing_eos_penalty, keeps
         self.old_logprobs = OldLogprobs()
         self.num_steps = 0
         self.last_rollout: Rollout | None = None
@@ -34,13 +35,14 @@ class BestOfNSampler:
     def sample(self, prompts: Prompts, metrics: Metrics) -> tuple[Rollout, Tensor]:
         """num_samples responses to each prompt, and their scores (B,) to rank by: NaN where every source skipped."""
         rollout = collect(prompts, self.roles, self.source, self.sampling, self.seed * 1_000_003 + self.num_steps,
-                          metrics, self.old_logprobs, may_skip=True)
+                          metrics, self.old_logprobs, may_skip=True, keeps=self.keeps)
         self.num_steps, self.last_rollout = self.num_steps + 1, rollout
         return rollout, missing_eos(rollout.scores, rollout.has_eos, self.missing_eos_penalty)
 
     def evaluate(self, batches: Iterable[Prompts]) -> Metrics:
         """Scores, KL and lengths of fresh responses to held-out prompts (always the same draw)."""
-        return collect_held_out(batches, self.roles, self.source, self.sampling, self.seed, may_skip=True)
+        return collect_held_out(batches, self.roles, self.source, self.sampling, self.seed, may_skip=True,
+                                keeps=self.keeps)
 
     def samples(self, count: int = 4) -> list[dict]:
         """The first responses of the last round, for people; the score of a skipped one is None."""

@@ -86,8 +86,9 @@ def _observe_kept(kept: KeptSets, engine: HybridEngine, metrics: Metrics) -> Non
     if num_bytes > _MUCH and engine not in _said_much:
         _said_much.add(engine)
         _log.warning("the words that truncated sampling drew from take %.1f GiB of memory for a rollout, about %d for "
-                     "each token: a lower top_p, a higher min_p or a top_k keeps fewer; ppo.replay_truncation false "
-                     "keeps none", num_bytes / 2**30, sum(map(len, kept.ids)) / max(num_tokens, 1))
+                     "each token: a lower top_p, a higher min_p or a top_k keeps fewer; of PPO and its relatives "
+                     "ppo.replay_truncation false keeps none", num_bytes / 2**30,
+                     sum(map(len, kept.ids)) / max(num_tokens, 1))
 
 
 def _observe_groups(rollout: Rollout, group_size: int, metrics: Metrics) -> None:

@@ -98,7 +98,7 @@ class DistillTrainer:
             roles.teacher.check(config.top_k)
         self.roles, self.source, self.config, self.seed = roles, source, config, seed
         self.teacher, self.kind, self.demonstrations = roles.teacher, config.kind, demonstrations
-        self.sampler = BestOfNSampler(roles, source, config.sampling, seed)
+        self.sampler = BestOfNSampler(roles, source, config.sampling, seed, keeps=config.kind is None)  # its ratio
         self.rng = torch.Generator().manual_seed(seed)
         self.num_steps = 0
 
@@ -179,7 +179,7 @@ class DistillTrainer:
         metrics = Metrics()
         for i, prompts in enumerate(batches):
             rollout = collect(prompts, self.roles, self.source, self.config.sampling, self.seed + i, Metrics(),
-                              may_skip=True)
+                              may_skip=True, keeps=self.kind is None)
             self._ask(rollout, metrics)
             if self.kind is not None:
                 batch = rollout.sequences(self.roles.actor.engine.pad_id)

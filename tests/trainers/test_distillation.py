@@ -29,6 +29,7 @@ from tests.factories.trainers import (
     trained,
     weights,
 )
+from tests.factories.warpers import warped_by_model
 
 TEN = SamplingConfig(max_new_tokens=10)
 WIDE = {"initializer_range": 0.3}  # of the teacher's weights: its distributions are far from flat
@@ -83,6 +84,28 @@ def test_a_step_on_samples_is_the_mean_over_their_tokens_by_hand(way):
     assert metrics["distill/divergence"] == pytest.approx(torch.cat(found).mean().item(), rel=1e-4)
     if way == "policy_gradient":  # at a ratio of 1 the loss is what the tokens cost: its sign is that of the gradient
         assert metrics["policy/loss"] == pytest.approx(metrics["distill/divergence"], rel=1e-3)
+
+
+def test_a_policy_gradient_of_truncated_samples_is_that_of_the_policy_that_drew_them_by_hand():
+    """Both among the words that top_p left the student. By transformers' warpers over plain logits."""
+    cut = SamplingConfig(max_new_tokens=10, top_p=0.8, temperature=0.9)
+    trainer = distiller(divergence="policy_gradient", sampling=cut)
+    twin, teacher = (copy.deepcopy(role.engine.model) for role in (trainer.roles.actor, trainer.roles.teacher))
+    metrics = trainer.step(PROMPTS).compute()
+    rollout, losses, found = trainer.sampler.last_rollout, [], []
+    for row in range(len(rollout)):
+        logits, answer = plain_logits(twin, rollout, row)
+        taught, _ = plain_logits(teacher, rollout, row)
+        is_cut = warped_by_model(twin, rollout.prompts.ids[row], answer.tolist(), top_p=0.8, temperature=0.9).isinf()
+        s, t = ((x / 0.9).masked_fill(is_cut, -torch.inf).log_softmax(-1).gather(1, answer[:, None])[:, 0]
+                for x in (logits, taught))
+        found.append((s - t).detach())
+        losses.append(found[-1] * s)
+    torch.cat(losses).mean().backward()
+    norm = torch.cat([p.grad.flatten() for p in twin.parameters()]).norm()
+    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+    assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-5)
+    assert metrics["distill/divergence"] == pytest.approx(torch.cat(found).mean().item(), rel=1e-3)
 
 
 def test_the_samples_distance_is_at_the_sampled_tokens_and_no_reward_is_reported():
