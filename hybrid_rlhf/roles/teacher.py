@@ -48,9 +48,11 @@ class Teacher:
         adapter is on it, which is the active one in the teacher's own turn alone. With top_k > 0 none is taken."""
         head = self._model.get_output_embeddings()
         check(top_k > 0 or not is_partitioned(self.engine.module), WHOLE_HEAD)
-        check(top_k > 0 or not (hasattr(head, "lora_A") or hasattr(head, "added_rows")),
-              "roles.teacher: an adapter is on the output head of its base, which the student's update reads without "
-              "it; give the merged model (the folder model of its run), or distill.top_k (such as 64)")
+        has_rows = hasattr(getattr(head, "base_layer", head), "rows_beside")  # of added tokens; of a tied head too
+        check(top_k > 0 or not (hasattr(head, "lora_A") or has_rows),
+              "roles.teacher: an adapter is on the output head of its base (such as the rows of added tokens), which "
+              "the student's update reads without the teacher's; give the merged model (the folder model of its run), "
+              "or distill.top_k (such as 64)")
 
     def targets(self, batch: SequenceBatch, kind: Divergence, top_k: int = 0) -> TeacherTargets:
         """What it says of the loss tokens of `batch`, on the CPU, without gradients; with top_k > 0 its likeliest words

@@ -7,11 +7,13 @@ import torch
 from torch.nn.functional import kl_div
 
 from hybrid_rlhf.algorithms.divergence import Divergence, TeacherTargets, top_k_divergence
+from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.data.collate import collate_sft
-from hybrid_rlhf.engine import OptimizerConfig, ZeroConfig
+from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.models.backbone import own_head
-from hybrid_rlhf.roles import Actor, PolicyModule
+from hybrid_rlhf.models.lora import LoraConfig, add_lora
+from hybrid_rlhf.roles import Actor, PolicyModule, Teacher
 from hybrid_rlhf.roles.actor import AuxiliaryLoss
 from hybrid_rlhf.rollout import Prompts, Rollout
 from tests.factories.tiny import tiny_causal_lm
@@ -119,6 +121,18 @@ def test_a_teacher_of_other_tokens_is_refused():
     with pytest.raises(ValueError, match="16 hidden states for 16, 15 targets"):
         PolicyModule(tiny_causal_lm(3))(batch_of(), teacher=targets._replace(rows=[targets.rows[0][1:],
                                                                                    *targets.rows[1:]]))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("whose", ["actor", "teacher"])
+def test_rows_of_added_tokens_on_the_teachers_head_are_refused(tied, whose):
+    """They are those of whose turn it is: in the student's update, not the teacher's."""
+    model = tiny_causal_lm(3, tie_word_embeddings=tied)
+    add_lora(model, LoraConfig(r=2), whose, [5, 7])
+    teacher = Teacher(HybridEngine(PolicyModule(model), model))
+    with pytest.raises(UserError, match="an adapter is on the output head of its base"):
+        teacher.check(top_k=0)
+    teacher.check(top_k=8)
 
 
 def divergence_loss(scores, count):
