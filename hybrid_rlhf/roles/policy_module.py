@@ -79,12 +79,12 @@ class PolicyModule(nn.Module):
 
     def forward(self, batch: SequenceBatch, with_entropy: bool = False, expert_shares: Tensor | None = None,
                 with_choices: bool = False, temperature: float = 1.0, teacher: TeacherTargets | None = None,
-                top_k: int = 0) -> TokenScores:
+                top_k: int = 0, top_temperature: float | None = None) -> TokenScores:
         """expert_shares: (E,) of the minibatch that these rows are a part of (Router.loss). with_choices: count the
         experts' choices. temperature: what the logits are divided by. teacher: on these rows, on their device; measures
         the divergence from it, whose temperature is its own. top_k: the likeliest words of each token, of the logits
-        over `temperature`: what a module says as a teacher (with its whole vocabulary: `states(batch).rows`, inside the
-        engine's `active()`). Raises ValueError for a teacher of other tokens."""
+        over top_temperature (None: `temperature`): what a module says as a teacher (with its whole vocabulary:
+        `states(batch).rows`, inside the engine's `active()`). Raises ValueError for a teacher of other tokens."""
         router_loss = choices = None
         needs_router = self.router is not None and (with_choices or torch.is_grad_enabled())
         rows, hidden, logits, counts = self.states(batch, needs_router)
@@ -97,7 +97,7 @@ class PolicyModule(nn.Module):
         num_chunks = max(1, -(-len(rows) // size))
         if is_partitioned(self.model):  # all processes meet in each call of the head, which gathers its weights
             num_chunks = max_over_ranks(num_chunks)
-        measure, beside = _measure(teacher, top_k, temperature)
+        measure, beside = _measure(teacher, top_k, temperature if top_temperature is None else top_temperature)
         scores, measured = token_logprobs_and(
             measure, beside, rows, predicted(batch), own_head(self.model), temperature, size, with_entropy, num_chunks,
             ops_for(rows.device.type).token_scores, batch.kept)

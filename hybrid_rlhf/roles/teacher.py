@@ -61,12 +61,14 @@ class Teacher:
         return self.read(batch, kind, top_k)[0]
 
     @torch.no_grad()
-    def read(self, batch: SequenceBatch, kind: Divergence, top_k: int = 0) -> tuple[TeacherTargets, list[Tensor]]:
-        """`targets`, and of each row the log-probabilities (n,) fp32 of its loss tokens, at kind.temperature."""
+    def read(self, batch: SequenceBatch, kind: Divergence, top_k: int = 0,
+             temperature: float = 1.0) -> tuple[TeacherTargets, list[Tensor]]:
+        """`targets`, and of each row the log-probabilities (n,) fp32 of its loss tokens, of the logits over
+        `temperature` (that of the divergence is its own)."""
         module = self.engine.module
         self.check(top_k)
         self._check_tokens(batch)
-        ask = _likeliest(self.engine, kind, top_k) if top_k else _hidden(module, kind)
+        ask = _likeliest(self.engine, kind, top_k, temperature) if top_k else _hidden(module, temperature)
         counts = batch.loss_mask[:, 1:].sum(1)
         found: list[tuple[Tensor, ...]] = [()] * len(batch)  # row -> (rows[, ids], logprobs)
         for index, parts in score(self.engine, batch, self.max_tokens, ask):
@@ -99,7 +101,7 @@ def head_tensors(model: Any) -> list[Tensor]:
     return [*outside, *(head.parameters() if head is not None else ())]
 
 
-def _hidden(module: PolicyModule, kind: Divergence) -> Callable[[SequenceBatch], tuple[Tensor, ...]]:
+def _hidden(module: PolicyModule, temperature: float) -> Callable[[SequenceBatch], tuple[Tensor, ...]]:
     """Rows -> hidden states (N, H) of their loss tokens, and the log-probabilities (N,) of these."""
 
     config: Any = module.model.config  # of transformers
@@ -107,19 +109,20 @@ def _hidden(module: PolicyModule, kind: Divergence) -> Callable[[SequenceBatch],
     def ask(rows: SequenceBatch) -> tuple[Tensor, ...]:
         hidden = module.states(rows).rows
         size = chunk_rows(config.get_text_config().vocab_size, hidden.dtype)
-        logprobs, _, _ = token_logprobs(hidden, predicted(rows), own_head(module.model), kind.temperature, size,
+        logprobs, _, _ = token_logprobs(hidden, predicted(rows), own_head(module.model), temperature, size,
                                         score_logits=ops_for(hidden.device.type).token_scores)
         return hidden, logprobs
 
     return ask
 
 
-def _likeliest(engine: HybridEngine, kind: Divergence, top_k: int) -> Callable[[SequenceBatch], tuple[Tensor, ...]]:
+def _likeliest(engine: HybridEngine, kind: Divergence, top_k: int,
+               temperature: float) -> Callable[[SequenceBatch], tuple[Tensor, ...]]:
     """Rows -> log-probabilities (N, k) and ids (N, k) of the likeliest words, and the log-probabilities (N,) of the
     loss tokens."""
 
     def ask(rows: SequenceBatch) -> tuple[Tensor, ...]:
-        scores = engine(rows, temperature=kind.temperature, top_k=top_k)
+        scores = engine(rows, temperature=temperature, top_k=top_k, top_temperature=kind.temperature)
         return scores.top_logprobs, scores.top_ids, scores.logprobs
 
     return ask

@@ -150,7 +150,8 @@ class DistillTrainer:
             logprobs = self.teacher.logprobs(rollout)  # (B, R)
             rollout.advantages = (logprobs - rollout.logprobs).masked_fill(~mask, 0)
         else:
-            rollout.teacher, rows = self.teacher.read(rollout.sequences(pad_id), self.kind, self.config.top_k)
+            rollout.teacher, rows = self.teacher.read(rollout.sequences(pad_id), self.kind, self.config.top_k,
+                                                      rollout.temperature)
             logprobs = scatter(_joined(rows), mask)
             if rollout.teacher.ids is not None:
                 outside = _joined([1 - row.exp().sum(-1) for row in rollout.teacher.rows])

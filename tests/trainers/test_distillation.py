@@ -122,6 +122,17 @@ def test_the_samples_distance_is_at_the_sampled_tokens_and_no_reward_is_reported
     assert trainer.samples()[0]["score"] is None
 
 
+@pytest.mark.parametrize("changes", [{}, {"top_k": 5}])
+def test_the_samples_distance_is_at_the_temperature_that_they_were_drawn_by(changes):
+    """Whatever that of the divergence: a student that is its teacher is at distance 0 from it."""
+    trainer = distiller(teacher=policy(**WIDE), sampling=SamplingConfig(max_new_tokens=10, temperature=0.5),
+                        temperature=2.0, **changes)
+    own, taught = (role.engine.model for role in (trainer.roles.actor, trainer.roles.teacher))
+    own.load_state_dict(taught.state_dict())
+    for found in (trainer.evaluate([PROMPTS]), trainer.step(PROMPTS)):
+        assert found.compute()["distill/teacher_kl"] == pytest.approx(0, abs=1e-4)
+
+
 def far(trainer) -> float:
     return trainer.evaluate([PROMPTS]).compute()["distill/divergence"]
 
