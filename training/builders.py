@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from hybrid_rlhf.models.dropout import without_dropout
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import adapter_dtype, add_lora
-from hybrid_rlhf.models.tokenizer import added_ids, load_tokenizer, train_tokenizer
+from hybrid_rlhf.models.tokenizer import added_ids, load_tokenizer, train_tokenizer, turn_ends
 from hybrid_rlhf.models.weights import identity
 from hybrid_rlhf.roles import PolicyModule
 from hybrid_rlhf.run import runfile
@@ -292,10 +293,15 @@ def adapted_weights(model: ModelConfig) -> dict[str, str]:
     return {"base_weights": identity(path)} if model.lora.r and path else {}
 
 
-def check_vocabulary(student: str, teacher: str, data: DataConfig, all_reads: Sequence[Reads]) -> None:
+def check_vocabulary(student: str, teacher: str, data: DataConfig, all_reads: Sequence[Reads],
+                     tokenizer: str | None = None) -> None:
     """UserError unless each of the student's tokens is the same one to the teacher, which reads ids. How a text is cut,
-    padding of the vocabulary and tokens that only the teacher has do not matter; another chat template is told."""
-    own, other = (load_tokenizer(model_folder(path)) for path in (student, teacher))
+    padding of the vocabulary and tokens that only the teacher has do not matter; another chat template is told, and
+    another end of an answer.
+
+    tokenizer: the student's, where it is not its model's own.
+    """
+    own, other = (load_tokenizer(path) for path in (tokenizer or model_folder(student), model_folder(teacher)))
     for reads in all_reads:
         give_template(own, data, reads)
     known = {number: text for text, number in other.get_vocab().items()}
@@ -308,6 +314,12 @@ def check_vocabulary(student: str, teacher: str, data: DataConfig, all_reads: Se
     if own.chat_template != other.chat_template and own.chat_template and is_main():
         print(f"the teacher {teacher} has another chat template; it reads what the student's template writes",
               file=sys.stderr)
+    stops = stop_ids(SimpleNamespace(generation_config=load.read_generation(model_folder(student))), own)
+    ends = [i for i in turn_ends(other) or [other.eos_token_id] if i not in (None, *stops)]
+    if ends and is_main():
+        print(f"the teacher {teacher} ends its answers with {' or '.join(map(repr, map(known.get, ends)))}, which ends "
+              "none of the student's: it would learn to write that and go on; name it too in eos_token_id of the "
+              f"student's generation_config.json ({student})", file=sys.stderr)
 
 
 def score_statistics_of(reward: str) -> dict[str, float]:

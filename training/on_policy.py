@@ -39,7 +39,7 @@ from hybrid_rlhf.training import (
 )
 from hybrid_rlhf.training.build_roles import RoleInputs, Sources, build, check_roles, layout_of
 from hybrid_rlhf.training.plain_prompts import tell_other_form
-from hybrid_rlhf.training.registry import STAGES
+from hybrid_rlhf.training.registry import DEMONSTRATIONS, STAGES
 from hybrid_rlhf.training.reward_sources import RewardConfig
 
 MAX_CRITIC_WARMUP = 5  # steps
@@ -144,8 +144,8 @@ def _find_teacher(config: Config, actor: str) -> str | None:
     check(path is not None, "no teacher: give roles.teacher.model_name_or_path (a model or run with the student's "
                             "tokenizer)")
     path = builders.parent_run(path, config.output_dir, "sft", "roles.teacher.model_name_or_path")
-    builders.check_vocabulary(config.model.tokenizer_name_or_path or actor, path, config.data,
-                              (config.method.reads, *config.method.also_reads))
+    builders.check_vocabulary(actor, path, config.data, (config.method.reads, *config.method.also_reads),
+                              config.model.tokenizer_name_or_path)
     return path
 
 
@@ -221,7 +221,7 @@ def open_run(config: Config) -> RunContext:
     model = actor_model(config, sources)
     builders.check_tensor_parallel(config.roles.actor.tp or 1, model)
     longest, lengths_of = _check_lengths(config, sources, model)
-    check_more_data(config, model)
+    check_more_data(config, model, sources.teacher)
     starts, layout = check_roles(parts_of(config), sources)
     _check_whole_head(config, layout)
     tokenizer = builders.open_tokenizer(model, config.data, config.method.reads, config.seed)
@@ -278,11 +278,16 @@ def _check_whole_head(config: Config, layout: Layout) -> None:
         check(layout_of(parts_of(config), owner).zero_stage != 3, WHOLE_HEAD)
 
 
-def check_more_data(config: Config, model: ModelConfig) -> None:
-    """UserError where the data of Method.also_reads is missing, or longer than the model."""
+def check_more_data(config: Config, model: ModelConfig, teacher: str | None = None) -> None:
+    """UserError where the data of Method.also_reads is missing, or longer than the model or the teacher that reads
+    it."""
     for reads in config.method.also_reads:
         datasets.open_sources(config.data, reads)
-        builders.check_lengths(model, **{"data.max_length": config.data.max_length})
+        readers = [model]
+        if teacher and reads == DEMONSTRATIONS:
+            readers.append(replace(model, model_name_or_path=builders.model_folder(teacher)))
+        for reader in readers:
+            builders.check_lengths(reader, **{"data.max_length": config.data.max_length})
 
 
 def _open_reader(config: Config, sources: Sources):  # noqa: ANN202 - a transformers class

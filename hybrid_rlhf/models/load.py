@@ -279,6 +279,16 @@ def read_settings(path: str, trust_remote_code: bool = False):  # noqa: ANN201 -
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)  # None would ask
 
 
+def read_generation(path: str):  # noqa: ANN201 - a transformers class
+    """transformers' settings of generation at a hub id or folder, or None where it has no file of them."""
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return None
+
+
 def _empty(auto_class: str, config: ModelConfig, settings, **named: object) -> nn.Module:  # noqa: ANN001
     """The model of transformers' configuration `settings` on the meta device: modules and shapes, no numbers."""
     import transformers

@@ -254,6 +254,28 @@ def test_another_template_of_the_same_tokens_is_told_and_a_padded_vocabulary_is_
     assert "has another chat template; it reads what the student's template writes" in capfd.readouterr().err
 
 
+def test_a_teacher_that_ends_its_answers_otherwise_is_told(place, capfd, tmp_path) -> None:
+    """ChatML's end in one, <|endoftext|> in the other: a student that learns to write it would not stop there."""
+    shutil.copytree(place / "teacher", tmp_path / "teacher")
+    for path in tmp_path.glob("teacher/chat_template*"):
+        path.write_text(path.read_text().replace("<|im_end|>", "<|endoftext|>"))
+    shutil.copytree(place / "base", tmp_path / "base")
+    argv = words(place, "ends", "--roles.teacher.model_name_or_path", f"{tmp_path}/teacher",
+                 "--model.model_name_or_path", f"{tmp_path}/base", "--plan", teacher=None)
+    assert main(argv) == 0
+    assert "ends its answers with '<|endoftext|>', which ends none of the student's" in capfd.readouterr().err
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 3]}))
+    assert main(argv) == 0
+    assert "ends its answers" not in capfd.readouterr().err
+
+
+def test_a_teacher_with_too_few_positions_for_the_demonstrations_is_refused(place, capfd) -> None:
+    save_tiny(place / "short", seed=5, max_position_embeddings=45)
+    more = ["--data.max_length", "48", "--data.max_prompt_length", "30"]
+    said = refused(capfd, words(place, "no", "--distill.lmbda", "0.5", *more, teacher="short"))
+    assert f"data.max_length is 48, but {place}/short has 45 positions" in said
+
+
 def test_a_teacher_in_parts_needs_its_likeliest_words(place, capfd, built) -> None:
     for more in (["--roles.teacher.zero_stage", "3"], ["--engine.zero_stage", "3"]):
         said = refused(capfd, words(place, "no", *more))
