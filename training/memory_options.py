@@ -49,6 +49,7 @@ from hybrid_rlhf.training import (
     time_options,
 )
 from hybrid_rlhf.training.build_roles import RoleInputs, find_starts, layout_of, load_config_for
+from hybrid_rlhf.training.registry import DEMONSTRATIONS
 
 MAX_BATCH = 64  # sequences that HybridEngine decodes at once
 NUM_SKIPPED = 8  # as OldLogprobs has it
@@ -220,7 +221,8 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
                     trained=trains * method.num_updates * method.num_sequences, updates=method.num_updates,
                     **_where(parts, group, name), **more)
 
-    teachers = [role(name, predicted=sampling.max_new_tokens, keeps_head=method.takes_head)
+    teachers = [role(name, predicted=sampling.max_new_tokens, keeps_head=method.takes_head,
+                     texts=_texts(config, name) if DEMONSTRATIONS in method.also_reads else None)
                 for name in ("teacher",) if name in starts]
     policies = [role("actor", predicted=sampling.max_new_tokens, entropy=method.has_entropy, generation=generation,
                      has_average=method.keeps_average, texts=_texts(config),
@@ -229,10 +231,10 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
     return [*policies, *teachers, *(role(r) for r in ("critic", "reward") if r in starts), *_sources(config)]
 
 
-def _texts(config: on_policy.Config) -> tuple[int, int] | None:
-    """(rows, length) of the largest micro-batch of Method.also_reads."""
+def _texts(config: on_policy.Config, name: str = "actor") -> tuple[int, int] | None:
+    """(rows, length) of a role's largest micro-batch of Method.also_reads."""
     method, most = config.method, config.data.max_length
-    tokens = layout_of(on_policy.parts_of(config), "actor").micro_batch_tokens
+    tokens = layout_of(on_policy.parts_of(config), name).micro_batch_tokens
     return (max(1, min(method.num_sequences, tokens // most)), most) if method.also_reads else None
 
 

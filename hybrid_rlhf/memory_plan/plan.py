@@ -56,9 +56,9 @@ class Role:
     update. base: the role whose weights it shares; is_shared: whether any other computes on its weights. offload: as
     engine.offload. waits: whether all of it is in the CPU's memory while others compute. labels: of a classifier that
     is no decoder of ours (0: not one). has_average: whether a moving average of its weights is kept. texts: (rows,
-    length) of other rows that it trains on as well, each token of which gets a log-probability and no entropy. teacher:
-    whose logits are computed beside its own in training; of that role keeps_head: what it says waits in the CPU's
-    memory as hidden states, and its head stays on the device.
+    length) of other rows that it trains on as well (a teacher: reads as well), each token of which gets a
+    log-probability and no entropy. teacher: whose logits are computed beside its own in training; of that role
+    keeps_head: what it says waits in the CPU's memory as hidden states, and its head stays on the device.
 
     For the time of a step: scored, trained: rows that it scores and trains on, each pass over them counted; updates:
     optimizer steps; group: rows that begin with one prompt.
@@ -207,10 +207,7 @@ class _Needs:
         if role.trains:
             self._add_training()
         if role.scores:
-            self.now["activations"]["score"] = self.act.scoring
-            if role.predicted:
-                self.now["logits"]["score"] = trace.logit_bytes(role.model, device, role.rows * role.predicted,
-                                                                trains=False)
+            self._add_scoring()
         if role.keeps_head:
             self._add_targets()
         if role.generation:
@@ -230,10 +227,22 @@ class _Needs:
             found["weights"] = dict.fromkeys(phases, min(self.always["weights"], self.sizes.largest)) | found["weights"]
         return found
 
+    def _add_scoring(self) -> None:
+        """The larger of its micro-batches: of samples and, of a teacher that reads them, of other texts."""
+        role, forms = self.role, [(self.act.scoring, self.role.rows * self.role.predicted)]
+        if role.texts and not role.trains:
+            rows, length = role.texts
+            forms.append((self._activations(rows, length).scoring, rows * (length - 1)))
+        found = [(act, trace.logit_bytes(role.model, self.device, predicted, trains=False) if predicted else 0)
+                 for act, predicted in forms]
+        self.now["activations"]["score"], self.now["logits"]["score"] = max(found, key=sum)
+
     def _add_targets(self) -> None:
-        """Hidden states of all that is trained on, in the CPU's memory until then."""
-        hidden = shapes.read_config(self.role.model).get_text_config().hidden_size
-        size = self.role.scored * self.role.predicted * hidden * self.sizes.itemsize
+        """Hidden states of all that is trained on in a step, of samples or of as many other texts, in the CPU's memory
+        until then."""
+        role, hidden = self.role, shapes.read_config(self.role.model).get_text_config().hidden_size
+        longest = max(role.predicted, role.texts[1] - 1 if role.texts else 0)
+        size = role.scored * longest * hidden * self.sizes.itemsize
         if self.is_host:
             self.now["targets"] = {"score": size, "train actor": size}
         else:

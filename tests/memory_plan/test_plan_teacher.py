@@ -38,6 +38,17 @@ def test_a_teacher_that_waits_leaves_its_head_and_its_states_wait_with_it(tmp_pa
     assert set(here["weights"].values()) == {whole}
 
 
+def test_demonstrations_longer_than_samples_count_where_the_teacher_reads_them(tmp_path) -> None:
+    """Micro-batches of 2 rows of 200 tokens, each of which but the first is predicted: 64 * 199 * 32 * 2 bytes wait."""
+    tiny_config().save_pretrained(tmp_path)
+    model = ModelConfig(str(tmp_path), dtype="bfloat16")
+    teacher, alone = (Role("teacher", model, length, rows, predicted=predicted, keeps_head=True, scored=64, texts=texts)
+                      for length, rows, predicted, texts in ((24, 4, 8, (2, 200)), (200, 2, 199, None)))
+    found, expected = (lines_of(make_plan("distill", [role], CPU, None), "teacher") for role in (teacher, alone))
+    assert found == expected
+    assert found["targets"]["score"] == 64 * 199 * 32 * 2
+
+
 @pytest.mark.parametrize("words", [300, 5000])
 def test_a_real_update_towards_a_teacher_takes_what_the_plan_says(tmp_path, words) -> None:
     settings = [ModelConfig(save_tiny(tmp_path / name, seed=seed, vocab_size=words, hidden_size=size), dtype="float32")

@@ -204,6 +204,15 @@ def test_the_plan_knows_the_teacher_and_the_preview_shows_prompts_and_demonstrat
     assert "rows of stage distill " in out and "rows of stage distill_data" in out and "say " in out
 
 
+def test_the_plan_counts_demonstrations_that_the_teacher_reads(place, capfd) -> None:
+    """A step's 5 rows of 200 - 1 tokens, states of 48 numbers in fp32: 5 * 199 * 48 * 4 bytes, 0.18 MiB."""
+    argv = words(place, "planned", "--distill.lmbda", "0.5", "--data.max_length", "200", "--data.max_prompt_length",
+                 "32", "--plan")
+    assert main(argv) == 0
+    line = next(x for x in capfd.readouterr().out.splitlines() if x.startswith("teacher  targets"))
+    assert line.split()[2] == "0.2", line  # MiB; of samples alone 0.0
+
+
 def test_the_plan_of_a_base_that_is_shared_counts_it_once(place, capfd, taught) -> None:
     assert main([*words(place, "planned", *LORA, teacher=taught), "--plan"]) == 0
     found = [line for line in capfd.readouterr().out.splitlines() if line.startswith("teacher")]
