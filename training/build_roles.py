@@ -209,8 +209,9 @@ class Backbone:
 
 
 def _lay_out(engine: HybridEngine, role: str, group: tuple[str, ...], parts: RoleInputs,
-             num_updates: Mapping[str, int], base: Backbone) -> None:
-    """Put a role's engine under its optimizer, cut its weights, let it wait elsewhere: as its settings say."""
+             num_updates: Mapping[str, int], base: Backbone, takes_head: bool) -> None:
+    """Put a role's engine under its optimizer, cut its weights, let it wait elsewhere: as its settings say. takes_head:
+    whether the teacher's head is read in the actor's turn."""
     if role in TRAINED:
         engine.prepare_training(builders.optimizer_of(parts.train, parts.roles[role].learning_rate),
                                 builders.schedule_of(parts.train, num_updates[role]), layout_of(parts, role),
@@ -218,16 +219,17 @@ def _lay_out(engine: HybridEngine, role: str, group: tuple[str, ...], parts: Rol
     elif layout_of(parts, role).zero_stage == 3 and not set(group) & set(TRAINED):
         engine.prepare_frozen(layout_of(parts, role))
     if parts.roles[role].offload:
-        engine.offload_when_idle(keeps=head_tensors(base.model) if role == "teacher" else ())
+        engine.offload_when_idle(keeps=head_tensors(base.model) if role == "teacher" and takes_head else ())
 
 
 def build(parts: RoleInputs, starts: dict[str, Start], layout: Layout, tokenizer,  # noqa: ANN001
           num_updates: Mapping[str, int], scale: Scale | None, reward_tokenizer=None,  # noqa: ANN001
-          ) -> tuple[Roles, Reward | None]:
+          takes_head: bool = True) -> tuple[Roles, Reward | None]:
     """The roles in their engines; actor and critic under an optimizer, dropout off everywhere.
 
     num_updates: of each trained role, over the run. scale: what scores are put on, which a critic with the reward's
-    head is too (None: nothing). reward_tokenizer: the reward model's own, where it reads text.
+    head is too (None: nothing). reward_tokenizer: the reward model's own, where it reads text. takes_head: as
+    in on_policy.Method.
     """
     engines: dict[str, HybridEngine] = {}
     head = starts["reward"].head if "reward" in starts else None
@@ -246,7 +248,7 @@ def build(parts: RoleInputs, starts: dict[str, Start], layout: Layout, tokenizer
                 numbers = (scale.mean, scale.std) if role == "critic" and is_copy and scale else ()
                 engine = builders.scalar_engine(base.scalar(role), own, *numbers, adapter=base.turn(role))
             with explained(f"while {'making the optimizer of' if role in TRAINED else 'placing'} the {role}"):
-                _lay_out(engine, role, group, parts, num_updates, base)
+                _lay_out(engine, role, group, parts, num_updates, base, takes_head)
             engines[role] = engine
     tokens = {role: layout_of(parts, role).micro_batch_tokens for role in ROLES}
     return (Roles(Actor(engines["actor"], tokenizer, tokens["actor"]),

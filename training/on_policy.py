@@ -243,7 +243,8 @@ def open_run(config: Config) -> RunContext:
     scale = _score_scale(config, sources)
     warmup = _critic_warmup_steps(method, starts, steps)
     num_updates = {"actor": (steps - warmup) * method.num_updates, "critic": steps * method.num_updates}
-    roles, reward = build(parts_of(config), starts, layout, tokenizer, num_updates, scale, reader)
+    roles, reward = build(parts_of(config), starts, layout, tokenizer, num_updates, scale, reader,
+                          method.takes_head)
     roles.actor.episodes = player
     model_source = reward and ModelSource(reward, tokenizer=reader, raw=config.data.raw)
     source, scale = reward_sources.combine(config.reward, model_source, others, scale, tokenizer)

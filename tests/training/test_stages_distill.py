@@ -163,7 +163,9 @@ def test_a_teacher_in_fewer_bits_teaches_a_student_in_fp32(place, built, more, k
     assert few == pytest.approx(exact, rel=0.2) and few != exact
 
 
-def test_a_teacher_that_waits_leaves_its_head_on_the_device(place, monkeypatch) -> None:
+@pytest.mark.parametrize(("more", "stays"), [([], ["lm_head.weight"]), (["--distill.top_k", "20"], []),
+                                             (["--distill.divergence", "policy_gradient"], [])])
+def test_a_teacher_that_waits_leaves_its_head_on_the_device_where_it_is_read(place, monkeypatch, more, stays) -> None:
     """On a CPU there is nowhere to go: here it is made to."""
     plain, seen = HybridEngine.offload_when_idle, []
 
@@ -175,11 +177,11 @@ def test_a_teacher_that_waits_leaves_its_head_on_the_device(place, monkeypatch) 
         return engine
 
     monkeypatch.setattr(HybridEngine, "offload_when_idle", forced)
-    assert main(words(place, "waiting", "--roles.teacher.offload", "true")) == 0
+    assert main(words(place, f"waiting{''.join(more)}", "--roles.teacher.offload", "true", *more)) == 0
     monkeypatch.undo()
-    assert seen == ["lm_head.weight"]
-    assert main(words(place, "staying")) == 0
-    waiting, staying = (steps(place / name) for name in ("waiting", "staying"))
+    assert seen == stays
+    assert main(words(place, f"staying{''.join(more)}", *more)) == 0
+    waiting, staying = (steps(place / f"{name}{''.join(more)}") for name in ("waiting", "staying"))
     assert [row["distill/divergence"] for row in waiting] == [row["distill/divergence"] for row in staying]
 
 
