@@ -56,6 +56,15 @@ class KeptSets:
         chosen = index.tolist()
         return KeptSets([self.ids[i] for i in chosen], [self.sizes[i] for i in chosen])
 
+    def below(self, size: int) -> KeptSets:
+        """The words below `size`: what a model of fewer words has of them."""
+        ids, sizes = [], []
+        for own, counts in zip(self.ids, self.sizes, strict=True):
+            tokens = torch.arange(len(counts)).repeat_interleave(counts)[own < size]
+            ids.append(own[own < size])
+            sizes.append(torch.bincount(tokens, minlength=len(counts)))
+        return KeptSets(ids, sizes)
+
     def num_bytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in (*self.ids, *self.sizes))
 

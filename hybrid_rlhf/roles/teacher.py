@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,8 +81,11 @@ class Teacher:
         return targets, columns[-1]
 
     def logprobs(self, rollout: Rollout) -> Tensor:
-        """(B, R) log-probabilities of the sampled tokens, at the rollout's temperature."""
+        """(B, R) log-probabilities of the sampled tokens, at the rollout's temperature, and among the words kept for
+        them, where they are: of those that it has, as the student's vocabulary may have more padding."""
         self._check_tokens(rollout.sequences(self.engine.pad_id))
+        if rollout.kept is not None:
+            rollout = replace(rollout, kept=rollout.kept.below(self._model.get_input_embeddings().num_embeddings))
         return per_action(self.engine, rollout, self.max_tokens,
                           lambda rows: self.engine(rows, temperature=rollout.temperature).logprobs)
 

@@ -118,6 +118,7 @@ class DistillTrainer:
             self._ask(rollout, metrics)
         with metrics.timer("train"):
             learned = self._learn(rollout)
+        rollout.teacher = None  # the rollout stays for its samples, and these are gigabytes
         return metrics + learned + rollout.metrics()
 
     def _learn(self, rollout: Rollout) -> Metrics:

@@ -91,6 +91,7 @@ class PPOTrainer:
             self._ask_teacher(rollout, metrics)
         with metrics.timer("train"):
             updated = self.update(rollout)
+        rollout.teacher = None  # the rollout stays for its samples, and these are gigabytes
         metrics.add("kl_coef", self.kl_coef.value)
         if self.roles.ref and not self.is_warming_up:  # the start's KL is 0, and no reason to change the coefficient
             self.kl_coef.update(*mean_over_ranks(rollout.mean_kl(), len(rollout)))

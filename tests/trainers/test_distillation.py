@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hybrid_rlhf.core.errors import UserError
+from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.data.collate import collate_sft
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.engine import SamplingConfig
@@ -106,6 +107,32 @@ def test_a_policy_gradient_of_truncated_samples_is_that_of_the_policy_that_drew_
     assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
     assert metrics["policy/ratio"] == pytest.approx(1, abs=1e-5)
     assert metrics["distill/divergence"] == pytest.approx(torch.cat(found).mean().item(), rel=1e-3)
+
+
+def test_words_kept_that_the_teacher_does_not_have_are_none_to_it():
+    """Padding of the student's vocabulary, 320 words to the teacher's 300, of which nearly all are left at top_p 0.999:
+    to the teacher it is as if 300 words had been."""
+    trainer = distiller(divergence="policy_gradient", vocab_size=320,
+                        sampling=SamplingConfig(max_new_tokens=4, top_p=0.999))
+    head = trainer.roles.actor.engine.model.lm_head
+    head.register_forward_hook(lambda _module, _inputs, logits: logits - 3.0 * (torch.arange(320) >= 300))  # unlikely
+    rollout, _ = trainer.sampler.sample(PROMPTS, Metrics())
+    assert max(int(ids.max()) for ids in rollout.kept.ids) >= 300 > int(rollout.response_ids.max())
+    found = trainer.teacher.logprobs(rollout)
+    for i, (ids, sizes) in enumerate(zip(rollout.kept.ids, rollout.kept.sizes, strict=True)):
+        taught, answer = plain_logits(trainer.teacher.engine.model, rollout, i)
+        for j, words in enumerate(ids.long().split(sizes.tolist())):
+            among = taught[j, words[words < 300]].logsumexp(0)
+            assert float(found[i, j]) == pytest.approx(float(taught[j, answer[j]] - among), abs=1e-4)
+
+
+@pytest.mark.parametrize("trainer", [lambda: distiller(), lambda: beside_rewards()])
+def test_what_the_teacher_said_is_not_held_until_the_next_step(trainer):
+    """Hidden states of all tokens are gigabytes of the CPU's memory."""
+    trainer = trainer()
+    trainer.step(PROMPTS)
+    last = trainer.last_rollout if isinstance(trainer, PPOTrainer) else trainer.sampler.last_rollout
+    assert last.teacher is None
 
 
 def test_the_samples_distance_is_at_the_sampled_tokens_and_no_reward_is_reported():
