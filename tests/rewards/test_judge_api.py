@@ -98,6 +98,7 @@ def test_a_reply_that_cannot_be_read_is_asked_for_once_more_with_what_was_wrong_
     assert source.grade(["p"], ["y"]) == [None] and len(server.asked) == 4  # one second ask, and no third
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and "no verdict (the reply cannot be read: there is no JSON object" in line
+    assert "it ends 'never'); such a one is left out and counted" in line  # grades are no rewards: nothing is filled in
     server.answers = [(200, YES)]
     assert source.grade(["p"], ["y"])[0].score == 1  # what could not be read is in no cache
 

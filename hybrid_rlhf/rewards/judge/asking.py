@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.rewards import BadAnswer
 from hybrid_rlhf.rewards.judge.answer_cache import AnswerCache, key_of
 from hybrid_rlhf.rewards.judge.judge_backend import Backend, Failure
@@ -14,6 +15,13 @@ from hybrid_rlhf.rewards.judge.judge_prompts import Chat, correction
 from hybrid_rlhf.rewards.judge.verdicts import Unreadable
 
 T = TypeVar("T")
+SHOWN = 80  # characters of a reply
+
+
+def _end(reply: str) -> str:
+    """What a message shows of a reply: its last words, where the verdict should stand."""
+    words = escape_control(" ".join(reply.split()))
+    return words if len(words) <= SHOWN else f"...{words[-SHOWN:]}"
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class Asker:
             try:
                 found[key] = question.read(reply)
             except Unreadable as error:
-                found[key] = Failure(f"the reply cannot be read: {error}")
+                found[key] = Failure(f"the reply cannot be read: {error}; it ends {_end(reply)!r}")
                 again[key] = (question, correction(question.chat, reply, str(error)))
             else:
                 self.cache.put(key, reply)

@@ -49,6 +49,7 @@ class JudgeSource:
     config: JudgeConfig
     budget: Budget
     name: str = "judge"
+    _is_reward: bool = field(default=False, repr=False)  # on_failure concerns what is paid, and no labels
     _orders: list[bool] = field(default_factory=list, repr=False)  # whether both orders agreed
     _masses: list[float] = field(default_factory=list, repr=False)
     _lost: list[bool] = field(default_factory=list, repr=False)  # of each response, whether it has no verdict
@@ -68,6 +69,7 @@ class JudgeSource:
         NAME/ITEM. The judge's reasons go to rollout.remarks."""
         if not len(rollout):
             return []
+        self._is_reward = True
         prompts, said = rollout.prompts.columns.get("prompt") or rollout.prompts.texts, rollout.said()
         groups = groups_of(rollout)
         if self.config.mode == ABSOLUTE:
@@ -261,8 +263,9 @@ class JudgeSource:
     def _tell(self, failure: Failure) -> None:
         """One line, the first time; afterwards the metric judge/failed counts."""
         if not self._last:
-            print(f"judge: a response has no verdict ({failure.what}); {_FATE[self.config.on_failure]} "
-                  "(reward.judge.on_failure; metric judge/failed)", file=sys.stderr)
+            fate = (f"{_FATE[self.config.on_failure]} (reward.judge.on_failure; metric judge/failed)"
+                    if self._is_reward else "such a one is left out and counted")
+            print(f"judge: a response has no verdict ({failure.what}); {fate}", file=sys.stderr)
         self._last = failure.what
 
     def _tell_mass(self, masses: Sequence[float]) -> None:
@@ -280,8 +283,9 @@ class JudgeSource:
             return scores
         if not known or self.config.on_failure == "stop":
             raise BadAnswer(f"reward source {self.name} at {self.asker.backend.name}: {len(scores) - len(known)} of "
-                            f"{len(scores)} responses have no verdict (the last: {self._last}); look at what the judge "
-                            "is asked and says, then run the same command again")
+                            f"{len(scores)} responses have no verdict (the last: {self._last}); take a judge or a "
+                            "rubric that it answers (reward.judge.score probability needs one word of it), then run "
+                            "the same command again")
         filled = list(scores)
         for group in groups:
             own = [value for i in group if (value := scores[i]) is not None]
