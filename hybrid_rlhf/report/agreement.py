@@ -194,7 +194,9 @@ def how_to_read(rows: Sequence[Agreement], method: Method) -> list[str]:
                      "is cut where it calls as many answers good as the labels do. Ranking: of a good and a bad "
                      "answer, how often the good one scores higher.")
     few = max((row.prompts for row in rows), default=0)
-    if few < FEW:
+    if few == 0:
+        lines.append("No item has a verdict or a score: nothing was measured.")
+    elif few < FEW:
         lines.append(f"Only {few} labelled prompts: give {FEW} or more, better hundreds, before a judge is trusted.")
     return lines
 

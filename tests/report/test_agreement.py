@@ -80,6 +80,7 @@ def test_without_any_verdict_there_is_no_number() -> None:
         assert found.accuracy is None and found.kappa is None and found.failures == found.items
     lines = agreement.section([pairs], METHOD).lines
     assert any("2 of 2" in line for line in lines)
+    assert any("nothing was measured" in line for line in lines) and not any("Only 0" in line for line in lines)
 
 
 def test_labelled_answers_by_hand() -> None:
