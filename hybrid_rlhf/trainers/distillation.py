@@ -86,7 +86,8 @@ class DistillTrainer:
     """One step: sample, ask the teacher, and move towards it; or the same on demonstrations, of which `demonstrations`
     gives a minibatch at a time (needed where lmbda is below 1). source: scores the samples, for the report alone."""
 
-    progress_keys = ("distill/divergence", "distill/teacher_kl", "entropy", "completions/mean_length", "reward")
+    progress_keys = ("distill/divergence", "distill/data_divergence", "distill/teacher_kl", "entropy",
+                     "completions/mean_length", "reward")
 
     def __init__(self, roles: Roles, source: RewardSource, config: DistillConfig, *, seed: int,
                  demonstrations: Loader[SequenceBatch] | None = None) -> None:

@@ -191,6 +191,7 @@ def test_lmbda_is_the_share_of_steps_on_samples_and_the_others_are_on_demonstrat
         metrics = trainer.step(PROMPTS).compute()
         found.append("distill/data_divergence" in metrics)
         assert found[-1] != ("distill/teacher_kl" in metrics) and "grad_norm" in metrics
+        assert any(name in metrics for name in trainer.progress_keys)  # the terminal's line is never an empty one
     assert found.count(False) == 8 * lmbda
     assert trainer.roles.actor.engine.training.num_steps == 16  # two minibatches each
 
