@@ -301,7 +301,8 @@ def check_vocabulary(student: str, teacher: str, data: DataConfig, all_reads: Se
 
     tokenizer: the student's, where it is not its model's own.
     """
-    own, other = (load_tokenizer(path) for path in (tokenizer or model_folder(student), model_folder(teacher)))
+    own = load_tokenizer(tokenizer or model_folder(student))
+    other = load_tokenizer(model_folder(teacher), cure="give another roles.teacher.model_name_or_path")
     for reads in all_reads:
         give_template(own, data, reads)
     known = {number: text for text, number in other.get_vocab().items()}

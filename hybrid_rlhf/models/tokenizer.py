@@ -34,11 +34,12 @@ class Tokenizer(Protocol):
     def batch_decode(self, ids: Sequence[Sequence[int]], **options: object) -> list[str]: ...
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False):  # noqa: ANN201 - a transformers class
+def load_tokenizer(path: str, trust_remote_code: bool = False, cure: str = "give model.tokenizer_name_or_path"):  # noqa: ANN201 - a transformers class
     """The tokenizer at a hub id or folder, with a pad token that is not an end-of-sequence token.
 
     pad == eos hides the end of every response from whoever masks by id, plain transformers included, so another
-    token is chosen: unk, a token the vocabulary reserves for padding, or a new one.
+    token is chosen: unk, a token the vocabulary reserves for padding, or a new one. cure: what the error of one that
+    cannot be loaded advises.
     """
     from transformers import AutoTokenizer
 
@@ -46,7 +47,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False):  # noqa: ANN201 
     check_tokenizer_config(path)
     file = Path(path) / "tokenizer.json"
     place = file if file.exists() else path if Path(path).exists() else f"{path} (no folder here, so taken as a hub id)"
-    with refusing(f"cannot load a tokenizer from {place}", "give model.tokenizer_name_or_path", tokenizer_files(path)):
+    with refusing(f"cannot load a tokenizer from {place}", cure, tokenizer_files(path)):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         tokenizer("a")  # what is wrong with its rules may come out only now
     _check_ids(tokenizer, path)

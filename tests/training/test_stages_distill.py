@@ -237,6 +237,14 @@ def test_what_the_stage_lacks_is_said_in_one_line(place, capfd) -> None:
     assert "--check_signal is for stages that sample and learn from rewards" in said
 
 
+def test_a_teacher_without_a_readable_tokenizer_is_told_by_its_own_option(place, capfd, tmp_path) -> None:
+    shutil.copytree(place / "teacher", tmp_path / "teacher")
+    (tmp_path / "teacher" / "tokenizer.json").write_text('{"version": "1.0"}')
+    said = refused(capfd, words(place, "no", "--roles.teacher.model_name_or_path", f"{tmp_path}/teacher", teacher=None))
+    assert "cannot load a tokenizer" in said and "roles.teacher.model_name_or_path" in said
+    assert "model.tokenizer_name_or_path" not in said  # the student's
+
+
 def test_a_teacher_of_another_tokenizer_is_refused(place, capfd, tmp_path) -> None:
     shutil.copytree(place / "teacher", tmp_path / "teacher")
     path = tmp_path / "teacher" / "tokenizer.json"
