@@ -72,5 +72,6 @@ def _lasting(stream: TextIO | None) -> TextIO:
         return stream
     with suppress(OSError):
         stream.flush()
+    at_once = stream.line_buffering or stream.write_through  # `python -u` has the latter alone, and no buffer below it
     return io.TextIOWrapper(io.BufferedWriter(_Lasting(stream.fileno(), "w", closefd=False)), stream.encoding,
-                            stream.errors, line_buffering=stream.line_buffering, write_through=stream.write_through)
+                            stream.errors, line_buffering=at_once, write_through=stream.write_through)

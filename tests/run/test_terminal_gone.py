@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -102,6 +103,24 @@ def test_a_full_pipe_that_does_not_wait_is_written_to_again(monkeypatch):
     thread.join(10)
     os.close(reader)
     assert b"".join(got) == b"x" * number + b"\n"
+
+
+@pytest.mark.parametrize("flags", [[], ["-u"]])
+def test_a_line_is_read_while_the_program_still_runs(flags):
+    """python -u (and PYTHONUNBUFFERED, which containers set) has no line buffering of its own."""
+    code = ("import sys\nfrom hybrid_rlhf.core.lasting_streams import lasting_streams\n"
+            "with lasting_streams():\n    print('step 1', file=sys.stderr)\n    sys.stdin.read()\n")
+    given = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen([sys.executable, *flags, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True, env=given) as child:
+        timer = threading.Timer(60, child.kill)  # where it waits for ever, its input is never closed
+        timer.start()
+        try:
+            assert select.select([child.stderr], [], [], 20)[0], "nothing was written before the end"
+            assert child.stderr.readline() == "step 1\n"
+        finally:
+            child.stdin.close()
+            timer.cancel()
 
 
 def test_streams_that_were_closed_before_the_start_do_not_become_a_file_of_the_run(tmp_path):
