@@ -201,7 +201,7 @@ def test_what_to_do_without_a_verdict_is_the_user_s_choice_and_a_judge_that_says
     source, _ = scripted_judge(failing, on_failure="skip")
     assert source.score(groups(2, answers=["a", "lost"])) == [1, None]
     source, _ = scripted_judge(failing, on_failure="stop")
-    with pytest.raises(BadAnswer, match=r"1 of 2 responses have no verdict \(the last: no answer\); take a judge or a rubric"):
+    with pytest.raises(BadAnswer, match=r"1 of 2 responses have no verdict \(the last: no answer\); take a judge"):
         source.score(groups(2, answers=["a", "lost"]))
     source, _ = scripted_judge(lambda chat: "nonsense")
     with pytest.raises(BadAnswer, match="2 of 2 responses have no verdict"):
