@@ -189,11 +189,14 @@ def shown_call(call: dict) -> str:
     return f"{call['function']['name']}({given})"
 
 
-def open_conversation(path: str, sampling: SamplingConfig, seed: int = 0, system: str | None = None) -> Conversation:
-    """Load the model at a folder (or hub id) and begin. Raises UserError for what cannot chat, with what would."""
+def open_conversation(path: str, sampling: SamplingConfig, seed: int = 0, system: str | None = None,
+                      needs_template: bool = True) -> Conversation:
+    """Load the model at a folder (or hub id) and begin. Raises UserError for what cannot chat, with what would.
+    needs_template: whether a model without a chat template is refused; it goes on with a text, and cannot chat."""
     check_can_chat(path)
     tokenizer = load_tokenizer(path)
-    check(bool(tokenizer.chat_template), f"{path} has no chat template; a model trained here (--stage sft) saves one")
+    check(not needs_template or bool(tokenizer.chat_template),
+          f"{path} has no chat template; a model trained here (--stage sft) saves one")
     model = load_to_chat(path)
     engine = HybridEngine.for_inference(model, tokenizer)
     _check_rows(path, tokenizer, model.get_input_embeddings().num_embeddings, engine.eos_ids)

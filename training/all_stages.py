@@ -147,6 +147,7 @@ def check_all(config: Config, configs: dict[str, object]) -> None:
             config.data.max_prompt_length + config.ppo.sampling.max_new_tokens)
         reward_sources.open_sources(configs["ppo"].reward, configs["ppo"].roles)
         reward_sources.check_groups(configs["ppo"].reward, config.ppo.sampling.num_samples, "ppo.sampling.num_samples")
+        on_policy.require_more_data(configs["ppo"])
         on_policy.check_more_data(configs["ppo"], config.model)
     for name in configs:
         builders.require_data(config.data, name)

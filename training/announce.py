@@ -31,11 +31,12 @@ PLACEHOLDERS = {"reward": "PAIRS.jsonl", "ppo": "PROMPTS.jsonl"}  # where the ru
 
 
 def before(record: runfile.RunRecord, config: object, engines: Mapping[str, HybridEngine], start: str, num_steps: int,
-           loader: Loader) -> None:
+           loader: Loader, teacher: str | None = None) -> None:
     """Print the lines of the model, of the device, of the settings that go by the method, and of the run; the report
-    begins with them. engines: what is trained, by role; start: the run or model that it starts from."""
-    lines = [_model_line(config, engines, start), device_line(), f"settings: {defaults.told(config)}",
-             _run_line(config, num_steps, loader)]
+    begins with them. engines: what is trained, by role; start: the run or model that it starts from; teacher: a line
+    of what it learns from."""
+    lines = [_model_line(config, engines, start), *([teacher] if teacher else []), device_line(),
+             f"settings: {defaults.told(config)}", _run_line(config, num_steps, loader)]
     record.facts["header"] = [*record.facts.get("header", []), *lines]
     record.write()
     if is_main():
@@ -55,6 +56,15 @@ def _model_line(config: object, engines: Mapping[str, HybridEngine], start: str)
     if config.model.quantize:
         kind = f"{config.model.quantize} base ({share_unquantised(first):.0%} of it left in {kind})"
     return f"model: {start}; trained: {', '.join(counts)}{how}; {kind} on {device().type}"
+
+
+def teacher_line(path: str, engine: HybridEngine, student: HybridEngine, quantize: str | None) -> str:
+    """Who the teacher is, how large, and how it is held."""
+    shares_base = engine.module.model is student.module.model
+    kind = str(next(engine.module.parameters()).dtype).removeprefix("torch.")
+    held = "an adapter on the student's own base" if shares_base else (
+        f"{_millions(count_parameters(engine)[1])} parameters; {f'{quantize} base' if quantize else kind}")
+    return f"teacher: {path}; {held}"
 
 
 def _run_line(config: object, num_steps: int, loader: Loader) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import is_main, main_first
 from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.data import collate, datasets
@@ -170,7 +170,9 @@ def preview(config: Config) -> None:
 def prepared(config: Config) -> Config:
     """The settings of a run that has data, with nothing left to be decided."""
     builders.require_data(config.data, config.stage)
-    return defaults.resolve(config)
+    config = defaults.resolve(config)
+    require_more_data(config)
+    return config
 
 
 def run(make_trainer: Callable[[RunContext], Trainer], config: Config, command: str = "") -> dict[str, float]:
@@ -185,7 +187,8 @@ def run(make_trainer: Callable[[RunContext], Trainer], config: Config, command: 
     record = builders.start(config, command, opened.data, *opened.more.values())
     engines = {role: handle.engine for role, handle in (("actor", roles.actor), ("critic", roles.critic)) if handle}
     with on_record(record):  # a failing export is on the record too
-        announce.before(record, config, engines, opened.sources.actor, opened.num_steps, opened.loader)
+        announce.before(record, config, engines, opened.sources.actor, opened.num_steps, opened.loader,
+                        _teacher_line(opened))
         prompts = fixed_prompts.first_prompts(opened.data, config.train.num_fixed_prompts)
         # a function or service of the user's is asked for what is trained on and for evaluations, and for nothing else
         source = opened.source if isinstance(opened.source, ModelSource) else None
@@ -202,6 +205,14 @@ def run(make_trainer: Callable[[RunContext], Trainer], config: Config, command: 
                       **builders.adapted_weights(actor_model(config, opened.sources)),
                       **{f"{stage}_data": data.report for stage, data in opened.more.items()})
     return metrics
+
+
+def _teacher_line(opened: RunContext) -> str | None:
+    roles, own = opened.roles, opened.config.roles.teacher.quantize
+    if roles.teacher is None:
+        return None
+    quantize = (own if own != "none" else None) if own else opened.config.model.quantize
+    return announce.teacher_line(opened.sources.teacher, roles.teacher.engine, roles.actor.engine, quantize)
 
 
 def _leave(roles: Roles, opened: RunContext, config: Config, folder: str) -> None:
@@ -279,11 +290,19 @@ def _check_whole_head(config: Config, layout: Layout) -> None:
         check(layout_of(parts_of(config), owner).zero_stage != 3, WHOLE_HEAD)
 
 
-def check_more_data(config: Config, model: ModelConfig, teacher: str | None = None) -> None:
-    """UserError where the data of Method.also_reads is missing, or longer than the model or the teacher that reads
-    it."""
+def require_more_data(config: Config) -> None:
+    """UserError where the data of Method.also_reads is missing."""
     for reads in config.method.also_reads:
-        datasets.open_sources(config.data, reads)
+        try:
+            datasets.open_sources(config.data, reads)
+        except UserError as error:
+            raise UserError(f"{error}, such as a source of its own beside the prompts: data.sources "
+                            f"'[PROMPTS, {{path: FILE, stages: [{reads.stage}]}}]'") from error
+
+
+def check_more_data(config: Config, model: ModelConfig, teacher: str | None = None) -> None:
+    """UserError where the data of Method.also_reads is longer than the model or the teacher that reads it."""
+    for reads in config.method.also_reads:
         readers = [model]
         if teacher and reads == DEMONSTRATIONS:
             readers.append(replace(model, model_name_or_path=builders.model_folder(teacher)))

@@ -156,7 +156,7 @@ class DistillTrainer:
                                                       rollout.temperature)
             logprobs = scatter(_joined(rows), mask)
             if rollout.teacher.ids is not None:
-                outside = _joined([1 - row.exp().sum(-1) for row in rollout.teacher.rows])
+                outside = _joined([1 - row.exp().sum(-1) for row in rollout.teacher.rows]).clamp(min=0)
                 metrics.add("distill/teacher_mass_outside", outside.mean(), len(outside))
         distance = masked_mean(rollout.logprobs - logprobs, mask)
         metrics.add("distill/teacher_kl", distance, mask.sum())

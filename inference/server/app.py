@@ -222,6 +222,9 @@ class Server:
     def _prompt(self, model: Served, asked: ChatRequest) -> tuple[list[int], str]:
         """The messages as tokens, and as text. ApiError for more than fit, which often shows before they are
         tokenized."""
+        if not model.encoder.chat_template:
+            raise ApiError(400, f"{model.name} has no chat template, so it cannot chat; send a prompt to "
+                                "/v1/completions", param="model")
         if asked.tools or asked.has_calls:
             model.check_tools("tools" if asked.tools else "messages")
         try:

@@ -82,14 +82,16 @@ def listening(host: str, port: int, has_key: bool) -> socket.socket:
 
 
 def open_model(named: NamedModel, options: argparse.Namespace) -> Served:
-    """Load one model. UserError for what cannot chat."""
+    """Load one model. UserError for what is no causal language model; a line for one that cannot chat."""
     from hybrid_rlhf.engine.decode.sampling import SamplingConfig
     from hybrid_rlhf.inference.chat_models import model_folder
     from hybrid_rlhf.inference.conversation import open_conversation
     from hybrid_rlhf.inference.server.app import Served
     from hybrid_rlhf.inference.server.worker import ModelQueue
 
-    opened = open_conversation(str(model_folder(named.path)), SamplingConfig())
+    opened = open_conversation(str(model_folder(named.path)), SamplingConfig(), needs_template=False)
+    if not opened.tokenizer.chat_template:
+        print(f"note: {named.name} has no chat template: it serves /v1/completions, and no chat", file=sys.stderr)
     capacity = min(options.max_context, opened.max_positions or options.max_context)
     return Served(named.name, ModelQueue(opened.engine, options.max_batch, capacity), opened.tokenizer)
 

@@ -60,6 +60,8 @@ def test_the_stage_trains_reports_and_leaves_a_model_that_loads(place, built, ca
     from transformers import AutoModelForCausalLM
 
     assert main(words(place, "plain")) == 0
+    size = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(place / "teacher").parameters())
+    assert f"teacher: {place}/teacher; {size:,} parameters; float32\n" in capfd.readouterr().err
     out, rows = place / "plain", lines(place / "plain")
     assert built[0].critic is None and built[0].ref is None and built[0].teacher is not None
     assert len(steps(out)) == 2 and all(row.keys() >= REPORTED for row in steps(out)), rows[0].keys()
@@ -120,10 +122,11 @@ def taught(place) -> str:
     return "taught"
 
 
-def test_a_teacher_by_lora_on_the_students_base_is_an_adapter_on_it(place, built, taught) -> None:
+def test_a_teacher_by_lora_on_the_students_base_is_an_adapter_on_it(place, built, taught, capfd) -> None:
     assert main(words(place, "shared", *LORA, teacher=taught)) == 0
     roles = built[0]
     assert roles.teacher.engine.model is roles.actor.engine.model
+    assert f"teacher: {place}/{taught}; an adapter on the student's own base\n" in capfd.readouterr().err
     assert main(words(place, "merged", *LORA, teacher=f"{taught}/model")) == 0
     assert built[1].teacher.engine.model is not built[1].actor.engine.model
     shared, merged = steps(place / "shared"), steps(place / "merged")

@@ -292,3 +292,19 @@ def test_more_numbers_than_an_answer_may_hold_are_refused(served, monkeypatch):
     refused = complete(served, [60] * 30, max_tokens=0, echo=True, logprobs=1)
     assert refused.status_code == 400 and "60 log-probabilities, more than 50" in refused.json()["error"]["message"]
     assert complete(served, [60] * 30, max_tokens=0, echo=True, logprobs=0).status_code == 200
+
+
+def test_a_base_model_completes_and_is_asked_for_no_chat(folder, tmp_path, truth):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = None
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with running({"base": str(tmp_path)}) as served:
+        found = choices(complete(served, max_tokens=0, echo=True, logprobs=1))[0]["logprobs"]
+        _check(found, tokenizer(PROMPT)["input_ids"], truth, 1)
+        refused = chat(served.url)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == (
+        "base has no chat template, so it cannot chat; send a prompt to /v1/completions")

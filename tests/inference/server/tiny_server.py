@@ -25,7 +25,8 @@ from hybrid_rlhf.inference.server.worker import ModelQueue, Worker
 def running(folders: dict[str, str], *, limits: Limits | None = None, num_slots: int = 4, capacity: int = 256,
             **settings) -> Iterator[SimpleNamespace]:
     """url, worker and models of a server that ends with the block."""
-    opened = {name: open_conversation(folder, SamplingConfig()) for name, folder in folders.items()}
+    opened = {name: open_conversation(folder, SamplingConfig(), needs_template=False)
+              for name, folder in folders.items()}
     models = [Served(name, ModelQueue(each.engine, num_slots, capacity), each.tokenizer)
               for name, each in opened.items()]
     with serving(models, limits, **settings) as found:
