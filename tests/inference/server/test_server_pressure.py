@@ -332,7 +332,7 @@ def test_tokens_that_wait_go_out_in_one_write_and_none_of_their_events_is_lost()
         job = Job([Request(0, [1], sum(bunches), 0)], asyncio.get_running_loop())
         served = SimpleNamespace(name="m", tokenizer=tiny_tokenizer(), lane=SimpleNamespace(serving=None),
                                  token_text=None)
-        asked = SimpleNamespace(stops=(), wants_usage=False, tools=[], num_top=None)
+        asked = SimpleNamespace(stops=(), wants_usage=False, tools=[], num_top=None, goes_on=False)
 
         async def send(message: dict) -> None:
             sent.append(message.get("body", b""))
@@ -344,7 +344,7 @@ def test_tokens_that_wait_go_out_in_one_write_and_none_of_their_events_is_lost()
             for _ in range(bunch):
                 number += 1
                 job.events.put_nowait((0, [60 + number], number == sum(bunches)))
-            while not job.events.empty():
+            while not job.events.empty() and not streaming.done():
                 await asyncio.sleep(0)
         await streaming
         return sent
