@@ -49,6 +49,7 @@ def test_all_stages_plan_before_any_has_run(capsys) -> None:
     assert all(name in out for name in ("sft: ", "reward: ", "ppo: "))
 
 
+@pytest.mark.slow
 def test_all_stages_that_do_not_fit_on_a_card_say_so(capsys) -> None:
     """The optimizer may wait on the host only where every stage's may."""
     assert main(["--stage", "all", "--plan", "--cards", "80MiB"]) == 3

@@ -150,6 +150,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(place, capsys, monkeypa
     assert whole == parts != (place / "model/model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_an_environment_in_a_process_of_its_own_trains_to_the_same_bits(place, capsys):
     more = [f"--environment.factory={place}/acts.py:Game", "--environment.num_workers=0",
             "--roles.actor.learning_rate=1e-4"]

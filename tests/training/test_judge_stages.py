@@ -171,6 +171,7 @@ def test_all_stages_refuse_a_judge_that_compares_one_response_before_they_train(
     check_groups(config, 2, "ppo.sampling.num_samples")
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(500)
 def test_two_processes_each_judge_their_own_responses_and_get_what_one_gets(place):
