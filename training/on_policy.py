@@ -296,7 +296,7 @@ def require_more_data(config: Config) -> None:
         try:
             datasets.open_sources(config.data, reads)
         except UserError as error:
-            raise UserError(f"{error}, such as a source of its own beside the prompts: data.sources "
+            raise UserError(f"{error}, or give them a source of their own beside the prompts: data.sources "
                             f"'[PROMPTS, {{path: FILE, stages: [{reads.stage}]}}]'") from error
 
 

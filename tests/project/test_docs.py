@@ -212,7 +212,7 @@ def test_serve_takes_a_run_s_folder_as_chat_does(tmp_path, monkeypatch) -> None:
     (tmp_path / "sft" / "run.json").write_text("{}")
     opened = []
 
-    def note(path, *_):
+    def note(path, *_, **_more):
         opened.append(path)
         return SimpleNamespace(engine=None, max_positions=None, tokenizer=tiny_tokenizer())
 
