@@ -27,11 +27,12 @@ SWITCHES = ("preview", "check_signal", "plan", "memory", "cards")  # what a stag
 COMMANDS = {"chat": "hybrid_rlhf.inference.chat.repl", "doctor": "hybrid_rlhf.commands.doctor",
             "qualify": "hybrid_rlhf.commands.qualify", "init": "hybrid_rlhf.commands.init",
             "export": "hybrid_rlhf.commands.export", "label": "hybrid_rlhf.commands.label",
-            "serve": "hybrid_rlhf.inference.server.serve"}
+            "serve": "hybrid_rlhf.inference.server.serve", "studio": "hybrid_rlhf.studio.command"}
 
 USAGE = """usage: {prog} --stage STAGE [--config FILE.yaml] [--dotted.key value ...]
        {prog} chat --model DIR
        {prog} serve --model DIR [--reward_model DIR] [--port 8000]
+       {prog} studio [--outputs DIR]
        {prog} label --data FILE [--model DIR] --judge.model DIR --output FILE
        {prog} export --model DIR --output_dir DIR [--gguf f16] [--ollama]
        {prog} init

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.chat import SkipRow, compose_prompt, encode_all
@@ -25,16 +25,13 @@ from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server.completion_protocol import CompletionRequest, read_completion
 from hybrid_rlhf.inference.server.completion_replies import given_prompts, stream_completion, whole_completion
 from hybrid_rlhf.inference.server.guard import Guard, read_body, refuse
+from hybrid_rlhf.inference.server.page_policy import with_policy
 from hybrid_rlhf.inference.server.protocol import ApiError, ChatRequest, read_chat, read_json, read_score
 from hybrid_rlhf.inference.server.replies import Answer, Asking, stream, whole
 from hybrid_rlhf.inference.server.served_model import Limits, Served, check_length
 from hybrid_rlhf.inference.server.worker import Job, Stopping, Worker
 
 PAGE = Path(__file__).parent / "page"
-PAGE_HEADERS = [
-    (b"content-security-policy", b"default-src 'self'; img-src data:; object-src 'none'; base-uri 'none'; "
-                                 b"form-action 'self'; frame-ancestors 'none'"),
-    (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"), (b"cache-control", b"no-cache")]
 BODY_SECONDS = 30.0
 T = TypeVar("T")
 
@@ -62,22 +59,8 @@ def make_app(models: list[Served], worker: Worker, limits: Limits, *, scorer: Sc
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(Exception, _refused)
     if (PAGE / "index.html").exists():
-        app.mount("/", _with_policy(StaticFiles(directory=PAGE, html=True)))
+        app.mount("/", with_policy(StaticFiles(directory=PAGE, html=True)))
     return Guard(app, api_key, is_local)
-
-
-def _with_policy(app: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """The page runs its own script, talks to its own server, and stands in nobody's frame."""
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        async def with_headers(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *PAGE_HEADERS]
-            await send(message)
-
-        await app(scope, receive, with_headers)
-
-    return answer
 
 
 async def _refused(request: Request, error: Exception) -> Response:

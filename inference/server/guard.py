@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import ipaddress
 import json
 import logging
 import signal
@@ -20,6 +19,7 @@ from uvicorn import Config
 from uvicorn import Server as UvicornServer
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from hybrid_rlhf.core.loopback import is_loopback
 from hybrid_rlhf.inference.server.protocol import ApiError
 
 HEADER_SECONDS = 10.0  # from a connection's (or a next request's) first byte to the end of its headers
@@ -32,14 +32,6 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _log = logging.getLogger(__name__)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine only."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower().rstrip(".") == "localhost"
 
 
 def refusal(error: ApiError) -> tuple[list[tuple[bytes, bytes]], bytes]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
+from hybrid_rlhf.core.loopback import is_loopback
 from hybrid_rlhf.core.text_safety import error_line
 from hybrid_rlhf.inference.named_models import NamedModel, named_models
 
@@ -66,8 +67,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def listening(host: str, port: int, has_key: bool) -> socket.socket:
     """A bound socket. UserError for an address that is not ours to take, or not without a key."""
-    from hybrid_rlhf.inference.server.guard import is_loopback
-
     check(is_loopback(host) or has_key, f"serve: --host {host} lets other machines in; give --api_key (or "
                                         f"{KEY_VARIABLE}), or stay on 127.0.0.1")
     try:
@@ -109,7 +108,7 @@ def run(argv: list[str] | None) -> int:
         raise UserError(f"serve: {error.name} is not installed; pip install 'hybrid-rlhf[serve]'") from error
     from hybrid_rlhf.inference.chat_models import model_folder
     from hybrid_rlhf.inference.scorer import Scorer
-    from hybrid_rlhf.inference.server.guard import STOP_SECONDS, PatientServer, TimeoutProtocol, is_loopback
+    from hybrid_rlhf.inference.server.guard import STOP_SECONDS, PatientServer, TimeoutProtocol
     from hybrid_rlhf.inference.server.worker import Worker
 
     judge = options.reward_model

@@ -16,6 +16,7 @@ H = "hybrid_rlhf"
 
 # package: (layer, its modules). A package imports from itself and from lower layers. The first row that fits counts.
 PACKAGES = {
+    "studio": (9, (f"{H}.studio",)),  # beside the command line, whose stages and commands it starts as processes
     "entry points": (8, ("train", f"{H}.api", f"{H}.api_inputs", f"{H}.cli", f"{H}.commands")),
     "training": (7, (f"{H}.training",)),
     "trainers": (6, (f"{H}.trainers",)),
@@ -63,13 +64,13 @@ DEPENDENCIES = {
     # fastapi brings it and starlette
     "pydantic": (f"{H}.inference.server.protocol", f"{H}.inference.server.completion_protocol"),
     "reasoning_gym": (f"{H}.rewards.reasoning_task",),
-    "starlette": (f"{H}.inference.server",),
+    "starlette": (f"{H}.inference.server", f"{H}.studio"),
     "tokenizers": (f"{H}.models",),
     "transformers": (f"{H}.models.hf_attention", f"{H}.models.load", f"{H}.models.backbone",
                      f"{H}.models.saving", f"{H}.models.shapes", f"{H}.models.tokenizer",
                      f"{H}.models.tool_schema", f"{H}.models.transformers_compat"),
     "triton": (f"{H}.kernels",),
-    "uvicorn": (f"{H}.inference.server",),
+    "uvicorn": (f"{H}.inference.server", f"{H}.studio.command"),
 }
 ANYWHERE = {"torch", "numpy", "safetensors", "rich", "yaml", "jinja2"}  # and the standard library
 LAZY = {"accelerate", "bitsandbytes", "datasets", "deepspeed", "gguf", "huggingface_hub",

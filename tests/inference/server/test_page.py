@@ -1,27 +1,16 @@
-"""The server's page in a real Chromium: it streams, stops, compares, scores, and needs nothing from elsewhere.
-
-Skipped where chromium and chromedriver are not installed (Debian: apt install chromium chromium-driver). The
-accessibility check needs axe-core from npm: npm install --prefix ~/.cache/hybrid_rlhf/npm axe-core@4, or AXE=FILE.
-"""
+"""The server's page in a real Chromium: it streams, stops, compares, scores, and needs nothing from elsewhere."""
 
 from __future__ import annotations
-
-import os
-import shutil
-from pathlib import Path
 
 import pytest
 
 from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server.served_model import Limits
+from tests.factories.browser import axe_faults, chromium, find, needs_axe, needs_browser, texts, until
 from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_scalar_model
 from tests.inference.server.tiny_server import chat, content, running
 
-DRIVER, BROWSER = shutil.which("chromedriver"), shutil.which("chromium") or shutil.which("google-chrome")
-AXE = Path(os.environ.get("AXE") or Path.home() / ".cache/hybrid_rlhf/npm/node_modules/axe-core/axe.min.js")
-pytestmark = pytest.mark.skipif(not (DRIVER and BROWSER), reason="no chromium and chromedriver on this machine")
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-         "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1100,900")
+pytestmark = needs_browser
 
 
 @pytest.fixture(scope="module")
@@ -40,17 +29,8 @@ def served(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    yield driver
-    driver.quit()
+    with chromium(tmp_path_factory.mktemp("chromium")) as driver:
+        yield driver
 
 
 @pytest.fixture
@@ -61,24 +41,6 @@ def page(browser, served):
     until(browser, lambda: Select(find(browser, "#model")).options)
     fill(browser, "#max_tokens", "12")
     return browser
-
-
-def find(browser, selector: str):
-    from selenium.webdriver.common.by import By
-
-    return browser.find_element(By.CSS_SELECTOR, selector)
-
-
-def texts(browser, selector: str) -> list[str]:
-    from selenium.webdriver.common.by import By
-
-    return [e.get_attribute("textContent") for e in browser.find_elements(By.CSS_SELECTOR, selector)]
-
-
-def until(browser, condition, seconds: float = 20):
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    return WebDriverWait(browser, seconds, poll_frequency=0.05).until(lambda _: condition())
 
 
 def fill(browser, selector: str, text: str) -> None:
@@ -174,19 +136,13 @@ def test_nothing_is_asked_of_any_other_origin(page, served):
     assert not [e for e in page.get_log("browser") if "Content Security Policy" in e["message"]]
 
 
-@pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not installed")
+@needs_axe
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious(page, scheme):
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
-    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     choose(page, "#other", "base")
     say(page, "Hello?")
     until(page, lambda: is_answered(page))
-    page.execute_cdp_cmd("Runtime.evaluate", {"expression": AXE.read_text(encoding="utf-8")})
-    found = page.execute_async_script("axe.run().then(arguments[0])")
-    assert found["passes"]
-    assert [(v["id"], v["impact"], [n["html"] for n in v["nodes"]]) for v in found["violations"]
-            if v["impact"] in ("serious", "critical")] == []
+    assert axe_faults(page, scheme) == []
 
 
 def test_without_a_mouse_tab_reaches_everything_in_order(browser, served):

@@ -1,0 +1,72 @@
+"""A headless Chromium over a page of ours, and what axe-core says of it.
+
+Tests are skipped where chromium and chromedriver are not installed (Debian: apt install chromium chromium-driver). The
+accessibility check needs axe-core from npm: npm install --prefix ~/.cache/hybrid_rlhf/npm axe-core@4, or AXE=FILE.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+DRIVER, BROWSER = shutil.which("chromedriver"), shutil.which("chromium") or shutil.which("google-chrome")
+AXE = Path(os.environ.get("AXE") or Path.home() / ".cache/hybrid_rlhf/npm/node_modules/axe-core/axe.min.js")
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+         "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1100,900")
+needs_browser = pytest.mark.skipif(not (DRIVER and BROWSER), reason="no chromium and chromedriver on this machine")
+needs_axe = pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not installed")
+
+
+@contextmanager
+def chromium(profile: Path) -> Iterator:
+    """A browser of its own, with a folder for its profile."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for flag in (*FLAGS, f"--user-data-dir={profile}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def find(browser, selector: str):  # noqa: ANN001, ANN201
+    from selenium.webdriver.common.by import By
+
+    return browser.find_element(By.CSS_SELECTOR, selector)
+
+
+def texts(browser, selector: str) -> list[str]:  # noqa: ANN001
+    from selenium.webdriver.common.by import By
+
+    return [e.get_attribute("textContent") for e in browser.find_elements(By.CSS_SELECTOR, selector)]
+
+
+def until(browser, condition: Callable[[], object], seconds: float = 20):  # noqa: ANN001, ANN201
+    """What `condition` says as soon as it says anything; a node that is replaced meanwhile is looked for again."""
+    from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    gone = (NoSuchElementException, StaleElementReferenceException)
+    return WebDriverWait(browser, seconds, poll_frequency=0.05, ignored_exceptions=gone).until(lambda _: condition())
+
+
+def axe_faults(browser, scheme: str = "light", impacts: tuple[str, ...] = ("serious", "critical")) -> list:  # noqa: ANN001
+    """(rule, impact, nodes) of each violation of the page as it stands, in a light or dark scheme."""
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    browser.execute_cdp_cmd("Runtime.evaluate", {"expression": AXE.read_text(encoding="utf-8")})
+    found = browser.execute_async_script("axe.run().then(arguments[0])")
+    assert found["passes"]
+    return [(v["id"], v["impact"], [n["html"] for n in v["nodes"]]) for v in found["violations"]
+            if v["impact"] in impacts]

@@ -1,0 +1,105 @@
+"""Who may come in: not another page, not a rebound name, not without the token; and what is refused in one line."""
+
+from __future__ import annotations
+
+import pytest
+from starlette.testclient import TestClient
+
+from hybrid_rlhf.studio.studio import Refused, Route, Studio
+from hybrid_rlhf.studio.studio_app import make_app
+
+TOKEN, PORT = "t" * 32, 8090
+BASE = f"http://127.0.0.1:{PORT}"
+
+
+def refuse(_query, _body):
+    raise Refused(409, "no", "data.sources")
+
+
+def fail(_query, _body):
+    raise KeyError("x")
+
+
+@pytest.fixture
+def client(tmp_path):
+    routes = [Route("GET", "/api/echo", lambda query, _body: query),
+              Route("POST", "/api/echo", lambda _query, body: body),
+              Route("GET", "/api/refuse", refuse), Route("GET", "/api/fail", fail)]
+    with TestClient(make_app(Studio(tmp_path), routes, TOKEN, PORT), base_url=BASE, follow_redirects=False) as found:
+        yield found
+
+
+@pytest.fixture
+def inside(client):
+    assert client.get("/", params={"token": TOKEN}).status_code == 303
+    return client
+
+
+def test_the_printed_address_lets_in_and_hides_its_token(client):
+    assert client.get("/").status_code == 401
+    answer = client.get("/", params={"token": TOKEN})
+    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+    cookie = answer.headers["set-cookie"].lower()
+    assert "httponly" in cookie and "samesite=strict" in cookie
+    page = client.get("/")
+    assert page.status_code == 200 and "studio.js" in page.text
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+
+
+@pytest.mark.parametrize("token", ["", "x", TOKEN + "t", "é"])
+def test_a_wrong_token_opens_nothing(client, token):
+    assert client.get("/", params={"token": token}).status_code == 401
+    assert client.get("/api/echo", cookies={f"studio_{PORT}": "x"}).status_code == 401
+    assert client.get("/api/echo", params={"token": TOKEN}).status_code == 401  # the first address alone takes it
+
+
+@pytest.mark.parametrize("headers", [
+    {"host": "evil.example"}, {"host": f"evil.example:{PORT}"}, {"host": "127.0.0.1"}, {"host": "127.0.0.1:1"},
+    {"host": f"127.0.0.1:{PORT}@evil.example"}, {"host": f"127.0.0.1.evil.example:{PORT}"}, {"host": ""},
+    {"host": f"127.0.0.1:{PORT}/x"}, {"host": "[::1"}, {"host": "127.0.0.1:x"},
+    {"origin": "http://evil.example"}, {"origin": "null"}, {"origin": f"https://127.0.0.1:{PORT}"},
+    {"origin": "http://127.0.0.1:1"}, {"sec-fetch-site": "cross-site"}, {"sec-fetch-site": "same-site"}])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_other_names_and_other_pages_are_refused(inside, headers, method):
+    answer = inside.request(method, "/api/echo", headers=headers, **({"json": {}} if method == "POST" else {}))
+    assert answer.status_code == 403
+
+
+@pytest.mark.parametrize("host", [f"127.0.0.1:{PORT}", f"localhost:{PORT}", f"[::1]:{PORT}"])
+def test_names_of_this_machine_are_let_in(inside, host):
+    headers = {"host": host, "origin": f"http://{host}", "sec-fetch-site": "same-origin",
+               "cookie": f"studio_{PORT}={TOKEN}"}
+    assert inside.get("/api/echo", params={"a": "b"}, headers=headers).json() == {"a": "b"}
+
+
+def test_a_link_from_elsewhere_may_open_the_page_alone(inside):
+    assert inside.get("/", headers={"sec-fetch-site": "cross-site"}).status_code == 200
+
+
+def test_bodies_are_json_objects_of_a_bounded_size(inside):
+    assert inside.post("/api/echo", json={"a": [1]}).json() == {"a": [1]}
+    assert inside.post("/api/echo", content="{}", headers={"content-type": "text/plain"}).status_code == 415
+    for text, status in (("[]", 400), ("{", 400), ("[" * 10**5, 400), ('{"a": "' + "x" * 2**20 + '"}', 413)):
+        answer = inside.post("/api/echo", content=text, headers={"content-type": "application/json"})
+        assert answer.status_code == status
+
+
+def test_refusals_and_faults_are_one_line(inside):
+    assert inside.get("/api/refuse").json() == {"error": "no", "option": "data.sources"}
+    answer = inside.get("/api/fail")
+    assert answer.status_code == 500 and "KeyError" in answer.json()["error"] and "Traceback" not in answer.text
+    assert inside.get("/../studio.py").status_code == 404
+
+
+@pytest.mark.parametrize("name", ["", None, 3, "..", "../x", "a/../b", "/etc", "a//b", ".studio", "a/.git", "a\0b",
+                                  "link", "link/inner", "none", "file"])
+def test_only_folders_below_the_outputs_are_runs(tmp_path, name):
+    outputs = tmp_path / "outputs"
+    (outputs / "a").mkdir(parents=True)
+    (tmp_path / "secret" / "inner").mkdir(parents=True)
+    (outputs / ".studio").mkdir()
+    (outputs / "file").write_text("")
+    (outputs / "link").symlink_to(tmp_path / "secret")
+    assert Studio(outputs).folder("a") == outputs / "a"
+    with pytest.raises(Refused):
+        Studio(outputs).folder(name)
