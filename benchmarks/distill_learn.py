@@ -34,7 +34,8 @@ _LOOP = ["--train.max_steps=100000", "--train.lr_scheduler_type=constant", "--tr
 
 class Task(NamedTuple):
     """start(work, seed), teacher(work, seed): folders of models. words: of each stage. max_new_tokens: of an answer.
-    data: (sources, split, eval_fraction, max_prompt_length) of the prompts. is_right: of a rollout's answers."""
+    data(work), held_out(work): path, split, eval_fraction and max_prompt_length of the prompts that are trained on, and
+    of those to be measured by. is_right: of a rollout's answers."""
 
     start: Callable[[Path, int], Path]
     teacher: Callable[[Path, int], Path]

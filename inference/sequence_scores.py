@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from hybrid_rlhf.algorithms.likelihood import chunk_rows
-from hybrid_rlhf.algorithms.top_tokens import top_tokens
+from hybrid_rlhf.algorithms.divergence import top_k_logprobs
+from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs_and
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.models.backbone import own_head
@@ -54,12 +54,13 @@ class SequenceScorer:
         states = self._reader.states(ids if with_next else ids[:-1], column)[start - 1 - column :]
         targets = torch.tensor([*ids[start:], *([0] if with_next else [])], device=states.device)
         size = chunk_rows(self._model.config.get_text_config().vocab_size, torch.float32)
-        found = top_tokens(states, targets, own_head(self._model), num_top, size)
-        check(not found.logprobs.isnan().any(), "the model's logits are not finite: its weights have broken; "
-                                                "serve an earlier model")
-        tops = [tuple(zip(*pair, strict=True)) for pair in zip(found.ids.tolist(), found.top_logprobs.tolist(),
-                                                                strict=True)]
-        scored = [ScoredToken(*each) for each in zip(targets.tolist(), found.logprobs.tolist(), tops, strict=True)]
+        (logprobs, *_), likeliest = token_logprobs_and(lambda logits: top_k_logprobs(logits, num_top), (), states,
+                                                       targets, own_head(self._model), chunk_size=size)
+        check(not logprobs.isnan().any(), "the model's logits are not finite: its weights have broken; serve an "
+                                          "earlier model")
+        tops = [tuple(zip(*pair, strict=True)) for pair in zip(*(part.tolist() for part in likeliest), strict=True)]
+        scored = [ScoredToken(token, dict(top).get(token, logprob), top)  # one number for one that is among them
+                  for token, logprob, top in zip(targets.tolist(), logprobs.tolist(), tops, strict=True)]
         if with_next:
             (token, logprob), *_ = scored[-1].top
             scored[-1] = scored[-1]._replace(token=token, logprob=logprob)

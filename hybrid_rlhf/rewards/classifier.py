@@ -54,13 +54,8 @@ class ClassifierSource:
                                          "token-classification one, which scores steps; give one with such a head, as "
                                          "a --stage reward run's model/ has")
         labels = [str(config.id2label[i]) for i in range(config.num_labels)]
-        check(self.label is not None or len(labels) == 1,
-              f"reward.models: {self.path} has the labels {', '.join(labels)}; give {option} {{label: {labels[-1]}}}")
-        known = [*labels, *map(str, range(len(labels)))]
-        check(self.label is None or str(self.label) in known,
-              f"{option}: {self.path} has no label {self.label}{nearest(str(self.label), labels)}; there are "
-              f"{', '.join(labels)}")
-        self._index = 0 if self.label is None else known.index(str(self.label)) % len(labels)
+        label = 0 if self.label is None and len(labels) == 1 else self.label
+        self._index = label_index(label, labels, self.path, option)
 
     @property
     def _settings(self) -> ModelConfig:
@@ -118,3 +113,14 @@ def open_model(path: str, settings: ModelConfig, load_model: Callable) -> tuple[
     load.prepare(model, settings, len(tokenizer))
     model.config.pad_token_id = tokenizer.pad_token_id
     return model.eval().requires_grad_(False), tokenizer
+
+
+def label_index(label: str | int | None, labels: list[str], path: str, option: str, meant: str = "") -> int:
+    """The number of a label of the model at `path`, given by name or number. UserError for none, or one that it does
+    not have; option: where it is given, meant: which one is."""
+    check(label is not None, f"reward.models: {path} has the labels {', '.join(labels)}; give {option} "
+                             f"{{label: {labels[-1]}}}{meant}")
+    known = [*labels, *map(str, range(len(labels)))]
+    check(str(label) in known, f"{option}: {path} has no label {label}{nearest(str(label), labels)}; there are "
+                               f"{', '.join(labels)}")
+    return known.index(str(label)) % len(labels)

@@ -17,7 +17,7 @@ from hybrid_rlhf.data.chat import Text
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.tokenizer import Tokenizer
-from hybrid_rlhf.rewards.classifier import BATCH_SIZE, open_model
+from hybrid_rlhf.rewards.classifier import BATCH_SIZE, label_index, open_model
 from hybrid_rlhf.rollout import Rollout
 
 # What the score of a response is, by the probabilities of its steps.
@@ -75,12 +75,7 @@ class ProcessSource:
         check(len(labels) > 1, f"reward.models: {self.path} has the one label {labels[0]}; a step's probability needs "
                                "two or more")
         label = 1 if self.label is None and labels == _TRL_LABELS else self.label
-        check(label is not None, f"reward.models: {self.path} has the labels {', '.join(labels)}; give {option} "
-                                 f"{{label: {labels[-1]}}}, that of a good step")
-        known = [*labels, *map(str, range(len(labels)))]
-        check(str(label) in known, f"{option}: {self.path} has no label {label}{nearest(str(label), labels)}; there "
-                                   f"are {', '.join(labels)}")
-        self._index = known.index(str(label)) % len(labels)
+        self._index = label_index(label, labels, self.path, option, ", that of a good step")
 
     @property
     def _settings(self) -> ModelConfig:

@@ -16,9 +16,8 @@ from hybrid_rlhf.core.function_worker import one_line
 from hybrid_rlhf.rewards import BadAnswer
 from hybrid_rlhf.rewards.deadline import within
 from hybrid_rlhf.rewards.functions import inputs
+from hybrid_rlhf.rewards.http_answer import TRY_AGAIN, read_whole
 from hybrid_rlhf.rollout import Rollout
-
-_TRY_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # too busy or gone for now (RFC 9110, RFC 6585)
 
 
 @dataclass
@@ -57,7 +56,7 @@ class ServiceSource:
             try:
                 answer = within(self.timeout, lambda: self._post(part))
             except urllib.error.HTTPError as error:
-                if error.code not in _TRY_AGAIN or attempt >= self.retries:
+                if error.code not in TRY_AGAIN or attempt >= self.retries:
                     self._fail(f"answered status {error.code} ({error.reason})", first, size, attempt)
             except (OSError, HTTPException) as error:  # refused, reset, no such host, no answer in time, half of one
                 if attempt >= self.retries:
@@ -80,10 +79,7 @@ class ServiceSource:
     def _post(self, part: dict[str, list]) -> object:
         request = urllib.request.Request(self.url, json.dumps(part).encode(), {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=self.timeout) as answer:
-            text = answer.read().strip()
-        if not text or (text.startswith(b"{") and not text.endswith(b"}")):  # of a service that tells no length
-            raise ConnectionResetError("the connection was closed in the midst of the answer")
-        return json.loads(text)
+            return json.loads(read_whole(answer))
 
     def _fail(self, what: str, first: int, size: int, attempt: int) -> NoReturn:
         tries = f" after {attempt + 1} tries" if attempt else ""

@@ -58,17 +58,17 @@ class Teacher:
         """What it says of the loss tokens of `batch`, on the CPU, without gradients; with top_k > 0 its likeliest words
         in place of hidden states. UserError for tokens that it does not have, and for weights in parts without
         top_k."""
-        return self.read(batch, kind, top_k)[0]
+        return self.read(batch, kind, top_k, temperature=None)[0]
 
     @torch.no_grad()
     def read(self, batch: SequenceBatch, kind: Divergence, top_k: int = 0,
-             temperature: float = 1.0) -> tuple[TeacherTargets, list[Tensor]]:
+             temperature: float | None = 1.0) -> tuple[TeacherTargets, list[Tensor]]:
         """`targets`, and of each row the log-probabilities (n,) fp32 of its loss tokens, of the logits over
-        `temperature` (that of the divergence is its own)."""
+        `temperature` (that of the divergence is its own); None: these are not wanted, and 0."""
         module = self.engine.module
         self.check(top_k)
         self._check_tokens(batch)
-        ask = _likeliest(self.engine, kind, top_k, temperature) if top_k else _hidden(module, temperature)
+        ask = _likeliest(self.engine, kind, top_k, temperature or 1.0) if top_k else _hidden(module, temperature)
         counts = batch.loss_mask[:, 1:].sum(1)
         found: list[tuple[Tensor, ...]] = [()] * len(batch)  # row -> (rows[, ids], logprobs)
         for index, parts in score(self.engine, batch, self.max_tokens, ask):
@@ -104,13 +104,16 @@ def head_tensors(model: Any) -> list[Tensor]:
     return [*outside, *(head.parameters() if head is not None else ())]
 
 
-def _hidden(module: PolicyModule, temperature: float) -> Callable[[SequenceBatch], tuple[Tensor, ...]]:
-    """Rows -> hidden states (N, H) of their loss tokens, and the log-probabilities (N,) of these."""
+def _hidden(module: PolicyModule, temperature: float | None) -> Callable[[SequenceBatch], tuple[Tensor, ...]]:
+    """Rows -> hidden states (N, H) of their loss tokens, and the log-probabilities (N,) of these, or 0 without a
+    temperature: no head is taken to them then."""
 
     config: Any = module.model.config  # of transformers
 
     def ask(rows: SequenceBatch) -> tuple[Tensor, ...]:
         hidden = module.states(rows).rows
+        if temperature is None:
+            return hidden, hidden.new_zeros(len(hidden))
         size = chunk_rows(config.get_text_config().vocab_size, hidden.dtype)
         logprobs, _, _ = token_logprobs(hidden, predicted(rows), own_head(module.model), temperature, size,
                                         score_logits=ops_for(hidden.device.type).token_scores)

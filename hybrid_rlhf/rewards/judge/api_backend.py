@@ -20,13 +20,13 @@ from hybrid_rlhf.core import strict_json
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.function_worker import one_line
 from hybrid_rlhf.rewards.deadline import within
+from hybrid_rlhf.rewards.http_answer import TRY_AGAIN, read_whole
 from hybrid_rlhf.rewards.judge.budget import Budget
 from hybrid_rlhf.rewards.judge.judge_backend import Failure
 from hybrid_rlhf.rewards.judge.judge_prompts import Chat
 
 T = TypeVar("T")
 
-TRY_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)  # too busy or gone for now
 OF_ONE_CHAT = (400, 413, 422)  # what is wrong with this request (too long?) need not be with the next
 MAX_BYTES = 4 << 20  # of an answer
 MAX_WAIT = 60.0  # seconds before a request is made again
@@ -177,11 +177,9 @@ class ApiBackend:
             {"Authorization": f"Bearer {self._key}"} if self._key else {})
         request = urllib.request.Request(self._address, strict_json.to_json(body).encode(), headers)
         with self._opener.open(request, timeout=self.timeout) as answer:
-            text = answer.read(MAX_BYTES + 1).strip()
+            text = read_whole(answer, MAX_BYTES)
         if len(text) > MAX_BYTES:
             raise _Wrong(f"answered more than {MAX_BYTES >> 20} MiB")
-        if not text or (text.startswith(b"{") and not text.endswith(b"}")):  # of an address that tells no length
-            raise ConnectionResetError("the connection was closed in the midst of the answer")
         try:
             return strict_json.loads(text.decode("utf-8"))
         except (ValueError, RecursionError) as error:

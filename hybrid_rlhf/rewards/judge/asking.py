@@ -74,10 +74,13 @@ class Asker:
             asked = {key: chat for key, chat, of in zip(keys, chats, words, strict=True)
                      if key not in found and tuple(of) == kind}
             for key, answer in zip(asked, self.backend.choose(list(asked.values()), kind), strict=True):
-                found[key] = answer if isinstance(answer, Failure) or sum(answer) > 0 else Failure(
-                    f"none of {', '.join(kind)} is likely to be said")
-                if not isinstance(answer, Failure):
+                found[key] = answer
+                if isinstance(answer, Failure):
+                    continue
+                if sum(answer) > 0:
                     self.cache.put(key, answer)
+                else:
+                    found[key] = Failure(f"none of {', '.join(kind)} is likely to be said")
         return self._all(keys, found)
 
     def _known(self, keys: list[str], read: Callable) -> dict:
