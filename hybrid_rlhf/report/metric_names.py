@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from hybrid_rlhf.report.terminal import memory
-
 # * stands for any text; the first row that fits is taken.
 MEANINGS: dict[str, str] = {
     "step": "optimizer steps so far",
@@ -115,6 +113,8 @@ def meaning(name: str) -> str:
 
 def shown(name: str, value: float | None) -> float | str:
     """A metric's value for people: bytes as MiB or GiB, a word where there is no number."""
+    from hybrid_rlhf.report.terminal import memory  # it loads torch, and the studio asks for meanings only
+
     if value is None:
         return "not a number"
     return memory(value) if any(fnmatchcase(name, pattern) for pattern in BYTES) else value

@@ -17,6 +17,7 @@ from starlette.routing import Route as Address
 from starlette.staticfiles import StaticFiles
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.inference.server.page_policy import with_policy
 from hybrid_rlhf.studio.access import Access
 from hybrid_rlhf.studio.studio import Refused, Route, Studio
@@ -49,10 +50,15 @@ def make_app(studio: Studio, routes: Iterable[Route], token: str, port: int,
 def _json(route: Route) -> Callable:
     async def answer(request: Request) -> Response:
         body = await _body(request) if route.method == "POST" else {}
-        return JSONResponse(await asyncio.to_thread(route.handle, dict(request.query_params), body),
-                            headers={"cache-control": "no-store"})
+        return await asyncio.to_thread(_told, route, dict(request.query_params), body)
 
     return _guarded(answer)
+
+
+def _told(route: Route, query: dict[str, str], body: dict) -> Response:
+    """Strict JSON, whatever other people's files held: NaN becomes null, half a surrogate pair its escape."""
+    return Response(to_json(route.handle(query, body)), media_type="application/json",
+                    headers={"cache-control": "no-store"})
 
 
 async def _body(request: Request) -> dict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hybrid_rlhf.studio.runs_part import open_runs
 from hybrid_rlhf.studio.studio import Route, Studio
 
 
@@ -11,4 +12,7 @@ def open_parts(studio: Studio) -> tuple[list[Route], list[Callable[[], None]]]:
     """All addresses, and what is called when the studio ends."""
     routes: list[Route] = []
     closers: list[Callable[[], None]] = []
+    found, close = open_runs(studio)
+    routes += found
+    closers.append(close)
     return routes, closers
