@@ -195,7 +195,7 @@ class GrowingLines:
                 self._is_within, place, rest = True, place + len(rest), b""
             self._place = place
             self._before = _read(self.path, handle, min(_MARK, place), place - min(_MARK, place))
-        return False
+        return place + len(rest) >= os.fstat(handle).st_size
 
 
 def is_held(folder: Path) -> bool | None:
@@ -262,12 +262,21 @@ def subfolders(folder: Path) -> list[Path]:
 def has_model(folder: Path) -> bool:
     """Whether the run has left a model, all of it or an adapter."""
     inner = folder / MODEL
-    return is_folder(inner) and any((inner / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return is_folder(inner) and any(is_file(inner / name) for name in ("config.json", "adapter_config.json"))
 
 
 def is_folder(path: Path) -> bool:
     """A folder itself, no link to one."""
+    return stat.S_ISDIR(_mode(path))
+
+
+def is_file(path: Path) -> bool:
+    """An ordinary file itself, no link to one."""
+    return stat.S_ISREG(_mode(path))
+
+
+def _mode(path: Path) -> int:
     try:
-        return stat.S_ISDIR(path.lstat().st_mode)
+        return path.lstat().st_mode
     except (OSError, ValueError):
-        return False
+        return 0

@@ -105,7 +105,7 @@ class RunList:
 
     def _one(self, run: str) -> tuple[dict, _Known]:
         folder = self._studio.folder(run)
-        if mark(folder / RECORD) is None:
+        if not run_files.is_file(folder / RECORD):
             raise Refused(404, f"there is no run {run[:100]!r}")
         with self._lock:
             if run not in self._known:
@@ -134,8 +134,9 @@ class RunList:
         self._weigh(known, status)
         self._look_for_alarms(known, status)
         return {"id": run, "stage": record.stage, "status": status, "step": known.step, "max_steps": record.total,
-                "max_seconds": record.max_seconds, "started": _text(record.started), "finished": record.finished, "seconds": _seconds(known, status),
-                "parents": run_parents.shown(run, record.parents, self._known), "headline": known.headline,
+                "max_seconds": record.max_seconds, "started": _text(record.started), "finished": record.finished,
+                "seconds": _seconds(known, status), "headline": known.headline,
+                "parents": run_parents.shown(run, record.parents, self._known),
                 "alarms": None if known.alarms is None else len(known.alarms), "bytes": known.bytes,
                 "has_model": known.has_model, "error": record.error or next(iter(known.damage.values()), None)}
 

@@ -1,0 +1,294 @@
+"""Curves from a metrics.jsonl that grows, shrinks, is replaced or damaged; each value is worked out from the rows."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import statistics
+import tracemalloc
+
+import pytest
+
+from hybrid_rlhf.report import alarms
+from hybrid_rlhf.studio import history_reader, run_files
+from hybrid_rlhf.studio.history_reader import Histories, History, told
+from hybrid_rlhf.studio.run_files import Unreadable
+from hybrid_rlhf.studio.studio import Refused
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    return tmp_path
+
+
+def write(folder, rows, mode="a"):
+    with (folder / "metrics.jsonl").open(mode) as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def curve(found, name):
+    series = found["series"][name]
+    return list(zip(series["steps"], series["low"], series["high"], series["mean"], strict=True))
+
+
+def ask(histories, folder, names, points=400):
+    return told(histories, folder, {"names": names, "points": str(points)})
+
+
+def test_few_steps_are_told_as_they_are(folder):
+    write(folder, [{"step": s, "reward": s / 7, "loss": -s} for s in range(1, 31)])
+    write(folder, [{"step": 30, "eval/reward": 2.5, "eval/loss": 1}])
+    found = ask(Histories(), folder, "reward,eval/reward,none,loss")
+    assert found["step"] == 30 and found["notes"] == [] and sorted(found["series"]) == ["eval/reward", "loss", "reward"]
+    assert curve(found, "reward") == [(s, s / 7, s / 7, s / 7) for s in range(1, 31)]
+    assert curve(found, "loss")[4] == (5, -5.0, -5.0, -5.0)
+    assert curve(found, "eval/reward") == [(30, 2.5, 2.5, 2.5)]
+
+
+@pytest.mark.parametrize("num_rows", [7, 100, 2047, 2048, 2049, 5000, 10_001])
+@pytest.mark.parametrize("points", [2, 10, 333, 2000])
+def test_buckets_have_the_lowest_the_highest_and_the_mean(folder, num_rows, points):
+    draw = random.Random(3)
+    values = {s: draw.gauss(0, 1) for s in range(1, num_rows + 1)}
+    write(folder, [{"step": s, "reward": v} for s, v in values.items()])
+    found = curve(ask(Histories(), folder, "reward", points), "reward")
+    assert len(found) <= points and (num_rows > points or len(found) == num_rows or num_rows >= 2048)
+    assert found[-1][0] == num_rows
+    start = 0
+    for step, low, high, mean in found:
+        inside = [values[s] for s in range(start + 1, step + 1)]
+        assert (low, high) == (min(inside), max(inside)) and mean == pytest.approx(statistics.fmean(inside), abs=1e-12)
+        start = step
+
+
+def test_metrics_that_come_late_or_seldom_have_no_gaps_of_nulls(folder):
+    write(folder, [{"step": s, "loss": 1.0} | ({"late": 5.0} if s > 6 else {}) | ({"seldom": s} if s % 4 == 0 else {})
+                   for s in range(1, 11)])
+    found = ask(Histories(), folder, "late,seldom")
+    assert [p[0] for p in curve(found, "late")] == [7, 8, 9, 10]
+    assert curve(found, "seldom") == [(4, 4.0, 4.0, 4.0), (8, 8.0, 8.0, 8.0)]
+
+
+def test_what_is_not_finite_is_null_and_an_alarm(folder):
+    with (folder / "metrics.jsonl").open("w") as file:
+        file.write('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": null}\n{"step": 3, "loss": NaN}\n'
+                   '{"step": 4, "loss": -Infinity}\n{"step": 5, "loss": 1e999}\n{"step": 6, "loss": 2.0}\n')
+    histories = Histories()
+    assert [p[3] for p in curve(ask(histories, folder, "loss"), "loss")] == [1.0, None, None, None, None, 2.0]
+    assert curve(ask(histories, folder, "loss", 2), "loss") == [(3, 1.0, 1.0, 1.0), (6, 2.0, 2.0, 2.0)]
+    found = histories.look(folder, lambda history: history.alarms([]))
+    assert [a.name for a in found] == ["not a number"] and "loss" in found[0].text and "step 2" in found[0].text
+
+
+def test_one_value_that_is_not_finite_is_an_alarm_in_a_long_run_too(folder):
+    write(folder, [{"step": s, "reward": 1.0, "reward_std": 1.0, "loss": None if s == 3001 else 1.0}
+                   for s in range(1, 6001)])
+    found = Histories().look(folder, lambda history: history.alarms([]))
+    assert "loss was not a finite number at step 3001." in found[0].text
+
+
+def test_damaged_lines_and_values_are_passed_over_and_counted(folder):
+    (folder / "metrics.jsonl").write_bytes(
+        b'{"step": 1, "loss": 1.0, "text": "x", "number": "0.5", "list": [1], "is": true}\n\n'
+        b'{"step": 2, "loss"\n[1]\n"x"\n\xff\xfe\n{"loss": 9.0}\n{"step": "3", "loss": 9.0}\n{"step": 2.0, "loss": 9}\n'
+        b'{"step": true, "loss": 9.0}\n{"step": -1, "loss": 9.0}\n' + b"[" * 10**5 + b"\n"
+        b'{"step": ' + b"1" * 5000 + b'}\n{"step": 99999999999999999999}\n'
+        b'{"step": 3, "loss": 3.0, "big": ' + b"1" * 400 + b'}\n{"step": 3, "loss": 9.0}\n{"step": 2, "loss": 9.0}\n')
+    histories = Histories()
+    for _ in range(2):  # counted once
+        found = ask(histories, folder, "loss,text,number,list,is,big")
+        assert curve(found, "loss") == [(1, 1.0, 1.0, 1.0), (3, 3.0, 3.0, 3.0)]
+        assert curve(found, "is") == [(1, 1.0, 1.0, 1.0)] and curve(found, "big") == [(3, None, None, None)]
+        assert set(found["series"]) == {"loss", "is", "big"}
+        assert found["notes"] == ["metrics.jsonl: 12 lines that are no rows were passed over",
+                                  "metrics.jsonl: 2 rows whose step is not after the one before were passed over",
+                                  "metrics.jsonl: 3 values are no numbers and were passed over"]
+
+
+def test_a_line_is_taken_when_it_is_whole(folder):
+    histories, path = Histories(), folder / "metrics.jsonl"
+    text = '{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 2.0}\n'
+    for end in range(len(text) + 1):
+        path.write_text(text[:end]) if end == 0 else path.open("a").write(text[end - 1])
+        series = ask(histories, folder, "loss")
+        assert len(series["series"].get("loss", {"steps": []})["steps"]) == text[:end].count("\n")
+        assert series["notes"] == []
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_is_read_anew(folder):
+    histories, path = Histories(), folder / "metrics.jsonl"
+    write(folder, [{"step": s, "loss": float(s)} for s in range(1, 21)])
+    assert ask(histories, folder, "loss")["step"] == 20
+    lines = path.read_text().splitlines(keepends=True)
+    path.open("r+").truncate(sum(map(len, lines[:10])))
+    assert ask(histories, folder, "loss")["step"] == 10
+    path.open("r+").truncate(sum(map(len, lines[:5])))
+    write(folder, [{"step": s, "loss": -float(s)} for s in range(6, 40)])  # longer than it was
+    found = curve(ask(histories, folder, "loss"), "loss")
+    assert [p[3] for p in found] == [float(s) if s <= 5 else -float(s) for s in range(1, 40)]
+
+
+@pytest.mark.parametrize("how", ["replaced", "written anew", "gone", "empty"])
+def test_a_file_of_another_run_is_read_anew(folder, how):
+    histories, path = Histories(), folder / "metrics.jsonl"
+    write(folder, [{"step": s, "loss": 1.0} for s in range(1, 21)])
+    assert ask(histories, folder, "loss")["step"] == 20
+    rows = [{"step": s, "other": 2.5} for s in range(1, 31)]
+    if how == "replaced":
+        (folder / "new").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.replace(folder / "new", path)
+    elif how == "written anew":
+        write(folder, rows, "w")
+    else:
+        path.unlink() if how == "gone" else path.write_text("")
+        found = ask(histories, folder, "loss,other")
+        assert found == {"step": None, "notes": [], "series": {}}
+        write(folder, rows)
+    found = ask(histories, folder, "loss,other")
+    assert found["step"] == 30 and set(found["series"]) == {"other"} and len(curve(found, "other")) == 30
+
+
+def test_an_update_reads_what_is_new(folder):
+    rows = [{"step": s, **{f"metric/{i}": s * i for i in range(30)}} for s in range(1, 20_001)]
+    write(folder, rows)
+    size, history = (folder / "metrics.jsonl").stat().st_size, History(folder)
+    history.update()
+    assert history.is_whole and size <= history._lines.num_bytes <= size + 2**20
+    before = history._lines.num_bytes
+    for _ in range(10):
+        history.update()
+    assert history._lines.num_bytes == before
+    write(folder, [{"step": 20_001, "metric/3": 7.0}])
+    history.update()
+    assert history.step == 20_001 and history._lines.num_bytes - before < 100
+    assert history.curve("metric/3", 5)[-1].step == 20_001
+
+
+def test_a_large_file_is_read_in_parts_and_that_is_said(folder):
+    write(folder, [{"step": s, "loss": 1.0, "x": "x" * 1000} for s in range(1, 4001)])  # 4 MB
+    histories, steps = Histories(), []
+    for _ in range(6):
+        steps.append(histories.look(folder, lambda h: (h.step, h.is_whole), 10**6))
+    assert steps[0][0] < steps[1][0] < steps[-1][0] == 4000 and steps[-1][1] and not steps[0][1]
+    fresh = Histories()
+    fresh.look(folder, lambda _: None, 10**6)
+    note = "metrics.jsonl: it is not read to its end yet"
+    assert note in fresh.look(folder, lambda h: h.notes, 1) and note not in fresh.look(folder, lambda h: h.notes)
+
+
+def test_a_line_without_an_end_takes_no_memory(folder, monkeypatch):
+    monkeypatch.setattr(run_files, "MAX_LINE", 2**20)
+    path = folder / "metrics.jsonl"
+    write(folder, [{"step": 1, "loss": 1.0}])
+    with path.open("a") as file:
+        for _ in range(40):
+            file.write("x" * 2**20)
+    history = History(folder)
+    tracemalloc.start()
+    history.update()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 * 2**20 and history.step == 1
+    with path.open("a") as file:
+        file.write("x\n")
+    write(folder, [{"step": 2, "loss": 1.0}])
+    history.update()
+    assert history.step == 2 and history.notes == ["metrics.jsonl: 1 lines were too long and were passed over"]
+    read = history._lines.num_bytes
+    write(folder, [{"step": 3, "loss": 1.0}])
+    history.update()
+    assert history.step == 3 and history._lines.num_bytes - read < 100
+
+
+def test_fifty_thousand_steps_take_little_memory(folder):
+    row = {f"group/metric_{i}": 0.1 * i for i in range(60)}
+    text = json.dumps(row)[1:]
+    with (folder / "metrics.jsonl").open("w") as file:
+        file.writelines(f'{{"step": {s}, {text}\n' for s in range(1, 50_001))
+    history = History(folder)
+    tracemalloc.start()
+    history.update()
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert history.step == 50_000 and history.is_whole
+    assert kept < 12 * 2**20 and peak < 40 * 2**20  # of a file of 70 MB
+    assert len(history.curve("group/metric_7", 400)) <= 400
+
+
+def test_the_number_of_metrics_and_of_histories_is_bounded(tmp_path, monkeypatch):
+    write(tmp_path, [{"step": s, **{f"m{s}-{i}": 1.0 for i in range(100)}, "x" * 10**5: 1.0} for s in range(1, 20)])
+    found = Histories()
+    names, notes = found.look(tmp_path, lambda history: (history.names, history.notes))
+    assert len(names) == history_reader.MAX_NAMES and "more than 400 metrics" in notes[0]
+    assert max(map(len, names)) < 100
+    for i in range(30):
+        (tmp_path / str(i)).mkdir()
+        found.look(tmp_path / str(i), lambda history: history.step)
+    assert len(found._known) == history_reader.MAX_HISTORIES
+
+
+def test_alarms_are_those_of_the_rows_themselves(folder):
+    draw = random.Random(5)
+    rows = [{"step": s, "reward": s / 500 + draw.gauss(0, 0.1), "reward_std": 1.0, "objective/kl": s / 50,
+             "rewards/length/mean": -s / 300 + draw.gauss(0, 0.1), "rewards/length/std": 1.0,
+             "completions/mean_length": 40 - s / 30, "completions/clipped_ratio": 0.0} for s in range(1, 1001)]
+    held_out = [{"step": s, "eval/reward": 3 - s / 400, "eval/reward_std": 0.5} for s in range(100, 1001, 100)]
+    write(folder, [row for s in range(1, 1001) for row in (*rows[s - 1:s], *(h for h in held_out if h["step"] == s))])
+    names = {a.name for a in alarms.find(rows)}
+    assert {"reward hacking", "KL", "length collapse"} <= names
+    found = Histories().look(folder, lambda history: history.alarms([]))
+    ordered = sorted(rows + held_out, key=lambda row: row["step"])
+    assert sorted(found, key=str) == sorted(alarms.find(ordered), key=str) and "overfitting" in {a.name for a in found}
+
+
+def test_alarms_of_a_long_run_are_found_in_means(folder):
+    draw = random.Random(5)
+    write(folder, [{"step": s, "reward": 1 + draw.gauss(0, 0.1), "reward_std": 1.0,
+                    "completions/mean_length": 40 - s / 400 + draw.gauss(0, 2)} for s in range(1, 10_001)])
+    found = Histories().look(folder, lambda history: history.alarms([]))
+    assert [a.name for a in found] == ["length collapse"] and "to 16." in found[0].text  # 40 - 9500 / 400 = 16.25
+
+
+def test_endless_answers_are_an_alarm(folder):
+    (folder / "answers.jsonl").write_text("".join(json.dumps({"step": s, "prompt": "a", "ended": s == 0}) + "\n"
+                                                  for s in (0, 0, 9, 9)))
+    assert [a.name for a in history_reader.alarms_of(Histories(), folder)] == ["endless answers"]
+
+
+def test_sums_and_peaks_are_those_of_all_steps(folder):
+    write(folder, [{"step": s, "time/train": 0.25, "memory/actor/update": s % 3500} for s in range(1, 10_001)])
+    total, peak = Histories().look(folder, lambda h: (h.total("time/train"), h.highest("memory/actor/update")))
+    assert total == 2500.0 and peak == 3499
+
+
+@pytest.mark.parametrize("query", [{"points": "many"}, {"points": "1.5"}])
+def test_wrong_requests_are_refused(folder, query):
+    with pytest.raises(Refused):
+        told(Histories(), folder, {"names": "loss", **query})
+
+
+def test_no_request_asks_for_too_much(folder):
+    write(folder, [{"step": s, **{f"m{i}": 1.0 for i in range(200)}} for s in range(1, 100)])
+    found = told(Histories(), folder, {"names": ",".join(f"m{i}" for i in range(200)), "points": "1000000000"})
+    assert len(found["series"]) == history_reader.MAX_ASKED
+    assert told(Histories(), folder, {"names": "m1", "points": "-3"})["series"]["m1"]["steps"][-1] == 99
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
+def test_what_is_no_file_is_said(tmp_path, kind):
+    path = tmp_path / "metrics.jsonl"
+    {"folder": path.mkdir, "link": lambda: path.symlink_to("/etc/passwd"), "pipe": lambda: os.mkfifo(path)}[kind]()
+    found = ask(Histories(), tmp_path, "loss")
+    assert found["series"] == {} and len(found["notes"]) == 1 and "metrics.jsonl" in found["notes"][0]
+    with pytest.raises(Unreadable):
+        Histories().look(tmp_path, lambda history: history.step)
+
+
+def test_huge_values_do_not_overflow_into_errors(folder):
+    write(folder, [{"step": s, "x": 1.7e308 if s % 2 else -1.7e308, "y": 1.7e308} for s in range(1, 5001)])
+    found = ask(Histories(), folder, "x,y", 10)
+    assert all(low == -1.7e308 and high == 1.7e308 for _, low, high, _ in curve(found, "x"))
+    assert not any(isinstance(v, float) and math.isnan(v) for p in curve(found, "y") for v in p)
