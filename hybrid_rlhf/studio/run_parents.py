@@ -39,7 +39,8 @@ def parents_of(run: str, record: Mapping, outputs: Path) -> list[Parent]:
     beside = run.rpartition("/")[0] + "/" if "/" in run else ""
     if not any(isinstance(text, str) for text in given) and "train" in config and record.get("stage") != "sft":
         found["sft"] = Parent("sft", (f"{beside}sft",), is_guess=True)
-    if "reward" in role and not role["reward"] and not _has_sources(config, record):
+    is_told = "reward_model" in facts or bool(role.get("reward")) or _has_sources(config, record)
+    if "reward" in role and not is_told:
         found["reward"] = Parent("reward", (f"{beside}reward",), is_guess=True)
     return list(found.values())[:MAX_PARENTS]
 

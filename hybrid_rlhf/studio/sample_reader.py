@@ -113,11 +113,12 @@ def shown(row: dict) -> dict:
     of a turn is taken for one."""
     found: dict = {}
     for name, value in list(row.items())[:50]:
-        if name == "scores" and isinstance(value, dict):
-            found[name] = {k: v for k, v in list(value.items())[:50] if isinstance(v, (int, float))}
-        elif isinstance(value, str):
+        if name == "scores":
+            parts = list(value.items())[:50] if isinstance(value, dict) else []
+            found[name] = {k: v for k, v in parts if isinstance(v, (int, float))}
+        elif isinstance(value, str) and name not in ("score", "ended"):
             found[name] = cut(value)
-        elif value is None or isinstance(value, (bool, int, float)):
+        elif value is None or (isinstance(value, (bool, int, float)) and name not in ("prompt", "completion")):
             found[name] = value
     if "ended_by" in row and isinstance(row.get("completion"), str):
         found["turns"] = turns(found["completion"])

@@ -87,6 +87,10 @@ class Studio:
         if name.startswith("/") or any(part in ("", ".", "..") or part.startswith(".") for part in parts):
             raise Refused(404, f"there is no run {name[:100]!r}")
         path = self.outputs.joinpath(*parts)
-        if not path.is_dir() or path.resolve() != path:  # a link may lead anywhere
+        try:
+            is_run = path.is_dir() and path.resolve() == path  # a link may lead anywhere
+        except OSError:  # a name that is too long, a folder that may not be read
+            is_run = False
+        if not is_run:
             raise Refused(404, f"there is no run {name[:100]!r}")
         return path

@@ -203,21 +203,6 @@ def test_a_line_without_an_end_takes_no_memory(folder, monkeypatch):
     assert history.step == 3 and history._lines.num_bytes - read < 100
 
 
-def test_fifty_thousand_steps_take_little_memory(folder):
-    row = {f"group/metric_{i}": 0.1 * i for i in range(60)}
-    text = json.dumps(row)[1:]
-    with (folder / "metrics.jsonl").open("w") as file:
-        file.writelines(f'{{"step": {s}, {text}\n' for s in range(1, 50_001))
-    history = History(folder)
-    tracemalloc.start()
-    history.update()
-    kept, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert history.step == 50_000 and history.is_whole
-    assert kept < 12 * 2**20 and peak < 40 * 2**20  # of a file of 70 MB
-    assert len(history.curve("group/metric_7", 400)) <= 400
-
-
 def test_the_number_of_metrics_and_of_histories_is_bounded(tmp_path, monkeypatch):
     write(tmp_path, [{"step": s, **{f"m{s}-{i}": 1.0 for i in range(100)}, "x" * 10**5: 1.0} for s in range(1, 20)])
     found = Histories()

@@ -1,0 +1,135 @@
+"""Samples and answers by step, episodes turn by turn, and files that nobody could have meant."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hybrid_rlhf.rollout.episode_record import readable
+from hybrid_rlhf.studio import sample_reader
+from hybrid_rlhf.studio.sample_reader import SampleIndex, Samples
+from hybrid_rlhf.studio.studio import Refused
+from tests.factories.studio_runs import append, make_run, samples
+
+
+def ask(folder, reader=None, **query):
+    return (reader or Samples()).told(folder, {name: str(value) for name, value in query.items()})
+
+
+def test_the_newest_step_is_told_and_any_other_on_request(tmp_path):
+    run = make_run(tmp_path, "a", "ppo", 11, "running")
+    found = ask(run.folder)
+    assert found["steps"] == [1, 5, 10] and found["notes"] == []
+    assert found["samples"] == samples(10) and len(found["samples"]) == 4
+    assert ask(run.folder, step=5, limit=2)["samples"] == samples(5)[:2]
+    assert ask(run.folder, step=6)["samples"] == []
+    assert [(row["step"], row["completion"]) for row in found["answers"]] == [(0, "After 0 steps: B")] * 4
+
+
+def test_a_run_without_samples_says_what_it_has(tmp_path):
+    sft = make_run(tmp_path, "sft", "sft", 4)
+    found = ask(sft.folder)
+    assert found["steps"] == found["samples"] == [] and {row["step"] for row in found["answers"]} == {0, 4}
+    for name in ("samples.jsonl", "answers.jsonl"):
+        (sft.folder / name).unlink()
+    assert ask(sft.folder) == {"steps": [], "samples": [], "answers": [], "notes": []}
+
+
+def test_samples_that_are_written_or_cut_back_are_followed(tmp_path):
+    run, reader = make_run(tmp_path, "a", "ppo", 5, "running"), Samples()
+    path = run.folder / "samples.jsonl"
+    size = path.stat().st_size
+    assert ask(run.folder, reader)["steps"] == [1, 5]
+    append(path, samples(10))
+    assert ask(run.folder, reader)["steps"] == [1, 5, 10]
+    with path.open("a") as file:
+        file.write('{"step": 15, "prompt": "half')
+    found = ask(run.folder, reader)
+    assert found["steps"] == [1, 5, 10] and found["samples"] == samples(10)
+    path.open("r+").truncate(size)
+    assert ask(run.folder, reader)["steps"] == [1, 5]
+    append(path, samples(7))
+    found = ask(run.folder, reader)
+    assert found["steps"] == [1, 5, 7] and found["samples"] == samples(7)
+
+
+def test_only_new_lines_are_read(tmp_path):
+    run = make_run(tmp_path, "a", "ppo", 0, "running")
+    path = run.folder / "samples.jsonl"
+    for step in range(1, 1001):
+        append(path, samples(step))
+    index = SampleIndex(run.folder)
+    index.update()
+    size = path.stat().st_size
+    assert index.steps == list(range(1, 1001)) and size <= index._lines.num_bytes <= size + 2**20
+    append(path, samples(1001))
+    index.update()
+    assert index._lines.num_bytes - size < 3000 and index.read(1001, 9) == samples(1001)
+    assert index.read(77, 9) == samples(77)
+
+
+def test_an_episode_is_told_turn_by_turn_and_without_its_tokens(tmp_path):
+    run = make_run(tmp_path, "a", "grpo", 1, "running", has_tools=True)
+    row = ask(run.folder)["samples"][0]
+    assert "replay" not in row and row["ended_by"] == "done"
+    assert row["turns"] == [{"who": "assistant", "text": "Let me look. add(a=1, b=2)"}, {"who": "add", "text": "3"},
+                            {"who": "assistant", "text": "It is 3."}]
+
+
+def test_turns_are_read_as_the_rollout_writes_them():
+    text = readable([{"role": "assistant", "content": "two\nlines [x] here", "tool_calls": [
+        {"function": {"name": "look", "arguments": {"at": "it"}}}]},
+        {"role": "tool", "name": "look", "content": "seen"}, {"role": "user", "content": "and?"},
+        {"role": "assistant", "content": ""}])
+    assert sample_reader.turns(text) == [{"who": "assistant", "text": "two\nlines [x] here look(at='it')"},
+                                         {"who": "look", "text": "seen"}, {"who": "user", "text": "and?"},
+                                         {"who": "assistant", "text": ""}]
+    assert sample_reader.turns("no turns") == [] and sample_reader.turns("") == []
+    assert sample_reader.turns("before\n[a] x") == [{"who": "", "text": "before"}, {"who": "a", "text": "x"}]
+
+
+def test_strange_rows_are_shown_as_far_as_they_can_be(tmp_path):
+    run = make_run(tmp_path, "a", "ppo", 0, "running")
+    rows = [{"prompt": "x" * 10**6, "step": 1, "completion": None, "score": "high", "scores": {"a": "x", "b": 1.5},
+             "more": {"a": [1]}, "list": [1], "ended_by": 3}, {"step": 1, "scores": 3, "ended_by": "done"}]
+    append(run.folder / "samples.jsonl", rows)
+    with (run.folder / "samples.jsonl").open("a") as file:
+        file.write('{"step": 2, "score": NaN}\nnot JSON\n{"step": "3"}\n[4]\n{"step": 1, "prompt": "back"}\n')
+    found = ask(run.folder, step=1)
+    assert found["steps"] == [1, 2] and len(found["samples"][0].pop("prompt")) < 20_100
+    assert found["samples"] == [{"step": 1, "completion": None, "scores": {"b": 1.5}, "ended_by": 3},
+                                {"step": 1, "scores": {}, "ended_by": "done"}]
+    json.dumps(found)
+
+
+def test_what_is_sent_is_bounded(tmp_path, monkeypatch):
+    run = make_run(tmp_path, "a", "ppo", 0, "running")
+    for _ in range(100):
+        append(run.folder / "samples.jsonl", samples(1))
+        append(run.folder / "answers.jsonl", [{"step": 1, "prompt": "p" * 1000, "completion": "c"}] * 20)
+    found = ask(run.folder, limit=10**9)
+    assert len(found["samples"]) == sample_reader.MAX_LIMIT and len(found["answers"]) == sample_reader.MAX_ANSWERS
+    monkeypatch.setattr(sample_reader, "MAX_STEPS", 10)
+    many = make_run(tmp_path, "b", "ppo", 0, "running")
+    for step in range(1, 200):
+        append(many.folder / "samples.jsonl", samples(step))
+    steps = ask(many.folder)["steps"]
+    assert len(steps) < 10 and steps[-1] == 199 and steps == sorted(steps)
+
+
+@pytest.mark.parametrize("name", ["samples.jsonl", "answers.jsonl"])
+def test_a_link_is_not_followed(tmp_path, name):
+    run = make_run(tmp_path, "a", "ppo", 5, "running")
+    (tmp_path / "secret").write_text('{"step": 3, "prompt": "secret"}\n')
+    (run.folder / name).unlink()
+    (run.folder / name).symlink_to(tmp_path / "secret")
+    found = ask(run.folder)
+    assert "secret" not in json.dumps(found) and found["notes"] == [f"{name} cannot be read: it is a link"]
+
+
+@pytest.mark.parametrize("query", [{"step": "x"}, {"limit": "many"}, {"step": "1.5"}])
+def test_wrong_requests_are_refused(tmp_path, query):
+    run = make_run(tmp_path, "a", "ppo", 1)
+    with pytest.raises(Refused):
+        ask(run.folder, **query)
