@@ -154,8 +154,7 @@ class RunList:
                 return "lost"  # its lock is tried no more, so that nobody who takes it up then finds it taken
             if run_files.is_held(known.folder) is not False:
                 return "running"
-            if mark(known.folder / RECORD) == now:
-                known.lost_mark = both
+            known.lost_mark = both  # if run.json has not changed meanwhile
         return "running"
 
     def _measure(self, known: _Known) -> None:

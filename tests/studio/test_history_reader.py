@@ -151,6 +151,16 @@ def test_a_file_of_another_run_is_read_anew(folder, how):
     assert found["step"] == 30 and set(found["series"]) == {"other"} and len(curve(found, "other")) == 30
 
 
+def test_a_file_that_only_ends_as_the_one_before_is_read_anew(folder):
+    histories, path = Histories(), folder / "metrics.jsonl"
+    rows = [{"step": s, "loss": 1.0} for s in range(11, 31)]
+    write(folder, rows)
+    assert curve(ask(histories, folder, "loss"), "loss")[0] == (11, 1.0, 1.0, 1.0)
+    (folder / "new").write_text("".join(json.dumps(row) + "\n" for row in [{"step": 11, "loss": 9.0}, *rows[1:]]))
+    os.replace(folder / "new", path)
+    assert curve(ask(histories, folder, "loss"), "loss")[0] == (11, 9.0, 9.0, 9.0)
+
+
 def test_an_update_reads_what_is_new(folder):
     rows = [{"step": s, **{f"metric/{i}": s * i for i in range(30)}} for s in range(1, 20_001)]
     write(folder, rows)

@@ -137,6 +137,16 @@ def test_nothing_is_read_twice_while_nothing_changes(tmp_path):
     assert found.num_read - read == 4 and found._tree.num_scans - scanned <= 2  # the group's folder, and the new one
 
 
+def test_a_run_that_begins_within_a_tick_of_the_clock_is_seen(tmp_path):
+    make_run(tmp_path, "a", steps=1)
+    found, now = opened(tmp_path), time.time()
+    os.utime(tmp_path, (now, now))
+    assert list(by_id(found)) == ["a"]
+    make_run(tmp_path, "b", steps=1)
+    os.utime(tmp_path, (now, now))  # a file system whose clock has not moved meanwhile
+    assert sorted(by_id(found)) == ["a", "b"]
+
+
 def test_what_changes_is_seen(tmp_path):
     run = make_run(tmp_path, "a", "grpo", 3, "running", max_steps=9)
     found = opened(tmp_path)

@@ -17,12 +17,13 @@ from tests.factories.studio_server import running_studio
 ADDRESSES = ("/api/runs", "/api/run", "/api/history", "/api/samples", "/api/compare", "/api/report")
 
 
-@pytest.fixture
-def studio(tmp_path):
-    make_run(tmp_path, "demo/sft")
-    make_run(tmp_path, "demo/ppo", "ppo", 12, parents=["demo/sft"], has_tools=True)
-    make_run(tmp_path, "demo/live", "grpo", 4, "running", ["demo/sft"], max_steps=40)
-    with running_studio(tmp_path) as found:
+@pytest.fixture(scope="module")
+def studio(tmp_path_factory):
+    outputs = tmp_path_factory.mktemp("studio") / "outputs"
+    make_run(outputs, "demo/sft")
+    make_run(outputs, "demo/ppo", "ppo", 12, parents=["demo/sft"], has_tools=True)
+    make_run(outputs, "demo/live", "grpo", 4, "running", ["demo/sft"], max_steps=40)
+    with running_studio(outputs) as found:
         yield found
 
 
@@ -51,8 +52,8 @@ def test_a_run_is_told_with_all_that_its_page_shows(studio):
     assert found["has_report"] and found["card"].endswith("A made-up model.\n")
 
 
-def test_the_best_checkpoint_is_told_apart(studio, tmp_path):
-    run = make_run(tmp_path, "best", "sft", 3, "running")
+def test_the_best_checkpoint_is_told_apart(studio):
+    run = make_run(studio.studio.outputs, "best", "sft", 3, "running")
     run.checkpoint()
     run.grow(4)
     run.checkpoint(is_best=True)
@@ -111,7 +112,7 @@ def test_what_strangers_write_is_sent_as_strict_json(studio):
         {"step": 9, "prompt": "\udfff", "completion": "\0", "score": None}]
 
 
-def test_an_open_page_hears_of_a_run_that_grows(studio, tmp_path):
+def test_an_open_page_hears_of_a_run_that_grows(studio):
     heard, has_opened = [], threading.Event()
 
     def listen():
@@ -125,7 +126,7 @@ def test_an_open_page_hears_of_a_run_that_grows(studio, tmp_path):
     thread = threading.Thread(target=listen)
     thread.start()
     assert has_opened.wait(20)
-    run = make_run(tmp_path, "demo/fresh", "sft", 1, "running")
+    run = make_run(studio.studio.outputs, "demo/fresh", "sft", 1, "running")
     for _ in range(60):
         thread.join(0.5)
         if not thread.is_alive():

@@ -111,11 +111,12 @@ def test_what_is_sent_is_bounded(tmp_path, monkeypatch):
     found = ask(run.folder, limit=10**9)
     assert len(found["samples"]) == sample_reader.MAX_LIMIT and len(found["answers"]) == sample_reader.MAX_ANSWERS
     monkeypatch.setattr(sample_reader, "MAX_STEPS", 10)
-    many = make_run(tmp_path, "b", "ppo", 0, "running")
-    for step in range(1, 200):
+    many, reader = make_run(tmp_path, "b", "ppo", 0, "running"), Samples()
+    for step in range(1, 60):
         append(many.folder / "samples.jsonl", samples(step))
-    steps = ask(many.folder)["steps"]
-    assert len(steps) < 10 and steps[-1] == 199 and steps == sorted(steps)
+        found = ask(many.folder, reader)
+        assert len(found["steps"]) < 10 and found["steps"] == sorted(found["steps"])
+        assert found["steps"][-1] == step and found["samples"] == samples(step)
 
 
 @pytest.mark.parametrize("name", ["samples.jsonl", "answers.jsonl"])
