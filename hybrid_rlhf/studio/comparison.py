@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from hybrid_rlhf.studio import run_files, sample_reader
 from hybrid_rlhf.studio.history_reader import Histories
@@ -13,6 +14,7 @@ from hybrid_rlhf.studio.runs import RunList
 from hybrid_rlhf.studio.studio import Refused
 
 MAX_RUNS, MAX_PROMPTS, MAX_OPTIONS = 8, 50, 300
+T = TypeVar("T")
 NO_MATTER = ("output_dir", "resume", "report_to")  # settings that change nothing in the result
 
 
@@ -21,7 +23,8 @@ def compare(runs: RunList, histories: Histories, ids: str) -> dict:
     names = list(dict.fromkeys(name for name in ids.split(",") if name))
     if not 2 <= len(names) <= MAX_RUNS:
         raise Refused(400, f"choose 2 to {MAX_RUNS} runs to compare")
-    rows, notes = [runs.row(name) for name in names], []
+    rows = [runs.row(name) for name in names]
+    notes: list[str] = []
     settings: list[dict] = []
     said: list[list[dict]] = []
     found: dict[str, None] = {}
@@ -35,9 +38,10 @@ def compare(runs: RunList, histories: Histories, ids: str) -> dict:
             "notes": notes}
 
 
-def _read(read, default, name: str, notes: list[str]):  # noqa: ANN001, ANN202 - any of the readers above
+def _read(read: Callable[[], T | None], default: T, name: str, notes: list[str]) -> T:
     try:
-        return read()
+        found = read()
+        return default if found is None else found
     except Unreadable as error:
         notes.append(f"{name}: {error}")
         return default

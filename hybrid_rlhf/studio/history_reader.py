@@ -28,13 +28,13 @@ _MISSING = -1  # number of values of a bucket whose rows do not have the metric
 
 
 class Point(NamedTuple):
-    """A bucket: its last step, and its values; None where none was a finite number. count: of the finite ones."""
+    """A bucket: its last step, and its values; None where none was a finite number. num_finite: of those."""
 
     step: int
     low: float | None
     high: float | None
     mean: float | None
-    count: int
+    num_finite: int
 
 
 class Bucket(NamedTuple):
@@ -44,7 +44,7 @@ class Bucket(NamedTuple):
     low: float
     high: float
     total: float
-    count: int
+    num_finite: int
     not_finite_at: int | None = None
     num_not_numbers: int = 0
 
@@ -87,7 +87,8 @@ class Table:
     """Rows of metrics with rising steps. width: rows of a bucket."""
 
     def __init__(self) -> None:
-        self.width, self.steps, self.columns = 1, array("q"), {}
+        self.width, self.steps = 1, array("q")
+        self.columns: dict[str, Column] = {}
         self._waiting: list[dict] = []
         self.first_not_finite: tuple[int, str] | None = None
         self.num_not_numbers, self.has_more_names = 0, False
@@ -110,7 +111,7 @@ class Table:
                 low, high, total, count = column.merged(start, end)
                 if count != _MISSING:
                     yield _point(self.steps[end - 1], low, high, total, count)
-        if is_within and (bucket := _bucket(self._waiting, name)).count != _MISSING:
+        if is_within and (bucket := _bucket(self._waiting, name)).num_finite != _MISSING:
             yield _point(self._waiting[-1]["step"], *bucket[:4])
 
     def rows(self) -> list[dict]:
@@ -124,7 +125,7 @@ class Table:
 
     def total(self, name: str) -> float:
         """The sum of all values of a metric."""
-        return sum(p.mean * p.count for p in self.points(name, MAX_BUCKETS) if p.mean is not None)
+        return sum(p.mean * p.num_finite for p in self.points(name, MAX_BUCKETS) if p.mean is not None)
 
     def _close(self) -> None:
         """The waiting rows become a bucket."""
@@ -141,7 +142,7 @@ class Table:
             self.num_not_numbers += bucket.num_not_numbers
             if self.first_not_finite is None and bucket.not_finite_at is not None:
                 self.first_not_finite = bucket.not_finite_at, name
-            if bucket.count != _MISSING:
+            if bucket.num_finite != _MISSING:
                 self.columns[name] = column
                 column.put(place, *bucket[:4])
         self.steps.append(rows[-1]["step"])
@@ -319,6 +320,6 @@ def told(histories: Histories, folder: Path, query: dict[str, str]) -> dict:
             for name, points in curves.items() if points}}
 
     try:
-        return histories.look(folder, use)
+        return histories.look(folder, use) or {}
     except Unreadable as error:
         return {"step": None, "notes": [str(error)], "series": {}}

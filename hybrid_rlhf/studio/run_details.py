@@ -28,10 +28,10 @@ def details(runs: RunList, histories: Histories, run: str) -> dict:
         record = run_files.read_object(folder / RECORD)
     except Unreadable as error:
         notes.append(str(error))
-    measured = {"phases": [], "memory": [], "metrics": []}
+    measured: dict[str, list] = {"phases": [], "memory": [], "metrics": []}
     try:
-        measured = histories.look(folder, _measured)
-        notes += measured.pop("notes")
+        measured = histories.look(folder, _measured) or measured
+        notes += measured.pop("notes", [])
     except Unreadable as error:
         notes.append(str(error))
     facts = record.get("facts")

@@ -28,8 +28,8 @@ def parents_of(run: str, record: Mapping, outputs: Path) -> list[Parent]:
     roles, reward = _inner(config, "roles"), _inner(config, "reward")
     role = {name: _inner(roles, name).get("model_name_or_path") for name in roles}
     header = facts.get("header")
-    first = next((found.group(1) for line in (header if isinstance(header, list) else [])[:50]
-                  if isinstance(line, str) and (found := _MODEL_LINE.match(line))), None)
+    first = next((said.group(1) for line in (header if isinstance(header, list) else [])[:50]
+                  if isinstance(line, str) and (said := _MODEL_LINE.match(line))), None)
     given = [_inner(config, "model").get("model_name_or_path"), role.get("actor"), facts.get("base_model"), first]
     named = [*given, *_list(_inner(config, "evaluate").get("models"), is_named=True), role.get("reward"),
              facts.get("reward_model"), role.get("teacher"), role.get("ref"), role.get("critic"),

@@ -74,7 +74,8 @@ class RunList:
     def __init__(self, studio: Studio, histories: Histories) -> None:
         self.outputs, self.num_read = studio.outputs, 0
         self._studio, self._histories = studio, histories
-        self._tree, self._known, self._lock = RunTree(studio.outputs), {}, threading.Lock()
+        self._tree, self._lock = RunTree(studio.outputs), threading.Lock()
+        self._known: dict[str, _Known] = {}
         self._alarm_bytes = 0
 
     def told(self) -> dict:
@@ -210,14 +211,13 @@ def read_record(run: str, folder: Path, outputs: Path) -> Record:
     status, stage = found.get("status"), found.get("stage")
     if status not in STATUSES or not isinstance(stage, str):
         return Record(error=f"{RECORD} is damaged: it names no stage and status of a run")
-    error, config = found.get("error"), found.get("config")
-    metrics = found.get("metrics")
-    config = config if isinstance(config, dict) else {}
-    train = config.get("train") if isinstance(config.get("train"), dict) else {}
+    words, config, metrics = found.get("error"), found.get("config"), found.get("metrics")
+    train = config.get("train") if isinstance(config, dict) else None
+    train = train if isinstance(train, dict) else {}
     return Record(
         stage[:100], status, _total(found, train), number(train.get("max_seconds")), moment(found.get("started")),
         _text(moment(found.get("finished"))), number(found.get("seconds")) or 0.0,
-        error.strip().rpartition("\n")[2][:MAX_ERROR] if isinstance(error, str) else None,
+        words.strip().rpartition("\n")[2][:MAX_ERROR] if isinstance(words, str) else None,
         run_parents.parents_of(run, found, outputs),
         {k: v for k, v in metrics.items() if number(v) is not None} if isinstance(metrics, dict) else {})
 

@@ -40,7 +40,7 @@ class SampleIndex:
         step = self.steps[-1] if step is None else step
         place = self.steps.index(step)
         text = read_at(self._path, self._places[place], MAX_STEP_BYTES)
-        found = []
+        found: list[dict] = []
         for line in text.split(b"\n"):
             row = row_of(line)
             if row is None or len(found) == most or row.get("step") != step:
