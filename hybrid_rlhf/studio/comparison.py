@@ -29,22 +29,26 @@ def compare(runs: RunList, histories: Histories, ids: str) -> dict:
     said: list[list[dict]] = []
     found: dict[str, None] = {}
     for name in names:
-        folder = runs.outputs / name
-        settings.append(_read(lambda folder=folder: _settings(folder), {}, name, notes))
-        said.append(_read(lambda folder=folder: sample_reader.newest_answers(folder), [], name, notes))
-        metrics = _read(lambda folder=folder: histories.look(folder, lambda history: history.names), [], name, notes)
+        own, answers, metrics = _parts(runs.outputs / name, histories, notes)
+        settings.append(own)
+        said.append(answers)
         found |= dict.fromkeys(metrics)
     return {"runs": rows, "differ": differing(settings), "prompts": side_by_side(said), "metrics": described(found),
             "notes": notes}
 
 
-def _read(read: Callable[[], T | None], default: T, name: str, notes: list[str]) -> T:
-    try:
-        found = read()
+def _parts(folder: Path, histories: Histories, notes: list[str]) -> tuple[dict, list[dict], list[str]]:
+    """Settings, newest answers and metrics of a run, as far as they can be read."""
+    def read(reader: Callable[[], T | None], default: T) -> T:
+        try:
+            found = reader()
+        except Unreadable as error:
+            notes.append(f"{folder.name}: {error}")
+            return default
         return default if found is None else found
-    except Unreadable as error:
-        notes.append(f"{name}: {error}")
-        return default
+
+    return (read(lambda: _settings(folder), {}), read(lambda: sample_reader.newest_answers(folder), []),
+            read(lambda: histories.look(folder, lambda history: history.names), []))
 
 
 def _settings(folder: Path) -> dict:
