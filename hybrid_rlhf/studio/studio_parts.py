@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hybrid_rlhf.studio import exports, job_requests, uploads
+from hybrid_rlhf.studio.jobs import Jobs
 from hybrid_rlhf.studio.studio import Route, Studio
 
 
@@ -11,4 +13,8 @@ def open_parts(studio: Studio) -> tuple[list[Route], list[Callable[[], None]]]:
     """All addresses, and what is called when the studio ends."""
     routes: list[Route] = []
     closers: list[Callable[[], None]] = []
+    queue = Jobs(studio)
+    queue.open()
+    closers.append(queue.close)
+    routes += [*job_requests.routes(studio, queue), *exports.routes(studio, queue), *uploads.routes(studio)]
     return routes, closers
