@@ -145,8 +145,8 @@ def _unfinished(raw: bytes) -> int:
     for length in range(1, min(4, len(raw) + 1)):
         byte = raw[-length]
         if byte >= 0xC0:
-            is_whole = length >= (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4) or byte > 0xF4  # no character begins so
-            return 0 if is_whole else length
+            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4 if byte <= 0xF4 else 1  # none begins with more
+            return length if length < needed else 0
         if byte < 0x80:
             return 0
     return 0
