@@ -17,6 +17,7 @@ from hybrid_rlhf.studio.studio import Refused, Route, Studio
 from hybrid_rlhf.studio.studio_files import read_bytes, read_json
 
 GGUF = ("f16", "q8_0")
+CHECKED = "reloaded in a fresh process: "  # how the line begins that commands/export.py prints of its comparison
 MOST_FILES, MOST_CARD = 200, 2**16
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 
@@ -80,9 +81,9 @@ def _files(folder: Path) -> list[dict]:
 
 
 def _checks(output: Path) -> list[str]:
-    """What the export said of its checks: all its lines but the paths that it wrote."""
+    """What the export said of its checks, beside warnings and the paths that it wrote."""
     lines = [line.strip() for line in read_output(output, 0)[0].splitlines()]
-    return [line for line in lines if line and not line.startswith("/")][:50]
+    return [line for line in lines if line.startswith(CHECKED)]
 
 
 def _card(folder: Path) -> str | None:

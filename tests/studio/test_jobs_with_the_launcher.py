@@ -105,3 +105,28 @@ def test_a_resumed_run_that_began_with_resume_never_keeps_its_checkpoints(client
     again = client.post("/api/run/resume", json={"id": "a"}).json()
     assert ended(client, again["id"], 240)["state"] == "done"
     assert "goes on after step" in client.get("/api/job", params={"id": again["id"]}).json()["output"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_signal_check_and_an_evaluation_that_takes_its_prompts_and_rewards_from_the_run(client, tmp_path, tiny):
+    """The evaluation is given two runs and nothing else: the second was trained on rewards."""
+    outputs = tmp_path / "outputs"
+    data = {**{name: tiny[name] for name in ("data.sources", "model.model_name_or_path", "data.eval_fraction")},
+            "data.max_prompt_length": 64, "ppo.sampling.max_new_tokens": 8, "reward.functions": "builtin:length_penalty",
+            "reward.options": {"length_penalty": {"max_tokens": 8, "buffer": 4}}}
+    check = client.post("/api/jobs", json={"kind": "signal", "stage": "grpo", "run": "b", "settings": data}).json()
+    first = start(client, "a", **{**tiny, "train.max_steps": 1})
+    second = start(client, "b", stage="grpo", **data, **{
+        "train.max_steps": 1, "train.per_device_train_batch_size": 2, "ppo.sampling.num_samples": 2})
+    assert ended(client, check["id"], 240)["state"] == "done", client.get("/api/job", params={"id": check["id"]}).text
+    output = client.get("/api/job", params={"id": check["id"]}).json()["output"]
+    assert "verdict: " in output and "a training step" in output
+    for job in (first, second):
+        assert ended(client, job["id"], 240)["state"] == "done", client.get("/api/job", params={"id": job["id"]}).text
+    made = client.post("/api/jobs", json={"kind": "evaluate", "runs": ["a", "b"]}).json()
+    assert (made["run"], made["title"]) == ("evaluate/1", "evaluation of a, b")
+    job = ended(client, made["id"], 240)
+    assert job["state"] == "done", client.get("/api/job", params={"id": made["id"]}).text
+    found = json.loads((outputs / "evaluate/1/evaluate.json").read_text())
+    assert [row["model"] for row in found["models"]] == ["a", "b"]
