@@ -98,7 +98,8 @@ def _ended(folder: Path, job: Job, rc: object) -> Job:
     was_asked = (folder / STOP).exists()
     if rc == 130 or (rc < 0 and was_asked):
         return replace(job, state="stopped", rc=rc)
-    return replace(job, state="failed", rc=rc, error=_by_signal(-rc) if rc < 0 else last_line(folder / OUTPUT))
+    line = _by_signal(-rc) if rc < 0 else last_line(folder / OUTPUT)
+    return replace(job, state="failed", rc=rc, error=line or f"it ended with exit code {rc} and said nothing")
 
 
 def _by_signal(number: int) -> str:

@@ -134,7 +134,8 @@ def test_stopping_a_run_finds_its_job_and_no_stranger(client, outputs, tmp_path)
 
 @pytest.mark.parametrize("settings, rc, error", [
     ({"say": "one\nerror: data.sources is empty; give one\n\n", "rc": 2}, 2, "error: data.sources is empty; give one"),
-    ({"say": "Traceback\nKeyError: 'x\x1b[2J'", "rc": 1}, 1, "KeyError: 'x␛[2J'"), ({"rc": 3}, 3, None)])
+    ({"say": "Traceback\nKeyError: 'x\x1b[2J'", "rc": 1}, 1, "KeyError: 'x␛[2J'"),
+    ({"rc": 3}, 3, "it ended with exit code 3 and said nothing")])
 def test_the_error_of_a_job_is_the_last_line_that_it_said(client, settings, rc, error):
     job = ended(client, start(client, "a", **settings)["id"])
     assert (job["state"], job["rc"], job["error"]) == ("failed", rc, error)

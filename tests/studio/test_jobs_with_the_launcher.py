@@ -113,7 +113,8 @@ def test_a_signal_check_and_an_evaluation_that_takes_its_prompts_and_rewards_fro
     """The evaluation is given two runs and nothing else: the second was trained on rewards."""
     outputs = tmp_path / "outputs"
     data = {**{name: tiny[name] for name in ("data.sources", "model.model_name_or_path", "data.eval_fraction")},
-            "data.max_prompt_length": 64, "ppo.sampling.max_new_tokens": 8, "reward.functions": "builtin:length_penalty",
+            "data.max_prompt_length": 64, "ppo.sampling.max_new_tokens": 8,
+            "reward.functions": "builtin:length_penalty",
             "reward.options": {"length_penalty": {"max_tokens": 8, "buffer": 4}}}
     check = client.post("/api/jobs", json={"kind": "signal", "stage": "grpo", "run": "b", "settings": data}).json()
     first = start(client, "a", **{**tiny, "train.max_steps": 1})
