@@ -102,6 +102,9 @@ class Jobs:
         """The newest first: whatever waits or runs, and SHOWN in all."""
         numbers = sorted((name for name in os.listdir(self.folder) if IS_NUMBER.fullmatch(name)), key=int)
         newest = set(numbers[-SHOWN:])
+        for name in self._facts.keys() - set(numbers):  # someone has made room: a later job may get the number
+            for known in (self._facts, self._ended, self._trusted, self._asked):
+                known.pop(name, None)
         found = [job for name in numbers if (job := self._job(name)) is not None
                  and (job.state not in ENDED or name in newest)]
         place, placed = 0, []
@@ -219,27 +222,39 @@ class Jobs:
     # What runs.
 
     def _run(self) -> None:
+        fault: str | None = None
         while not self._is_closing:
             try:
                 self._turn()
-            except Exception:  # whatever is wrong with one look, the next may find it right again
-                _log.exception("the studio's queue")
-            self._wake.wait(LOOK_SECONDS)
+                fault = None
+            except Exception as error:  # whatever is wrong with one look, the next may find it right again
+                if repr(error) != fault:  # said once
+                    _log.exception("the studio's queue")
+                fault = repr(error)
+            self._wake.wait(AGAIN_SECONDS if fault else LOOK_SECONDS)
             self._wake.clear()
 
     def _turn(self) -> None:
         for name, watcher in list(self._watchers.items()):
             if watcher.poll() is not None:
                 self._seen_off(name, watcher.returncode)
-        if self._queue_lock is None:
-            self._queue_lock = file_lock.take(self.folder / "queue.lock")
         found = self.all()
-        if self._queue_lock is not None and not any(job.state == "running" for job in found):
+        if self._runs_the_queue() and not any(job.state == "running" for job in found):
             waiting = next((job for job in reversed(found) if job.state == "queued" and job.place), None)
             if waiting is not None and time.monotonic() >= self._not_before:
                 self._start(waiting.id)
                 found = self.all()
         self._tell(found)
+
+    def _runs_the_queue(self) -> bool:
+        path = self.folder / "queue.lock"
+        if self._queue_lock is not None and not (
+                path.exists() and os.path.samestat(os.fstat(self._queue_lock), path.stat())):
+            os.close(self._queue_lock)  # the folder was removed, and this is the lock of nothing
+            self._queue_lock = None
+        if self._queue_lock is None:
+            self._queue_lock = file_lock.take(path)
+        return self._queue_lock is not None
 
     def _seen_off(self, name: str, rc: int) -> None:
         """A watcher has ended; one that could not start its job leaves it waiting."""

@@ -71,8 +71,9 @@ def _began(pid: int) -> str | None:
 
 def _began_by_ps(pid: int) -> str | None:
     """"Mon Nov 23 14:00:07 2026", in UTC and English whatever the user's settings."""
-    found = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, timeout=10,
-                           check=False, env={**os.environ, "LC_ALL": "C", "TZ": "UTC"}).stdout.split(None, 1)
+    done = subprocess.run(["ps", "-o", "stat=", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True,
+                          timeout=10, check=False, env={**os.environ, "LC_ALL": "C", "TZ": "UTC"})
+    found = done.stdout.split(None, 1)
     return found[1].strip() if len(found) == 2 and not found[0].startswith("Z") else None
 
 

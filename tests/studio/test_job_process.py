@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from hybrid_rlhf.studio import job_process
+from hybrid_rlhf.studio import job_files, job_process
 from hybrid_rlhf.studio.job_files import read_facts, read_job
 
 
@@ -25,7 +25,7 @@ def folder(tmp_path):
 
 def test_the_exit_code_has_its_room_from_the_beginning(folder, monkeypatch):
     """Once the process runs the disk is full: nothing grows, nothing is made. Its room is taken before."""
-    opened, start, waits = open, subprocess.Popen, []
+    opened, start, waits, sizes = open, subprocess.Popen, [], []
 
     def full(path, mode="r", *more, **named):
         if "w" in mode or "x" in mode:
@@ -33,6 +33,7 @@ def test_the_exit_code_has_its_room_from_the_beginning(folder, monkeypatch):
         return opened(path, mode, *more, **named)
 
     def started(*words, **named):
+        sizes.append((folder / "end.json.part").stat().st_size)
         process = start(*words, **named)
         monkeypatch.setattr("builtins.open", full)
         monkeypatch.setattr(job_process, "write_file", lambda *_: full("", "x"))
@@ -40,10 +41,10 @@ def test_the_exit_code_has_its_room_from_the_beginning(folder, monkeypatch):
 
     monkeypatch.setattr(job_process.subprocess, "Popen", started)
     monkeypatch.setattr(job_process.time, "sleep", waits.append)
-    sizes, replace = [], os.replace
+    replace = os.replace
 
     def failing(source, target):
-        if target.name == "end.json" and not sizes:
+        if target.name == "end.json" and len(sizes) == 1:
             sizes.append(os.path.getsize(source))
             raise OSError(errno.EIO, "Input/output error")  # once: it is tried again
         return replace(source, target)
@@ -51,7 +52,7 @@ def test_the_exit_code_has_its_room_from_the_beginning(folder, monkeypatch):
     monkeypatch.setattr(job_process.os, "replace", failing)
     job_process.watch(folder)
     monkeypatch.undo()
-    assert sizes == [4096] and 1 in waits and (folder / "end.json").stat().st_size == 4096
+    assert sizes == [4096, 4096] and 1 in waits and (folder / "end.json").stat().st_size == 4096
     job = read_job(folder, read_facts(folder))
     assert (job.state, job.rc) == ("failed", 4)
 
@@ -68,6 +69,23 @@ def test_nothing_is_started_where_there_is_no_room_for_its_end(folder, monkeypat
     assert capfd.readouterr().out == "error: the job cannot be started: No space left on device\n"
     os.close(lock)
     assert read_job(folder, read_facts(folder)).state == "queued"
+
+
+def test_a_job_that_starts_and_ends_between_two_looks_is_not_lost(folder, monkeypatch):
+    looks = []
+
+    def look(_path):
+        """Nobody has the lock yet; then it began, and before the second look it has ended."""
+        looks.append(1)
+        (folder / "process.json").write_text(json.dumps({"started": "then", "watcher": None, "process": None}))
+        if len(looks) == 2:
+            (folder / "end.json").write_text('{"rc": 0}')
+        return False
+
+    monkeypatch.setattr(job_files.file_lock, "is_held", look)
+    assert read_job(folder, read_facts(folder)).state == "done"
+    (folder / "end.json").unlink()
+    assert read_job(folder, read_facts(folder)).state == "lost"
 
 
 def test_the_studio_and_its_watchers_are_small():

@@ -239,6 +239,37 @@ def test_job_folders_of_whatever_content_are_passed_over(script, outputs, text):
         assert job["id"] == "000004" and ended(client, job["id"])["state"] == "done"
 
 
+def test_jobs_that_someone_removes_are_gone_and_their_numbers_free(client, outputs):
+    import shutil
+
+    for run in ("a", "b"):
+        job = ended(client, start(client, run)["id"])
+    assert job["id"] == "000002"
+    for number in ("000001", "000002"):
+        shutil.rmtree(outputs / ".studio/jobs" / number)
+    assert client.get("/api/jobs").json() == {"jobs": []}
+    job = start(client, "c", rc=2, say="other")
+    assert (job["id"], job["run"]) == ("000001", "c")
+    assert ended(client, "000001")["error"] == "other"
+
+
+def test_a_folder_that_is_removed_stops_no_queue_for_good(client, outputs, caplog):
+    import shutil
+
+    until(lambda: (outputs / ".studio/jobs/queue.lock").exists())
+    shutil.rmtree(outputs)
+    with caplog.at_level("ERROR"):
+        until(lambda: caplog.records)
+    assert client.get("/api/jobs").status_code == 500
+    outputs.mkdir()
+    assert ended(client, start(client, "a")["id"])["state"] == "done"
+    assert len(caplog.records) == 1  # said once
+    with queue_client(outputs) as other:  # one queue still, with the lock that is there now
+        made = [start(each, run, seconds=0.2) for each, run in ((client, "b"), (other, "c"))]
+        first, second = (ended(other, job["id"]) for job in made)
+        assert first["finished"] <= second["started"]
+
+
 def test_a_studio_folder_that_leads_elsewhere_is_refused(script, outputs, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (outputs / ".studio").symlink_to(tmp_path / "elsewhere")
