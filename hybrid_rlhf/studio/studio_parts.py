@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hybrid_rlhf.studio import exports, job_requests, uploads
+from hybrid_rlhf.studio.jobs import Jobs
 from hybrid_rlhf.studio.runs_part import open_runs
 from hybrid_rlhf.studio.studio import Route, Studio
 
@@ -15,4 +17,8 @@ def open_parts(studio: Studio) -> tuple[list[Route], list[Callable[[], None]]]:
     found, close = open_runs(studio)
     routes += found
     closers.append(close)
+    queue = Jobs(studio)
+    queue.open()
+    closers.append(queue.close)
+    routes += [*job_requests.routes(studio, queue), *exports.routes(studio, queue), *uploads.routes(studio)]
     return routes, closers

@@ -1,0 +1,304 @@
+"""The queue: one job at a time and in order, stopped as asked, judged by what its process leaves behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hybrid_rlhf.studio import job_files, jobs
+from tests.factories.studio_jobs import ended, look, notes, queue_client, start, until, use_quick_launcher
+
+
+@pytest.fixture
+def script(monkeypatch, tmp_path):
+    return use_quick_launcher(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def outputs(tmp_path) -> Path:
+    folder = tmp_path / "outputs"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def client(script, outputs):
+    with queue_client(outputs) as found:
+        yield found
+
+
+def test_a_job_is_a_process_of_its_own_session_without_a_terminal(client, outputs, tmp_path):
+    job = start(client, "demo/one", notes=str(tmp_path / "notes"), say="hello")
+    assert (job["kind"], job["stage"], job["run"], job["title"]) == ("train", "sft", "demo/one", "sft: demo/one")
+    job = ended(client, job["id"])
+    assert (job["state"], job["rc"], job["error"], job["place"]) == ("done", 0, None, None)
+    assert job["created"] <= job["started"] <= job["finished"]
+    begun = notes(tmp_path / "notes")[0]
+    assert begun["session"] == begun["group"] == begun["pid"] and begun["session"] != os.getsid(0)
+    assert begun["stdin"] == "/dev/null" and begun["cwd"] == os.getcwd() and begun["hangup"] == "0"  # SIG_DFL
+    assert begun["run"] == str(outputs / "demo/one")
+    assert begun["words"] == ["sft", "--config", str(outputs / ".studio/jobs" / job["id"] / "settings.yaml")]
+    assert client.get("/api/job", params={"id": job["id"]}).json()["output"] == "hello\n"
+
+
+def test_ten_starts_at_once_are_ten_jobs_that_run_one_at_a_time_in_order(client, tmp_path):
+    file = str(tmp_path / "notes")
+    with ThreadPoolExecutor(10) as pool:
+        made = list(pool.map(lambda i: start(client, f"r{i}", notes=file, seconds=0.05), range(10)))
+    ids = sorted(job["id"] for job in made)
+    assert ids == [f"{i:06d}" for i in range(1, 11)]
+    for number in ids:
+        assert ended(client, number)["state"] == "done"
+    runs = {job["id"]: job["run"] for job in made}
+    expected = [(what, runs[number]) for number in ids for what in ("begin", "end")]
+    assert [(row["what"], Path(row["run"]).name) for row in notes(tmp_path / "notes")] == expected
+
+
+def test_of_two_starts_of_one_run_at_once_one_is_refused(client):
+    body = {"kind": "train", "stage": "sft", "run": "a", "settings": {"seconds": 1}}
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda _: client.post("/api/jobs", json=body), range(2)))
+    assert sorted(each.status_code for each in answers) == [200, 409]
+    for run in ("a", "a/b"):  # inside of a run that waits
+        assert client.post("/api/jobs", json={**body, "run": run}).status_code == 409
+
+
+def test_places_count_what_waits(client):
+    first, *rest = [start(client, f"r{i}", seconds=60) for i in range(3)]
+    until(lambda: look(client, first["id"])["state"] == "running")
+    listed = client.get("/api/jobs").json()["jobs"]
+    assert [(job["id"], job["state"], job["place"]) for job in listed] == [
+        (rest[1]["id"], "queued", 2), (rest[0]["id"], "queued", 1), (first["id"], "running", None)]
+    for job in reversed(listed):
+        client.post("/api/job/stop", json={"id": job["id"]})
+    assert ended(client, first["id"])["state"] == "stopped"
+
+
+def test_a_job_that_waits_is_dropped(client, tmp_path):
+    first = start(client, "a", seconds=0.5)
+    second = start(client, "b", notes=str(tmp_path / "notes"))
+    answer = client.post("/api/job/stop", json={"id": second["id"]}).json()
+    assert (answer["state"], answer["rc"], answer["started"]) == ("stopped", None, None)
+    third = start(client, "b", seconds=0)  # its name is free again
+    assert ended(client, third["id"])["state"] == "done" and ended(client, first["id"])["state"] == "done"
+    assert notes(tmp_path / "notes") == []
+    assert client.post("/api/job/stop", json={"id": second["id"]}).status_code == 409
+
+
+def test_one_stop_is_one_sigterm_and_a_second_in_a_hurry_is_none(client, tmp_path):
+    job = start(client, "a", seconds=60, ignores=1, notes=str(tmp_path / "notes"))
+    until(lambda: notes(tmp_path / "notes"))
+    for _ in range(3):  # who clicks twice
+        assert client.post("/api/job/stop", json={"id": job["id"]}).json()["state"] == "running"
+    until(lambda: len(notes(tmp_path / "notes")) == 2)
+    with pytest.raises(AssertionError):
+        until(lambda: len(notes(tmp_path / "notes")) > 2, 1)
+    client.post("/api/run/stop", json={"id": "a"})  # no folder: the launcher has made none
+    assert look(client, job["id"])["state"] == "running"
+    jobs_folder = tmp_path / "outputs/.studio/jobs" / job["id"]
+    os.utime(jobs_folder / "stop", (1, 1))  # long ago
+    client.post("/api/job/stop", json={"id": job["id"]})
+    job = ended(client, job["id"])
+    assert (job["state"], job["rc"], job["error"]) == ("stopped", 130, None)
+    assert [row["what"] for row in notes(tmp_path / "notes")] == ["begin", "signal", "signal", "end"]
+
+
+@pytest.mark.slow  # for the ten seconds of grace
+def test_what_ends_at_no_signal_is_killed(client, tmp_path, monkeypatch):
+    job = start(client, "a", seconds=60, ignores=9, notes=str(tmp_path / "notes"))
+    until(lambda: notes(tmp_path / "notes"))
+    monkeypatch.setattr(jobs, "DOUBLE_CLICK_SECONDS", 0)
+    for _ in range(2):
+        client.post("/api/job/stop", json={"id": job["id"]})
+    job = ended(client, job["id"])
+    assert (job["state"], job["rc"]) == ("stopped", -signal.SIGKILL)
+
+
+def test_stopping_a_run_finds_its_job_and_no_stranger(client, outputs, tmp_path):
+    (outputs / "a").mkdir()
+    assert client.post("/api/run/stop", json={"id": "a"}).json()["error"] == "a is not running"
+    (outputs / "a").rmdir()
+    job = start(client, "a", seconds=60, notes=str(tmp_path / "notes"))
+    until(lambda: notes(tmp_path / "notes"))
+    (outputs / "a").mkdir()
+    assert client.post("/api/run/stop", json={"id": "a"}).json()["id"] == job["id"]
+    assert ended(client, job["id"])["state"] == "stopped"
+    assert client.post("/api/run/stop", json={"id": "b"}).status_code == 404
+
+
+@pytest.mark.parametrize("settings, rc, error", [
+    ({"say": "one\nerror: data.sources is empty; give one\n\n", "rc": 2}, 2, "error: data.sources is empty; give one"),
+    ({"say": "Traceback\nKeyError: 'x\x1b[2J'", "rc": 1}, 1, "KeyError: 'x␛[2J'"),
+    ({"rc": 3}, 3, "it ended with exit code 3 and said nothing")])
+def test_the_error_of_a_job_is_the_last_line_that_it_said(client, settings, rc, error):
+    job = ended(client, start(client, "a", **settings)["id"])
+    assert (job["state"], job["rc"], job["error"]) == ("failed", rc, error)
+
+
+def test_a_process_that_someone_kills_has_failed(client, tmp_path):
+    job = start(client, "a", seconds=60, notes=str(tmp_path / "notes"))
+    until(lambda: notes(tmp_path / "notes"))
+    os.kill(notes(tmp_path / "notes")[0]["pid"], signal.SIGKILL)
+    job = ended(client, job["id"])
+    assert (job["state"], job["rc"]) == ("failed", -9)
+    assert job["error"] == "its process was ended by SIGKILL; the system does that where memory runs out"
+
+
+def test_a_folder_that_is_gone_is_one_line_of_the_job(client, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    first = start(client, "a", seconds=0.5)
+    second = start(client, "b")
+    monkeypatch.chdir(tmp_path)
+    until(lambda: look(client, first["id"])["state"] == "running")
+    (tmp_path / "here").rmdir()
+    job = ended(client, second["id"])
+    assert (job["state"], job["rc"]) == ("failed", 2)
+    assert job["error"] == f"error: cannot start in {tmp_path / 'here'}: No such file or directory"
+
+
+def test_requests_that_name_nothing_are_refused(client):
+    for body in ({}, {"kind": "other"}, {"kind": ["train"]}, {"kind": "train"}, {"kind": "train", "stage": "nope"},
+                 {"kind": "train", "stage": "sft"}, {"kind": "train", "stage": "sft", "run": "a", "settings": 3},
+                 {"kind": "evaluate", "runs": ["a"]}, {"kind": "evaluate", "runs": 3}):
+        answer = client.post("/api/jobs", json=body)
+        assert answer.status_code == 400 and "\n" not in answer.json()["error"], body
+    for number in ("", "1", "000009", "../x", None, 3):
+        assert client.post("/api/job/stop", json={"id": number}).status_code == 404
+    assert client.get("/api/job", params={"id": "000001/../000002"}).status_code == 404
+    assert client.get("/api/jobs").json() == {"jobs": []}
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_half_of_a_job(client, outputs, monkeypatch):
+    def full(_handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    start(client, "first")
+    until(lambda: client.get("/api/jobs").json()["jobs"][0]["state"] == "done")
+    monkeypatch.setattr("hybrid_rlhf.core.own_files.os.fsync", full)
+    answer = client.post("/api/jobs", json={"kind": "train", "stage": "sft", "run": "a", "settings": {}})
+    assert answer.status_code == 507
+    assert answer.json()["error"].endswith("No space left on device; make room")
+    monkeypatch.undo()
+    assert {path.name for path in (outputs / ".studio/jobs").iterdir()} == {"000001", "changes.lock", "queue.lock"}
+
+
+def test_what_has_no_room_to_start_waits_and_says_why(client, monkeypatch):
+    monkeypatch.setattr(jobs, "MIN_FREE", 2**62)
+    monkeypatch.setattr(jobs, "AGAIN_SECONDS", 0.1)
+    job = start(client, "a")
+    until(lambda: look(client, job["id"])["error"])
+    job = look(client, job["id"])
+    assert job["state"] == "queued" and job["error"] == "the job cannot be started: No space left on device; make room"
+    monkeypatch.setattr(jobs, "MIN_FREE", 0)
+    job = ended(client, job["id"])
+    assert (job["state"], job["error"]) == ("done", None)
+
+
+def test_a_job_that_this_user_did_not_queue_here_is_not_run(script, outputs, tmp_path):
+    """Outputs come from strangers too, and settings may name code that is run."""
+    made = {"kind": "train", "title": "x", "stage": "sft", "run": "a", "name": None, "created": "2026", "folder": "/",
+            "words": ["/usr/bin/touch", str(tmp_path / "hit")], "mark": "0" * 64}
+    folder = outputs / ".studio/jobs/000001"
+    folder.mkdir(parents=True)
+    (folder / "job.json").write_text(json.dumps(made))
+    with queue_client(outputs) as client:
+        second = start(client, "b")
+        assert ended(client, second["id"])["state"] == "done"
+        job = look(client, "000001")
+        assert (job["state"], job["place"]) == ("queued", None) and "another user" in job["error"]
+        assert client.post("/api/job/stop", json={"id": "000001"}).json()["state"] == "stopped"
+    assert not (tmp_path / "hit").exists()
+
+
+def test_settings_that_are_changed_while_they_wait_are_not_run(script, outputs):
+    with queue_client(outputs, is_open=False) as client:
+        job = start(client, "a", say="hello")
+    (outputs / ".studio/jobs" / job["id"] / "settings.yaml").write_text("say: other\n")
+    with queue_client(outputs) as client:
+        assert ended(client, start(client, "b")["id"])["state"] == "done"
+        assert look(client, job["id"])["state"] == "queued"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"kind": "train"}', "[" * 10**4, "\xff", "x" * 2**21])
+def test_job_folders_of_whatever_content_are_passed_over(script, outputs, text):
+    for name in ("000001", "000002", "x"):
+        (outputs / ".studio/jobs" / name).mkdir(parents=True)
+    (outputs / ".studio/jobs/000001/job.json").write_bytes(text.encode("latin-1"))
+    os.mkfifo(outputs / ".studio/jobs/000002/job.json")
+    (outputs / ".studio/jobs/000003").symlink_to("/")
+    with queue_client(outputs) as client:
+        assert client.get("/api/jobs").json() == {"jobs": []}
+        job = start(client, "a")
+        assert job["id"] == "000004" and ended(client, job["id"])["state"] == "done"
+
+
+def test_jobs_that_someone_removes_are_gone_and_their_numbers_free(client, outputs):
+    import shutil
+
+    for run in ("a", "b"):
+        job = ended(client, start(client, run)["id"])
+    assert job["id"] == "000002"
+    for number in ("000001", "000002"):
+        shutil.rmtree(outputs / ".studio/jobs" / number)
+    assert client.get("/api/jobs").json() == {"jobs": []}
+    job = start(client, "c", rc=2, say="other")
+    assert (job["id"], job["run"]) == ("000001", "c")
+    assert ended(client, "000001")["error"] == "other"
+
+
+def test_a_folder_that_is_removed_stops_no_queue_for_good(client, outputs, caplog):
+    import shutil
+
+    until(lambda: (outputs / ".studio/jobs/queue.lock").exists())
+    shutil.rmtree(outputs)
+    with caplog.at_level("ERROR"):
+        until(lambda: caplog.records)
+    assert client.get("/api/jobs").status_code == 500
+    outputs.mkdir()
+    assert ended(client, start(client, "a")["id"])["state"] == "done"
+    assert len(caplog.records) == 1  # said once
+    with queue_client(outputs) as other:  # one queue still, with the lock that is there now
+        made = [start(each, run, seconds=0.2) for each, run in ((client, "b"), (other, "c"))]
+        first, second = (ended(other, job["id"]) for job in made)
+        assert first["finished"] <= second["started"]
+
+
+def test_a_studio_folder_that_leads_elsewhere_is_refused(script, outputs, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (outputs / ".studio").symlink_to(tmp_path / "elsewhere")
+    from hybrid_rlhf.core.config import UserError
+
+    with pytest.raises(UserError, match="is a link"), queue_client(outputs):
+        pass
+    assert not any((tmp_path / "elsewhere").iterdir())
+
+
+def test_output_is_read_in_pieces_that_break_no_character(tmp_path):
+    path = tmp_path / "out.log"
+    path.write_bytes("a\x1bb\r\nc\rdé".encode())
+    assert job_files.read_output(path, None) == ("a␛b\nc\ndé", 10)
+    assert job_files.read_output(path, 6) == ("\ndé", 10)
+    path.write_bytes("xé".encode()[:2])
+    assert job_files.read_output(path, 0) == ("x", 1)
+    assert job_files.read_output(path, 99) == ("", 2)
+    path.write_bytes(b"x\xff")  # no UTF-8 at all
+    assert job_files.read_output(path, 0) == ("x�", 2)
+    for char in ("é", "€", "😀"):  # the newest 64 KiB, from the beginning of a line
+        text = f"first{char * 50000}\n" + "".join(f"line {i} {char}\n" for i in range(8000))
+        path.write_text(text, encoding="utf-8")
+        found, end = job_files.read_output(path, None)
+        assert end == path.stat().st_size and text.endswith("\n" + found) and len(found.encode()) > 60000
+        whole, at = "", 0
+        while at < end:
+            piece, at = job_files.read_output(path, at)
+            assert 0 < len(piece.encode()) <= 2**16
+            whole += piece
+        assert whole == text
+    assert job_files.read_output(tmp_path / "none", None) == ("", 0)

@@ -1,0 +1,146 @@
+"""The page to take a model away, in a browser: by keyboard, in light and dark, on a narrow screen."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from hybrid_rlhf.studio import exports, job_requests, jobs
+from hybrid_rlhf.studio.studio import Route
+from tests.factories import studio_server
+from tests.factories.browser import axe_faults, chromium, find, needs_axe, needs_browser, texts, until
+from tests.factories.studio_jobs import EXPORT, use_quick_launcher
+from tests.factories.studio_runs import make_run
+
+pytestmark = [needs_browser, pytest.mark.slow]
+ROWS = [{"id": "demo/ppo", "stage": "ppo", "status": "finished", "has_model": True},
+        {"id": "demo/sft", "stage": "sft", "status": "finished", "has_model": True},
+        {"id": "demo/cut", "stage": "sft", "status": "stopped", "has_model": True}]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with chromium(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.fixture
+def studio(tmp_path, monkeypatch):
+    """The parts of this page, and a list of runs."""
+    use_quick_launcher(monkeypatch, tmp_path)
+    (tmp_path / "export.py").write_text(EXPORT)
+    monkeypatch.setattr(jobs, "LAUNCHER", (sys.executable, str(tmp_path / "export.py")))
+
+    def parts(studio):
+        queue = jobs.Jobs(studio)
+        queue.open()
+        routes = [*job_requests.routes(studio, queue), *exports.routes(studio, queue),
+                  Route("GET", "/api/runs", lambda _query, _body: {"folder": "", "runs": ROWS}),
+                  Route("GET", "/api/run", lambda query, _body: {"card": f"# {query['id']} <b>is a card</b>"})]
+        return routes, [queue.close]
+
+    monkeypatch.setattr(studio_server, "open_parts", parts)
+    for run in ("demo/ppo", "demo/sft"):
+        make_run(tmp_path / "outputs", run, run[-3:])
+    with studio_server.running_studio(tmp_path / "outputs") as found:
+        yield found
+
+
+def open_page(browser, studio, rest: str = "") -> None:
+    browser.get(studio.url)
+    browser.get(f"{studio.base}/#/take{rest}")
+    until(browser, lambda: find(browser, "#take-name").get_attribute("value"))
+
+
+def press(browser, *keys: str) -> None:
+    from selenium.webdriver import ActionChains
+
+    ActionChains(browser).send_keys(*keys).perform()
+
+
+def overwrite(browser, text: str) -> None:
+    """In place of all that the field has."""
+    from selenium.webdriver import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    ActionChains(browser).key_down(Keys.CONTROL).send_keys("a").key_up(Keys.CONTROL).send_keys(text).perform()
+
+
+def focused(browser) -> str:
+    return browser.execute_script("return document.activeElement.id || document.activeElement.textContent")
+
+
+def test_an_export_by_keyboard_alone(browser, studio):
+    from selenium.webdriver.common.keys import Keys
+
+    open_page(browser, studio, "?run=demo%2Fsft")
+    assert texts(browser, "#take-run option") == ["demo/ppo (ppo)", "demo/sft (sft)"]  # finished ones
+    assert find(browser, "#take-run").get_attribute("value") == "demo/sft"
+    assert find(browser, "#take-name").get_attribute("value") == "demo-sft"
+    assert texts(browser, ".take-card pre") == ["# demo/sft <b>is a card</b>"]  # as text
+    find(browser, "#page").click()
+    browser.execute_script("document.getElementById('take-run').focus()")
+    press(browser, "demo/p", Keys.TAB)
+    until(browser, lambda: find(browser, "#take-name").get_attribute("value") == "demo-ppo")
+    overwrite(browser, "../mine")
+    press(browser, Keys.ENTER)
+    until(browser, lambda: "begins with a letter" in find(browser, "form [role=alert]").text)
+    assert focused(browser) == "take-name" and find(browser, "#take-name").get_attribute("aria-invalid") == "true"
+    overwrite(browser, "mine")
+    press(browser, Keys.TAB, "q8", Keys.TAB, Keys.SPACE, Keys.TAB)
+    assert focused(browser) == "Export"
+    press(browser, Keys.ENTER)
+    until(browser, lambda: texts(browser, "article h3") == ["mine"])
+    until(browser, lambda: find(browser, "section p").text == "export of demo/ppo: done")
+    assert focused(browser) == "Export"
+    assert "tokens equal" in find(browser, "section pre").text
+    assert texts(browser, ".take-check") == [
+        "reloaded in a fresh process: tokens equal, logits within 3e-07 (relative)"]
+    assert texts(browser, ".take-command h4") == [
+        "transformers", "chat in a terminal", "serve (OpenAI's API)", "Ollama", "llama.cpp"]
+    until(browser, lambda: find(browser, "#take-name").get_attribute("value") == "demo-ppo")
+
+
+def test_a_name_that_is_taken_is_said_beside_it_and_another_is_proposed(browser, studio):
+    (studio.studio.outputs / "exports/demo-ppo").mkdir(parents=True)
+    open_page(browser, studio)
+    assert find(browser, "#take-name").get_attribute("value") == "demo-ppo-2"
+    name = find(browser, "#take-name")
+    name.clear()
+    name.send_keys("demo-ppo")
+    find(browser, "form button").click()
+    until(browser, lambda: "already" in find(browser, "form [role=alert]").text)
+
+
+def test_a_failed_export_says_why_and_one_that_runs_is_found_again(browser, studio, tmp_path):
+    (tmp_path / "export.py").write_text("import sys, time\nprint('error: the model is <i>damaged</i>')\n"
+                                        "time.sleep(1)\nsys.exit(2)")
+    open_page(browser, studio)
+    find(browser, "form button").click()
+    until(browser, lambda: find(browser, "section p").text == "export of demo/ppo: runs")
+    browser.refresh()
+    until(browser, lambda: find(browser, "section p").text.startswith("export of demo/ppo: "))
+    until(browser, lambda: find(browser, "section p").text ==
+          "export of demo/ppo: failed. error: the model is <i>damaged</i>")
+    assert "fault" in find(browser, "#status").get_attribute("class")
+    assert not find(browser, "section button").is_displayed()
+
+
+@needs_axe
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_has_no_findings_and_no_word_is_cut_off(browser, studio, scheme):
+    open_page(browser, studio)
+    find(browser, "#take-ollama").click()
+    find(browser, "form button").click()
+    until(browser, lambda: texts(browser, "article h3"))
+    for details in browser.find_elements("css selector", "details"):
+        browser.execute_script("arguments[0].open = true", details)
+    assert axe_faults(browser, scheme, ("minor", "moderate", "serious", "critical")) == []
+    for width in (1100, 360):
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
+            "width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False})
+        assert browser.execute_script("let e = document.documentElement; return e.scrollWidth - e.clientWidth") == 0
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    log = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+    assert not [entry for entry in log if "Refused" in entry["message"] or "Uncaught" in entry["message"]]

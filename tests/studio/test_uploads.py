@@ -1,0 +1,175 @@
+"""Files that the page sends: whole or not there, under a name that leads nowhere else."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hybrid_rlhf.core.own_files import fresh_path
+from hybrid_rlhf.studio import uploads
+from hybrid_rlhf.studio.studio import Studio
+from tests.factories.studio_jobs import queue_client, until, use_quick_launcher
+from tests.factories.studio_server import TOKEN, running_studio
+
+BINARY = {"content-type": "application/octet-stream"}
+
+
+@pytest.fixture
+def outputs(monkeypatch, tmp_path) -> Path:
+    use_quick_launcher(monkeypatch, tmp_path)
+    monkeypatch.setattr(uploads, "MIN_FREE", 0)
+    (tmp_path / "outputs").mkdir()
+    return tmp_path / "outputs"
+
+
+@pytest.fixture
+def client(outputs):
+    with queue_client(outputs) as found:
+        yield found
+
+
+def send(client, name: str, content=b"{}\n", **headers):
+    return client.post("/api/upload", params={"name": name}, content=content, headers={**BINARY, **headers})
+
+
+def left(outputs: Path) -> list[str]:
+    return sorted(path.name for path in (outputs / ".studio/data").iterdir() if path.name != ".names.lock")
+
+
+def test_a_file_arrives_as_it_was_and_is_listed(client, outputs):
+    content = bytes(range(256)) * 10_000
+    answer = send(client, "my rows-1.JSONL", content)
+    assert answer.json() == {"path": str(outputs / ".studio/data/my rows-1.JSONL"), "name": "my rows-1.JSONL",
+                             "bytes": 2_560_000}
+    assert Path(answer.json()["path"]).read_bytes() == content
+    (outputs / ".studio/data/link.csv").symlink_to("/etc/passwd")
+    (outputs / ".studio/data/notes.py").write_text("")
+    listed = client.get("/api/uploads").json()
+    assert listed == {"files": [{**answer.json(), "rows": None}]}
+
+
+@pytest.mark.parametrize("name, kept", [
+    ("../../x.jsonl", None), ("..", None), (".jsonl", None), ("a/b.jsonl", None), ("/etc/x.jsonl", None),
+    ("a\\b.jsonl", None), ("a\0.jsonl", None), ("a\n.jsonl", None), ("a\x1b[2J.jsonl", None), (".hidden.jsonl", None),
+    ("-rf.jsonl", None), ("x" * 300 + ".jsonl", None), ("é" * 101 + ".jsonl", None), ("rewards.py", None),
+    ("rows", None), ("", None), ("a.jsonl.py", None), ("CON.jsonl", None), ("nul.tar.json", None), ("com1.csv", None),
+    ("a\u202etxt.jsonl", None), ("a\ud800.jsonl", None), ("..．jsonl", None), ("a:b.jsonl", None), ("a;b.csv", None),
+    ("console.csv", "console.csv"), ("U\u0308bung.jsonl", "Übung.jsonl"), ("数据 1.csv", "数据 1.csv"),
+    ("x" * 190 + ".jsonl", "x" * 190 + ".jsonl"), ("a.b_c.txt", "a.b_c.txt")])
+def test_a_name_leads_nowhere_else(outputs, name, kept):
+    if kept:
+        assert uploads.checked_name(name) == kept
+        return
+    from hybrid_rlhf.studio.studio import Refused
+
+    with pytest.raises(Refused) as refusal:
+        uploads.checked_name(name)
+    assert "\n" not in str(refusal.value)
+    if "\ud800" not in name:  # which no client can send
+        with queue_client(outputs) as client:
+            answer = send(client, name)
+            assert answer.status_code in (400, 415) and left(outputs) == []
+    assert sorted(path.name for path in outputs.iterdir()) in ([], [".studio"])
+
+
+def test_what_is_no_file_is_refused(client, outputs):
+    assert client.post("/api/upload", params={"name": "a.csv"}, json={}).status_code == 415
+    assert client.post("/api/upload", content=b"x", headers=BINARY).status_code == 415
+    assert send(client, "a.csv", b"").json()["error"] == "the file is empty"
+    assert left(outputs) == []
+
+
+def test_two_of_one_name_at_once_are_two_files(client, outputs):
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda i: send(client, "a.csv", f"{i}" * 2**20).json(), range(4)))
+    assert sorted(each["name"] for each in made) == ["a-2.csv", "a-3.csv", "a-4.csv", "a.csv"] == left(outputs)
+    for i, each in enumerate(made):
+        assert Path(each["path"]).read_text() == f"{i}" * 2**20
+
+
+def test_a_body_is_counted_as_it_comes(client, outputs, monkeypatch):
+    monkeypatch.setattr(uploads, "MAX_BYTES", 3 * 2**20)
+    assert send(client, "a.csv", b"x" * 3 * 2**20).status_code == 200
+    assert send(client, "b.csv", b"x" * (3 * 2**20 + 1)).status_code == 413  # by its length
+    answer = send(client, "c.csv", (b"x" * 2**18 for _ in range(13)))  # of no length: 3.25 MiB
+    assert answer.status_code == 413 and "larger than" in answer.json()["error"]
+    assert left(outputs) == ["a.csv"]
+
+
+def test_what_is_too_large_is_not_written_on(outputs, monkeypatch):
+    """Over a real connection, without a length: 256 MiB where 8 are allowed."""
+    monkeypatch.setattr(uploads, "MAX_BYTES", 8 * 2**20)
+    written, write = [], os.write
+    monkeypatch.setattr(uploads.os, "write", lambda handle, data: written.append(write(handle, data)) or written[-1])
+    with running_studio(outputs) as studio:
+        body = (b"x" * 2**18 for _ in range(1024))
+        answer = studio.client.post("/api/upload", params={"name": "a.csv"}, content=body, headers=BINARY)
+        assert answer.status_code == 413 and not left(outputs)
+    assert sum(size for size in written if size > 1000) <= 8 * 2**20
+
+
+def test_the_disk_keeps_room(client, outputs, monkeypatch):
+    usage = shutil.disk_usage(outputs)
+    monkeypatch.setattr(uploads, "MIN_FREE", usage.free - 2**20)
+    answer = send(client, "a.csv", b"x" * 2**22)
+    assert answer.status_code == 507 and "make room" in answer.json()["error"] and left(outputs) == []
+    monkeypatch.setattr(uploads, "MIN_FREE", usage.free + 2**30)
+    assert send(client, "a.csv", (b"x" for _ in range(3))).status_code == 507 and left(outputs) == []
+
+
+def test_a_disk_that_fills_up_leaves_nothing(client, outputs, monkeypatch):
+    write = os.write
+
+    def refuse(handle, data):
+        if len(data) > 1000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(handle, data)
+
+    monkeypatch.setattr(uploads.os, "write", refuse)
+    answer = send(client, "a.csv", b"x" * 2**21)
+    assert answer.status_code == 507
+    assert answer.json()["error"] == "a.csv: No space left on device; make room"
+    assert left(outputs) == []
+
+
+def test_a_folder_that_leads_elsewhere_takes_nothing(client, outputs, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (outputs / ".studio/data").rmdir()
+    (outputs / ".studio/data").symlink_to(tmp_path / "elsewhere")
+    answer = send(client, "a.csv")
+    assert answer.status_code == 409 and "is a link" in answer.json()["error"]
+    assert not any((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_client_that_leaves_midway_leaves_nothing(outputs):
+    with running_studio(outputs) as studio:
+        for ending in (b"", b"0\r\nnonsense"):
+            head = (f"POST /api/upload?name=a.csv HTTP/1.1\r\nHost: 127.0.0.1:{studio.port}\r\nCookie: "
+                    f"studio_{studio.port}={TOKEN}\r\nContent-Type: application/octet-stream\r\nContent-Length: "
+                    f"{2**30}\r\n\r\n")
+            with socket.create_connection(("127.0.0.1", studio.port)) as connection:
+                connection.sendall(head.encode() + b"x" * 2**21 + ending)
+                part = until(lambda: left(outputs))
+                assert len(part) == 1 and part[0].startswith(".hybrid_rlhf-")
+                assert studio.client.get("/api/uploads").json() == {"files": []}
+            until(lambda: not left(outputs))
+
+
+def test_what_a_killed_studio_left_is_removed_and_what_another_one_writes_is_not(outputs):
+    folder = outputs / ".studio/data"
+    folder.mkdir(parents=True)
+    dead, living = fresh_path(folder), fresh_path(folder)
+    dead.write_bytes(b"x")
+    handle = os.open(living, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    (folder / ".hybrid_rlhf-of-the-user").write_text("")
+    uploads.clear(Studio(outputs))
+    assert left(outputs) == sorted([living.name, ".hybrid_rlhf-of-the-user"])
+    os.close(handle)
