@@ -26,9 +26,9 @@ _CARDS = ("/proc/driver/nvidia/version", "/dev/kfd")
 
 
 def routes(studio: Studio, talk: Talk) -> list[Route]:
-    def forward(path: str) -> Callable:
+    def forward(path: str, needs_reward: bool = False) -> Callable:
         async def answer(request: Request) -> Response:
-            port, key = talk.address()
+            port, key = talk.address(needs_reward)
             body = await body_of(request)
             return PassThrough(request.method, f"http://127.0.0.1:{port}{path}", key, body,
                                request.headers.get("content-type"), talk.using)
@@ -46,7 +46,7 @@ def routes(studio: Studio, talk: Talk) -> list[Route]:
         Route("POST", "/api/talk/close", lambda _query, _body: talk.close()),
         Route("POST", "/api/talk/v1/chat/completions", forward("/v1/chat/completions"), is_raw=True),
         Route("GET", "/api/talk/v1/models", forward("/v1/models"), is_raw=True),
-        Route("POST", "/api/talk/score", forward("/score"), is_raw=True),
+        Route("POST", "/api/talk/score", forward("/score", needs_reward=True), is_raw=True),
         Route("GET", "/chat_stream.js", shared, is_raw=True)]
 
 
@@ -126,13 +126,15 @@ class Talk:
         self._has_ended.set()
         self.close()
 
-    def address(self) -> tuple[int, str]:
-        """Port and key of the server. Refused where there is none yet, or no more."""
+    def address(self, needs_reward: bool = False) -> tuple[int, str]:
+        """Port and key of the server. Refused where there is none yet, or no more, or no reward model in it."""
         process = self._process
         if process is None or process.state in ("closed", "failed"):
             raise Refused(409, "no model is open; choose one and open it")
         if process.state == "starting":
             raise Refused(409, f"the models are not there yet ({process.doing}); wait a little")
+        if needs_reward and process.choice.reward is None:
+            raise Refused(409, "no reward model is open; choose one and open it")
         return process.port, process.key
 
     @contextmanager
