@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from hybrid_rlhf.inference.server import page_policy
-from hybrid_rlhf.studio.chat_process import COMMAND, ChatProcess, Choice
+from hybrid_rlhf.studio import chat_process
+from hybrid_rlhf.studio.chat_process import ChatProcess, Choice
 from hybrid_rlhf.studio.pass_through import PassThrough, body_of
 from hybrid_rlhf.studio.studio import Refused, Route, Studio
 from hybrid_rlhf.studio.studio_files import own_folder
@@ -54,8 +55,9 @@ class Talk:
     """At most one set of models is open. idle_seconds: without a request, after which it closes. command: what starts
     a process of ours."""
 
-    def __init__(self, studio: Studio, idle_seconds: float = IDLE_SECONDS, command: Sequence[str] = COMMAND) -> None:
-        self._studio, self._idle_seconds, self._command = studio, idle_seconds, command
+    def __init__(self, studio: Studio, idle_seconds: float = IDLE_SECONDS, command: Sequence[str] = ()) -> None:
+        self._studio, self._idle_seconds = studio, idle_seconds
+        self._command = command or chat_process.COMMAND
         self._lock = threading.Lock()
         self._process: ChatProcess | None = None
         self._num_open, self._used, self._note = 0, time.monotonic(), ""
