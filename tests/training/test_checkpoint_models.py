@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.run import checkpoint, resume
-from hybrid_rlhf.training import checkpoint_models
+from hybrid_rlhf.training import checkpoint_models, step1_sft
 from tests.factories.tiny import own_cache, save_tiny
 
 WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the moon"]
@@ -108,6 +109,14 @@ def in_parts(place, tmp_path_factory) -> Path:
     """A checkpoint of a run at ZeRO 1, whose weights are flat."""
     out = launch(place, tmp_path_factory.mktemp("parts") / "run", "sft", 1, *RATE, *BOUNDED, "--engine.zero_stage", "1")
     return out / "checkpoints" / "step-00000001"
+
+
+def test_the_dtype_that_a_card_chose_is_that_of_the_run() -> None:
+    config, masters = step1_sft.Config(), {"optimizer": {"a": {"master": 1, "step": 2}}}
+    given = replace(config, model=replace(config.model, dtype="float32"))
+    assert checkpoint_models._as_trained(config, masters).model.dtype == "bfloat16"
+    assert checkpoint_models._as_trained(config, {"optimizer": {"a": {"step": 2}}}) == config
+    assert checkpoint_models._as_trained(given, masters) == given
 
 
 def refused(step: Path, out: Path, capsys) -> str:
