@@ -36,7 +36,7 @@ RUNTIME = [
 EXTRAS = {
     "quantize": ["bitsandbytes>=0.50.2"],
     "report": ["matplotlib>=3.11", "tensorboard>=2.21"],
-    "serve": ["fastapi>=0.165", "uvicorn>=0.54"],
+    "serve": ["fastapi>=0.165", "uvicorn>=0.54", "httpx>=0.28"],  # httpx: the studio's way to its chat
     "gguf": ["gguf>=0.19"],
     "gym": ["reasoning-gym>=0.1.25"],
     "docs": ["pdoc>=15.0"],  # make docs
@@ -48,7 +48,6 @@ EXTRAS["test"] = [
     "vaderSentiment>=3.3.2",  # an example's judge, never a reward
     'triton>=3.6; platform_system == "Linux"',  # its interpreter runs the CUDA kernels; CUDA builds of torch bring it
     "setuptools>=77", "wheel>=0.45",  # the packaging tests build without network
-    "httpx>=0.28",  # the server's tests are its clients
     "selenium>=4.51",  # drives Chromium, where that is installed, over the server's page
     *EXTRAS["quantize"], *EXTRAS["report"], *EXTRAS["serve"], *EXTRAS["gguf"],
 ]

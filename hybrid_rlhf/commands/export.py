@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     flags = command_flags("export", __doc__)
     flags.add_argument("--model", type=expanded, metavar="DIR",
-                       help="a run's folder, its model/ or its adapter/, any LoRA adapter")
+                       help="a run's folder, its model/ or its adapter/, one of its checkpoints, any LoRA adapter")
     flags.add_argument("--output_dir", type=expanded, metavar="DIR", help="new or empty folder for the result")
     flags.add_argument("--base", type=expanded, metavar="DIR",
                        help="base model of an adapter, if it is not where its file says")
@@ -42,12 +42,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def find(path: str) -> tuple[Path, RunRecord | None]:
-    """The folder with weights (or the adapter) that `path` means, and the run it comes from if there is one."""
+    """The folder with weights (the adapter, the checkpoint) that `path` means, and the run it comes from if there is
+    one; none for a checkpoint, whose run may go on."""
     from hybrid_rlhf.models.lora import is_adapter
+    from hybrid_rlhf.run.checkpoint import is_checkpoint
     from hybrid_rlhf.run.runfile import RUN_FILE, read_run
 
     folder = Path(path)
     check(folder.is_dir(), f"export: {path} is no folder; give a run's folder, its model/ or its adapter/")
+    if is_checkpoint(folder):
+        return folder, None
     run = next((p for p in (folder, folder.parent) if (p / RUN_FILE).exists()), None)
     record = read_run(run) if run else None
     if run == folder:
@@ -71,7 +75,7 @@ def export(options: argparse.Namespace) -> list[Path]:
     check(target.resolve() != source.resolve(), "export: --output_dir is the model itself; choose a new folder")
     base = _base_of(source, options.base)
     wanted = options.gguf or ("f16" if options.ollama else None)
-    if wanted:
+    if wanted and (base or (source / "config.json").exists()):  # of a checkpoint it shows when it is written
         check_convertible(base or source, wanted)
     try:
         with whole(target.resolve()) as (beside,):
@@ -97,9 +101,10 @@ def _base_of(source: Path, given: str | None) -> str | None:
     """The base model of an adapter; None where `source` is a whole model."""
     from hybrid_rlhf.models.load import check_folder
     from hybrid_rlhf.models.lora import base_of
+    from hybrid_rlhf.run.checkpoint import is_checkpoint
 
-    if (source / "config.json").exists():
-        check(given is None, f"export: {source} is a whole model, and --base is for adapters; leave it out")
+    if (source / "config.json").exists() or is_checkpoint(source):
+        check(given is None, f"export: {source} is no adapter, and --base is for adapters; leave it out")
         return None
     base = given or base_of(source)
     check(bool(base), f"export: the adapter {source} does not say which model it is for; give --base DIR")
@@ -111,7 +116,13 @@ def _write(source: Path, base: str | None, folder: Path, record: RunRecord | Non
     """The merged model, tokenizer and card in `folder`, compared in a fresh process with the model as it was."""
     from hybrid_rlhf.export import verify
     from hybrid_rlhf.export.model_card import write_card
+    from hybrid_rlhf.run.checkpoint import is_checkpoint
+    from hybrid_rlhf.training import checkpoint_models
 
+    if is_checkpoint(source):
+        checkpoint_models.write(source, folder)
+        print(f"the model as it was at {source.name}", file=sys.stderr)
+        return
     live, class_name, dtype = _write_model(source, base, folder)
     gc.collect()  # the model and peft's wrapper hold each other
     difference = verify.compare(live, folder, class_name, dtype)

@@ -137,17 +137,25 @@ def keep_best(checkpoint: Path) -> Path:
 
 def _link(checkpoint: Path, target: Path) -> None:
     beside = _make_room(target.parent)
-    for path in checkpoint.iterdir():
-        try:
-            os.link(path, beside / path.name)
-        except OSError:  # a file system without links
-            shutil.copyfile(path, beside / path.name)
-            _sync(beside / path.name)
+    copy_files(checkpoint, beside)
     _sync(beside)
     _replace(beside, target)
     for old in steps(target.parent):
         if old != target:
             own_files.remove_folder(old)
+
+
+def copy_files(checkpoint: Path, folder: Path) -> None:
+    """The files of a checkpoint in `folder` as well: where the disk can, the same bytes. OSError where it refuses, or
+    where the checkpoint is removed meanwhile."""
+    for path in checkpoint.iterdir():
+        try:
+            os.link(path, folder / path.name)
+        except FileNotFoundError:
+            raise
+        except OSError:  # a file system without links, or another one
+            shutil.copyfile(path, folder / path.name)
+            _sync(folder / path.name)
 
 
 def clear(folder: str | Path, *, after: int = -1) -> None:
@@ -166,6 +174,11 @@ def steps(folder: str | Path) -> list[Path]:
 def is_name(name: str) -> bool:
     """Whether a checkpoint is called like this."""
     return name.startswith("step-") and name.removeprefix("step-").isdecimal()
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is called as a checkpoint is, and has the file that one ends with."""
+    return is_name(path.name) and (path / MANIFEST).is_file()
 
 
 def number(path: Path) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hybrid_rlhf.studio import exports, job_requests, uploads
+from hybrid_rlhf.studio import exports, job_requests, marks, talk, uploads
 from hybrid_rlhf.studio.jobs import Jobs
 from hybrid_rlhf.studio.runs_part import open_runs
 from hybrid_rlhf.studio.studio import Route, Studio
@@ -21,4 +21,7 @@ def open_parts(studio: Studio) -> tuple[list[Route], list[Callable[[], None]]]:
     queue.open()
     closers.append(queue.close)
     routes += [*job_requests.routes(studio, queue), *exports.routes(studio, queue), *uploads.routes(studio)]
+    chat = talk.Talk(studio)
+    closers.append(chat.end)
+    routes += [*talk.routes(studio, chat), *marks.routes(studio)]
     return routes, closers

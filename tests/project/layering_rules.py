@@ -55,6 +55,7 @@ DEPENDENCIES = {
     "deepspeed": (f"{H}.engine.train.zero", f"{H}.engine.train.deepspeed_compat"),
     "fastapi": (f"{H}.inference.server",),
     "gguf": (f"{H}.export.gguf",),
+    "httpx": (f"{H}.studio.pass_through",),
     "huggingface_hub": (f"{H}.commands.export",),
     "jsonargparse": (f"{H}.cli", f"{H}.core.config", f"{H}.core.jsonargparse_compat"),
     "matplotlib": (f"{H}.report.plots",),

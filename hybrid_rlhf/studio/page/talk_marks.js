@@ -1,0 +1,142 @@
+// What a person thinks of answers, kept as data: thumbs, better words, and which of several is better.
+
+import {note} from "./chat_stream.js";
+import {make} from "./dom.js";
+import {get, post} from "./server.js";
+
+let name = "marks"; // of the files; stays while the studio's page is open
+
+// The line that says what has been marked, and leads to a training on it: {node, load, marked, tell}. model(): the run
+// that is talked to; tell(text, isFault): shows what became of a mark.
+export function tally(model, tell) {
+  const input = make("input", {id: "marks-name", value: name, maxlength: "80"});
+  const counts = make("p", {id: "marks-counts", role: "status"});
+  const node = make("section.marks", {"aria-label": "Marks"}, make("label", {}, "Marks go to ", input), counts);
+
+  function marked(found) {
+    const kinds = [["pairs", "pair", "dpo"], ["thumbs", "thumb", "kto"]].filter(([kind]) => found[kind]);
+    const links = kinds.map(([kind, one, stage]) => {
+      const query = new URLSearchParams({goal: "prefer", stage, data: found[`${kind}_path`], ...(model() && {model: model()})});
+      return make("a", {href: `#/new?${query}`}, `Train on ${found[kind]} ${found[kind] === 1 ? one : kind}`);
+    });
+    counts.replaceChildren(...(links.length ? links : ["Nothing is marked yet: judge an answer, or say it better."]));
+  }
+
+  async function load() {
+    const {files} = await get("marks");
+    marked(files.find((each) => each.name === name) ?? {pairs: 0, thumbs: 0});
+  }
+
+  input.addEventListener("change", () => {
+    name = input.value.trim() || "marks";
+    input.value = name;
+    load().catch((fault) => tell(fault.message, true));
+  });
+  return {node, load, marked, tell};
+}
+
+// Send one mark; whether it was kept. What the server refuses is told.
+async function keep(mark, marks) {
+  try {
+    marks.marked(await post("marks", {name, ...mark}));
+    return true;
+  } catch (fault) {
+    marks.tell(`Not kept: ${fault.message}`, true);
+    return false;
+  }
+}
+
+// The buttons below the answers of a turn that have been written; marks: the tally.
+export function judge(turn, marks) {
+  const written = turn.answers.filter((answer) => answer.text.trim());
+  const isOneQuestion = new Set(written.map((answer) => JSON.stringify(answer.asked))).size === 1;
+  for (const answer of written) {
+    const row = make("div.buttons.judge");
+    answer.node.append(row);
+    answer.buttons = row;
+    const isOwn = answer.original === undefined; // the model's words, not a person's
+    if (answer.isWhole && isOwn) row.append(...thumbs(answer, marks));
+    row.append(better(answer, turn, marks));
+    if (written.length > 1 && isOneQuestion && isOwn && written.every((each) => each.isWhole)) {
+      row.append(preferred(answer, turn, written, marks));
+    }
+    if (!answer.isWhole) row.append(make("span.quiet", {}, "cut off, so it cannot be judged"));
+    else if (written.length > 1 && !isOneQuestion) {
+      row.append(make("span.quiet", {}, "each model went on from its own answers, so these are no pair"));
+    }
+  }
+}
+
+function thumbs(answer, marks) {
+  const buttons = [[true, "Good"], [false, "Bad"]].map(([isGood, text]) => {
+    const button = make("button", {type: "button", "aria-pressed": String(answer.thumb === isGood)}, text);
+    button.addEventListener("click", async () => {
+      const label = button.getAttribute("aria-pressed") === "true" ? null : isGood;
+      const mark = {kind: "thumb", prompt: answer.asked, completion: answer.text, is_good: label};
+      if (!await keep(mark, marks)) return;
+      answer.thumb = label;
+      for (const [i, each] of buttons.entries()) each.setAttribute("aria-pressed", String(label === (i === 0)));
+      marks.tell(label === null ? "Taken back." : `Marked ${isGood ? "good" : "bad"}.`);
+    });
+    return button;
+  });
+  return buttons;
+}
+
+// "This one is better": a pair with each of the others, and all models go on from it.
+function preferred(answer, turn, written, marks) {
+  const button = make("button.preferred", {type: "button", "aria-pressed": String(turn.better === answer)}, "This one is better");
+  button.addEventListener("click", async () => {
+    for (const other of written.filter((each) => each !== answer && each.text !== answer.text)) {
+      const mark = {kind: "pair", how: "compared", prompt: answer.asked, chosen: answer.text, rejected: other.text};
+      if (!await keep(mark, marks)) return;
+    }
+    turn.kept = turn.better = answer;
+    for (const each of turn.node.querySelectorAll(".preferred")) each.setAttribute("aria-pressed", String(each === button));
+    marks.tell(`Kept: ${answer.model} was better. The conversation goes on from its answer.`);
+  });
+  return button;
+}
+
+// "Say it better": the answer in a text box; what is saved is preferred to what the model said.
+function better(answer, turn, marks) {
+  const button = make("button", {type: "button"}, "Say it better");
+  button.addEventListener("click", () => {
+    const box = make("textarea", {rows: "4", "aria-label": `A better answer than ${answer.model}'s`});
+    box.value = answer.text;
+    const cancel = make("button", {type: "button"}, "Cancel");
+    const form = make("form.edit", {}, box, make("div.buttons", {}, make("button", {type: "submit"}, "Save"), cancel));
+    const close = () => {
+      form.remove();
+      answer.said.hidden = answer.buttons.hidden = false;
+      button.focus();
+    };
+    answer.said.hidden = answer.buttons.hidden = true;
+    answer.said.after(form);
+    box.focus();
+    cancel.addEventListener("click", close);
+    form.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape") return;
+      event.stopPropagation();
+      close();
+    });
+    form.addEventListener("submit", async (event) => {
+      event.preventDefault();
+      if (await rewrite(answer, turn, box.value, marks)) close();
+    });
+  });
+  return button;
+}
+
+async function rewrite(answer, turn, text, marks) {
+  const original = answer.original ?? answer.text;
+  const mark = {kind: "pair", how: "edited", prompt: answer.asked, chosen: text, rejected: original};
+  if (!await keep(mark, marks)) return false;
+  if (answer.original === undefined) note(answer, "edited");
+  Object.assign(answer, {original, text});
+  answer.said.textContent = text;
+  turn.kept = answer;
+  for (const each of answer.buttons.querySelectorAll("[aria-pressed]")) each.remove(); // they were about other words
+  marks.tell("Kept: your words are preferred to the model's, and the conversation goes on from them.");
+  return true;
+}

@@ -1,0 +1,190 @@
+"""Marks on answers are whole lines, and rows that the stages read as they were meant."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from hybrid_rlhf.data.chat import encode_prompt
+from hybrid_rlhf.data.datasets import DataConfig, build
+from hybrid_rlhf.data.source import Source
+from hybrid_rlhf.studio.marks import listed, mark
+from hybrid_rlhf.studio.studio import Refused, Studio
+from hybrid_rlhf.training.registry import READS
+from tests.factories.tiny import chatml_tokenizer, own_cache, save_tiny
+
+ASKED = [{"role": "user", "content": "What is it?"}]
+TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Red or blue?"},
+        {"role": "assistant", "content": " Red."}, {"role": "user", "content": "  Why?\u2028Say."}]
+TALK_TEXT = ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nRed or blue?<|im_end|>\n"
+             "<|im_start|>assistant\n Red.<|im_end|>\n<|im_start|>user\n  Why?\u2028Say.<|im_end|>\n"
+             "<|im_start|>assistant\n")
+
+
+@pytest.fixture
+def studio(tmp_path):
+    (tmp_path / "outputs").mkdir()
+    return Studio((tmp_path / "outputs").resolve())
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYBRID_RLHF_CACHE", str(tmp_path / "cache"))
+
+
+def pair(studio, chosen="a", rejected="b", prompt=ASKED, how="compared", name="marks"):
+    return mark(studio, {"name": name, "kind": "pair", "prompt": prompt, "chosen": chosen, "rejected": rejected,
+                         "how": how})
+
+
+def thumb(studio, completion="a", is_good=True, prompt=ASKED, name="marks"):
+    return mark(studio, {"name": name, "kind": "thumb", "prompt": prompt, "completion": completion, "is_good": is_good})
+
+
+def rows(path: str) -> list[dict]:
+    text = Path(path).read_bytes().decode()
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text[:-1].split("\n")]
+
+
+def trained(path: str, stage: str) -> list[dict]:
+    data = build(DataConfig([Source(path)], eval_fraction=0.0), READS[stage], chatml_tokenizer(), 0)
+    assert not data.report["dropped"]
+    return list(data.train)
+
+
+@pytest.mark.parametrize("stage", ["dpo", "reward"])
+def test_a_pair_is_read_as_it_was_said_spaces_turns_and_system_message_included(studio, cached, stage):
+    pair(studio, "  Because it is.", " No\u0085no.\r\n", TALK, how="edited")
+    found = pair(studio, " 5", "five", ASKED)
+    assert (found["pairs"], found["thumbs"]) == (2, 0)
+    tokenizer = chatml_tokenizer()
+    first, second = sorted(trained(found["pairs_path"], stage), key=lambda row: -len(row["chosen_ids"]))
+    whole = TALK_TEXT + "  Because it is.<|im_end|>"
+    assert tokenizer.decode(first["chosen_ids"]) == whole
+    assert tokenizer.decode(first["rejected_ids"]) == TALK_TEXT + " No\u0085no.\r\n<|im_end|>"
+    prompt = encode_prompt(tokenizer, TALK)  # what the model was asked when it answered
+    assert first["chosen_ids"][: len(prompt)] == prompt and tokenizer.decode(prompt) == TALK_TEXT
+    assert tokenizer.decode(second["chosen_ids"]).endswith("assistant\n 5<|im_end|>")
+
+
+def test_a_thumb_is_read_with_its_label(studio, cached):
+    thumb(studio, "  Because.", True, TALK)
+    found = thumb(studio, "No.", False, TALK)
+    tokenizer = chatml_tokenizer()
+    said = {tokenizer.decode(row["input_ids"]): row["label"] for row in trained(found["thumbs_path"], "kto")}
+    assert said == {TALK_TEXT + "  Because.<|im_end|>": True, TALK_TEXT + "No.<|im_end|>": False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "kind"), [("dpo", "pairs"), ("reward", "pairs"), ("kto", "thumbs")])
+def test_the_stages_train_on_them(studio, tmp_path, monkeypatch, stage, kind):
+    from hybrid_rlhf.cli import main
+
+    own_cache(monkeypatch, tmp_path / "kernels")
+    for number in range(8):
+        pair(studio, f" {number}", "no", [{"role": "user", "content": f"say {number}"}])
+        found = thumb(studio, f" {number}", number % 2 == 0, [{"role": "user", "content": f"say {number}"}])
+    base = save_tiny(tmp_path / "base")
+    out = tmp_path / "out"
+    assert main(["--stage", stage, "--model", base, "--output_dir", str(out), "--data.max_length", "64",
+                 f"--data.sources=[{{path: '{found[kind + '_path']}'}}]", "--train.max_steps", "2"]) == 0
+    assert json.loads((out / "run.json").read_text())["status"] == "finished"
+
+
+def test_a_mark_that_contradicts_one_takes_its_place(studio):
+    pair(studio, "a", "b")
+    pair(studio, "c", "b")
+    found = pair(studio, "b", "a", how="edited")
+    assert [(r["chosen"][0]["content"], r["rejected"][0]["content"], r["how"]) for r in rows(found["pairs_path"])] == [
+        ("c", "b", "compared"), ("b", "a", "edited")]
+    thumb(studio, "a", True)
+    thumb(studio, "a", True, TALK)
+    found = thumb(studio, "a", False)
+    assert [(r["prompt"], r["label"]) for r in rows(found["thumbs_path"])] == [(TALK, True), (ASKED, False)]
+    assert thumb(studio, "a", None)["thumbs"] == 1 and thumb(studio, "z", None)["thumbs"] == 1
+    assert [r["prompt"] for r in rows(found["thumbs_path"])] == [TALK]
+
+
+def test_lines_that_others_wrote_stay_and_a_torn_one_goes(studio):
+    path = pair(studio)["pairs_path"]
+    with open(path, "ab") as file:
+        file.write(b'not JSON \xff\n[1]\n{"prompt": "mine"}\n{"prompt": [{"role": "us')
+    found = pair(studio, "c", "d")
+    lines = Path(path).read_bytes().split(b"\n")
+    assert lines[1:4] == [b"not JSON \xff", b"[1]", b'{"prompt": "mine"}']
+    assert (json.loads(lines[4])["chosen"], lines[5:]) == ([{"role": "assistant", "content": "c"}], [b""])
+    assert found["pairs"] == 5
+
+
+def test_many_at_once_lose_none(studio):
+    def work(number):
+        for i in range(5):
+            thumb(studio, f"{number} {i}")
+            pair(studio, f"{number}", f"{i}", how="edited")
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(10, 18)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    found, = listed(studio)
+    assert (found["name"], found["pairs"], found["thumbs"]) == ("marks", 40, 40)
+    assert len({json.dumps(r) for r in rows(found["thumbs_path"])}) == 40
+
+
+def test_they_are_synced_and_for_this_user_alone(studio, monkeypatch):
+    synced, plain = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(os.fstat(handle).st_size), plain(handle)))
+    path = thumb(studio)["thumbs_path"]
+    assert synced == [os.stat(path).st_size]
+    assert os.stat(path).st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("name", ["", " a", "a ", ".a", "../a", "a/b", "a\\b", "a\0", "a\n", "é", "a" * 81, None, 3,
+                                  "-"])
+def test_only_plain_names_are_files(studio, name):
+    with pytest.raises(Refused, match="a name of marks"):
+        thumb(studio, name=name)
+    assert listed(studio) == []
+
+
+def test_names_may_have_spaces_and_dots_and_are_listed(studio):
+    thumb(studio, name="my marks 2.1")
+    pair(studio, name="other_marks-2")
+    (studio.home / "marks" / "notes.txt").write_text("x")
+    assert [(f["name"], f["pairs"], f["thumbs"]) for f in listed(studio)] == [
+        ("my marks 2.1", 0, 1), ("other_marks-2", 1, 0)]
+
+
+@pytest.mark.parametrize("change", [
+    {"prompt": []}, {"prompt": "hi"}, {"prompt": [{"role": "user"}]}, {"prompt": [{"role": "tool", "content": "x"}]},
+    {"prompt": [{"role": "assistant", "content": "x"}]}, {"prompt": [3]}, {"chosen": ""}, {"chosen": " \n"},
+    {"chosen": 3}, {"chosen": None}, {"rejected": "a"}, {"how": "guessed"}, {"how": None}, {"kind": "star"},
+    {"kind": None}, {"kind": "thumb", "completion": "x", "is_good": "yes"}, {"kind": "thumb", "is_good": True},
+    {"prompt": ASKED * 5000}])
+def test_what_is_no_mark_is_refused_in_one_line(studio, change):
+    body = {"name": "m", "kind": "pair", "prompt": ASKED, "chosen": "a", "rejected": "b", "how": "edited"} | change
+    with pytest.raises(Refused) as caught:
+        mark(studio, body)
+    assert caught.value.status == 400 and "\n" not in str(caught.value)
+    assert listed(studio) == []
+
+
+def test_no_link_is_followed_and_a_giant_is_not_read(studio, tmp_path):
+    (tmp_path / "elsewhere").write_text("{}\n")
+    path = thumb(studio)["thumbs_path"]
+    os.unlink(path)
+    os.symlink(tmp_path / "elsewhere", path)
+    with pytest.raises(Refused):
+        thumb(studio)
+    assert (tmp_path / "elsewhere").read_text() == "{}\n"
+    os.unlink(path)
+    with open(path, "wb") as file:
+        file.truncate(2**26 + 1)
+    with pytest.raises(Refused, match="full"):
+        thumb(studio)

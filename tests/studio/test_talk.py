@@ -1,0 +1,307 @@
+"""The chat's process: begun, told of, changed, closed; what it is made from; and the way through to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from hybrid_rlhf.core.own_files import fresh_path
+from hybrid_rlhf.studio import file_lock
+from hybrid_rlhf.studio.studio import Refused, Studio
+from hybrid_rlhf.studio.studio_app import make_app
+from hybrid_rlhf.studio.talk import Talk, routes
+from hybrid_rlhf.studio.talk_models import talkables
+from tests.factories.studio_runs import make_run
+
+DOUBLE = (sys.executable, str(Path(__file__).parent / "chat_double.py"))
+TOKEN, PORT = "t" * 32, 8090
+
+
+@pytest.fixture
+def studio(tmp_path, monkeypatch):
+    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    outputs = (tmp_path / "outputs").resolve()
+    for name in ("demo/sft", "demo/ppo", "dpo"):
+        make_run(outputs, name, name.rpartition("/")[2])
+    make_run(outputs, "demo/reward", "reward")
+    return Studio(outputs)
+
+
+@pytest.fixture
+def talk(studio):
+    made = Talk(studio, command=DOUBLE)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def client(studio, talk):
+    app = make_app(studio, routes(studio, talk), TOKEN, PORT)
+    with TestClient(app, base_url=f"http://127.0.0.1:{PORT}", cookies={f"studio_{PORT}": TOKEN}) as found:
+        yield found
+
+
+def does(studio, name: str, *lines: str) -> None:
+    (studio.outputs / name / "model" / "does").write_text("\n".join(lines))
+
+
+def notes(studio) -> list[dict]:
+    path = studio.outputs.parent / "notes"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait(talk, state: str, seconds: float = 20) -> dict:
+    end = time.monotonic() + seconds
+    while talk.state()["state"] != state:
+        assert time.monotonic() < end, talk.state()
+        time.sleep(0.01)
+    return talk.state()
+
+
+def opened(talk, *models: str, **more) -> dict:
+    talk.open({"models": list(models), **more})
+    return wait(talk, "ready")
+
+
+# -- opening ---------------------------------------------------------------------------------------------------------
+
+
+def test_models_are_opened_by_names_that_the_server_takes_and_what_it_says_is_told(studio, talk):
+    found = opened(talk, "demo/sft", "demo/ppo", reward="demo/reward", is_on_cpu=True)
+    assert found["models"] == [{"name": "demo-sft", "id": "demo/sft", "step": None},
+                               {"name": "demo-ppo", "id": "demo/ppo", "step": None}]
+    assert (found["reward"], found["error"], found["doing"]) == (True, "", "")
+    assert found["notes"] == ["note: a line beside"]
+    begun, = notes(studio)
+    assert begun["words"][1:4] == ["serve", "--port", "0"]
+    models = [begun["words"][i + 1] for i, word in enumerate(begun["words"]) if word == "--model"]
+    assert models == [f"demo-sft={studio.outputs}/demo/sft/model", f"demo-ppo={studio.outputs}/demo/ppo/model"]
+    assert begun["words"][-2:] == ["--reward_model", f"{studio.outputs}/demo/reward/model"]
+    assert begun["cards"] == ""
+
+
+def test_the_key_is_in_the_environment_and_not_on_the_command_line(studio, talk):
+    opened(talk, "dpo")
+    begun, = notes(studio)
+    assert len(begun["key"]) >= 32
+    assert not any(begun["key"] in word for word in begun["words"])
+    assert begun["cards"] is None
+    assert begun["key"] not in json.dumps(talk.state())
+
+
+@pytest.mark.parametrize(("lines", "error"), [
+    (["fail", "error: out of memory (while loading x); take less"], "out of memory (while loading x); take less"),
+    (["fail", "error: first", "error: x has no chat template", "note: bye"], "x has no chat template"),
+    (["fail", "Traceback (most recent call last):", "ValueError: no"], "ValueError: no"),
+    (["fail"], "the process ended with exit code 2"), (["killed", "hm"], "the process was killed, as the system does")])
+def test_what_keeps_it_from_starting_is_its_last_error(studio, talk, lines, error):
+    does(studio, "dpo", *lines)
+    talk.open({"models": ["dpo"]})
+    assert wait(talk, "failed")["error"].startswith(error)
+    with pytest.raises(Refused, match="no model is open"):
+        talk.address()
+    does(studio, "dpo", "work")
+    assert opened(talk, "dpo")["error"] == ""
+
+
+def test_one_that_ends_later_is_failed_too(studio, talk):
+    opened(talk, "dpo")
+    os.kill(notes(studio)[0]["pid"], signal.SIGKILL)
+    assert "was killed" in wait(talk, "failed")["error"]
+
+
+def test_another_choice_ends_the_processes_before_and_the_same_one_does_not(studio, talk, monkeypatch):
+    monkeypatch.setenv("SLOW_END", "0.5")
+    opened(talk, "dpo")
+    opened(talk, "dpo")
+    assert len(notes(studio)) == 1
+    talk.open({"models": ["demo/sft"]})
+    assert talk.state()["state"] == "starting"
+    assert wait(talk, "ready")["models"][0]["id"] == "demo/sft"
+    first, ended, second = notes(studio)
+    assert (ended["what"], ended["pid"], second["what"]) == ("end", first["pid"], "begin")
+    assert first["key"] != second["key"]
+
+
+def test_closing_ends_the_process_also_while_it_starts(studio, talk):
+    for how, state in (("work", "ready"), ("hang", "starting")):
+        does(studio, "dpo", how)
+        talk.open({"models": ["dpo"]})
+        wait(talk, state)
+        while not notes(studio) or notes(studio)[-1]["what"] != "begin":
+            time.sleep(0.01)
+        assert talk.close()["state"] == "closed"
+        assert notes(studio)[-1]["what"] == "end"
+
+
+def test_it_closes_when_nobody_has_asked_for_a_while_and_not_during_a_request(studio):
+    talk = Talk(studio, idle_seconds=0.4, command=DOUBLE)
+    try:
+        opened(talk, "dpo")
+        with talk.using():
+            time.sleep(1)
+            assert talk.state()["state"] == "ready"
+        found = wait(talk, "closed")
+        assert found["notes"] == ["closed after 0.00666667 minutes without a question"]
+    finally:
+        talk.end()
+
+
+@pytest.mark.parametrize(("body", "status", "text"), [
+    ({}, 400, "must be a list"), ({"models": "dpo"}, 400, "must be a list"), ({"models": []}, 400, "choose a model"),
+    ({"models": ["dpo"] * 2}, 400, "named twice"), ({"models": list("abcd")}, 400, "more than the 3"),
+    ({"models": ["none"]}, 404, "no run"), ({"models": ["../x"]}, 404, "no run"), ({"models": [3]}, 400, "no run"),
+    ({"models": ["demo/reward"]}, 400, "cannot answer"), ({"models": ["dpo"], "reward": "dpo"}, 400, "gives no scores"),
+    ({"models": ["dpo"], "is_on_cpu": 1}, 400, "true or false"), ({"models": ["evaluation"]}, 404, "no model"),
+    ({"models": ["new"]}, 409, "new: it has no checkpoint yet")])
+def test_what_cannot_be_talked_to_is_refused(studio, talk, body, status, text):
+    make_run(studio.outputs, "evaluation", "evaluate")
+    new = make_run(studio.outputs, "new", "sft", status="running")
+    with pytest.raises(Refused, match=text) as caught:
+        talk.open(body)
+    assert caught.value.status == status
+    assert notes(studio) == []
+    new.die()
+
+
+# -- models of checkpoints -------------------------------------------------------------------------------------------
+
+
+def test_all_that_can_be_talked_to_is_listed_with_what_it_would_be(studio):
+    running = make_run(studio.outputs, "a/b/c/running", "grpo", status="running")
+    running.checkpoint()
+    make_run(studio.outputs, "stopped", "sft", steps=30, status="stopped")
+    make_run(studio.outputs, "failed", "sft", status="failed")
+    lost = make_run(studio.outputs, "lost", "sft", status="lost", steps=5)
+    lost.checkpoint()
+    make_run(studio.outputs, "a/b/c/d/too_deep", "sft")
+    make_run(studio.outputs, ".studio/hidden", "sft")
+    (studio.outputs / "strange").mkdir()
+    (studio.outputs / "strange" / "run.json").write_text('{"stage": 3}')
+    (studio.outputs / "half").mkdir()
+    (studio.outputs / "half" / "run.json").write_text('{"stage": "sft", "sta')
+    rows = {row["id"]: (row["status"], row["step"], row["kind"], row["why"])
+            for row in (each.row() for each in talkables(studio))}
+    assert rows == {
+        "demo/sft": ("finished", None, "policy", None), "demo/ppo": ("finished", None, "policy", None),
+        "dpo": ("finished", None, "policy", None), "demo/reward": ("finished", None, "reward model", None),
+        "a/b/c/running": ("running", 20, "policy", None), "stopped": ("stopped", 30, "policy", None),
+        "failed": ("failed", None, "policy", "it left no model and no checkpoint"), "lost": ("lost", 5, "policy", None)}
+    running.die()
+
+
+@pytest.fixture
+def running(studio):
+    made = make_run(studio.outputs, "run", "sft", status="running", steps=4)
+    yield made
+    made.die()
+
+
+def test_a_running_run_answers_from_its_newest_checkpoint(studio, talk, running):
+    running.checkpoint()
+    running.grow(4)
+    newest = running.checkpoint()
+    (newest.parent / "step-00000012").mkdir()  # not yet whole
+    found = opened(talk, "run")
+    assert found["models"] == [{"name": "run", "id": "run", "step": 8}]
+    made, served = [each for each in notes(studio) if each["what"] == "begin"]
+    assert made["words"][1:4] == ["export", "--model", str(newest)]
+    assert served["words"][-1] == f"run={made['words'][5]}"
+    assert Path(made["words"][5]).is_relative_to(studio.home / "talk")
+    assert list((studio.home / "talk").iterdir()) == []  # it is in memory
+
+
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_followed_by_a_newer_one(studio, talk, running):
+    (running.checkpoint() / "does").write_text("vanish\nerror: gone")
+    assert opened(talk, "run")["state"] == "ready"
+    made = [Path(each["words"][3]).name for each in notes(studio) if each["words"][1] == "export"]
+    assert made == ["step-00000004", "step-00000009"]
+
+
+def test_a_checkpoint_that_gives_no_model_is_told_with_its_run(studio, talk, running):
+    (running.checkpoint() / "does").write_text("fail\nerror: in parts of 2 processes")
+    talk.open({"models": ["run"]})
+    assert wait(talk, "failed")["error"] == "run: in parts of 2 processes"
+    assert list((studio.home / "talk").iterdir()) == []
+
+
+def test_what_a_killed_studio_left_is_removed_and_what_another_one_uses_is_not(studio, talk):
+    folder = studio.home / "talk"
+    folder.mkdir(parents=True)
+    left, used = fresh_path(folder), fresh_path(folder)
+    for place in (left, used):
+        (place / "model").mkdir(parents=True)
+        (place / "lock").touch()
+    lock = file_lock.take(used / "lock")
+    opened(talk, "dpo")
+    assert [path for path in folder.iterdir() if path in (left, used)] == [used]
+    assert lock is not None
+
+
+def test_what_is_going_on_is_told_while_it_starts(studio, talk, running):
+    running.checkpoint()
+    said, plain = [], talk._changed
+    talk._changed = lambda: (said.append(talk.state()["doing"]), plain())
+    opened(talk, "run", "dpo")
+    assert "making the model of run at step 4 from its checkpoint" in said
+    assert "loading run and dpo" in said
+
+
+# -- the way through -------------------------------------------------------------------------------------------------
+
+
+def test_of_a_request_the_content_type_alone_is_passed_on_and_of_an_answer_no_cookie(client, talk, studio):
+    opened(talk, "dpo", reward="demo/reward")
+    for path, address in (("/api/talk/v1/chat/completions", "/v1/chat/completions"), ("/api/talk/score", "/score")):
+        answer = client.post(path, json={"x": 1}, headers={"x-secret": "1", "authorization": "Bearer mine"})
+        assert answer.status_code == 200
+        seen = {name.lower(): value for name, value in answer.json()["headers"].items()}
+        assert answer.json()["path"] == address
+        assert seen["authorization"] == f"Bearer {notes(studio)[0]['key']}"
+        assert seen.keys() == {"host", "authorization", "content-type", "content-length"}
+        assert answer.headers.keys() == {"content-type", "retry-after", "cache-control", "content-length"}
+    assert client.get("/api/talk/v1/models").json()["path"] == "/v1/models"
+
+
+def test_errors_and_too_many_requests_keep_their_status(client, talk):
+    opened(talk, "dpo")
+    for status in (400, 429, 503):
+        answer = client.post("/api/talk/v1/chat/completions", json={"status": status})
+        assert (answer.status_code, answer.headers["retry-after"]) == (status, "7")
+
+
+def test_bodies_are_bounded_and_nothing_is_asked_of_nobody(client, talk):
+    assert client.post("/api/talk/v1/chat/completions", json={}).json()["error"].startswith("no model is open")
+    opened(talk, "dpo")
+    answer = client.post("/api/talk/v1/chat/completions", content=b"x" * (2**20 + 1))
+    assert (answer.status_code, answer.json()["error"]) == (413, "the conversation is too large; start a new one")
+    assert client.post("/api/talk/score", json={}).status_code == 409
+
+
+def test_a_stream_that_breaks_ends_with_an_error_and_the_state_says_so(client, talk):
+    opened(talk, "dpo")
+    answer = client.post("/api/talk/v1/chat/completions", json={"how": "stream", "events": 3, "breaks": True})
+    lines = [line for line in answer.text.split("\n\n") if line]
+    assert lines[:3] == ["data: 0", "data: 1", "data: 2"]
+    assert "has ended" in json.loads(lines[3].removeprefix("data: "))["error"]["message"]
+    wait(talk, "failed")
+
+
+def test_a_process_that_does_not_answer_is_a_502(client, talk, monkeypatch):
+    monkeypatch.setattr(talk, "address", lambda *_: (1, "key"))
+    answer = client.post("/api/talk/v1/chat/completions", json={})
+    assert answer.status_code == 502 and "does not answer" in answer.json()["error"]["message"]
+
+
+def test_both_chat_pages_have_one_module(client):
+    answer = client.get("/chat_stream.js")
+    assert answer.headers["content-type"].startswith("text/javascript") and "export" in answer.text
+    assert answer.headers["x-content-type-options"] == "nosniff"

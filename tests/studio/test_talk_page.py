@@ -1,0 +1,447 @@
+"""The studio's chat in a real Chromium: open, talk, compare, judge, and train on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from urllib.parse import parse_qs
+
+import pytest
+
+from hybrid_rlhf.inference.scorer import Scorer
+from hybrid_rlhf.inference.server.served_model import Limits
+from hybrid_rlhf.studio import chat_process
+from tests.factories.browser import axe_faults, chromium, find, needs_axe, needs_browser, texts, until
+from tests.factories.studio_runs import make_run
+from tests.factories.studio_server import running_studio
+from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_scalar_model
+from tests.inference.server.scripted_model import scripted
+from tests.inference.server.tiny_server import chat, content, running, serving
+
+pytestmark = needs_browser
+ENDS = "<|im_end|>"
+SHOTS = os.environ.get("STUDIO_SHOTS")  # a folder for pictures of the page
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with chromium(tmp_path_factory.mktemp("chromium")) as driver:
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reward")
+    tiny_scalar_model().save_pretrained(folder)
+    chatml_tokenizer().save_pretrained(folder)
+    found = Scorer(str(folder))
+    found.open()
+    return found
+
+
+@pytest.fixture
+def studio(tmp_path, monkeypatch):
+    """Runs, and in place of the models' process one that names a server of the test's own (`answering`)."""
+    outputs = tmp_path / "outputs"
+    for name in ("demo/sft", "demo/ppo"):
+        make_run(outputs, name, name.rpartition("/")[2])
+    make_run(outputs, "demo/reward", "reward")
+    new = make_run(outputs, "new", "grpo", status="running", steps=0)
+    monkeypatch.setattr(chat_process, "COMMAND", (sys.executable, "-c", (
+        "import os, sys, time\nplace = open(os.environ['SERVING']).read()\n"
+        "time.sleep(float(os.environ.get('STARTS', '0')))\n"
+        "print(place, flush=True)\nif place.startswith('error'): sys.exit(2)\n"
+        "while os.read(0, 4096): pass\n")))
+    monkeypatch.setenv("SERVING", str(tmp_path / "serving"))
+    with running_studio(outputs) as found:
+        yield found
+    new.die()
+
+
+def answering(studio, served) -> None:
+    (studio.studio.outputs.parent / "serving").write_text(f"serving all at {served.url}")
+
+
+@pytest.fixture
+def script(studio, scorer):
+    """Two models that say what they are told to, and a reward model."""
+    models = [scripted(name, "qwen2_5") for name in ("demo-sft", "demo-ppo")]
+    with serving(models, scorer=scorer) as served:
+        answering(studio, served)
+
+        def say(first: list[str], second: list[str] | None = None) -> None:
+            for model, answers in zip(models, (first, second or first), strict=True):
+                model.lane.engine.answers = [*(text + ENDS for text in answers), ENDS]
+
+        say(["Paris."], ["It is Paris, of course."])
+        yield say
+
+
+@pytest.fixture
+def page(browser, studio):
+    browser.get("about:blank")
+    browser.get(studio.url)
+    browser.get(f"{studio.base}/#/talk")
+    until(browser, lambda: find(browser, "#talk-model-1 option"))
+    return browser
+
+
+def choose(page, selector: str, text: str) -> None:
+    from selenium.webdriver.support.ui import Select
+
+    Select(find(page, selector)).select_by_visible_text(text)
+
+
+def open_models(page, *models: str, reward: str | None = None) -> None:
+    if not find(page, "#talk-open").is_displayed():
+        find(page, "#talk-choice summary").click()
+    for number, name in enumerate(models, 1):
+        choose(page, f"#talk-model-{number}", name)
+    if reward:
+        choose(page, "#talk-reward", reward)
+    find(page, "#talk-open").click()
+    until(page, lambda: find(page, "#talk-state").text.startswith("Open: " + models[0]))
+
+
+def say(page, text: str) -> None:
+    count = len(texts(page, ".turn"))
+    until(page, lambda: find(page, "#send").is_enabled())
+    find(page, "#message").send_keys(text + "\n")
+    until(page, lambda: len(texts(page, ".turn")) == count + 1)
+    until(page, lambda: find(page, "#talk-told").text == "Answered.")
+
+
+def press(page, text: str, number: int = 0) -> None:
+    button(page, text, number).click()
+
+
+def button(page, text: str, number: int = 0):
+    found = [b for b in page.find_elements("css selector", ".turn:last-of-type button") if b.text == text]
+    return found[number]
+
+
+def rows(studio, kind: str, name: str = "marks") -> list[dict]:
+    path = studio.studio.home / "marks" / f"{name}.{kind}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def told(page, text: str) -> None:
+    until(page, lambda: text in find(page, "#talk-told").text)
+
+
+def shoot(page, name: str) -> None:
+    if SHOTS:
+        page.save_screenshot(str(Path(SHOTS) / f"{name}.png"))
+
+
+# -- opening ---------------------------------------------------------------------------------------------------------
+
+
+def test_it_says_what_goes_on_until_the_models_are_there(page, script, monkeypatch):
+    monkeypatch.setenv("STARTS", "2.5")
+    options = texts(page, "#talk-model-1 option")
+    assert set(options) == {"demo/sft", "demo/ppo", "new (running: it has no checkpoint yet)"}
+    assert find(page, "#talk-state").text == "No model is open."
+    assert not find(page, ".chat").is_displayed()
+    choose(page, "#talk-model-1", "demo/sft")
+    find(page, "#talk-open").click()
+    until(page, lambda: find(page, "#talk-state").text == "Opening: loading demo-sft ...")
+    until(page, lambda: find(page, ".opening span").text in ("1 s", "2 s"))
+    shoot(page, "talk_opening")
+    until(page, lambda: find(page, "#talk-state").text == "Open: demo/sft.")
+    assert find(page, ".chat").is_displayed() and not find(page, "#talk-open").is_displayed()
+    assert page.switch_to.active_element.text == "Models"
+    page.switch_to.active_element.click()
+    find(page, "#talk-close").click()
+    until(page, lambda: find(page, "#talk-state").text == "No model is open.")
+
+
+def test_what_keeps_it_from_opening_is_shown(page, studio):
+    (studio.studio.outputs.parent / "serving").write_text("error: out of memory (while loading x); take less")
+    choose(page, "#talk-model-1", "demo/sft")
+    find(page, "#talk-open").click()
+    until(page, lambda: find(page, "#talk-state").text == "It cannot be opened: out of memory (while loading x); "
+                                                          "take less")
+    shoot(page, "talk_failed")
+
+
+def test_a_link_opens_the_model_that_it_names_where_none_is_open(browser, studio, script):
+    browser.get(studio.url)
+    browser.get(f"{studio.base}/#/talk?model=demo%2Fppo")
+    until(browser, lambda: find(browser, "#talk-state").text == "Open: demo/ppo.")
+    assert find(browser, "#talk-model-1").get_attribute("value") == "demo/ppo"
+    browser.get("about:blank")
+    browser.get(f"{studio.base}/#/talk?model=demo%2Fsft")
+    until(browser, lambda: find(browser, "#talk-model-1").get_attribute("value") == "demo/sft")
+    assert find(browser, "#talk-state").text == "Open: demo/ppo."  # what is open is not closed by a link
+
+
+# -- talking ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(studio, tmp_path):
+    folders = {name: save_tiny(tmp_path / name, seed, max_position_embeddings=8192)
+               for seed, name in enumerate(("demo-sft", "demo-ppo"))}
+    with running(folders, capacity=8192, limits=Limits(max_new_tokens=8000)) as served:
+        answering(studio, served)
+        yield served
+
+
+def fill(page, selector: str, text: str) -> None:
+    if not find(page, selector).is_displayed():
+        find(page, "#settings summary").click()
+    find(page, selector).clear()
+    find(page, selector).send_keys(text + "\t")
+
+
+def test_an_answer_is_the_model_s_and_the_next_question_carries_the_history(page, tiny):
+    open_models(page, "demo/ppo")
+    fill(page, "#max_tokens", "12")
+    fill(page, "#system", "Be brief.")
+    say(page, "Hello?")
+    settings = dict(model="demo-ppo", temperature=0.7, max_tokens=12)
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
+    first = content(chat(tiny.url, messages=talk, seed=0, **settings))
+    assert texts(page, ".answer .said") == [first]
+    say(page, "And?")
+    talk += [{"role": "assistant", "content": first}, {"role": "user", "content": "And?"}]
+    assert texts(page, ".answer .said")[1] == content(chat(tiny.url, messages=talk, seed=1, **settings))
+    find(page, "#again").click()
+    until(page, lambda: texts(page, ".answer .said")[1] not in ("", first))
+    until(page, lambda: find(page, "#talk-told").text == "Answered.")
+    assert texts(page, ".answer .said")[1] == content(chat(tiny.url, messages=talk, seed=1001, **settings))
+
+
+def test_stop_keeps_what_was_written_escape_stops_too_and_half_an_answer_is_not_judged(page, tiny):
+    from selenium.webdriver.common.keys import Keys
+
+    open_models(page, "demo/sft")
+    fill(page, "#max_tokens", "8000")
+    fill(page, "#temperature", "0")
+    for stop in (lambda: find(page, "#stop").click(), lambda: find(page, "#message").send_keys(Keys.ESCAPE)):
+        until(page, lambda: find(page, "#send").is_enabled())
+        find(page, "#message").send_keys("Tell me everything.\n")
+        until(page, lambda: texts(page, ".turn:last-of-type .said")[-1] != "")
+        stop()
+        until(page, lambda: "stopped" in texts(page, ".answer .who")[-1])
+        until(page, lambda: all(m.num_open == 0 for m in tiny.models))
+        until(page, lambda: [b.text for b in page.find_elements("css selector", ".turn:last-of-type button")] == [
+            "Say it better"])
+
+
+def test_the_conversation_stays_while_another_page_is_looked_at(page, script, studio):
+    open_models(page, "demo/sft")
+    say(page, "What is the capital of France?")
+    press(page, "Good")
+    told(page, "Marked good.")
+    page.get(f"{studio.base}/#/runs")
+    until(page, lambda: not page.find_elements("css selector", ".turn"))
+    page.get(f"{studio.base}/#/talk")
+    until(page, lambda: texts(page, ".answer .said") == ["Paris."])
+    until(page, lambda: find(page, "#send").is_enabled())
+    assert button(page, "Good").get_attribute("aria-pressed") == "true"
+    find(page, "#fresh").click()
+    until(page, lambda: not page.find_elements("css selector", ".turn"))
+
+
+def test_what_a_model_or_a_user_writes_is_never_markup(page, script):
+    script(["<img src=x onerror=document.title='broken'><b>bold</b>"])
+    open_models(page, "demo/sft")
+    say(page, "<script>document.title='broken'</script>")
+    assert texts(page, ".mine .said") == ["<script>document.title='broken'</script>"]
+    assert texts(page, ".answer .said") == ["<img src=x onerror=document.title='broken'><b>bold</b>"]
+    assert not page.find_elements("css selector", ".said *")
+    assert page.title.startswith("Talk")
+
+
+# -- judging ---------------------------------------------------------------------------------------------------------
+
+
+def test_thumbs_are_kept_changed_and_taken_back(page, script, studio):
+    script(["  Paris."])
+    open_models(page, "demo/sft")
+    say(page, "What is the capital of France?")
+    prompt = [{"role": "user", "content": "What is the capital of France?"}]
+    kept = {"prompt": prompt, "completion": [{"role": "assistant", "content": "  Paris."}]}
+    for text, expected in (("Good", [kept | {"label": True}]), ("Bad", [kept | {"label": False}]), ("Bad", [])):
+        press(page, text)
+        until(page, lambda expected=expected: rows(studio, "thumbs") == expected)
+        pressed = [str(bool(expected and expected[0]["label"] is is_good)).lower() for is_good in (True, False)]
+        until(page, lambda pressed=pressed: [button(page, t).get_attribute("aria-pressed") for t in ("Good", "Bad")]
+              == pressed)
+
+
+def test_a_better_answer_is_a_pair_over_the_model_s_and_the_talk_goes_on_from_it(page, script, studio):
+    script(["Paris?", "Yes."])
+    open_models(page, "demo/sft")
+    say(page, "What is the capital of France?")
+    press(page, "Say it better")
+    box = page.switch_to.active_element
+    assert (box.tag_name, box.get_attribute("value")) == ("textarea", "Paris?")
+    box.clear()
+    press(page, "Save")
+    told(page, "Not kept: an empty answer is no example")
+    box.send_keys("  Paris.")
+    press(page, "Save")
+    told(page, "Kept: your words")
+    assert texts(page, ".answer .said") == ["  Paris."] and "edited" in texts(page, ".answer .who")[0]
+    assert page.switch_to.active_element.text == "Say it better"
+    said = {text: [{"role": "assistant", "content": text}] for text in ("  Paris.", "Paris?")}
+    first = {"prompt": [{"role": "user", "content": "What is the capital of France?"}], "chosen": said["  Paris."],
+             "rejected": said["Paris?"], "how": "edited"}
+    assert rows(studio, "pairs") == [first]
+    say(page, "Sure?")
+    press(page, "Bad")
+    until(page, lambda: rows(studio, "thumbs"))
+    assert rows(studio, "thumbs")[0]["prompt"] == [*first["prompt"], *said["  Paris."],
+                                                   {"role": "user", "content": "Sure?"}]
+
+
+def test_two_answers_side_by_side_are_scored_and_one_is_better(page, script, studio):
+    script(["Paris.", "Yes."], ["It is Paris, of course.", "Certainly."])
+    open_models(page, "demo/sft", "demo/ppo", reward="demo/reward")
+    say(page, "What is the capital of France?")
+    who = texts(page, ".answer .who")
+    assert [w.split("score")[0] for w in who] == ["demo-sft", "demo-ppo"] and all("score " in w for w in who)
+    left, right = (e.rect for e in page.find_elements("css selector", ".answer"))
+    assert left["y"] == right["y"] and left["x"] < right["x"]
+    press(page, "This one is better", 0)
+    told(page, "demo-sft was better")
+    press(page, "This one is better", 1)
+    told(page, "demo-ppo was better")
+    prompt = [{"role": "user", "content": "What is the capital of France?"}]
+    found, = rows(studio, "pairs")
+    assert (found["prompt"], found["chosen"][0]["content"], found["rejected"][0]["content"], found["how"]) == (
+        prompt, "It is Paris, of course.", "Paris.", "compared")
+    assert [button(page, "This one is better", i).get_attribute("aria-pressed") for i in (0, 1)] == ["false", "true"]
+    shoot(page, "talk_compared")
+    say(page, "Sure?")
+    press(page, "This one is better", 0)
+    until(page, lambda: len(rows(studio, "pairs")) == 2)
+    assert rows(studio, "pairs")[1]["prompt"][1]["content"] == "It is Paris, of course."
+
+
+def test_answers_to_different_histories_are_no_pair(page, script):
+    script(["Paris.", "Yes."], ["Paris!", "Certainly."])
+    open_models(page, "demo/sft", "demo/ppo")
+    say(page, "What is the capital of France?")
+    say(page, "Sure?")
+    assert "these are no pair" in texts(page, ".turn:last-of-type .judge")[0]
+    assert not [b for b in page.find_elements("css selector", ".turn:last-of-type button") if "better" in b.text[:11]]
+
+
+def test_a_link_leads_to_a_training_on_what_was_marked(page, script, studio):
+    from selenium.webdriver.common.keys import Keys
+
+    open_models(page, "demo/sft")
+    name = find(page, "#marks-name")
+    name.send_keys(Keys.CONTROL, "a", Keys.NULL, "my marks\t")
+    until(page, lambda: "Nothing is marked yet" in find(page, "#marks-counts").text)
+    say(page, "What is the capital of France?")
+    press(page, "Good")
+    until(page, lambda: texts(page, "#marks-counts a") == ["Train on 1 thumb"])
+    press(page, "Say it better")
+    page.switch_to.active_element.send_keys(" Of course.")
+    press(page, "Save")
+    until(page, lambda: texts(page, "#marks-counts a") == ["Train on 1 pair", "Train on 1 thumb"])
+    links = [a.get_attribute("href") for a in page.find_elements("css selector", "#marks-counts a")]
+    queries = [parse_qs(link.partition("#/new?")[2]) for link in links]
+    home = studio.studio.home / "marks"
+    assert queries == [{"goal": ["prefer"], "stage": ["dpo"], "data": [str(home / "my marks.pairs.jsonl")],
+                        "model": ["demo/sft"]},
+                       {"goal": ["prefer"], "stage": ["kto"], "data": [str(home / "my marks.thumbs.jsonl")],
+                        "model": ["demo/sft"]}]
+    name.send_keys(Keys.CONTROL, "a", Keys.NULL, "../x\t")
+    press(page, "Say it better")
+    press(page, "Save")
+    told(page, "Not kept: ")
+
+
+# -- for everybody ---------------------------------------------------------------------------------------------------
+
+
+@needs_axe
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_at_any_stage(page, script, scheme):
+    every = ("minor", "moderate", "serious", "critical")
+    assert axe_faults(page, scheme, every) == []
+    open_models(page, "demo/sft", "demo/ppo", reward="demo/reward")
+    assert axe_faults(page, scheme, every) == []
+    find(page, "#settings summary").click()
+    say(page, "What is the capital of France?")
+    press(page, "Good")
+    told(page, "Marked good.")
+    press(page, "Say it better", 1)
+    assert axe_faults(page, scheme, every) == []
+    shoot(page, f"talk_{scheme}")
+
+
+def test_without_a_mouse_all_of_it_can_be_done(page, script, studio):
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    def tab_to(what: str) -> None:
+        for _ in range(40):
+            page.switch_to.active_element.send_keys(Keys.TAB)
+            active = page.switch_to.active_element
+            if what in (active.get_attribute("id"), active.text):
+                return
+        raise AssertionError(f"{what} is not reached")
+
+    def type_in(*keys: str) -> None:
+        ActionChains(page).send_keys(*keys).perform()
+
+    tab_to("talk-model-1")
+    page.switch_to.active_element.send_keys("demo/s")
+    tab_to("talk-open")
+    type_in(Keys.ENTER)
+    until(page, lambda: find(page, "#talk-state").text == "Open: demo/sft.")
+    tab_to("message")
+    type_in("What is the capital of France?")
+    ActionChains(page).key_down(Keys.SHIFT).send_keys(Keys.ENTER).key_up(Keys.SHIFT).perform()
+    type_in("Say.", Keys.ENTER)
+    until(page, lambda: find(page, "#talk-told").text == "Answered.")
+    assert texts(page, ".mine .said") == ["What is the capital of France?\nSay."]
+    page.execute_script("document.querySelector('.log').focus()")
+    tab_to("Good")
+    type_in(Keys.SPACE)
+    told(page, "Marked good.")
+    tab_to("Say it better")
+    type_in(Keys.ENTER)
+    assert page.switch_to.active_element.tag_name == "textarea"
+    type_in(" Of course.", Keys.ESCAPE)  # away
+    assert page.switch_to.active_element.text == "Say it better" and rows(studio, "pairs") == []
+    type_in(Keys.ENTER, Keys.END, " Yes.", Keys.TAB, Keys.ENTER)
+    told(page, "Kept: ")
+    assert rows(studio, "pairs")[0]["chosen"][0]["content"] == "Paris. Yes."
+
+
+def test_a_narrow_window_shows_all_of_it(page, script):
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": 360, "height": 740, "deviceScaleFactor": 1,
+                                                                "mobile": False})
+    try:
+        script(["A" * 300], ["Paris."])
+        open_models(page, "demo/sft", "demo/ppo")
+        say(page, "What is the capital of France, and why? " + "b" * 200)
+        shoot(page, "talk_narrow")
+        assert page.execute_script("return document.documentElement.scrollWidth") <= 360
+        left, right = (e.rect for e in page.find_elements("css selector", ".answer"))
+        assert left["x"] == right["x"] and left["y"] < right["y"]
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_nothing_is_asked_of_any_other_origin(page, script, studio):
+    page.get_log("performance")
+    page.refresh()
+    until(page, lambda: find(page, "#talk-model-1 option"))
+    open_models(page, "demo/sft", reward="demo/reward")
+    say(page, "What is the capital of France?")
+    asked = [json.loads(e["message"])["message"] for e in page.get_log("performance")]
+    urls = {e["params"]["request"]["url"] for e in asked if e["method"] == "Network.requestWillBeSent"}
+    assert any("chat_stream.js" in url for url in urls) and any("api/talk/score" in url for url in urls)
+    assert not {u for u in urls if u.startswith(("http", "ws")) and not u.startswith(studio.base + "/")}
+    assert not [e for e in page.get_log("browser") if "Content Security Policy" in e["message"]]

@@ -1,0 +1,164 @@
+"""A run's model as it was at a checkpoint, before the run has left one: what the recipe would write if it ended there.
+
+A checkpoint holds what was trained (all weights, adapters, a head), the fp32 masters among it, and the settings of its
+run. So the recipe's own start is loaded again, what was trained is put into it by the code that resumes runs, and the
+export is the one at a run's end, which compares what it wrote with what it had.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from hybrid_rlhf.core import own_files
+from hybrid_rlhf.core.config import UserError, check, parse
+from hybrid_rlhf.core.disk import refusal
+from hybrid_rlhf.core.errors import present
+from hybrid_rlhf.core.out_of_memory import explained
+from hybrid_rlhf.core.strict_json import to_json
+from hybrid_rlhf.engine import HybridEngine
+from hybrid_rlhf.export.folder import export
+from hybrid_rlhf.roles.sharing import Layout
+from hybrid_rlhf.run import checkpoint, resume
+from hybrid_rlhf.training import builders, on_policy, supervised, unread_options
+from hybrid_rlhf.training.build_roles import Sources, build, find_starts
+from hybrid_rlhf.training.registry import STAGES
+
+
+class Trained(NamedTuple):
+    """A model under its optimizer, as its recipe begins. ends: tokens that end an answer."""
+
+    engine: HybridEngine
+    model: nn.Module
+    tokenizer: object
+    ends: list[int]
+
+
+def write(path: Path, folder: Path) -> None:
+    """The model at the checkpoint in `path` in the empty folder `folder`, as one that serves, exports and trains on,
+    with its tokenizer; with adapters the merged model, and in adapter/ they themselves.
+
+    Raises UserError for a damaged checkpoint, for one whose weights several processes hold in parts, for one that no
+    stage of ours made, and where what the run started from is not there any more.
+    """
+    home = path.absolute().parent
+    run = (home.parent if home.name == checkpoint.BEST else home).parent
+    with _held(path, folder) as (copy, beside):
+        trained = open_trained(copy, run)
+        with trained.engine.active(), explained("while writing the model"):
+            export(trained.model, trained.tokenizer, beside / "model", trained.ends)
+        for each in (*(beside / "model").iterdir(), *beside.glob("adapter")):
+            each.rename(folder / each.name)
+
+
+@contextmanager
+def _held(path: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
+    """The checkpoint in a folder in `folder`, where the run, should it go on, does not remove it; and that folder. Both
+    go with the block. UserError where the run has removed it already, or the disk has no room."""
+    with own_files.fresh_folder(folder) as beside:
+        copy = beside / path.name
+        copy.mkdir()
+        try:
+            checkpoint.copy_files(path, copy)
+        except OSError as error:
+            found = refusal(error)
+            raise UserError(f"cannot hold on to {path}: {found.words}; {found.remedy}" if found else
+                            f"{path} has just been removed by its run; take a newer one") from error
+        yield copy, beside
+
+
+def open_trained(path: Path, output_dir: Path) -> Trained:
+    """The model with the weights of the checkpoint in `path`. output_dir: the folder of its run, beside which earlier
+    stages are looked for. Raises UserError as `write` does."""
+    wrong = checkpoint.damage(path)
+    check(wrong is None, f"the checkpoint {path.name} is damaged ({wrong}); take another")
+    made = resume.made_by(path)
+    if made is None:
+        raise UserError(f"{path} is no checkpoint of a run; take another")
+    saved = checkpoint.read(path, of=0)["trainer"]
+    stage, config = _settings(made, output_dir)
+    role = "actor" if hasattr(config, "roles") else "policy" if STAGES[made["stage"]].leaves == "policy" else "reward"
+    check(role in saved, f"{path.name} holds no {role}; take another checkpoint")
+    _check_whole(saved[role], made["world_size"])
+    trained = (_open_actor if role == "actor" else _open_learner)(stage, _as_trained(config, saved[role]))
+    with trained.engine.active(), explained("while reading the checkpoint"):
+        present(trained.engine.training, "its optimizer").load_shard(_weights_of(saved[role]))
+    return trained
+
+
+def _settings(made: dict, output_dir: Path) -> tuple[ModuleType, Any]:
+    """The recipe of the run that made a checkpoint, and its settings."""
+    name = made["stage"]
+    check(name in STAGES and STAGES[name].leaves is not None,
+          f"a checkpoint of stage {name!r}, which no command makes: only its own program can load it")
+    stage = importlib.import_module(STAGES[name].module)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(to_json(made["settings"]))
+        file.flush()
+        config, _ = parse(stage.Config, ["--config", file.name], prog=f"hybrid-rlhf --stage {name}",
+                          unused=unread_options.of_stage(name))
+    return stage, replace(config, output_dir=str(output_dir))
+
+
+def _check_whole(saved: Mapping, num_processes: int) -> None:
+    """UserError where a process holds parts of the weights alone, which only as many processes put together."""
+    check(num_processes == 1 or not any(name.startswith("group ") for name in saved["optimizer"]),
+          f"the checkpoint has the weights in parts of {num_processes} processes (engine.zero_stage 1 or more): only "
+          "the run itself puts them together, at its end")
+
+
+def _as_trained(config: Any, saved: Mapping) -> Any:
+    """The settings with the dtype of the run, where that went by a card that may not be used now: only bfloat16 weights
+    have masters beside them."""
+    if config.model.dtype == "auto" and any("master" in each for each in saved["optimizer"].values()):
+        return replace(config, model=replace(config.model, dtype="bfloat16"))
+    return config
+
+
+def _open_learner(stage: ModuleType, config: Any) -> Trained:
+    """The policy or reward model of a recipe that learns from given rows."""
+    builders.seed_everything(config.seed)
+    _, model = stage.start_model(config)
+    reads = stage.reads_of(config) if hasattr(stage, "reads_of") else STAGES[config.stage].reads
+    tokenizer = builders.open_tokenizer(model, config.data, reads, config.seed)
+    is_policy = STAGES[config.stage].leaves == "policy"
+    if is_policy:
+        opened = builders.open_policy(model, tokenizer, config.seed, dropout=False)
+        engine = builders.policy_engine(opened, tokenizer)
+    else:
+        opened = builders.open_scalar(model, tokenizer, new_head_std=config.reward.head_std)
+        engine = builders.scalar_engine(opened, tokenizer)
+    supervised.prepare_training(engine, config, 1)
+    ends = engine.eos_ids if is_policy else [tokenizer.eos_token_id]
+    return Trained(engine, opened, tokenizer, ends)
+
+
+def _open_actor(_stage: ModuleType, config: Any) -> Trained:
+    """The actor of a recipe that samples, without its other roles."""
+    builders.seed_everything(config.seed)
+    config = replace(config, roles=replace(config.roles, actor=replace(config.roles.actor, tp=None)))
+    sources = Sources(on_policy.find_actor(config), None, None, None)
+    model = on_policy.actor_model(config, sources)
+    tokenizer = builders.open_tokenizer(model, config.data, config.method.reads, config.seed)
+    for reads in config.method.also_reads:
+        builders.give_template(tokenizer, config.data, reads)
+    parts = on_policy.parts_of(config)
+    roles, _ = build(parts, find_starts(sources, parts.model, parts.roles), Layout((("actor",),), "model"), tokenizer,
+                     {"actor": 1}, None)
+    engine = roles.actor.engine
+    return Trained(engine, engine.model, tokenizer, engine.eos_ids)
+
+
+def _weights_of(saved: Mapping) -> dict:
+    """What ZeroTraining.load_shard takes, without the optimizer's moments: nothing is trained on."""
+    masters = {name: {"master": each["master"]} if "master" in each else {}
+               for name, each in saved["optimizer"].items()}
+    return {key: saved[key] for key in saved if key != "optimizer"} | {"optimizer": masters}
