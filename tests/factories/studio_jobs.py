@@ -23,7 +23,7 @@ from hybrid_rlhf.studio.studio_app import make_app
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN, PORT = "t" * 32, 8090
-# Settings: say (a line), seconds (to run), rc, ignores (signals that it takes and does not end at), notes (a file that
+# Settings: say (a line), seconds (to run), gate (a file to wait for), rc, ignores (signals that it takes and does not end at), notes (a file that
 # gets a line of JSON at its beginning, at each signal and at its end).
 LAUNCHER = '''
 import json, os, signal, sys, time
@@ -53,7 +53,7 @@ note("begin")
 if "say" in settings:
     print(settings["say"])
 end = time.monotonic() + settings.get("seconds", 0)
-while time.monotonic() < end:
+while time.monotonic() < end or not os.path.exists(settings.get("gate", "/")):
     time.sleep(0.02)
 note("end")
 sys.exit(settings.get("rc", 0))

@@ -47,7 +47,7 @@ def test_a_killed_studio_leaves_its_jobs_to_the_next(script, outputs, tmp_path):
     file = str(tmp_path / "notes")
     first = StudioProcess(script, outputs)
     try:
-        running = start(first.client, "a", seconds=2, rc=7, say="no luck", notes=file)
+        running = start(first.client, "a", gate=str(tmp_path / "gate"), rc=7, say="no luck", notes=file)
         waiting = start(first.client, "b", notes=file)
         until(lambda: notes(tmp_path / "notes"))
         assert states(first.client) == {"a": "running", "b": "queued"}
@@ -56,6 +56,7 @@ def test_a_killed_studio_leaves_its_jobs_to_the_next(script, outputs, tmp_path):
     second = StudioProcess(script, outputs)
     try:
         assert states(second.client) == {"a": "running", "b": "queued"}
+        (tmp_path / "gate").touch()
         job = ended(second.client, running["id"])  # whose parent is not this studio's child
         assert (job["state"], job["rc"], job["error"]) == ("failed", 7, "no luck")
         assert ended(second.client, waiting["id"])["state"] == "done"
