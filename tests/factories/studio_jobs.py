@@ -23,7 +23,8 @@ from hybrid_rlhf.studio.studio_app import make_app
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN, PORT = "t" * 32, 8090
-# Settings: say (a line), seconds (to run), gate (a file to wait for), rc, ignores (signals that it takes and does not end at), notes (a file that
+# Settings: say (a line), seconds (to run), gate (a file to wait for), rc, ignores (signals that it takes and does not
+# end at), notes (a file that
 # gets a line of JSON at its beginning, at each signal and at its end).
 LAUNCHER = '''
 import json, os, signal, sys, time
