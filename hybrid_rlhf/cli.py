@@ -164,7 +164,7 @@ def _train(argv: list[str]) -> int:
     if default:
         print(f"no --config, model or data given: the embedded demo ({os.path.relpath(default)})", file=sys.stderr)
     if switches["preview"]:
-        stage.preview(config)
+        _preview(stage, config)
         return 0
     check(not switches["check_signal"] or hasattr(stage, "check_signal"),
           f"--check_signal is for stages that sample and learn from rewards (ppo, grpo, rejection, ...); --stage "
@@ -179,6 +179,14 @@ def _train(argv: list[str]) -> int:
         stage.check_signal(config)
         return 0
     return _run(stage, config, command=shlex.join([prog, *argv]))
+
+
+def _preview(stage: ModuleType, config: object) -> None:
+    """Print rendered examples of the data, trained tokens marked."""
+    from hybrid_rlhf.data.preview import show
+
+    for found in stage.previews(config):
+        show(found)
 
 
 def _check_variant(name: str, config: object) -> None:
