@@ -73,6 +73,14 @@ def parse(config_class: type, argv: list[str], *, prog: str, description: str = 
     return with_homes(config), {k: parts[k] for k in extra}
 
 
+def help_of_options(config_class: type, unused: Iterable[str] = ()) -> dict[str, str]:
+    """Dotted option -> what its help says, in the order of --help; sections are left out. unused: as in `parse`."""
+    parser = _parser(config_class, "", "", None, ())
+    jsonargparse_compat.hide(parser, lambda name: _is_below(name, unused))
+    return {name: text for name, text in jsonargparse_compat.texts(parser).items()
+            if (kind := type_of(config_class, name)) is not None and not dataclasses.is_dataclass(kind)}
+
+
 def _parser(config_class: type, prog: str, description: str, default_config: str | None,
             extra: Iterable[str]) -> ArgumentParser:
     from jsonargparse import ActionConfigFile, ArgumentParser
