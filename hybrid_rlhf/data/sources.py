@@ -39,6 +39,12 @@ def read(source: Source) -> Sequence[dict]:
         raise UserError(f"{source.path} does not fit into memory; free some, or give it in parts") from error
 
 
+def check_there(source: Source) -> None:
+    """UserError for what is neither embedded nor there, and looks like no hub id; nothing is read."""
+    check(source.path.startswith("demo/") or os.path.exists(expanded(source.path)) or not _looks_local(source.path),
+          _missing(source.path))
+
+
 def first_rows(source: Source, count: int = 3) -> tuple[list[dict], int | None]:
     """Some rows of a source, columns renamed, and how many it has (None: only a whole reading would tell). Large files
     are not read whole, and of the hub no more is loaded than is shown. Raises UserError as `read` does."""

@@ -45,4 +45,4 @@ def by_table(stage: str, option: str) -> str | None:
     value = STAGES[stage].defaults.get(option)
     if isinstance(value, Rate):
         return f"{value.lora:g} for adapters, {value.full:g} for all weights"
-    return None if value is None else "goes by the rewards" if callable(value) else f"{value:g}"
+    return None if value is None else "depends on the rewards" if callable(value) else f"{value:g}"

@@ -22,7 +22,8 @@ _WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none"}  
 
 def with_card(settings: Mapping[str, object], card: str | None) -> dict[str, object]:
     """The settings, and those of a card where nothing else is given. UserError for a card that there is not."""
-    return (dict(card_of(card, "card").settings) if card else {}) | dict(settings)
+    own = card_of(card, "card").settings if card else {}
+    return {**settings, **{name: value for name, value in own.items() if name not in settings}}
 
 
 def check_names(settings: Mapping[str, object]) -> None:
@@ -60,14 +61,20 @@ def settings_text(stage: str, settings: Mapping[str, object], defaults: Mapping[
         for section in sections:
             inner = inner.setdefault(section, {})
         said = (card_of(card).why.get(name) if card else None) or comment(stage, name)
-        inner[last] = _given(last, settings[name], said) if name in settings else _open(
-            last, defaults.get(name), said, by_table(stage, name))
+        inner[last] = _given(last, settings[name], said if _fits(name, settings[name]) else "") if (
+            name in settings) else _open(last, defaults.get(name), said, by_table(stage, name))
     return "\n".join([*lines, *_written(tree, "", {"model": of_card(card)} if card else {}), ""])
 
 
 def _place(name: str) -> tuple[int, str]:
     first = name.partition(".")[0]
     return (_ORDER.index(first) if first in _ORDER else len(_ORDER), first)
+
+
+def _fits(name: str, value: object) -> bool:
+    """Whether what is said beside an option is true of a value that a person chose."""
+    wanted = {"reward.functions": "builtin:", "reward.options": "numeric_match"}.get(name, "")
+    return wanted in str(value)
 
 
 def _given(name: str, value: object, said: str) -> str:
