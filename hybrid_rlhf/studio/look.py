@@ -70,8 +70,10 @@ class _Child:
 class Look:
     """Questions to the process. Any thread may ask; two questions are answered at a time, one of LIGHT and another."""
 
-    def __init__(self, seconds: float = SECONDS, most_bytes: int = BYTES, idle: float = IDLE) -> None:
-        self._seconds, self._most_bytes, self._idle = seconds, most_bytes, idle
+    def __init__(self, seconds: float = SECONDS, most_bytes: int = BYTES, idle: float = IDLE, start: str = _START
+                 ) -> None:
+        """start: the program of the process, which is given the paths of modules."""
+        self._seconds, self._most_bytes, self._idle, self._code = seconds, most_bytes, idle, start
         self._changed = threading.Condition()
         self._numbers = itertools.count()
         self._waiting: dict[str, _Asked] = {}
@@ -133,7 +135,7 @@ class Look:
 
     def _start(self) -> _Child:
         child = _Child(subprocess.Popen(
-            [sys.executable, "-c", _START, *sys.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-c", self._code, *sys.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, start_new_session=True))
         for act in (self._read, self._watch):
             threading.Thread(target=act, args=(child,), daemon=True).start()
