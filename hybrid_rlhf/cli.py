@@ -147,24 +147,14 @@ def _train(argv: list[str]) -> int:
     name, rest = _take_stage(argv, prog)
     if name is None:
         return 0
-    from hybrid_rlhf.training import unread_options
-
     preset, rest = _take_preset(rest)
     stage = importlib.import_module(STAGES[name].module)
     default = stage.default_config(rest) if hasattr(stage, "default_config") else None
-    row, base = STAGES[name], STAGES[name].base or name
-    config, switches = parse(stage.Config, [*row.preset, *preset, *_with_model(rest)], prog=f"{prog} --stage {name}",
-                             description=row.help, default_config=default, extra=SWITCHES,
-                             unused=unread_options.of_stage(name))
-    given = STAGES[config.stage].base if config.stage in STAGES else None  # a variant's settings run under its base too
-    check(config.stage in (name, base) or given == name,
-          f"--stage {name}, but the settings say stage: {config.stage}; give --stage {config.stage}, or another file")
-    _check_variant(name, config)
-    config = dataclasses.replace(config, stage=name)
+    config, switches = read_settings(name, [*preset, *_with_model(rest)], prog, default)
     if default:
         print(f"no --config, model or data given: the embedded demo ({os.path.relpath(default)})", file=sys.stderr)
     if switches["preview"]:
-        stage.preview(config)
+        _preview(stage, config)
         return 0
     check(not switches["check_signal"] or hasattr(stage, "check_signal"),
           f"--check_signal is for stages that sample and learn from rewards (ppo, grpo, rejection, ...); --stage "
@@ -179,6 +169,31 @@ def _train(argv: list[str]) -> int:
         stage.check_signal(config)
         return 0
     return _run(stage, config, command=shlex.join([prog, *argv]))
+
+
+def read_settings(name: str, words: list[str], prog: str = "hybrid-rlhf", default: str | None = None
+                  ) -> tuple[object, dict]:
+    """The settings of a stage as a command line says them, and the switches. default: a file that comes before them.
+    UserError, in one line, for what the stage does not take; nothing is read but the files of settings."""
+    from hybrid_rlhf.training import unread_options
+
+    row, base = STAGES[name], STAGES[name].base or name
+    config, switches = parse(importlib.import_module(row.module).Config, [*row.preset, *words],
+                             prog=f"{prog} --stage {name}", description=row.help, default_config=default,
+                             extra=SWITCHES, unused=unread_options.of_stage(name))
+    given = STAGES[config.stage].base if config.stage in STAGES else None  # a variant's settings run under its base too
+    check(config.stage in (name, base) or given == name,
+          f"--stage {name}, but the settings say stage: {config.stage}; give --stage {config.stage}, or another file")
+    _check_variant(name, config)
+    return dataclasses.replace(config, stage=name), switches
+
+
+def _preview(stage: ModuleType, config: object) -> None:
+    """Print rendered examples of the data, trained tokens marked."""
+    from hybrid_rlhf.data.preview import show
+
+    for found in stage.previews(config):
+        show(found)
 
 
 def _check_variant(name: str, config: object) -> None:

@@ -6,12 +6,14 @@ import dataclasses
 import gc
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data import datasets
 from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.data.preview import Preview, look
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.roles.sharing import RolesConfig
@@ -131,12 +133,11 @@ def _paying(config: Config) -> RolesConfig:
     return dataclasses.replace(roles, reward=dataclasses.replace(roles.reward, model_name_or_path=path))
 
 
-def preview(config: Config) -> None:
-    """Print rendered examples of every stage's data. The later stages are shown in stage 1's tokens."""
-    from hybrid_rlhf.data.preview import preview as show
-
+def previews(config: Config) -> Iterator[Preview]:
+    """Rendered examples of every stage's data. The later stages are shown in stage 1's tokens."""
     for name in config.run_stages:
-        show(config.data, READS[name], builders.open_tokenizer(config.model, config.data, READS["sft"], config.seed))
+        tokenizer = builders.open_tokenizer(config.model, config.data, READS["sft"], config.seed)
+        yield look(config.data, READS[name], tokenizer)
 
 
 def check_all(config: Config, configs: dict[str, object]) -> None:

@@ -73,7 +73,7 @@ def _minibatch_size(config: Config) -> int:
     return -(-config.train.rows_per_step * config.distill.sampling.num_samples // config.distill.num_minibatches)
 
 
-preview = on_policy.preview
+previews = on_policy.previews
 
 
 def _trainer(opened: on_policy.RunContext) -> DistillTrainer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.startup import restore_gc
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.labels import Labels
+from hybrid_rlhf.data.preview import Preview, look
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.models.load import ModelConfig
@@ -162,16 +164,14 @@ def _own_name(path: Path, others: list[Path]) -> str:
     return str(path)
 
 
-def preview(config: Config) -> None:
-    """Print rendered prompts, in the first model's tokens."""
-    from hybrid_rlhf.data.preview import preview as show
-
+def previews(config: Config) -> Iterator[Preview]:
+    """Rendered prompts, in the first model's tokens."""
     models = contenders(config)
     check(bool(models), "--preview shows the prompts that evaluate.models are asked; there are no models")
     builders.require_data(config.data, "evaluate")
     tokenizer = builders.open_tokenizer(_settings(config, next(iter(models.values()))), config.data, READS["ppo"],
                                         config.seed)
-    show(config.data, READS["ppo"], tokenizer)
+    yield look(config.data, READS["ppo"], tokenizer)
 
 
 def _settings(config: Config, path: str) -> ModelConfig:

@@ -63,12 +63,8 @@ def carry_out(config: object, *, memory: int | None, only_plan: bool, cards: Car
     (0: go on, or done with --plan).
     """
     place = Place.of(cards) if cards else Place.here(memory)
-    config = config if isinstance(config, all_stages.Config) else defaults.resolve(config)
+    config, plans, chosen = look_ahead(config, place)
     stream = stream or (sys.stdout if only_plan else sys.stderr)
-    plans = plans_of(config, place)
-    chosen = Choice(config, plans)
-    if not chosen.fits:
-        chosen = choose(config, partial(plans_of, place=place), has_host=place.device.type != "cpu")
     if memory is None:
         for i, plan in enumerate(plans):
             table.show(plan, chosen.flags if chosen.fits else (), stream)
@@ -84,6 +80,17 @@ def carry_out(config: object, *, memory: int | None, only_plan: bool, cards: Car
     print(f"chosen {asked}: {' '.join(chosen.flags)}" if chosen.flags else f"nothing to change {asked}", file=stream)
     table.show_changes(chosen.changes, stream)
     return chosen.config, 0
+
+
+def look_ahead(config: object, place: Place) -> tuple[object, list[Plan], Choice]:
+    """The settings with nothing left to be decided, a plan of each stage that they run, and settings that fit: these
+    where they do, others where they do not (or the smallest that were tried)."""
+    config = config if isinstance(config, all_stages.Config) else defaults.resolve(config)
+    plans = plans_of(config, place)
+    chosen = Choice(config, plans)
+    if not chosen.fits:
+        chosen = choose(config, partial(plans_of, place=place), has_host=place.device.type != "cpu")
+    return config, plans, chosen
 
 
 def _by_preset(config: object, place: Place) -> list[tuple[str, Plan]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -13,6 +13,7 @@ from hybrid_rlhf.core.distributed import is_main, main_first
 from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.loader import Loader
+from hybrid_rlhf.data.preview import Preview, look
 from hybrid_rlhf.data.source import Reads
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.idle_cache import give_back_idle
@@ -157,14 +158,12 @@ def parts_of(config: Config) -> RoleInputs:
     return RoleInputs(config.model, config.roles, config.engine, config.train, config.seed)
 
 
-def preview(config: Config) -> None:
-    """Print rendered prompts; only the policy has to be there, for its tokens."""
-    from hybrid_rlhf.data.preview import preview as show
-
+def previews(config: Config) -> Iterator[Preview]:
+    """Rendered prompts; only the policy has to be there, for its tokens."""
     config = prepared(config)
     model = replace(config.model, model_name_or_path=builders.model_folder(find_actor(config)))
     for reads in (config.method.reads, *config.method.also_reads):
-        show(config.data, reads, builders.open_tokenizer(model, config.data, reads, config.seed))
+        yield look(config.data, reads, builders.open_tokenizer(model, config.data, reads, config.seed))
 
 
 def prepared(config: Config) -> Config:

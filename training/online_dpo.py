@@ -67,7 +67,7 @@ class Config:
                                 2 if row.needs_pairs else 1, needs_ref=row.needs_reference, reads=READS["online_dpo"])
 
 
-preview = on_policy.preview
+previews = on_policy.previews
 
 
 def _trainer(opened: on_policy.RunContext) -> OnlinePreferenceTrainer:

@@ -1,5 +1,5 @@
 """The stages: one row each, and nowhere else. A new stage is a module with Config, run(config, command) and
-preview(config), and a row here; a variant of one is a row.
+previews(config), and a row here; a variant of one is a row.
 
 Nothing heavy is imported: the command line reads this table before anything else.
 """

@@ -64,7 +64,7 @@ class Config:
                                 reads=READS["rejection"])
 
 
-preview = on_policy.preview
+previews = on_policy.previews
 
 
 def _trainer(opened: on_policy.RunContext) -> RejectionTrainer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -14,6 +14,7 @@ from hybrid_rlhf.core.distributed import main_first
 from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.data import datasets
 from hybrid_rlhf.data.datasets import DataConfig, StageData
+from hybrid_rlhf.data.preview import Preview, look
 from hybrid_rlhf.data.source import Reads
 from hybrid_rlhf.engine import HybridEngine, ZeroConfig
 from hybrid_rlhf.export.folder import export
@@ -64,12 +65,10 @@ Start = Callable[[Config], tuple[str, ModelConfig]]  # settings -> the run or mo
 Collation = Callable[[Config, int], tuple[Callable[[list[dict]], object], Callable[[list[dict]], object]]]
 
 
-def preview(config: Config, reads: Reads, start: Start) -> None:
-    """Print rendered examples of the data with the trained tokens marked."""
-    from hybrid_rlhf.data.preview import preview as show
-
+def previews(config: Config, reads: Reads, start: Start) -> Iterator[Preview]:
+    """Rendered examples of the data."""
     builders.require_data(config.data, reads.stage)
-    show(config.data, reads, builders.open_tokenizer(start(config)[1], config.data, reads, config.seed))
+    yield look(config.data, reads, builders.open_tokenizer(start(config)[1], config.data, reads, config.seed))
 
 
 def run(config: Config, command: str, reads: Reads, start: Start, collation: Collation,

@@ -22,15 +22,20 @@ PUBLISHED = "from published figures and assumed shares of them"
 
 def tell(plans: Sequence[tuple[str, Plan]], device: torch.device, cards: Cards | None, stream: TextIO) -> None:
     """Print what a step of each plan takes on each device, by its settings; or in one line why that is not known."""
-    first = plans[0][1].roles
-    found, source = rates_for(device, cards, load.resolve_dtype(first[0].model.dtype, device))
-    if not found:
+    rows, source = predicted(plans, device, cards)
+    if not rows:
         print(f"time is not predicted: {source}", file=stream)
         return
-    rows = [(settings, times_of(plan, device, each)) for each in found for settings, plan in plans]
     show_times(rows, source, stream)
-    if left_out := _left_out(plans[0][1]):
-        print(f"not counted: {', '.join(left_out)}", file=stream)
+    if missing := left_out(plans[0][1]):
+        print(f"not counted: {', '.join(missing)}", file=stream)
+
+
+def predicted(plans: Sequence[tuple[str, Plan]], device: torch.device, cards: Cards | None
+              ) -> tuple[list[tuple[str, StepTime]], str]:
+    """(settings, time of a step) for each device and plan, and where the rates come from; none, and why."""
+    found, source = rates_for(device, cards, load.resolve_dtype(plans[0][1].roles[0].model.dtype, device))
+    return [(settings, times_of(plan, device, each)) for each in found for settings, plan in plans], source
 
 
 def times_of(plan: Plan, device: torch.device, given: Rates) -> StepTime:
@@ -55,7 +60,7 @@ def rates_for(device: torch.device, cards: Cards | None, dtype: torch.dtype) -> 
         f"{name} is not in the table; hybrid-rlhf qualify measures it, or --cards names one of {', '.join(CARDS)}")
 
 
-def _left_out(plan: Plan) -> list[str]:
+def left_out(plan: Plan) -> list[str]:
     """What this run does that takes time beyond the prediction."""
     roles = plan.roles
     return [*(["models among the reward sources"] if any(r.labels for r in roles) else []),

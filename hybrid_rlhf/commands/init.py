@@ -31,6 +31,21 @@ GOALS = {
     "grpo": Goal("learn from prompts with answers that a program can check", "grpo", ("prompt",)),
 }
 FIELDS = ("goal", "data", "model", "card", "output_dir")
+# What is said beside an option. Those of a card's settings: memory_plan/presets.
+COMMENTS = {
+    "data.split": "shares of the prompts: no prompt of one stage is seen in another",
+    "data.max_prompt_length": "longer prompts are dropped and counted",
+    "data.max_length": "tokens of prompt and answer; what is longer is counted",
+    "train.num_train_epochs": "passes over the data",
+    "train.max_steps": "each one samples and learns",
+    "train.eval_steps": "steps between two evaluations",
+    "reward.functions": "or your own, such as [pay.py:name]",
+    "reward.options": "the column with the right answer",
+    "ppo.kl_coef": "raise it where answers get strange: it holds the model to its start",
+    "ppo.sampling.max_new_tokens": "of an answer",
+    "ppo.sampling.num_samples": "answers to each prompt, compared with each other",
+    "dpo.beta": "how strongly the model is held to its start",
+}
 
 
 def questions() -> dict[str, tuple[str, str]]:
@@ -127,13 +142,13 @@ def settings_text(answers: dict[str, str]) -> str:
              f"output_dir: {_quoted(answers['output_dir'])}", "seed: 0", *_model(answers), "data:", "  sources:"]
     if goal.stage == "all":
         lines += [f"    - {{path: {_quoted(path)}, stages: [{stage}]}}" for stage in ("sft", "reward", "ppo")]
-        lines += ["  split: [2, 4, 4]  # shares of the prompts: no prompt of one stage is seen in another"]
+        lines += [f"  split: [2, 4, 4]  # {COMMENTS['data.split']}"]
     else:
         lines += [f"    - {{path: {_quoted(path)}}}"]
     if goal.stage in ("all", "grpo"):
-        lines += ["  max_prompt_length: 256  # longer prompts are dropped and counted"]
+        lines += [f"  max_prompt_length: 256  # {COMMENTS['data.max_prompt_length']}"]
     if goal.stage != "grpo":
-        lines += ["  max_length: 1024  # tokens of prompt and answer; what is longer is counted"]
+        lines += [f"  max_length: 1024  # {COMMENTS['data.max_length']}"]
     return "\n".join([*lines, *_sections(goal.stage), ""])
 
 
@@ -141,8 +156,7 @@ def _model(answers: dict[str, str]) -> list[str]:
     from hybrid_rlhf.memory_plan.presets import card
 
     row = card(answers["card"])
-    size = f"; {row.fits} of the Qwen2.5 family is about the largest for PPO" if row.gib else ""
-    lines = [f"model:  # settings for {answers['card']}{size}",
+    lines = [f"model:  # {of_card(answers['card'])}",
              f"  model_name_or_path: {_quoted(answers['model'])}"]
     sections = {"model": lines, "engine": ["engine:"]}
     for option, value in row.settings.items():
@@ -152,6 +166,37 @@ def _model(answers: dict[str, str]) -> list[str]:
     return [*sections["model"], *sections["engine"]]
 
 
+def of_card(name: str) -> str:
+    """What settings for a card are good for."""
+    from hybrid_rlhf.memory_plan.presets import card
+
+    row = card(name)
+    return f"settings for {name}" + (f"; {row.fits} of the Qwen2.5 family is about the largest for PPO" if row.gib
+                                     else "")
+
+
+def comment(method: str, option: str) -> str:
+    """What is said beside an option of a stage; '' where there is nothing to say."""
+    from hybrid_rlhf.training.registry import STAGES
+
+    if option == "train.per_device_train_batch_size":
+        samples = any(name.startswith("roles.") for name in STAGES[method].defaults)
+        return f"{'prompts of a step' if samples else 'rows of an optimizer step'}, on each process"
+    return COMMENTS.get(option, "")
+
+
+def by_table(method: str, option: str) -> str | None:
+    """What null means for an option of a stage, where that goes by the table (training/registry.py)."""
+    from hybrid_rlhf.training.registry import STAGES, Rate
+
+    value = STAGES[method].defaults.get(option)
+    if isinstance(value, Rate):
+        return f"by the table: {value.lora:g} for adapters, {value.full:g} for all weights"
+    if callable(value):
+        return "; ".join(filter(None, ("by the table", comment(method, option))))
+    return None
+
+
 def _quoted(text: str) -> str:
     """A YAML string, in quotes where YAML would read something else."""
     import yaml
@@ -159,33 +204,29 @@ def _quoted(text: str) -> str:
     return yaml.safe_dump(text, default_flow_style=True, width=10**6).strip().removesuffix("...").strip()
 
 
-def _option(method: str, option: str, comment: str = "", indent: str = "  ") -> str:
+def _option(method: str, option: str, indent: str = "  ") -> str:
     """A line with a default of training/registry.py. What goes by the model or by other settings stays null."""
-    from hybrid_rlhf.training.registry import STAGES, Rate
+    from hybrid_rlhf.training.registry import STAGES
 
-    value, name = STAGES[method].defaults[option], option.rpartition(".")[2]
-    if isinstance(value, Rate):
-        return f"{indent}{name}: null  # by the table: {value.lora:g} for adapters, {value.full:g} for all weights"
-    if callable(value):
-        return f"{indent}{name}: null  # by the table; {comment}"
-    return f"{indent}{name}: {value:g}{f'  # {comment}' if comment else ''}"
+    name, open_value = option.rpartition(".")[2], by_table(method, option)
+    if open_value:
+        return f"{indent}{name}: null  # {open_value}"
+    said = comment(method, option)
+    return f"{indent}{name}: {STAGES[method].defaults[option]:g}{f'  # {said}' if said else ''}"
 
 
 def _schedule(method: str, indent: str = "  ") -> list[str]:
-    return [_option(method, "train.learning_rate", indent=indent),
-            _option(method, "train.num_train_epochs", "passes over the data", indent),
-            _option(method, "train.per_device_train_batch_size", "rows of an optimizer step, on each process", indent)]
+    return [_option(method, f"train.{name}", indent) for name in (
+        "learning_rate", "num_train_epochs", "per_device_train_batch_size")]
 
 
 def _sampled(method: str, roles: tuple[str, ...], indent: str = "  ") -> list[str]:
     """Steps and prompts of a method that samples, its rates, and the KL coefficient."""
-    prompts = _option(method, "train.per_device_train_batch_size", "prompts of a step, on each process", indent)
+    schedule = [_option(method, f"train.{name}", indent) for name in ("max_steps", "per_device_train_batch_size")]
     rates = [line for role in roles for line in
              (f"  {role}:", _option(method, f"roles.{role}.learning_rate", indent="    "))]
-    coefficient = _option(method, "ppo.kl_coef", "raise it where answers get strange: it holds the model to its start")
-    steps = _option(method, "train.max_steps", "each one samples and learns", indent)
-    return [steps, prompts, "roles:", *rates, "ppo:", coefficient, "  sampling:",
-            "    max_new_tokens: 256  # of an answer"]
+    return [*schedule, "roles:", *rates, "ppo:", _option(method, "ppo.kl_coef"), "  sampling:",
+            f"    max_new_tokens: 256  # {COMMENTS['ppo.sampling.max_new_tokens']}"]
 
 
 def _sections(stage: str) -> list[str]:
@@ -194,11 +235,11 @@ def _sections(stage: str) -> list[str]:
         return ["stages:", "  sft:", *_schedule("sft", "    "), "  reward:", *_schedule("reward", "    "), "  ppo:",
                 *_sampled("ppo", ("actor", "critic"), "    ")]
     if stage == "grpo":
-        return ["reward:", "  functions: [\"builtin:numeric_match\"]  # or your own, such as [pay.py:name]",
-                "  options: {numeric_match: {column: answer}}  # the column with the right answer", "train:",
-                *_sampled("grpo", ("actor",)), "    num_samples: 8  # answers to each prompt, compared with each other"]
-    own = ["dpo:", "  beta: 0.1  # how strongly the model is held to its start"] if stage == "dpo" else []
-    return ["train:", *_schedule(stage), "  eval_steps: 100  # steps between two evaluations", *own]
+        return ["reward:", f"  functions: [\"builtin:numeric_match\"]  # {COMMENTS['reward.functions']}",
+                f"  options: {{numeric_match: {{column: answer}}}}  # {COMMENTS['reward.options']}", "train:",
+                *_sampled("grpo", ("actor",)), f"    num_samples: 8  # {COMMENTS['ppo.sampling.num_samples']}"]
+    own = ["dpo:", f"  beta: 0.1  # {COMMENTS['dpo.beta']}"] if stage == "dpo" else []
+    return ["train:", *_schedule(stage), f"  eval_steps: 100  # {COMMENTS['train.eval_steps']}", *own]
 
 
 def write(answers: dict[str, str], file: str) -> Path:

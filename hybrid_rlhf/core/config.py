@@ -10,12 +10,22 @@ from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hybrid_rlhf.core import jsonargparse_compat
 from hybrid_rlhf.core.errors import UserError, check, nearest
 from hybrid_rlhf.core.given_paths import check_file, expanded, with_homes
-from hybrid_rlhf.core.options import is_text, may_be_null, misfit, nulls_in, type_of
+from hybrid_rlhf.core.options import (
+    SettingsT,
+    free_mappings,
+    is_text,
+    may_be_null,
+    misfit,
+    nulls_in,
+    type_of,
+    value_of,
+    with_value,
+)
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -70,7 +80,35 @@ def parse(config_class: type, argv: list[str], *, prog: str, description: str = 
         raise UserError(_one_line(error, known, unused, prog)) from error
     parts.pop("config", None)
     config = config_class(**{k: v for k, v in parts.items() if k not in extra})
-    return with_homes(config), {k: parts[k] for k in extra}
+    return with_homes(_with_texts(config, argv)), {k: parts[k] for k in extra}
+
+
+def _with_texts(config: SettingsT, argv: list[str]) -> SettingsT:
+    """Text in mappings of anything (dict[str, object]) as the files have it: the parser reads it as YAML once more, and
+    "yes" would be true, "####" null. What the command line says of such a mapping stays as it was read."""
+    for option in free_mappings(type(config)):
+        texts: dict[str, str] = {}
+        for word, after in zip(argv, [*argv, ""][1:], strict=True):
+            key, has_value, value = word.partition("=")
+            if key == "--config" and (value := value if has_value else after):
+                inner: Any = _read_yaml(value)
+                for name in option.split("."):
+                    inner = (inner or {}).get(name)
+                texts |= {k: v for k, v in (inner or {}).items() if isinstance(v, str)}
+            elif key == f"--{option}" or key.startswith(f"--{option}."):
+                texts = {}
+        found: Any = value_of(config, option)
+        kept = {name: text for name, text in texts.items() if not isinstance(found.get(name, text), str)}
+        config = with_value(config, option, found | kept) if kept else config
+    return config
+
+
+def help_of_options(config_class: type, unused: Iterable[str] = ()) -> dict[str, str]:
+    """Dotted option -> what its help says, in the order of --help; sections are left out. unused: as in `parse`."""
+    parser = _parser(config_class, "", "", None, ())
+    jsonargparse_compat.hide(parser, lambda name: _is_below(name, unused))
+    return {name: text for name, text in jsonargparse_compat.texts(parser).items()
+            if (kind := type_of(config_class, name)) is not None and not dataclasses.is_dataclass(kind)}
 
 
 def _parser(config_class: type, prog: str, description: str, default_config: str | None,

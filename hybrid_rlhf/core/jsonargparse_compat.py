@@ -30,3 +30,8 @@ def hide(parser: ArgumentParser, is_hidden: Callable[[str], bool]) -> None:
 def option_names(parser: ArgumentParser) -> list[str]:
     """The dotted names of a parser's options."""
     return [a.dest for a in JSONARGPARSE.part(parser, "_actions") if a.dest not in ("help", "==SUPPRESS==")]
+
+
+def texts(parser: ArgumentParser) -> dict[str, str]:
+    """What the help says of each option, by its dotted name."""
+    return {a.dest: " ".join((a.help or "").split()) for a in JSONARGPARSE.part(parser, "_actions")}

@@ -39,6 +39,14 @@ def type_of(config_class: type, option: str) -> Any | None:
     return kind
 
 
+def free_mappings(config_class: type, prefix: str = "") -> list[str]:
+    """The dotted options whose values are mappings of anything."""
+    hints = typing.get_type_hints(config_class)
+    inner = [name for key, kind in hints.items() if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+             for name in free_mappings(kind, f"{prefix}{key}.")]
+    return [f"{prefix}{key}" for key, kind in hints.items() if kind == dict[str, object]] + inner
+
+
 _WORDS = {dict: "a mapping", list: "a list", str: "text", int: "a whole number", float: "a number",
           bool: "true or false", type(None): "null"}
 _CLASSES = ("class_path", "init_args")  # by which the parser would import what a setting names

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from io import BufferedIOBase
+from itertools import islice
 from pathlib import Path
 
 from hybrid_rlhf.core.config import UserError, check
@@ -17,6 +21,8 @@ from hybrid_rlhf.core.strict_json import loads, why
 Rows = list[dict]
 MAX_COLUMNS = 10_000  # of a table: 50,000 took gigabytes before the first row
 MAX_CELL = 2**26  # characters in a value of a table; the reader takes four bytes for each, and as much again to grow
+MAX_START = 2**25  # bytes of a file that is read whole only to show some of its rows
+_SHOWN = 2**22  # bytes of the start of a larger one
 _TIMES = 8  # bytes of memory for each byte of a text: its characters (one emoji makes all four bytes wide), lines, rows
 
 
@@ -31,8 +37,49 @@ def read_file(path: str | Path) -> Rows:
     text = _text(path)
     nul = text.find("\0")
     check(nul < 0, f"{path} line {_line_of(text, nul)}: a NUL byte; save the file as text in UTF-8")
-    rows = PARSERS[kind_of(path)](text, path)
+    rows = list(PARSERS[kind_of(path)](text, path))
     check(bool(rows), f"{path} is empty: no row in it; give a file with rows")
+    return rows
+
+
+def read_start(path: str | Path, count: int, most: int = MAX_START) -> tuple[Rows, bool]:
+    """Some rows of such a file, `count` at least where there are as many, and whether these are all: of one of more
+    than `most` bytes, unpacked, only the start is read. Raises UserError as `read_file` does."""
+    with _readable(path), _unpacked(path) as source:
+        data = source.read(most + 1)
+    if len(data) <= most:
+        return read_file(path), True
+    data = data[:_SHOWN]
+    encoding = _encoding_of(data)
+    try:
+        text = codecs.getincrementaldecoder(encoding)().decode(data)
+    except UnicodeDecodeError as error:
+        raise _no_text(path, data, error, encoding) from error
+    nul = text.find("\0")
+    check(nul < 0, f"{path} line {_line_of(text, nul)}: a NUL byte; save the file as text in UTF-8")
+    kind = kind_of(path)
+    if kind == ".json" and not _is_object(text.lstrip().partition("\n")[0]):
+        return _first_objects(text, path, count), False
+    whole = text[:text.rfind("\n") + 1]
+    check(bool(whole.strip()), f"{path} line 1: longer than {_SHOWN:,} bytes; give a file with a row on each line")
+    return list(islice(PARSERS[".jsonl" if kind == ".json" else kind](whole, path), count)), False
+
+
+def _first_objects(text: str, path: str | Path, count: int) -> Rows:
+    """The first objects of a list that goes on."""
+    place, rows, reader = re.compile(r"\s*\[\s*").match(text), [], json.JSONDecoder()
+    check(place is not None, f"{path}: a large file of JSON that is no list; its rows are seen when the run starts")
+    start = place.end() if place else 0
+    while len(rows) < count:
+        try:
+            row, end = reader.raw_decode(text, start)
+            loads(text[start:end])  # not nested too deeply
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path} item {len(rows) + 1}: not valid JSON, or longer than {_SHOWN:,} bytes "
+                            f"({why(error)}); fix it, or give jsonl") from error
+        check(isinstance(row, dict), f"{path} item {len(rows) + 1}: a JSON object is needed, found {_kind(row)}")
+        rows.append(row)
+        start = end + len(text[end:end + 1000]) - len(text[end:end + 1000].lstrip(" \t\r\n,"))
     return rows
 
 
@@ -46,31 +93,52 @@ def kind_of(path: str | Path) -> str:
 
 def _text(path: str | Path) -> str:
     """The file as text, without byte order mark; UTF-8, or UTF-16 where the mark says so."""
-    try:
+    with _readable(path):
         data = _bytes(path)
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"cannot read {path}: {error}; give a file that can be read") from error
-    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    encoding = _encoding_of(data)
     try:
         return data.decode(encoding)
     except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise UserError(f"{path} line {line}: byte 0x{data[error.start]:02x} is not {encoding.removesuffix('-sig')}; "
-                        "save the file as UTF-8") from error
+        raise _no_text(path, data, error, encoding) from error
+
+
+def _encoding_of(data: bytes | bytearray) -> str:
+    return "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+
+
+def _no_text(path: str | Path, data: bytes | bytearray, error: UnicodeDecodeError, encoding: str) -> UserError:
+    line = data[: error.start].count(b"\n") + 1
+    return UserError(f"{path} line {line}: byte 0x{data[error.start]:02x} is not {encoding.removesuffix('-sig')}; save "
+                     "the file as UTF-8")
+
+
+@contextmanager
+def _readable(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"cannot read {path}: {error}; give a file that can be read") from error
+
+
+@contextmanager
+def _unpacked(path: str | Path) -> Iterator[BufferedIOBase]:
+    """The file, or what is packed in it."""
+    with Path(path).open("rb") as file:
+        is_packed = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        yield gzip.GzipFile(fileobj=file) if is_packed else file
 
 
 def _bytes(path: str | Path) -> bytearray:
     """The file, unpacked. UserError, at the first byte too many, for one whose rows may not fit into memory."""
     free, data = free_host_bytes(), bytearray()
     most = None if free is None else free // _TIMES
-    with Path(path).open("rb") as file:
-        is_packed = file.read(2) == b"\x1f\x8b"
-        file.seek(0)
-        source = gzip.GzipFile(fileobj=file) if is_packed else file
+    with _unpacked(path) as source:
+        has = "unpacks to" if isinstance(source, gzip.GzipFile) else "has"
         while piece := source.read(2**20):
             data += piece
             check(most is None or len(data) <= most,
-                  f"{path} {'unpacks to' if is_packed else 'has'} more than {most or 0:,} bytes, 1/{_TIMES} of the "
+                  f"{path} {has} more than {most or 0:,} bytes, 1/{_TIMES} of the "
                   "free memory, which their rows may fill; free some, or give the rows in parts or as parquet")
     return data
 
@@ -150,15 +218,14 @@ def _table_lines(text: str) -> Iterator[str]:
     return (found[0] for found in re.finditer(r"[^\r\n]+(?:\r\n?|\n)?|\r\n?|\n", text))
 
 
-def _delimited(delimiters: str) -> Callable[[str, str | Path], Rows]:
-    """A reader of lines separated by one of `delimiters`: by the one that the header has most of."""
+def _delimited(delimiters: str) -> Callable[[str, str | Path], Iterator[dict]]:
+    """A reader, row by row, of lines separated by one of `delimiters`: by the one that the header has most of."""
 
-    def parse(text: str, path: str | Path) -> Rows:
+    def parse(text: str, path: str | Path) -> Iterator[dict]:
         csv.field_size_limit(MAX_CELL)
         header = next(filter(str.strip, _table_lines(text)), "")
         delimiter = max(delimiters, key=header.count)  # of equals the first
         reader = csv.DictReader(_table_lines(text), delimiter=delimiter, strict=True)
-        rows = []
         try:
             check_columns(len(reader.fieldnames or ()), path)
             for row in reader:
@@ -166,10 +233,9 @@ def _delimited(delimiters: str) -> Callable[[str, str | Path], Rows]:
                 check(None not in row, f"{where}: more values than the header has columns; "
                                        "quote values that hold the separator")
                 check(None not in row.values(), f"{where}: fewer values than the header has columns; fill the line up")
-                rows.append(row)
+                yield row
         except csv.Error as error:
             raise UserError(f"{path} line {reader.line_num + 1}: not valid CSV ({error}); fix that line") from error
-        return rows
 
     return parse
 
@@ -182,6 +248,6 @@ def _parse_txt(text: str, path: str | Path) -> Rows:
     return [{"text": line} for line in lines]
 
 
-PARSERS: dict[str, Callable[[str, str | Path], Rows]] = {
+PARSERS: dict[str, Callable[[str, str | Path], Iterable[dict]]] = {
     ".jsonl": _parse_jsonl, ".ndjson": _parse_jsonl, ".json": _parse_json, ".csv": _delimited(",;\t"),
     ".tsv": _delimited("\t"), ".txt": _parse_txt}

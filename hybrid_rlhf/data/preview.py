@@ -3,35 +3,72 @@
 from __future__ import annotations
 
 from itertools import groupby
-
-from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, NamedTuple
 
 from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.data.datasets import DataConfig, StageData, build
 from hybrid_rlhf.data.source import Reads
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
 _TRAINED = "bold green"
+
+
+class Piece(NamedTuple):
+    """Text of a row, and whether its tokens are trained."""
+
+    text: str
+    is_trained: bool
+
+
+class Shown(NamedTuple):
+    """One row as the model will see it, or one side of a pair."""
+
+    title: str
+    pieces: list[Piece]
+
+
+class Preview(NamedTuple):
+    """A stage's data, and some of its training rows."""
+
+    stage: str
+    data: StageData
+    rows: list[Shown]
 
 
 def preview(config: DataConfig, reads: Reads, tokenizer, console: Console | None = None,  # noqa: ANN001
             seed: int = 0, count: int = 3) -> StageData:
-    """Print `count` examples of the stage's training rows and the counts of all rows; returns the data.
+    """Print what `look` finds; returns the data. Raises UserError as `build` does."""
+    found = look(config, reads, tokenizer, seed, count)
+    show(found, console)
+    return found.data
+
+
+def look(config: DataConfig, reads: Reads, tokenizer, seed: int = 0, count: int = 3) -> Preview:  # noqa: ANN001
+    """The stage's data and `count` of its training rows as text. Raises UserError as `build` does."""
+    data = build(config, reads, tokenizer, seed)
+    rows = [Shown(f"{reads.stage} example {number + 1}: {title}", pieces(tokenizer, ids, mask))
+            for number in range(min(count, len(data.train))) for title, ids, mask in _parts(data.train[number])]
+    return Preview(reads.stage, data, rows)
+
+
+def show(found: Preview, console: Console | None = None) -> None:
+    """Print rows, and the counts of all rows.
 
     Trained tokens are green on a terminal and stand in ⟦ ⟧ elsewhere. Control characters of the data are shown, not
-    sent to the terminal. Raises UserError as `build` does.
+    sent to the terminal.
     """
+    from rich.console import Console
+    from rich.panel import Panel
+
     console = console or Console()
-    data = build(config, reads, tokenizer, seed)
-    for number in range(min(count, len(data.train))):
-        row = data.train[number]
-        for title, ids, mask in _parts(row):
-            shown = marked(tokenizer, ids, mask, brackets=not console.is_terminal or console.no_color)
-            console.print(Panel(shown, title=f"{reads.stage} example {number + 1}: {title}", title_align="left"))
-    console.print(_counts(reads.stage, data.report))
-    return data
+    for row in found.rows:
+        text = _marked(row.pieces, brackets=not console.is_terminal or console.no_color)
+        console.print(Panel(text, title=row.title, title_align="left"))
+    console.print(_counts(found.stage, found.data.report))
 
 
 def _parts(row: dict) -> list[tuple[str, list[int], list[bool]]]:
@@ -46,22 +83,46 @@ def _parts(row: dict) -> list[tuple[str, list[int], list[bool]]]:
     return [(f"prompt of {len(row['prompt_ids'])} tokens", row["prompt_ids"], [False] * len(row["prompt_ids"]))]
 
 
-def marked(tokenizer, ids: list[int], mask: list[bool], brackets: bool) -> Text:  # noqa: ANN001
-    """Tokens as text, the masked ones green, and in ⟦ ⟧ if `brackets`."""
-    out, before, end = Text(), "", 0
+def pieces(tokenizer, ids: list[int], mask: list[bool]) -> list[Piece]:  # noqa: ANN001
+    """Tokens as text, cut where the mask changes; control characters are made visible."""
+    found, before, end = [], "", 0
     for is_trained, run in groupby(mask):
         end += len(list(run))
         whole = tokenizer.decode(ids[:end], skip_special_tokens=False)  # from the start: decoders trim a first space
-        piece = escape_control(whole[len(before):])
-        out.append(f"⟦{piece}⟧" if brackets and is_trained else piece, style=_TRAINED if is_trained else "")
+        found.append(Piece(escape_control(whole[len(before):]), bool(is_trained)))
         before = whole
+    return found
+
+
+def marked(tokenizer, ids: list[int], mask: list[bool], brackets: bool) -> Text:  # noqa: ANN001
+    """Tokens as text, the masked ones green, and in ⟦ ⟧ if `brackets`."""
+    return _marked(pieces(tokenizer, ids, mask), brackets)
+
+
+def _marked(found: list[Piece], brackets: bool) -> Text:
+    from rich.text import Text
+
+    out = Text()
+    for text, is_trained in found:
+        out.append(f"⟦{text}⟧" if brackets and is_trained else text, style=_TRAINED if is_trained else "")
     return out
 
 
-def _counts(stage: str, report: dict) -> Table:
-    table = Table(title=f"rows of stage {stage}", title_justify="left", show_header=False)
-    rows = [("read", report["read"]), ("dealt to other stages", report["other_stages"]),
+def counts(report: dict) -> list[tuple[str, int]]:
+    """What became of the rows that were not dropped."""
+    return [("read", report["read"]), ("dealt to other stages", report["other_stages"]),
             ("to train on", report["train"]), ("held out", report["held_out"]), ("truncated", report["truncated"])]
-    for name, number in [*rows, *((f"dropped: {escape_control(k)}", n) for k, n in sorted(report["dropped"].items()))]:
+
+
+def dropped(report: dict) -> list[tuple[str, int]]:
+    """Why rows were dropped, and how many; safe to show."""
+    return [(escape_control(why), number) for why, number in sorted(report["dropped"].items())]
+
+
+def _counts(stage: str, report: dict) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"rows of stage {stage}", title_justify="left", show_header=False)
+    for name, number in [*counts(report), *((f"dropped: {why}", n) for why, n in dropped(report))]:
         table.add_row(name, str(number))
     return table

@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.core.given_paths import check_file, expanded
 from hybrid_rlhf.core.hub import stay_offline_if_unreachable
-from hybrid_rlhf.data.files import PARSERS, check_columns, kind_of, read_file
+from hybrid_rlhf.data.files import MAX_START, PARSERS, check_columns, kind_of, read_file, read_start
 from hybrid_rlhf.data.source import Source
 
 # Generated on the spot, no file and no network: name -> module:function, a function () -> list of rows.
@@ -21,6 +24,7 @@ EMBEDDED = {f"demo/{name}": f"hybrid_rlhf.data.demo:{name}" for name in ("demons
 # Descriptions of a data set, not data.
 _NOT_DATA = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "config.json",
              "dataset-metadata.json", "package.json"}
+MAX_ENTRIES = 10_000  # of a folder of which some rows are shown
 _SPLIT_WORDS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
@@ -35,6 +39,64 @@ def read(source: Source) -> Sequence[dict]:
         raise UserError(f"{source.path} does not fit into memory; free some, or give it in parts") from error
 
 
+def check_there(source: Source) -> None:
+    """UserError for what is neither embedded nor there, and looks like no hub id; nothing is read."""
+    check(source.path.startswith("demo/") or os.path.exists(expanded(source.path)) or not _looks_local(source.path),
+          _missing(source.path))
+
+
+def first_rows(source: Source, count: int = 3) -> tuple[list[dict], int | None]:
+    """Some rows of a source, columns renamed, and how many it has (None: only a whole reading would tell). Large files
+    are not read whole, and of the hub no more is loaded than is shown. Raises UserError as `read` does."""
+    path = Path(expanded(source.path))
+    if path.is_dir() and not source.path.startswith("demo/") and (large := _large_files(path, source)):
+        return first_rows(replace(source, path=str(large[0]), name=None), count)[0], None
+    if source.path.startswith("demo/") or path.is_dir():
+        rows = read(source)
+        return [rows[i] for i in range(min(count, len(rows)))], len(rows)
+    if path.is_file():
+        check_file(path, "data.sources:")
+        check(bool(kind_of(path)), _unknown_kind(path))
+        if kind_of(path) == ".parquet":
+            found, number = _start_of_parquet(path, count)
+        else:
+            found, is_all = read_start(path, count)
+            number = len(found) if is_all else None
+    else:
+        check_file(path, "data.sources:")
+        check(not _looks_local(source.path), _missing(source.path))
+        found, number = _start_of_hub(source, count), None
+    check(bool(found), f"{source.path} is empty: no row in split {source.split}; give another file or split")
+    return list(_renamed(found[:count], source)), number
+
+
+def _large_files(folder: Path, source: Source) -> list[Path]:
+    """The data files of a folder where they are too large to be read only to show some rows; else nothing."""
+    entries = (name for _, folders, names in os.walk(_below(folder, source)) for name in (*folders, *names))
+    check(next(islice(entries, MAX_ENTRIES, None), None) is None,
+          f"{source.path} holds more than {MAX_ENTRIES:,} files and folders; give the folder of the data")
+    files = [] if _is_saved(_below(folder, source)) else _files(folder, source)
+    return files if sum(file.stat().st_size for file in files) > MAX_START else []
+
+
+def _start_of_parquet(path: Path, count: int) -> tuple[list[dict], int]:
+    from pyarrow.parquet import ParquetFile
+
+    with _damage_told(path), ParquetFile(path) as file:
+        check_columns(file.metadata.num_columns, path)
+        batch = next(file.iter_batches(batch_size=count), None)
+        return batch.to_pylist() if batch is not None else [], file.metadata.num_rows
+
+
+def _start_of_hub(source: Source, count: int) -> list[dict]:
+    stay_offline_if_unreachable()
+    import datasets
+
+    with _hub_errors_told(source), _quiet():
+        rows = datasets.load_dataset(source.path, source.name, split=source.split, streaming=True)
+        return list(islice(rows, count))
+
+
 def _read(source: Source) -> Sequence[dict]:
     path = Path(expanded(source.path))
     if source.path.startswith("demo/"):
@@ -45,8 +107,7 @@ def _read(source: Source) -> Sequence[dict]:
         rows = _file(path)
     else:
         check_file(path, "data.sources:")
-        check(not _looks_local(source.path), f"data.sources: {source.path} does not exist; "
-                                             "give a file, a folder or a hub id")
+        check(not _looks_local(source.path), _missing(source.path))
         rows = _hub(source)
     check(len(rows) > 0, f"{source.path} is empty: no row in split {source.split}; give another file or split")
     return _renamed(rows, source)
@@ -66,45 +127,73 @@ def _looks_local(path: str) -> bool:
 
 def _file(path: Path) -> Sequence[dict]:
     kind = kind_of(path)
-    check(bool(kind), f"{path}: unknown kind of file; there are {', '.join((*PARSERS, '.parquet'))} (and .gz)")
+    check(bool(kind), _unknown_kind(path))
     return _parquet([path]) if kind == ".parquet" else read_file(path)
+
+
+def _missing(path: str) -> str:
+    return f"data.sources: {path} does not exist; give a file, a folder or a hub id"
+
+
+def _unknown_kind(path: Path) -> str:
+    return f"{path}: unknown kind of file; there are {', '.join((*PARSERS, '.parquet'))} (and .gz)"
 
 
 def _parquet(paths: list[Path]) -> Sequence[dict]:
     import datasets
     from pyarrow.parquet import ParquetFile
 
-    try:
+    with _damage_told(paths[0]):
         for path in paths:
             with ParquetFile(path) as file:
                 check_columns(file.metadata.num_columns, path)
         with _quiet():
             return datasets.Dataset.from_parquet([str(p) for p in paths])
+
+
+@contextmanager
+def _damage_told(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (UserError, MemoryError):
         raise
     except Exception as error:  # whatever the reader makes of a damaged file, it is the file that is wrong
-        raise UserError(f"{paths[0]}: not a readable parquet file ({_first_line(error)}); "
+        raise UserError(f"{path}: not a readable parquet file ({_first_line(error)}); "
                         "write it anew, or as jsonl") from error
 
 
 def _folder(folder: Path, source: Source) -> Sequence[dict]:
     """The rows of a folder: a data set saved by `datasets`, or data files. Code in the folder is never run."""
-    folder = folder / source.name if source.name else folder
-    check(folder.is_dir(), f"{source.path} has no subfolder {source.name}; leave `name` out, or give one that exists")
-    if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-        return _saved(folder, source.split)
+    if _is_saved(_below(folder, source)):
+        return _saved(_below(folder, source), source.split)
+    files = _files(folder, source)
+    parquet = [p for p in files if kind_of(p) == ".parquet"]
+    rest = [p for p in files if kind_of(p) != ".parquet"]
+    if not rest:
+        return _parquet(parquet)
+    return [row for p in rest for row in read_file(p)] + (list(_parquet(parquet)) if parquet else [])
+
+
+def _below(folder: Path, source: Source) -> Path:
+    found = folder / source.name if source.name else folder
+    check(found.is_dir(), f"{source.path} has no subfolder {source.name}; leave `name` out, or give one that exists")
+    return found
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
+
+
+def _files(folder: Path, source: Source) -> list[Path]:
+    """The data files of a folder that are of the split."""
+    folder = _below(folder, source)
     found = [p for p in folder.rglob("*") if kind_of(p) and p.name not in _NOT_DATA
              and not any(part.startswith(".") for part in p.relative_to(folder).parts)]
     for path in found:
         check_file(path, "data.sources:")
     files = sorted(p for p in found if p.is_file())
     texts = [p for p in files if kind_of(p) != ".txt"]  # beside data, a .txt is a licence or a note
-    files = _of_split(texts or files, folder, source.split)
-    parquet = [p for p in files if kind_of(p) == ".parquet"]
-    rest = [p for p in files if kind_of(p) != ".parquet"]
-    if not rest:
-        return _parquet(parquet)
-    return [row for p in rest for row in read_file(p)] + (list(_parquet(parquet)) if parquet else [])
+    return _of_split(texts or files, folder, source.split)
 
 
 def _of_split(files: list[Path], folder: Path, split: str) -> list[Path]:
@@ -160,13 +249,17 @@ def _hub(source: Source) -> Sequence[dict]:
     stay_offline_if_unreachable()
     import datasets
 
+    with _hub_errors_told(source), _quiet():
+        return datasets.load_dataset(source.path, source.name, split=source.split)
+
+
+@contextmanager
+def _hub_errors_told(source: Source) -> Iterator[None]:
     try:
-        with _quiet():
-            found = datasets.load_dataset(source.path, source.name, split=source.split)
+        yield
     except Exception as error:  # offline, missing, gated, a script: the library has a class for each
         raise UserError(f"data.sources: {source.path} is no file or folder here, and loading it from the hub failed: "
                         f"{type(error).__name__}: {_first_line(error)}; give another path") from error
-    return found
 
 
 def _renamed(rows: Sequence[dict], source: Source) -> Sequence[dict]:

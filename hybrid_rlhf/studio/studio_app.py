@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from hybrid_rlhf.studio.studio import Refused, Route, Studio
 
 PAGE = Path(__file__).parent / "page"
 MAX_BODY = 2**20
+MAX_THREADS = 64
 _log = logging.getLogger(__name__)
 
 
@@ -33,6 +35,8 @@ def make_app(studio: Studio, routes: Iterable[Route], token: str, port: int,
 
     @asynccontextmanager
     async def life(_app: Starlette) -> AsyncIterator[None]:
+        # requests that wait (a preview may take minutes) must not keep others out, however few cores there are
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MAX_THREADS, "studio"))
         yield
         for close in closers:
             await asyncio.to_thread(close)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hybrid_rlhf.studio import exports, job_requests, marks, talk, uploads
+from hybrid_rlhf.studio import exports, job_requests, marks, new_run, talk, uploads
 from hybrid_rlhf.studio.jobs import Jobs
+from hybrid_rlhf.studio.look import Look
 from hybrid_rlhf.studio.runs_part import open_runs
 from hybrid_rlhf.studio.studio import Route, Studio
 
@@ -24,4 +25,6 @@ def open_parts(studio: Studio) -> tuple[list[Route], list[Callable[[], None]]]:
     chat = talk.Talk(studio)
     closers.append(chat.end)
     routes += [*talk.routes(studio, chat), *marks.routes(studio)]
+    look = Look()
+    routes, closers = [*routes, *new_run.routes(studio, look)], [*closers, look.close]
     return routes, closers

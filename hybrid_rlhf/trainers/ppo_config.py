@@ -132,7 +132,7 @@ class PPOConfig:
     ema_decay: float = 0.992
 
     def __post_init__(self) -> None:
-        for name, known in _CHOICES.items():
+        for name, known in CHOICES.items():
             check(getattr(self, name) in known, _unknown(name, getattr(self, name), known))
         for name in ("num_ppo_epochs", "num_minibatches", "minibatch_size", "ptx_batch_size"):
             check(getattr(self, name) is None or getattr(self, name) >= 1,
@@ -268,7 +268,7 @@ def check_divergence(kind: str, known: tuple[str, ...], beta: float, temperature
     check(top_k >= 0, f"distill.top_k is {top_k}; it must be 0 (the whole vocabulary) or a number of words such as 64")
 
 
-_CHOICES: dict[str, tuple] = {
+CHOICES: dict[str, tuple] = {
     "estimator": tuple(ESTIMATORS), "policy_loss": tuple(POLICY_LOSSES), "aggregation": (None, *AGGREGATIONS),
     "kl_in": (None, "reward", "loss"), "kl_estimator": (None, *kl.ESTIMATORS), "old_logprobs": OLD_LOGPROBS,
     "importance": ("none", "token", "sequence", "masked"), "ptx_scale": ("fixed", "relative")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -9,6 +10,7 @@ from hybrid_rlhf.algorithms.preference import LOSSES
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data import collate
 from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.data.preview import Preview
 from hybrid_rlhf.data.source import Reads
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.models.adapters import Adapters
@@ -74,9 +76,9 @@ def reference_model(model: ModelConfig) -> ModelConfig:
     return replace(model, lora=LoraConfig(), freeze=[], gradient_checkpointing=False)
 
 
-def preview(config: Config) -> None:
-    """Print rendered examples of the data with the trained tokens marked."""
-    supervised.preview(config, reads_of(config), start_model)
+def previews(config: Config) -> Iterator[Preview]:
+    """Rendered examples of the data."""
+    return supervised.previews(config, reads_of(config), start_model)
 
 
 def open_roles(config: Config, model: ModelConfig, tokenizer, steps: int) -> tuple[Actor, Reference | None]:  # noqa: ANN001

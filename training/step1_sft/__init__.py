@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import collate
 from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.data.preview import Preview
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.models.backbone import packing_is_exact
 from hybrid_rlhf.models.load import ModelConfig
@@ -57,9 +59,9 @@ def start_model(config: Config) -> tuple[str, ModelConfig]:
     return path, replace(config.model, model_name_or_path=builders.model_folder(path))
 
 
-def preview(config: Config) -> None:
-    """Print rendered examples of the data with the trained tokens marked."""
-    supervised.preview(config, STAGES[config.stage].reads, start_model)
+def previews(config: Config) -> Iterator[Preview]:
+    """Rendered examples of the data."""
+    return supervised.previews(config, STAGES[config.stage].reads, start_model)
 
 
 def run(config: Config, command: str = "") -> dict[str, float]:

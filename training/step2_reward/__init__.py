@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import is_main
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.data.preview import Preview
 from hybrid_rlhf.engine import ZeroConfig
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.weights import identity
@@ -76,9 +78,9 @@ def start_model(config: Config) -> tuple[str, ModelConfig]:
     return supervised.start_from_sft(config, "a reward model")
 
 
-def preview(config: Config) -> None:
-    """Print rendered examples of the data with the trained tokens marked."""
-    supervised.preview(config, READS["reward"], start_model)
+def previews(config: Config) -> Iterator[Preview]:
+    """Rendered examples of the data."""
+    return supervised.previews(config, READS["reward"], start_model)
 
 
 def run(config: Config, command: str = "") -> dict[str, float]:

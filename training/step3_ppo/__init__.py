@@ -82,7 +82,7 @@ class Config:
             keeps_average=ppo.ema, needs_teacher=self.distill.coef > 0, takes_head=not self.distill.top_k)
 
 
-preview = on_policy.preview
+previews = on_policy.previews
 
 
 def _trainer(opened: on_policy.RunContext) -> PPOTrainer:

@@ -1,0 +1,75 @@
+"""What a person may want of a model, and which stage does it: the first question of a new run."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# What is asked -> the options that the answer is given by; of the judge the first is a model, the second an address.
+ASKS: dict[str, tuple[str, ...]] = {
+    "model": ("model.model_name_or_path",), "data": ("data.sources",), "reward_functions": ("reward.functions",),
+    "reward_model": ("roles.reward.model_name_or_path",), "judge": ("reward.judge.model", "reward.judge.url"),
+    "teacher": ("roles.teacher.model_name_or_path",), "tools": ("environment.tools",)}
+_SAMPLING = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo", "ppo", "online_dpo",
+             "rejection")
+
+
+class StudioGoal(NamedTuple):
+    """stages: that do it, the usual one first. asks: keys of ASKS. rows: what the data must hold, in words."""
+
+    title: str
+    help: str
+    stages: tuple[str, ...]
+    asks: tuple[str, ...]
+    rows: str
+
+
+STUDIO_GOALS = {
+    "imitate": StudioGoal(
+        "Imitate examples", "The model learns to answer as the answers in your data do (supervised fine-tuning).",
+        ("sft",), ("model", "data"), "conversations (messages), or prompts with answers (prompt, completion)"),
+    "prefer": StudioGoal(
+        "Learn from preferences", "The model learns which of two answers is better, without a reward model.",
+        ("dpo", "ipo", "hinge", "orpo", "simpo", "kto"), ("model", "data"),
+        "a better and a worse answer to a prompt (prompt, chosen, rejected); for kto single answers marked good or bad "
+        "too (prompt, completion, label)"),
+    "function": StudioGoal(
+        "Learn from a reward function", "The model answers prompts, a program scores the answers, and better ones "
+        "become likelier. For what can be checked: numbers, formats, tests.",
+        _SAMPLING, ("model", "data", "reward_functions", "tools"),
+        "prompts, and what the function needs to check an answer (prompt, answer; question and answer do too)"),
+    "reward": StudioGoal(
+        "Train a reward model", "A model learns to score answers as your preferences do, for learning from it later.",
+        ("reward",), ("model", "data"), "a better and a worse answer to a prompt (prompt, chosen, rejected)"),
+    "model": StudioGoal(
+        "Learn from a reward model", "The model answers prompts, a trained reward model scores the answers, and better "
+        "ones become likelier.",
+        ("ppo", *(stage for stage in _SAMPLING if stage != "ppo")), ("model", "data", "reward_model"),
+        "prompts (prompt); answers beside them are not read"),
+    "judge": StudioGoal(
+        "Learn from a judge", "The model answers prompts, and another language model judges the answers by a rubric.",
+        _SAMPLING, ("model", "data", "judge"), "prompts (prompt); answers beside them are not read"),
+    "distil": StudioGoal(
+        "Learn from a larger model", "A small model is moved towards a larger one on its own answers. Both must have"
+        " the same tokenizer.",
+        ("distill",), ("model", "data", "teacher"), "prompts (prompt); answers beside them are not read"),
+    "three_stages": StudioGoal(
+        "All three stages", "Imitate, learn what is preferred, then PPO against that: the whole of RLHF from one file.",
+        ("all",), ("model", "data"), "a better and a worse answer to a prompt (prompt, chosen, rejected)"),
+}
+BUILTIN_REWARDS = {
+    "exact_match": "1 where the answer is the text of the column answer, else 0",
+    "numeric_match": "1 where the last number of the answer is that of the column answer, else 0",
+    "format": "1 where the answer matches a regular expression (reward.options: {format: {pattern: ...}})",
+    "length_penalty": "takes away for answers near a length (reward.options: {length_penalty: {max_tokens: ..., "
+                      "buffer: ...}})",
+    "repetition_penalty": "takes away for words that repeat",
+    "reasoning_gym": "scores answers to tasks of the package reasoning-gym",
+    "demo_correct": "1 where the answer to a prompt of demo/prompts is right",
+}
+
+
+def goals_answer(card: str, cards: dict[str, dict]) -> dict:
+    """card: the one that was found; cards: the settings of each."""
+    return {"goals": [{"id": name, **goal._asdict()} for name, goal in STUDIO_GOALS.items()], "asks": ASKS,
+            "cards": list(cards), "card": card, "card_settings": cards,
+            "builtin_rewards": [{"name": name, "help": text} for name, text in BUILTIN_REWARDS.items()]}

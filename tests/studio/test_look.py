@@ -1,0 +1,175 @@
+"""Who asks the process that looks, and what becomes of it: turns, newer questions, time, memory, crashes, rest."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hybrid_rlhf.studio.look import Look
+from hybrid_rlhf.studio.studio import Refused
+from tests.factories.pretended_look import START
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def make(**options) -> Look:
+        made.append(Look(start=START, **options))
+        return made[-1]
+
+    yield make
+    for look in made:
+        look.close()
+
+
+def is_gone(pid: int) -> bool:
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_one_process_answers_all_and_prints_nothing_into_its_answers(make):
+    look = make()
+    answers = [look.ask("data", {"say": "é\u2028", "print": True}), look.ask("plan", {"say": 2})]
+    assert [a["say"] for a in answers] == ["é\u2028", 2] and len({a["pid"] for a in answers}) == 1
+    assert look.ask("data", {"input": True}) == {"read": ""}  # nobody is there to be asked
+
+
+def test_a_light_question_is_answered_while_a_heavy_one_takes_its_time(make):
+    look = make()
+    with ThreadPoolExecutor(8) as pool:
+        slow = pool.submit(look.ask, "preview", {"sleep": 2})
+        time.sleep(0.3)
+        assert look.ask("settings", {"say": 1})["say"] == 1 and not slow.done()
+        assert slow.result()["kind"] == "preview"
+
+
+def test_of_those_that_wait_the_newest_of_a_kind_is_answered_and_others_are_told(make):
+    look = make()
+    look.ask("data", {})
+    with ThreadPoolExecutor(8) as pool:
+        first = pool.submit(look.ask, "preview", {"sleep": 1.5, "say": 0})
+        time.sleep(0.3)
+        waiting = []
+        for number in (1, 2, 3):
+            waiting.append(pool.submit(look.ask, "preview", {"say": number}))
+            time.sleep(0.1)
+        other = pool.submit(look.ask, "plan", {"say": 4})
+        for old in waiting[:2]:
+            with pytest.raises(Refused, match="replaced") as found:
+                old.result()
+            assert found.value.status == 409 and not first.done()
+        assert [f.result()["say"] for f in (first, waiting[2], other)] == [0, 3, 4]
+
+
+def test_questions_of_different_keys_do_not_replace_each_other(make):
+    look = make()
+    look.ask("data", {})
+    with ThreadPoolExecutor(8) as pool:
+        found = [pool.submit(look.ask, "options", {"sleep": 0.3, "say": n}, f"options {n}") for n in range(4)]
+        assert [f.result()["say"] for f in found] == [0, 1, 2, 3]
+
+
+def test_one_without_an_answer_in_time_is_ended_and_the_next_question_has_another(make):
+    look = make(seconds=1.0)
+    pid = look.ask("data", {})["pid"]
+    begun = time.monotonic()
+    with pytest.raises(Refused, match=r"no answer within 1 seconds; .*--preview") as found:
+        look.ask("preview", {"sleep": 60})
+    assert found.value.status == 504 and time.monotonic() - begun < 10 and is_gone(pid)
+    assert look.ask("data", {"say": 1})["say"] == 1
+
+
+def test_a_question_that_was_beside_one_that_took_too_long_is_asked_again(make):
+    look = make(seconds=1.5)
+    look.ask("data", {})
+    with ThreadPoolExecutor(8) as pool:
+        slow = pool.submit(look.ask, "preview", {"sleep": 60})
+        time.sleep(1.0)
+        assert look.ask("settings", {"sleep": 1.2, "say": 1})["say"] == 1
+        with pytest.raises(Refused, match="no answer"):
+            slow.result()
+
+
+def test_a_crash_is_one_line_and_the_next_question_has_another_process(make):
+    look = make()
+    for kind in ("data", "settings"):
+        with pytest.raises(Refused, match=r"ended \(code -6\)") as found:
+            look.ask(kind, {"crash": True})
+        assert found.value.status == 503
+        assert look.ask(kind, {"say": 1})["say"] == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the system does not say what a process holds")
+def test_one_that_takes_too_much_memory_is_ended(make):
+    look = make(most_bytes=200 << 20)
+    pid = look.ask("data", {"bytes": 50 << 20})["pid"]
+    with pytest.raises(Refused, match=r"takes more than 0\.195312 GiB of memory"):
+        look.ask("data", {"bytes": 300 << 20, "sleep": 30})
+    assert is_gone(pid) and look.ask("data", {"say": 1})["say"] == 1
+
+
+def test_one_that_is_not_needed_is_ended_and_so_is_all_at_the_end(make):
+    look = make(idle=0.5)
+    pid = look.ask("data", {})["pid"]
+    assert is_gone(pid)
+    second = look.ask("data", {})["pid"]
+    assert second != pid
+    with ThreadPoolExecutor(8) as pool:
+        slow = pool.submit(look.ask, "preview", {"sleep": 60})
+        waits = pool.submit(look.ask, "plan", {})
+        time.sleep(0.3)
+        look.close()
+        for each in (slow, waits):
+            with pytest.raises(Refused, match="the studio ends"):
+                each.result(10)
+    assert is_gone(second)
+    with pytest.raises(Refused, match="the studio ends"):
+        look.ask("data", {})
+
+
+def test_it_ends_with_who_started_it(make):
+    """A studio that is killed closes no process, but its pipe ends."""
+    look = make()
+    pid = look.ask("data", {})["pid"]
+    look._child.process.stdin.close()
+    assert is_gone(pid)
+
+
+def test_a_fault_is_told_without_its_traceback_and_said_in_the_log(make, caplog):
+    with pytest.raises(Refused, match=r"an error of the studio \(ValueError\)") as found:
+        make().ask("data", {"fault": "a secret \ud800"})
+    assert found.value.status == 500 and "secret" not in str(found.value) and "a secret" in caplog.text
+
+
+def test_half_characters_do_not_reach_the_page(make):
+    assert make().ask("data", {"say": ["a\ud800", {"\udfff": "é"}]})["say"] == ["a<U+D800>", {"<U+DFFF>": "é"}]
+
+
+def test_many_who_ask_at_once_all_get_an_answer_of_their_own(make):
+    look = make()
+    look.ask("data", {})
+    found: list = []
+
+    def ask(number: int) -> None:
+        kind = ("data", "preview", "plan", "settings")[number % 4]
+        try:
+            found.append(look.ask(kind, {"say": number}, f"{kind} {number}")["say"] == number)
+        except Refused:
+            found.append(None)
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == [True] * 40

@@ -1,0 +1,104 @@
+"""The options as the page shows them: all that --help lists, with kinds and choices that the launcher takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+import typing
+from functools import cache
+
+import pytest
+
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.jsonargparse_compat import option_names
+from hybrid_rlhf.core.options import is_text, value_of
+from hybrid_rlhf.studio.common_options import by_table, common_options
+from hybrid_rlhf.studio.option_help import CHOICES, LEFT_OUT, options_of
+from hybrid_rlhf.training.registry import STAGES, variant_options
+
+options = cache(options_of)
+KINDS = {"int": int, "float": (int, float), "bool": bool, "text": str, "choice": (str, bool), "list": (list, str),
+         "json": (dict, list, str)}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_option_of_help_is_there_with_its_default(stage, capsys):
+    from hybrid_rlhf import cli
+
+    found = {option["name"]: option for option in options(stage)["options"]}
+    with pytest.raises(SystemExit):
+        cli.main(["--stage", stage, "--help"])
+    shown = set(re.findall(r"^  --([\w.]+) ", capsys.readouterr().out, re.MULTILINE))
+    shown = {name for name in shown if "." in name or name in ("seed", "resume", "report_to", "run_stages")}
+    sections = {name.rpartition(".")[0] for name in shown}
+    assert {*found} == shown - sections - {*LEFT_OUT, *variant_options(stage)}
+    defaults, _ = cli.read_settings(stage, [])
+    for name, option in found.items():
+        default = value_of(defaults, name)
+        assert option["default"] == default or option["kind"] == "json"
+        assert option["null"] if default is None else isinstance(default, KINDS[option["kind"]]), option
+        assert option["help"] and "\n" not in option["help"]
+        assert (option["kind"] == "choice") == bool(option["choices"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_some_ten_options_are_shown_first(stage):
+    found = options(stage)["options"]
+    first = [option["name"] for option in found if option["is_common"]]
+    assert first == [option["name"] for option in found[:len(first)]] == list(common_options(stage))
+    assert 5 <= len(first) <= 14
+    assert "model.lora.r" in first or stage == "evaluate"
+
+
+def parts(config_class, prefix=""):
+    """(class of a part, name of an option, its dotted name) of everything that is text."""
+    hints = typing.get_type_hints(config_class)
+    for each in dataclasses.fields(config_class):
+        kind = hints[each.name]
+        if dataclasses.is_dataclass(kind):
+            yield from parts(kind, f"{prefix}{each.name}.")
+        elif is_text(kind):
+            yield config_class, each.name, f"{prefix}{each.name}"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_refuses_all_but_some_words_is_a_choice_of_these(stage):
+    """Each part's own check says what there is; the table must say the same."""
+    found = {option["name"]: option for option in options(stage)["options"]}
+    for part, option, name in parts(importlib.import_module(STAGES[stage].module).Config):
+        if name in found and (text := refusal(part, option)):
+            known = re.search(r"(?:choose(?: one of)?|there are) ([\w, -]+?)(?: \(did|$)", text)
+            words = re.split(", | or ", known[1]) if known else []
+            assert {*found[name]["choices"]} == {*words} - {"true", "false"}, (name, text)
+
+
+def refusal(part, option) -> str:
+    try:
+        part(**{option: "no such word"})
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_every_choice_is_one_of_some_stage():
+    ends = {option["name"] for stage in STAGES for option in options(stage)["options"] if option["choices"]}
+    assert all(any(f".{name}".endswith(f".{end}") for name in ends) for end in CHOICES)
+
+
+def test_what_null_means_is_said_where_the_table_has_it():
+    assert by_table("sft", "train.learning_rate") == "0.0002 for adapters, 2e-05 for all weights"
+    assert by_table("all", "stages.ppo.max_steps") == by_table("grpo", "train.max_steps") == "100"
+    assert by_table("all", "stages.sft.num_train_epochs") == "3"
+    assert by_table("ppo", "ppo.kl_coef") == "depends on the rewards"
+    assert by_table("sft", "seed") is None
+
+
+def test_names_are_read_from_the_parser_that_the_launcher_has():
+    from hybrid_rlhf.core.config import _parser, help_of_options
+    from hybrid_rlhf.training.step1_sft import Config
+
+    parser = _parser(Config, "", "", None, ())
+    assert {*help_of_options(Config, ("data",))} == {
+        name for name in option_names(parser) if not name.startswith("data")} - {
+        "config", "print_config", "model", "model.lora", "train", "engine"}
