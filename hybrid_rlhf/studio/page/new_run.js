@@ -1,5 +1,74 @@
-// Not built yet.
+// A new run: from what it is to learn to its start, in the order in which one decides. The settings grow beside the steps.
 
-export function show(root) {
-  root.textContent = "";
+import {make, tell} from "./dom.js";
+import {get} from "./server.js";
+import {checksStep} from "./checks_step.js";
+import {dataStep} from "./data_step.js";
+import {fieldOf} from "./field_frame.js";
+import {goalStep} from "./goal_step.js";
+import {modelStep} from "./model_step.js";
+import {optionsStep} from "./options_step.js";
+import {rewardStep, rewardTitle} from "./reward_step.js";
+import {Draft} from "./run_draft.js";
+import {refuse, runPanel} from "./run_panel.js";
+
+export async function show(root, _rest, query) {
+  const [goals, runs, uploads] = await Promise.all([get("goals"), orNone(get("runs"), "Runs"), orNone(get("uploads"), "Uploaded files")]);
+  const draft = new Draft(goals, {folder: runs.folder ?? "", rows: runs.runs ?? []}, uploads.files ?? []);
+  draft.fieldOf = (option) => fieldOf(draft, option);
+  prefill(draft, query);
+  const leaving = [() => draft.close()];
+  const later = make("div");
+  draft.on("stage", () => later.replaceChildren(...steps(draft, leaving)));
+  root.append(make("div.new-run", {}, make("div.steps", {},
+      make("h1", {}, "New run"),
+      make("div.heading", {}, make("p.quiet", {}, "A few questions, and the model trains on this machine. Nothing starts before you say so."),
+        make("button.quiet-button", {type: "button", id: "start-over", onclick: () => startOver(draft)}, "Start over")),
+      step(1, "What should the model learn from?", goalStep(draft)), later), runPanel(draft, leaving)));
+  if (draft.goal) {
+    if (!draft.goal.stages.includes(draft.state.stage)) draft.update({stage: draft.goal.stages[0]});
+    await draft.loadOptions();
+  }
+  return () => leaving.forEach((leave) => leave());
+}
+
+// The page works without what another part of the studio would add; that it is missing is said.
+async function orNone(answer, what) {
+  try {
+    return await answer;
+  } catch (fault) {
+    tell(`${what} cannot be listed: ${fault.message}`, true);
+    return {};
+  }
+}
+
+// ?goal=&model=&data=; then the address is a plain one, so that a reload keeps what was changed since.
+function prefill(draft, query) {
+  const wanted = query.get("goal");
+  const goal = draft.goals.goals.find((each) => each.id === wanted || each.stages.includes(wanted));
+  if (goal) draft.update({goal: goal.id, stage: goal.stages.includes(wanted) ? wanted : goal.stages[0]});
+  if (query.get("model")) draft.update({model: query.get("model"), isNew: false});
+  if (query.get("data")) {
+    draft.update({isSplit: false, data: {...draft.state.data, data: {path: query.get("data"), name: "", split: "", columns: ""}}});
+  }
+  if ([...query.keys()].length) history.replaceState(null, "", "#/new");
+}
+
+function startOver(draft) {
+  if (!confirm("Forget everything that was entered on this page?")) return;
+  draft.forget();
+  dispatchEvent(new HashChangeEvent("hashchange"));
+}
+
+function steps(draft, leaving) {
+  const reward = rewardTitle(draft);
+  const all = [["Which model?", modelStep(draft)], ["Which data?", dataStep(draft)],
+    ...(reward ? [[reward, rewardStep(draft)]] : []), ["How should it train?", optionsStep(draft)],
+    ["Before you start", checksStep(draft, () => refuse(draft, false), leaving)]];
+  return all.map(([title, inside], i) => step(i + 2, title, inside));
+}
+
+function step(number, title, inside) {
+  const id = `step-${number}`;
+  return make("section.step", {"aria-labelledby": id}, make("h2", {id}, make("span.step-number", {}, `${number}.`), ` ${title}`), inside);
 }
