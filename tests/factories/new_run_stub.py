@@ -63,7 +63,8 @@ CARD = {"24gb": {"model.lora.r": 16, "model.load_in_4bit": True}}
 
 @dataclass
 class Stub:
-    """asked: name -> bodies. refusal: what /api/settings says; refuse(name, ...): what an address refuses."""
+    """asked: name -> bodies ("get NAME": queries). refusal: the error of /api/settings; refusals: name -> what is
+    raised; slow: name -> seconds; output: of every job."""
 
     asked: dict[str, list[dict]] = field(default_factory=dict)
     runs: list[dict] = field(default_factory=list)
@@ -71,7 +72,6 @@ class Stub:
     uploads: list[dict] = field(default_factory=list)
     refusal: dict | None = None
     refusals: dict[str, Refused] = field(default_factory=dict)
-    answers: dict[str, dict] = field(default_factory=dict)
     output: str = ""
     studio: Studio | None = None
     slow: dict[str, float] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Stub:
                 "job": self.job, "uploads": lambda _q, _b: {"files": self.uploads}}
         posts = {"settings": self.settings, "data": self.data, "preview": self.preview, "plan": self.plan,
                  "jobs": self.add_job, "job/stop": self.stop_job}
-        routes = [Route("GET", f"/api/{name}", self.kept(name, handle)) for name, handle in gets.items()]
+        routes = [Route("GET", f"/api/{name}", self.kept(f"get {name}", handle)) for name, handle in gets.items()]
         routes += [Route("POST", f"/api/{name}", self.kept(name, handle)) for name, handle in posts.items()]
         return [*routes, Route("POST", "/api/upload", self.upload, is_raw=True)], []
 
@@ -92,12 +92,12 @@ class Stub:
             time.sleep(self.slow.get(name, 0))
             if name in self.refusals:
                 raise self.refusals[name]
-            return self.answers.get(name) or handle(query, body)
+            return handle(query, body)
 
         return answer
 
     def last(self, name: str) -> dict:
-        return self.asked[name][-1]
+        return self.asked.get(name, [{"settings": {}, "stage": None, "card": None}])[-1]
 
     def goals(self, _query: dict, _body: dict) -> dict:
         names = ("id", "title", "help", "stages", "asks", "rows")

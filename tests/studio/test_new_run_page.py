@@ -40,6 +40,7 @@ def page(browser, studio):
     browser.get(studio.url)
     browser.execute_script("sessionStorage.clear()")
     yield browser
+    browser.get("about:blank")  # its connection for news ends, and the studio need not wait
     faults = [e for e in browser.get_log("browser") if "api/" not in e["message"] and e["level"] == "SEVERE"]
     assert not faults
 
@@ -143,7 +144,7 @@ def test_every_goal_sends_the_settings_of_its_own_question(page, studio, stub):
 def test_a_judge_behind_an_address_with_questions_of_ones_own(page, studio, stub):
     visit(page, studio, "?goal=judge&model=org/name&data=demo/prompts")
     until(page, lambda: "who judges" in next_line(page))
-    find(page, "input[value=url]").click()
+    until(page, lambda: find(page, "input[value=url]")).click()
     fill(page, field("reward.judge.url"), "http://localhost:8000/v1")
     fill(page, field("reward.judge.api_key_env"), "sk-123")
     assert "not the key" in find(page, field("reward.judge.api_key_env", ".fault")).text
@@ -188,7 +189,7 @@ def test_what_was_found_in_the_data_is_told_and_a_misfit_stands_in_the_way(page,
     assert "prompt rows make no pair" in find(page, ".found").text
     find(page, "#start").click()
     assert has_focus(page, field("data.sources"))
-    assert "jobs" not in stub.asked or not [body for body in stub.asked["jobs"] if body]
+    assert "jobs" not in stub.asked
     fill(page, field("data.sources"), "none.jsonl")
     until(page, lambda: "does not exist" in find(page, ".found").text)
     fill(page, field("data.sources"), "pairs.jsonl")
@@ -220,7 +221,7 @@ def test_options_follow_the_card_and_a_change_has_a_way_back(page, studio, stub)
     until(page, lambda: find(page, rank).get_attribute("value") == "16")
     assert "the default is 0" in find(page, field("model.lora.r", ".mark")).text
     fill(page, rank, "64")
-    until(page, lambda: stub.last("settings")["settings"]["model.lora.r"] == 64)
+    until(page, lambda: stub.last("settings")["settings"].get("model.lora.r") == 64)
     mark = find(page, field("model.lora.r", ".mark"))
     assert "Changed by you" in mark.text
     mark.find_element("css selector", "button").click()
@@ -383,7 +384,7 @@ def test_a_name_that_cannot_be_is_told_at_once(page, studio, stub, name):
     assert find(page, field("run", ".fault")).is_displayed()
     find(page, "#start").click()
     until(page, lambda: has_focus(page, "#run-name"))
-    assert not [body for body in stub.asked["jobs"] if body]
+    assert "jobs" not in stub.asked
     fill(page, "#run-name", "mine/first")
     assert not find(page, field("run", ".fault")).is_displayed()
 
@@ -450,14 +451,14 @@ def test_the_yaml_can_be_copied_and_downloaded_and_the_command_stands_there(page
     ready(page, studio)
     until(page, lambda: "hybrid-rlhf dpo --config pairs-dpo.yaml" in find(page, "pre.command").text)
     page.execute_script("navigator.clipboard.writeText = async (text) => (window.copied = text);"
-                        "HTMLAnchorElement.prototype.click = function () {window.saved = [this.download, this.href]}")
+                        "URL.createObjectURL = (blob) => ((window.saved = blob), 'blob:x');"
+                        "HTMLAnchorElement.prototype.click = function () {window.savedAs = [this.download, this.href]}")
     find(page, ".panel .buttons:not(:has(#start)) button").click()
     assert until(page, lambda: page.execute_script("return window.copied")) == find(page, "pre.yaml").get_attribute(
         "textContent")
     find(page, "#download").click()
-    name, href = page.execute_script("return window.saved")
-    assert name == "pairs-dpo.yaml"
-    text = page.execute_async_script("fetch(arguments[0]).then((r) => r.text()).then(arguments[1], arguments[1])", href)
+    assert page.execute_script("return window.savedAs") == ["pairs-dpo.yaml", "blob:x"]
+    text = page.execute_async_script("window.saved.text().then(arguments[0])")
     assert text == find(page, "pre.yaml").get_attribute("textContent")
 
 
@@ -490,8 +491,10 @@ def test_without_a_mouse_everything_is_reached_and_the_run_is_started(page, stud
 
 
 def press(page, *keys: str) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
     for key in keys:
-        page.switch_to.active_element.send_keys(key)
+        ActionChains(page, duration=0).send_keys(key).perform()
 
 
 def tab_to(page, selector: str) -> None:
@@ -550,7 +553,7 @@ def test_axe_finds_nothing_at_all(page, studio, stub, scheme):
 
 
 def test_the_page_works_without_the_lists_of_runs_and_files_and_says_so(page, studio, stub):
-    stub.refusals |= {name: Refused(500, "an error of the studio") for name in ("runs", "uploads", "jobs")}
+    stub.refusals |= {f"get {name}": Refused(500, "an error") for name in ("runs", "uploads", "jobs")}
     visit(page, studio, "?goal=prefer&model=org/name&data=pairs.jsonl")
     until(page, lambda: "Everything is there" in next_line(page))
     assert "cannot be listed" in find(page, "#status").text

@@ -101,7 +101,8 @@ export function optionField(draft, option) {
   const label = make("span", {}, titleOf(option), " ", make("code", {}, option.name));
   const field = frame(draft, option.name, label, input.node,
     {help: option.help, after: [mark, elsewhere], isWide: option.kind === "json"});
-  input.node.addEventListener("input", () => take(draft, option, input, field));
+  const isTyped = input.node.localName !== "select" && input.node.type !== "checkbox";
+  input.node.addEventListener(isTyped ? "input" : "change", () => take(draft, option, input, field));
   const follow = () => {
     const isGuided = option.name in draft.guided();
     input.node.disabled = isGuided;
