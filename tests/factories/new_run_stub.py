@@ -122,12 +122,15 @@ class Stub:
     def settings(self, _query: dict, body: dict) -> dict:
         complete = {**CARD.get(body["card"], {}), **body["settings"]}
         lines = "".join(f"{name}: {value}\n" for name, value in complete.items())
-        return {"yaml": f"# {body['stage']}\n{lines}", "command": f"hybrid-rlhf {body['stage']} --config {body['run']}.yaml",
-                "settings": complete, "error": self.refusal}
+        defaults = {option["name"]: option["default"] for option in OPTIONS}
+        file = f"{body['run'] or 'settings'}.yaml"
+        return {"yaml": f"# {body['stage']}\n{lines}", "command": f"hybrid-rlhf --stage {body['stage']} --config {file}",
+                "file": file, "given": complete, "settings": defaults | complete, "error": self.refusal}
 
     def data(self, _query: dict, body: dict) -> dict:
         if body["path"].startswith("none"):
-            raise Refused(400, f"data.sources: {body['path']} does not exist; give a file, a folder or a hub id")
+            return {"rows": None, "format": None, "columns": [], "fits": False, "first": [],
+                    "why": f"data.sources: {body['path']} does not exist; give a file, a folder or a hub id"}
         fits = "pairs" in body["path"] or "demo" in body["path"]
         return {"rows": 1234, "format": "preference", "columns": ["prompt", "chosen", "rejected"], "fits": fits,
                 "why": "preference rows make pairs" if fits else "prompt rows make no pair", "first": [ROW] * 3}
@@ -143,7 +146,8 @@ class Stub:
                                                                    {"name": "update", "bytes": 31 * 2**30}],
                 "lines": [{"name": "actor: weights", "bytes": 6 * 2**30}], "times": [{"name": "sample", "seconds": 2.5}],
                 "verdict": "short by 7 GiB: needs 31 GiB at most (update) of 24 GiB",
-                "advice": ["--model.load_in_4bit true", "a smaller model"]}
+                "advice": ["model.load_in_4bit true: less memory"], "time_note": "predicted and not measured",
+                "changes": [{"option": "model.load_in_4bit", "value": True, "why": "less memory"}]}
 
     def add_job(self, _query: dict, body: dict) -> dict:
         is_busy = any(job["state"] == "running" for job in self.jobs)

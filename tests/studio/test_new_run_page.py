@@ -308,7 +308,7 @@ def test_the_rows_are_shown_as_the_model_sees_them_trained_ones_marked(page, stu
     ready(page, studio)
     find(page, "#ask-preview").click()
     until(page, lambda: find(page, ".example"))
-    assert stub.last("preview") == {"stage": "dpo", "settings": stub.last("settings")["settings"] | {
+    assert stub.last("preview") == {"stage": "dpo", "card": "24gb", "settings": stub.last("settings")["settings"] | {
         "model.lora.r": 16, "model.load_in_4bit": True}}
     assert texts(page, ".example .trained") == ["4<|end|>"]
     assert texts(page, ".example .said span") == ["<b>user</b>: What is 2 + 2?\n"]
@@ -449,7 +449,7 @@ def test_answers_that_come_late_do_not_replace_newer_ones(page, studio, stub):
 
 def test_the_yaml_can_be_copied_and_downloaded_and_the_command_stands_there(page, studio, stub):
     ready(page, studio)
-    until(page, lambda: "hybrid-rlhf dpo --config pairs-dpo.yaml" in find(page, "pre.command").text)
+    until(page, lambda: "hybrid-rlhf --stage dpo --config pairs-dpo.yaml" in find(page, "pre.command").text)
     page.execute_script("navigator.clipboard.writeText = async (text) => (window.copied = text);"
                         "URL.createObjectURL = (blob) => ((window.saved = blob), 'blob:x');"
                         "HTMLAnchorElement.prototype.click = function () {window.savedAs = [this.download, this.href]}")
@@ -467,7 +467,7 @@ def test_without_a_mouse_everything_is_reached_and_the_run_is_started(page, stud
 
     visit(page, studio)
     page.execute_script("document.getElementById('page').focus()")
-    press(page, Keys.TAB, Keys.TAB, Keys.SPACE)  # Start over, then the goals
+    press(page, Keys.TAB, Keys.TAB, Keys.TAB, Keys.SPACE)  # two buttons, then the goals
     until(page, lambda: find(page, "#step-4"))
     press(page, Keys.ARROW_DOWN)
     until(page, lambda: stub.last("settings")["stage"] == "dpo")

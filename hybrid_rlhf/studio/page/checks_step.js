@@ -3,10 +3,10 @@
 import {make} from "./dom.js";
 import {post} from "./server.js";
 import {goTo} from "./field_frame.js";
-import {parsed} from "./option_fields.js";
 import {planBars} from "./plan_bars.js";
 import {previewRows} from "./preview_rows.js";
 import {follow} from "./signal_check.js";
+import {patient} from "./run_draft.js";
 import {same} from "./run_settings.js";
 
 const REWARDS = ["reward_functions", "reward_model", "judge"];
@@ -15,25 +15,26 @@ const REWARDS = ["reward_functions", "reward_model", "judge"];
 export function checksStep(draft, refuse, leaving) {
   const preview = check(draft, refuse, {name: "preview", title: "What will the model see?", button: "Show the rows",
     about: "Three rows as the model reads them, and how many rows are lost on the way.",
-    ask: (settings) => post("preview", {stage: draft.state.stage, settings}), show: previewRows});
+    ask: (settings) => post("preview", {stage: draft.state.stage, settings, card: draft.state.card}), show: previewRows});
   const plan = check(draft, refuse, {name: "plan", title: "Will it fit, and how long does it take?", button: "Count the memory",
     about: "Counted from the model's shape, before any of it is loaded.",
-    ask: (settings) => post("plan", {stage: draft.state.stage, settings, memory: memoryOf(draft)}),
-    show: (answer) => planBars(answer, (name, text) => apply(draft, name, text))});
+    ask: (settings) => post("plan", {stage: draft.state.stage, settings, card: draft.state.card, memory: memoryOf(draft)}),
+    show: (answer) => planBars(answer, (name, value) => apply(draft, name, value))});
   const hasSignal = draft.asks.some((each) => REWARDS.includes(each));
   return make("div.checks", {}, preview, plan, hasSignal ? signalPart(draft, refuse, leaving) : null);
 }
 
-// Bytes of the card that was chosen; null: what this machine has.
+// Bytes of a card that was chosen in place of the one that is here; null: what is free here, or, where there is none, the
+// card that the settings are for.
 function memoryOf(draft) {
   const {card} = draft.state;
-  return card === draft.goals.card || !/^\d+gb$/.test(card) ? null : parseInt(card) * 2 ** 30;
+  return draft.goals.card === "cpu" || card === draft.goals.card || card === "cpu" ? null : parseInt(card) * 2 ** 30;
 }
 
-function apply(draft, name, text) {
+function apply(draft, name, value) {
   const option = draft.options.find((each) => each.name === name);
   if (!option) return;
-  draft.setOption(option, option.kind === "bool" ? text === "true" : parsed(text, option));
+  draft.setOption(option, value);
   goTo(draft, name);
 }
 
@@ -44,15 +45,15 @@ function check(draft, refuse, {name, title, about, button, ask, show}) {
   let isBusy = false;
   const go = async () => {
     if (isBusy) return;
-    const answer = await draft.settled();
-    if (refuse()) return;
+    await draft.settled();
+    if (isBusy || refuse()) return;
     isBusy = true;
-    asked = answer.settings;
+    asked = draft.given();
     old.hidden = true;
     press.setAttribute("aria-disabled", "true");
     result.replaceChildren(make("p.help", {}, "Working … The first time takes up to half a minute."));
     try {
-      result.replaceChildren(...show(await ask(asked)));
+      result.replaceChildren(...show(await patient(() => ask(asked))));
     } catch (fault) {
       result.replaceChildren(make("p.fault", {}, fault.message));
       if (fault.option) goTo(draft, fault.option, fault.message);
@@ -62,7 +63,7 @@ function check(draft, refuse, {name, title, about, button, ask, show}) {
     press.removeAttribute("aria-disabled");
   };
   const press = make("button", {type: "button", id: `ask-${name}`, onclick: go}, button);
-  draft.onStage(["answer"], () => (old.hidden = asked === null || same(asked, draft.answer.settings)));
+  draft.onStage(["answer"], () => (old.hidden = asked === null || same(asked, draft.given())));
   return make("section.card", {}, make("h3", {}, title), make("p.help", {}, about), make("div.buttons", {}, press), old, result);
 }
 
@@ -75,11 +76,10 @@ function signalPart(draft, refuse, leaving) {
     leave = follow(id, place);
   };
   const go = async () => {
-    const answer = await draft.settled();
+    await draft.settled();
     if (refuse()) return;
     try {
-      const {stage} = draft.state;
-      const job = await post("jobs", {kind: "signal", stage, settings: answer.settings, run: draft.state.run.trim()});
+      const job = await post("jobs", {kind: "signal", stage: draft.state.stage, settings: draft.given(), run: draft.runName()});
       draft.update({signal: job.id});
       show(job.id);
     } catch (fault) {

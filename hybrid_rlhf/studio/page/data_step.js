@@ -1,7 +1,7 @@
 // Step 3: the data. A file that is dropped or chosen, or a path or hub id; what was found in it, and whether it fits.
 
 import {make} from "./dom.js";
-import {get, post, upload} from "./server.js";
+import {get, upload} from "./server.js";
 import {frame, radios, suggestions, textInput} from "./field_frame.js";
 import {columnsOf, dataKeys, sourceOf} from "./run_settings.js";
 import {size} from "./amounts.js";
@@ -117,10 +117,10 @@ async function lookAt(draft, key, stage, found, looking) {
     return;
   }
   found.replaceChildren(make("p.help", {}, "Looking at the rows …"));
-  const answer = await post("data", {...source, stage}).catch((fault) => ({fits: false, why: fault.message, isRefused: true}));
-  if (mine !== looking.turn) return;
-  draft.looks[key] = answer;
-  found.replaceChildren(...seen(answer, draft.state.data[key]));
+  const answer = await draft.lookAt({...source, stage}).catch((fault) => ({fits: false, why: fault.message}));
+  if (mine !== looking.turn || draft.isClosed) return;
+  draft.looks[key] = {...answer, isRefused: !answer.fits && !answer.columns?.length};
+  found.replaceChildren(...seen(draft.looks[key], draft.state.data[key]));
   draft.emit("look");
 }
 

@@ -5,7 +5,7 @@ import {make} from "./dom.js";
 let count = 0;
 
 // {node, control, say(text)} of an input, select or textarea. It is found again by `option` when the studio refuses that.
-export function frame(draft, option, label, control, {help = "", after = [], isWide = false} = {}) {
+export function frame(draft, option, label, control, {help = "", after = [], isWide = false, isListed = false} = {}) {
   const id = control.id || (control.id = `field-${++count}`);
   const says = make("p.fault", {id: `${id}-fault`, hidden: true});
   const told = help ? make("p.help", {id: `${id}-help`}, help) : null;
@@ -14,7 +14,7 @@ export function frame(draft, option, label, control, {help = "", after = [], isW
   const title = make("label", {for: id}, label);
   const line = isCheck ? [make("div.check", {}, control, title)] : [title, control];
   const node = make(`div.field${isWide ? ".wide" : ""}`, {"data-option": option}, ...line, says, told, ...after);
-  const field = {node, control, say: (text) => sayFault(node, control, says, text)};
+  const field = {node, control, isListed, say: (text) => sayFault(node, control, says, text)};
   draft.fields.set(option, [...(draft.fields.get(option) ?? []), field]);
   return field;
 }
@@ -27,23 +27,29 @@ function sayFault(node, control, says, text) {
   else control.removeAttribute("aria-invalid");
 }
 
-// The field of an option: of itself, of a section that it is part of, or of a part of it. Of two the one that can be changed.
-export function fieldOf(draft, option) {
-  const isOpen = (field) => field.node.isConnected && !field.control.disabled;
-  for (let name = option ?? ""; name; name = name.slice(0, Math.max(0, name.lastIndexOf(".")))) {
-    const found = draft.fields.get(name)?.find(isOpen);
-    if (found) return found;
-  }
-  const parts = option ? [...draft.fields].filter(([name]) => name.startsWith(`${option}.`)) : [];
-  return parts.flatMap(([, fields]) => fields).find(isOpen) ?? null;
+// The field where an option is changed, or a part of it, or what it is a part of: one of the steps before one of the list.
+// text: of a refusal, which may name a part that has a field of its own.
+export function fieldOf(draft, option, text = "") {
+  const open = [...draft.fields].flatMap(([name, fields]) => fields.filter(isOpen).map((field) => ({name, field})));
+  const named = open.filter(({name}) => name.includes(".") && text.includes(name) && (!option || name.startsWith(`${option}.`)));
+  const wanted = named.sort((a, b) => b.name.length - a.name.length)[0]?.name ?? alias(option, text);
+  const isPart = ({name}) => name.startsWith(`${wanted}.`);
+  const ways = [({name, field}) => name === wanted && !field.isListed, (each) => isPart(each) && !each.field.isListed,
+    ({name}) => name === wanted, isPart, ({name}) => wanted.startsWith(`${name}.`)];
+  return wanted ? ways.map((way) => open.find(way)).find(Boolean)?.field ?? null : null;
 }
+
+// The name of the run says where it goes.
+const alias = (option, text) => (option === "output_dir" || (!option && text.startsWith("output_dir")) ? "run" : option);
+
+const isOpen = ({node, control}) => node.isConnected && !control.disabled && !node.closest("[hidden]");
 
 // Show what is wrong beside its option, and go there. False where no field stands for it.
 export function goTo(draft, option, text = null) {
-  const field = fieldOf(draft, option);
+  draft.emit("reveal"); // a search may hide it
+  const field = fieldOf(draft, option, text ?? "");
   if (!field) return false;
   if (text) field.say(text);
-  draft.emit("reveal"); // a search may hide it
   for (let node = field.node.parentElement; node; node = node.parentElement) if (node.localName === "details") node.open = true;
   field.control.focus();
   field.control.scrollIntoView({block: "center"});

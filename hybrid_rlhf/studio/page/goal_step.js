@@ -3,6 +3,8 @@
 import {make} from "./dom.js";
 import {frame, radios, suggestions, textInput} from "./field_frame.js";
 
+const REST = 250; // milliseconds
+
 export function goalStep(draft) {
   const more = make("div.fields.goal-more");
   const choices = draft.goals.goals.map(({id, title, help}) => ({value: id, title, help}));
@@ -13,10 +15,13 @@ export function goalStep(draft) {
   return node;
 }
 
-async function choose(draft, id) {
+// Arrow keys pass over goals that nobody wants: what is chosen counts when they have come to rest.
+function choose(draft, id) {
   const goal = draft.goals.goals.find((each) => each.id === id);
-  draft.update({goal: id, signal: null});
-  await draft.takeStage(goal.stages[0]);
+  draft.options = [];
+  draft.update({goal: id, stage: goal.stages[0], signal: null});
+  clearTimeout(draft.choosing);
+  draft.choosing = setTimeout(() => draft.loadOptions(), REST);
 }
 
 function showMore(draft, more) {

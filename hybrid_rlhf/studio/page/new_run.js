@@ -4,26 +4,32 @@ import {make, tell} from "./dom.js";
 import {get} from "./server.js";
 import {checksStep} from "./checks_step.js";
 import {dataStep} from "./data_step.js";
-import {fieldOf} from "./field_frame.js";
 import {goalStep} from "./goal_step.js";
 import {modelStep} from "./model_step.js";
 import {optionsStep} from "./options_step.js";
 import {rewardStep, rewardTitle} from "./reward_step.js";
 import {Draft} from "./run_draft.js";
+import {fresh} from "./run_settings.js";
 import {refuse, runPanel} from "./run_panel.js";
 
 export async function show(root, _rest, query) {
+  root.append(make("p.quiet", {}, "Loading …"));
   const [goals, runs, uploads] = await Promise.all([get("goals"), orNone(get("runs"), "Runs"), orNone(get("uploads"), "Uploaded files")]);
   const draft = new Draft(goals, {folder: runs.folder ?? "", rows: runs.runs ?? []}, uploads.files ?? []);
-  draft.fieldOf = (option) => fieldOf(draft, option);
   prefill(draft, query);
   const leaving = [() => draft.close()];
   const later = make("div");
+  draft.on("loading", () => later.replaceChildren(make("p.quiet", {role: "status"},
+    "Loading the options … The first time takes up to half a minute.")));
+  draft.on("trouble", () => later.replaceChildren(make("p.fault", {role: "alert"}, `The options cannot be loaded: ${draft.trouble}. `,
+    make("button", {type: "button", onclick: () => draft.loadOptions()}, "Try again"))));
   draft.on("stage", () => later.replaceChildren(...steps(draft, leaving)));
-  root.append(make("div.new-run", {}, make("div.steps", {},
+  root.replaceChildren(make("div.new-run", {}, make("div.steps", {},
       make("h1", {}, "New run"),
-      make("div.heading", {}, make("p.quiet", {}, "A few questions, and the model trains on this machine. Nothing starts before you say so."),
-        make("button.quiet-button", {type: "button", id: "start-over", onclick: () => startOver(draft)}, "Start over")),
+      make("p.quiet", {}, "A few questions, and a model trains on this machine. Nothing starts before you say so."),
+      make("p.offers", {}, make("button.quiet-button", {type: "button", id: "try-out", onclick: () => tryOut(draft)}, "Fill this in with an example"),
+        " (a tiny model and built-in data, a few minutes), or ",
+        make("button.quiet-button", {type: "button", id: "start-over", onclick: () => startOver(draft)}, "start over"), "."),
       step(1, "What should the model learn from?", goalStep(draft)), later), runPanel(draft, leaving)));
   if (draft.goal) {
     if (!draft.goal.stages.includes(draft.state.stage)) draft.update({stage: draft.goal.stages[0]});
@@ -55,8 +61,17 @@ function prefill(draft, query) {
 }
 
 function startOver(draft) {
-  if (!confirm("Forget everything that was entered on this page?")) return;
+  if (draft.goal && !confirm("Forget everything that was entered on this page?")) return;
   draft.forget();
+  dispatchEvent(new HashChangeEvent("hashchange"));
+}
+
+// An example that needs nothing from elsewhere.
+function tryOut(draft) {
+  if (draft.goal && !confirm("Replace everything that was entered on this page?")) return;
+  const state = {...fresh(), card: draft.goals.card, goal: "imitate", stage: "sft", isNew: true, settings: {"train.num_train_epochs": 1}};
+  state.data.data.path = "demo/demonstrations";
+  draft.update(state);
   dispatchEvent(new HashChangeEvent("hashchange"));
 }
 

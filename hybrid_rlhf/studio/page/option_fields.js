@@ -4,7 +4,10 @@ import {make} from "./dom.js";
 import {frame, goTo} from "./field_frame.js";
 import {listOf, same} from "./run_settings.js";
 
-const TITLES = {"model.lora.r": "Rank of the adapters (LoRA)", "model.lora.alpha": "Scale of the adapters (LoRA)",
+const TITLES = {"model.lora.r": "Rank of the adapters (LoRA)", "model.gradient_checkpointing": "Compute activations again, to save memory",
+  "roles.actor.learning_rate": "Learning rate", "roles.critic.learning_rate": "Learning rate of the critic",
+  "train.eval_steps": "Steps between evaluations", "data.split": "Shares of the three stages", "data.packing": "Several examples to a row",
+  "model.lora.alpha": "Scale of the adapters (LoRA)",
   "train.per_device_train_batch_size": "Rows of a step", "ppo.kl_coef": "Price of drifting from the start (KL)",
   "ppo.sampling.num_samples": "Answers to each prompt", "ppo.sampling.max_new_tokens": "Longest answer, tokens",
   "distill.sampling.max_new_tokens": "Longest answer, tokens", "dpo.beta": "Beta", "data.max_length": "Longest row, tokens",
@@ -57,7 +60,7 @@ function select(choices, read, option) {
 function typed(option) {
   const isLong = option.kind === "json";
   const mode = {int: "numeric", float: "decimal"}[option.kind];
-  const hint = option.null ? "null" : option.kind === "list" ? "separated by commas" : null;
+  const hint = option.null ? (option.by_table ? "by the method" : "null") : option.kind === "list" ? "separated by commas" : null;
   const node = make(isLong ? "textarea" : "input",
     {...(isLong ? {rows: 2} : {type: "text"}), inputmode: mode, autocomplete: "off", spellcheck: "false", placeholder: hint});
   return {node, read: () => parsed(node.value.trim(), option), write: (value) => (node.value = shown(value, option))};
@@ -93,6 +96,10 @@ function json(text) {
   }
 }
 
+function helpOf(option) {
+  return option.by_table && option.default === null ? `${option.help} Left empty: ${option.by_table}.` : option.help;
+}
+
 // The field of an option. It follows the draft until the stage changes.
 export function optionField(draft, option) {
   const input = inputOf(option);
@@ -100,7 +107,7 @@ export function optionField(draft, option) {
   const elsewhere = make("p.mark", {hidden: true});
   const label = make("span", {}, titleOf(option), " ", make("code", {}, option.name));
   const field = frame(draft, option.name, label, input.node,
-    {help: option.help, after: [mark, elsewhere], isWide: option.kind === "json"});
+    {help: helpOf(option), after: [mark, elsewhere], isWide: option.kind === "json", isListed: true});
   const isTyped = input.node.localName !== "select" && input.node.type !== "checkbox";
   input.node.addEventListener(isTyped ? "input" : "change", () => take(draft, option, input, field));
   const follow = () => {

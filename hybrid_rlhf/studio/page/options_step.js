@@ -7,6 +7,15 @@ import {optionField, titleOf} from "./option_fields.js";
 // Options that steps of their own ask for.
 const ASKED = /^(model\.(model_name_or_path|preset)|data\.sources|reward\.(functions|options|models|judge\..*)|roles\.(reward|teacher)\.model_name_or_path|environment\.(tools|factory)|output_dir)$/;
 
+const SECTIONS = {"": "The run itself", model: "The model", "model.lora": "Adapters (LoRA)", data: "The data", train: "The schedule",
+  engine: "How training is laid out", roles: "Who shares weights", "roles.actor": "The model that is trained", "roles.ref": "The reference",
+  "roles.critic": "The critic", "roles.reward": "The reward model", "roles.teacher": "The teacher", reward: "Rewards",
+  "reward.judge": "The judge", reward_sources: "Rewards beside the reward model", "reward_sources.judge": "The judge",
+  environment: "Tools and environments", ppo: "PPO", "ppo.sampling": "How answers are drawn", distill: "Learning from a teacher",
+  "distill.sampling": "How answers are drawn", dpo: "DPO", online: "Online DPO", "online.sampling": "How answers are drawn",
+  rejection: "Rejection sampling", "rejection.sampling": "How answers are drawn", "stages.sft": "Schedule of stage 1, imitating",
+  "stages.reward": "Schedule of stage 2, the reward model", "stages.ppo": "Schedule of stage 3, PPO", compare: "The table at the end"};
+
 export function optionsStep(draft) {
   const common = draft.options.filter((option) => option.is_common && !ASKED.test(option.name));
   const others = draft.options.filter((option) => !common.includes(option));
@@ -44,7 +53,7 @@ function allOthers(draft, options) {
   const count = make("p.help", {role: "status"});
   const search = make("input", {type: "search", id: "option-search", autocomplete: "off", spellcheck: "false", placeholder: "such as learning rate"});
   const sections = [...new Set(options.map((option) => option.section))].map((name) =>
-    section(draft, name, options.filter((option) => option.section === name)));
+    section(draft, SECTIONS[name] ?? name, options.filter((option) => option.section === name)));
   const show = () => {
     const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
     const shown = sections.map((each) => each.show(words)).reduce((a, b) => a + b, 0);

@@ -2,17 +2,21 @@
 
 import {make, table} from "./dom.js";
 import {duration, size} from "./amounts.js";
+import {written} from "./option_fields.js";
 
-// apply(option, text): take a piece of advice that names an option.
-export function planBars({fits, available, phases, lines, times, verdict, advice}, apply) {
+// apply(option, value): take a piece of advice.
+export function planBars({fits, available, phases, lines, times, verdict, advice, changes, time_note: note, plan_notes: notes}, apply) {
   const most = Math.max(available ?? 0, ...phases.map((phase) => phase.bytes), 1);
   const parts = [make(`p.verdict.${fits ? "good" : "fault"}`, {}, fits ? "✓ " : "✗ ", verdict)];
-  if (advice?.length) parts.push(adviceList(advice, apply));
+  if (changes?.length) parts.push(changeList(changes, apply));
+  else if (advice?.length) parts.push(notice("What would help:", advice));
+  if (notes?.length) parts.push(notice("To know:", notes));
   if (phases.length) {
     parts.push(make("div.bars", {}, ...phases.map((phase) => bar(phase, most, available))),
       make("p.help", {}, available ? `The line marks what there is: ${size(available)}.` : "How much memory there is, is not known."));
   }
   if (times?.length) parts.push(timeTable(times));
+  if (note) parts.push(make("p.help", {}, `Time is ${note.replace(/^time is /, "")}.`));
   if (lines?.length) {
     parts.push(make("details", {}, make("summary", {}, "What takes the memory"), table([{title: "What", cell: (line) => line.name},
       {title: "Memory", isNumber: true, cell: (line) => size(line.bytes)}], lines, "What takes the memory")));
@@ -35,10 +39,13 @@ function timeTable(times) {
     "Predicted time of a step");
 }
 
-function adviceList(advice, apply) {
-  return make("div.notice", {}, make("p", {}, "What would help:"), make("ul", {}, ...advice.map((text) => {
-    const named = /^-{0,2}([a-z_]+(?:\.[a-z_0-9]+)+)[=: ]+(\S.*)$/.exec(text);
-    const take = named && make("button.quiet-button", {type: "button", onclick: () => apply(named[1], named[2])}, "Use this");
-    return make("li", {}, named ? make("code", {}, text) : text, take ? " " : null, take);
-  })));
+const notice = (title, lines) => make("div.notice", {}, make("p", {}, title), make("ul", {}, ...lines.map((line) => make("li", {}, line))));
+
+function changeList(changes, apply) {
+  const one = ({option, value, why}) => make("li", {}, make("code", {}, `${option} ${written(value)}`), why ? `: ${why} ` : " ",
+    make("button.quiet-button", {type: "button", onclick: () => apply(option, value)}, "Use this"));
+  const all = changes.length > 1 && make("button", {type: "button", onclick: () => changes.forEach((each) => apply(each.option, each.value))},
+    "Use all of them");
+  return make("div.notice", {}, make("p", {}, changes.length > 1 ? "With all of these it fits:" : "With this it fits:"),
+    make("ul", {}, ...changes.map(one)), all || null);
 }

@@ -5,7 +5,8 @@ import {make, table} from "./dom.js";
 export function previewRows({counts, dropped, examples}) {
   const parts = [];
   const lost = (dropped ?? []).filter((each) => each.rows);
-  if (counts?.length) parts.push(table([{title: "Rows", cell: (row) => row.name}, {title: "Count", isNumber: true, cell: (row) => number(row.rows)}], counts, "Counts of rows"));
+  const told = (counts ?? []).filter((row, i) => row.rows || !i);
+  if (told.length) parts.push(table([{title: "Rows", cell: (row) => row.name}, {title: "Count", isNumber: true, cell: (row) => number(row.rows)}], told, "Counts of rows"));
   parts.push(lost.length ? make("div.notice", {}, make("p", {}, "Rows that will be lost:"),
     make("ul", {}, ...lost.map(({why, rows}) => make("li", {}, `${number(rows)}: ${why}`)))) : make("p.help", {}, "No row is lost."));
   if (examples.some((each) => each.parts.some((part) => part.is_trained))) {

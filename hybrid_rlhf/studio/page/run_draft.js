@@ -1,6 +1,7 @@
 // The run that is being put together: what was entered (kept for the tab), and what the studio says of it.
 
 import {get, post} from "./server.js";
+import {nameFault} from "./next_thing.js";
 import {fresh, guided, proposed, same} from "./run_settings.js";
 
 const KEY = "hybrid_rlhf_new_run_1"; // the number changes with the shape of what is kept
@@ -10,7 +11,7 @@ const WAIT = 400; // milliseconds after the last key, before the studio is asked
 // source of data was), faults.
 export class Draft {
   constructor(goals, runs, uploads) {
-    Object.assign(this, {goals, runs, uploads, options: [], stageHelp: "", looks: {}, answer: null, jobs: [], isClosed: false});
+    Object.assign(this, {goals, runs, uploads, options: [], stageHelp: "", looks: {}, answer: null, jobs: [], trouble: "", isClosed: false});
     this.state = {...fresh(), ...kept()};
     this.state.card ||= goals.card;
     this.fields = new Map(); // option -> [what shows it]: see field_frame.js
@@ -21,6 +22,7 @@ export class Draft {
     this.turn = 0;
     this.timer = null;
     this.pending = Promise.resolve();
+    this.looking = Promise.resolve(); // the last look at a source of data: one at a time
   }
 
   get goal() {
@@ -74,8 +76,18 @@ export class Draft {
   async loadOptions() {
     const {stage} = this.state;
     if (!stage) return;
-    const found = await get("options", {stage});
-    if (stage !== this.state.stage) return;
+    this.options = [];
+    this.emit("loading");
+    let found;
+    try {
+      found = await patient(() => get("options", {stage}), () => stage === this.state.stage);
+    } catch (fault) {
+      if (stage !== this.state.stage) return;
+      this.trouble = fault.message;
+      this.emit("trouble");
+      return;
+    }
+    if (stage !== this.state.stage || this.isClosed) return;
     this.life.abort();
     this.life = new AbortController();
     this.bases.clear();
@@ -141,18 +153,39 @@ export class Draft {
     clearTimeout(this.timer);
     this.timer = null;
     const mine = ++this.turn;
-    const {stage, card, run} = this.state;
-    this.pending = post("settings", {stage, settings: this.settings(), card: card || null, run: run.trim() || null}).catch(
+    const {stage, card} = this.state;
+    const asked = {stage, settings: this.settings(), card: card || null, run: this.runName()};
+    this.pending = patient(() => post("settings", asked), () => mine === this.turn).catch(
       (fault) => ({...this.answer, error: {option: fault.option ?? null, text: fault.message}})).then((answer) => {
-      if (mine !== this.turn || this.isClosed) return;
-      this.answer = answer;
-      const found = answer.settings ?? {};
-      for (const option of this.options) {
-        if (!this.isOwn(option.name)) this.bases.set(option.name, option.name in found ? found[option.name] : option.default);
-      }
-      this.emit("answer");
+      if (mine === this.turn && !this.isClosed) this.take(answer);
     });
     return this.pending;
+  }
+
+  take(answer) {
+    this.answer = answer;
+    const found = answer.settings ?? {};
+    for (const option of this.options) {
+      if (!this.isOwn(option.name)) this.bases.set(option.name, option.name in found ? found[option.name] : option.default);
+    }
+    this.emit("answer");
+  }
+
+  // The name of the run, where it can be one.
+  runName() {
+    return nameFault(this) ? null : this.state.run.trim();
+  }
+
+  // What a run of these settings is started with: those of the card among them.
+  given() {
+    return this.answer.given ?? this.answer.settings ?? {};
+  }
+
+  // Look at a source of data, after those that are being looked at: the studio answers the newest question of a kind alone.
+  lookAt(asked) {
+    const look = () => patient(() => post("data", asked), () => !this.isClosed);
+    this.looking = this.looking.then(look, look);
+    return this.looking;
   }
 
   // The studio's answer to what is entered now.
@@ -169,6 +202,18 @@ export class Draft {
     clearTimeout(this.timer);
     this.isClosed = true;
     this.turn = -1;
+  }
+}
+
+// An answer, asked for again where a question from another tab took its place, as long as it is wanted.
+export async function patient(ask, isWanted = () => true) {
+  for (let i = 0; ; i++) {
+    try {
+      return await ask();
+    } catch (fault) {
+      if (fault.status !== 409 || fault.message !== "replaced" || i > 20 || !isWanted()) throw fault;
+      await new Promise((done) => setTimeout(done, 200 + 300 * Math.random()));
+    }
   }
 }
 

@@ -2,7 +2,7 @@
 
 import {make, tell} from "./dom.js";
 import {get, on, post} from "./server.js";
-import {frame, goTo, textInput} from "./field_frame.js";
+import {fieldOf, frame, goTo, textInput} from "./field_frame.js";
 import {nextOf, nameFault, suggestedName} from "./next_thing.js";
 
 export function runPanel(draft, leaving) {
@@ -24,8 +24,8 @@ export function runPanel(draft, leaving) {
   };
   for (const event of ["state", "stage", "answer", "look"]) draft.on(event, show);
   draft.on("answer", () => {
-    if (draft.answer.yaml !== undefined) yaml.textContent = draft.answer.yaml;
-    if (draft.answer.command !== undefined) command.textContent = draft.answer.command;
+    yaml.textContent = draft.answer.yaml || `# ${draft.answer.error?.text ?? ""}`;
+    command.textContent = draft.answer.command ?? "";
     showRefusal(draft);
   });
   followJobs(draft, start, waits, leaving);
@@ -57,7 +57,7 @@ function showRefusal(draft) {
   draft.generalFault.hidden = true;
   const {error} = draft.answer;
   if (!error || (nextOf(draft).isMissing && !draft.isOwn(error.option))) return;
-  const field = draft.fieldOf(error.option);
+  const field = fieldOf(draft, error.option, error.text);
   if (field) field.say(error.text);
   else Object.assign(draft.generalFault, {hidden: false, textContent: error.text});
   draft.refused = field;
@@ -77,9 +77,9 @@ async function begin(draft, start) {
   start.setAttribute("aria-disabled", "true");
   tell("Looking at the settings once more …");
   try {
-    const answer = await draft.settled();
+    await draft.settled();
     if (refuse(draft, true)) return;
-    const job = await post("jobs", {kind: "train", stage: draft.state.stage, settings: answer.settings, run: draft.state.run.trim()});
+    const job = await post("jobs", {kind: "train", stage: draft.state.stage, settings: draft.given(), run: draft.state.run.trim()});
     const run = job.run ?? draft.state.run.trim();
     draft.update({run: "", isNamed: false, signal: null});
     location.hash = `#/run/${run.split("/").map(encodeURIComponent).join("/")}`;
@@ -131,7 +131,7 @@ function copyButton(title, node) {
 
 function download(draft, yaml) {
   const url = URL.createObjectURL(new Blob([yaml.textContent], {type: "application/yaml"}));
-  const name = `${(draft.state.run.trim() || draft.state.stage).replaceAll("/", "-")}.yaml`;
+  const name = draft.answer.file;
   make("a", {href: url, download: name}).click();
   setTimeout(() => URL.revokeObjectURL(url), 10000);
   tell(`Saved as ${name}, where your browser keeps downloads.`);
