@@ -49,7 +49,7 @@ def visit(page, studio, query: str = "") -> None:
     """The page of a new run, loaded afresh."""
     page.get("about:blank")
     page.get(f"{studio.base}/#/new{query}")
-    until(page, lambda: find(page, "fieldset.goals"))
+    until(page, lambda: find(page, "fieldset.goal-cards"))
 
 
 def goal(page, name: str) -> None:
@@ -74,7 +74,7 @@ def sent(page, stub, option: str):
 
 
 def next_line(page) -> str:
-    return find(page, ".next").text
+    return find(page, ".next-line").text
 
 
 def ready(page, studio, query: str = "?goal=prefer&model=demo/sft&data=pairs.jsonl") -> None:
@@ -152,7 +152,7 @@ def test_a_judge_behind_an_address_with_questions_of_ones_own(page, studio, stub
     fill(page, field("reward.judge.api_key_env"), "KEY")
     find(page, "input[value=own]").click()
     until(page, lambda: "question for the judge" in next_line(page))
-    fill(page, ".item input", "Is it 100% correct?")
+    fill(page, ".rubric-item input", "Is it 100% correct?")
     find(page, "select[aria-label='Kind of question 1']").send_keys("yes")
     page.find_elements("css selector", "button")
     next(b for b in page.find_elements("css selector", "button") if b.text == "Add a question").click()
@@ -186,17 +186,17 @@ def test_three_stages_read_one_file_or_three(page, studio, stub):
 def test_what_was_found_in_the_data_is_told_and_a_misfit_stands_in_the_way(page, studio, stub):
     visit(page, studio, "?goal=prefer&model=demo/sft&data=prompts.jsonl")
     until(page, lambda: "do not fit" in next_line(page))
-    assert "prompt rows make no pair" in find(page, ".found").text
+    assert "prompt rows make no pair" in find(page, ".data-found").text
     find(page, "#start").click()
     assert has_focus(page, field("data.sources"))
     assert "jobs" not in stub.asked
     fill(page, field("data.sources"), "none.jsonl")
-    until(page, lambda: "does not exist" in find(page, ".found").text)
+    until(page, lambda: "does not exist" in find(page, ".data-found").text)
     fill(page, field("data.sources"), "pairs.jsonl")
-    until(page, lambda: "✓" in find(page, ".found").text)
+    until(page, lambda: "✓" in find(page, ".data-found").text)
     assert texts(page, ".facts dd") == ["preference", "1,234", "prompt, chosen, rejected"]
-    find(page, ".found summary").click()
-    assert json.loads(texts(page, "pre.row")[0])["chosen"] == "<script>document.title = 'broken'</script>4"
+    find(page, ".data-found summary").click()
+    assert json.loads(texts(page, "pre.data-row")[0])["chosen"] == "<script>document.title = 'broken'</script>4"
     assert page.title.startswith("New run")
     find(page, "details.more summary").click()
     fill(page, field("data.sources.data.name"), "main")
@@ -211,7 +211,7 @@ def test_what_is_entered_is_text(page, studio, stub, text):
     until(page, lambda: find(page, field("data.sources")))
     fill(page, field("data.sources"), text)
     assert sent(page, stub, "data.sources") == [text]
-    until(page, lambda: text in find(page, "pre.yaml").text)
+    until(page, lambda: text in find(page, "pre.same-yaml").text)
     assert not page.find_elements("css selector", "main img")
 
 
@@ -298,7 +298,7 @@ def test_a_refusal_stands_beside_its_option_and_the_focus_goes_there(page, studi
 def test_nothing_is_called_wrong_that_was_not_given_yet(page, studio, stub):
     stub.refusal = {"option": "model.model_name_or_path", "text": "no model is named"}
     visit(page, studio, "?goal=prefer")
-    until(page, lambda: "name the model" in next_line(page) and find(page, "pre.yaml").text)
+    until(page, lambda: "name the model" in next_line(page) and find(page, "pre.same-yaml").text)
     assert not [f for f in page.find_elements("css selector", ".fault") if f.is_displayed()]
     find(page, "#start").click()
     until(page, lambda: has_focus(page, field("model.model_name_or_path")))
@@ -323,11 +323,11 @@ def test_the_rows_are_shown_as_the_model_sees_them_trained_ones_marked(page, stu
 def test_the_plan_is_bars_and_its_advice_can_be_taken(page, studio, stub):
     ready(page, studio)
     find(page, "#ask-plan").click()
-    until(page, lambda: find(page, ".bars"))
+    until(page, lambda: find(page, ".plan-bars"))
     assert stub.last("plan")["memory"] is None  # this machine's own
     text = find(page, ".checks").text
     assert "✗ short by 7 GiB" in text and "31 GiB (too much)" in text and "24 GiB" in text
-    widths = [bar.size["width"] for bar in page.find_elements("css selector", ".filled")]
+    widths = [bar.size["width"] for bar in page.find_elements("css selector", ".plan-filled")]
     assert abs(widths[0] / widths[1] - 9 / 31) < 0.02
     find(page, "#card option[value='80gb']").click()
     until(page, lambda: stub.last("settings")["card"] == "80gb" and "have changed since" in find(page, ".checks").text)
@@ -372,7 +372,7 @@ def test_a_job_that_runs_makes_it_a_queue(page, studio, stub):
     stub.jobs.append({"id": "job1", "kind": "train", "title": "t", "run": "other", "state": "running", "place": None})
     ready(page, studio)
     until(page, lambda: find(page, "#start").text == "Add to the queue")
-    assert "other is running; this run starts after it" in find(page, ".panel").text
+    assert "other is running; this run starts after it" in find(page, ".run-panel").text
     stub.change("job1", state="done")
     until(page, lambda: find(page, "#start").text == "Start training")
 
@@ -442,24 +442,24 @@ def test_answers_that_come_late_do_not_replace_newer_ones(page, studio, stub):
     until(page, lambda: stub.last("settings")["settings"].get("model.lora.r") == 8)
     stub.slow.clear()
     fill(page, field("model.lora.r"), "9")
-    until(page, lambda: "model.lora.r: 9" in find(page, "pre.yaml").text)
+    until(page, lambda: "model.lora.r: 9" in find(page, "pre.same-yaml").text)
     time.sleep(1.5)
-    assert "model.lora.r: 9" in find(page, "pre.yaml").text
+    assert "model.lora.r: 9" in find(page, "pre.same-yaml").text
 
 
 def test_the_yaml_can_be_copied_and_downloaded_and_the_command_stands_there(page, studio, stub):
     ready(page, studio)
-    until(page, lambda: "hybrid-rlhf --stage dpo --config pairs-dpo.yaml" in find(page, "pre.command").text)
+    until(page, lambda: "hybrid-rlhf --stage dpo --config pairs-dpo.yaml" in find(page, "pre.same-command").text)
     page.execute_script("navigator.clipboard.writeText = async (text) => (window.copied = text);"
                         "URL.createObjectURL = (blob) => ((window.saved = blob), 'blob:x');"
                         "HTMLAnchorElement.prototype.click = function () {window.savedAs = [this.download, this.href]}")
-    find(page, ".panel .buttons:not(:has(#start)) button").click()
-    assert until(page, lambda: page.execute_script("return window.copied")) == find(page, "pre.yaml").get_attribute(
+    find(page, ".run-panel .buttons:not(:has(#start)) button").click()
+    assert until(page, lambda: page.execute_script("return window.copied")) == find(page, "pre.same-yaml").get_attribute(
         "textContent")
     find(page, "#download").click()
     assert page.execute_script("return window.savedAs") == ["pairs-dpo.yaml", "blob:x"]
     text = page.execute_async_script("window.saved.text().then(arguments[0])")
-    assert text == find(page, "pre.yaml").get_attribute("textContent")
+    assert text == find(page, "pre.same-yaml").get_attribute("textContent")
 
 
 def test_without_a_mouse_everything_is_reached_and_the_run_is_started(page, studio, stub):
@@ -529,7 +529,7 @@ def everything(page, stub) -> None:
     page.execute_script("for (const d of document.querySelectorAll('details')) d.open = true")
     if "Everything is there" in next_line(page):
         find(page, "#ask-plan").click()
-        until(page, lambda: find(page, ".bars"))
+        until(page, lambda: find(page, ".plan-bars"))
         find(page, "#ask-preview").click()
         until(page, lambda: find(page, ".example"))
 

@@ -37,7 +37,7 @@ function known(draft) {
 
 function dataField(draft, key, stage) {
   const source = () => draft.state.data[key];
-  const found = make("div.found", {role: "status"});
+  const found = make("div.data-found", {role: "status"});
   const looking = {timer: null, turn: 0};
   const look = (wait) => {
     clearTimeout(looking.timer);
@@ -94,7 +94,7 @@ function dropArea(draft, key, take) {
     }
     chooser.value = "";
   };
-  const area = make("div.drop", {
+  const area = make("div.file-drop", {
     ondragover: (event) => {
       event.preventDefault();
       area.classList.add("over");
@@ -116,10 +116,12 @@ async function lookAt(draft, key, stage, found, looking) {
     draft.emit("look");
     return;
   }
+  found.style.setProperty("min-height", `${found.offsetHeight}px`); // what is below stays where it is meanwhile
   found.replaceChildren(make("p.help", {}, "Looking at the rows …"));
   const answer = await draft.lookAt({...source, stage}).catch((fault) => ({fits: false, why: fault.message}));
   if (mine !== looking.turn || draft.isClosed) return;
   draft.looks[key] = {...answer, isRefused: !answer.fits && !answer.columns?.length};
+  found.style.removeProperty("min-height");
   found.replaceChildren(...seen(draft.looks[key], draft.state.data[key]));
   draft.emit("look");
 }
@@ -133,6 +135,6 @@ function seen(answer, {columns}) {
     [make("dt", {}, name), make("dd", {}, value)]));
   const renamed = Object.keys(columnsOf(columns)).length ? make("p.help", {}, "Your names of the columns are taken into account.") : null;
   const rows = answer.first?.length ? make("details", {}, make("summary", {}, `The first ${answer.first.length} rows`),
-    ...answer.first.map((row, i) => make("pre.row", {tabindex: "0", role: "region", "aria-label": `Row ${i + 1}`}, row))) : null;
+    ...answer.first.map((row, i) => make("pre.data-row", {tabindex: "0", role: "region", "aria-label": `Row ${i + 1}`}, row))) : null;
   return [verdict, list, renamed, rows].filter(Boolean);
 }

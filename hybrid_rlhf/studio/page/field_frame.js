@@ -12,8 +12,8 @@ export function frame(draft, option, label, control, {help = "", after = [], isW
   control.setAttribute("aria-describedby", [says.id, told?.id].filter(Boolean).join(" "));
   const isCheck = control.type === "checkbox";
   const title = make("label", {for: id}, label);
-  const line = isCheck ? [make("div.check", {}, control, title)] : [title, control];
-  const node = make(`div.field${isWide ? ".wide" : ""}`, {"data-option": option}, ...line, says, told, ...after);
+  const line = isCheck ? [make("div.check-line", {}, control, title)] : [title, control];
+  const node = make(`div.entry${isWide ? ".wide" : ""}`, {"data-option": option}, ...line, says, told, ...after);
   const field = {node, control, isListed, say: (text) => sayFault(node, control, says, text)};
   draft.fields.set(option, [...(draft.fields.get(option) ?? []), field]);
   return field;
@@ -63,12 +63,12 @@ export function textInput({value, set, ...properties}) {
 }
 
 // One of several, as radio buttons: choices [{value, title, help}].
-export function radios(name, legend, choices, chosen, set, kind = "row") {
+export function radios(name, legend, choices, chosen, set, kind = "radio-row") {
   const id = `${name}-${++count}`;
   const one = ({value, title, help}) => make(`label.radio.${kind}`, {},
     make("input", {type: "radio", name: id, value, ...(value === chosen ? {checked: true} : {}), onchange: () => set(value)}),
     make("span", {}, make("span.title", {}, title), help ? make("span.help", {}, help) : null));
-  return make(`fieldset.radios.${kind}s`, {}, make("legend", {class: legend.isHidden ? "hidden" : "label"}, legend.text),
+  return make(`fieldset.radios.${kind}s`, {}, make("legend", {class: legend.isHidden ? "hidden" : "question"}, legend.text),
     ...choices.map(one));
 }
 

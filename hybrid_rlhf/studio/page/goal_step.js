@@ -9,7 +9,7 @@ export function goalStep(draft) {
   const more = make("div.fields.goal-more");
   const choices = draft.goals.goals.map(({id, title, help}) => ({value: id, title, help}));
   const node = make("div", {},
-    radios("goal", {text: "What the model learns from", isHidden: true}, choices, draft.state.goal, (id) => choose(draft, id), "goal"),
+    radios("goal", {text: "What the model learns from", isHidden: true}, choices, draft.state.goal, (id) => choose(draft, id), "goal-card"),
     more);
   draft.on("stage", () => showMore(draft, more));
   return node;

@@ -24,7 +24,7 @@ export async function show(root, _rest, query) {
   draft.on("trouble", () => later.replaceChildren(make("p.fault", {role: "alert"}, `The options cannot be loaded: ${draft.trouble}. `,
     make("button", {type: "button", onclick: () => draft.loadOptions()}, "Try again"))));
   draft.on("stage", () => later.replaceChildren(...steps(draft, leaving)));
-  root.replaceChildren(make("div.new-run", {}, make("div.steps", {},
+  root.replaceChildren(make("div.new-run", {}, make("div.new-steps", {},
       make("h1", {}, "New run"),
       make("p.quiet", {}, "A few questions, and a model trains on this machine. Nothing starts before you say so."),
       make("p.offers", {}, make("button.quiet-button", {type: "button", id: "try-out", onclick: () => tryOut(draft)}, "Fill this in with an example"),
@@ -85,5 +85,5 @@ function steps(draft, leaving) {
 
 function step(number, title, inside) {
   const id = `step-${number}`;
-  return make("section.step", {"aria-labelledby": id}, make("h2", {id}, make("span.step-number", {}, `${number}.`), ` ${title}`), inside);
+  return make("section.new-step", {"aria-labelledby": id}, make("h2", {id}, make("span.step-number", {}, `${number}.`), ` ${title}`), inside);
 }

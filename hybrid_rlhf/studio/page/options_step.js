@@ -71,7 +71,7 @@ function allOthers(draft, options) {
   tellChanged();
   show();
   return make("details.all", {}, make("summary", {}, `All other options of ${draft.state.stage} `, changed),
-    make("div.field", {}, make("label", {for: "option-search"}, "Search in names and help"), search), count, ...sections.map((each) => each.node));
+    make("div.entry", {}, make("label", {for: "option-search"}, "Search in names and help"), search), count, ...sections.map((each) => each.node));
 }
 
 const countText = (count) => (count ? `(${count} changed)` : "");

@@ -12,7 +12,7 @@ export function planBars({fits, available, phases, lines, times, verdict, advice
   else if (advice?.length) parts.push(notice("What would help:", advice));
   if (notes?.length) parts.push(notice("To know:", notes));
   if (phases.length) {
-    parts.push(make("div.bars", {}, ...phases.map((phase) => bar(phase, most, available))),
+    parts.push(make("div.plan-bars", {}, ...phases.map((phase) => bar(phase, most, available))),
       make("p.help", {}, available ? `The line marks what there is: ${size(available)}.` : "How much memory there is, is not known."));
   }
   if (times?.length) parts.push(timeTable(times));
@@ -26,12 +26,12 @@ export function planBars({fits, available, phases, lines, times, verdict, advice
 
 function bar({name, bytes}, most, available) {
   const isOver = available && bytes > available;
-  const filled = make(`div.filled${isOver ? ".over" : ""}`);
+  const filled = make(`div.plan-filled${isOver ? ".over" : ""}`);
   filled.style.setProperty("--share", bytes / most);
-  const limit = available ? make("div.limit") : null;
+  const limit = available ? make("div.plan-limit") : null;
   limit?.style.setProperty("--share", available / most);
-  return make("div.bar-row", {}, make("span.bar-name", {}, name), make("div.bar", {"aria-hidden": "true"}, filled, limit),
-    make("span.bar-size", {}, `${size(bytes)}${isOver ? " (too much)" : ""}`));
+  return make("div.plan-row", {}, make("span.plan-name", {}, name), make("div.plan-bar", {"aria-hidden": "true"}, filled, limit),
+    make("span.plan-size", {}, `${size(bytes)}${isOver ? " (too much)" : ""}`));
 }
 
 function timeTable(times) {

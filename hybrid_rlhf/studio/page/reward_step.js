@@ -33,7 +33,7 @@ function functionPart(draft) {
     {isWide: true, help: "FILE.py:NAME, several separated by commas. It gets prompts, completions and the data's columns as lists, and "
       + "returns a number for each. It is run on this machine."});
   return make("div", {}, make("p", {}, "A program reads each answer and gives it a number; the model learns to get more."),
-    make("fieldset.radios.rows", {}, make("legend.label", {}, "Ready-made functions"), ...boxes),
+    make("fieldset.radios.radio-rows", {}, make("legend.question", {}, "Ready-made functions"), ...boxes),
     own.node, columnList(draft));
 }
 
@@ -47,7 +47,7 @@ function builtin(draft, {name, help}) {
   box.checked = draft.state.functions.includes(name);
   const settings = settingsField(draft, name);
   settings.hidden = !box.checked;
-  return make("div.choice", {}, make("div.check", {}, box, make("label", {for: id}, name.replaceAll("_", " "))),
+  return make("div.builtin", {}, make("div.check-line", {}, box, make("label", {for: id}, name.replaceAll("_", " "))),
     make("p.help", {id: `${id}-about`}, help), settings);
 }
 

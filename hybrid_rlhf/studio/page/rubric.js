@@ -49,6 +49,6 @@ function itemRow(judge, set, show, item, i) {
     set({items: judge().items.filter((_, j) => j !== i)});
     show(i);
   }}, "Remove");
-  return make("div.item", {}, textInput({value: item.question, set: (question) => change({question}),
+  return make("div.rubric-item", {}, textInput({value: item.question, set: (question) => change({question}),
     placeholder: "How correct is the explanation?", "aria-label": `Question ${i + 1}`}), kind, make("label", {}, "weight ", weight), away);
 }

@@ -6,9 +6,9 @@ import {fieldOf, frame, goTo, textInput} from "./field_frame.js";
 import {nextOf, nameFault, suggestedName} from "./next_thing.js";
 
 export function runPanel(draft, leaving) {
-  const next = make("p.next", {role: "status"});
-  const yaml = make("pre.yaml", {tabindex: "0", role: "region", "aria-label": "Settings as YAML"});
-  const command = make("pre.command", {tabindex: "0", role: "region", "aria-label": "The equal command"});
+  const next = make("p.next-line", {role: "status"});
+  const yaml = make("pre.same-yaml", {tabindex: "0", role: "region", "aria-label": "Settings as YAML"});
+  const command = make("pre.same-command", {tabindex: "0", role: "region", "aria-label": "The equal command"});
   const start = make("button.primary", {type: "button", id: "start", onclick: () => begin(draft, start)}, "Start training");
   const waits = make("p.help");
   const name = nameField(draft);
@@ -30,7 +30,7 @@ export function runPanel(draft, leaving) {
   });
   followJobs(draft, start, waits, leaving);
   show();
-  return make("aside.panel", {"aria-label": "This run"}, make("h2", {}, "Your run"), next, body);
+  return make("aside.run-panel", {"aria-label": "This run"}, make("h2", {}, "Your run"), next, body);
 }
 
 function nameField(draft) {
