@@ -26,7 +26,8 @@ GOALS = [
      ["all"], ["model", "data"], "preference pairs, or a file for each stage")]
 REWARDS = [("exact_match", "1 where the answer is the column's text."),
            ("numeric_match", "1 where the answer's last number is that of the column, else 0."),
-           ("length_penalty", "Subtracts where an answer gets too long.")]
+           ("length_penalty", "Subtracts where an answer gets too long."),
+           ("demo_correct", "1 where the answer to a prompt of demo/prompts is right.")]
 
 
 def option(name: str, section: str, kind: str, default: object, text: str, **more: object) -> dict:
@@ -64,7 +65,7 @@ CARD = {"24gb": {"model.lora.r": 16, "model.load_in_4bit": True}}
 @dataclass
 class Stub:
     """asked: name -> bodies ("get NAME": queries). refusal: the error of /api/settings; refusals: name -> what is
-    raised; slow: name -> seconds; output: of every job."""
+    raised; once: the same, each one time; slow: name -> seconds; output: of every job."""
 
     asked: dict[str, list[dict]] = field(default_factory=dict)
     runs: list[dict] = field(default_factory=list)
@@ -72,6 +73,7 @@ class Stub:
     uploads: list[dict] = field(default_factory=list)
     refusal: dict | None = None
     refusals: dict[str, Refused] = field(default_factory=dict)
+    once: dict[str, list[Refused]] = field(default_factory=dict)
     output: str = ""
     studio: Studio | None = None
     slow: dict[str, float] = field(default_factory=dict)
@@ -90,6 +92,8 @@ class Stub:
         def answer(query: dict, body: dict) -> dict:
             self.asked.setdefault(name, []).append(body or query)
             time.sleep(self.slow.get(name, 0))
+            if self.once.get(name):
+                raise self.once[name].pop()
             if name in self.refusals:
                 raise self.refusals[name]
             return handle(query, body)

@@ -274,7 +274,7 @@ def test_a_refusal_stands_beside_its_option_and_the_focus_goes_there(page, studi
     ready(page, studio)
     stub.refusal = {"option": "train.warmup_ratio", "text": "train.warmup_ratio is 7; it must be between 0 and 1"}
     fill(page, field("model.lora.r"), "8")
-    until(page, lambda: "refused" in next_line(page))
+    until(page, lambda: "between 0 and 1" in next_line(page))
     assert not has_focus(page, field("train.warmup_ratio"))  # nobody is taken away from where they type
     for press in ("#start", "#ask-preview", "#ask-plan"):
         find(page, press).click()
@@ -293,6 +293,21 @@ def test_a_refusal_stands_beside_its_option_and_the_focus_goes_there(page, studi
     find(page, "#start").click()
     until(page, lambda: has_focus(page, "#run-name"))
     assert "of that name" in find(page, field("run", ".fault")).text
+
+
+def test_a_refusal_of_a_ready_made_function_stands_beside_its_settings(page, studio, stub):
+    visit(page, studio, "?goal=function&model=org/name")
+    until(page, lambda: find(page, "#reward-length_penalty"))
+    next(b for b in page.find_elements("css selector", "button") if "demo data" in b.text).click()
+    assert sent(page, stub, "reward.functions") == ["builtin:demo_correct"]  # what can score the answers to it
+    assert find(page, "#reward-demo_correct").is_selected()
+    find(page, "#reward-length_penalty").click()
+    until(page, lambda: sent(page, stub, "reward.options") == {"length_penalty": {"max_tokens": 256, "buffer": 64}})
+    stub.refusal = {"option": "reward.functions", "text": "reward.functions: builtin:length_penalty needs max_tokens"}
+    fill(page, field("reward.options.length_penalty"), "{}")
+    until(page, lambda: "needs max_tokens" in find(page, field("reward.options.length_penalty", ".fault")).text)
+    fill(page, field("reward.options.length_penalty"), '{"max_tokens"')
+    until(page, lambda: "Not complete JSON" in find(page, field("reward.options.length_penalty", ".fault")).text)
 
 
 def test_nothing_is_called_wrong_that_was_not_given_yet(page, studio, stub):
@@ -411,6 +426,44 @@ def leave_and_return(page) -> None:
     until(page, lambda: not page.find_elements("css selector", ".new-run"))
     page.execute_script("location.hash = '#/new'")
     until(page, lambda: find(page, field("model.lora.r")))
+
+
+def test_an_example_that_needs_nothing_is_filled_in(page, studio, stub):
+    visit(page, studio)
+    find(page, "#try-out").click()
+    until(page, lambda: "Everything is there" in next_line(page))
+    found = stub.last("settings")
+    assert (found["stage"], found["settings"]["model.preset"]) == ("sft", "demo")
+    assert found["settings"]["data.sources"] == ["demo/demonstrations"]
+
+
+def test_questions_that_another_tab_replaced_are_asked_again(page, studio, stub):
+    stub.once |= {name: [Refused(409, "replaced") for _ in range(2)] for name in ("get options", "settings", "data")}
+    ready(page, studio)
+    stub.once["plan"] = [Refused(409, "replaced")]
+    find(page, "#ask-plan").click()
+    until(page, lambda: find(page, ".plan-bars"))
+
+
+def test_sources_are_looked_at_one_after_another(page, studio, stub):
+    stub.slow["data"] = 0.6
+    visit(page, studio, "?goal=three_stages&model=org/name")
+    until(page, lambda: find(page, "input[value=three]")).click()
+    began = time.monotonic()
+    for stage in ("sft", "reward", "ppo"):
+        fill(page, field(f"data.sources.{stage}"), f"pairs-{stage}.jsonl")
+    until(page, lambda: len(page.find_elements("css selector", ".verdict.good")) == 3)
+    assert time.monotonic() - began > 3 * 0.6
+    assert len(stub.asked["data"]) == 3
+
+
+def test_options_that_cannot_be_loaded_are_asked_for_again(page, studio, stub):
+    stub.refusals["get options"] = Refused(503, "the process that looks ended")
+    visit(page, studio, "?goal=prefer&model=demo/sft&data=pairs.jsonl")
+    until(page, lambda: "the process that looks ended" in find(page, "#page").text)
+    del stub.refusals["get options"]
+    next(b for b in page.find_elements("css selector", "button") if b.text == "Try again").click()
+    until(page, lambda: "Everything is there" in next_line(page))
 
 
 def test_options_of_another_method_are_left_out_and_that_is_said(page, studio, stub):

@@ -13,7 +13,7 @@ export function size(bytes) {
 
 // 5400 -> "1 h 30 min"
 export function duration(seconds) {
-  if (seconds < 1) return `${digits(1000 * seconds, 0)} ms`;
+  if (seconds < 1) return `${digits(1000 * seconds, seconds < 0.01 ? 2 : 0)} ms`;
   if (seconds < 90) return `${digits(seconds, seconds < 10 ? 1 : 0)} s`;
   const minutes = Math.round(seconds / 60);
   if (minutes < 60) return `${minutes} min`;

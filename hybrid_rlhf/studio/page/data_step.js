@@ -54,8 +54,13 @@ function dataField(draft, key, stage) {
     input.value = path;
     set({path});
   };
-  const demo = DEMOS[key] ?? DEMOS[draft.state.goal] ?? "demo/prompts";
-  const offer = make("p.offers", {}, "Nothing at hand? ", make("button.quiet-button", {type: "button", onclick: () => take(demo)},
+  const takeDemo = () => {
+    take(DEMOS[key] ?? DEMOS[draft.state.goal] ?? "demo/prompts");
+    if (!draft.asks.includes("reward_functions") || draft.state.functions.length) return;
+    document.getElementById("reward-demo_correct")?.click(); // what can score the answers to it
+    input.focus();
+  };
+  const offer = make("p.offers", {}, "Nothing at hand? ", make("button.quiet-button", {type: "button", onclick: takeDemo},
     "Take the built-in demo data"), ".");
   const more = moreFields(draft, key, source, set);
   const option = key === "data" ? "data.sources" : `data.sources.${key}`;
@@ -127,14 +132,15 @@ async function lookAt(draft, key, stage, found, looking) {
 }
 
 function seen(answer, {columns}) {
-  const verdict = answer.fits ? make("p.verdict.good", {}, "✓ These rows fit. ", answer.why ?? "") :
-    make("p.verdict.fault", {}, answer.isRefused ? "✗ They cannot be read. " : "✗ These rows do not fit. ", answer.why ?? "");
-  if (answer.isRefused) return [verdict];
+  const verdict = answer.fits ? make("p.verdict.good", {}, "✓ These rows fit.") :
+    make("p.verdict.fault", {}, answer.isRefused ? "✗ They cannot be read." : "✗ These rows do not fit.");
+  const why = answer.why ? make(answer.fits ? "p.help" : "p.fault", {}, answer.why) : null;
+  if (answer.isRefused) return [verdict, why].filter(Boolean);
   const facts = [["Format", answer.format], ["Rows", answer.rows?.toLocaleString("en")], ["Columns", answer.columns?.join(", ")]];
   const list = make("dl.facts", {}, ...facts.filter(([, value]) => value).flatMap(([name, value]) =>
     [make("dt", {}, name), make("dd", {}, value)]));
   const renamed = Object.keys(columnsOf(columns)).length ? make("p.help", {}, "Your names of the columns are taken into account.") : null;
   const rows = answer.first?.length ? make("details", {}, make("summary", {}, `The first ${answer.first.length} rows`),
     ...answer.first.map((row, i) => make("pre.data-row", {tabindex: "0", role: "region", "aria-label": `Row ${i + 1}`}, row))) : null;
-  return [verdict, list, renamed, rows].filter(Boolean);
+  return [verdict, why, list, renamed, rows].filter(Boolean);
 }

@@ -14,7 +14,7 @@ export function frame(draft, option, label, control, {help = "", after = [], isW
   const title = make("label", {for: id}, label);
   const line = isCheck ? [make("div.check-line", {}, control, title)] : [title, control];
   const node = make(`div.entry${isWide ? ".wide" : ""}`, {"data-option": option}, ...line, says, told, ...after);
-  const field = {node, control, isListed, say: (text) => sayFault(node, control, says, text)};
+  const field = {option, node, control, isListed, say: (text) => sayFault(node, control, says, text)};
   draft.fields.set(option, [...(draft.fields.get(option) ?? []), field]);
   return field;
 }
@@ -40,7 +40,11 @@ export function fieldOf(draft, option, text = "") {
 }
 
 // The name of the run says where it goes.
-const alias = (option, text) => (option === "output_dir" || (!option && text.startsWith("output_dir")) ? "run" : option);
+function alias(option, text) {
+  if (option === "output_dir" || (!option && text.startsWith("output_dir"))) return "run";
+  const [, name] = /builtin:(\w+)/.exec(text) ?? [];
+  return option === "reward.functions" && name ? `reward.options.${name}` : option;
+}
 
 const isOpen = ({node, control}) => node.isConnected && !control.disabled && !node.closest("[hidden]");
 

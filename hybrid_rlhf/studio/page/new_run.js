@@ -14,17 +14,17 @@ import {refuse, runPanel} from "./run_panel.js";
 
 export async function show(root, _rest, query) {
   root.append(make("p.quiet", {}, "Loading …"));
-  const [goals, runs, uploads] = await Promise.all([get("goals"), orNone(get("runs"), "Runs"), orNone(get("uploads"), "Uploaded files")]);
+  const [goals, runs, uploads] = await Promise.all([get("goals"), orNone(get("runs"), "Runs"), orNone(get("uploads"), "Uploaded files")])
+    .finally(() => root.replaceChildren());
   const draft = new Draft(goals, {folder: runs.folder ?? "", rows: runs.runs ?? []}, uploads.files ?? []);
   prefill(draft, query);
   const leaving = [() => draft.close()];
   const later = make("div");
-  draft.on("loading", () => later.replaceChildren(make("p.quiet", {role: "status"},
-    "Loading the options … The first time takes up to half a minute.")));
+  draft.on("loading", () => later.replaceChildren(make("p.quiet", {}, "Loading the options …")));
   draft.on("trouble", () => later.replaceChildren(make("p.fault", {role: "alert"}, `The options cannot be loaded: ${draft.trouble}. `,
     make("button", {type: "button", onclick: () => draft.loadOptions()}, "Try again"))));
   draft.on("stage", () => later.replaceChildren(...steps(draft, leaving)));
-  root.replaceChildren(make("div.new-run", {}, make("div.new-steps", {},
+  root.append(make("div.new-run", {}, make("div.new-steps", {},
       make("h1", {}, "New run"),
       make("p.quiet", {}, "A few questions, and a model trains on this machine. Nothing starts before you say so."),
       make("p.offers", {}, make("button.quiet-button", {type: "button", id: "try-out", onclick: () => tryOut(draft)}, "Fill this in with an example"),

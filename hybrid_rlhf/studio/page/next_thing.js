@@ -6,7 +6,7 @@ import {dataKeys} from "./run_settings.js";
 // {text, go() where something stands in the way, isMissing: a step has no answer yet}. isStart: the name counts too.
 export function nextOf(draft, isStart = true) {
   if (!draft.goal) return {text: "Choose what the model is to learn from. The rest follows from that.", isMissing: true};
-  if (!draft.options.length) return {text: "…", isMissing: true};
+  if (!draft.options.length) return {text: draft.trouble ? "The options cannot be loaded." : "Loading the options … The first time takes up to half a minute.", isMissing: true};
   const missing = missingStep(draft);
   if (missing) return {text: missing.text, go: () => goTo(draft, missing.option), isMissing: true};
   let isLooking = false;
@@ -20,7 +20,7 @@ export function nextOf(draft, isStart = true) {
   const [unread] = draft.unread;
   if (unread) return {text: `${unread[0]} cannot be read.`, go: () => goTo(draft, unread[0], unread[1])};
   const error = draft.answer?.error;
-  if (error) return {text: "The settings are refused.", go: () => goTo(draft, error.option, error.text) || toGeneral(draft, error.text)};
+  if (error) return {text: `Refused: ${error.text}`, go: () => goTo(draft, error.option, error.text) || toGeneral(draft, error.text)};
   if (isLooking || !draft.answer) return {text: "Looking at what you gave …"};
   const fault = isStart ? nameFault(draft) : null;
   if (fault) return {text: fault, go: () => goTo(draft, "run", fault)};

@@ -14,10 +14,14 @@ const TITLES = {"model.lora.r": "Rank of the adapters (LoRA)", "model.gradient_c
   "data.max_prompt_length": "Longest prompt, tokens", "train.num_train_epochs": "Passes over the data",
   "train.max_steps": "Steps", "model.load_in_4bit": "Base in 4 bits"};
 
+const STAGES = {sft: "stage 1", reward: "stage 2", ppo: "stage 3"};
+
 // A name for people; the option's own stands beside it.
 export function titleOf(option) {
-  const words = option.name.split(".").at(-1).replaceAll("_", " ");
-  return TITLES[option.name] ?? words[0].toUpperCase() + words.slice(1);
+  const [, stage, name] = /^stages\.(\w+)\.(.*)$/.exec(option.name) ?? [null, null, option.name];
+  const words = name.split(".").at(-1).replaceAll("_", " ");
+  const title = TITLES[stage ? `train.${name}` : name] ?? words[0].toUpperCase() + words.slice(1);
+  return stage ? `${title}, ${STAGES[stage] ?? stage}` : title;
 }
 
 // A value as a person writes it.
@@ -145,13 +149,15 @@ function showMark(draft, option, mark, isGuided, back) {
   const isOther = !isGuided && !same(draft.value(option), option.default);
   mark.hidden = !isOwn && !isOther;
   const state = isOwn ? "own" : isOther ? "other" : "";
-  const base = written(draft.base(option));
+  const base = baseText(draft.base(option), option);
   if (mark.dataset.state === state + base) return;
   mark.dataset.state = state + base;
   if (isOwn) mark.replaceChildren("Changed by you. ", make("button.quiet-button", {type: "button", onclick: back}, `Back to ${base}`,
-    make("span.hidden", {}, ` of ${option.name}`)));
-  else if (isOther) mark.replaceChildren(`Set by your choices above; the default is ${written(option.default)}.`);
+    make("span.hidden", {}, `: ${option.name}`)));
+  else if (isOther) mark.replaceChildren(`Set by your choices above; the default is ${baseText(option.default, option)}.`);
 }
+
+const baseText = (value, option) => (value === null && option.by_table ? "the method's own" : written(value));
 
 function showElsewhere(draft, option, elsewhere, isGuided) {
   elsewhere.hidden = !isGuided;

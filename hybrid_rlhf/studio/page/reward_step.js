@@ -9,6 +9,7 @@ import {settingsOf} from "./run_settings.js";
 const TITLES = {reward_functions: "What is a good answer?", reward_model: "Which reward model?", judge: "Who judges?", teacher: "Who teaches?"};
 const EXAMPLES = {length_penalty: '{"max_tokens": 256, "buffer": 64}', repetition_penalty: '{"n": 3}', format: '{"pattern": ".*####.*"}',
   reasoning_gym: '{"task": "chain_sum"}'};
+const PREFILLED = ["length_penalty"]; // it does nothing without, and the example is a sensible start
 const BY_COLUMN = ["exact_match", "numeric_match"];
 
 // The heading of the step, or null where the goal asks nothing more.
@@ -41,6 +42,11 @@ function builtin(draft, {name, help}) {
   const id = `reward-${name}`;
   const box = make("input", {type: "checkbox", id, "aria-describedby": `${id}-about`, onchange: () => {
     const others = draft.state.functions.filter((each) => each !== name);
+    if (box.checked && PREFILLED.includes(name) && !draft.state.functionSettings[name]) {
+      settings.querySelector("input").value = EXAMPLES[name];
+      draft.state.functionSettings = {...draft.state.functionSettings, [name]: EXAMPLES[name]};
+    }
+    if (!box.checked) draft.unread.delete(`reward.options.${name}`);
     draft.update({functions: box.checked ? [...others, name] : others});
     settings.hidden = !box.checked;
   }});

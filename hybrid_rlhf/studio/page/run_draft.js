@@ -76,7 +76,7 @@ export class Draft {
   async loadOptions() {
     const {stage} = this.state;
     if (!stage) return;
-    this.options = [];
+    Object.assign(this, {options: [], trouble: ""});
     this.emit("loading");
     let found;
     try {

@@ -22,7 +22,7 @@ export function runPanel(draft, leaving) {
     next.dataset.text = text;
     next.replaceChildren(text, ...(go ? [" ", make("button.quiet-button", {type: "button", onclick: go}, "Go there")] : []));
   };
-  for (const event of ["state", "stage", "answer", "look"]) draft.on(event, show);
+  for (const event of ["state", "loading", "trouble", "stage", "answer", "look"]) draft.on(event, show);
   draft.on("answer", () => {
     yaml.textContent = draft.answer.yaml || `# ${draft.answer.error?.text ?? ""}`;
     command.textContent = draft.answer.command ?? "";
@@ -52,13 +52,13 @@ function nameField(draft) {
 
 // What the studio has against the settings, beside the option that it is about; nothing where the form is still being filled.
 function showRefusal(draft) {
-  draft.refused?.say(null);
+  draft.refused?.say(draft.unread.get(draft.refused.option) ?? null);
   draft.refused = null;
   draft.generalFault.hidden = true;
   const {error} = draft.answer;
   if (!error || (nextOf(draft).isMissing && !draft.isOwn(error.option))) return;
   const field = fieldOf(draft, error.option, error.text);
-  if (field) field.say(error.text);
+  if (field) field.say(draft.unread.get(field.option) ?? error.text);
   else Object.assign(draft.generalFault, {hidden: false, textContent: error.text});
   draft.refused = field;
 }
@@ -106,7 +106,11 @@ function followJobs(draft, start, waits, leaving) {
       + `this run starts ${busy.length > 1 ? `after the ${busy.length} that are there` : "after it"}.` : "";
     draft.emit("jobs");
   };
-  leaving.push(on("jobs", look), on("open", look));
+  const list = async () => {
+    const {folder, runs} = await get("runs").catch(() => ({folder: draft.runs.folder, runs: draft.runs.rows}));
+    draft.runs = {folder, rows: runs};
+  };
+  leaving.push(on("jobs", look), on("open", look), on("runs", list));
   look();
 }
 
