@@ -103,6 +103,7 @@ def test_with_every_option_of_a_stage_axe_finds_nothing(page, studio, scheme):
     assert axe_faults(page, scheme, ("minor", "moderate", "serious", "critical")) == []
 
 
+@pytest.mark.slow
 def test_the_example_becomes_a_run(page, studio):
     example(page, studio)
     fill(page, "train.max_steps", "1")
