@@ -26,5 +26,6 @@ def open_parts(studio: Studio) -> tuple[list[Route], list[Callable[[], None]]]:
     closers.append(chat.end)
     routes += [*talk.routes(studio, chat), *marks.routes(studio)]
     look = Look()
-    routes, closers = [*routes, *new_run.routes(studio, look)], [*closers, look.close]
+    closers.append(look.close)
+    routes += new_run.routes(studio, look)
     return routes, closers
