@@ -23,30 +23,46 @@ async function answered(reply) {
 }
 
 const listeners = new Map(); // name -> functions
-let news = null;
+let news = null, wasLost = false;
 
 // Call handle(data) at each event `name`; returns what ends it. Names: runs, run, jobs, job, talk, open (the connection stands again).
 export function on(name, handle) {
-  news ??= listen();
   if (!listeners.has(name)) {
     listeners.set(name, new Set());
-    if (name !== "open") news.addEventListener(name, (event) => tellAll(name, JSON.parse(event.data)));
+    if (news) hear(name);
   }
   listeners.get(name).add(handle);
+  listen();
   return () => listeners.get(name).delete(handle);
 }
 
+// A hidden tab hears nothing: a browser has six connections to one server, for all tabs together, and with the seventh tab
+// nothing would load any more. Shown again, it is told "open", upon which pages load what they show.
 function listen() {
-  const source = new EventSource("api/events");
-  let wasLost = false;
-  source.addEventListener("open", () => {
+  if (news || document.hidden || !listeners.size) return;
+  news = new EventSource("api/events");
+  for (const name of listeners.keys()) hear(name);
+  news.addEventListener("open", () => {
     if (wasLost) tellAll("open", {});
     wasLost = false;
   });
-  source.addEventListener("error", () => (wasLost = true));
-  source.addEventListener("reload", () => tellAll("open", {}));
-  return source;
+  news.addEventListener("error", () => (wasLost = true));
+  news.addEventListener("reload", () => tellAll("open", {}));
 }
+
+function hear(name) {
+  if (name !== "open") news.addEventListener(name, (event) => tellAll(name, JSON.parse(event.data)));
+}
+
+function hush() {
+  news?.close();
+  news = null;
+  wasLost = true;
+}
+
+document.addEventListener("visibilitychange", () => document.hidden ? hush() : listen());
+addEventListener("pagehide", hush); // a page that the browser keeps for its back button
+addEventListener("pageshow", listen);
 
 function tellAll(name, data) {
   for (const handle of listeners.get(name) ?? []) handle(data);

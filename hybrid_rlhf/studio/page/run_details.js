@@ -1,0 +1,78 @@
+// How a run was made and what it took: time and memory by phase, settings, the command, checkpoints, versions, the card.
+
+import {make, table} from "./dom.js";
+import {bytes, duration} from "./format.js";
+
+// makeDetails() -> {node, update(found)}. A part is made again only where what it shows has changed, and stays open.
+export function makeDetails() {
+  const parts = [
+    part((found) => [found.phases, found.memory], costs),
+    part((found) => [found.header], ({header}) => header.length ? [make("h2", {}, "What it began with"), make("ul.plain", {},
+      ...header.map((line) => make("li", {}, line)))] : []),
+    part((found) => [found.command], ({command}) => command ? [make("h2", {}, "The command that does the same"), commandNode(command)] : []),
+    part((found) => [found.checkpoints], ({checkpoints}) => checkpoints.length ? [folded("Checkpoints", checkpointTable(checkpoints))] : []),
+    part((found) => [found.settings], ({settings}) => settings ? [folded("Settings", textNode(settings, "Settings"))] : []),
+    part((found) => [found.versions], ({versions}) => Object.keys(versions ?? {}).length ? [folded("Versions", versionTable(versions))] : []),
+    part((found) => [found.card], ({card}) => card ? [folded("Model card", textNode(card, "Model card"))] : []),
+  ];
+  return {node: make("div", {}, ...parts.map((each) => each.node)), update: (found) => parts.forEach((each) => each.update(found))};
+}
+
+function part(read, fill) {
+  const node = make("section");
+  let before = "";
+  return {node, update(found) {
+    const now = JSON.stringify(read(found));
+    if (now === before) return;
+    before = now;
+    const isOpen = node.querySelector("details")?.open;
+    node.replaceChildren(...fill(found));
+    node.hidden = !node.children.length;
+    if (isOpen) node.querySelector("details").open = true;
+  }};
+}
+
+function costs({phases, memory}) {
+  const seconds = phases.filter(({seconds: value}) => value > 0), sizes = memory.filter(({bytes: value}) => value > 0);
+  return [
+    ...seconds.length ? [make("h2", {}, "Where the time went"), bars(seconds, "seconds", duration, "Seconds by phase")] : [],
+    ...sizes.length ? [make("h2", {}, "Most memory, by part and phase"), bars(sizes, "bytes", bytes, "Memory by part and phase")] : []];
+}
+
+// Rows with a bar each; the number is beside it as text.
+function bars(rows, key, text, caption) {
+  const most = Math.max(...rows.map((row) => row[key]));
+  const sorted = [...rows].sort((a, b) => b[key] - a[key]);
+  return make("table.bars", {}, make("caption.hidden", {}, caption), make("tbody", {}, ...sorted.map((row) => {
+    const bar = make("div.bar");
+    bar.style.setProperty("--share", row[key] / most);
+    return make("tr", {}, make("th", {scope: "row"}, row.name), make("td.number", {}, text(row[key])), make("td.drawn", {}, bar));
+  })));
+}
+
+const folded = (title, ...inside) => make("details", {}, make("summary", {}, title), ...inside);
+const textNode = (text, title) => make("pre", {tabindex: "0", role: "region", "aria-label": title}, text);
+
+function commandNode(command) {
+  const told = make("span.quiet", {role: "status"});
+  const copy = make("button", {type: "button", onclick: async () => {
+    try {
+      await navigator.clipboard.writeText(command);
+      told.textContent = "Copied.";
+    } catch {
+      told.textContent = "The browser does not let the page copy; select the text.";
+    }
+  }}, "Copy");
+  return make("div", {}, make("pre.command", {tabindex: "0", role: "region", "aria-label": "Command"}, command), make("div.line", {}, copy, told));
+}
+
+function checkpointTable(checkpoints) {
+  return table([{title: "Name", cell: (row) => row.name}, {title: "Step", cell: (row) => String(row.step ?? ""), isNumber: true},
+    {title: "On disk", cell: (row) => bytes(row.bytes), isNumber: true}, {title: "", cell: (row) => row.is_best ? "best so far" : ""}],
+  checkpoints, "Checkpoints");
+}
+
+function versionTable(versions) {
+  return table([{title: "Package", cell: ([name]) => name}, {title: "Version", cell: ([, text]) => String(text)}],
+    Object.entries(versions).sort(), "Versions");
+}
