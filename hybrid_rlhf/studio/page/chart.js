@@ -3,7 +3,7 @@
 
 import {allSteps, bandPath, dotsPath, extent, linePath, nearest, placeAt, stepText, stepTicks, tickText, ticks} from "./chart_scale.js";
 import {make} from "./dom.js";
-import {number, unitOf} from "./format.js";
+import {breakable, number, unitOf} from "./format.js";
 import {arrange, keyed, put, putAttribute} from "./in_place.js";
 
 const HEIGHT = 190, TOP = 8, RIGHT = 10, BOTTOM = 22;
@@ -26,6 +26,7 @@ export function makeChart({name, meaning}) {
   sizes.observe(chart.plot);
   listen(chart);
   return {node: chart.node, name, end: () => sizes.disconnect(), update: (all) => {
+    chart.isFilled = true;
     chart.all = all.filter((series) => series.steps.length);
     chart.steps = allSteps(chart.all);
     draw(chart);
@@ -51,7 +52,7 @@ function frame(chart, meaning) {
   chart.plot = svg("svg", {class: "plot", role: "img", height: HEIGHT}, chart.grid, chart.bands, chart.curves, chart.cursor);
   chart.area = make("div.plot-area", {}, chart.reader, chart.plot);
   chart.table = make("details", {}, make("summary", {}, "As a table", make("span.hidden", {}, `: ${chart.name}`)));
-  chart.title = make("h3", {}, chart.name);
+  chart.title = make("h3", {}, ...breakable(chart.name));
   return make("figure.chart", {"data-metric": chart.name},
     make("div.chart-head", {}, chart.title, chart.when), meaning ? make("p.meaning", {}, meaning) : null,
     chart.legend, chart.area, chart.table);
@@ -176,7 +177,7 @@ function axes(chart, range) {
 // The values at the step that is read, or the newest; the cursor stands there while it is read.
 function tellReading(chart) {
   if (!chart.steps.length) {
-    put(chart.when, "no values yet");
+    put(chart.when, chart.isFilled ? "no values yet" : "");
     return;
   }
   const place = chart.read === null ? chart.steps.length - 1 : nearest(chart.steps, chart.read), step = chart.steps[place];
@@ -193,8 +194,8 @@ function tellReading(chart) {
   })));
   if (document.activeElement !== chart.reader || chart.read === null) chart.reader.value = place;
   else chart.reader.value = nearest(chart.steps, chart.read);
-  const said = chart.all.map((series, i) => `${nameOf(series)} ${texts[i] || "nothing"}${bands[i] && `, ${bands[i]}`}`.trim());
-  putAttribute(chart.reader, "aria-valuetext", `step ${step}: ${said.join("; ")}`);
+  const said = chart.all.map((series, i) => texts[i] && `${nameOf(series)} ${texts[i]}${bands[i] && `, ${bands[i]}`}`.trim());
+  putAttribute(chart.reader, "aria-valuetext", `step ${step}: ${said.filter(Boolean).join("; ")}`);
   putAttribute(chart.cursor, "d", chart.read === null || !chart.x ? "" : cursorPath(chart, step, read));
 }
 

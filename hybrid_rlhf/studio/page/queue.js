@@ -51,7 +51,7 @@ async function fill(view) {
 // The words for a job's state, and whether they are bad news.
 export function jobWords(job) {
   if (job.state === "queued") return job.place ? `waiting, number ${job.place}` : "waiting";
-  if (job.state === "running") return `running, began ${age(job.started) || "just now"}`;
+  if (job.state === "running") return `running, started ${age(job.started) || "just now"}`;
   const took = Date.parse(job.finished) - Date.parse(job.started);
   return `${job.state} ${age(job.finished ?? job.created)}${Number.isFinite(took) ? `, took ${duration(took / 1000)}` : ""}`;
 }

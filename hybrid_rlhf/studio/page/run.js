@@ -7,6 +7,7 @@ import {put, putAttribute} from "./in_place.js";
 import {makeJobOutput} from "./job_output.js";
 import {paced} from "./paced.js";
 import {makeDetails} from "./run_details.js";
+import {jobWords} from "./queue.js";
 import {makeSamples} from "./samples.js";
 import {get, on, post} from "./server.js";
 
@@ -15,14 +16,23 @@ const CAN_RESUME = ["stopped", "failed", "lost"];
 
 export async function show(root, id) {
   if (!id) throw new Error("no run is named; choose one under Runs");
-  const view = {id, found: await get("run", {id}), hasAskedToStop: false, perStep: null, output: null};
   document.title = `${id} - hybrid_rlhf`;
+  try {
+    return showRun(root, id, await get("run", {id}));
+  } catch (fault) {
+    const job = fault.status === 404 ? await jobOf(id).catch(() => null) : null;
+    if (!job) throw fault;
+    return showWaiting(root, id, job);
+  }
+}
+
+function showRun(root, id, found) {
+  const view = {id, found, hasAskedToStop: false, perStep: null, output: null};
   view.curves = makeCurves([{id, label: "", place: 0}], view.found.row.stage);
   view.samples = makeSamples(id);
   view.details = makeDetails();
   build(view, root);
   update(view);
-  view.samples.ask();
   const isMine = (load) => (news) => news.id === id && load();
   const load = paced(() => refresh(view), {fail: (fault) => put(view.fault, fault.message), wait: 1000});
   const jobs = paced(() => findJob(view), {wait: 1000, fail: () => {}}); // the queue's own faults stand on the page of runs
@@ -36,6 +46,42 @@ export async function show(root, id) {
   return () => endings.forEach((end) => end());
 }
 
+// The newest job that makes this run, or goes on with it.
+async function jobOf(id) {
+  const {jobs} = await get("jobs");
+  return jobs.find((job) => job.run === id && ["train", "evaluate"].includes(job.kind)) ?? null;
+}
+
+// A run that is in the queue, or has just begun: it has no folder yet. As soon as it has one this becomes its page.
+function showWaiting(root, id, first) {
+  const state = make("span.state"), error = make("p.fault.said"), output = makeJobOutput(first.id, "Output of its process");
+  const ends = [];
+  const leave = () => ends.splice(0).forEach((end) => end());
+  const tell = (job) => {
+    put(state, jobWords(job));
+    putAttribute(state, "class", `state ${job.state}`);
+    put(error, job.error ?? "");
+    if (["failed", "lost"].includes(job.state)) output.node.open = true;
+  };
+  const look = paced(async () => {
+    const found = await get("run", {id}).catch((fault) => {
+      if (fault.status !== 404) throw fault;
+      return null;
+    });
+    const job = found ? null : await jobOf(id);
+    if (job) tell(job);
+    if (!found || !ends.length) return;
+    leave();
+    root.replaceChildren();
+    ends.push(showRun(root, id, found));
+  }, {wait: 1000, fail: (fault) => put(error, fault.message)});
+  ends.push(...["runs", "run", "jobs", "job", "open"].map((name) => on(name, look)), look.end, output.end);
+  root.append(make("h1.run-name", {}, ...breakable(id)), make("p.line", {}, state), error,
+    make("p.quiet", {}, "This run has not written anything yet."), output.node);
+  tell(first);
+  return leave;
+}
+
 function build(view, root) {
   view.state = make("span.state");
   view.about = make("span.quiet");
@@ -47,11 +93,12 @@ function build(view, root) {
   view.fault = make("p.fault", {role: "status"});
   view.notes = make("p.fault.said", {role: "status"});
   view.told = make("p.quiet", {role: "status"});
+  view.waiting = make("p.quiet", {role: "status"});
   view.outputPlace = make("div");
   buildButtons(view);
   root.append(make("h1.run-name", {}, ...breakable(view.id)), make("p.line", {}, view.state, view.about),
     make("p.line", {}, view.bar, view.steps), view.error, view.alarms, view.family, view.buttons, view.told, view.fault, view.notes,
-    view.outputPlace, make("section", {"aria-labelledby": "curves"}, make("h2", {id: "curves"}, "Curves"), view.curves.node),
+    view.waiting, view.outputPlace, make("section", {"aria-labelledby": "curves"}, make("h2", {id: "curves"}, "Curves"), view.curves.node),
     view.samples.node, view.details.node);
 }
 
@@ -120,7 +167,7 @@ function update(view) {
 
 function aboutWords(row) {
   const took = row.seconds ? `${row.status === "running" ? "for" : "took"} ${duration(row.seconds)}` : "";
-  return [`stage ${row.stage}`, `begun ${age(row.started)}`, took].filter(Boolean).join(" · ");
+  return [`stage ${row.stage}`, row.started ? `started ${age(row.started)}` : "", took].filter(Boolean).join(" · ");
 }
 
 // The time left is that of the steps, and at most what the run has been given.
@@ -162,7 +209,8 @@ function putFamily(view) {
 
 // The newest job of this run, and what it writes.
 async function findJob(view) {
-  const {jobs} = await get("jobs"), job = jobs.find((each) => each.run === view.id && ["train", "signal"].includes(each.kind));
+  const job = await jobOf(view.id);
+  put(view.waiting, job?.state === "queued" ? `In the queue: ${jobWords(job)}.` : "");
   if (!job || view.output?.id === job.id) return;
   view.output?.end();
   const shown = makeJobOutput(job.id, "Output of its process");

@@ -9,7 +9,7 @@ import {makeQueue} from "./queue.js";
 import {folders} from "./run_tree.js";
 import {get, on} from "./server.js";
 
-const TITLES = ["Choose", "Run", "Stage", "State", "Steps", "Result", "Begun", "Took", "On disk"];
+const TITLES = ["Choose", "Run", "Stage", "State", "Steps", "Result", "Started", "Took", "On disk"];
 const NUMBERS = new Set(["Steps", "Took", "On disk"]);
 const MINUTE = 60000;
 const chosen = new Set(); // ids; kept while another page is open
@@ -107,10 +107,10 @@ function makeLine(view) {
   const cell = (name, ...inside) => make(NUMBERS.has(name) ? "td.number" : "td", {role: "cell", "data-title": name}, ...inside);
   const trail = make("span.quiet"), link = make("a"), others = make("span.quiet.others");
   const state = make("span.state"), alarms = make("span.alarms"), error = make("span.fault.why");
-  const [stage, steps, result, begun, took, disk] = ["Stage", "Steps", "Result", "Begun", "Took", "On disk"].map((name) => cell(name));
+  const [stage, steps, result, started, took, disk] = ["Stage", "Steps", "Result", "Started", "Took", "On disk"].map((name) => cell(name));
   line.node = make("tr.run", {role: "row"}, cell("Choose", box), cell("Run", trail, link, others), stage,
-    cell("State", state, alarms, error), steps, result, begun, took, disk);
-  Object.assign(line, {box, trail, link, others, state, alarms, error, stage, steps, result, begun, took, disk});
+    cell("State", state, alarms, error), steps, result, started, took, disk);
+  Object.assign(line, {box, trail, link, others, state, alarms, error, stage, steps, result, started, took, disk});
   line.check = (isChosen) => (box.checked = isChosen);
   line.tellStep = (step) => {
     if (Number.isInteger(step) && step > (line.row.step ?? -1)) put(steps, stepWords({...line.row, step}));
@@ -140,8 +140,8 @@ function updateLine(view, line, {row, depth, trail, others, folder}) {
   putAttribute(line.error, "title", row.error || null);
   put(line.steps, stepWords(row));
   put(line.result, headline(row));
-  put(line.begun, age(row.started));
-  putAttribute(line.begun, "title", moment(row.started));
+  put(line.started, age(row.started));
+  putAttribute(line.started, "title", moment(row.started));
   put(line.took, row.seconds ? duration(row.seconds) : "");
   put(line.disk, bytes(row.bytes));
 }
@@ -152,7 +152,7 @@ function stepWords({step, max_steps: most}) {
 }
 
 function tellAges(view) {
-  for (const line of view.lines.values()) put(line.begun, age(line.row.started));
+  for (const line of view.lines.values()) put(line.started, age(line.row.started));
 }
 
 function tellChoice(view) {

@@ -20,6 +20,7 @@ export function makeSamples(id) {
   view.node = make("section", {}, view.newest, view.fault, view.answers);
   view.newest.hidden = true;
   view.load = paced(() => load(view), {wait: 1000, node: view.node, fail: (fault) => put(view.fault, fault.message)});
+  load(view).catch((fault) => put(view.fault, fault.message)); // whether it is seen or not: what is below would jump
   return {node: view.node, ask: view.load, end: view.load.end};
 }
 
