@@ -318,6 +318,17 @@ def test_refusals_stand_beside_the_buttons_in_the_servers_words(opened, outputs,
     running.die()
 
 
+def test_a_studio_that_has_ended_is_said(browser, outputs, queue):
+    make_run(outputs, "b", "sft", 5, "stopped")
+    with studio_with_queue(outputs, queue) as studio:
+        browser.get(studio.url)
+        browser.get(f"{studio.base}/#/run/b")
+        until(browser, lambda: find(browser, "button.primary").is_displayed())
+    find(browser, "button.primary").click()
+    until(browser, lambda: "the studio does not answer; has it been ended?" in texts(browser, ".fault"))
+    assert find(browser, "h1").text == "b"
+
+
 def test_a_run_that_waits_shows_its_job_and_becomes_its_page(opened, outputs, queue):
     job = queue.add("1", "queued", run="demo/new", place=2)
     page = opened("#/run/demo/new")

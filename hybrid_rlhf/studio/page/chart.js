@@ -1,7 +1,9 @@
-// One chart: mean lines with a light band from low to high, several over each other. Read by pointer, by arrow keys, and
-// as a table. It grows in place: the nodes stay, and only paths and texts that have changed are set.
+// One chart: mean lines with a light band from low to high, several over each other. Read by pointer, by arrow keys,
+// and as a table. It grows in place: the nodes stay, and only paths and texts that have changed are set.
 
-import {allSteps, bandPath, dotsPath, extent, linePath, nearest, placeAt, stepText, stepTicks, tickText, ticks} from "./chart_scale.js";
+import {
+  allSteps, bandPath, dotsPath, extent, linePath, nearest, placeAt, stepText, stepTicks, tickText, ticks
+} from "./chart_scale.js";
 import {make} from "./dom.js";
 import {breakable, number, unitOf} from "./format.js";
 import {arrange, keyed, put, putAttribute} from "./in_place.js";
@@ -10,8 +12,8 @@ const HEIGHT = 190, TOP = 8, RIGHT = 10, BOTTOM = 22;
 const MANY_DOTS = 60; // of held-out values: more are a line alone
 const NUM_COLOURS = 8; // that chart.css has
 
-// makeChart({name, meaning}) -> {node, name, update(series), end()}. series: [{key, run, label, place, isSparse,
-// steps, low, high, mean}]: run: whose it is; place chooses colour and dashes; isSparse: held out, with a dot at each value.
+// makeChart({name, meaning}) -> {node, name, update(series), end()}. series: [{key, run, label, place, isSparse, steps,
+// low, high, mean}]: run: whose it is; place chooses colour and dashes; isSparse: held out, with a dot at each value.
 export function makeChart({name, meaning}) {
   const chart = {name, all: [], steps: [], read: null, width: 0, unit: {factor: 1, word: ""}};
   chart.node = frame(chart, meaning);
@@ -44,12 +46,14 @@ function svg(tag, properties = {}, ...inside) {
 function frame(chart, meaning) {
   chart.when = make("span.when");
   chart.legend = make("ul.legend");
-  chart.reader = make("input.reader", {type: "range", min: "0", max: "0", value: "0", "aria-label": `Step, of ${chart.name}`});
+  chart.reader = make("input.reader", {
+    type: "range", min: "0", max: "0", value: "0", "aria-label": `Step, of ${chart.name}`});
   chart.grid = svg("g", {class: "grid"});
   chart.bands = svg("g");
   chart.curves = svg("g");
   chart.cursor = svg("path", {class: "cursor"});
-  chart.plot = svg("svg", {class: "plot", role: "img", height: HEIGHT}, chart.grid, chart.bands, chart.curves, chart.cursor);
+  chart.plot = svg("svg", {class: "plot", role: "img", height: HEIGHT},
+    chart.grid, chart.bands, chart.curves, chart.cursor);
   chart.area = make("div.plot-area", {}, chart.reader, chart.plot);
   chart.table = make("details", {}, make("summary", {}, "As a table", make("span.hidden", {}, `: ${chart.name}`)));
   chart.title = make("h3", {}, ...breakable(chart.name));
@@ -92,7 +96,9 @@ function makeLine() {
   const node = svg("g", {}, line, dots);
   return {band, node, update(series) {
     const style = styleOf(series);
-    for (const [path, kind] of [[band, "band"], [line, "curve"], [dots, "dots"]]) putAttribute(path, "class", `${kind} ${style}`);
+    putAttribute(band, "class", `band ${style}`);
+    putAttribute(line, "class", `curve ${style}`);
+    putAttribute(dots, "class", `dots ${style}`);
   }, draw(series, x, y) {
     putAttribute(band, "d", bandPath(series, x, y));
     putAttribute(line, "d", linePath(series, x, y));
@@ -100,25 +106,30 @@ function makeLine() {
   }};
 }
 
-// A line of the legend: one run, its value, and its held-out value. Both have a part {node, label, value, band}.
+// A piece of the line of colour and dashes number `place`.
+export function swatch(place = 0) {
+  const path = svg("path", {d: "M1 5H25", class: `curve c${place % NUM_COLOURS}`});
+  return svg("svg", {class: "swatch", width: 26, height: 10, "aria-hidden": "true"}, path);
+}
+
+// A line of the legend: one run, its value, and its held-out value.
 function makeKey() {
-  const swatch = svg("path", {d: "M1 5H25"}), dot = svg("path", {d: "M5 5h0"}), label = make("span.label");
-  const main = {value: make("span.value"), band: make("span.range")}, heldOut = {value: make("span.value"), band: make("span.range")};
-  const drawn = (path, width) => svg("svg", {class: "swatch", width, height: 10, "aria-hidden": "true"}, path);
-  const line = drawn(swatch, 26);
-  const other = make("span.held-out", {}, drawn(dot, 10), make("span.quiet", {}, "held out"), heldOut.value, heldOut.band);
+  const dot = svg("path", {d: "M5 5h0"}), label = make("span.label"), line = swatch();
+  const [main, heldOut] = [0, 1].map(() => ({value: make("span.value"), band: make("span.range")}));
+  const round = svg("svg", {class: "swatch", width: 10, height: 10, "aria-hidden": "true"}, dot);
+  const other = make("span.held-out", {}, round, make("span.quiet", {}, "held out"), heldOut.value, heldOut.band);
   const node = make("li", {}, line, label, main.value, main.band, other);
   return {node, update({all}) {
     const plain = all.find((series) => !series.isSparse), sparse = all.find((series) => series.isSparse);
     put(label, all[0].label);
     line.toggleAttribute("hidden", !all[0].label);
-    putAttribute(swatch, "class", `curve ${styleOf(plain ?? all[0])}`);
+    putAttribute(line.firstChild, "class", `curve ${styleOf(plain ?? all[0])}`);
     other.hidden = !sparse;
     if (sparse) putAttribute(dot, "class", `dots ${styleOf(sparse)}`);
   }, tell(texts) {
     for (const [part, isSparse] of [[main, false], [heldOut, true]]) {
       const {value, band} = texts.find((each) => each.isSparse === isSparse) ?? {value: "", band: ""};
-      put(part.value, value);
+      put(part.value, value || "\u2013"); // it has none at this step
       put(part.band, band);
     }
   }};
@@ -126,7 +137,8 @@ function makeKey() {
 
 // Series with those of one run together: [{run, all}].
 function byRun(all) {
-  return [...new Set(all.map((series) => series.run))].map((run) => ({run, all: all.filter((series) => series.run === run)}));
+  const runs = [...new Set(all.map((series) => series.run))];
+  return runs.map((run) => ({run, all: all.filter((series) => series.run === run)}));
 }
 
 function draw(chart) {
@@ -155,7 +167,8 @@ function axes(chart, range) {
   const left = 10 + 6.6 * Math.max(...texts.map((text) => text.length)), right = chart.width - RIGHT;
   const bottom = HEIGHT - BOTTOM, lowest = across.values[0] * factor, highest = across.values.at(-1) * factor;
   const span = range.last - range.first || 1;
-  const x = (step) => range.first === range.last ? (left + right) / 2 : left + (step - range.first) / span * (right - left);
+  const isOne = range.first === range.last;
+  const x = (step) => isOne ? (left + right) / 2 : left + (step - range.first) / span * (right - left);
   const y = (value) => bottom - (value - lowest) / (highest - lowest) * (bottom - TOP);
   chart.x = x;
   chart.y = y;
@@ -170,7 +183,7 @@ function axes(chart, range) {
     ...across.values.flatMap((value, i) => [svg("path", {d: `M${left} ${y(value * factor).toFixed(1)}H${right}`}),
       svg("text", {x: left - 6, y: (y(value * factor) + 4).toFixed(1), class: "end"}, texts[i])]),
     ...below.map((step) => svg("text", {x: x(step).toFixed(1), y: HEIGHT - 6,
-      class: step === range.last && range.first !== range.last ? "end" : "middle"}, stepText(step))));
+      class: step === range.last && !isOne ? "end" : "middle"}, stepText(step))));
   return {x, y};
 }
 
@@ -180,22 +193,24 @@ function tellReading(chart) {
     put(chart.when, chart.isFilled ? "no values yet" : "");
     return;
   }
-  const place = chart.read === null ? chart.steps.length - 1 : nearest(chart.steps, chart.read), step = chart.steps[place];
+  const place = chart.read === null ? chart.steps.length - 1 : nearest(chart.steps, chart.read);
+  const step = chart.steps[place];
   const read = chart.all.map((series) => {
     const at = chart.read === null ? series.steps.length - 1 : placeAt(series, step);
     return at < 0 ? null : {step: series.steps[at], mean: series.mean[at], low: series.low[at], high: series.high[at]};
   });
   put(chart.when, `step ${step.toLocaleString("en")}`);
   const texts = read.map((found) => found === null ? "" : inUnit(chart, found.mean));
-  const bands = read.map((found) => found && found.low !== found.high ? `${inUnit(chart, found.low)} to ${inUnit(chart, found.high)}` : "");
+  const bands = read.map((found) => !found || found.low === found.high ? ""
+    : `${inUnit(chart, found.low)} to ${inUnit(chart, found.high)}`);
   byRun(chart.all).forEach(({all}, i) => chart.shownKeys[i].tell(all.map((series) => {
     const place = chart.all.indexOf(series);
     return {isSparse: series.isSparse, value: texts[place], band: bands[place]};
   })));
   if (document.activeElement !== chart.reader || chart.read === null) chart.reader.value = place;
   else chart.reader.value = nearest(chart.steps, chart.read);
-  const said = chart.all.map((series, i) => texts[i] && `${nameOf(series)} ${texts[i]}${bands[i] && `, ${bands[i]}`}`.trim());
-  putAttribute(chart.reader, "aria-valuetext", `step ${step}: ${said.filter(Boolean).join("; ")}`);
+  const said = chart.all.map((series, i) => `${nameOf(series)} ${texts[i]}${bands[i] && `, ${bands[i]}`}`.trim());
+  putAttribute(chart.reader, "aria-valuetext", `step ${step}: ${said.filter((_, i) => texts[i]).join("; ")}`);
   putAttribute(chart.cursor, "d", chart.read === null || !chart.x ? "" : cursorPath(chart, step, read));
 }
 
@@ -217,8 +232,9 @@ function summary(chart) {
     const own = extent([series]), finite = series.mean.filter(Number.isFinite);
     if (!own || !finite.length) return `${nameOf(series)} not a number throughout`.trim();
     const lost = series.mean.length - finite.length;
-    return `${nameOf(series)} from ${inUnit(chart, finite[0])} to ${inUnit(chart, finite.at(-1))}, lowest ${inUnit(chart, own.low)}, `
-      .trimStart() + `highest ${inUnit(chart, own.high)}${lost ? `; ${lost} values are not a number` : ""}`;
+    const [first, last, low, high] = [finite[0], finite.at(-1), own.low, own.high].map((value) => inUnit(chart, value));
+    return `${nameOf(series)} from ${first} to ${last}, lowest ${low}, highest ${high}`.trimStart()
+      + (lost ? `; ${lost} values are not a number` : "");
   });
   return `${chart.name}, steps ${chart.range.first} to ${chart.range.last}: ${said.join("; ")}`;
 }
@@ -226,7 +242,8 @@ function summary(chart) {
 function fillTable(chart) {
   const hasBand = chart.all.some(({low, high}) => low.some((value, i) => value !== high[i]));
   const parts = hasBand ? ["mean", "low", "high"] : ["mean"];
-  const titles = chart.all.flatMap((series) => parts.map((part) => hasBand ? `${nameOf(series)} ${part}`.trim() : nameOf(series) || "value"));
+  const titles = chart.all.flatMap((series) => parts.map((part) =>
+    hasBand ? `${nameOf(series)} ${part}`.trim() : nameOf(series) || "value"));
   const places = chart.all.map((series) => new Map(series.steps.map((step, i) => [step, i])));
   const head = make("tr", {}, ...["step", ...titles].map((title) => make("th.number", {scope: "col"}, title)));
   const rows = chart.steps.map((step) => make("tr", {}, make("th.number", {scope: "row"}, String(step)),
@@ -234,8 +251,9 @@ function fillTable(chart) {
       const at = places[i].get(step);
       return make("td.number", {}, at === undefined ? "" : inUnit(chart, series[part][at]));
     }))));
-  const filled = make("table", {}, make("caption.hidden", {}, `${chart.name} by step`), make("thead", {}, head), make("tbody", {}, ...rows));
-  const scroller = chart.table.querySelector(".scroller");
+  const title = `${chart.name} by step`, scroller = chart.table.querySelector(".scroller");
+  const filled = make("table", {}, make("caption.hidden", {}, title),
+    make("thead", {}, head), make("tbody", {}, ...rows));
   if (scroller) scroller.replaceChildren(filled);
-  else chart.table.append(make("div.scroller", {tabindex: "0", role: "region", "aria-label": `${chart.name} by step`}, filled));
+  else chart.table.append(make("div.scroller", {tabindex: "0", role: "region", "aria-label": title}, filled));
 }

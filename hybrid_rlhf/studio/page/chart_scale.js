@@ -43,7 +43,8 @@ export function stepTicks(first, last, most) {
 // A tick's value with as many decimals as its distance to the next one needs.
 export function tickText(value, step) {
   const size = Math.max(Math.abs(value), step);
-  if (size >= 1e6 || step < 1e-4) return value === 0 ? "0" : Number(value.toPrecision(3)).toExponential().replace("e+", "e");
+  if (value === 0) return "0";
+  if (size >= 1e6 || step < 1e-4) return Number(value.toPrecision(3)).toExponential().replace("e+", "e");
   return value.toFixed(Math.max(0, -Math.floor(Math.log10(step) + 1e-9)));
 }
 
@@ -112,6 +113,6 @@ export function allSteps(all) {
 export function placeAt({steps}, step) {
   const place = nearest(steps, step);
   if (place < 0) return -1;
-  const gap = Math.max(1, (steps[place + 1] ?? steps[place]) - steps[place], steps[place] - (steps[place - 1] ?? steps[place]));
-  return Math.abs(steps[place] - step) <= gap ? place : -1;
+  const here = steps[place], before = steps[place - 1] ?? here, after = steps[place + 1] ?? here;
+  return Math.abs(here - step) <= Math.max(1, here - before, after - here) ? place : -1;
 }

@@ -1,5 +1,6 @@
 // Several runs beside each other: curves over each other, the settings that differ, and the same prompts.
 
+import {swatch} from "./chart.js";
 import {makeCurves} from "./curves.js";
 import {make} from "./dom.js";
 import {address, breakable, count, headline} from "./format.js";
@@ -50,12 +51,15 @@ function build(view, root, labels) {
   view.runs = make("ul.compared");
   view.settings = make("div");
   view.prompts = make("div");
+  root.className = "runs-part";
   root.append(make("h1", {}, "Compare"), view.runs, chooser(view), view.told, view.fault,
-    view.ids.length > 1 ? curvesNode(view) : make("p", {}, "Choose another run to see both beside each other."), view.settings, view.prompts);
+    view.ids.length > 1 ? curvesNode(view) : make("p", {}, "Choose another run to see both beside each other."),
+    view.settings, view.prompts);
   fill(view);
 }
 
-const curvesNode = (view) => make("section", {"aria-labelledby": "curves"}, make("h2", {id: "curves"}, "Curves"), view.curves.node);
+const curvesNode = ({curves}) => make("section", {"aria-labelledby": "curves"},
+  make("h2", {id: "curves"}, "Curves"), curves.node);
 const addressOf = (ids) => `#/compare/${ids.map(address).join(",")}`;
 
 // A box that adds a run, and the button that has all of them answer the same prompts.
@@ -72,7 +76,7 @@ function chooser(view) {
     try {
       const job = await post("jobs", {kind: "evaluate", runs: view.ids, settings: {}});
       put(view.fault, "");
-      put(view.told, `In the queue: ${job.title || job.id}. It is shown under Runs, and its result becomes a run of its own.`);
+      put(view.told, `In the queue: ${job.title || job.id}. Its result will be a run of its own.`);
     } catch (fault) {
       put(view.told, "");
       put(view.fault, fault.message);
@@ -90,7 +94,8 @@ async function refresh(view) {
 
 function fill(view) {
   put(view.fault, (view.found.notes ?? []).join("\n"));
-  once(view, "runs", view.found.runs, (rows) => view.runs.replaceChildren(...rows.map((row, i) => runNode(view, row, i))));
+  once(view, "runs", view.found.runs, (rows) =>
+    view.runs.replaceChildren(...rows.map((row, i) => runNode(view, row, i))));
   once(view, "settings", view.found.differ, (differ) => view.settings.replaceChildren(...settingsNodes(view, differ)));
   once(view, "prompts", view.found.prompts, (prompts) => view.prompts.replaceChildren(...promptNodes(view, prompts)));
 }
@@ -105,26 +110,25 @@ function once(view, name, value, change) {
 }
 
 function runNode(view, row, place) {
-  const swatch = document.createElementNS("http://www.w3.org/2000/svg", "svg"), line = document.createElementNS(swatch.namespaceURI, "path");
-  for (const [name, value] of Object.entries({class: "swatch", width: 26, height: 10, "aria-hidden": "true"})) swatch.setAttribute(name, value);
-  line.setAttribute("d", "M1 5H25");
-  line.setAttribute("class", `curve c${place}`);
-  swatch.append(line);
-  return make("li", {}, swatch, make("a", {href: `#/run/${address(row.id)}`}, ...breakable(row.id)), make("span.quiet", {}, row.stage),
-    make(`span.state.${row.status}`, {}, row.status), make("span", {}, row.step === null ? "" : count(row.step, "step")), make("span", {}, headline(row)),
-    view.ids.length > 1 ? make("a.quiet", {href: addressOf(view.ids.filter((id) => id !== row.id)), "aria-label": `Leave out ${row.id}`}, "leave out") : null);
+  const others = view.ids.filter((id) => id !== row.id);
+  return make("li", {}, swatch(place), make("a", {href: `#/run/${address(row.id)}`}, ...breakable(row.id)),
+    make("span.quiet", {}, row.stage), make(`span.state.${row.status}`, {}, row.status),
+    make("span", {}, row.step === null ? "" : count(row.step, "step")), make("span", {}, headline(row)),
+    others.length ? make("a.quiet", {href: addressOf(others), "aria-label": `leave out ${row.id}`}, "leave out")
+      : null);
 }
 
 function settingsNodes(view, differ) {
   if (view.ids.length < 2) return [];
   const title = make("h2", {}, "Settings that differ");
   if (!differ.length) return [title, make("p.quiet", {}, "None: the runs have the same settings.")];
-  const text = (value) => value === null || value === undefined ? "not set" : typeof value === "string" ? value : JSON.stringify(value);
-  const head = make("tr", {}, make("th", {scope: "col"}, "Setting"), ...view.labels.map((label) => make("th", {scope: "col"}, label)));
+  const text = (value) => value === null ? "not set" : typeof value === "string" ? value : JSON.stringify(value);
+  const head = make("tr", {}, ...["Setting", ...view.labels].map((label) => make("th", {scope: "col"}, label)));
   const rows = differ.map(({option, values}) => make("tr", {}, make("th", {scope: "row"}, option),
     ...values.map((value) => make("td.said", {}, text(value)))));
-  return [title, make("div.scroller", {tabindex: "0", role: "region", "aria-label": "Settings that differ"}, make("table.differ", {},
-    make("caption.hidden", {}, "Settings that differ"), make("thead", {}, head), make("tbody", {}, ...rows)))];
+  const caption = make("caption.hidden", {}, "Settings that differ");
+  return [title, make("div.scroller", {tabindex: "0", role: "region", "aria-label": "Settings that differ"},
+    make("table.differ", {}, caption, make("thead", {}, head), make("tbody", {}, ...rows)))];
 }
 
 function promptNodes(view, prompts) {

@@ -1,5 +1,5 @@
-// The curves of one run, or of several over each other: which metrics are shown, and their charts. Histories are fetched
-// for what is on the screen alone, and again only when news said that there is more.
+// The curves of one run, or of several over each other: which metrics are shown, and their charts. Histories are
+// fetched for what is on the screen alone, and again only when news said that there is more.
 
 import {makeChart} from "./chart.js";
 import {make} from "./dom.js";
@@ -71,9 +71,11 @@ function fillPicker(view) {
     const name = metric.group || metric.name.split("/")[0];
     groups.set(name, [...groups.get(name) ?? [], metric]);
   }
-  view.groups.replaceChildren(...[...groups].map(([group, metrics]) => make("fieldset", {}, make("legend", {}, group),
-    ...metrics.map(({name, meaning}) => make("label", {title: meaning || null}, make("input", {
-      type: "checkbox", value: name, checked: open.includes(name), onchange: (event) => pick(view, event.target)}), ` ${name}`)))));
+  const onchange = (event) => pick(view, event.target);
+  const choice = ({name, meaning}) => make("label", {title: meaning || null},
+    make("input", {type: "checkbox", value: name, checked: open.includes(name), onchange}), ` ${name}`);
+  view.groups.replaceChildren(...[...groups].map(([group, metrics]) =>
+    make("fieldset", {}, make("legend", {}, group), ...metrics.map(choice))));
 }
 
 function pick(view, box) {
@@ -117,11 +119,12 @@ async function load(view) {
   if (!due.length) return;
   const version = view.version, known = new Set(view.metrics.map((metric) => metric.name));
   const names = due.flatMap(({chart: {name}}) => [name, ...known.has(HELD_OUT + name) ? [HELD_OUT + name] : []]);
-  const found = await Promise.all(view.runs.map(({id}) => get("history", {id, names: names.join(","), points: POINTS})));
+  const query = {names: names.join(","), points: POINTS};
+  const found = await Promise.all(view.runs.map(({id}) => get("history", {id, ...query})));
   for (const each of due) {
     const {name} = each.chart;
-    each.chart.update(view.runs.flatMap((run, i) => [part(run, found[i], name, false), part(run, found[i], HELD_OUT + name, true)])
-      .filter(Boolean));
+    each.chart.update(view.runs.flatMap((run, i) =>
+      [part(run, found[i], name, false), part(run, found[i], HELD_OUT + name, true)]).filter(Boolean));
     each.version = version;
   }
   put(view.fault, [...new Set(found.flatMap((history) => history.notes ?? []))].join("\n"));
@@ -133,7 +136,8 @@ function part(run, history, name, isHeldOut) {
   if (!values?.steps.length) return null;
   // the two curves of one run differ in colour too; of several runs each has one colour
   const place = isHeldOut && !run.label ? run.place + 1 : run.place;
-  return {...values, key: `${run.id} ${name}`, run: run.id, label: run.label, place, isSparse: isHeldOut || name.startsWith(HELD_OUT)};
+  const isSparse = isHeldOut || name.startsWith(HELD_OUT);
+  return {...values, key: `${run.id} ${name}`, run: run.id, label: run.label, place, isSparse};
 }
 
 function recall(name) {

@@ -68,7 +68,7 @@ export function shown(name, value) {
 export function headline(row) {
   return (row.headline ?? []).map(({name, value}, i, all) => {
     const isSame = i > 0 && name === `eval/${all[i - 1].name}`;
-    return `${isSame ? "held out" : name}\u00a0${shown(name, value)}`; // a line ends between two, not within one
+    return `${isSame ? "held out" : name} ${shown(name, value)}`.replaceAll(" ", "\u00a0"); // a line ends between two
   }).join(", ");
 }
 

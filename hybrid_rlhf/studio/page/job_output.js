@@ -13,10 +13,11 @@ export function makeJobOutput(id, title = "Output") {
   view.pre = make("pre", {tabindex: "0", role: "region", "aria-label": title});
   view.cut = make("p.quiet", {hidden: true}, "Only the end is shown here; the job's folder has all of it.");
   view.fault = make("p.fault", {role: "status"});
-  view.node = make("details", {ontoggle: () => view.node.open && view.load()}, make("summary", {}, title), view.cut, view.pre, view.fault);
+  const look = () => view.node.open && view.load();
+  view.node = make("details", {ontoggle: look}, make("summary", {}, title), view.cut, view.pre, view.fault);
   view.load = paced(() => load(view), {node: view.pre, fail: (fault) => put(view.fault, fault.message)});
-  const endings = [on("job", (job) => job.id === id && view.node.open && view.load()), on("open", () => view.node.open && view.load())];
-  return {node: view.node, end: () => [...endings, view.load.end].forEach((end) => end())};
+  const endings = [on("job", (job) => job.id === id && look()), on("open", look), view.load.end];
+  return {node: view.node, end: () => endings.forEach((end) => end())};
 }
 
 async function load(view) {

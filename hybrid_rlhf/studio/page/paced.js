@@ -1,7 +1,8 @@
 // Work that news ask for: not more often than the eye needs, and only while somebody can see what it changes.
 
-// Returns ask(): has work() called, at most once in `wait` ms and never twice at once. While the tab is hidden, or `node`
-// is not on the screen, it waits; what was asked meanwhile is one call then. ask.end() ends it. A fault goes to `fail`.
+// Returns ask(): has work() called, at most once in `wait` ms and never twice at once. While the tab is hidden, or
+// `node` is not on the screen, it waits; what was asked meanwhile is one call then. ask.end() ends it. A fault goes to
+// `fail`.
 export function paced(work, {wait = 500, node = null, fail = () => {}} = {}) {
   let isAsked = false, isBusy = false, isSeen = node === null, hasEnded = false;
   let last = -Infinity, timer = 0;

@@ -17,8 +17,8 @@ export function makeQueue() {
   view.endedSummary = make("summary");
   view.endedPart = make("details", {}, view.endedSummary, view.ended);
   view.fault = make("p.fault", {role: "status"});
-  view.node = make("section", {"aria-labelledby": "queue-title", hidden: true}, make("h2", {id: "queue-title"}, "Queue"),
-    view.open, view.fault, view.endedPart);
+  view.node = make("section", {"aria-labelledby": "queue-title", hidden: true},
+    make("h2", {id: "queue-title"}, "Queue"), view.open, view.fault, view.endedPart);
   view.items = keyed((job) => makeJob(job, view));
   const load = paced(() => fill(view), {fail: (fault) => tellFault(view, fault)});
   const endings = ["jobs", "open"].map((name) => on(name, load));
@@ -53,7 +53,8 @@ export function jobWords(job) {
   if (job.state === "queued") return job.place ? `waiting, number ${job.place}` : "waiting";
   if (job.state === "running") return `running, started ${age(job.started) || "just now"}`;
   const took = Date.parse(job.finished) - Date.parse(job.started);
-  return `${job.state} ${age(job.finished ?? job.created)}${Number.isFinite(took) ? `, took ${duration(took / 1000)}` : ""}`;
+  const when = `${job.state} ${age(job.finished ?? job.created)}`;
+  return Number.isFinite(took) ? `${when}, took ${duration(took / 1000)}` : when;
 }
 
 function makeJob(first, view) {

@@ -17,6 +17,7 @@ const CAN_RESUME = ["stopped", "failed", "lost"];
 export async function show(root, id) {
   if (!id) throw new Error("no run is named; choose one under Runs");
   document.title = `${id} - hybrid_rlhf`;
+  root.className = "runs-part";
   try {
     return showRun(root, id, await get("run", {id}));
   } catch (fault) {
@@ -35,7 +36,7 @@ function showRun(root, id, found) {
   update(view);
   const isMine = (load) => (news) => news.id === id && load();
   const load = paced(() => refresh(view), {fail: (fault) => put(view.fault, fault.message), wait: 1000});
-  const jobs = paced(() => findJob(view), {wait: 1000, fail: () => {}}); // the queue's own faults stand on the page of runs
+  const jobs = paced(() => findJob(view), {wait: 1000}); // the queue's own faults stand on the page of runs
   const grown = isMine(() => [load, view.curves.ask, view.samples.ask].forEach((ask) => ask()));
   const all = () => [load, view.curves.ask, view.samples.ask, jobs].forEach((ask) => ask());
   const endings = [on("run", grown), on("runs", load), on("jobs", jobs), on("open", all), load.end, jobs.end,
@@ -54,7 +55,8 @@ async function jobOf(id) {
 
 // A run that is in the queue, or has just begun: it has no folder yet. As soon as it has one this becomes its page.
 function showWaiting(root, id, first) {
-  const state = make("span.state"), error = make("p.fault.said"), output = makeJobOutput(first.id, "Output of its process");
+  const state = make("span.state"), error = make("p.fault.said");
+  const output = makeJobOutput(first.id, "Output of its process");
   const ends = [];
   const leave = () => ends.splice(0).forEach((end) => end());
   const tell = (job) => {
@@ -97,22 +99,27 @@ function build(view, root) {
   view.outputPlace = make("div");
   buildButtons(view);
   root.append(make("h1.run-name", {}, ...breakable(view.id)), make("p.line", {}, view.state, view.about),
-    make("p.line", {}, view.bar, view.steps), view.error, view.alarms, view.family, view.buttons, view.told, view.fault, view.notes,
-    view.waiting, view.outputPlace, make("section", {"aria-labelledby": "curves"}, make("h2", {id: "curves"}, "Curves"), view.curves.node),
+    make("p.line", {}, view.bar, view.steps), view.error, view.alarms, view.family, view.buttons, view.told, view.fault,
+    view.notes, view.waiting, view.outputPlace,
+    make("section", {"aria-labelledby": "curves"}, make("h2", {id: "curves"}, "Curves"), view.curves.node),
     view.samples.node, view.details.node);
 }
 
 function buildButtons(view) {
   const {id} = view;
   const link = (text, href) => make("a.button", {href}, text);
-  view.stop = make("button", {type: "button", onclick: () => act(view, "run/stop", "It ends after this step, with a checkpoint to go on from.")});
-  view.resume = make("button.primary", {type: "button", onclick: () => act(view, "run/resume", "It goes on from its last checkpoint as soon as the queue is free.")}, "Resume");
+  view.stop = make("button", {type: "button", onclick: () =>
+    act(view, "run/stop", "It ends after this step, with a checkpoint to go on from.")});
+  view.resume = make("button.primary", {type: "button", onclick: () =>
+    act(view, "run/resume", "It goes on from its last checkpoint as soon as the queue is free.")}, "Resume");
   view.talk = link("Talk", `#/talk?model=${encodeURIComponent(id)}`);
   view.take = link("Take away", `#/take?run=${encodeURIComponent(id)}`);
   view.compare = link("Compare", `#/compare/${address(id)}`);
   view.fresh = link("New run from it", `#/new?model=${encodeURIComponent(id)}`);
-  view.report = make("a.button", {href: `api/report?${new URLSearchParams({id})}`, target: "_blank", rel: "noopener"}, "Report");
-  view.buttons = make("div.buttons", {}, view.stop, view.resume, view.talk, view.compare, view.fresh, view.take, view.report);
+  view.report = make("a.button",
+    {href: `api/report?${new URLSearchParams({id})}`, target: "_blank", rel: "noopener"}, "Report");
+  view.buttons = make("div.buttons", {},
+    view.stop, view.resume, view.talk, view.compare, view.fresh, view.take, view.report);
 }
 
 async function act(view, path, done) {
@@ -156,9 +163,11 @@ function update(view) {
   put(view.error, row.error ?? "");
   putAlarms(view);
   putFamily(view);
-  const canTalk = row.has_model || view.found.checkpoints.length > 0;
-  for (const [node, isThere] of [[view.stop, isRunning], [view.resume, CAN_RESUME.includes(row.status)], [view.talk, canTalk],
-    [view.take, row.has_model], [view.fresh, row.has_model], [view.report, view.found.has_report]]) node.hidden = !isThere;
+  view.stop.hidden = !isRunning;
+  view.resume.hidden = !CAN_RESUME.includes(row.status);
+  view.talk.hidden = !(row.has_model || view.found.checkpoints.length);
+  view.take.hidden = view.fresh.hidden = !row.has_model;
+  view.report.hidden = !view.found.has_report;
   put(view.stop, view.hasAskedToStop ? "End at once" : "Stop with a checkpoint");
   view.curves.update(view.found.metrics);
   view.details.update(view.found);
@@ -184,7 +193,8 @@ function putSteps(view, row) {
     view.bar.value = Math.min(step, most);
   }
   const left = Number.isFinite(rest) ? `, about ${duration(rest)} left` : "";
-  put(view.steps, step === null ? "no step yet" : most && step !== most ? `step ${step} of ${most}${left}` : count(step, "step"));
+  const isWithin = most && step !== most;
+  put(view.steps, step === null ? "no step yet" : isWithin ? `step ${step} of ${most}${left}` : count(step, "step"));
 }
 
 function putAlarms(view) {
@@ -192,7 +202,8 @@ function putAlarms(view) {
   if (text === view.alarmText) return;
   view.alarmText = text;
   view.alarms.hidden = !alarms.length;
-  view.alarms.replaceChildren(...alarms.map((alarm) => make("li", {}, make("strong", {}, alarm.name), `: ${alarm.text}`)));
+  view.alarms.replaceChildren(...alarms.map(({name, text: what}) =>
+    make("li", {}, make("strong", {}, name), `: ${what}`)));
 }
 
 // From whom it was made, and what was made from it.

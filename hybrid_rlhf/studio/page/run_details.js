@@ -1,4 +1,5 @@
-// How a run was made and what it took: time and memory by phase, settings, the command, checkpoints, versions, the card.
+// How a run was made and what it took: time and memory by phase, settings, the command, checkpoints, versions, and the
+// card of its model.
 
 import {make, table} from "./dom.js";
 import {bytes, duration} from "./format.js";
@@ -6,37 +7,42 @@ import {bytes, duration} from "./format.js";
 // makeDetails() -> {node, update(found)}. A part is made again only where what it shows has changed, and stays open.
 export function makeDetails() {
   const parts = [
-    part((found) => [found.phases, found.memory], costs),
-    part((found) => [found.header], ({header}) => header.length ? [make("h2", {}, "What it began with"), make("ul.plain", {},
-      ...header.map((line) => make("li", {}, line)))] : []),
-    part((found) => [found.command], ({command}) => command ? [make("h2", {}, "The command that does the same"), commandNode(command)] : []),
-    part((found) => [found.checkpoints], ({checkpoints}) => checkpoints.length ? [folded("Checkpoints", checkpointTable(checkpoints))] : []),
-    part((found) => [found.settings], ({settings}) => settings ? [folded("Settings", textNode(settings, "Settings"))] : []),
-    part((found) => [found.versions], ({versions}) => Object.keys(versions ?? {}).length ? [folded("Versions", versionTable(versions))] : []),
-    part((found) => [found.card], ({card}) => card ? [folded("Model card", textNode(card, "Model card"))] : []),
+    part(({phases, memory}) => [phases, memory], costs),
+    part(({header}) => header, (header) => header.length ? [make("h2", {}, "What it began with"),
+      make("ul.plain", {}, ...header.map((line) => make("li", {}, line)))] : []),
+    part(({command}) => command, (command) => command ? [make("h2", {}, "The command that does the same"),
+      commandNode(command)] : []),
+    part(({checkpoints}) => checkpoints, (all) => all.length ? [folded("Checkpoints", checkpointTable(all))] : []),
+    part(({settings}) => settings, (text) => text ? [folded("Settings", textNode(text, "Settings"))] : []),
+    part(({versions}) => Object.entries(versions).sort(),
+      (all) => all.length ? [folded("Versions", versionTable(all))] : []),
+    part(({card}) => card, (text) => text ? [folded("Model card", textNode(text, "Model card"))] : [])
   ];
-  return {node: make("div", {}, ...parts.map((each) => each.node)), update: (found) => parts.forEach((each) => each.update(found))};
+  const update = (found) => parts.forEach((each) => each.update(found));
+  return {node: make("div", {}, ...parts.map((each) => each.node)), update};
 }
 
 function part(read, fill) {
   const node = make("section");
   let before = "";
   return {node, update(found) {
-    const now = JSON.stringify(read(found));
+    const value = read(found), now = JSON.stringify(value);
     if (now === before) return;
     before = now;
     const isOpen = node.querySelector("details")?.open;
-    node.replaceChildren(...fill(found));
+    node.replaceChildren(...fill(value));
     node.hidden = !node.children.length;
     if (isOpen) node.querySelector("details").open = true;
   }};
 }
 
-function costs({phases, memory}) {
-  const seconds = phases.filter(({seconds: value}) => value > 0), sizes = memory.filter(({bytes: value}) => value > 0);
-  return [
-    ...seconds.length ? [make("h2", {}, "Where the time went"), bars(seconds, "seconds", duration, "Seconds by phase")] : [],
-    ...sizes.length ? [make("h2", {}, "Most memory, by part and phase"), bars(sizes, "bytes", bytes, "Memory by part and phase")] : []];
+function costs([phases, memory]) {
+  const charted = (title, rows, key, text, caption) => {
+    const some = rows.filter((row) => row[key] > 0);
+    return some.length ? [make("h2", {}, title), bars(some, key, text, caption)] : [];
+  };
+  return [...charted("Where the time went", phases, "seconds", duration, "Seconds by phase"),
+    ...charted("Most memory, by part and phase", memory, "bytes", bytes, "Memory by part and phase")];
 }
 
 // Rows with a bar each; the number is beside it as text.
@@ -46,7 +52,8 @@ function bars(rows, key, text, caption) {
   return make("table.bars", {}, make("caption.hidden", {}, caption), make("tbody", {}, ...sorted.map((row) => {
     const bar = make("div.bar");
     bar.style.setProperty("--share", row[key] / most);
-    return make("tr", {}, make("th", {scope: "row"}, row.name), make("td.number", {}, text(row[key])), make("td.drawn", {}, bar));
+    return make("tr", {}, make("th", {scope: "row"}, row.name), make("td.number", {}, text(row[key])),
+      make("td.drawn", {}, bar));
   })));
 }
 
@@ -63,16 +70,19 @@ function commandNode(command) {
       told.textContent = "The browser does not let the page copy; select the text.";
     }
   }}, "Copy");
-  return make("div", {}, make("pre.command", {tabindex: "0", role: "region", "aria-label": "Command"}, command), make("div.line", {}, copy, told));
+  return make("div", {}, make("pre.command", {tabindex: "0", role: "region", "aria-label": "Command"}, command),
+    make("div.line", {}, copy, told));
 }
 
 function checkpointTable(checkpoints) {
-  return table([{title: "Name", cell: (row) => row.name}, {title: "Step", cell: (row) => String(row.step ?? ""), isNumber: true},
-    {title: "On disk", cell: (row) => bytes(row.bytes), isNumber: true}, {title: "", cell: (row) => row.is_best ? "best so far" : ""}],
-  checkpoints, "Checkpoints");
+  return table([
+    {title: "Name", cell: (row) => row.name}, {title: "Step", cell: (row) => String(row.step ?? ""), isNumber: true},
+    {title: "On disk", cell: (row) => bytes(row.bytes), isNumber: true},
+    {title: "Note", cell: (row) => row.is_best ? "best so far" : ""}
+  ], checkpoints, "Checkpoints");
 }
 
 function versionTable(versions) {
   return table([{title: "Package", cell: ([name]) => name}, {title: "Version", cell: ([, text]) => String(text)}],
-    Object.entries(versions).sort(), "Versions");
+    versions, "Versions");
 }

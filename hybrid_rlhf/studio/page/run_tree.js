@@ -1,8 +1,8 @@
 // Runs as trees: who was made from whom. A line (sft, reward, ppo) stays a line; only where it branches it is indented.
 
-// rows -> [{folder, lines: [{row, depth, trail, others}]}], the folder with the newest run first, and in it the newest tree.
-// folder: what the ids of its trees begin with. trail: ids of those before it in its line. others: its parents beside
-// the one that it stands under.
+// rows -> [{folder, lines: [{row, depth, trail, others}]}], the folder with the newest run first, and in it the newest
+// tree. folder: what the ids of its trees begin with. trail: ids of those before it in its line. others: its parents
+// beside the one that it stands under.
 export function folders(rows) {
   const found = new Map();
   for (const {folder, lines, newest} of trees(rows)) {
@@ -32,7 +32,8 @@ function tree(root, children) {
     const from = children.get(row.id) ?? [];
     const known = new Set([...trail, ...above(lines, depth)]);
     lines.push({row, depth, trail, others: (row.parents ?? []).filter((id) => id !== row.id && !known.has(id))});
-    for (const child of from) walk(child, from.length > 1 ? depth + 1 : depth, from.length > 1 ? [] : [...trail, row.id]);
+    if (from.length === 1) walk(from[0], depth, [...trail, row.id]);
+    else for (const child of from) walk(child, depth + 1, []);
   };
   walk(root, 0, []);
   const newest = lines.reduce((time, {row}) => compare(row.started, time) > 0 ? row.started : time, "");
@@ -58,7 +59,7 @@ function chosenParents(rows, byId) {
     if (heights.has(id)) return heights.get(id);
     let best = 0, parent = null;
     for (const each of byId.get(id).parents ?? []) {
-      if (each === id || !byId.has(each) || below.has(each)) continue; // folders of others may name each other in a circle
+      if (each === id || !byId.has(each) || below.has(each)) continue; // runs may name each other in a circle
       const far = 1 + height(each, new Set([...below, id]));
       if (far > best) [best, parent] = [far, each];
     }

@@ -39,21 +39,22 @@ function build(view, root) {
   view.lines = new Map(); // id -> line
   view.where = make("p.quiet");
   view.fault = make("p.fault", {role: "status"});
-  view.empty = make("p", {hidden: true}, "There is no run in this folder yet. ", make("a", {href: "#/new"}, "Begin a new run"),
-    ": choose what the model is to learn, and from which data. Runs that are started in a terminal with this folder as "
-    + "their output_dir's parent appear here too.");
+  view.empty = make("p", {hidden: true}, "There is no run in this folder yet. ",
+    make("a", {href: "#/new"}, "Begin a new run"), ": choose what the model is to learn, and from which "
+    + "data. Runs that are started in a terminal are shown here too, if their output_dir is in this folder.");
   view.find = make("input", {type: "search", id: "find-run", autocomplete: "off", oninput: () => filter(view)});
   view.finder = make("div.line", {hidden: true}, make("label", {for: "find-run"}, "Find "), view.find);
   view.found = make("p.hidden", {role: "status"});
   const head = make("tr", {role: "row"}, ...TITLES.map((title) => make(NUMBERS.has(title) ? "th.number" : "th",
     {scope: "col", role: "columnheader"}, title === "Choose" ? make("span.hidden", {}, title) : title)));
-  view.table = make("table.runs", {role: "table", hidden: true}, make("caption.hidden", {}, "Runs, those made from others below them"),
-    make("thead", {role: "rowgroup"}, head));
-  view.head = view.table.querySelector("thead");
-  view.caption = view.table.querySelector("caption");
+  view.head = make("thead", {role: "rowgroup"}, head);
+  view.caption = make("caption.hidden", {}, "Runs, those made from others below them");
+  view.table = make("table.runs", {role: "table", hidden: true}, view.caption, view.head);
   buildChoice(view);
   view.groups = keyed(() => makeGroup(view));
-  root.append(make("h1", {}, "Runs"), view.where, view.fault, view.queue.node, view.empty, view.finder, view.found, view.table, view.choice);
+  root.className = "runs-part";
+  root.append(make("h1", {}, "Runs"), view.where, view.fault, view.queue.node, view.empty, view.finder, view.found,
+    view.table, view.choice);
 }
 
 function buildChoice(view) {
@@ -72,7 +73,8 @@ async function fill(view) {
   const found = await get("runs"), groups = folders(found.runs);
   view.rows = found.runs;
   put(view.fault, (found.notes ?? []).join("\n"));
-  put(view.where, `${count(found.runs.length, "run")} in ${found.folder}, ${bytes(found.bytes)}; ${bytes(found.free)} free on the disk`);
+  const sizes = `${bytes(found.bytes)}; ${bytes(found.free)} free on the disk`;
+  put(view.where, `${count(found.runs.length, "run")} in ${found.folder}, ${sizes}`);
   view.empty.hidden = found.runs.length > 0;
   view.table.hidden = !found.runs.length;
   view.finder.hidden = found.runs.length < 10 && !view.find.value;
@@ -104,10 +106,12 @@ function makeLine(view) {
     else chosen.delete(line.row.id);
     tellChoice(view);
   }});
-  const cell = (name, ...inside) => make(NUMBERS.has(name) ? "td.number" : "td", {role: "cell", "data-title": name}, ...inside);
+  const cell = (name, ...inside) =>
+    make(NUMBERS.has(name) ? "td.number" : "td", {role: "cell", "data-title": name}, ...inside);
   const trail = make("span.quiet"), link = make("a"), others = make("span.quiet.others");
   const state = make("span.state"), alarms = make("span.alarms"), error = make("span.fault.why");
-  const [stage, steps, result, started, took, disk] = ["Stage", "Steps", "Result", "Started", "Took", "On disk"].map((name) => cell(name));
+  const [stage, steps, result, started, took, disk] =
+    ["Stage", "Steps", "Result", "Started", "Took", "On disk"].map((name) => cell(name));
   line.node = make("tr.run", {role: "row"}, cell("Choose", box), cell("Run", trail, link, others), stage,
     cell("State", state, alarms, error), steps, result, started, took, disk);
   Object.assign(line, {box, trail, link, others, state, alarms, error, stage, steps, result, started, took, disk});

@@ -55,7 +55,7 @@ export function sampleNode(sample, hasPrompt = true) {
 }
 
 // Text as it is; what another program wrote there instead as JSON.
-const asText = (value) => (typeof value === "string" ? value : value === undefined || value === null ? "" : JSON.stringify(value)).trim();
+const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value ?? "")).trim();
 
 // The answer as it was; of an episode a paragraph for each turn, with who spoke.
 function saidNodes({completion, turns}) {
@@ -91,9 +91,10 @@ function answersNodes(rows) {
   }
   const all = [...prompts.values()], isTwo = all.some((each) => each.length > 1);
   if (!all.length) return [];
+  const ends = (each) => each.length > 1 ? [each[0], each.at(-1)] : each;
+  const titled = (row) => ({title: isTwo ? `step ${row.step}` : "", sample: row});
   return [make("h2", {}, isTwo ? "The same prompts, before and after" : `Before: its answers at step ${rows[0].step}`),
-    make(isTwo ? "div" : "div.samples", {}, ...all.map((each) => sideBySide(each[0].prompt,
-      (each.length > 1 ? [each[0], each.at(-1)] : each).map((row) => ({title: isTwo ? `step ${row.step}` : "", sample: row})))))];
+    make(isTwo ? "div" : "div.samples", {}, ...all.map((each) => sideBySide(each[0].prompt, ends(each).map(titled))))];
 }
 
 // One prompt, and under it answers beside each other: [{title, sample or null}].

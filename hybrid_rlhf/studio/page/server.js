@@ -2,30 +2,35 @@
 
 export async function get(path, query = {}) {
   const search = new URLSearchParams(query).toString();
-  return answered(await fetch(`api/${path}${search && `?${search}`}`));
+  return answered(fetch(`api/${path}${search && `?${search}`}`));
 }
 
 export async function post(path, body = {}) {
-  return answered(await fetch(`api/${path}`, {
+  return answered(fetch(`api/${path}`, {
     method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify(body)}));
 }
 
 export async function upload(file) {
-  return answered(await fetch(`api/upload?${new URLSearchParams({name: file.name})}`, {
+  return answered(fetch(`api/upload?${new URLSearchParams({name: file.name})}`, {
     method: "POST", headers: {"Content-Type": "application/octet-stream"}, body: file}));
 }
 
 // The JSON of an answer; an Error with the server's own line where it refused (and .option, the setting it is about).
-async function answered(reply) {
+async function answered(asked) {
+  const reply = await asked.catch(() => {
+    throw new Error("the studio does not answer; has it been ended?");
+  });
   const body = await reply.json().catch(() => ({}));
   if (reply.ok) return body;
-  throw Object.assign(new Error(body.error ?? `the studio answered ${reply.status}`), {option: body.option, status: reply.status});
+  const refused = new Error(body.error ?? `the studio answered ${reply.status}`);
+  throw Object.assign(refused, {option: body.option, status: reply.status});
 }
 
 const listeners = new Map(); // name -> functions
-let news = null, wasLost = false;
+let news = null;
 
-// Call handle(data) at each event `name`; returns what ends it. Names: runs, run, jobs, job, talk, open (the connection stands again).
+// Call handle(data) at each event `name`; returns what ends it. Names: runs, run, jobs, job, talk, and open: from now
+// on news are heard (again), and what was told before may have been missed.
 export function on(name, handle) {
   if (!listeners.has(name)) {
     listeners.set(name, new Set());
@@ -36,17 +41,13 @@ export function on(name, handle) {
   return () => listeners.get(name).delete(handle);
 }
 
-// A hidden tab hears nothing: a browser has six connections to one server, for all tabs together, and with the seventh tab
-// nothing would load any more. Shown again, it is told "open", upon which pages load what they show.
+// A hidden tab hears nothing: a browser has six connections to one server, for all tabs together, and with the seventh
+// tab nothing would load any more. Shown again, it is told "open", upon which pages load what they show.
 function listen() {
   if (news || document.hidden || !listeners.size) return;
   news = new EventSource("api/events");
   for (const name of listeners.keys()) hear(name);
-  news.addEventListener("open", () => {
-    if (wasLost) tellAll("open", {});
-    wasLost = false;
-  });
-  news.addEventListener("error", () => (wasLost = true));
+  news.addEventListener("open", () => tellAll("open", {}));
   news.addEventListener("reload", () => tellAll("open", {}));
 }
 
@@ -57,7 +58,6 @@ function hear(name) {
 function hush() {
   news?.close();
   news = null;
-  wasLost = true;
 }
 
 document.addEventListener("visibilitychange", () => document.hidden ? hush() : listen());
