@@ -1,20 +1,14 @@
-"""The pages of runs in a real Chromium: what they show, how it grows, by hand and by keyboard, and text as text."""
+"""The pages of runs in a real Chromium: what they show, how it grows, and what their buttons do."""
 
 from __future__ import annotations
 
-import json
-import time
-
 import pytest
 
-from tests.factories.browser import axe_faults, chromium, find, needs_axe, needs_browser, texts, until
-from tests.factories.studio_queue import MadeQueue, studio_with_queue
-from tests.factories.studio_runs import append, make_run, samples
+from tests.factories.browser import chromium, find, needs_browser, texts, until
+from tests.factories.studio_pages import MadeQueue, curve, is_drawn, open_pages, press, studio_with_queue
+from tests.factories.studio_runs import make_run
 
 pytestmark = needs_browser
-
-MARKUP = "<img src=x onerror=document.title='broken'>"
-ALL_IMPACTS = ("minor", "moderate", "serious", "critical")
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +30,8 @@ def queue():
 
 @pytest.fixture
 def opened(browser, outputs, queue):
-    """open(address) -> the browser, at this page of a studio over `outputs`."""
-    with studio_with_queue(outputs, queue) as studio:
-        browser.get(studio.url)
-
-        def open_page(where: str):  # noqa: ANN202
-            browser.get("about:blank")
-            browser.get(f"{studio.base}/{where}")
-            until(browser, lambda: find(browser, "h1").text)
-            return browser
-
-        open_page.studio = studio
-        yield open_page
-        browser.get("about:blank")
+    with open_pages(browser, outputs, queue) as found:
+        yield found
 
 
 def rows_of(page) -> dict[str, list[str]]:
@@ -58,35 +41,12 @@ def rows_of(page) -> dict[str, list[str]]:
             for row in page.find_elements("css selector", "tr.run")}
 
 
-def curve(page, metric: str, selector: str = ".curve"):  # noqa: ANN201
-    return find(page, f"[data-metric='{metric}'] .plot {selector}")
-
-
-def drawn(page, metric: str) -> bool:
-    return bool(curve(page, metric).get_attribute("d"))
-
-
 def value_of(page, metric: str) -> str:
     return texts(page, f"[data-metric='{metric}'] .value")[0]
 
 
 def rising(step: int) -> dict:
     return {"loss": float(step), "time/step": 2.0}
-
-
-def sticking_out(page) -> list[str]:
-    """What makes the page scroll sideways; nothing where it does not."""
-    return page.execute_script("""
-        const width = document.documentElement.clientWidth;
-        if (document.documentElement.scrollWidth <= width) return [];
-        return [...document.querySelectorAll('body *')].filter((e) => e.getBoundingClientRect().right > width + 1)
-          .map((e) => `${e.outerHTML.slice(0, 150)} ${e.getBoundingClientRect().right}`);""")
-
-
-def press(page, *keys: str) -> None:
-    from selenium.webdriver.common.action_chains import ActionChains
-
-    ActionChains(page).send_keys(*keys).perform()
 
 
 def test_an_empty_folder_says_what_to_do_first(opened):
@@ -134,7 +94,7 @@ def test_news_change_the_list_in_place(opened, outputs):
     press(page, " ")
     place = box.rect["y"] - page.execute_script("return scrollY")
     make_run(outputs, "new/one", "sft", 2)
-    opened.studio.studio.news.publish("runs", {})
+    opened.publish("runs", {})
     until(page, lambda: page.find_elements("css selector", "[aria-label='Choose new/one']"))
     assert page.execute_script("return document.activeElement") == box
     assert box.is_selected()
@@ -160,20 +120,20 @@ def test_finding_hides_what_has_other_words(opened, outputs):
 
 def test_the_queue_stops_and_drops_and_says_refusals(opened, queue):
     queue.add("3", "failed", error="sft: no such data", finished="2026-11-23T14:05:00+00:00")
-    queue.add("2", "queued", place=1, title=MARKUP)
+    queue.add("2", "queued", place=1, title="an evaluation")
     queue.add("1", "running", run="demo/ppo", started="2026-11-23T14:00:00+00:00")
     queue.output = "line one\n"
     page = opened("#/runs")
     until(page, lambda: len(texts(page, "ul.jobs > li")) == 3)
     first, second, third = page.find_elements("css selector", "ul.jobs > li")
     assert first.find_element("css selector", "a").get_attribute("href").endswith("#/run/demo/ppo")
-    assert second.find_element("css selector", ".job-title").text == MARKUP
+    assert second.find_element("css selector", ".job-title").text == "an evaluation"
     assert "waiting, number 1" in second.text
     assert "sft: no such data" in third.get_attribute("textContent")
     first.find_element("css selector", "summary").click()
     until(page, lambda: first.find_element("css selector", "pre").text == "line one")
     queue.output += "line two\n"
-    opened.studio.studio.news.publish("job", {"id": "1"})
+    opened.publish("job", {"id": "1"})
     until(page, lambda: first.find_element("css selector", "pre").text == "line one\nline two")
     second.find_element("css selector", "button").click()
     until(page, lambda: queue.asked == [("/api/job/stop", {"id": "2"})])
@@ -181,7 +141,7 @@ def test_the_queue_stops_and_drops_and_says_refusals(opened, queue):
     first.find_element("css selector", "button").click()
     until(page, lambda: queue.refusal in texts(page, "#page section > .fault"))
     queue.jobs[0]["state"] = "done"
-    opened.studio.studio.news.publish("jobs", {})
+    opened.publish("jobs", {})
     until(page, lambda: "Ended: 2" in find(page, "#page").text)
 
 
@@ -196,7 +156,7 @@ def test_a_run_shows_how_it_stands_and_how_it_was_made(opened, outputs):
     assert find(page, "progress").get_attribute("value") == "20"
     assert [b.text for b in page.find_elements("css selector", "#page .buttons button, #page a.button")
             if b.is_displayed()] == ["Stop with a checkpoint", "Talk", "Compare"]
-    until(page, lambda: drawn(page, "reward"))
+    until(page, lambda: is_drawn(page, "reward"))
     assert "from 0.3302 to 0.4274" in find(page, "[data-metric=reward] .plot").get_attribute("aria-label")
     until(page, lambda: len(texts(page, ".sample")) >= 4)
     said = texts(page, ".samples .sample")[0]
@@ -217,7 +177,7 @@ def test_a_run_shows_how_it_stands_and_how_it_was_made(opened, outputs):
 def test_a_run_grows_without_being_drawn_anew(opened, outputs):
     run = make_run(outputs, "demo/sft", "sft", 10, "running", max_steps=50, values=rising)
     page = opened("#/run/demo/sft")
-    until(page, lambda: drawn(page, "loss"))
+    until(page, lambda: is_drawn(page, "loss"))
     node, before = curve(page, "loss"), curve(page, "loss").get_attribute("d")
     find(page, "[data-metric=loss] details").click()
     until(page, lambda: len(texts(page, "[data-metric=loss] tbody tr")) == 10)
@@ -241,7 +201,7 @@ def test_a_chart_is_read_by_pointer_and_by_arrow_keys(opened, outputs):
     values = [7.0, 1.5, -2.0, 4.0, None, 3.25, 3.0, 8.0, 9.0]
     make_run(outputs, "a", "sft", 9, values=lambda step: {"loss": values[step - 1]})
     page = opened("#/run/a")
-    until(page, lambda: drawn(page, "loss"))
+    until(page, lambda: is_drawn(page, "loss"))
     assert value_of(page, "loss") == "9"
     assert "not a number" in find(page, "[data-metric=loss] .plot").get_attribute("aria-label")
     assert curve(page, "loss").get_attribute("d").count("M") == 2  # the line breaks at the step without a number
@@ -266,38 +226,18 @@ def test_a_chart_is_read_by_pointer_and_by_arrow_keys(opened, outputs):
 def test_curves_are_chosen_and_the_choice_is_remembered(opened, outputs):
     make_run(outputs, "a", "sft", 9)
     page = opened("#/run/a")
-    until(page, lambda: drawn(page, "loss"))
+    until(page, lambda: is_drawn(page, "loss"))
     find(page, ".picker summary").click()
     find(page, "input[value=loss]").click()
     find(page, "input[value=num_tokens]").click()
     page.execute_script("document.querySelector('[data-metric=num_tokens]').scrollIntoView()")
-    until(page, lambda: drawn(page, "num_tokens"))
+    until(page, lambda: is_drawn(page, "num_tokens"))
     assert not page.find_elements("css selector", "[data-metric=loss]")
     assert "tokens read so far" in find(page, "[data-metric=num_tokens]").text
     opened("#/run/a")
     until(page, lambda: page.find_elements("css selector", "[data-metric=num_tokens]"))
     assert not page.find_elements("css selector", "[data-metric=loss]")
     page.execute_script("localStorage.clear()")
-
-
-def test_what_models_and_names_say_is_never_markup(opened, outputs):
-    run = make_run(outputs, f"x/{MARKUP}", "grpo", 5, "failed", error=MARKUP)
-    row = samples(9)[0] | {"prompt": MARKUP, "completion": MARKUP, "judge": MARKUP, "scores": {MARKUP: 1.0}}
-    append(run.folder / "samples.jsonl", [row])
-    append(run.folder / "metrics.jsonl", [{"step": 6, MARKUP: 1.0}])
-    make_run(outputs, "x/other", "grpo", 5, parents=[f"x/{MARKUP}"])
-    page = opened("#/runs")
-    until(page, lambda: len(rows_of(page)) == 2)
-    link = next(a for a in page.find_elements("css selector", "tr.run a") if a.text == MARKUP)
-    link.click()
-    until(page, lambda: find(page, "h1").text == f"x/{MARKUP}")
-    until(page, lambda: MARKUP in texts(page, ".sample .said"))
-    assert MARKUP in texts(page, "#page > div > .fault")
-    find(page, ".picker summary").click()
-    opened(f"#/compare/x/other,x/{'%3Cimg%20src%3Dx%20onerror%3Ddocument.title%3D%27broken%27%3E'}")
-    until(page, lambda: len(texts(page, "ul.compared li")) == 2)
-    assert not page.find_elements("css selector", "#page img")
-    assert page.title.startswith("Compare")
 
 
 def test_refusals_stand_beside_the_buttons_in_the_servers_words(opened, outputs, queue):
@@ -335,7 +275,7 @@ def test_a_run_that_waits_shows_its_job_and_becomes_its_page(opened, outputs, qu
     until(page, lambda: find(page, ".state").text == "waiting, number 2")
     job |= {"state": "running", "started": "2026-11-23T14:00:00+00:00"}
     run = make_run(outputs, "demo/new", "sft", 3, "running", max_steps=50)
-    opened.studio.studio.news.publish("runs", {})
+    opened.publish("runs", {})
     until(page, lambda: "step 3 of 50" in find(page, "#page").text)
     assert len(texts(page, "h1")) == 1
     run.grow(2)
@@ -347,7 +287,7 @@ def test_runs_are_compared_curve_over_curve_and_answer_by_answer(opened, outputs
     for name, rate in (("one", 0.1), ("two", 0.2), ("three", 0.1)):
         make_run(outputs, f"demo/{name}", "grpo", 6, settings={"ppo.kl_coef": rate})
     page = opened("#/compare/demo/one,demo/two,demo/three")
-    until(page, lambda: drawn(page, "reward"))
+    until(page, lambda: is_drawn(page, "reward"))
     lines = page.find_elements("css selector", "[data-metric=reward] .plot .curve:not(.sparse)")
     looks = {(line.value_of_css_property("stroke"), line.value_of_css_property("stroke-dasharray")) for line in lines}
     assert len(looks) == 3
@@ -363,95 +303,3 @@ def test_runs_are_compared_curve_over_curve_and_answer_by_answer(opened, outputs
                                           "settings": {}})]
     page.find_elements("css selector", "ul.compared a[aria-label]")[1].click()
     until(page, lambda: texts(page, "[data-metric=reward] .label") == ["one", "three"])
-
-
-def test_by_keyboard_alone_two_runs_are_chosen_compared_and_one_is_left(opened, outputs):
-    from selenium.webdriver.common.keys import Keys
-
-    make_run(outputs, "demo/one", "grpo", 6)
-    make_run(outputs, "demo/two", "grpo", 6)
-    page = opened("#/runs")
-    until(page, lambda: len(rows_of(page)) == 2)
-
-    def tab_to(selector: str) -> None:
-        for _ in range(60):
-            press(page, Keys.TAB)
-            if page.execute_script("return document.activeElement.matches(arguments[0])", selector):
-                return
-        raise AssertionError(f"Tab never comes to {selector}")
-
-    for _ in range(2):
-        tab_to("tr.run input")
-        press(page, " ")
-    tab_to(".choice a")
-    press(page, Keys.ENTER)
-    until(page, lambda: drawn(page, "reward"))
-    tab_to("[data-metric=reward] .reader")
-    press(page, Keys.HOME)
-    assert find(page, "[data-metric=reward] .when").text == "step 1"
-    tab_to("[data-metric=reward] summary")
-    press(page, Keys.ENTER)
-    until(page, lambda: len(texts(page, "[data-metric=reward] tbody tr")) == 6)
-    page.execute_script("document.getElementById('page').focus()")
-    tab_to("ul.compared a[aria-label]")
-    press(page, Keys.ENTER)
-    until(page, lambda: len(texts(page, "ul.compared li")) == 1)
-
-
-PAGES = {"runs": "#/runs", "run": "#/run/demo/ppo", "compare": "#/compare/demo/ppo,demo/other", "none": "#/compare/demo/ppo"}
-
-
-@pytest.fixture
-def full(opened, outputs, queue):
-    """Pages with something of everything, under names without a place to break."""
-    make_run(outputs, "demo/sft", "sft", 12)
-    run = make_run(outputs, "demo/ppo", "ppo", 12, "running", parents=["demo/sft"], max_steps=30, has_tools=True)
-    run.evaluate()
-    make_run(outputs, "demo/other", "grpo", 12, settings={"ppo.kl_coef": 0.5, "long": "x" * 90})
-    make_run(outputs, "y" * 60, "sft", 3, "failed", error="z" * 120)
-    queue.add("1", "running", run="demo/ppo", started="2026-11-23T14:00:00+00:00", title="w" * 70)
-    yield opened
-    run.die()
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_on_a_narrow_screen_nothing_sticks_out(full, name):
-    page = full(PAGES[name])
-    metrics = {"width": 360, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    try:
-        full(PAGES[name])
-        until(page, lambda: not page.find_elements("css selector", ".chart") or drawn(page, "reward"))
-        for details in page.find_elements("css selector", "details"):
-            page.execute_script("arguments[0].open = true", details)
-        time.sleep(0.3)
-        assert sticking_out(page) == []
-    finally:
-        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-@needs_axe
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", PAGES)
-def test_axe_finds_nothing_at_all(full, name, scheme):
-    page = full(PAGES[name])
-    until(page, lambda: not page.find_elements("css selector", ".chart") or drawn(page, "reward"))
-    for details in page.find_elements("css selector", "details"):
-        page.execute_script("arguments[0].open = true", details)
-    if name == "runs":
-        find(page, "tr.run input").click()
-    time.sleep(0.3)
-    assert axe_faults(page, scheme, ALL_IMPACTS) == []
-
-
-def test_nothing_is_asked_of_any_other_origin(full):
-    page = full("#/runs")
-    page.get_log("performance"), page.get_log("browser")  # what came before
-    for where in PAGES.values():
-        full(where)
-        time.sleep(0.5)
-    asked = [json.loads(e["message"])["message"] for e in page.get_log("performance")]
-    urls = {e["params"]["request"]["url"] for e in asked if e["method"] == "Network.requestWillBeSent"}
-    assert any("/api/history" in url for url in urls)
-    assert not {url for url in urls if url.startswith("http") and not url.startswith(f"{full.studio.base}/")}
-    assert not [e for e in page.get_log("browser") if e["level"] == "SEVERE"]

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.factories.browser import chromium, find, needs_browser, texts, until
-from tests.factories.studio_queue import MadeQueue, studio_with_queue
+from tests.factories.studio_pages import MadeQueue, studio_with_queue
 from tests.factories.studio_runs import make_run
 
 pytestmark = needs_browser

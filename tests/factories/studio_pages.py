@@ -1,4 +1,4 @@
-"""A made-up queue for the pages: its jobs are what a test says, and what the page asks for is written down."""
+"""The studio's pages in a browser, over a made-up queue that writes down what is asked of it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 
 from hybrid_rlhf.studio.studio import Refused, Route
 from tests.factories import studio_server
+from tests.factories.browser import find, until
 from tests.factories.studio_server import Running, running_studio
 
 
 @dataclass
 class MadeQueue:
-    """asked: (path, body) of each request that would change something. refusal: what such a request is answered with.
+    """jobs: what it has. asked: (path, body) of each request that would change something. refusal: what such a request is answered with.
     output: of every job."""
 
     jobs: list[dict] = field(default_factory=list)
@@ -65,3 +66,46 @@ def studio_with_queue(outputs: Path, queue: MadeQueue) -> Iterator[Running]:
             yield found
     finally:
         studio_server.open_parts = real
+
+
+@dataclass(frozen=True)
+class OpenPages:
+    """Pages of a running studio in a browser."""
+
+    browser: object
+    studio: Running
+
+    def __call__(self, address: str):  # noqa: ANN204 - a selenium driver
+        """The browser, at "#/runs" or another page that has a heading by then."""
+        self.browser.get("about:blank")
+        self.browser.get(f"{self.studio.base}/{address}")
+        until(self.browser, lambda: find(self.browser, "h1").text)
+        return self.browser
+
+    def publish(self, name: str, data: dict) -> None:
+        self.studio.studio.news.publish(name, data)
+
+
+@contextmanager
+def open_pages(browser, outputs: Path, queue: MadeQueue) -> Iterator[OpenPages]:  # noqa: ANN001
+    """Pages over the runs in `outputs`."""
+    with studio_with_queue(outputs, queue) as studio:
+        browser.get(studio.url)
+        yield OpenPages(browser, studio)
+        browser.get("about:blank")
+
+
+def curve(page, metric: str, selector: str = ".curve"):  # noqa: ANN001, ANN201
+    """What draws a metric: its line, or what else of it is named."""
+    return find(page, f"[data-metric='{metric}'] .plot {selector}")
+
+
+def is_drawn(page, metric: str) -> bool:  # noqa: ANN001
+    return bool(curve(page, metric).get_attribute("d"))
+
+
+def press(page, *keys: str) -> None:  # noqa: ANN001
+    """Keys, wherever the focus is."""
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    ActionChains(page).send_keys(*keys).perform()
