@@ -11,8 +11,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -69,6 +69,16 @@ def shell() -> object | None:
     ask = getattr(sys.modules.get("IPython"), "get_ipython", None)
     found = ask() if ask is not None else None
     return found if getattr(found, "kernel", None) is not None else None
+
+
+@contextmanager
+def said_in_its_cell() -> Iterator[None]:
+    """Within the block what a run says on stderr is plain output of a notebook's cell, which marks stderr in red."""
+    if shell() is None:
+        yield
+        return
+    with redirect_stderr(sys.stdout):
+        yield
 
 
 class CellProgress:
@@ -251,7 +261,7 @@ def _safe(text: str) -> str:
 
 
 def _lines(lines: Sequence[str]) -> str:
-    return f'<pre style="margin:.5em 0">{_safe(chr(10).join(lines))}</pre>' if lines else ""
+    return f'<pre style="margin:.5em 0;font-family:monospace">{_safe(chr(10).join(lines))}</pre>' if lines else ""
 
 
 def _faint(lines: Sequence[str]) -> str:
