@@ -35,7 +35,7 @@ from hybrid_rlhf.report.terminal import (
 
 EVERY, AT_LEAST_EVERY = 0.5, 5.0  # seconds between two versions; the second where nothing but the clock has moved
 NUM_LIVE, NUM_AT_END, NUM_COLUMNS, NUM_NOTES = 8, 12, 8, 20  # rows while it runs and afterwards; columns; lines
-NUM_CURVES, _WIDTH = 6, 110  # curves that need no click; characters of a sample's line
+NUM_CURVES, _WIDTH = 6, 96  # curves that need no click; characters of a sample's line
 _FAINT, _ALARM = "opacity:.75", "color:var(--vscode-errorForeground,var(--jp-error-color1,#b3261e));font-weight:600"
 _CELL = "text-align:right;padding:.15em .8em"
 
@@ -180,17 +180,18 @@ class CellProgress:
         more = len(self._notes) - NUM_NOTES
         notes = [*([("", f"({more} earlier lines are left out)")] if more > 0 else []), *self._notes[-NUM_NOTES:]]
         told = [] if self._is_over.is_set() else [line for line in (work(self._values), held(self._values)) if line]
+        name = "" if self._is_over.is_set() else f"{self.stage} "
         return (f"<div>{self._bar()}{self._table(rows)}{_lines(lines)}{_faint(told)}{_notes(notes)}</div>",
-                "\n".join([self._status(), *self._text_rows(rows), *(text for _, text in notes)]))
+                "\n".join([name + self._status(), *self._text_rows(rows), *(text for _, text in notes)]))
 
     def _status(self) -> str:
-        """The line with the time, less the stage's name while it goes on."""
+        """The line with the time; it begins with the stage's name when the run is over."""
         if self._is_over.is_set():
             return summary_line(self.stage, self.first, self._step, self.pace.passed)
         left = self.pace.seconds_left()
         told = "" if left == float("inf") else f", {duration(left)} left"
         doing = f"; {self._doing}" if self._doing else ""
-        return f"{self._step}/{self.total}  {duration(self.pace.passed)} passed{told}{doing}"
+        return f"{self._step}/{self.total}, {duration(self.pace.passed)} passed{told}{doing}"
 
     def _bar(self) -> str:
         if self._is_over.is_set():
@@ -261,7 +262,8 @@ def _safe(text: str) -> str:
 
 
 def _lines(lines: Sequence[str]) -> str:
-    return f'<pre style="margin:.5em 0;font-family:monospace">{_safe(chr(10).join(lines))}</pre>' if lines else ""
+    style = "margin:.5em 0;font:.9em monospace;white-space:pre;overflow-x:auto"
+    return f'<pre style="{style}">{_safe(chr(10).join(lines))}</pre>' if lines else ""
 
 
 def _faint(lines: Sequence[str]) -> str:
