@@ -129,11 +129,19 @@ def environments_of(tools: object, factory: object, taken: Mapping[str, Callable
 
 def _version(function: Callable) -> str:
     """A mark of the function's text, where Python knows it: other rewards make another run."""
+    text = _text_of(function if hasattr(function, "__name__") else type(function))
+    return f"@{hashlib.sha256(text.encode()).hexdigest()[:8]}" if text else ""
+
+
+def _text_of(given: Callable) -> str:
+    """The source of a function or a class; of a class that a notebook's cell defines, Python before 3.13 knows that of
+    its methods only. "" where nothing is known."""
     try:
-        text = inspect.getsource(function if hasattr(function, "__name__") else type(function))
+        return inspect.getsource(given)
     except (OSError, TypeError):
-        return ""
-    return f"@{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+        methods = vars(given).values() if inspect.isclass(given) else ()
+        found = (getattr(method, "__func__", method) for method in methods)  # of a static or class method
+        return "".join(_text_of(each) for each in found if inspect.isfunction(each))
 
 
 def _free_name(function: Callable, taken: Mapping) -> str:
