@@ -48,6 +48,7 @@ EXTRAS["test"] = [
     "vaderSentiment>=3.3.2",  # an example's judge, never a reward
     'triton>=3.6; platform_system == "Linux"',  # its interpreter runs the CUDA kernels; CUDA builds of torch bring it
     "setuptools>=77", "wheel>=0.45",  # the packaging tests build without network
+    "nbclient>=0.11", "nbformat>=5.11", "ipykernel>=7.4",  # run the example notebook
     "selenium>=4.51",  # drives Chromium, where that is installed, over the server's page
     *EXTRAS["quantize"], *EXTRAS["report"], *EXTRAS["serve"], *EXTRAS["gguf"],
 ]

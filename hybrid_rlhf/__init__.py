@@ -5,7 +5,8 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
-_FROM_PYTHON = ("SFTTrainer", "RewardTrainer", "DPOTrainer", "GRPOTrainer", "PPOTrainer", "DistillTrainer")
+_FROM_PYTHON = ("SFTTrainer", "RewardTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "PPOTrainer",
+                "DistillTrainer")
 
 # An installed package holds training/ and inference/ as subpackages (setup.py maps them). In a checkout they stand
 # beside this folder, so that `python train.py` works without an install: let the import system look there too.
@@ -20,6 +21,9 @@ def __getattr__(name: str) -> object:
         return getattr(importlib.import_module(f"{__name__}.api"), name)
     if name == "UserError":
         return importlib.import_module(f"{__name__}.core.config").UserError
+    if name.endswith(("Config", "Trainer")) and (instead := importlib.import_module(
+            f"{__name__}.trl_words").missing(name)):
+        raise ImportError(instead)  # `from hybrid_rlhf import NAME` drops the message of an AttributeError
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

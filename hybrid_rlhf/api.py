@@ -13,13 +13,16 @@ from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 
+from hybrid_rlhf import trl_words
 from hybrid_rlhf.api_inputs import Rows, dotted, environments_of, rewards_of, rows_of, words
 from hybrid_rlhf.core.allocator import grow_segments
 from hybrid_rlhf.core.config import UserError, check, nearest, parse
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
+from hybrid_rlhf.core.quiet import quiet_libraries
 from hybrid_rlhf.training import unread_options
 from hybrid_rlhf.training.registry import STAGES
+from hybrid_rlhf.trl_words import lora_options
 
 Reward = Callable | str | PurePath | list
 
@@ -32,15 +35,20 @@ class Training:
     calls them, path.py:name, builtin:name, or the folder of a reward model. tools: functions that the model may call;
     environment_factory: a class, or a mapping of names to classes, as TRL takes them. settings: a mapping of the
     stage's options; options: more of them by name, learning_rate=1e-5 as well as train__learning_rate=1e-5.
+    eval_dataset: rows that are only evaluated, given as train_dataset is; nothing of that is held out then, unless
+    eval_fraction says so. peft_config: a peft.LoraConfig.
     """
 
     def __init__(self, stage: str, model: object = None, train_dataset: object = None, reward_funcs: object = None,
                  output_dir: str | PurePath | None = None, settings: Mapping | None = None,
-                 options: Mapping | None = None, tools: object = None, environment_factory: object = None) -> None:
+                 options: Mapping | None = None, tools: object = None, environment_factory: object = None,
+                 eval_dataset: object = None, peft_config: object = None) -> None:
+        quiet_libraries()
         grow_segments()  # of use where nothing is on the card yet
         with _one_line():
             check(int(os.environ.get("WORLD_SIZE", 1)) == 1,
                   "a run in several processes needs its functions by name in each; use train.py --stage under torchrun")
+            trl_words.refuse(options or ())
             self.stage, row = stage, STAGES[stage]
             self._recipe = importlib.import_module(row.module)
             self.functions, sources = rewards_of(reward_funcs, _folder)
@@ -49,7 +57,11 @@ class Training:
             given = dotted(self._recipe.Config, {**(settings or {}), **sources, **acting, **(options or {})})
             folder = given.get("output_dir") if output_dir is None else str(output_dir)
             self.output_dir = folder or f"outputs/{stage}"
-            self._rows = rows_of(train_dataset)
+            self._rows = {"data.sources": rows_of(train_dataset),
+                          "data.eval_sources": rows_of(eval_dataset, "eval_dataset")}
+            if eval_dataset is not None:
+                given = {"data.eval_fraction": 0.0} | given
+            given = _merged(given, lora_options(peft_config), "peft_config")
             given |= {"output_dir": self.output_dir} | self._model(model) | self._data()
             self.config, _ = parse(self._recipe.Config, [*row.preset, *words(given)], prog=f"--stage {stage}",
                                    unused=unread_options.of_stage(stage))
@@ -57,20 +69,68 @@ class Training:
         self.metrics: dict[str, float] = {}
         self._loaded: dict[str, object] = {}
 
-    def train(self) -> dict[str, float]:
+    def train(self, resume_from_checkpoint: bool | str | PurePath | None = None) -> dict[str, float]:
         """Train, or go on with an unfinished run of this folder; returns the final metrics. A run that finished with
-        these settings is left as it is."""
+        these settings is left as it is.
+
+        resume_from_checkpoint: True for a run that must have something to go on from, False to begin again, or the
+        path of a checkpoint of this run.
+        """
         from hybrid_rlhf.core.accelerator import keep_within_card
+        from hybrid_rlhf.report.notebook import said_in_its_cell
         from hybrid_rlhf.rewards.functions import handed_over
 
         keep_within_card()
-        with _one_line(), lasting_streams(), handed_over(self.functions):
-            if isinstance(self._rows, Rows):
-                self._rows.write(self.output_dir)
-            self.metrics = self._recipe.run(self.config, command=f"from Python: stage {self.stage}")
+        with _one_line(), said_in_its_cell(), lasting_streams(), handed_over(self.functions):
+            config = self.config if resume_from_checkpoint is None else dataclasses.replace(
+                self.config, resume=self._resume(resume_from_checkpoint))
+            for rows in self._rows.values():
+                if isinstance(rows, Rows):
+                    rows.write(self.output_dir)
+            self.metrics = FinalMetrics(self._recipe.run(config, command=f"from Python: stage {self.stage}"))
         self._loaded = {}
         _free_memory()
         return self.metrics
+
+    @property
+    def history(self) -> list[dict]:
+        """Every step's metrics as metrics.jsonl has them: {"step": 1, "loss": 2.5, ...}; an evaluation is a row of its
+        own, names beginning with eval/. Empty before the first step."""
+        from hybrid_rlhf.report.summary import METRICS, read_history
+
+        path = Path(self.output_dir) / METRICS
+        return read_history(path) if path.exists() else []
+
+    def evaluate(self) -> dict[str, float]:
+        """What the finished run measured on the held-out rows after its last step, names beginning with eval/."""
+        from hybrid_rlhf.run import runfile
+
+        self._model_folder()
+        found = runfile.read_run(self.output_dir).metrics
+        with _one_line():
+            check(any(name.startswith("eval/") for name in found),
+                  f"{self.output_dir} has evaluated nothing; give eval_dataset, or eval_fraction=0.05 of the rows")
+        return FinalMetrics({name: value for name, value in found.items() if name.startswith("eval/")})
+
+    def save_model(self, output_dir: str | PurePath | None = None) -> str:
+        """The trained model and its tokenizer in a new folder, as `hybrid-rlhf export` writes it, or where they are
+        already; returns the folder."""
+        if output_dir is None:
+            return self._model_folder()
+        from hybrid_rlhf.commands import export
+
+        self._model_folder()
+        with _one_line(), lasting_streams():
+            export.export(export.parse(["--model", self.output_dir, "--output_dir", str(output_dir)]))
+        return str(output_dir)
+
+    def push_to_hub(self, repo_id: str, private: bool = True) -> str:
+        """Upload the trained model, its tokenizer and its card; returns the address. Needs a login."""
+        from hybrid_rlhf.commands import export
+
+        folder = self._model_folder()
+        with _one_line():
+            return export.push(Path(folder), repo_id, is_public=not private)
 
     @property
     def model(self):  # noqa: ANN201 - a transformers class
@@ -143,9 +203,21 @@ class Training:
         return {"model.model_name_or_path": model_folder(path) if self.stage in ("sft", "conditional_sft") else path}
 
     def _data(self) -> dict[str, object]:
-        if self._rows is None:
-            return {}
-        return {"data.sources": [self._rows.path(self.output_dir)] if isinstance(self._rows, Rows) else self._rows}
+        return {name: [rows.path(self.output_dir)] if isinstance(rows, Rows) else rows
+                for name, rows in self._rows.items() if rows is not None}
+
+    def _resume(self, wanted: bool | str | PurePath) -> str:
+        """The setting that TRL's resume_from_checkpoint means."""
+        from hybrid_rlhf.run import resume, runfile
+
+        if not isinstance(wanted, bool):
+            return str(wanted)
+        folder = Path(self.output_dir)
+        is_run = wanted and (folder / runfile.RUN_FILE).exists()
+        check(not wanted or (is_run and (runfile.read_run(folder).is_finished or resume.find(
+            folder, "auto", lambda _text: None, is_thorough=False))),
+            f"resume_from_checkpoint: {folder} holds no checkpoint to go on from; leave it out to begin there")
+        return "auto" if wanted else "never"
 
     def _model_folder(self) -> str:
         from hybrid_rlhf.run import runfile
@@ -162,6 +234,24 @@ class Training:
             with _one_line():
                 self._loaded[name] = read()
         return self._loaded[name]
+
+
+class FinalMetrics(dict):
+    """The metrics of a finished run by name. IPython, which shows what a cell ends with, shows a line of them."""
+
+    _FIRST = ("reward", "loss", "accuracy", "mean_token_accuracy", "rewards/accuracies", "kl")
+
+    def _repr_pretty_(self, printer, _is_circle: bool) -> None:  # noqa: ANN001 - IPython's
+        names = [name for first in self._FIRST for name in (first, f"eval/{first}") if name in self]
+        told = [f"{name} {self[name]:.4g}" for name in names if self[name] is not None]
+        printer.text(f"{len(self)} metrics" + (f", of which {', '.join(told)}" if told else ""))
+
+
+def _merged(given: dict, more: dict, name: str) -> dict:
+    """`given` and the options that the argument `name` stands for; UserError where both say the same."""
+    both = sorted(given.keys() & more.keys())
+    check(not both, f"{name} and {', '.join(both)} are both given; leave one of them out")
+    return given | more
 
 
 @contextmanager
@@ -197,53 +287,72 @@ def _is_messages(prompt: list) -> bool:
     return bool(prompt) and all(isinstance(turn, Mapping) for turn in prompt)
 
 
-def SFTTrainer(model: object, train_dataset: object = None, *, output_dir: str | None = None,  # noqa: N802
-               settings: Mapping | None = None, **options: object) -> Training:
+def SFTTrainer(model: object, train_dataset: object = None, *, eval_dataset: object = None,  # noqa: N802
+               peft_config: object = None, output_dir: str | None = None, settings: Mapping | None = None,
+               **options: object) -> Training:
     """Supervised fine-tuning on demonstrations: --stage sft."""
-    return Training("sft", model, train_dataset, None, output_dir, settings, options)
+    return Training("sft", model, train_dataset, None, output_dir, settings, options, eval_dataset=eval_dataset,
+                    peft_config=peft_config)
 
 
-def RewardTrainer(model: object = None, train_dataset: object = None, *, output_dir: str | None = None,  # noqa: N802
-                  settings: Mapping | None = None, **options: object) -> Training:
+def RewardTrainer(model: object = None, train_dataset: object = None, *, eval_dataset: object = None,  # noqa: N802
+                  peft_config: object = None, output_dir: str | None = None, settings: Mapping | None = None,
+                  **options: object) -> Training:
     """A reward model from preference pairs: --stage reward."""
-    return Training("reward", model, train_dataset, None, output_dir, settings, options)
+    return Training("reward", model, train_dataset, None, output_dir, settings, options, eval_dataset=eval_dataset,
+                    peft_config=peft_config)
 
 
 def DPOTrainer(model: object = None, train_dataset: object = None, *, loss_type: str | None = None,  # noqa: N802
-               output_dir: str | None = None, settings: Mapping | None = None, **options: object) -> Training:
+               eval_dataset: object = None, peft_config: object = None, output_dir: str | None = None,
+               settings: Mapping | None = None, **options: object) -> Training:
     """Direct preference optimisation on pairs: --stage dpo; loss_type: ipo, hinge, kto, orpo or simpo."""
     return Training(_variant(loss_type, "dpo", "loss_type", ("sigmoid",)), model, train_dataset, None, output_dir,
-                    settings, options)
+                    settings, options, eval_dataset=eval_dataset, peft_config=peft_config)
+
+
+def KTOTrainer(model: object = None, train_dataset: object = None, **options: object) -> Training:  # noqa: N802
+    """KTO, on answers labelled good or bad: DPOTrainer with loss_type kto."""
+    return DPOTrainer(model, train_dataset, loss_type="kto", **options)  # type: ignore[arg-type]
 
 
 def GRPOTrainer(model: object = None, train_dataset: object = None, reward_funcs: Reward | None = None,  # noqa: N802
-                *, method: str | None = None, tools: object = None, environment_factory: object = None,
-                output_dir: str | None = None, settings: Mapping | None = None, **options: object) -> Training:
+                *, method: str | None = None, eval_dataset: object = None, peft_config: object = None,
+                tools: object = None, environment_factory: object = None, output_dir: str | None = None,
+                settings: Mapping | None = None, **options: object) -> Training:
     """On-policy training without a critic: --stage grpo; method: dr_grpo, process_grpo, rloo, reinforce_pp,
     reinforce_pp_baseline, gspo or cispo."""
     return Training(_variant(method, "grpo", "method", ()), model, train_dataset, reward_funcs, output_dir, settings,
-                    options, tools, environment_factory)
+                    options, tools, environment_factory, eval_dataset, peft_config)
+
+
+def RLOOTrainer(model: object = None, train_dataset: object = None, reward_funcs: Reward | None = None,  # noqa: N802
+                **options: object) -> Training:
+    """REINFORCE leave-one-out: GRPOTrainer with method rloo."""
+    return GRPOTrainer(model, train_dataset, reward_funcs, method="rloo", **options)  # type: ignore[arg-type]
 
 
 def PPOTrainer(model: object = None, train_dataset: object = None, reward_funcs: Reward | None = None,  # noqa: N802
-               *, tools: object = None, environment_factory: object = None, output_dir: str | None = None,
+               *, eval_dataset: object = None, peft_config: object = None, tools: object = None,
+               environment_factory: object = None, output_dir: str | None = None,
                settings: Mapping | None = None, **options: object) -> Training:
     """PPO with a critic, against a reward model, functions, or both: --stage ppo."""
     return Training("ppo", model, train_dataset, reward_funcs, output_dir, settings, options, tools,
-                    environment_factory)
+                    environment_factory, eval_dataset, peft_config)
 
 
 def DistillTrainer(model: object = None, teacher_model: object = None, train_dataset: object = None,  # noqa: N802
-                   reward_funcs: Reward | None = None, *, tools: object = None, environment_factory: object = None,
-                   output_dir: str | None = None, settings: Mapping | None = None, **options: object) -> Training:
-    """On-policy distillation (TRL's GKDTrainer): --stage distill. teacher_model: given as `model` is, and of the same
-    tokens. reward_funcs score the samples, for the report alone."""
+                   reward_funcs: Reward | None = None, *, eval_dataset: object = None, peft_config: object = None,
+                   tools: object = None, environment_factory: object = None, output_dir: str | None = None,
+                   settings: Mapping | None = None, **options: object) -> Training:
+    """On-policy distillation (TRL's DistillationTrainer): --stage distill. teacher_model: given as `model` is, and of
+    the same tokens. reward_funcs score the samples, for the report alone."""
     named = {}
     if teacher_model is not None:
         with _one_line():
             named["roles.teacher.model_name_or_path"] = _path_of(teacher_model, "teacher_model")
     return Training("distill", model, train_dataset, reward_funcs, output_dir, {**(settings or {}), **named}, options,
-                    tools, environment_factory)
+                    tools, environment_factory, eval_dataset, peft_config)
 
 
 def _variant(given: str | None, usual: str, name: str, same: tuple[str, ...]) -> str:

@@ -15,6 +15,7 @@ from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.core.own_files import check_inside, write_file
 from hybrid_rlhf.data.source import Source
 from hybrid_rlhf.run.runfile import ROWS_FOLDER, TRACKERS
+from hybrid_rlhf.trl_words import INSTEAD
 
 
 @dataclasses.dataclass
@@ -39,20 +40,28 @@ class Rows:
                 raise UserError(f"cannot write {path}: {error.strerror}; give another output_dir") from error
 
 
-def rows_of(data: object) -> Rows | str | list | dict | None:
-    """Paths and sources as they are; rows from memory as Rows. Raises UserError for what is neither."""
+def rows_of(data: object, name: str = "train_dataset") -> Rows | str | list | dict | None:
+    """Paths and sources as they are; rows from memory as Rows. Raises UserError for what is neither, by the argument's
+    name."""
     if data is None or isinstance(data, (str, PurePath)) or _is_source(data):
         return str(data) if isinstance(data, PurePath) else data
     if isinstance(data, Mapping):  # splits of a data set, or columns
-        raise UserError(f"train_dataset is a mapping of {', '.join(map(str, list(data)[:5]))}; give one of its parts, "
+        raise UserError(f"{name} is a mapping of {', '.join(map(str, list(data)[:5]))}; give one of its parts, "
                         "or a list of rows")
-    check(isinstance(data, Iterable), f"train_dataset is a {type(data).__name__}; give a path, a datasets.Dataset or a "
-                                      "list of rows")
+    check(isinstance(data, Iterable), f"{name} is a {type(data).__name__}; give a path, a datasets.Dataset or a "
+                                      f"list of rows{_by_name(data)}")
     items = list(data)
     if items and all(isinstance(item, (str, PurePath)) or _is_source(item) for item in items):
         return [str(item) if isinstance(item, PurePath) else item for item in items]
-    check(bool(items), "train_dataset is empty: no row in it; give rows")
-    return Rows("".join(_line(row, number) for number, row in enumerate(items, 1)))
+    check(bool(items), f"{name} is empty: no row in it; give rows")
+    return Rows("".join(_line(row, f"{name}: row {number}") for number, row in enumerate(items, 1)))
+
+
+def _by_name(data: object) -> str:
+    """What stands second in TRL's trainers is written by name here."""
+    if callable(data):
+        return "; functions are written by name, reward_funcs=..."
+    return f"; {INSTEAD['args']}" if type(data).__name__.endswith(("Config", "Arguments")) else ""
 
 
 def _is_source(item: object) -> bool:
@@ -60,15 +69,14 @@ def _is_source(item: object) -> bool:
     return isinstance(item, Mapping) and "path" in item and set(item) <= {f.name for f in dataclasses.fields(Source)}
 
 
-def _line(row: object, number: int) -> str:
-    check(isinstance(row, Mapping), f"train_dataset: row {number} is a {type(row).__name__}; a row is a mapping of "
-                                    "columns, such as {'prompt': ..., 'completion': ...}")
+def _line(row: object, where: str) -> str:
+    check(isinstance(row, Mapping), f"{where} is a {type(row).__name__}; a row is a mapping of columns, such as "
+                                    "{'prompt': ..., 'completion': ...}")
 
     def plain(value: object) -> object:
         if hasattr(value, "tolist"):  # numpy, torch
             return value.tolist()
-        raise UserError(f"train_dataset: row {number} holds a {type(value).__name__}; give text, numbers, lists and "
-                        "mappings")
+        raise UserError(f"{where} holds a {type(value).__name__}; give text, numbers, lists and mappings")
 
     return json.dumps(dict(row), ensure_ascii=False, default=plain) + "\n"
 
@@ -121,11 +129,19 @@ def environments_of(tools: object, factory: object, taken: Mapping[str, Callable
 
 def _version(function: Callable) -> str:
     """A mark of the function's text, where Python knows it: other rewards make another run."""
+    text = _text_of(function if hasattr(function, "__name__") else type(function))
+    return f"@{hashlib.sha256(text.encode()).hexdigest()[:8]}" if text else ""
+
+
+def _text_of(given: Callable) -> str:
+    """The source of a function or a class; of a class that a notebook's cell defines, Python before 3.13 knows that of
+    its methods only. "" where nothing is known."""
     try:
-        text = inspect.getsource(function if hasattr(function, "__name__") else type(function))
+        return inspect.getsource(given)
     except (OSError, TypeError):
-        return ""
-    return f"@{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+        methods = vars(given).values() if inspect.isclass(given) else ()
+        found = (getattr(method, "__func__", method) for method in methods)  # of a static or class method
+        return "".join(_text_of(each) for each in found if inspect.isfunction(each))
 
 
 def _free_name(function: Callable, taken: Mapping) -> str:
@@ -152,7 +168,8 @@ def dotted(config_class: type, given: Mapping, prefix: str = "") -> dict[str, ob
 # Where what lies least deep is not what is meant, and TRL's names; of the stages that have these options.
 SHORT = {"learning_rate": "roles.actor.learning_rate", "tp": "roles.actor.tp", "kind": "roles.critic.kind",
          "temperature": "ppo.sampling.temperature", "top_k": "ppo.sampling.top_k",
-         "num_generations": "ppo.sampling.num_samples", "beta": "ppo.kl_coef",
+         "num_generations": "ppo.sampling.num_samples", "beta": "ppo.kl_coef", "epsilon": "ppo.cliprange",
+         "num_iterations": "ppo.num_ppo_epochs", "reward_weights": "reward.weights",
          "max_completion_length": "ppo.sampling.max_new_tokens", "max_tool_calling_iterations": "environment.max_turns"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import linecache
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ import torch
 
 import hybrid_rlhf
 from hybrid_rlhf import DistillTrainer, DPOTrainer, GRPOTrainer, PPOTrainer, RewardTrainer, SFTTrainer, UserError
-from hybrid_rlhf.api_inputs import dotted
+from hybrid_rlhf.api_inputs import dotted, environments_of
 from hybrid_rlhf.rewards.functions import open_functions
 from hybrid_rlhf.training import step3_ppo
 from tests.project.docs_blocks import ROOT, blocks, documents_folder
@@ -159,3 +160,17 @@ def test_a_prompt_of_another_kind_and_an_unknown_setting_of_generate_are_refused
 def test_trl_s_names_are_the_options_they_mean_here():
     assert dotted(step3_ppo.Config, {"beta": 0.1, "num_generations": 4}) == {
         "ppo.kl_coef": 0.1, "ppo.sampling.num_samples": 4}
+
+
+def test_a_class_of_a_notebook_s_cell_is_known_by_its_text():
+    def cell(text: str) -> type:
+        name = f"<cell {len(linecache.cache)}>"  # as IPython keeps the text of its cells
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        space = {"__name__": "__main__"}
+        exec(compile(text, name, "exec"), space)
+        return space["Game"]
+
+    text = "class Game:\n    def reset(self):\n        return 1\n    @staticmethod\n    def step():\n        return 2\n"
+    names = [environments_of(None, cell(each), {})[1]["environment.factory"] for each in (
+        text, text, text.replace("1", "3"), text.replace("2", "4"))]
+    assert names[0] == names[1] and names[0].startswith("python:Game@") and len(set(names)) == 3

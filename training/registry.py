@@ -90,6 +90,7 @@ _NO_CRITIC = _SAMPLED | PROMPTS_ONLY | _ALONE | _NO_TEACHER
 _NOT_TRAINED = "an evaluation trains nothing; leave it out"
 _ONLY_REWARD = "of the roles only roles.reward.model_name_or_path is used; what is compared is evaluate.models"
 _EVALUATE = PROMPTS_ONLY | _NO_SCORES | {
+    "data.eval_sources": "name what is asked by data.sources",
     "data.packing": "it is for --stage sft", "report_to": "an evaluation has no trackers; leave it out",
     "model.model_name_or_path": "name the models by evaluate.models",
     "model.preset": "name the models by evaluate.models", "model.vocab_size": _NOT_TRAINED,

@@ -59,9 +59,11 @@ def of(config: object) -> dict[str, str]:
 def refuse(config: object) -> None:
     """UserError for an option that is given and that nothing reads, at this stage or with these settings, and for a
     source of data that names a stage that there is not. config.unused becomes the names of what nothing reads."""
-    for source in config.data.sources:
+    named = [("data.sources", s) for s in config.data.sources] + [
+        ("data.eval_sources", s) for s in config.data.eval_sources]
+    for option, source in named:
         for stage in source.stages:
-            check(stage in READS, f"data.sources: {source.path} names stage {stage!r}{nearest(stage, READS)}; there "
+            check(stage in READS, f"{option}: {source.path} names stage {stage!r}{nearest(stage, READS)}; there "
                                   f"are {', '.join(READS)}")
     unused = of(config)
     object.__setattr__(config, "unused", tuple(unused))  # a fact about the settings, and no setting

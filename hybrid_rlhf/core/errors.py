@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable
 from typing import TypeVar
 
+from hybrid_rlhf.core.text_safety import error_line
+
 T = TypeVar("T")
 
 
@@ -16,6 +18,10 @@ class UserError(Exception):
     """
 
     is_before_update = False
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows of it, in a notebook too: the line alone."""
+        return [error_line(self)]
 
 
 class NotFinite(UserError):

@@ -13,9 +13,9 @@ from hybrid_rlhf.core.errors import check
 from hybrid_rlhf.core.options import SettingsT
 
 # Options, and keys of a data source, that name files and folders: one path, NAME=PATH, path.py:name, or a list.
-_PATHS = ("output_dir", "resume", "model_name_or_path", "tokenizer_name_or_path", "cache_dir", "sources", "path",
-          "functions", "models", "reference", "model", "rubric", "template", "cache", "labels", "data", "output",
-          "reward_model")
+_PATHS = ("output_dir", "resume", "model_name_or_path", "tokenizer_name_or_path", "cache_dir", "sources",
+          "eval_sources", "path", "functions", "models", "reference", "model", "rubric", "template", "cache", "labels",
+          "data", "output", "reward_model")
 _NO_FILES = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"),
              (stat.S_ISBLK, "a device"))
 

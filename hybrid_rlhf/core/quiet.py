@@ -9,7 +9,8 @@ import warnings
 LIBRARIES = ("accelerate", "bitsandbytes", "datasets", "deepspeed", "huggingface_hub", "peft", "torch", "transformers")
 # Loggers that name, at import, what is missing for ways that are not taken here; what is asked for is checked by us.
 _LOGGERS = ("bitsandbytes", "torch.distributed.elastic.multiprocessing.redirects")
-_SAID = ("fan_in_fan_out is set to False but",)  # peft, on GPT-2's layers, which it then treats as they want
+# peft, on GPT-2's layers, which it then treats as they want; tqdm, in a notebook without widgets, which are not used
+_SAID = ("fan_in_fan_out is set to False but", "IProgress not found")
 
 
 def quiet_libraries() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
-from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.data import cache, chat, sources
 from hybrid_rlhf.data.blend import Blend, blend, deal, is_held_out, split_key
 from hybrid_rlhf.data.chat import SkipRow
@@ -32,6 +32,8 @@ class DataConfig:
         split: Shares of the prompts for stages sft, reward and ppo, dealt by a hash of the prompt's text, so that no
             prompt is seen by two stages (dpo and its like take reward's share): for one file that serves all of them.
             null gives every stage every row.
+        eval_sources: Rows that are only evaluated, named as `sources` are: held out beside what eval_fraction holds out
+            (0 trains on all of `sources`).
         eval_fraction: Share of each stage's prompts held out for evaluation, by hash too.
         max_length: Longest sequence in tokens. Longer demonstrations lose their tail, longer pairs are dropped.
         max_prompt_length: Longest prompt in tokens for stages that sample; longer ones are dropped.
@@ -51,6 +53,7 @@ class DataConfig:
     # plain types: a class here would have the parser import what a setting names
     sources: list[dict | str] | dict | str | None = field(default_factory=list, metadata={"items": Source})
     split: list[float] | None = None
+    eval_sources: list[dict | str] | dict | str | None = field(default_factory=list, metadata={"items": Source})
     eval_fraction: float = 0.05
     max_length: int = 1024
     max_prompt_length: int = 256
@@ -65,6 +68,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sources", as_sources(self.sources))
+        object.__setattr__(self, "eval_sources", as_sources(self.eval_sources, "data.eval_sources"))
+        check(all(s.weight is None for s in self.eval_sources),
+              "data.eval_sources: a source has a weight, and every row of it is evaluated once; leave it out")
         split = self.split or [1.0] * 3
         check(len(split) == 3 and all(0 <= s < float("inf") for s in split) and sum(split) > 0,
               f"data.split is {self.split}; it needs three shares (sft, reward, ppo), none negative, or null")
@@ -131,12 +137,14 @@ def build(config: DataConfig, reads: Reads, tokenizer, seed: int) -> StageData: 
 
     Raises UserError for sources that cannot be read or do not fit the stage, and when no usable row is left.
     """
-    opened = open_sources(config, reads)
+    opened, apart = open_sources(config, reads), _open_apart(config, reads)
     tables = [_tokenized(config, each, reads, tokenizer) for each in opened]
+    evaluated = [_tokenized(replace(config, eval_fraction=0.0), each, reads, tokenizer) for each in apart]
     train = blend([t[0] for t in tables], [each.source.weight for each in opened], seed, config.max_samples)
-    held_out = blend([t[1] for t in tables], [None] * len(tables), seed)
-    report = add_up([t[2] for t in tables], len(train), len(held_out))
-    report["not_used"] = _passed_over(config, opened)
+    tests = [*(t[1] for t in tables), *(t[0] for t in evaluated)]
+    held_out = blend(tests, [None] * len(tests), seed)
+    report = add_up([*(t[2] for t in tables), *(_as_held_out(t[2]) for t in evaluated)], len(train), len(held_out))
+    report["not_used"] = _passed_over(config, [*opened, *apart])
     is_refused = any("chat template" in reason for reason in report["dropped"])
     cure = ("data.split null gives every stage every row" if report["other_stages"] else
             "give other data, larger lengths or another data.chat_template" if is_refused else
@@ -235,10 +243,24 @@ def _tokenize(config: DataConfig, each: OpenSource, reads: Reads, tokenizer, len
     return rows[0], rows[1], numbers
 
 
+def _open_apart(config: DataConfig, reads: Reads) -> list[OpenSource]:
+    """The eval_sources that serve a stage; none may, as with the texts of ptx."""
+    meant = [s for s in config.eval_sources if not s.stages or reads.stage in s.stages]
+    try:
+        fit = [s for s in meant if s.stages or reads.kind in KINDS[detect(sources.read(s)[0], s.path).kind]]
+        return open_sources(replace(config, sources=fit), reads) if fit else []
+    except UserError as error:  # it names the option that most sources stand at
+        raise UserError(str(error).replace("data.sources", "data.eval_sources")) from error
+
+
+def _as_held_out(counts: dict) -> dict:
+    return counts | {"train": 0, "held_out": counts["train"]}
+
+
 def _passed_over(config: DataConfig, opened: Sequence[OpenSource]) -> list[str]:
     """Paths of the sources that could serve any stage, but hold nothing for this one."""
     serving = [each.source for each in opened]
-    return [s.path for s in config.sources if not s.stages and s not in serving]
+    return [s.path for s in [*config.sources, *config.eval_sources] if not s.stages and s not in serving]
 
 
 def is_conversational(config: DataConfig, reads: Reads) -> bool:

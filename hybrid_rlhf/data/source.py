@@ -53,8 +53,8 @@ class Reads(NamedTuple):
 Named = Source | str | PurePath | Mapping  # one source, as a user may name it
 
 
-def as_sources(given: Sequence[Named] | Named | None) -> list[Source]:
-    """What stands at data.sources as a list of Source: one source or a list, each a path or a mapping.
+def as_sources(given: Sequence[Named] | Named | None, option: str = "data.sources") -> list[Source]:
+    """What stands at data.sources (or `option`) as a list of Source: one source or a list, each a path or a mapping.
 
     Settings are data: a mapping is read key by key, and nothing that it names is imported. UserError for what is
     neither, for unknown keys and for values of the wrong type.
@@ -62,21 +62,21 @@ def as_sources(given: Sequence[Named] | Named | None) -> list[Source]:
     if given is None:
         return []
     items = given if isinstance(given, (list, tuple)) else [given]
-    return [item if isinstance(item, Source) else _source(item) for item in items]
+    return [item if isinstance(item, Source) else _source(item, option) for item in items]
 
 
-def _source(item: object) -> Source:
+def _source(item: object, option: str) -> Source:
     if isinstance(item, (str, PurePath)):
-        check(not str(item).startswith(("[", "{")), f"data.sources: {item} is no path; write a path, or a list such as "
+        check(not str(item).startswith(("[", "{")), f"{option}: {item} is no path; write a path, or a list such as "
                                                     "[a.jsonl, {path: b.jsonl}]")
         return Source(str(item))
-    check(isinstance(item, Mapping), f"data.sources: {item!r:.60} is no source; give a path, or {{path: ...}}")
+    check(isinstance(item, Mapping), f"{option}: {item!r:.60} is no source; give a path, or {{path: ...}}")
     known = [f.name for f in fields(Source)]
     for key, value in item.items():
-        check(key in known, f"unknown key {key} in data.sources{nearest(str(key), known)}; its keys are "
+        check(key in known, f"unknown key {key} in {option}{nearest(str(key), known)}; its keys are "
                             f"{', '.join(known)}")
-        check(_fits(key, value), f"data.sources: {key} is {value!r:.60}; it must be {_KINDS[key]}")
-    check("path" in item, f"data.sources: {dict(item)} has no path; give a file, a folder, a hub id or demo/<name>")
+        check(_fits(key, value), f"{option}: {key} is {value!r:.60}; it must be {_KINDS[key]}")
+    check("path" in item, f"{option}: {dict(item)} has no path; give a file, a folder, a hub id or demo/<name>")
     values = {key: value for key, value in item.items() if value is not None}
     return Source(**values | {"path": str(values["path"])})
 

@@ -21,12 +21,15 @@ _SILENT = "None of the alarms went off."
 
 
 def conclude(folder: Path, stage: str, metrics: str = METRICS,
-             warn: Callable[[str], None] = lambda _text: None) -> list[Alarm]:
+             warn: Callable[[str], None] = lambda _text: None,
+             show: Callable[[list[Path]], None] = lambda _paths: None) -> list[Alarm]:
     """Read the run's history, look for alarms, and write plots/, report.md and report.html; returns the alarms.
 
     The run has yet to leave its model: `warn` is told what cannot be drawn or written, and nothing is raised for it.
+    `show` is given the pictures that were drawn.
     """
     found = chapter(folder, stage, metrics, warn)
+    show(found.pictures)
     for name, text in ((REPORT, page(found)), (PAGE, html(f"{folder.resolve().name}: stage {stage}", [found]))):
         try:
             write_file(folder / name, text)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.distributed import device, is_main
 from hybrid_rlhf.core.text_safety import escape_control
+from hybrid_rlhf.report.pace import Pace
 
 _STEP, _COLUMN = 8, 11  # least widths of the table's first and other columns
 NUM_SAMPLES = 2  # in the live view
@@ -29,19 +30,17 @@ class Progress:
     def __init__(self, stage: str, keys: tuple[str, ...], total: int, max_seconds: float | None = None) -> None:
         from rich.console import Console
 
-        self.stage, self.keys, self.total, self.max_seconds = stage, keys, total, max_seconds
+        self.stage, self.keys, self.total, self.pace = stage, keys, total, Pace(total, max_seconds)
         self.console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self.is_live = is_main() and self.console.is_terminal and not self.console.is_dumb_terminal
         self._live, self._step, self._values, self._samples = None, 0, {}, []
         self.first = 0  # steps that were done before this process began
         self._doing, self._shown = "", 0  # _shown: the step of the table's last row
-        self._marks: list[tuple[int, float]] = []  # when steps ended: the first and the last of this process
         self._columns: tuple[str, ...] = ()
         self._notice, self._hearing = "", ExitStack()
-        self._started = time.perf_counter()
 
     def __enter__(self) -> Progress:
-        self._started = time.perf_counter()
+        self.pace.begin()
         if self.is_live:
             from rich.live import Live
 
@@ -57,15 +56,12 @@ class Progress:
         if self._live is not None:
             self._live.stop()
         if self._step > self.first:
-            passed, before = duration(time.perf_counter() - self._started), f" after {self.first}" if self.first else ""
-            count = self._step - self.first
-            self._print(f"{self.stage}: {count} step{'s' * (count != 1)}{before} in {passed}, "
-                        f"{memory(peak_bytes())} of memory at most")
+            self._print(summary_line(self.stage, self.first, self._step, self.pace.passed))
 
     def step(self, step: int, values: dict[str, float], *, is_logged: bool, samples: list[dict] = ()) -> None:
         """`step` is done; a logged one stays on the terminal."""
         self._step, self._values, self._doing = step, values, ""
-        self._marks = [*self._marks[:1], (step, time.perf_counter())]
+        self.pace.mark(step)
         self._samples = samples or self._samples
         if not is_main() or not is_logged:
             return
@@ -108,19 +104,11 @@ class Progress:
                 os.write(2, f"{text}\n".encode())  # not print: its buffer cannot be entered twice
         self._notice = text
 
-    def seconds_left(self) -> float:
-        """Estimate from the mean time of a step, the first one of this process excepted: compilers and caches warm up
-        in it. Infinite before the second; never more than max_seconds leaves."""
-        now, left = time.perf_counter(), float("inf")
-        if len(self._marks) > 1:
-            (first, began), (last, ended) = self._marks
-            left = max(0.0, (ended - began) / (last - first) * (self.total - last) - (now - ended))
-        elif self._marks and self._step == self.total:
-            left = 0.0
-        return left if self.max_seconds is None else max(0.0, min(left, self.max_seconds - (now - self._started)))
+    def pictures(self, paths: Sequence[Path]) -> None:
+        """The run's curves are drawn; a terminal shows none."""
 
     def _left(self, before: str) -> str:
-        seconds = self.seconds_left()
+        seconds = self.pace.seconds_left()
         return "" if seconds == float("inf") else f"{before}{duration(seconds)} left"
 
     def _hear(self, text: str) -> None:
@@ -153,16 +141,20 @@ class Progress:
             lines += [Text(line, style="cyan", no_wrap=True) for line in sample_lines(sample, width - 1)]
         lines += [Text(line, no_wrap=True, overflow="ellipsis") for line in (work(self._values), held(self._values))
                   if line]
-        passed = time.perf_counter() - self._started
-        share = self._step / self.total
-        if self.max_seconds:
-            share = max(share, min(1.0, passed / self.max_seconds))
         bar = Table.grid(padding=(0, 1))
+        share = self.pace.share(self._step)
         bar.add_row(Text(self.stage, style="bold"), ProgressBar(total=1.0, completed=share, width=max(8, width // 4)),
                     Text(f"{self._step}/{self.total}", no_wrap=True),
-                    Text(f"{duration(passed)} passed{self._left(', ')}", no_wrap=True))
+                    Text(f"{duration(self.pace.passed)} passed{self._left(', ')}", no_wrap=True))
         lines += [bar, *([Text(self._doing, style="dim")] if self._doing else [])]
         return Group(*lines, *([Text(self._notice, style="yellow")] if self._notice else []))
+
+
+def summary_line(stage: str, first: int, step: int, seconds: float) -> str:
+    """What a run was when it is over: 'ppo: 40 steps after 20 in 1:05, 512 MiB of memory at most'."""
+    count, before = step - first, f" after {first}" if first else ""
+    return (f"{stage}: {count} step{'s' * (count != 1)}{before} in {duration(seconds)}, {memory(peak_bytes())} of "
+            "memory at most")
 
 
 def fitting(keys: tuple[str, ...], width: int) -> tuple[str, ...]:

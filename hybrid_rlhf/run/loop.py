@@ -50,6 +50,10 @@ class Batches(Protocol):
 class Stopped(Exception):  # noqa: N818 - not a fault: the user asked for it
     """The user stopped the run and a checkpoint was saved; the message says where. Entry points exit with 130."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows of it, in a notebook too: the line alone."""
+        return [str(self)]
+
 
 def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: TrainConfig, record: RunRecord,
         total_steps: int, answers: Callable[[], list[dict]] | None = None) -> dict[str, float]:

@@ -11,8 +11,9 @@ from hybrid_rlhf.core.distributed import is_main
 from hybrid_rlhf.core.random_state import undisturbed
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.report.first_step import first_lines
+from hybrid_rlhf.report.notebook import display
 from hybrid_rlhf.report.summary import conclude
-from hybrid_rlhf.report.terminal import Progress, one_line
+from hybrid_rlhf.report.terminal import one_line
 from hybrid_rlhf.report.trackers import start_trackers
 from hybrid_rlhf.run.json_lines import Lines
 from hybrid_rlhf.run.runfile import TRACKERS, RunRecord
@@ -33,7 +34,7 @@ class Reporter:
                  first: int = 0, positions: Mapping[str, int] | None = None) -> None:
         self.record, self.every, self.total = record, config.logging_steps, total_steps
         self._positions = positions or {}
-        self.progress = Progress(record.stage, keys, total_steps, config.max_seconds)
+        self.progress = display(record.stage, keys, total_steps, config.max_seconds)
         self.progress.first = first
         self._files: dict[str, Lines] = {}
         self._trackers: list = []
@@ -59,7 +60,8 @@ class Reporter:
         """The run ended well: its alarms go to report.md and to the terminal."""
         if is_main():
             warnings: list[str] = []
-            found = conclude(Path(self.record.output_dir), self.record.stage, METRICS, warnings.append)
+            found = conclude(Path(self.record.output_dir), self.record.stage, METRICS, warnings.append,
+                             self.progress.pictures)
             self.progress.alarms([f"{alarm.name}: {alarm.text}" for alarm in found])
             self.progress.warnings(warnings)
 

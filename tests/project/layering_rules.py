@@ -17,7 +17,8 @@ H = "hybrid_rlhf"
 # package: (layer, its modules). A package imports from itself and from lower layers. The first row that fits counts.
 PACKAGES = {
     "studio": (9, (f"{H}.studio",)),  # beside the command line, whose stages and commands it starts as processes
-    "entry points": (8, ("train", f"{H}.__main__", f"{H}.api", f"{H}.api_inputs", f"{H}.cli", f"{H}.commands")),
+    "entry points": (8, ("train", f"{H}.__main__", f"{H}.api", f"{H}.api_inputs", f"{H}.trl_words", f"{H}.cli",
+                         f"{H}.commands")),
     "training": (7, (f"{H}.training",)),
     "trainers": (6, (f"{H}.trainers",)),
     "inference": (5, (f"{H}.inference",)),

@@ -140,29 +140,29 @@ def test_what_others_print_to_a_piped_stdout_stays_there_while_the_table_lives(c
 
 def test_time_left_is_the_smaller_of_what_steps_and_max_seconds_leave(clock):
     progress = Progress("sft", KEYS, 10, max_seconds=50.0)
-    assert progress.seconds_left() == 50.0
+    assert progress.pace.seconds_left() == 50.0
     clock[0] += 15
     progress.step(1, VALUES, is_logged=False)
-    assert progress.seconds_left() == 35.0  # of the first step alone nothing is concluded
+    assert progress.pace.seconds_left() == 35.0  # of the first step alone nothing is concluded
     clock[0] += 5
     progress.step(2, VALUES, is_logged=False)
-    assert progress.seconds_left() == 30.0  # 8 steps of 5 s would take 40
+    assert progress.pace.seconds_left() == 30.0  # 8 steps of 5 s would take 40
     clock[0] += 12
     progress.step(8, VALUES, is_logged=False)
-    assert progress.seconds_left() == pytest.approx(2 * 17 / 7)  # 7 steps took 17 s
+    assert progress.pace.seconds_left() == pytest.approx(2 * 17 / 7)  # 7 steps took 17 s
     clock[0] += 100
-    assert progress.seconds_left() == 0.0
+    assert progress.pace.seconds_left() == 0.0
 
 
 def test_the_first_step_which_compiles_is_no_part_of_the_estimate_and_time_goes_by_within_a_step(clock):
     progress = Progress("sft", KEYS, 10)
-    assert progress.seconds_left() == float("inf")
+    assert progress.pace.seconds_left() == float("inf")
     for seconds in (100, 2, 2):
         clock[0] += seconds
         progress.step(progress._step + 1, VALUES, is_logged=False)
-    assert progress.seconds_left() == 14.0  # 7 steps of 2 s, not of 35
+    assert progress.pace.seconds_left() == 14.0  # 7 steps of 2 s, not of 35
     clock[0] += 1.5
-    assert progress.seconds_left() == 12.5
+    assert progress.pace.seconds_left() == 12.5
 
 
 def test_before_the_second_step_a_line_says_nothing_of_the_time_left(capsys, clock):

@@ -1,0 +1,274 @@
+"""A run's progress in a Jupyter notebook: one output of the cell, written anew, and never a line for each step.
+
+IPython is not imported: only where it runs this process already is there a notebook.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
+from pathlib import Path
+from typing import Protocol
+
+from hybrid_rlhf.core import activity
+from hybrid_rlhf.core.distributed import is_main
+from hybrid_rlhf.core.text_safety import escape_control
+from hybrid_rlhf.report.metric_names import meaning
+from hybrid_rlhf.report.pace import Pace
+from hybrid_rlhf.report.terminal import (
+    NUM_SAMPLES,
+    Progress,
+    duration,
+    held,
+    number,
+    sample_lines,
+    short,
+    summary_line,
+    work,
+)
+
+EVERY, AT_LEAST_EVERY = 0.5, 5.0  # seconds between two versions; the second where nothing but the clock has moved
+NUM_LIVE, NUM_AT_END, NUM_COLUMNS, NUM_NOTES = 8, 12, 8, 20  # rows while it runs and afterwards; columns; lines
+NUM_CURVES, _WIDTH = 6, 96  # curves that need no click; characters of a sample's line
+_FAINT, _ALARM = "opacity:.75", "color:var(--vscode-errorForeground,var(--jp-error-color1,#b3261e));font-weight:600"
+_CELL = "text-align:right;padding:.15em .8em"
+
+
+class Display(Protocol):
+    """What a Reporter tells what it knows. is_live: whether every step's samples are shown."""
+
+    is_live: bool
+    first: int
+
+    def __enter__(self) -> object: ...
+    def __exit__(self, *exc: object) -> None: ...
+    def step(self, step: int, values: dict[str, float], *, is_logged: bool, samples: list[dict]) -> None: ...
+    def evaluated(self, step: int, values: dict[str, float]) -> None: ...
+    def alarms(self, texts: list[str]) -> None: ...
+    def warnings(self, texts: list[str]) -> None: ...
+    def announce(self, text: str) -> None: ...
+    def pictures(self, paths: Sequence[Path]) -> None: ...
+
+
+def display(stage: str, keys: tuple[str, ...], total: int, max_seconds: float | None = None) -> Display:
+    """The progress of a stage, where its user looks: an output of a notebook's cell, or the terminal."""
+    found = shell()
+    if found is None or not is_main():
+        return Progress(stage, keys, total, max_seconds)
+    return CellProgress(found, stage, keys, total, max_seconds)
+
+
+def shell() -> object | None:
+    """IPython's shell where this process is the kernel of a notebook; None elsewhere, in a terminal's IPython too."""
+    ask = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    found = ask() if ask is not None else None
+    return found if getattr(found, "kernel", None) is not None else None
+
+
+@contextmanager
+def said_in_its_cell() -> Iterator[None]:
+    """Within the block what a run says on stderr is plain output of a notebook's cell, which marks stderr in red."""
+    if shell() is None:
+        yield
+        return
+    with redirect_stderr(sys.stdout):
+        yield
+
+
+class CellProgress:
+    """As terminal.Progress, in the cell that runs: the last logged steps as a table, below it what goes on, and at the
+    end steps from all of the run, and its curves. A thread writes it anew, at most twice a second."""
+
+    is_live, first = True, 0
+
+    def __init__(self, ipython: object, stage: str, keys: tuple[str, ...], total: int,
+                 max_seconds: float | None = None) -> None:
+        self.stage, self.keys, self.total, self.pace = stage, keys, total, Pace(total, max_seconds)
+        self._output = _Output(ipython)
+        self._columns: tuple[str, ...] = ()
+        self._rows: list[tuple[str, list[str]]] = []  # the logged steps and the held-out rows, as they are shown
+        self._step, self._values, self._samples, self._doing = 0, {}, [], ""
+        self._notes: list[tuple[str, str]] = []  # style and text
+        self._pictures: list[Path] = []
+        self._is_new, self._is_over = True, threading.Event()
+        self._hearing, self._thread = ExitStack(), threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> CellProgress:
+        self.pace.begin()
+        self._hearing.enter_context(activity.listening(self._hear))
+        if not self._output.is_kept:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._hearing.close()
+        self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._output.write(*self._page())
+        if self._pictures:
+            with suppress(OSError):  # they have just been written, and are in the report
+                _Output(self._output.ipython).write(curves(self._pictures), f"curves: {self._pictures[0].parent}")
+
+    def step(self, step: int, values: dict[str, float], *, is_logged: bool, samples: list[dict]) -> None:
+        """`step` is done; a logged one is a row of the table."""
+        self.pace.mark(step)
+        self._samples = samples or self._samples
+        if is_logged:
+            self._columns = self._columns or tuple(k for k in self.keys if k in values)[:NUM_COLUMNS]
+            self._rows.append((str(step), self._cells(values)))
+        self._step, self._values, self._doing, self._is_new = step, values, "", True
+
+    def evaluated(self, step: int, values: dict[str, float]) -> None:
+        """The held-out metrics after `step`: a row, or a line where none has a column."""
+        named = {k.removeprefix("eval/"): v for k, v in values.items()}
+        if any(k in named for k in self._columns):
+            self._rows.append(("held out", self._cells(named)))
+        else:
+            told = "  ".join(f"{k} {number(v)}" for k, v in list(named.items())[:6])
+            self._note("", f"held out after step {step}: {told}")
+        self._is_new = True
+
+    def alarms(self, texts: list[str]) -> None:
+        """What went wrong, a line each."""
+        for text in texts:
+            self._note(_ALARM, f"alarm, {text}")
+
+    def warnings(self, texts: list[str]) -> None:
+        """What could not be done, a line each."""
+        for text in texts:
+            self._note(_ALARM, f"warning: {text}")
+
+    def announce(self, text: str) -> None:
+        """Say something soon; may be called by a signal handler, so it waits for nothing."""
+        self._note("", text)
+
+    def pictures(self, paths: Sequence[Path]) -> None:
+        """The run's curves, shown when it is over."""
+        self._pictures = list(paths)
+
+    def _note(self, style: str, text: str) -> None:
+        self._notes.append((style, text))
+        self._is_new = True
+
+    def _hear(self, text: str) -> None:
+        self._doing, self._is_new = text, True
+
+    def _cells(self, values: dict[str, float]) -> list[str]:
+        return [number(values[k]) if k in values else "" for k in self._columns]
+
+    def _watch(self) -> None:
+        written = 0.0
+        while not self._is_over.wait(EVERY):
+            if self._is_new or time.perf_counter() - written >= AT_LEAST_EVERY:
+                self._is_new, written = False, time.perf_counter()
+                self._output.write(*self._page())
+
+    def _page(self) -> tuple[str, str]:
+        """What is to be seen now, as HTML and as plain text."""
+        rows = spread(self._rows, NUM_AT_END) if self._is_over.is_set() else self._rows[-NUM_LIVE:]
+        current = str(self._step)
+        if not self._is_over.is_set() and self._columns and not any(name == current for name, _ in rows):
+            rows = [*rows, (current, self._cells(self._values))]
+        lines = [line for sample in self._samples[:NUM_SAMPLES] for line in sample_lines(sample, _WIDTH)]
+        more = len(self._notes) - NUM_NOTES
+        notes = [*([("", f"({more} earlier lines are left out)")] if more > 0 else []), *self._notes[-NUM_NOTES:]]
+        told = [] if self._is_over.is_set() else [line for line in (work(self._values), held(self._values)) if line]
+        name = "" if self._is_over.is_set() else f"{self.stage} "
+        return (f"<div>{self._bar()}{self._table(rows)}{_lines(lines)}{_faint(told)}{_notes(notes)}</div>",
+                "\n".join([name + self._status(), *self._text_rows(rows), *(text for _, text in notes)]))
+
+    def _status(self) -> str:
+        """The line with the time; it begins with the stage's name when the run is over."""
+        if self._is_over.is_set():
+            return summary_line(self.stage, self.first, self._step, self.pace.passed)
+        left = self.pace.seconds_left()
+        told = "" if left == float("inf") else f", {duration(left)} left"
+        doing = f"; {self._doing}" if self._doing else ""
+        return f"{self._step}/{self.total}, {duration(self.pace.passed)} passed{told}{doing}"
+
+    def _bar(self) -> str:
+        if self._is_over.is_set():
+            return f"<div>{_safe(self._status())}</div>"
+        return (f'<div><b>{_safe(self.stage)}</b> <progress style="vertical-align:middle" max="1" '
+                f'value="{self.pace.share(self._step):.3f}"></progress> {_safe(self._status())}</div>')
+
+    def _table(self, rows: Sequence[tuple[str, list[str]]]) -> str:
+        if not rows:
+            return ""
+        heads = "".join(f'<th style="{_CELL}" title="{_safe(meaning(k))}">{_safe(short(k))}</th>'
+                        for k in self._columns)
+        body = "".join(
+            f'<tr style="{"font-weight:600" if name == "held out" else ""}">'
+            + "".join(f'<td style="{_CELL}">{_safe(cell)}</td>' for cell in (name, *cells)) + "</tr>"
+            for name, cells in rows)
+        return (f'<table style="font-variant-numeric:tabular-nums;margin:.5em 0"><thead><tr>'
+                f'<th style="{_CELL}">step</th>{heads}</tr></thead><tbody>{body}</tbody></table>')
+
+    def _text_rows(self, rows: Sequence[tuple[str, list[str]]]) -> list[str]:
+        lines = [("step", [short(k) for k in self._columns]), *rows] if rows else []
+        widths = [max(len(cells[i]) for _, cells in lines) for i in range(len(self._columns))]
+        return ["  ".join([name.rjust(8), *(c.rjust(w) for c, w in zip(cells, widths, strict=True))])
+                for name, cells in lines]
+
+
+class _Output:
+    """One output of the cell that runs. is_kept: %%capture keeps every version, so it gets the last one only."""
+
+    def __init__(self, ipython: object) -> None:
+        self.ipython, self._name = ipython, os.urandom(16).hex()
+        self._is_there = False
+
+    @property
+    def is_kept(self) -> bool:
+        return hasattr(self.ipython.display_pub, "outputs")
+
+    def write(self, page: str, text: str) -> None:
+        """The first time it appears, afterwards it is replaced. A notebook that is gone ends no run."""
+        with suppress(Exception):
+            self.ipython.display_pub.publish({"text/html": page, "text/plain": text}, {},
+                                             transient={"display_id": self._name}, update=self._is_there)
+            self._is_there = True
+
+
+def spread(rows: list[tuple[str, list[str]]], most: int) -> list[tuple[str, list[str]]]:
+    """At most `most` rows from all of a run, the first and the last among them, and of the held-out rows the last."""
+    held_out = [i for i, (name, _) in enumerate(rows) if name == "held out"][-1:]
+    steps = [i for i, (name, _) in enumerate(rows) if name != "held out"]
+    room = max(2, most - len(held_out))
+    if len(steps) > room:
+        steps = [steps[round(i * (len(steps) - 1) / (room - 1))] for i in range(room)]
+    return [rows[i] for i in sorted([*steps, *held_out])]
+
+
+def curves(paths: Sequence[Path]) -> str:
+    """The pictures side by side, within the page itself: a notebook may be opened elsewhere."""
+    shown = [f'<img style="width:19em;background:#fff" alt="{_safe(path.stem.replace("_", " "))}" '
+             f'src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}">' for path in paths]
+    row = '<div style="display:flex;flex-wrap:wrap;gap:.5em;margin:.5em 0">{}</div>'
+    rest = shown[NUM_CURVES:]
+    more = f"<details><summary>{len(rest)} more curves</summary>{row.format(''.join(rest))}</details>" if rest else ""
+    return row.format("".join(shown[:NUM_CURVES])) + more
+
+
+def _safe(text: str) -> str:
+    return html.escape(escape_control(text))
+
+
+def _lines(lines: Sequence[str]) -> str:
+    style = "margin:.5em 0;font:.9em monospace;white-space:pre;overflow-x:auto"
+    return f'<pre style="{style}">{_safe(chr(10).join(lines))}</pre>' if lines else ""
+
+
+def _faint(lines: Sequence[str]) -> str:
+    return "".join(f'<div style="{_FAINT}">{_safe(line)}</div>' for line in lines)
+
+
+def _notes(notes: Sequence[tuple[str, str]]) -> str:
+    return "".join(f'<div style="{style}">{_safe(text)}</div>' for style, text in notes)

@@ -1,0 +1,214 @@
+"""What TRL's users write: what is the same here does what the command line does, and the rest is one line."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+
+import pytest
+import safetensors.torch
+import torch
+
+import hybrid_rlhf
+from hybrid_rlhf import (
+    DPOTrainer,
+    GRPOTrainer,
+    KTOTrainer,
+    RewardTrainer,
+    RLOOTrainer,
+    SFTTrainer,
+    UserError,
+    trl_words,
+)
+from hybrid_rlhf.api_inputs import dotted
+from hybrid_rlhf.cli import main
+from hybrid_rlhf.training.registry import STAGES
+from tests.project.docs_blocks import documents_folder
+
+ROWS = [{"prompt": f"say {i}", "completion": str(i)} for i in range(12)]
+APART = [{"prompt": f"tell {i}", "completion": str(i)} for i in range(3)]
+SHORT = {"max_steps": 2, "per_device_train_batch_size": 4, "dtype": "float32", "num_fixed_prompts": 0}
+FLAGS = ["--train.max_steps=2", "--train.per_device_train_batch_size=4", "--model.dtype=float32",
+         "--train.num_fixed_prompts=0"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    with documents_folder(tmp_path_factory.mktemp("trl")) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def lora(place):
+    """A run as TRL's users write it."""
+    import peft
+
+    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trainer = SFTTrainer(model="my-model", train_dataset=ROWS, eval_dataset=APART, peft_config=config, logging_steps=1,
+                         save_steps=1, output_dir="runs/lora", **SHORT)
+    trainer.train()
+    return trainer
+
+
+def weights(folder) -> dict:
+    return safetensors.torch.load_file(folder / "model/model.safetensors")
+
+
+def test_it_is_the_run_of_the_command_line_with_the_same_settings(place, lora):
+    for name, rows in (("rows", ROWS), ("apart", APART)):
+        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["sft", "--model", "my-model", "--data.sources=rows.jsonl", "--data.eval_sources=apart.jsonl",
+                 "--data.eval_fraction=0", "--model.lora.r=4", "--model.lora.alpha=12",
+                 "--model.lora.target_modules=[q_proj, v_proj]", "--output_dir=runs/words", *FLAGS]) == 0
+    ours, theirs = weights(place / "runs/lora"), weights(place / "runs/words")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    record = json.loads((place / "runs/words/run.json").read_text())
+    assert lora.evaluate() == {k: v for k, v in record["metrics"].items() if k.startswith("eval/")}
+    assert lora.evaluate()["eval/loss"] > 0 and record["facts"]["data"]["held_out"] == len(APART)
+
+
+def test_the_history_is_what_was_written_of_each_step(place, lora):
+    rows = [json.loads(line) for line in (place / "runs/lora/metrics.jsonl").read_text().splitlines()]
+    assert lora.history == rows and [row["step"] for row in rows if "loss" in row] == [1, 2]
+    assert SFTTrainer("my-model", ROWS, output_dir="runs/none").history == []
+
+
+def test_save_model_writes_what_the_export_does(place, lora):
+    assert lora.save_model() == "runs/lora/model"
+    assert lora.save_model("saved") == "saved"
+    assert main(["export", "--model", "runs/lora", "--output_dir", "exported"]) == 0
+    names = sorted(path.name for path in (place / "exported").iterdir())
+    assert sorted(path.name for path in (place / "saved").iterdir()) == names and "tokenizer.json" in names
+    assert (place / "saved/model.safetensors").read_bytes() == (place / "exported/model.safetensors").read_bytes()
+    with pytest.raises(UserError, match="saved is not empty"):
+        lora.save_model("saved")
+
+
+def test_push_to_hub_uploads_the_folder_of_the_model(lora, monkeypatch):
+    import huggingface_hub
+
+    calls = []
+
+    class Hub:
+        def create_repo(self, name, **options):
+            calls.append((name, options))
+
+        def upload_folder(self, **options):
+            calls.append(options["folder_path"])
+            return "https://hub/me/mine"
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    assert lora.push_to_hub("me/mine") == "https://hub/me/mine"
+    assert calls[0] == ("me/mine", {"private": True, "exist_ok": True}) and str(calls[1]) == "runs/lora/model"
+
+
+def test_resume_from_checkpoint_goes_on_or_begins_again(place, capsys):
+    def trainer(**more):
+        return SFTTrainer("my-model", ROWS, output_dir="runs/again", save_steps=1, lr_scheduler_type="constant",
+                          warmup_ratio=0, **{**SHORT, **more})
+
+    with pytest.raises(UserError, match="resume_from_checkpoint: runs/again holds no checkpoint to go on from"):
+        trainer().train(resume_from_checkpoint=True)
+    first = trainer().train(resume_from_checkpoint=False)
+    assert trainer().train(resume_from_checkpoint=True) == first and "nothing to do" in capsys.readouterr().err
+    longer = trainer(max_steps=3)
+    checkpoint = next((place / "runs/again/checkpoints").glob("*2"))
+    assert longer.train(resume_from_checkpoint=checkpoint)
+    assert [row["step"] for row in longer.history if "loss" in row] == [1, 2, 3]
+    assert f"from {checkpoint.name}" in capsys.readouterr().err
+    assert trainer().train(resume_from_checkpoint=False)["loss"] == first["loss"]
+    assert "started again from the beginning" in capsys.readouterr().err
+
+
+def test_what_a_cell_ends_with_is_one_line_and_a_dict_all_the_same(lora):
+    class Printer:
+        said = ""
+
+        def text(self, words):
+            self.said += words
+
+    printer, metrics = Printer(), lora.metrics
+    metrics._repr_pretty_(printer, False)
+    assert re.fullmatch(rf"{len(metrics)} metrics, of which loss [\d.]+, eval/loss [\d.]+, "
+                        r"mean_token_accuracy [\d.e-]+, eval/mean_token_accuracy [\d.e-]+", printer.said), printer.said
+    assert metrics == dict(metrics) and json.loads(json.dumps(metrics)) == metrics
+
+
+def test_variants_have_trl_s_names():
+    assert KTOTrainer("my-model", "x.jsonl").stage == "kto"
+    assert RLOOTrainer("my-model", "x.jsonl", reward_funcs="pay.py:f", epsilon=0.3, num_iterations=2,
+                       reward_weights=[2.0]).config.ppo.cliprange == 0.3
+
+
+def peft_config(**given):
+    import peft
+
+    return peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", **given})
+
+
+@pytest.mark.parametrize(("make", "said"), [
+    (lambda: GRPOTrainer("my-model", ROWS, args=object()), "args is not taken here; write its options beside"),
+    (lambda: GRPOTrainer("my-model", ROWS, processing_class=1), "processing_class is not taken here; the tokenizer is"),
+    (lambda: SFTTrainer("my-model", ROWS, callbacks=[]), "callbacks is not taken here; after training .history"),
+    (lambda: DPOTrainer("my-model", ROWS, ref_model="x"), "another write roles__ref__model_name_or_path=FOLDER"),
+    (lambda: GRPOTrainer("my-model", len), "train_dataset is a builtin_function_or_method; .*by name, reward_funcs="),
+    (lambda: SFTTrainer("my-model", hybrid_rlhf.training.step1_sft.Config()), "train_dataset is a Config; .*max_steps"),
+    (lambda: SFTTrainer("my-model", ROWS, eval_dataset={"a": ROWS}), "eval_dataset is a mapping of a; give one"),
+    (lambda: SFTTrainer("my-model", ROWS, eval_dataset=[3]), "eval_dataset: row 1 is a int"),
+    (lambda: SFTTrainer("my-model", ROWS, peft_config=3), "peft_config is a int; give a peft.LoraConfig"),
+    (lambda: SFTTrainer("my-model", ROWS, peft_config=peft_config(use_dora=True)), "peft_config: use_dora=True is not"),
+    (lambda: SFTTrainer("my-model", ROWS, peft_config=peft_config(bias="all")), "peft_config: bias='all' is not taken"),
+    (lambda: SFTTrainer("my-model", ROWS, peft_config=peft_config(target_modules=None)), "write target_modules='all"),
+    (lambda: SFTTrainer("my-model", ROWS, peft_config=peft_config(), model__lora__r=4),
+     "peft_config and model.lora.r are both given"),
+    (lambda: DPOTrainer("my-model", ROWS, peft_config=peft_config(lora_dropout=0.1)), "model.lora.dropout is not used"),
+    (lambda: SFTTrainer("my-model", ROWS, output_dir="runs/none").evaluate(), "holds no model yet; call train"),
+    (lambda: SFTTrainer("my-model", ROWS, output_dir="runs/none").save_model("x"), "holds no model yet; call train"),
+])
+def test_what_is_not_taken_is_said_in_one_line_with_what_to_write(place, make, said):
+    with pytest.raises(UserError, match=said) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_without_held_out_rows_has_no_evaluation(place):
+    trainer = SFTTrainer("my-model", ROWS, eval_fraction=0.0, output_dir="runs/whole", **SHORT)
+    trainer.train()
+    with pytest.raises(UserError, match="runs/whole has evaluated nothing; give eval_dataset"):
+        trainer.evaluate()
+
+
+def test_classes_of_trl_that_are_not_here_are_named_with_what_to_use():
+    with pytest.raises(ImportError, match="no GRPOConfig: write its options beside the model: learning_rate"):
+        from hybrid_rlhf import GRPOConfig  # noqa: F401
+    with pytest.raises(ImportError, match="no GKDTrainer; use DistillTrainer"):
+        from hybrid_rlhf import GKDTrainer  # noqa: F401
+
+
+def test_every_argument_of_trl_s_trainers_is_taken_or_refused():
+    import trl
+
+    for ours, theirs in ((SFTTrainer, trl.SFTTrainer), (RewardTrainer, trl.RewardTrainer), (DPOTrainer, trl.DPOTrainer),
+                         (GRPOTrainer, trl.GRPOTrainer), (RLOOTrainer, trl.RLOOTrainer), (KTOTrainer, trl.KTOTrainer)):
+        given = set(inspect.signature(theirs.__init__).parameters) - {"self"}
+        handed_on = {RLOOTrainer: GRPOTrainer, KTOTrainer: DPOTrainer}.get(ours, ours)
+        taken = {*inspect.signature(ours).parameters, *inspect.signature(handed_on).parameters}
+        assert given <= taken | set(trl_words.INSTEAD), (theirs, given - taken - set(trl_words.INSTEAD))
+
+
+def test_the_options_that_are_to_be_written_instead_exist():
+    configs = [importlib.import_module(row.module).Config for row in STAGES.values()]
+    for text in trl_words.INSTEAD.values():
+        for name in re.findall(r"(\w+)=", text):
+            if name in ("reward_funcs", "peft_config", "tools", "environment_factory"):
+                continue  # of the trainers themselves
+            assert any(fits(config, name) for config in configs), name
+
+
+def fits(config, name) -> bool:
+    try:
+        return bool(dotted(config, {name: 1}))
+    except UserError:
+        return False
