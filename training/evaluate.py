@@ -307,9 +307,11 @@ def _measured(config: Config, labelled: Labels | None, sources: _Sources, tokeni
     """How far each source agrees with the labels, and the table of it, at once: answering may take long."""
     if labelled is None:
         return []
-    found = label_agreement.measure(labelled, sources.reading_text(), _method(config), tokenizer or sources.reader,
+    measured = sources.reading_text()
+    found = label_agreement.measure(labelled, measured, _method(config), tokenizer or sources.reader,
                                     config.evaluate.batch_size)
     agreement.show(found, _method(config))
+    label_agreement.check_verdicts(found, measured)
     return found
 
 
