@@ -75,6 +75,28 @@ def test_a_grade_is_the_weighted_mean_of_its_items_and_each_item_has_a_figure_of
     assert rollout.rows(torch.tensor([1])).remarks == ["so so"] and (rollout + rollout).remarks == ["so so"] * 4
 
 
+def test_an_item_is_not_paid_for_where_its_weight_is_0_or_the_judge_s():
+    rubric = {"items": [RUBRIC["items"][0], {"name": "short", "question": "Short?", "weight": 0}]}
+    for weight, unpaid in ((2.0, {"judge/short"}), (0.0, {"judge", "judge/right", "judge/short"})):
+        source, _ = scripted_judge(lambda chat: json.dumps(
+            {"right": "yes" if "a" in texts(chat)[0] else "no", "short": "yes" if "b" in texts(chat)[0] else "no"}),
+            rubric=rubric)
+        rollout = groups(1, 1, answers=["a", "b"])
+        rollout.scores = part_scores(Mixture([Part(source, weight), Part(Plain(), 1.0)]), rollout)
+        found = {name: value for name, value in rollout.metrics().compute().items() if "correlation" in name}
+        assert found.keys() == {f"rewards/{name}/correlation" for name in unpaid}
+        assert found["rewards/judge/short/correlation"] == pytest.approx(-1 if weight else 1)
+
+
+class Plain:
+    """1 for the second of two responses."""
+
+    name = "plain"
+
+    def score(self, rollout) -> list[float]:
+        return [0.0, 1.0]
+
+
 def test_both_orders_are_asked_and_a_judge_that_goes_by_the_place_gives_a_tie():
     source, backend = scripted_judge(lambda chat: 'x {"better": "A"}', mode="pairwise")
     found = source.compare(["p"], ["one"], ["two"])[0]

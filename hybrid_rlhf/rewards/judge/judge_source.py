@@ -77,6 +77,7 @@ class JudgeSource:
             for item in self.rubric.items:
                 rollout.source_scores[f"{self.name}/{item.name}"] = torch.tensor(
                     [float("nan") if grade is None else grade.items[item.name] for grade in grades])
+                rollout.source_weights[f"{self.name}/{item.name}"] = item.weight
             scores = [None if grade is None else grade.score for grade in grades]
             rollout.remarks = ["" if grade is None else grade.reason for grade in grades]
         else:
