@@ -19,13 +19,14 @@ from hybrid_rlhf.engine.idle_cache import give_back_idle
 from hybrid_rlhf.environments.contract import Environments
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.export.folder import export
+from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.roles.sharing import TRAINED, Layout, RolesConfig, Start
-from hybrid_rlhf.roles.teacher import WHOLE_HEAD
+from hybrid_rlhf.roles.teacher import WHOLE_HEAD, check_top_k
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import Trainer, fit, on_record
 from hybrid_rlhf.training import (
@@ -146,6 +147,8 @@ def _find_teacher(config: Config, actor: str) -> str | None:
     path = builders.parent_run(path, config.output_dir, "sft", "roles.teacher.model_name_or_path")
     builders.check_vocabulary(actor, path, config.data, (config.method.reads, *config.method.also_reads),
                               config.model.tokenizer_name_or_path)
+    found = load.configuration(replace(config.model, preset=None, model_name_or_path=builders.model_folder(path)))
+    check_top_k(config.distill.top_k, found.get_text_config().vocab_size)
     return path
 
 

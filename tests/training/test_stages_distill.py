@@ -325,6 +325,16 @@ def test_an_adapter_on_the_head_is_refused_and_its_merged_model_is_not(place, ca
     assert found[0] == pytest.approx(found[1], rel=1e-3) and found[0] > 1e-3
 
 
+@pytest.mark.parametrize("more", [[], ["--plan"]])
+def test_more_likeliest_words_than_there_are_is_refused(place, capfd, built, more) -> None:
+    size = json.loads((place / "teacher" / "config.json").read_text())["vocab_size"]
+    said = refused(capfd, [*words(place, "no", "--distill.top_k", str(size + 1)), *more])
+    assert f"distill.top_k is {size + 1}, and the teacher's vocabulary has {size} words; give fewer" in said
+    assert not built  # before anything was loaded
+    more = ["--distill.coef", "0.5", "--ppo.sampling.num_samples", "2", f"--reward.functions=['{place}/pay.py:short']"]
+    assert "distill.top_k is 999" in refused(capfd, words(place, "no", *more, "--distill.top_k", "999", stage="grpo"))
+
+
 @pytest.mark.parametrize(("more", "message"), [
     (["--distill.beta", "0.3"], "distill.beta is set; it is for distill.divergence jsd"),
     (["--distill.divergence", "policy_gradient", "--distill.top_k", "5"], "distill.top_k is set; distill.divergence"),
