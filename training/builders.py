@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import torch
@@ -255,10 +255,16 @@ def eval_loader(rows: Sequence[dict], train: TrainConfig, seed: int, collate: Ca
                   shuffle=False, drop_last=False)
 
 
-def start(config, command: str, *data: datasets.StageData) -> runfile.RunRecord:  # noqa: ANN001
-    """Claim the run's folder, when nothing can be wrong with its input any more, and say what became of the rows."""
+def start(config, command: str, data: datasets.StageData,  # noqa: ANN001
+          more: Mapping[str, datasets.StageData] = MappingProxyType({})) -> runfile.RunRecord:
+    """Claim the run's folder, when nothing can be wrong with its input any more, and say what became of the rows: of
+    those in `more`, by name, what is not said of the first ones already."""
     record = runfile.start(config.output_dir, config.stage, config, command)
-    record.facts["header"] = [line for each in data for line in datasets.summary(each.report)]
+    own = datasets.summary(data.report)
+    record.facts["header"] = own + [
+        named for name, each in more.items()
+        for line, named in zip(datasets.summary(each.report), datasets.summary(each.report, name), strict=True)
+        if line not in own]
     if is_main():
         print(*record.facts["header"], sep="\n", file=sys.stderr)
     return record

@@ -187,7 +187,7 @@ def run(make_trainer: Callable[[RunContext], Trainer], config: Config, command: 
     builders.seed_everything(config.seed)
     opened = open_run(config)
     trainer, roles = make_trainer(opened), opened.roles
-    record = builders.start(config, command, opened.data, *opened.more.values())
+    record = builders.start(config, command, opened.data, opened.more)
     engines = {role: handle.engine for role, handle in (("actor", roles.actor), ("critic", roles.critic)) if handle}
     with on_record(record):  # a failing export is on the record too
         announce.before(record, config, engines, opened.sources.actor, opened.num_steps, opened.loader,

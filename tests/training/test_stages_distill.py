@@ -86,6 +86,20 @@ def test_a_reward_source_scores_the_samples_and_moves_nothing(place) -> None:
         assert row["distill/divergence"] == other["distill/divergence"] and row["grad_norm"] == other["grad_norm"]
 
 
+def test_what_became_of_the_rows_is_said_once(place, capfd, tmp_path) -> None:
+    """One file that serves both as prompts and as demonstrations, and then two that differ."""
+    both = ["--distill.lmbda", "0.5", "--resume", "never", f"--data.sources=[{place}/said.jsonl]"]
+    assert main(words(place, "once", *both)) == 0
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("data")]
+    assert [line for line in told if "rows read" in line] == told[:1] and len(told) == len(set(told)) <= 2
+    (tmp_path / "few.jsonl").write_text("".join(f'{{"prompt": "say {w}", "completion": "{w}"}}\n' for w in WORDS))
+    assert main(words(place, "once", *both[:-1], f"--data.sources=[{{path: {place}/rows.jsonl, stages: [distill]}}, "
+                      f"{{path: {tmp_path}/few.jsonl, stages: [distill_data]}}]")) == 0
+    told = [line for line in capfd.readouterr().err.splitlines() if "rows read" in line]
+    assert len(told) == 2 and told[0].startswith(f"data: {2 * len(WORDS)} rows read")
+    assert told[1].startswith(f"data of distill_data: {len(WORDS)} rows read")
+
+
 def test_a_named_reference_measures_kl(place, built) -> None:
     assert main(words(place, "kl", "--roles.ref.model_name_or_path", f"{place}/base")) == 0
     assert built[0].ref is not None and all("kl" in row for row in steps(place / "kl"))
