@@ -137,10 +137,16 @@ def taught(place) -> str:
 
 
 def test_a_teacher_by_lora_on_the_students_base_is_an_adapter_on_it(place, built, taught, capfd) -> None:
+    from transformers import AutoModelForCausalLM
+
     assert main(words(place, "shared", *LORA, teacher=taught)) == 0
     roles = built[0]
     assert roles.teacher.engine.model is roles.actor.engine.model
-    assert f"teacher: {place}/{taught}; an adapter on the student's own base\n" in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert f"teacher: {place}/{taught}; an adapter on the student's own base\n" in told
+    base = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(place / "base").parameters())
+    trained = sum(p.numel() for p in roles.actor.engine.training.parameters.values())
+    assert f"trained: {trained:,} of {base + trained:,} parameters by LoRA" in told  # no adapter of the teacher's
     assert main(words(place, "merged", *LORA, teacher=f"{taught}/model")) == 0
     assert built[1].teacher.engine.model is not built[1].actor.engine.model
     shared, merged = steps(place / "shared"), steps(place / "merged")
