@@ -88,6 +88,35 @@ def test_an_item_is_not_paid_for_where_its_weight_is_0_or_the_judge_s():
         assert found["rewards/judge/short/correlation"] == pytest.approx(-1 if weight else 1)
 
 
+def test_what_was_answered_before_a_backend_died_is_not_asked_again(tmp_path):
+    """Of five questions the fourth ends the process; the next one asks the other two. So with probabilities."""
+    def dies(chat):
+        if "four" in texts(chat)[0]:
+            raise KeyboardInterrupt
+        return 'so {"ok": "yes"}'
+
+    answers = ["one", "two", "three", "four", "five"]
+    for more, name in (({}, "words"), ({"score": "probability"}, "chances")):
+        ways = {"answer": dies, "chances": lambda chat, words: [0.25, 0.5] if dies(chat) else []}
+        source, backend = scripted_judge(**ways, cache=str(tmp_path / name), **more)
+        with pytest.raises(KeyboardInterrupt):
+            source.grade(["p"] * 5, answers)
+        assert len((tmp_path / name / "judge.jsonl").read_text().splitlines()) == 3
+        ways = {"answer": lambda chat: 'so {"ok": "yes"}', "chances": lambda chat, words: [0.25, 0.5]}
+        source, backend = scripted_judge(**ways, cache=str(tmp_path / name), **more)
+        assert len(source.grade(["p"] * 5, answers)) == 5
+        assert [texts(chat) for chat in backend.asked] == [["four"], ["five"]]
+
+
+def test_replies_that_cannot_be_read_are_asked_about_in_the_order_of_the_questions():
+    """Whichever came first."""
+    source, backend = scripted_judge(lambda chat: "hm" if len(chat) == 2 else '{"ok": "yes"}')
+    complete = backend.complete
+    backend.complete = lambda *given: (each for each in reversed(list(complete(*given))))
+    assert [grade.score for grade in source.grade(["p"] * 3, ["a", "b", "c"])] == [1, 1, 1]
+    assert [texts(chat) for chat in backend.asked[3:]] == [["a"], ["b"], ["c"]]
+
+
 class Plain:
     """1 for the second of two responses."""
 

@@ -14,8 +14,8 @@ from hybrid_rlhf.models.quantize import quantized_layers
 
 
 def count_parameters(engine: HybridEngine) -> tuple[int, int]:
-    """(trained, all) weights of the engine's module, whole ones where ZeRO 3 or a quantisation has them in parts. Of one
-    that trains, the adapters of other roles on its base (a teacher's) are no part of all."""
+    """(trained, all) weights of the engine's module, whole ones where ZeRO 3 or a quantisation has them in parts. Of
+    one that trains, the adapters of other roles on its base (a teacher's) are no part of all."""
     trained = list(engine.training.parameters.values()) if engine.training else []
     own = {id(p) for p in trained}
     others = {id(p) for p in _adapters(engine.module) if id(p) not in own} if trained else set()

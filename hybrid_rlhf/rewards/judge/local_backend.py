@@ -24,7 +24,7 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.tokenizer import Tokenizer, load_tokenizer
 from hybrid_rlhf.rewards.judge.answer_cache import key_of
 from hybrid_rlhf.rewards.judge.budget import Budget
-from hybrid_rlhf.rewards.judge.judge_backend import Failure
+from hybrid_rlhf.rewards.judge.judge_backend import Arriving, Failure
 from hybrid_rlhf.rewards.judge.judge_prompts import Chat
 from hybrid_rlhf.roles.policy_module import PolicyModule
 from hybrid_rlhf.roles.scoring import per_sequence
@@ -74,7 +74,13 @@ class LocalBackend:
         model.eval().requires_grad_(False)
         self.tokenizer, self.engine = tokenizer, engine_of(model, tokenizer, self.batch_size)
 
-    def complete(self, chats: Sequence[Chat], max_new_tokens: int, seed: int) -> list[str | Failure]:
+    def complete(self, chats: Sequence[Chat], max_new_tokens: int, seed: int) -> Arriving[str]:
+        yield from enumerate(self._replies(chats, max_new_tokens, seed))
+
+    def choose(self, chats: Sequence[Chat], words: Sequence[str]) -> Arriving[list[float]]:
+        yield from enumerate(self._chances(chats, words))
+
+    def _replies(self, chats: Sequence[Chat], max_new_tokens: int, seed: int) -> list[str | Failure]:
         engine, tokenizer = self._opened()
         found: list[str | Failure] = [Failure("not asked")] * len(chats)
         rows = self._rows(chats, max_new_tokens, found)
@@ -92,7 +98,7 @@ class LocalBackend:
             self.budget.pay(len(ids), len(tokens))
         return found
 
-    def choose(self, chats: Sequence[Chat], words: Sequence[str]) -> list[list[float] | Failure]:
+    def _chances(self, chats: Sequence[Chat], words: Sequence[str]) -> list[list[float] | Failure]:
         engine, tokenizer = self._opened()
         found: list[list[float] | Failure] = [Failure("not asked")] * len(chats)
         longest = max(len(tokenizer(word)["input_ids"]) for word in words)
@@ -133,10 +139,10 @@ class LocalBackend:
                 found[i] = Failure(f"a question of {len(ids)} tokens and a reply of {more} are more than the judge's "
                                    f"{limit} positions")
                 continue
-            spent = self.budget.take()
-            if spent is not None:
-                found[i] = spent
-                continue
+            with self.budget.call() as spent:
+                if spent is not None:
+                    found[i] = spent
+                    continue
             rows[i] = ids
         return rows
 
