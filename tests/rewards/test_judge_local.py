@@ -8,12 +8,14 @@ import torch
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.rewards.judge import JudgeConfig, open_judge
 from hybrid_rlhf.rewards.judge.budget import Budget
+from hybrid_rlhf.rewards.judge.first_words import other_tokens
 from hybrid_rlhf.rewards.judge.judge_backend import Failure
 from hybrid_rlhf.rewards.judge.judge_prompts import correction
 from hybrid_rlhf.rewards.judge.local_backend import LocalBackend
 from tests.factories.judges import in_order
 from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_causal_lm, tiny_scalar_model
 from tests.factories.trl_templates import tokenizer_of
+from tests.factories.worded import byte_level_tokenizer, sentencepiece_tokenizer
 
 CHATS = [[{"role": "user", "content": text}] for text in ("say cat", "the moon is red", "a", "once upon a time there")]
 
@@ -83,6 +85,47 @@ def test_a_thought_that_the_template_ends_before_each_reply_is_no_part_of_the_wo
     for word, p in zip(("Yes", "No"), found, strict=True):
         wanted = torch.tensor(logprob_of(model, before, tokenizer(word).input_ids)).exp()
         assert p == pytest.approx(float(wanted), rel=1e-4)
+
+
+BYTE_LEVEL = ("Yes", "ĠYes", "yes", "Ġyes", "YES"), ("No", "ĠNo", "no", "Ġno", "NO")  # neither has a space and capitals
+SENTENCEPIECE = ("▁Yes", "Yes", "▁yes", "yes", "YES"), ("▁No", "No", "▁no", "no", "NO")
+
+
+@pytest.mark.parametrize(("make", "ways", "before"), [
+    (byte_level_tokenizer, BYTE_LEVEL, "<|im_start|>user\nsay cat<|im_end|>\n<|im_start|>assistant\n"),
+    (sentencepiece_tokenizer, SENTENCEPIECE, "[INST] say cat [/INST]")])
+@torch.no_grad()
+def test_yes_counts_however_the_tokenizer_writes_it_at_the_beginning(tmp_path, make, ways, before):
+    tokenizer = make()
+    model = tiny_causal_lm(3, initializer_range=0.3, vocab_size=len(tokenizer))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    vocab, said = tokenizer.get_vocab(), model(torch.tensor([tokenizer(before).input_ids])).logits[0, -1].softmax(-1)
+    wanted = [sum(float(said[vocab[piece]]) for piece in pieces) for pieces in ways]
+    judge = backend(str(tmp_path))
+    assert in_order(judge.choose(CHATS[:1], ("Yes", "No")))[0] == pytest.approx(wanted, rel=1e-4)
+    assert in_order(judge.choose(CHATS, ("Yes", "No")))[0] == pytest.approx(wanted, rel=1e-4)  # beside longer ones
+    if make is byte_level_tokenizer:  # a and b are no letters of responses
+        letters = [float(said[vocab[word]] + said[vocab[f"Ġ{word}"]]) for word in "AB"]
+        assert in_order(judge.choose(CHATS[:1], ("A", "B")))[0] == pytest.approx(letters, rel=1e-4)
+
+
+@pytest.mark.parametrize(("vocab", "words", "scored", "wanted"), [
+    # YES has no NO beside it, and would count for one side alone
+    (["Yes", "No", "yes", "no", "YES", "ĠYes", "ĠNo"], ["Yes", "No"], [[0], [1]], [[5, 2], [6, 3]]),
+    # of words in several tokens, those in one come on top
+    (["Y", "es", "N", "o", "yes", "no"], ["Yes", "No"], [[0, 1], [2, 3]], [[4], [5]]),
+    # no begins the other word, nothing
+    (["no", "thing", "Ġno", "Ġnothing"], ["no", "nothing"], [[0], [0, 1]], [[2], [3]]),
+    (["no", "thing", "No", "Nothing", "nothing"], ["No", "Nothing"], [[2], [0, 1]], [[], [3]]),
+    # a letter is no other letter, and us no US
+    (["A", "B", "a", "b", "▁A", "▁B"], ["A", "B"], [[0], [1]], [[4], [5]]),
+    (["us", "US"], ["us", "US"], [[0], [1]], [[], []]),
+    # 1 and 10: both behind a space
+    (["1", "0", "10", "Ġ1", "Ġ0", "Ġ10"], ["1", "10"], [[0], [2]], [[3], [5]]),
+    (["1", "0", "Ġ1"], ["1", "10"], [[0], [0, 1]], [[], []])])
+def test_which_tokens_are_all_of_a_word(vocab, words, scored, wanted):
+    assert other_tokens({piece: i for i, piece in enumerate(vocab)}, words, scored) == wanted
 
 
 def test_what_is_drawn_follows_from_the_chat_and_the_seed_whoever_is_asked_beside_it(folder):
