@@ -124,13 +124,15 @@ def find_sources(config: Config) -> Sources:
         reward = builders.parent_run(roles.reward.model_name_or_path, config.output_dir, "reward",
                                      "roles.reward.model_name_or_path (or reward.functions instead of a model)")
         tell_other_form(reward, config.data, method.reads)
-    reads_text = reward not in (actor, None) and builders.difference(actor, reward, config.data, method.reads, own)
+    trusts = config.model.trust_remote_code
+    reads_text = reward not in (actor, None) and builders.difference(actor, reward, config.data, method.reads, own,
+                                                                     trust_remote_code=trusts)
     found = Sources(actor, reward, (roles.ref.model_name_or_path or actor) if method.needs_ref else None,
                     (roles.critic.model_name_or_path or (actor if reads_text or not reward else reward))
                     if method.needs_critic else None, bool(reads_text), _find_teacher(config, actor))
     for other in dict.fromkeys((found.ref, found.critic)):  # both of them read the actor's token ids
         if other not in (actor, reward, None):
-            builders.check_pair(actor, other, config.data, method.reads, own)
+            builders.check_pair(actor, other, config.data, method.reads, own, trust_remote_code=trusts)
     check(not (reads_text and reward in (found.ref, found.critic)),
           f"{actor} and {reward} do not fit together: their {reads_text} differ, and a critic or reference reads the "
           "actor's tokens")
@@ -146,7 +148,8 @@ def _find_teacher(config: Config, actor: str) -> str | None:
                             "tokenizer)")
     path = builders.parent_run(path, config.output_dir, "sft", "roles.teacher.model_name_or_path")
     builders.check_vocabulary(actor, path, config.data, (config.method.reads, *config.method.also_reads),
-                              config.model.tokenizer_name_or_path)
+                              config.model.tokenizer_name_or_path,
+                              trust_remote_code=config.model.trust_remote_code)
     found = load.configuration(replace(config.model, preset=None, model_name_or_path=builders.model_folder(path)))
     check_top_k(config.distill.top_k, found.get_text_config().vocab_size)
     return path

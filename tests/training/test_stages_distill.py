@@ -11,9 +11,14 @@ import torch
 import yaml
 
 from hybrid_rlhf.cli import main
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.models.quantize import quantized_layers
 from hybrid_rlhf.trainers.distillation import DistillTrainer
+from hybrid_rlhf.training import builders
+from hybrid_rlhf.training.registry import READS
 from tests.factories.stage_options import COMMON, WORDS, used
 from tests.factories.tiny import own_cache, save_tiny
 
@@ -266,6 +271,32 @@ def test_a_teacher_without_a_readable_tokenizer_is_told_by_its_own_option(place,
     said = refused(capfd, words(place, "no", "--roles.teacher.model_name_or_path", f"{tmp_path}/teacher", teacher=None))
     assert "cannot load a tokenizer" in said and "roles.teacher.model_name_or_path" in said
     assert "model.tokenizer_name_or_path" not in said  # the student's
+
+
+def test_a_teacher_whose_tokenizer_is_code_of_its_folder_is_read_where_that_is_trusted(place, capfd, tmp_path,
+                                                                                       monkeypatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    shutil.copytree(place / "teacher", tmp_path / "teacher")
+    (tmp_path / "teacher" / "own_words.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n\n\nclass OwnWords(PreTrainedTokenizerFast):\n    pass\n")
+    path = tmp_path / "teacher" / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"tokenizer_class": "OwnWords",
+                                               "auto_map": {"AutoTokenizer": [None, "own_words.OwnWords"]}}
+    path.write_text(json.dumps(settings))
+    argv = words(place, "no", "--roles.teacher.model_name_or_path", f"{tmp_path}/teacher", "--plan", teacher=None)
+    said = refused(capfd, argv)
+    assert "cannot load a tokenizer" in said and "custom code" in said, said
+    assert main([*argv, "--model.trust_remote_code", "true"]) == 0
+    config, reads = DataConfig([Source(f"{place}/rows.jsonl")]), READS["ppo"]
+    for other, wanted in (("teacher", None), ("student", "chat templates")):
+        shutil.copytree(tmp_path / "teacher", tmp_path / "student", dirs_exist_ok=True)
+        for each in tmp_path.glob("student/chat_template*"):
+            each.write_text(each.read_text() + "{# another #}")
+        both = (str(place / "base"), f"{tmp_path}/{other}", config, reads)
+        assert builders.difference(*both, trust_remote_code=True) == wanted
+        with pytest.raises(UserError):
+            builders.difference(*both)
 
 
 def test_a_teacher_of_another_tokenizer_is_refused(place, capfd, tmp_path) -> None:
