@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import torch
@@ -255,23 +255,31 @@ def eval_loader(rows: Sequence[dict], train: TrainConfig, seed: int, collate: Ca
                   shuffle=False, drop_last=False)
 
 
-def start(config, command: str, *data: datasets.StageData) -> runfile.RunRecord:  # noqa: ANN001
-    """Claim the run's folder, when nothing can be wrong with its input any more, and say what became of the rows."""
+def start(config, command: str, data: datasets.StageData,  # noqa: ANN001
+          more: Mapping[str, datasets.StageData] = MappingProxyType({})) -> runfile.RunRecord:
+    """Claim the run's folder, when nothing can be wrong with its input any more, and say what became of the rows: of
+    those in `more`, by name, what is not said of the first ones already."""
     record = runfile.start(config.output_dir, config.stage, config, command)
-    record.facts["header"] = [line for each in data for line in datasets.summary(each.report)]
+    own = datasets.summary(data.report)
+    record.facts["header"] = own + [
+        named for name, each in more.items()
+        for line, named in zip(datasets.summary(each.report), datasets.summary(each.report, name), strict=True)
+        if line not in own]
     if is_main():
         print(*record.facts["header"], sep="\n", file=sys.stderr)
     return record
 
 
-def difference(actor: str, other: str, data: DataConfig, reads: Reads, tokenizer: str | None = None) -> str | None:
+def difference(actor: str, other: str, data: DataConfig, reads: Reads, tokenizer: str | None = None, *,
+               trust_remote_code: bool = False) -> str | None:
     """What keeps `other` from reading the actor's token ids ("tokenizers" or "chat templates"), or None.
 
-    tokenizer: the actor's, where it is not its model's own. Two runs say it in their records.
+    tokenizer: the actor's, where it is not its model's own. Two runs say it in their records. trust_remote_code:
+    whether tokenizers may be code of their folders.
     """
     if tokenizer is None and all((Path(p) / runfile.RUN_FILE).exists() for p in (actor, other)):
         return runfile.difference(runfile.read_run(actor), runfile.read_run(other))
-    tokenizers = [load_tokenizer(p) for p in (tokenizer or model_folder(actor), model_folder(other))]
+    tokenizers = [load_tokenizer(p, trust_remote_code) for p in (tokenizer or model_folder(actor), model_folder(other))]
     for each in tokenizers:
         give_template(each, data, reads)
     hashes = [runfile.tokenizer_hash(t) for t in tokenizers]
@@ -280,9 +288,10 @@ def difference(actor: str, other: str, data: DataConfig, reads: Reads, tokenizer
     return "chat templates" if tokenizers[0].chat_template != tokenizers[1].chat_template else None
 
 
-def check_pair(actor: str, other: str, data: DataConfig, reads: Reads, tokenizer: str | None = None) -> None:
+def check_pair(actor: str, other: str, data: DataConfig, reads: Reads, tokenizer: str | None = None, *,
+               trust_remote_code: bool = False) -> None:
     """UserError if the actor's tokens mean something else to the other model than they do to the actor."""
-    what = difference(actor, other, data, reads, tokenizer)
+    what = difference(actor, other, data, reads, tokenizer, trust_remote_code=trust_remote_code)
     check(what is None,
           f"{actor} and {other} do not fit together: their {what} differ; train both from the same SFT run")
 
@@ -294,15 +303,15 @@ def adapted_weights(model: ModelConfig) -> dict[str, str]:
 
 
 def check_vocabulary(student: str, teacher: str, data: DataConfig, all_reads: Sequence[Reads],
-                     tokenizer: str | None = None) -> None:
+                     tokenizer: str | None = None, *, trust_remote_code: bool = False) -> None:
     """UserError unless each of the student's tokens is the same one to the teacher, which reads ids. How a text is cut,
     padding of the vocabulary and tokens that only the teacher has do not matter; another chat template is told, and
     another end of an answer.
 
     tokenizer: the student's, where it is not its model's own.
     """
-    own = load_tokenizer(tokenizer or model_folder(student))
-    other = load_tokenizer(model_folder(teacher), cure="give another roles.teacher.model_name_or_path")
+    own = load_tokenizer(tokenizer or model_folder(student), trust_remote_code)
+    other = load_tokenizer(model_folder(teacher), trust_remote_code, "give another roles.teacher.model_name_or_path")
     for reads in all_reads:
         give_template(own, data, reads)
     known = {number: text for text, number in other.get_vocab().items()}

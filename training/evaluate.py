@@ -280,7 +280,8 @@ class _Sources:
         """What answers in this model's tokens are scored by; a reward model with another tokenizer reads text."""
         model = None
         if self.role is not None:
-            differs = builders.difference(path, self.reward, self.config.data, READS["ppo"])
+            differs = builders.difference(path, self.reward, self.config.data, READS["ppo"],
+                                          trust_remote_code=self.config.model.trust_remote_code)
             model = ModelSource(self.role, tokenizer=self.reader if differs else None, raw=self.config.data.raw)
         found = builders.score_statistics_of(self.reward) if self.reward else {}
         scale = Scale(found["mean"], found["std"]) if found else None
@@ -307,9 +308,11 @@ def _measured(config: Config, labelled: Labels | None, sources: _Sources, tokeni
     """How far each source agrees with the labels, and the table of it, at once: answering may take long."""
     if labelled is None:
         return []
-    found = label_agreement.measure(labelled, sources.reading_text(), _method(config), tokenizer or sources.reader,
+    measured = sources.reading_text()
+    found = label_agreement.measure(labelled, measured, _method(config), tokenizer or sources.reader,
                                     config.evaluate.batch_size)
     agreement.show(found, _method(config))
+    label_agreement.check_verdicts(found, measured)
     return found
 
 
@@ -330,7 +333,8 @@ class _Judges:
                 player: EpisodePlayer | None = None) -> Answered:
         """One model's answers to the prompts, judged. The model is gone when this returns."""
         given, source = self.config.evaluate, self.sources.of(path, tokenizer)
-        is_alike = builders.difference(path, self.reference, self.config.data, READS["ppo"]) is None
+        is_alike = builders.difference(path, self.reference, self.config.data, READS["ppo"],
+                                       trust_remote_code=self.config.model.trust_remote_code) is None
         reference = Reference(self.engine) if is_alike else None
         actor = scored_answers.open_actor(_settings(self.config, path), tokenizer)
         actor.episodes = player

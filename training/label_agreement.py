@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 from hybrid_rlhf.core import config
 from hybrid_rlhf.data import labels
@@ -13,9 +13,12 @@ from hybrid_rlhf.data.labels import LabelledAnswer, LabelledPair, Labels
 from hybrid_rlhf.data.source import Source
 from hybrid_rlhf.report.agreement import Agreement, of_answers, of_pairs
 from hybrid_rlhf.report.compare import Method
+from hybrid_rlhf.report.terminal import ProgressLine
 from hybrid_rlhf.rewards import RewardSource
+from hybrid_rlhf.rewards.judge import JudgeSource
 from hybrid_rlhf.training.written_answers import check_sources, scores_of
 
+T = TypeVar("T")
 HALF = 0.5  # of a judge's scale from 0 to 1, from which on it calls an answer good
 OPTION = "evaluate.labels"
 
@@ -50,13 +53,23 @@ def measure(found: Labels, sources: Sequence[RewardSource], method: Method, toke
     return [of(found.pairs or found.answers, source, method, tokenizer, batch_size) for source in sources]
 
 
+def check_verdicts(found: Sequence[Agreement], sources: Sequence[RewardSource]) -> None:
+    """UserError for a source that has said nothing of any label: it was not measured."""
+    for row, source in zip(found, sources, strict=True):
+        is_judge = isinstance(source, JudgeSource)
+        last, cure = (f" (the last: {source.last_failure})", "take a judge or a rubric that it answers") if is_judge \
+            else ("", "give a source that scores such rows")
+        config.check(row.failures < row.items, f"{OPTION}: {row.source} has no {'verdict' if is_judge else 'score'} on "
+                                               f"any of the {row.items} {row.kind}{last}; {cure}")
+
+
 def _of_pairs(pairs: Sequence[LabelledPair], source: Any, method: Method, tokenizer, size: int  # noqa: ANN001
               ) -> Agreement:
     numbers = [pair.prompt_number for pair in pairs]
     if is_comparing(source):
-        asked = [source.compare(*map(list, zip(*((p.prompt, p.better, p.worse) for p in pairs[i : i + size]),
-                                               strict=True))) for i in range(0, len(pairs), size)]
-        said = [each for part in asked for each in part]
+        said = [each for part in _parts(pairs, size, source, "pairs")
+                for each in source.compare(*map(list, zip(*((p.prompt, p.better, p.worse) for p in part),
+                                                          strict=True)))]
         return of_pairs(source.name, [None if p.winner is None else {"first": 1, "tie": 0, "second": -1}[p.winner]
                                       for p in said], numbers, [p.is_consistent for p in said], method)
     prompts, columns = [p.prompt for p in pairs for _ in range(2)], [p.columns for p in pairs for _ in range(2)]
@@ -83,8 +96,19 @@ def scores_by(source: Any, prompts: Sequence[Text], answers: Sequence[str], colu
               size: int) -> list[float | None]:
     """A score for each answer, None without one. A judge is asked for grades: its score of a reward puts something in
     the place of failures."""
-    if not hasattr(source, "grade"):
-        return scores_of(source, prompts, answers, columns, tokenizer, size)
-    grades = [grade for i in range(0, len(answers), size) for grade in source.grade(
-        list(prompts[i : i + size]), list(answers[i : i + size]))]
-    return [None if grade is None else grade.score for grade in grades]
+    rows, found = list(zip(prompts, answers, columns, strict=True)), []
+    for part in _parts(rows, size, source, "answers"):
+        asked, said, more = map(list, zip(*part, strict=True))
+        if hasattr(source, "grade"):
+            found += [None if grade is None else grade.score for grade in source.grade(asked, said)]
+        else:
+            found += scores_of(source, asked, said, more, tokenizer, size)
+    return found
+
+
+def _parts(rows: Sequence[T], size: int, source: Any, what: str) -> Iterator[Sequence[T]]:
+    """`size` rows at a time, with a line of progress now and then."""
+    progress = ProgressLine("evaluate")
+    for first in range(0, len(rows), size):
+        yield rows[first : first + size]
+        progress.tell(f"{source.name} has read {min(first + size, len(rows))} of {len(rows)} {what} with labels")

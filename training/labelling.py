@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +23,7 @@ from hybrid_rlhf.data.tool_columns import tools_of, with_tools
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.report.terminal import ProgressLine
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.judge import JudgeSource
 from hybrid_rlhf.rewards.judge.judge_config import ABSOLUTE, PAIRWISE
@@ -35,7 +34,6 @@ from hybrid_rlhf.training.written_answers import scores_of
 
 SAMPLED_AT_ONCE = 64  # prompts between two writes of the samples
 TOO_LONG, FEW = "a prompt that is too long to be answered", "a prompt with fewer than two different responses"
-SECONDS = 10.0  # between lines of progress
 MANY_CHANGED = 0.3  # of the verdicts
 
 
@@ -115,7 +113,7 @@ def _prompt_ids(asked: Sequence[Asked], tokenizer, longest: int, raw: bool, lost
 def _draw(ids: dict[int, list[int]], waiting: Sequence[int], model: ModelConfig, tokenizer,  # noqa: ANN001
           sampling: SamplingConfig, seed: int, drawn: SampleFile) -> None:
     """Sample what is missing. A sample follows from its prompt's number and the seed, whatever is drawn beside it."""
-    actor, size, progress = scored_answers.open_actor(model, tokenizer), sampling.num_samples, _Progress()
+    actor, size, progress = scored_answers.open_actor(model, tokenizer), sampling.num_samples, ProgressLine("label")
     with actor.inference():
         for first in range(0, len(waiting), SAMPLED_AT_ONCE):
             some = waiting[first : first + SAMPLED_AT_ONCE]
@@ -138,7 +136,7 @@ def judged(asked: Sequence[Asked], source: RewardSource, choice: Choice, batch_s
     """Judge the responses of every prompt that has two, `batch_size` prompts at a time, and add what comes out to
     `found`: it holds the prompts that were judged before an error too. UserError where the first of several batches has
     no verdict at all."""
-    ready, progress = [each for each in asked if len(each.responses) > 1], _Progress()
+    ready, progress = [each for each in asked if len(each.responses) > 1], ProgressLine("label")
     for first in range(0, len(ready), batch_size):
         batch = ready[first : first + batch_size]
         shares = _compared(batch, source, found) if isinstance(
@@ -212,18 +210,6 @@ def _add_rows(asked: Asked, known: Known, choice: Choice, found: Judged) -> None
         if choice.margin:
             more["margin"] = abs(a - b)
         found.rows.append(responses.pair_row(asked, asked.responses[better], asked.responses[worse], more))
-
-
-class _Progress:
-    """A line on stderr now and then."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-
-    def tell(self, text: str) -> None:
-        if time.monotonic() - self._last >= SECONDS:
-            print(f"label: {text}", file=sys.stderr, flush=True)
-            self._last = time.monotonic()
 
 
 def lines_of(found: Judged, source: Any) -> Iterator[str]:

@@ -20,13 +20,14 @@ from hybrid_rlhf.engine.idle_cache import give_back_idle
 from hybrid_rlhf.environments.contract import Environments
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.export.folder import export
+from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.roles.sharing import TRAINED, Layout, RolesConfig, Start
-from hybrid_rlhf.roles.teacher import WHOLE_HEAD
+from hybrid_rlhf.roles.teacher import WHOLE_HEAD, check_top_k
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import Trainer, fit, on_record
 from hybrid_rlhf.training import (
@@ -124,13 +125,15 @@ def find_sources(config: Config) -> Sources:
         reward = builders.parent_run(roles.reward.model_name_or_path, config.output_dir, "reward",
                                      "roles.reward.model_name_or_path (or reward.functions instead of a model)")
         tell_other_form(reward, config.data, method.reads)
-    reads_text = reward not in (actor, None) and builders.difference(actor, reward, config.data, method.reads, own)
+    trusts = config.model.trust_remote_code
+    reads_text = reward not in (actor, None) and builders.difference(actor, reward, config.data, method.reads, own,
+                                                                     trust_remote_code=trusts)
     found = Sources(actor, reward, (roles.ref.model_name_or_path or actor) if method.needs_ref else None,
                     (roles.critic.model_name_or_path or (actor if reads_text or not reward else reward))
                     if method.needs_critic else None, bool(reads_text), _find_teacher(config, actor))
     for other in dict.fromkeys((found.ref, found.critic)):  # both of them read the actor's token ids
         if other not in (actor, reward, None):
-            builders.check_pair(actor, other, config.data, method.reads, own)
+            builders.check_pair(actor, other, config.data, method.reads, own, trust_remote_code=trusts)
     check(not (reads_text and reward in (found.ref, found.critic)),
           f"{actor} and {reward} do not fit together: their {reads_text} differ, and a critic or reference reads the "
           "actor's tokens")
@@ -146,7 +149,10 @@ def _find_teacher(config: Config, actor: str) -> str | None:
                             "tokenizer)")
     path = builders.parent_run(path, config.output_dir, "sft", "roles.teacher.model_name_or_path")
     builders.check_vocabulary(actor, path, config.data, (config.method.reads, *config.method.also_reads),
-                              config.model.tokenizer_name_or_path)
+                              config.model.tokenizer_name_or_path,
+                              trust_remote_code=config.model.trust_remote_code)
+    found = load.configuration(replace(config.model, preset=None, model_name_or_path=builders.model_folder(path)))
+    check_top_k(config.distill.top_k, found.get_text_config().vocab_size)
     return path
 
 
@@ -183,7 +189,7 @@ def run(make_trainer: Callable[[RunContext], Trainer], config: Config, command: 
     builders.seed_everything(config.seed)
     opened = open_run(config)
     trainer, roles = make_trainer(opened), opened.roles
-    record = builders.start(config, command, opened.data, *opened.more.values())
+    record = builders.start(config, command, opened.data, opened.more)
     engines = {role: handle.engine for role, handle in (("actor", roles.actor), ("critic", roles.critic)) if handle}
     with on_record(record):  # a failing export is on the record too
         announce.before(record, config, engines, opened.sources.actor, opened.num_steps, opened.loader,

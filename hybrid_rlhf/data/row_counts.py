@@ -36,24 +36,25 @@ def drops(report: dict) -> list[str]:
     return [f"{n} dropped: {escape_control(reason)}" for reason, n in sorted(report["dropped"].items())]
 
 
-def summary(report: dict) -> list[str]:
+def summary(report: dict, name: str | None = None) -> list[str]:
     """What became of the rows, as lines for the start of a run: one, one more for how they were rendered, and one more
     where over a tenth is lost.
 
-    Lost is what is dropped, what loses its tail and what data.split leaves to other stages.
+    Lost is what is dropped, what loses its tail and what data.split leaves to other stages. name: of rows beside the
+    stage's own.
     """
-    usable = report.get("usable", report["train"])
-    lines = [f"data: {describe(report | {'rendered': {}})}"]
+    usable, data = report.get("usable", report["train"]), f"data of {name}" if name else "data"
+    lines = [f"{data}: {describe(report | {'rendered': {}})}"]
     if usable != report["train"]:
         lines[0] += f" (chosen from {usable} by weights and data.max_samples)"
-    lines += [f"data: {'; '.join(_rendered(report))}"] * bool(report.get("rendered"))
+    lines += [f"{data}: {'; '.join(_rendered(report))}"] * bool(report.get("rendered"))
     if report.get("not_used"):
-        lines.append(f"data: nothing for this stage in {', '.join(report['not_used'])}")
+        lines.append(f"{data}: nothing for {name or 'this stage'} in {', '.join(report['not_used'])}")
     faulty, elsewhere = sum(report["dropped"].values()) + report["truncated"], report["other_stages"]
     whole = usable + report["held_out"] + elsewhere + sum(report["dropped"].values())
     if faulty + elsewhere > LOST * whole:
         reasons = [f"{elsewhere} left to other stages (data.split null gives this stage every row)"] * bool(elsewhere)
         reasons += [f"{report['truncated']} cut to data.max_length"] * bool(report["truncated"]) + drops(report)
         lines.append(f"{'warning' if faulty > LOST * whole else 'note'}: {faulty + elsewhere} of {whole} rows "
-                     f"({(faulty + elsewhere) / whole:.0%}) are lost to this stage: {'; '.join(reasons)}")
+                     f"({(faulty + elsewhere) / whole:.0%}) are lost to {name or 'this stage'}: {'; '.join(reasons)}")
     return lines

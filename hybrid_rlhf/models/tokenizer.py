@@ -33,6 +33,8 @@ class Tokenizer(Protocol):
 
     def batch_decode(self, ids: Sequence[Sequence[int]], **options: object) -> list[str]: ...
 
+    def get_vocab(self) -> dict[str, int]: ...
+
 
 def load_tokenizer(path: str, trust_remote_code: bool = False, cure: str = "give model.tokenizer_name_or_path"):  # noqa: ANN201 - a transformers class
     """The tokenizer at a hub id or folder, with a pad token that is not an end-of-sequence token.

@@ -20,6 +20,9 @@ from hybrid_rlhf.report.history import History, Series, is_number, series
 
 NUM_ERRORS = 4.0  # standard errors that make a fall
 MIN_FALL = 0.1  # standard deviations of the score
+MIN_RISE, MIN_ROOM = 0.5, 0.5  # of the training score, and what a second opinion could rise: standard deviations
+MIN_AGREED = 0.2  # correlation of the two at the start: with less they were never about one thing
+MIN_FOLLOWED = 1 / 3  # of the rise that this correlation promises
 MAX_CLIPPED = 0.5  # share of responses that did not end
 MAX_KL, MAX_KL_PER_TOKEN = 5.0, 0.5  # nats; both must be passed, as a long response moves further in all
 MAX_KL_RISE, MAX_KL_RISE_PER_TOKEN, RISE_STEPS = 5.0, 0.1, 5  # the same, of a rise within so many steps
@@ -65,7 +68,8 @@ def not_finite(history: History) -> list[Alarm]:
 
 
 def hacking(history: History) -> list[Alarm]:
-    """The training score rises while a second opinion falls: another source's score, or the held-out score."""
+    """The training score rises while a second opinion falls, or does not follow: another source's score, or the
+    held-out score."""
     reward, found = series(history, "reward"), []
     if reward is None:
         return []
@@ -74,7 +78,8 @@ def hacking(history: History) -> list[Alarm]:
     for name, second in seconds.items():
         spread = series(history, name.removesuffix("mean") + "std")
         whose = name.removeprefix("rewards/").removesuffix("/mean")
-        found += _against(reward, whose, second, spread) if second and spread else []
+        found += (_against(reward, whose, second, spread) or _unfollowed(history, reward, whose, second, spread)
+                  ) if second and spread else []
     return found + _held_out(history, reward)
 
 
@@ -89,6 +94,30 @@ def _against(reward: Series, name: str, second: Series, spread: Series) -> list[
     where = "at the start" if best < size else f"around step {second.steps[best + size // 2]}"
     return [Alarm("reward hacking", f"the training score rose from {before:.3g} to {reward.end:.3g} while {name} fell "
                                     f"from {second.around(best):.3g} {where} to {second.end:.3g}: {_FOOLED}")]
+
+
+def _unfollowed(history: History, reward: Series, name: str, second: Series, spread: Series) -> list[Alarm]:
+    """The alarm if `second`, which is not paid for and went with the training score at the start, has stayed behind.
+
+    Of two scores whose correlation is r, of the responses that are a standard deviation better by the first the second
+    is r of its own better. With r at the start that is the rise which is expected of it, at most up to the best score
+    there is. It has not followed where even two standard errors more than its rise are less than a third of that.
+    """
+    spread_of_reward, agreed, best = (series(history, what) for what in (
+        "reward_std", f"rewards/{name}/correlation", f"rewards/{name}/max"))
+    if spread_of_reward is None or agreed is None or best is None:
+        return []
+    rise, moved, room = reward.end - reward.start, second.end - second.start, max(best.values) - second.start
+    if (rise <= max(NUM_ERRORS * reward.error(), MIN_RISE * spread_of_reward.start) or agreed.start < MIN_AGREED
+            or room < MIN_ROOM * spread.start):
+        return []
+    expected = min(agreed.start * rise / spread_of_reward.start * spread.start, room)
+    if moved + 2 * second.error() >= MIN_FOLLOWED * expected:
+        return []
+    return [Alarm("reward hacking", f"the training score rose from {reward.start:.3g} to {reward.end:.3g} and {name}, "
+                                    f"which went with it at the start (correlation {agreed.start:.2f}), did not "
+                                    f"follow: {second.start:.3g} then, {second.end:.3g} now, where about "
+                                    f"{second.start + expected:.3g} was to be expected: {_FOOLED}")]
 
 
 def _held_out(history: History, reward: Series) -> list[Alarm]:

@@ -25,6 +25,8 @@ MEANINGS: dict[str, str] = {
     "rewards/margins": "rewards/chosen minus rewards/rejected",
     "rewards/*/mean": "mean score of this source",
     "rewards/*/std": "standard deviation of this source's scores",
+    "rewards/*/max": "highest score of this source, which is not paid for",
+    "rewards/*/correlation": "correlation of this source, which is not paid for, with what is, over the responses",
     "logps/*": "log-probability of these responses, in nats, mean",
     "kl": "nats per response away from the reference model (the start), estimated from the samples",
     "objective/kl": "as kl (TRL's name)",

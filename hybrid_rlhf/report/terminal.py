@@ -17,6 +17,20 @@ from hybrid_rlhf.report.pace import Pace
 _STEP, _COLUMN = 8, 11  # least widths of the table's first and other columns
 NUM_SAMPLES = 2  # in the live view
 PHASES = ("generate", "score", "train", "switch")
+SECONDS = 10.0  # between lines of a ProgressLine
+
+
+class ProgressLine:
+    """What takes long and is no run: a plain line on stderr now and then. begin: the word that each begins with."""
+
+    def __init__(self, begin: str) -> None:
+        self.begin, self._last = begin, time.monotonic()
+
+    def tell(self, text: str) -> None:
+        """Say how far it is, unless the last line was a moment ago."""
+        if time.monotonic() - self._last >= SECONDS:
+            print(f"{self.begin}: {text}", file=sys.stderr, flush=True)
+            self._last = time.monotonic()
 
 
 class Progress:

@@ -27,8 +27,9 @@ class Mixture:
     """sum_k weight_k * scale_k(score_k) over the sources that did not skip the response, as TRL adds them.
 
     A response that all of them skip has no score (None). Each part's own scores, neither scaled nor weighted, go to
-    `rollout.source_scores`, NaN where it skipped; which responses a scale's bound has moved to `rollout.is_clipped`;
-    what of the sum belongs to single tokens to `rollout.token_scores`, and where any part has placed such to step_ends.
+    `rollout.source_scores`, NaN where it skipped, and its weight to source_weights; which responses a scale's bound has
+    moved to `rollout.is_clipped`; what of the sum belongs to single tokens to `rollout.token_scores`, and where any
+    part has placed such to step_ends.
     """
 
     parts: list[Part]
@@ -41,6 +42,7 @@ class Mixture:
         for part in self.parts:
             rollout.token_scores = rollout.step_ends = None
             scores = part_scores(part.source, rollout)  # (B,)
+            _weigh(rollout, part)
             if rollout.token_scores is not None:
                 own = part.weight * rollout.token_scores  # (B, R)
                 placed = own if placed is None else placed + own
@@ -60,3 +62,10 @@ class Mixture:
         for part in self.parts:
             if isinstance(part.source, Reporting):
                 part.source.report(metrics)
+
+
+def _weigh(rollout: Rollout, part: Part) -> None:
+    """The part's weight, and that of what it is made of itself: a judge's items."""
+    name, weights = part.source.name, rollout.source_weights
+    weights |= {own: part.weight * weight for own, weight in weights.items() if own.startswith(f"{name}/")}
+    weights[name] = part.weight

@@ -45,7 +45,9 @@ class Teacher:
 
     def check(self, top_k: int) -> None:
         """UserError where the actor's update could not take the teacher's head to what is kept: it is in parts, or an
-        adapter is on it, which is the active one in the teacher's own turn alone. With top_k > 0 none is taken."""
+        adapter is on it, which is the active one in the teacher's own turn alone. With top_k > 0 none is taken; then
+        for more words than it has."""
+        check_top_k(top_k, self._model.config.get_text_config().vocab_size)
         head = self._model.get_output_embeddings()
         check(top_k > 0 or not is_partitioned(self.engine.module), WHOLE_HEAD)
         has_rows = hasattr(getattr(head, "base_layer", head), "rows_beside")  # of added tokens; of a tied head too
@@ -94,6 +96,12 @@ class Teacher:
         most = int(batch.input_ids.max()) if batch.input_ids.numel() else 0
         check(most < size, f"roles.teacher: token {most} is none of its {size}: the student's vocabulary is larger; "
                            "take a teacher with the student's own tokenizer")
+
+
+def check_top_k(top_k: int, num_words: int) -> None:
+    """UserError for more likeliest words than the teacher has in all."""
+    check(top_k <= num_words, f"distill.top_k is {top_k}, and the teacher's vocabulary has {num_words} words; give "
+                              "fewer (such as 64), or 0 for all of them")
 
 
 def head_tensors(model: Any) -> list[Tensor]:

@@ -65,7 +65,8 @@ class Rollout:
     tool or an environment wrote. has_eos (B,) bool: whether the response ended by itself. The rest is filled in by
     `collect` and the trainer; shapes as in the glossary: logprobs, ref_logprobs, values, rewards, advantages, returns
     (B, R); scores (B,), NaN where a method that allows it has none. source_scores: (B,) of each reward source, NaN
-    where it skipped a response. is_clipped (B,) bool: whether the score, put on stage 2's scale, was bounded there.
+    where it skipped a response. source_weights: of each source that is one of several, its weight in the scores.
+    is_clipped (B,) bool: whether the score, put on stage 2's scale, was bounded there.
     shaped_scores (B,): the reward of each response without the KL penalty. numbers: (B,) each sequence's place among
     those of all processes, where that is not the order of processes. temperature: by which the logits were divided, and
     are wherever these responses are scored or trained, so that the log-probabilities are those of the policy that
@@ -89,6 +90,7 @@ class Rollout:
     values: Tensor | None = None
     scores: Tensor = _LATER
     source_scores: dict[str, Tensor] = field(default_factory=dict)
+    source_weights: dict[str, float] = field(default_factory=dict)
     is_clipped: Tensor | None = None
     shaped_scores: Tensor = _LATER
     rewards: Tensor = _LATER
@@ -265,9 +267,12 @@ class Rollout:
         metrics.add("reward", scored.mean(), len(scored))
         metrics.add_spread("reward_std", scored, "std")
         for name, scores in self.source_scores.items():  # NaN: skipped
-            scores = scores[~torch.isnan(scores)]
-            metrics.add(f"rewards/{name}/mean", scores.mean(), len(scores))
-            metrics.add_spread(f"rewards/{name}/std", scores, "std")
+            known = scores[~torch.isnan(scores)]
+            metrics.add(f"rewards/{name}/mean", known.mean(), len(known))
+            metrics.add_spread(f"rewards/{name}/std", known, "std")
+            if self.source_weights.get(name) == 0:  # what an alarm needs to know of a second opinion
+                metrics.add_spread(f"rewards/{name}/max", known, "max")
+                metrics.add(f"rewards/{name}/correlation", *_correlation(scores, self.scores))
         if self.is_clipped is not None:
             metrics.add("score/clip_fraction", self.is_clipped.float().mean(), size)
         metrics.add("completions/mean_length", lengths.mean(), size)
@@ -283,3 +288,14 @@ class Rollout:
             metrics.add("kl", self.mean_kl(), size)
             metrics.add("objective/kl", self.mean_kl(), size)
         return metrics.add("objective/score", scored.mean(), len(scored))
+
+
+def _correlation(first: Tensor, second: Tensor) -> tuple[float, int]:
+    """Pearson's, of those responses (B,) that have both numbers, and of how many; of none where one does not vary."""
+    both = torch.stack([first, second]).double()
+    both = both[:, ~both.isnan().any(0)]
+    spread = both.std(1, correction=0)
+    if both.shape[1] < 2 or not bool((spread > 1e-9 * both.abs().amax(1)).all()):
+        return 0.0, 0
+    centred = both - both.mean(1, keepdim=True)
+    return float(centred.prod(0).mean() / spread.prod()), both.shape[1]

@@ -115,6 +115,7 @@ class DistillTrainer:
     def _step_on_samples(self, prompts: Prompts) -> Metrics:
         metrics = Metrics()
         rollout, _ = self.sampler.sample(prompts, metrics)
+        rollout.source_weights = {}  # nothing is paid
         with metrics.timer("teacher"):
             self._ask(rollout, metrics)
         with metrics.timer("train"):
@@ -183,6 +184,7 @@ class DistillTrainer:
         for i, prompts in enumerate(batches):
             rollout = collect(prompts, self.roles, self.source, self.config.sampling, self.seed + i, Metrics(),
                               may_skip=True, keeps=self.kind is None)
+            rollout.source_weights = {}
             self._ask(rollout, metrics)
             if self.kind is not None:
                 batch = rollout.sequences(self.roles.actor.engine.pad_id)

@@ -71,6 +71,8 @@ def test_over_a_tenth_dropped_or_cut_is_a_warning_with_the_reasons_and_less_is_n
         "max_length",
         "warning: 14 of 100 rows (14%) are lost to this stage: 4 cut to data.max_length; 7 dropped: empty answer; 3 "
         "dropped: longer than max_length"]
+    assert summary(report, "ptx") == [line.replace("data:", "data of ptx:").replace("this stage", "ptx")
+                                      for line in summary(report)]
     report |= {"truncated": 0, "dropped": {"empty answer": 10}}
     assert len(summary(report)) == 1  # a tenth exactly
 

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 from hybrid_rlhf.rewards.judge import JudgeConfig, JudgeSource, open_judge
-from hybrid_rlhf.rewards.judge.judge_backend import Failure
+from hybrid_rlhf.rewards.judge.judge_backend import Arriving
 
 
 def said(text: object, **more: object) -> dict:
@@ -89,14 +89,19 @@ class Scripted:
     def open(self) -> None:
         pass
 
-    def complete(self, chats, max_new_tokens: int, seed: int) -> list[str | Failure]:
+    def complete(self, chats, max_new_tokens: int, seed: int) -> Arriving[str]:
         self.asked += chats
         self.rounds += 1
-        return [self.answer(chat) for chat in chats]
+        yield from ((i, self.answer(chat)) for i, chat in enumerate(chats))
 
-    def choose(self, chats, words) -> list[list[float] | Failure]:
+    def choose(self, chats, words) -> Arriving[list[float]]:
         self.asked += chats
-        return [self.chances(chat, words) for chat in chats]
+        yield from ((i, self.chances(chat, words)) for i, chat in enumerate(chats))
+
+
+def in_order(answers: Arriving) -> list:
+    """A backend's answers in the order of the chats."""
+    return [answer for _, answer in sorted(answers, key=lambda each: each[0])]
 
 
 ONE = {"items": [{"name": "ok", "question": "Is it fine?"}]}

@@ -143,6 +143,49 @@ def test_a_second_opinion_that_falls_with_the_score_is_no_hacking() -> None:
     assert names(history(**{"reward": (3.0, 0.0), "rewards/truth/mean": (0.8, 0.4)})) == []
 
 
+# a judge whose score rises by more than half of its spread, and a check that went with it
+FOOLED = {"reward": (0.45, 0.7, 0.7), "reward_std": (0.38, 0.38), "rewards/model/mean": (0.45, 0.7),
+          "rewards/truth/mean": (0.5, 0.5), "rewards/truth/std": (0.5, 0.5), "rewards/truth/max": (1.0, 1.0),
+          "rewards/truth/correlation": (0.6, 0.4)}
+
+
+def test_a_second_opinion_that_does_not_follow_is_an_alarm_too() -> None:
+    """The start is the mean of 4 of 40 steps, which fall behind .45 by 1.5 of the 19.5 steps of the rise of .25, and
+    behind a correlation of .6 by 1.5 of the 39 of its fall."""
+    found = find(history(noise=0.0, **FOOLED))
+    assert [alarm.name for alarm in found] == ["reward hacking"]
+    assert "rose from 0.469 to 0.7 and truth, which went with it at the start (correlation 0.59)" in found[0].text
+    expected = 0.5 + (0.6 - 0.2 * 1.5 / 39) * 0.25 * (18 / 19.5) / 0.38 * 0.5
+    assert f"0.5 then, 0.5 now, where about {expected:.3g} was to be expected" in found[0].text
+
+
+@pytest.mark.parametrize("change", [
+    {"rewards/truth/mean": (0.5, 0.57)},  # by more than a third of what is expected
+    {"rewards/truth/correlation": (0.15, 0.15)},  # they were never about one thing
+    {"rewards/truth/mean": (0.95, 0.95), "rewards/truth/std": (0.2, 0.2)},  # nearly perfect: it cannot rise
+    {"rewards/truth/mean": (-0.02, -0.02), "rewards/truth/std": (0.1, 0.1), "rewards/truth/max": (0.0, 0.0)},
+    {"reward": (0.45, 0.65, 0.65)},  # the score itself rose by less than half of its spread
+    {"reward": (0.65, 0.45)},
+    {"rewards/truth/mean": (0.0, 0.0), "rewards/truth/std": (0.0, 0.0), "rewards/truth/max": (0.0, 0.0)}])
+def test_one_that_follows_or_cannot_or_was_of_something_else_is_no_alarm(change) -> None:
+    assert names(history(noise=0.0, **FOOLED | change)) == []
+
+
+def test_one_that_is_paid_for_has_no_correlation_and_is_not_asked_to_follow() -> None:
+    rows = history(noise=0.0, **FOOLED)
+    assert names([{k: v for k, v in row.items() if k != "rewards/truth/correlation"} for row in rows]) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_noise_may_hide_is_no_alarm(seed) -> None:
+    """A check of 64 responses of which half are right: a step's mean is .06 from the truth. It follows by half."""
+    rng, rows = random.Random(seed), history(steps=30, noise=0.0, **FOOLED | {"rewards/truth/mean": (0.5, 0.59, 0.59)})
+    for row in rows:
+        row["rewards/truth/mean"] += rng.gauss(0, 0.0625)
+        row["reward"] += rng.gauss(0, 0.05)
+    assert names(rows) == []
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_alone_is_no_fall(seed) -> None:
     assert names(history(seed=seed, noise=0.1, **{"rewards/truth/mean": (0.5, 0.5)})) == []

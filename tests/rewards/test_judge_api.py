@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -258,6 +260,41 @@ def test_tokens_are_paid_and_an_end_to_the_money_is_an_end(server):
     with pytest.raises(BadAnswer, match=r"max_cost is spent \(0.0072 of 0.005\); raise it"):
         source.grade(["p"] * 3, ["a", "b", "c"])
     assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"max_tokens": None}])
+def test_requests_in_flight_pass_the_bound_of_the_money_by_less_than_one(server, options):
+    """Each costs 0.0024, and they come back together: eight at a time would be asked while 0.0096 are spent."""
+    server.answers = [(200, lambda body: time.sleep(0.05) or YES)]
+    source = judge(server, max_cost=0.01, cost_per_1m_input=2.0, cost_per_1m_output=40.0, max_new_tokens=20,
+                   api_options=options)
+    with pytest.raises(BadAnswer, match=r"max_cost is spent \(0.012 of 0.01\); raise it"):
+        source.grade(["p"] * 30, [f"x{i}" for i in range(30)])
+    assert source.budget.cost == pytest.approx(0.012) and len(server.asked) == 5 and server.busy > 1
+
+
+def test_a_bound_that_is_far_keeps_nobody_waiting(server):
+    server.answers = [(200, lambda body: time.sleep(0.1) or YES)]
+    judge(server, concurrency=4, max_cost=1.0, cost_per_1m_input=2.0, cost_per_1m_output=40.0).grade(
+        ["p"] * 8, [f"x{i}" for i in range(8)])
+    assert server.busy == 4
+
+
+def test_replies_are_kept_as_they_come_and_a_kill_costs_those_in_flight_alone(server, tmp_path):
+    def fourth(body):
+        if len(server.asked) == 4:
+            time.sleep(0.3)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.3)
+        return YES
+
+    server.answers = [(200, fourth)]
+    with pytest.raises(KeyboardInterrupt):
+        judge(server, concurrency=1, cache=str(tmp_path)).grade(["p"] * 6, [f"x{i}" for i in range(6)])
+    assert len((tmp_path / "judge.jsonl").read_text().splitlines()) == 3
+    server.answers = [(200, YES)]
+    judge(server, cache=str(tmp_path)).grade(["p"] * 6, [f"x{i}" for i in range(6)])
+    assert len(server.asked) == 4 + 3  # and nobody went on asking behind it
 
 
 def test_tokens_that_nobody_counts_are_a_quarter_of_the_characters(server):

@@ -8,11 +8,14 @@ import torch
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.rewards.judge import JudgeConfig, open_judge
 from hybrid_rlhf.rewards.judge.budget import Budget
+from hybrid_rlhf.rewards.judge.first_words import other_tokens
 from hybrid_rlhf.rewards.judge.judge_backend import Failure
 from hybrid_rlhf.rewards.judge.judge_prompts import correction
 from hybrid_rlhf.rewards.judge.local_backend import LocalBackend
+from tests.factories.judges import in_order
 from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_causal_lm, tiny_scalar_model
 from tests.factories.trl_templates import tokenizer_of
+from tests.factories.worded import byte_level_tokenizer, sentencepiece_tokenizer
 
 CHATS = [[{"role": "user", "content": text}] for text in ("say cat", "the moon is red", "a", "once upon a time there")]
 
@@ -46,7 +49,7 @@ def logprob_of(model, ids: list[int], more: list[int]) -> float:
 @torch.no_grad()
 def test_replies_are_those_of_transformers_greedy_generation(folder):
     model, tokenizer = plain_model(), chatml_tokenizer()
-    replies = backend(folder, batch_size=2).complete(CHATS, 12, seed=0)
+    replies = in_order(backend(folder, batch_size=2).complete(CHATS, 12, seed=0))
     for chat, reply in zip(CHATS, replies, strict=True):
         ids = prompt_ids(chat)
         said = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=3, pad_token_id=0)
@@ -57,7 +60,7 @@ def test_replies_are_those_of_transformers_greedy_generation(folder):
 @pytest.mark.parametrize("words", [("Yes", "No"), ("cat", "red fox"), tuple(map(str, range(11)))])
 def test_probabilities_are_the_products_over_a_word_s_tokens_by_hand(folder, words):
     model, tokenizer = plain_model(), chatml_tokenizer()
-    found = backend(folder).choose(CHATS, words)
+    found = in_order(backend(folder).choose(CHATS, words))
     for chat, of_words in zip(CHATS, found, strict=True):
         tokens = {word: tokenizer(word).input_ids for word in words}
         wanted = {w: torch.tensor(logprob_of(model, prompt_ids(chat), ids)).exp() for w, ids in tokens.items()}
@@ -76,7 +79,7 @@ def test_a_thought_that_the_template_ends_before_each_reply_is_no_part_of_the_wo
     model = tiny_causal_lm(3, initializer_range=0.3)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    found = backend(str(tmp_path)).choose(CHATS[:1], ("Yes", "No"))[0]
+    found = in_order(backend(str(tmp_path)).choose(CHATS[:1], ("Yes", "No")))[0]
     before = chatml_tokenizer()(
         "<|im_start|>user\nsay cat<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n").input_ids
     for word, p in zip(("Yes", "No"), found, strict=True):
@@ -84,22 +87,63 @@ def test_a_thought_that_the_template_ends_before_each_reply_is_no_part_of_the_wo
         assert p == pytest.approx(float(wanted), rel=1e-4)
 
 
+BYTE_LEVEL = ("Yes", "ĠYes", "yes", "Ġyes", "YES"), ("No", "ĠNo", "no", "Ġno", "NO")  # neither has a space and capitals
+SENTENCEPIECE = ("▁Yes", "Yes", "▁yes", "yes", "YES"), ("▁No", "No", "▁no", "no", "NO")
+
+
+@pytest.mark.parametrize(("make", "ways", "before"), [
+    (byte_level_tokenizer, BYTE_LEVEL, "<|im_start|>user\nsay cat<|im_end|>\n<|im_start|>assistant\n"),
+    (sentencepiece_tokenizer, SENTENCEPIECE, "[INST] say cat [/INST]")])
+@torch.no_grad()
+def test_yes_counts_however_the_tokenizer_writes_it_at_the_beginning(tmp_path, make, ways, before):
+    tokenizer = make()
+    model = tiny_causal_lm(3, initializer_range=0.3, vocab_size=len(tokenizer))
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    vocab, said = tokenizer.get_vocab(), model(torch.tensor([tokenizer(before).input_ids])).logits[0, -1].softmax(-1)
+    wanted = [sum(float(said[vocab[piece]]) for piece in pieces) for pieces in ways]
+    judge = backend(str(tmp_path))
+    assert in_order(judge.choose(CHATS[:1], ("Yes", "No")))[0] == pytest.approx(wanted, rel=1e-4)
+    assert in_order(judge.choose(CHATS, ("Yes", "No")))[0] == pytest.approx(wanted, rel=1e-4)  # beside longer ones
+    if make is byte_level_tokenizer:  # a and b are no letters of responses
+        letters = [float(said[vocab[word]] + said[vocab[f"Ġ{word}"]]) for word in "AB"]
+        assert in_order(judge.choose(CHATS[:1], ("A", "B")))[0] == pytest.approx(letters, rel=1e-4)
+
+
+@pytest.mark.parametrize(("vocab", "words", "scored", "wanted"), [
+    # YES has no NO beside it, and would count for one side alone
+    (["Yes", "No", "yes", "no", "YES", "ĠYes", "ĠNo"], ["Yes", "No"], [[0], [1]], [[5, 2], [6, 3]]),
+    # of words in several tokens, those in one come on top
+    (["Y", "es", "N", "o", "yes", "no"], ["Yes", "No"], [[0, 1], [2, 3]], [[4], [5]]),
+    # no begins the other word, nothing
+    (["no", "thing", "Ġno", "Ġnothing"], ["no", "nothing"], [[0], [0, 1]], [[2], [3]]),
+    (["no", "thing", "No", "Nothing", "nothing"], ["No", "Nothing"], [[2], [0, 1]], [[], [3]]),
+    # a letter is no other letter, and us no US
+    (["A", "B", "a", "b", "▁A", "▁B"], ["A", "B"], [[0], [1]], [[4], [5]]),
+    (["us", "US"], ["us", "US"], [[0], [1]], [[], []]),
+    # 1 and 10: both behind a space
+    (["1", "0", "10", "Ġ1", "Ġ0", "Ġ10"], ["1", "10"], [[0], [2]], [[3], [5]]),
+    (["1", "0", "Ġ1"], ["1", "10"], [[0], [0, 1]], [[], []])])
+def test_which_tokens_are_all_of_a_word(vocab, words, scored, wanted):
+    assert other_tokens({piece: i for i, piece in enumerate(vocab)}, words, scored) == wanted
+
+
 def test_what_is_drawn_follows_from_the_chat_and_the_seed_whoever_is_asked_beside_it(folder):
     judge = backend(folder, temperature=1.0, batch_size=3)
-    replies = judge.complete(CHATS, 8, seed=5)
-    assert [judge.complete([chat], 8, seed=5)[0] for chat in reversed(CHATS)] == replies[::-1]
-    assert judge.complete(CHATS, 8, seed=6) != replies
+    replies = in_order(judge.complete(CHATS, 8, seed=5))
+    assert [in_order(judge.complete([chat], 8, seed=5))[0] for chat in reversed(CHATS)] == replies[::-1]
+    assert in_order(judge.complete(CHATS, 8, seed=6)) != replies
 
 
 def test_a_question_longer_than_the_model_fails_alone_and_calls_are_counted(folder):
     judge = backend(folder)
     long = [{"role": "user", "content": "fox " * 1000}]
-    replies = judge.complete([long, CHATS[0]], 8, seed=0)
+    replies = in_order(judge.complete([long, CHATS[0]], 8, seed=0))
     assert isinstance(replies[0], Failure) and "1024 positions" in replies[0].what and isinstance(replies[1], str)
     assert not replies[0].is_fatal and judge.budget.calls == 1
-    assert isinstance(judge.choose([long], ("Yes", "No"))[0], Failure)
+    assert isinstance(in_order(judge.choose([long], ("Yes", "No")))[0], Failure)
     judge.budget.max_calls = 2
-    spent = judge.complete(CHATS, 2, seed=0)
+    spent = in_order(judge.complete(CHATS, 2, seed=0))
     assert isinstance(spent[0], str) and [each.is_fatal for each in spent[1:]] == [True] * 3
 
 
@@ -165,6 +209,6 @@ def test_a_reply_that_the_template_leaves_out_fails_alone(folder):
     judge.open()
     judge.tokenizer.chat_template = judge.tokenizer.chat_template.replace(
         "message['content']", "('' if message['role'] == 'assistant' else message['content'])")
-    found = judge.complete([correction(CHATS[0], "Hm", "no JSON"), CHATS[1]], 2, seed=0)
+    found = in_order(judge.complete([correction(CHATS[0], "Hm", "no JSON"), CHATS[1]], 2, seed=0))
     assert isinstance(found[0], Failure) and "cannot be shown" in found[0].what and not found[0].is_fatal
     assert isinstance(found[1], str)

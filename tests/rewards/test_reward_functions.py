@@ -97,6 +97,25 @@ def test_in_a_sum_the_bound_is_that_of_the_model_s_part_and_what_it_moves_is_cou
     assert made.metrics().compute()["score/clip_fraction"] == pytest.approx(1 / 3)
 
 
+def test_a_source_that_is_not_paid_for_says_how_far_it_goes_with_what_is():
+    """lengths 3, 8, 3 are paid for; of the marks the first and the last go with them (deviations -5/3, 10/3, -5/3 and
+    -1, 2, -1: a correlation of 1), others (1, None, 3) are of equal lengths, and none says anything."""
+    told = [Part(FunctionSource("marks", lambda **_: [1.0, 4.0, 1.0]), 0.0),
+            Part(FunctionSource("against", lambda **_: [0.0, -1.0, 5.0]), 0.0),
+            Part(FunctionSource("some", lambda **_: [1.0, None, 3.0]), 0.0),
+            Part(FunctionSource("flat", lambda **_: [7.0, 7.0, 7.0]), 0.0)]
+    made = rollout()
+    made.scores = checked_scores(Mixture([Part(FunctionSource("lengths", lengths), 0.5), *told]), made)
+    found = made.metrics().compute()
+    assert found["rewards/marks/correlation"] == pytest.approx(1.0)
+    # deviations of against from 4/3: -4/3, -7/3, 11/3; products with -5/3, 10/3, -5/3 sum to -35/3
+    expected = (-35 / 3) / math.sqrt((50 / 3) * (186 / 9))
+    assert found["rewards/against/correlation"] == pytest.approx(expected)
+    assert found["rewards/some/max"] == 3.0 and "rewards/lengths/max" not in found  # of what is not paid for alone
+    assert not {f"rewards/{name}/correlation" for name in ("some", "flat", "lengths")} & found.keys()
+    assert (made + made).metrics().compute()["rewards/against/correlation"] == pytest.approx(expected)
+
+
 def test_a_sum_that_leaves_the_numbers_is_an_error_and_not_the_largest_number():
     mixture = Mixture([Part(FunctionSource("huge", lambda **_: [1.0, 1e38, 2.0]), 1e30)])
     with pytest.raises(BadAnswer, match="score inf for response 1"):

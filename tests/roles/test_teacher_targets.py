@@ -133,6 +133,8 @@ def test_rows_of_added_tokens_on_the_teachers_head_are_refused(tied, whose):
     with pytest.raises(UserError, match="an adapter is on the output head of its base"):
         teacher.check(top_k=0)
     teacher.check(top_k=8)
+    with pytest.raises(UserError, match=r"distill\.top_k is 301, and the teacher's vocabulary has 300 words"):
+        teacher.check(top_k=301)
 
 
 def divergence_loss(scores, count):

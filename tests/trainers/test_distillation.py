@@ -12,7 +12,8 @@ from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.data.collate import collate_sft
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.engine import SamplingConfig
-from hybrid_rlhf.rewards.mixture import Mixture
+from hybrid_rlhf.rewards.functions import FunctionSource
+from hybrid_rlhf.rewards.mixture import Mixture, Part
 from hybrid_rlhf.roles import Actor, Roles, Teacher
 from hybrid_rlhf.trainers.distillation import DistillConfig, DistillTrainer
 from hybrid_rlhf.trainers.ppo import PPOTrainer
@@ -62,6 +63,17 @@ def plain_divergence(way, student, teacher, answer, beta=0.3, temperature=1.0):
         return (s.exp() * (s - t)).sum(-1)
     m = (beta * t.exp() + (1 - beta) * s.exp()).log()
     return beta * (t.exp() * (t - m)).sum(-1) + (1 - beta) * (s.exp() * (s - m)).sum(-1)
+
+
+def test_no_source_is_paid_for_so_none_is_compared_with_what_is():
+    def lengths(completions, **_):
+        return [len(text) for text in completions]
+
+    trainer = distiller()
+    trainer.source = trainer.sampler.source = Mixture([Part(FunctionSource("lengths", lengths)),
+                                                       Part(FunctionSource("again", lengths), 0.0)])
+    for found in (trainer.step(PROMPTS).compute(), trainer.evaluate([PROMPTS]).compute()):
+        assert "rewards/again/mean" in found and not [name for name in found if name.endswith("/correlation")]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -11,9 +11,14 @@ import torch
 import yaml
 
 from hybrid_rlhf.cli import main
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.data.datasets import DataConfig
+from hybrid_rlhf.data.sources import Source
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.models.quantize import quantized_layers
 from hybrid_rlhf.trainers.distillation import DistillTrainer
+from hybrid_rlhf.training import builders
+from hybrid_rlhf.training.registry import READS
 from tests.factories.stage_options import COMMON, WORDS, used
 from tests.factories.tiny import own_cache, save_tiny
 
@@ -86,6 +91,20 @@ def test_a_reward_source_scores_the_samples_and_moves_nothing(place) -> None:
         assert row["distill/divergence"] == other["distill/divergence"] and row["grad_norm"] == other["grad_norm"]
 
 
+def test_what_became_of_the_rows_is_said_once(place, capfd, tmp_path) -> None:
+    """One file that serves both as prompts and as demonstrations, and then two that differ."""
+    both = ["--distill.lmbda", "0.5", "--resume", "never", f"--data.sources=[{place}/said.jsonl]"]
+    assert main(words(place, "once", *both)) == 0
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("data")]
+    assert [line for line in told if "rows read" in line] == told[:1] and len(told) == len(set(told)) <= 2
+    (tmp_path / "few.jsonl").write_text("".join(f'{{"prompt": "say {w}", "completion": "{w}"}}\n' for w in WORDS))
+    assert main(words(place, "once", *both[:-1], f"--data.sources=[{{path: {place}/rows.jsonl, stages: [distill]}}, "
+                      f"{{path: {tmp_path}/few.jsonl, stages: [distill_data]}}]")) == 0
+    told = [line for line in capfd.readouterr().err.splitlines() if "rows read" in line]
+    assert len(told) == 2 and told[0].startswith(f"data: {2 * len(WORDS)} rows read")
+    assert told[1].startswith(f"data of distill_data: {len(WORDS)} rows read")
+
+
 def test_a_named_reference_measures_kl(place, built) -> None:
     assert main(words(place, "kl", "--roles.ref.model_name_or_path", f"{place}/base")) == 0
     assert built[0].ref is not None and all("kl" in row for row in steps(place / "kl"))
@@ -123,10 +142,16 @@ def taught(place) -> str:
 
 
 def test_a_teacher_by_lora_on_the_students_base_is_an_adapter_on_it(place, built, taught, capfd) -> None:
+    from transformers import AutoModelForCausalLM
+
     assert main(words(place, "shared", *LORA, teacher=taught)) == 0
     roles = built[0]
     assert roles.teacher.engine.model is roles.actor.engine.model
-    assert f"teacher: {place}/{taught}; an adapter on the student's own base\n" in capfd.readouterr().err
+    told = capfd.readouterr().err
+    assert f"teacher: {place}/{taught}; an adapter on the student's own base\n" in told
+    base = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(place / "base").parameters())
+    trained = sum(p.numel() for p in roles.actor.engine.training.parameters.values())
+    assert f"trained: {trained:,} of {base + trained:,} parameters by LoRA" in told  # no adapter of the teacher's
     assert main(words(place, "merged", *LORA, teacher=f"{taught}/model")) == 0
     assert built[1].teacher.engine.model is not built[1].actor.engine.model
     shared, merged = steps(place / "shared"), steps(place / "merged")
@@ -248,6 +273,32 @@ def test_a_teacher_without_a_readable_tokenizer_is_told_by_its_own_option(place,
     assert "model.tokenizer_name_or_path" not in said  # the student's
 
 
+def test_a_teacher_whose_tokenizer_is_code_of_its_folder_is_read_where_that_is_trusted(place, capfd, tmp_path,
+                                                                                       monkeypatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    shutil.copytree(place / "teacher", tmp_path / "teacher")
+    (tmp_path / "teacher" / "own_words.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n\n\nclass OwnWords(PreTrainedTokenizerFast):\n    pass\n")
+    path = tmp_path / "teacher" / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"tokenizer_class": "OwnWords",
+                                               "auto_map": {"AutoTokenizer": [None, "own_words.OwnWords"]}}
+    path.write_text(json.dumps(settings))
+    argv = words(place, "no", "--roles.teacher.model_name_or_path", f"{tmp_path}/teacher", "--plan", teacher=None)
+    said = refused(capfd, argv)
+    assert "cannot load a tokenizer" in said and "custom code" in said, said
+    assert main([*argv, "--model.trust_remote_code", "true"]) == 0
+    config, reads = DataConfig([Source(f"{place}/rows.jsonl")]), READS["ppo"]
+    for other, wanted in (("teacher", None), ("student", "chat templates")):
+        shutil.copytree(tmp_path / "teacher", tmp_path / "student", dirs_exist_ok=True)
+        for each in tmp_path.glob("student/chat_template*"):
+            each.write_text(each.read_text() + "{# another #}")
+        both = (str(place / "base"), f"{tmp_path}/{other}", config, reads)
+        assert builders.difference(*both, trust_remote_code=True) == wanted
+        with pytest.raises(UserError):
+            builders.difference(*both)
+
+
 def test_a_teacher_of_another_tokenizer_is_refused(place, capfd, tmp_path) -> None:
     shutil.copytree(place / "teacher", tmp_path / "teacher")
     path = tmp_path / "teacher" / "tokenizer.json"
@@ -323,6 +374,16 @@ def test_an_adapter_on_the_head_is_refused_and_its_merged_model_is_not(place, ca
     assert main(words(place, "likeliest", *LORA, "--distill.top_k", "300", teacher="headed")) == 0
     found = [steps(place / name)[0]["distill/divergence"] for name in ("headless", "likeliest")]
     assert found[0] == pytest.approx(found[1], rel=1e-3) and found[0] > 1e-3
+
+
+@pytest.mark.parametrize("more", [[], ["--plan"]])
+def test_more_likeliest_words_than_there_are_is_refused(place, capfd, built, more) -> None:
+    size = json.loads((place / "teacher" / "config.json").read_text())["vocab_size"]
+    said = refused(capfd, [*words(place, "no", "--distill.top_k", str(size + 1)), *more])
+    assert f"distill.top_k is {size + 1}, and the teacher's vocabulary has {size} words; give fewer" in said
+    assert not built  # before anything was loaded
+    more = ["--distill.coef", "0.5", "--ppo.sampling.num_samples", "2", f"--reward.functions=['{place}/pay.py:short']"]
+    assert "distill.top_k is 999" in refused(capfd, words(place, "no", *more, "--distill.top_k", "999", stage="grpo"))
 
 
 @pytest.mark.parametrize(("more", "message"), [

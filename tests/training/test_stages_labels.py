@@ -165,6 +165,36 @@ def test_a_judge_behind_an_address_is_measured_by_its_comparisons(place) -> None
     assert rows["judge"]["order_consistency"] == 1.0 and rows["letters"]["accuracy"] == 0.8
 
 
+def test_a_judge_without_any_verdict_was_not_measured_and_ends_with_one_line(place, capsys) -> None:
+    """The table of what was measured beside it stands before that."""
+    with judge_server() as server:
+        server.answers = [(200, said("Hm."))]
+        assert evaluate(place, "silent", "--evaluate.labels=PLACE/pairs.jsonl", f"--reward.judge.url={server.url}",
+                        "--reward.judge.mode=pairwise", "--reward.functions=PLACE/pay.py:letters") == 2
+    told = capsys.readouterr()
+    line = told.err.strip().splitlines()[-1]
+    assert "evaluate.labels: judge has no verdict on any of the 10 pairs (the last: the reply cannot be read" in line
+    assert "take a judge or a rubric" in line and "Traceback" not in told.err and "10 of 10" in told.out
+    assert not (place / "silent" / "evaluate.json").exists()
+    (place / "nothing.py").write_text("def skips(completions):\n    return [None] * len(completions)\n")
+    assert evaluate(place, "silent", "--evaluate.labels=PLACE/pairs.jsonl",
+                    "--reward.functions=PLACE/nothing.py:skips") == 2
+    assert "skips has no score on any of the 10 pairs; give a source" in capsys.readouterr().err
+
+
+def test_a_source_that_takes_long_says_how_far_it_is(tmp_path, monkeypatch, capsys) -> None:
+    """Batches of 3 of the four pairs, each of which is 2 answers where they are graded; a quick one says nothing."""
+    rows = labels_of(tmp_path, ROWS)
+    label_agreement.measure(rows, [FakeJudge()], METHOD, batch_size=3)
+    assert "has read" not in capsys.readouterr().err
+    monkeypatch.setattr("hybrid_rlhf.report.terminal.SECONDS", 0.0)
+    label_agreement.measure(rows, [FakeJudge(), FakeJudge("absolute")], METHOD, batch_size=3)
+    assert capsys.readouterr().err.splitlines() == [
+        "evaluate: judge has read 3 of 4 pairs with labels", "evaluate: judge has read 4 of 4 pairs with labels",
+        "evaluate: judge has read 3 of 8 answers with labels", "evaluate: judge has read 6 of 8 answers with labels",
+        "evaluate: judge has read 8 of 8 answers with labels"]
+
+
 def test_what_a_reward_model_was_trained_on_tells_nothing_about_it(place, reward, capsys) -> None:
     """By default only its held-out rows count, those that the stage itself would hold out."""
     from hybrid_rlhf.data.blend import is_held_out

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.engine.train.deepspeed_compat import size_of
+from hybrid_rlhf.models.added_rows import holders
 from hybrid_rlhf.models.lora import lora_layers
 from hybrid_rlhf.models.quantize import quantized_layers
 
 
 def count_parameters(engine: HybridEngine) -> tuple[int, int]:
-    """(trained, all) weights of the engine's module, whole ones where ZeRO 3 or a quantisation has them in parts."""
-    trained = engine.training.parameters.values() if engine.training else ()
-    return sum(map(size_of, trained)), sum(map(_size, engine.module.parameters()))
+    """(trained, all) weights of the engine's module, whole ones where ZeRO 3 or a quantisation has them in parts. Of
+    one that trains, the adapters of other roles on its base (a teacher's) are no part of all."""
+    trained = list(engine.training.parameters.values()) if engine.training else []
+    own = {id(p) for p in trained}
+    others = {id(p) for p in _adapters(engine.module) if id(p) not in own} if trained else set()
+    return sum(map(size_of, trained)), sum(_size(p) for p in engine.module.parameters() if id(p) not in others)
+
+
+def _adapters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The weights of all adapters, whoever's."""
+    for layer in lora_layers(module).values():
+        yield from (*layer.lora_A.parameters(), *layer.lora_B.parameters())
+    for rows in holders(module).values():
+        yield from rows.adapters.parameters()
 
 
 def share_unquantised(engine: HybridEngine) -> float:

@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from threading import Event
@@ -22,7 +22,7 @@ from hybrid_rlhf.core.function_worker import one_line
 from hybrid_rlhf.rewards.deadline import within
 from hybrid_rlhf.rewards.http_answer import TRY_AGAIN, read_whole
 from hybrid_rlhf.rewards.judge.budget import Budget
-from hybrid_rlhf.rewards.judge.judge_backend import Failure
+from hybrid_rlhf.rewards.judge.judge_backend import Arriving, Failure
 from hybrid_rlhf.rewards.judge.judge_prompts import Chat
 
 T = TypeVar("T")
@@ -84,59 +84,61 @@ class ApiBackend:
     def open(self) -> None:
         """There is nothing to load."""
 
-    def complete(self, chats: Sequence[Chat], max_new_tokens: int, seed: int) -> list[str | Failure]:
-        def ask(chat: Chat) -> str:
-            return self._text(self._choice(chat, {"max_tokens": max_new_tokens, "seed": seed}))
+    def complete(self, chats: Sequence[Chat], max_new_tokens: int, seed: int) -> Arriving[str]:
+        return self._all(chats, {"max_tokens": max_new_tokens, "seed": seed}, self._text)
 
-        return self._all(chats, ask)
+    def choose(self, chats: Sequence[Chat], words: Sequence[str]) -> Arriving[list[float]]:
+        return self._all(chats, {"max_tokens": 1, "logprobs": True, "top_logprobs": TOP_WORDS},
+                         lambda choice: _probabilities(choice, words))
 
-    def choose(self, chats: Sequence[Chat], words: Sequence[str]) -> list[list[float] | Failure]:
-        def ask(chat: Chat) -> list[float]:
-            choice = self._choice(chat, {"max_tokens": 1, "logprobs": True, "top_logprobs": TOP_WORDS})
-            return _probabilities(choice, words)
-
-        return self._all(chats, ask)
-
-    def _all(self, chats: Sequence[Chat], ask: Callable[[Chat], T]) -> list[T | Failure]:
-        """What `ask` says of each chat, several at a time; after a fatal failure nobody is asked any more."""
+    def _all(self, chats: Sequence[Chat], asked: dict[str, object], read: Callable[[dict[str, Any]], T]) -> Arriving[T]:
+        """What `read` finds in the answer to each chat, several at a time; after a fatal failure nobody is asked any
+        more."""
         ended = Event()
 
         def one(chat: Chat) -> T | Failure:
-            found = Failure("not asked, as others failed") if ended.is_set() else self._tried(chat, ask)
+            found = self._tried(chat, asked, read, ended)
             if isinstance(found, Failure) and found.is_fatal:
                 ended.set()
             return found
 
         if not chats:
-            return []
+            return
         pool = ThreadPoolExecutor(min(self.concurrency, len(chats)), thread_name_prefix="judge")
         try:
-            return list(pool.map(one, chats))
+            places = {pool.submit(one, chat): i for i, chat in enumerate(chats)}
+            for done in as_completed(places):
+                yield places[done], done.result()
         finally:
             ended.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _tried(self, chat: Chat, ask: Callable[[Chat], T]) -> T | Failure:
-        attempt = 0
-        while True:
-            spent = self.budget.take()
-            if spent is not None:
-                return spent
+    def _tried(self, chat: Chat, asked: dict[str, object], read: Callable[[dict[str, Any]], T],
+               ended: Event) -> T | Failure:
+        found, most = Failure("not asked, as others failed"), self._most_tokens(chat, asked)
+        for attempt in range(self.retries + 1):
+            if ended.is_set():
+                break
             wait = self.back_off * 2**attempt
-            try:
-                return within(self.timeout, lambda: ask(chat))
-            except urllib.error.HTTPError as error:
-                found, is_final, wait = self._refused(error, wait)
-            except (OSError, HTTPException) as error:  # refused, reset, no such host, no answer in time, half of one
-                found, is_final = Failure(self._clean(one_line(error)), is_fatal=_is_nobody(error)), False
-            except _Wrong as error:
-                found, is_final = Failure(self._clean(str(error))), True
-            except Exception as error:  # no HTTP at all
-                found, is_final = Failure(f"{type(error).__name__}: {self._clean(one_line(error))}"), True
-            if is_final or attempt >= self.retries:
-                return found
+            with self.budget.call(*most) as spent:
+                if spent is not None:
+                    return spent
+                if ended.is_set():  # while it waited for the others' costs
+                    break
+                try:
+                    return within(self.timeout, lambda: read(self._choice(chat, asked)))
+                except urllib.error.HTTPError as error:
+                    found, is_final, wait = self._refused(error, wait)
+                except (OSError, HTTPException) as error:  # refused, reset, no such host, late, or half an answer
+                    found, is_final = Failure(self._clean(one_line(error)), is_fatal=_is_nobody(error)), False
+                except _Wrong as error:
+                    found, is_final = Failure(self._clean(str(error))), True
+                except Exception as error:  # no HTTP at all
+                    found, is_final = Failure(f"{type(error).__name__}: {self._clean(one_line(error))}"), True
+            if is_final or attempt == self.retries:
+                break
             time.sleep(min(wait, MAX_WAIT))
-            attempt += 1
+        return found
 
     def _refused(self, error: urllib.error.HTTPError, wait: float) -> tuple[Failure, bool, float]:
         """The failure that a status is, whether to leave it at that, and the seconds to wait else."""
@@ -162,6 +164,13 @@ class ApiBackend:
         usage = answer.get("usage")
         self.budget.pay(_tokens(usage, "prompt_tokens", chat), _tokens(usage, "completion_tokens", choices))
         return choices[0]
+
+    def _most_tokens(self, chat: Chat, asked: dict[str, object]) -> tuple[int, int | None]:
+        """Tokens that a request may read and write: each that is read has a byte, and what is written has a bound,
+        unless api_options leaves it out (None)."""
+        body = asked | self.options
+        bounds = [n for n in (body.get("max_completion_tokens"), body.get("max_tokens")) if isinstance(n, int)]
+        return len(json.dumps(chat, ensure_ascii=False).encode("utf-8", "replace")), min(bounds, default=None)
 
     def _text(self, choice: dict[str, Any]) -> str:
         message = choice.get("message")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -73,14 +74,16 @@ class Asker:
         for kind in dict.fromkeys(map(tuple, words)):
             asked = {key: chat for key, chat, of in zip(keys, chats, words, strict=True)
                      if key not in found and tuple(of) == kind}
-            for key, answer in zip(asked, self.backend.choose(list(asked.values()), kind), strict=True):
-                found[key] = answer
-                if isinstance(answer, Failure):
-                    continue
-                if sum(answer) > 0:
-                    self.cache.put(key, answer)
-                else:
-                    found[key] = Failure(f"none of {', '.join(kind)} is likely to be said")
+            places = list(asked)
+            with closing(self.backend.choose(list(asked.values()), kind)) as answers:
+                for i, answer in answers:
+                    found[places[i]] = answer
+                    if isinstance(answer, Failure):
+                        continue
+                    if sum(answer) > 0:
+                        self.cache.put(places[i], answer)
+                    else:
+                        found[places[i]] = Failure(f"none of {', '.join(kind)} is likely to be said")
         return self._all(keys, found)
 
     def _known(self, keys: list[str], read: Callable) -> dict:
@@ -99,23 +102,26 @@ class Asker:
         return found
 
     def _round(self, waiting: dict[str, tuple[Question, Chat]], found: dict) -> dict[str, tuple[Question, Chat]]:
-        """Ask once; returns what is to be asked again, and in which chat."""
+        """Ask once; returns what is to be asked again, and in which chat. A reply is in the cache as soon as it is
+        there: whatever ends the process in the midst of a round, nobody pays for it twice."""
         if not waiting:
             return {}
-        again = {}
-        replies = self.backend.complete([chat for _, chat in waiting.values()], self.max_new_tokens, self.seed)
-        for (key, (question, _)), reply in zip(waiting.items(), replies, strict=True):
-            if isinstance(reply, Failure):
-                found[key] = reply
-                continue
-            try:
-                found[key] = question.read(reply)
-            except Unreadable as error:
-                found[key] = Failure(f"the reply cannot be read: {error}; it ends {_end(reply)!r}")
-                again[key] = (question, correction(question.chat, reply, str(error)))
-            else:
-                self.cache.put(key, reply)
-        return again
+        again, places = {}, list(waiting)
+        chats = [chat for _, chat in waiting.values()]
+        with closing(self.backend.complete(chats, self.max_new_tokens, self.seed)) as replies:
+            for i, reply in replies:
+                key, question = places[i], waiting[places[i]][0]
+                if isinstance(reply, Failure):
+                    found[key] = reply
+                    continue
+                try:
+                    found[key] = question.read(reply)
+                except Unreadable as error:
+                    found[key] = Failure(f"the reply cannot be read: {error}; it ends {_end(reply)!r}")
+                    again[key] = (question, correction(question.chat, reply, str(error)))
+                else:
+                    self.cache.put(key, reply)
+        return {key: again[key] for key in places if key in again}  # in the order of the questions, not of arrival
 
     def _all(self, keys: list[str], found: dict) -> list:
         failures = [found[key] for key in dict.fromkeys(keys) if isinstance(found[key], Failure)]

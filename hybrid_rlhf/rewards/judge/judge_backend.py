@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from hybrid_rlhf.rewards.judge.judge_prompts import Chat
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,15 @@ class Failure:
     cure: str = "see to that"
 
 
+Arriving = Generator[tuple[int, T | Failure], None, None]  # each chat's number and its answer, as soon as it is there
+
+
 class Backend(Protocol):
-    """name: for messages. identity: what makes its answers what they are, as JSON, for the cache."""
+    """name: for messages. identity: what makes its answers what they are, as JSON, for the cache.
+
+    Answers are told one by one, in any order, so that whoever pays for them can keep each at once; `close` of the
+    generator ends what has not been asked yet.
+    """
 
     name: str
     identity: list
@@ -29,10 +38,10 @@ class Backend(Protocol):
         """Load what there is to load, once."""
         ...
 
-    def complete(self, chats: Sequence[Chat], max_new_tokens: int, seed: int) -> list[str | Failure]:
+    def complete(self, chats: Sequence[Chat], max_new_tokens: int, seed: int) -> Arriving[str]:
         """The reply to each chat."""
         ...
 
-    def choose(self, chats: Sequence[Chat], words: Sequence[str]) -> list[list[float] | Failure]:
+    def choose(self, chats: Sequence[Chat], words: Sequence[str]) -> Arriving[list[float]]:
         """For each chat the probability of each word as the beginning of the reply, before anything else is said."""
         ...

@@ -49,11 +49,11 @@ class JudgeSource:
     config: JudgeConfig
     budget: Budget
     name: str = "judge"
+    last_failure: str = field(default="", init=False, repr=False)  # why there was no verdict, the last time
     _is_reward: bool = field(default=False, repr=False)  # on_failure concerns what is paid, and no labels
     _orders: list[bool] = field(default_factory=list, repr=False)  # whether both orders agreed
     _masses: list[float] = field(default_factory=list, repr=False)
     _lost: list[bool] = field(default_factory=list, repr=False)  # of each response, whether it has no verdict
-    _last: str = field(default="", repr=False)  # why there was no verdict, the last time
     _has_told_mass: bool = field(default=False, repr=False)
 
     @property
@@ -77,6 +77,7 @@ class JudgeSource:
             for item in self.rubric.items:
                 rollout.source_scores[f"{self.name}/{item.name}"] = torch.tensor(
                     [float("nan") if grade is None else grade.items[item.name] for grade in grades])
+                rollout.source_weights[f"{self.name}/{item.name}"] = item.weight
             scores = [None if grade is None else grade.score for grade in grades]
             rollout.remarks = ["" if grade is None else grade.reason for grade in grades]
         else:
@@ -262,11 +263,11 @@ class JudgeSource:
 
     def _tell(self, failure: Failure) -> None:
         """One line, the first time; afterwards the metric judge/failed counts."""
-        if not self._last:
+        if not self.last_failure:
             fate = (f"{_FATE[self.config.on_failure]} (reward.judge.on_failure; metric judge/failed)"
                     if self._is_reward else "such a one is left out and counted")
             print(f"judge: a response has no verdict ({failure.what}); {fate}", file=sys.stderr)
-        self._last = failure.what
+        self.last_failure = failure.what
 
     def _tell_mass(self, masses: Sequence[float]) -> None:
         """One line, the first time that the words asked for are unlikely; the metric judge/word_mass goes on."""
@@ -283,8 +284,8 @@ class JudgeSource:
             return scores
         if not known or self.config.on_failure == "stop":
             raise BadAnswer(f"reward source {self.name} at {self.asker.backend.name}: {len(scores) - len(known)} of "
-                            f"{len(scores)} responses have no verdict (the last: {self._last}); take a judge or a "
-                            "rubric that it answers (reward.judge.score probability needs one word of it), then run "
+                            f"{len(scores)} responses have no verdict (the last: {self.last_failure}); take a judge or "
+                            "a rubric that it answers (reward.judge.score probability needs one word of it), then run "
                             "the same command again")
         filled = list(scores)
         for group in groups:

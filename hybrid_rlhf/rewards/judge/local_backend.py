@@ -24,10 +24,10 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.tokenizer import Tokenizer, load_tokenizer
 from hybrid_rlhf.rewards.judge.answer_cache import key_of
 from hybrid_rlhf.rewards.judge.budget import Budget
-from hybrid_rlhf.rewards.judge.judge_backend import Failure
+from hybrid_rlhf.rewards.judge.first_words import other_tokens, sums
+from hybrid_rlhf.rewards.judge.judge_backend import Arriving, Failure
 from hybrid_rlhf.rewards.judge.judge_prompts import Chat
 from hybrid_rlhf.roles.policy_module import PolicyModule
-from hybrid_rlhf.roles.scoring import per_sequence
 
 MAX_TOKENS = 8192  # of a micro-batch that is scored
 
@@ -54,7 +54,8 @@ class LocalBackend:
         load.configuration(self._settings)  # UserError where there is no causal model
         check(not load.has_score(self.path), f"reward.judge.model: {self.path} is a sequence-classification model; "
                                              "give a chat model, or name it by reward.models")
-        self.identity = ["local", self.path, fingerprint(self.path), self.dtype, self.load_in_4bit, self.temperature]
+        self.identity = ["local, words in all ways", self.path, fingerprint(self.path), self.dtype, self.load_in_4bit,
+                         self.temperature]
 
     @property
     def _settings(self) -> ModelConfig:
@@ -74,7 +75,13 @@ class LocalBackend:
         model.eval().requires_grad_(False)
         self.tokenizer, self.engine = tokenizer, engine_of(model, tokenizer, self.batch_size)
 
-    def complete(self, chats: Sequence[Chat], max_new_tokens: int, seed: int) -> list[str | Failure]:
+    def complete(self, chats: Sequence[Chat], max_new_tokens: int, seed: int) -> Arriving[str]:
+        yield from enumerate(self._replies(chats, max_new_tokens, seed))
+
+    def choose(self, chats: Sequence[Chat], words: Sequence[str]) -> Arriving[list[float]]:
+        yield from enumerate(self._chances(chats, words))
+
+    def _replies(self, chats: Sequence[Chat], max_new_tokens: int, seed: int) -> list[str | Failure]:
         engine, tokenizer = self._opened()
         found: list[str | Failure] = [Failure("not asked")] * len(chats)
         rows = self._rows(chats, max_new_tokens, found)
@@ -92,7 +99,7 @@ class LocalBackend:
             self.budget.pay(len(ids), len(tokens))
         return found
 
-    def choose(self, chats: Sequence[Chat], words: Sequence[str]) -> list[list[float] | Failure]:
+    def _chances(self, chats: Sequence[Chat], words: Sequence[str]) -> list[list[float] | Failure]:
         engine, tokenizer = self._opened()
         found: list[list[float] | Failure] = [Failure("not asked")] * len(chats)
         longest = max(len(tokenizer(word)["input_ids"]) for word in words)
@@ -100,13 +107,18 @@ class LocalBackend:
         if not asked:
             return found
         whole = [each for of_words in asked.values() for each in of_words]
+        beside = other_tokens(tokenizer.get_vocab(), words, [ids[first:] for ids, first in whole[: len(words)]])
         mask = length_mask(torch.tensor([len(ids) for ids, _ in whole]))
         marks = pad_right([[k >= first for k in range(len(ids))] for ids, first in whole], False, torch.bool)
         batch = SequenceBatch(pad_right([ids for ids, _ in whole], engine.pad_id), mask, marks)
         with explained("while the judge scores"):
-            sums = per_sequence(engine, batch, MAX_TOKENS).double().exp().view(len(asked), len(words))
-        for (i, of_words), values in zip(asked.items(), sums.tolist(), strict=True):
-            found[i] = _apart(values, [ids for ids, _ in of_words])
+            own, others = sums(engine, batch, MAX_TOKENS, [token for tokens in beside for token in tokens])
+        own = own.double().exp().view(len(asked), len(words))
+        more = others[:: len(words)].double().exp().split(list(map(len, beside)), 1)  # a question's rows begin alike
+        more = torch.stack([each.sum(1) for each in more], 1)  # (len(asked), len(words))
+        for (i, of_words), values, written in zip(asked.items(), own.tolist(), more.tolist(), strict=True):
+            exact = _apart(values, [ids for ids, _ in of_words])
+            found[i] = [value + others for value, others in zip(exact, written, strict=True)]
             self.budget.pay(len(of_words[0][0]), 1)
         return found
 
@@ -133,10 +145,10 @@ class LocalBackend:
                 found[i] = Failure(f"a question of {len(ids)} tokens and a reply of {more} are more than the judge's "
                                    f"{limit} positions")
                 continue
-            spent = self.budget.take()
-            if spent is not None:
-                found[i] = spent
-                continue
+            with self.budget.call() as spent:
+                if spent is not None:
+                    found[i] = spent
+                    continue
             rows[i] = ids
         return rows
 

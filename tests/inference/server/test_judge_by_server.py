@@ -8,6 +8,7 @@ from hybrid_rlhf.rewards.judge.api_backend import ApiBackend
 from hybrid_rlhf.rewards.judge.budget import Budget
 from hybrid_rlhf.rewards.judge.judge_backend import Failure
 from hybrid_rlhf.rewards.judge.local_backend import LocalBackend
+from tests.factories.judges import in_order
 from tests.factories.tiny import chatml_tokenizer, save_tiny
 from tests.inference.server.tiny_server import running
 
@@ -20,11 +21,11 @@ def test_replies_by_address_are_those_of_the_model_itself(tmp_path):
     budget = Budget()
     with running({"judge": folder}) as server:
         backend = ApiBackend(f"{server.url}/v1", "judge", budget, concurrency=3, retries=1, timeout=60.0)
-        by_address = backend.complete(CHATS, 12, 0)
-        nobody = ApiBackend(f"{server.url}/v1", "nobody", Budget(), retries=0).complete(CHATS[:1], 12, 0)
-        long = backend.complete([[{"role": "user", "content": "fox " * 500}]], 12, 0)
+        by_address = in_order(backend.complete(CHATS, 12, 0))
+        nobody = in_order(ApiBackend(f"{server.url}/v1", "nobody", Budget(), retries=0).complete(CHATS[:1], 12, 0))
+        long = in_order(backend.complete([[{"role": "user", "content": "fox " * 500}]], 12, 0))
     own = LocalBackend(folder, Budget(), dtype="float32")
-    assert by_address == own.complete(CHATS, 12, 0)
+    assert by_address == in_order(own.complete(CHATS, 12, 0))
     assert isinstance(nobody[0], Failure) and nobody[0].is_fatal and "404" in nobody[0].what
     assert isinstance(long[0], Failure) and not long[0].is_fatal and "400" in long[0].what
     assert (budget.calls, budget.num_input) == (7, own.budget.num_input)
@@ -39,8 +40,9 @@ def test_probabilities_by_address_are_those_of_the_model_itself(tmp_path):
     with running({"judge": folder}) as server:
         backend = ApiBackend(f"{server.url}/v1", "judge", Budget(), retries=1, timeout=60.0)
         for chat in CHATS[:3]:
-            words = sorted(singles, key=dict(zip(singles, own.choose([chat], singles)[0], strict=True)).get)[-2:]
-            by_address, here = backend.choose([chat], words)[0], own.choose([chat], words)[0]
+            chances = in_order(own.choose([chat], singles))[0]
+            words = sorted(singles, key=dict(zip(singles, chances, strict=True)).get)[-2:]
+            by_address, here = in_order(backend.choose([chat], words))[0], in_order(own.choose([chat], words))[0]
             told = [(a, b) for a, b in zip(by_address, here, strict=True) if a > 0]
             assert told, words
             assert all(a == pytest.approx(b, rel=1e-3) for a, b in told)
