@@ -175,6 +175,8 @@ class Stub:
     async def upload(self, request):  # noqa: ANN001, ANN201
         from starlette.responses import JSONResponse
 
+        if "large" in request.query_params["name"]:
+            raise Refused(507, "the disk is full")
         folder = self.studio.home / "data"
         folder.mkdir(parents=True, exist_ok=True)
         path: Path = folder / request.query_params["name"]

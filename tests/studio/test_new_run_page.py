@@ -205,6 +205,30 @@ def test_what_was_found_in_the_data_is_told_and_a_misfit_stands_in_the_way(page,
         {"path": "pairs.jsonl", "name": "main", "columns": {"prompt": "question"}}])
 
 
+DROP = """
+const moved = new DataTransfer();
+moved.items.add(new File(["{}"], arguments[1]));
+const event = new DragEvent("drop", {dataTransfer: moved, bubbles: true, cancelable: true});
+document.querySelector(arguments[0]).dispatchEvent(event);
+return event.defaultPrevented;
+"""
+
+
+def test_a_file_is_dropped_and_one_that_is_refused_is_told(page, studio, stub):
+    visit(page, studio, "?goal=prefer&model=demo/sft")
+    until(page, lambda: find(page, ".file-drop"))
+    assert page.execute_script(DROP, "h1", "beside.jsonl")  # the browser does not open it in place of the page
+    assert page.execute_script(DROP, ".file-drop", "pairs.jsonl")
+    until(page, lambda: "Everything is there" in next_line(page))
+    path = str(studio.studio.home / "data" / "pairs.jsonl")
+    assert sent(page, stub, "data.sources") == [path]
+    assert [f["name"] for f in stub.uploads] == ["pairs.jsonl"]
+    until(page, lambda: path in page.execute_script("return [...document.getElementById('data-known').options].map((o) => o.value)"))
+    assert page.execute_script(DROP, ".file-drop", "too.large.jsonl")
+    until(page, lambda: "too.large.jsonl: the disk is full" in find(page, ".file-drop .fault").text)
+    assert stub.last("settings")["settings"]["data.sources"] == [path]
+
+
 @pytest.mark.parametrize("text", ["Rücken an: pairs.jsonl", "<img src=x onerror=document.title='broken'>"])
 def test_what_is_entered_is_text(page, studio, stub, text):
     visit(page, studio, "?goal=prefer")

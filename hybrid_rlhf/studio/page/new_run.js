@@ -18,7 +18,7 @@ export async function show(root, _rest, query) {
     .finally(() => root.replaceChildren());
   const draft = new Draft(goals, {folder: runs.folder ?? "", rows: runs.runs ?? []}, uploads.files ?? []);
   prefill(draft, query);
-  const leaving = [() => draft.close()];
+  const leaving = [() => draft.close(), keepFilesOut()];
   const later = make("div");
   draft.on("loading", () => later.replaceChildren(make("p.quiet", {}, "Loading the options …")));
   draft.on("trouble", () => later.replaceChildren(make("p.fault", {role: "alert"}, `The options cannot be loaded: ${draft.trouble}. `,
@@ -36,6 +36,13 @@ export async function show(root, _rest, query) {
     await draft.loadOptions();
   }
   return () => leaving.forEach((leave) => leave());
+}
+
+// A file that is dropped beside its place does not replace the page.
+function keepFilesOut() {
+  const life = new AbortController();
+  for (const name of ["dragover", "drop"]) addEventListener(name, (event) => event.preventDefault(), {signal: life.signal});
+  return () => life.abort();
 }
 
 // The page works without what another part of the studio would add; that it is missing is said.
