@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from hybrid_rlhf.studio import file_lock
 from hybrid_rlhf.studio.exports import export_words
-from hybrid_rlhf.studio.job_files import MAKES_RUNS, OUTPUT, SETTINGS, read_output
+from hybrid_rlhf.studio.job_files import MAKES_RUNS, OUTPUT, SETTINGS, Job, read_output
 from hybrid_rlhf.studio.job_settings import (
     RUN_FILE,
     SETTINGS_FILE,
@@ -81,7 +83,7 @@ def _resume(studio: Studio, jobs: Jobs, run: object) -> dict:
     folder = studio.folder(run)
     assert isinstance(run, str)
     with jobs.alone():
-        if job := jobs.of_run(run):
+        if (job := jobs.of_run(run)) and not _is_ending(job, folder):
             raise Refused(409, f"{run} {'is running' if job.state == 'running' else 'waits'} already")
         if file_lock.is_held(folder / SETTINGS_FILE):
             raise Refused(409, f"{run} is running, started elsewhere")
@@ -94,6 +96,14 @@ def _resume(studio: Studio, jobs: Jobs, run: object) -> dict:
         return jobs.add(kind, f"{stage}: {run}, resumed",
                         [stage, "--config", SETTINGS, "--output_dir", str(folder), "--resume", "auto"],
                         stage=stage, run=run, settings=settings, folder=jobs.folder_of(run))
+
+
+def _is_ending(job: Job, folder: Path) -> bool:
+    """Whether the run has been closed since `job` began, whose process is not gone yet: what is asked now waits for
+    that in the queue."""
+    record = read_json(folder / RUN_FILE) or {}
+    closed = record.get("status") != "running" and record.get("finished")
+    return job.state == "running" and isinstance(closed, str) and bool(job.started) and closed > job.started
 
 
 def _stop_run(studio: Studio, jobs: Jobs, run: object) -> dict:

@@ -35,8 +35,10 @@ def details(runs: RunList, histories: Histories, run: str) -> dict:
     except Unreadable as error:
         notes.append(str(error))
     facts = record.get("facts")
-    children = [each["id"] for each in runs.rows()[0] if run in each["parents"]]
-    return {"row": row, "children": children, "command": _line(record.get("command")),
+    rows = runs.rows()[0]
+    children = [each["id"] for each in rows if run in each["parents"]]
+    known = [each["id"] for each in rows if each["id"] in (*row["parents"], *children)]  # which have a page
+    return {"row": row, "children": children, "known": known, "command": _line(record.get("command")),
             "header": _lines(facts.get("header") if isinstance(facts, dict) else None),
             "settings": settings_text(folder, record, notes), "versions": _texts(record.get("versions")),
             "alarms": [{"name": alarm.name, "text": alarm.text} for alarm in alarms], **measured,

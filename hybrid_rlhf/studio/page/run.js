@@ -128,9 +128,11 @@ async function act(view, path, done) {
     if (path === "run/stop") view.hasAskedToStop = true;
     put(view.fault, "");
     put(view.told, done);
+    view.refusal = null;
   } catch (fault) {
     put(view.told, "");
     put(view.fault, fault.message);
+    view.refusal = {text: fault.message, status: view.found.row.status};
   }
   update(view);
   view.load();
@@ -139,7 +141,8 @@ async function act(view, path, done) {
 async function refresh(view) {
   view.found = await get("run", {id: view.id});
   if (view.found.row.status === "running") view.perStep = await secondsPerStep(view.id);
-  put(view.fault, "");
+  if (view.refusal?.status !== view.found.row.status) view.refusal = null; // what was refused stays until things change
+  put(view.fault, view.refusal?.text ?? "");
   update(view);
 }
 
@@ -212,7 +215,8 @@ function putFamily(view) {
   const text = JSON.stringify([parents, children]);
   if (text === view.familyText) return;
   view.familyText = text;
-  const listed = (ids) => ids.flatMap((id, i) => [i ? ", " : "", make("a", {href: `#/run/${address(id)}`}, id)]);
+  const linked = (id) => (view.found.known ?? []).includes(id) ? make("a", {href: `#/run/${address(id)}`}, id) : id;
+  const listed = (ids) => ids.flatMap((id, i) => [i ? ", " : "", linked(id)]);
   view.family.hidden = !(parents.length || children.length);
   view.family.replaceChildren(...parents.length ? ["Made from ", ...listed(parents)] : [],
     parents.length && children.length ? "; " : "", ...children.length ? ["used by ", ...listed(children)] : []);

@@ -1,0 +1,98 @@
+"""The whole way through the studio in a browser, with real training: from a dropped file to a model in other hands."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.factories.browser import chromium, find, needs_browser, texts, until
+from tests.factories.studio_server import running_studio
+from tests.factories.tiny import chatml_tokenizer, save_tiny
+
+pytestmark = [needs_browser, pytest.mark.slow]
+STEPS = 1500  # seconds enough to be stopped in
+
+
+@pytest.fixture
+def opened(tmp_path):
+    with chromium(tmp_path / "profile") as browser, running_studio(tmp_path / "outputs") as studio:
+        browser.get(studio.url)
+        yield browser, studio
+        browser.get("about:blank")
+
+
+def write_rows(path) -> str:
+    rows = [{"messages": [{"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": f"It is {i}."}]}
+            for i in range(100)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def go(browser, studio, address: str) -> None:
+    browser.get("about:blank")
+    browser.get(f"{studio.base}/{address}")
+
+
+def button(browser, text: str):
+    return next((each for each in browser.find_elements("css selector", "button, a.button")
+                 if each.text == text and each.is_displayed()), None)
+
+
+def fill(browser, selector: str, text: str) -> None:
+    found = until(browser, lambda: find(browser, selector))
+    found.clear()
+    found.send_keys(text)
+
+
+def begin(browser, studio, model: str, rows: str, name: str, steps: int) -> None:
+    go(browser, studio, "#/new")
+    until(browser, lambda: find(browser, "input[value=imitate]")).click()
+    fill(browser, "[data-option='model.model_name_or_path'] input", model)
+    find(browser, "#file-data").send_keys(rows)
+    fill(browser, "[data-option='train.max_steps'] input", str(steps))
+    until(browser, lambda: "Everything is there" in find(browser, ".next-line").text, 90)
+    fill(browser, "#run-name", name)
+    until(browser, lambda: find(browser, "#start").is_enabled())
+    find(browser, "#start").click()
+    until(browser, lambda: f"#/run/{name}" in browser.current_url)
+
+
+def state(browser) -> str:
+    return find(browser, ".state").text
+
+
+def test_from_a_dropped_file_to_a_model_to_take_away(opened, tmp_path):
+    browser, studio = opened
+    model, rows = save_tiny(tmp_path / "start", 0), write_rows(tmp_path / "talks.jsonl")
+    chatml_tokenizer().save_pretrained(model)
+    begin(browser, studio, str(model), rows, "long", STEPS)
+
+    until(browser, lambda: button(browser, "Stop with a checkpoint"), 90)
+    until(browser, lambda: find(browser, "[data-metric='loss'] .curve").get_attribute("d"), 60)
+    button(browser, "Stop with a checkpoint").click()
+    until(browser, lambda: state(browser) == "stopped", 60)
+    record = studio.client.get("/api/run", params={"id": "long"}).json()
+    assert 0 < record["row"]["step"] < STEPS and record["checkpoints"]
+    until(browser, lambda: button(browser, "Resume")).click()
+    until(browser, lambda: state(browser) == "finished", 120)
+    output = studio.studio.outputs / "long" / "metrics.jsonl"
+    steps = [row["step"] for row in map(json.loads, output.read_text().splitlines()) if "loss" in row]
+    assert steps[-1] == STEPS and len(steps) == len(set(steps))  # none twice, none lost
+
+    begin(browser, studio, "long", rows, "short", 20)
+    until(browser, lambda: state(browser) == "finished", 90)
+    assert "long" in find(browser, ".family").text
+    go(browser, studio, "#/compare/long,short")
+    until(browser, lambda: "train.max_steps" in find(browser, "#page").text)
+    until(browser, lambda: len(browser.find_elements("css selector", "[data-metric='loss'] .curve")) == 2)
+
+    go(browser, studio, "#/talk?model=short")
+    until(browser, lambda: find(browser, "#message").is_displayed(), 120)
+    find(browser, "#message").send_keys("Say 7\n")
+    until(browser, lambda: [text for text in texts(browser, ".answer .said") if text], 60)
+
+    go(browser, studio, "#/take?run=short")
+    until(browser, lambda: button(browser, "Export")).click()
+    until(browser, lambda: texts(browser, "article.take h3") == ["short"], 120)
+    assert (studio.studio.outputs / "exports" / "short" / "model.safetensors").is_file()
