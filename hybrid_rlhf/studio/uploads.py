@@ -70,7 +70,7 @@ def checked_name(given: str) -> str:
     if not is_plain or len(name.encode("utf-8", "replace")) > MAX_NAME or _DEVICES.fullmatch(name):
         raise Refused(400, "the file's name may have letters, digits, dots, _, - and spaces, must begin with a letter "
                            f"or a digit, and have at most {MAX_NAME} bytes; give it another name")
-    return name
+    return name[:-len(_suffix(name))] + _suffix(name)  # in lower case, as readers know it
 
 
 async def upload(studio: Studio, request: Request) -> dict:

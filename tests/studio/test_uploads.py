@@ -46,7 +46,7 @@ def left(outputs: Path) -> list[str]:
 def test_a_file_arrives_as_it_was_and_is_listed(client, outputs):
     content = bytes(range(256)) * 10_000
     answer = send(client, "my rows-1.JSONL", content)
-    assert answer.json() == {"path": str(outputs / ".studio/data/my rows-1.JSONL"), "name": "my rows-1.JSONL",
+    assert answer.json() == {"path": str(outputs / ".studio/data/my rows-1.jsonl"), "name": "my rows-1.jsonl",
                              "bytes": 2_560_000}
     assert Path(answer.json()["path"]).read_bytes() == content
     (outputs / ".studio/data/link.csv").symlink_to("/etc/passwd")

@@ -1,6 +1,7 @@
 // A model to take away: choose a finished run and formats, follow the export, and what came out with the commands to use it.
 
 import {make, tell} from "./dom.js";
+import {bytes} from "./format.js";
 import {get, on, post} from "./server.js";
 
 const STATES = {queued: "waits", running: "runs", done: "done", failed: "failed", stopped: "stopped", lost: "lost"};
@@ -175,9 +176,4 @@ function commandOf(each, {title, text}) {
   "Copy");
   return make("div.take-command", {}, make("h4", {}, title), copy,
     make("pre", {tabindex: "0", role: "region", "aria-label": `${each.name} with ${title}`}, text));
-}
-
-function bytes(size) {
-  if (size >= 2 ** 30) return `${(size / 2 ** 30).toFixed(1)} GiB`;
-  return size >= 2 ** 20 ? `${(size / 2 ** 20).toFixed(1)} MiB` : `${Math.ceil(size / 1024)} KiB`;
 }
