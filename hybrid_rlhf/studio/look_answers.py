@@ -31,7 +31,7 @@ from hybrid_rlhf.studio.option_help import options_of
 from hybrid_rlhf.studio.plain_settings import plain_settings
 from hybrid_rlhf.studio.plan_answer import plan_answer
 from hybrid_rlhf.studio.settings_text import check_names, settings_text, with_card
-from hybrid_rlhf.studio.start_checks import check_start
+from hybrid_rlhf.studio.start_checks import about, check_start
 from hybrid_rlhf.training.registry import STAGES
 
 MAX_ROW, MAX_PART, MAX_COLUMNS = 2000, 20_000, 100  # characters of a row, and of a part of an example; columns
@@ -58,8 +58,8 @@ def settings(asked: dict) -> dict:
     given = _given(asked)
     answer: dict = {"yaml": "", "settings": dict(given), "given": given, "error": None}
     try:
-        if asked.get("run_error"):
-            raise UserError(f"output_dir: {asked['run_error']}")
+        with about("output_dir"):
+            check(not asked.get("run_error"), str(asked.get("run_error")))
         check_names(given)
         defaults = _defaults(stage)
         answer["settings"] = defaults | given
@@ -202,7 +202,8 @@ def _defaults(stage: str) -> dict[str, object]:
 def _names(asked: Mapping) -> set[str]:
     """The options that a message may be about."""
     stage, given = asked.get("stage"), asked.get("settings")
-    return {*(_defaults(stage) if stage in STAGES else ()), *(given if isinstance(given, dict) else ())}
+    known = _defaults(stage) if isinstance(stage, str) and stage in STAGES else ()
+    return {*known, *(given if isinstance(given, dict) else ())}
 
 
 def _check_kept(given: Mapping[str, object], found: Mapping[str, object]) -> None:
