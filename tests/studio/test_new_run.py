@@ -42,7 +42,9 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
     write_rows(folder)
     save_tiny(folder / "base")
-    save_tiny(folder / "teacher", 1)
+    save_tiny(folder / "teacher", 1, max_position_embeddings=2048)  # a judge reads its rubric too
+    (folder / "sums.jsonl").write_text("".join(
+        json.dumps({"prompt": f"{i} + 1", "answer": str(i + 1)}) + "\n" for i in range(30)))
     tiny_scalar_model().save_pretrained(folder / "score")
     chatml_tokenizer().save_pretrained(folder / "score")
     patch = pytest.MonkeyPatch()
@@ -72,13 +74,12 @@ def answers(place, goal: str) -> dict:
              "reward_model": str(place / "score"), "judge": str(place / "teacher"), "teacher": str(place / "teacher"),
              "data": [str(place / f"{rows_of(goal)}.jsonl")]}
     found = {ASKS[ask][0]: given[ask] for ask in STUDIO_GOALS[goal].asks}
-    if goal == "function":
-        found["reward.options"] = {"numeric_match": {"column": "prompt"}}
     return {name: value for name, value in found.items() if value}
 
 
 def rows_of(goal: str) -> str:
-    return {"imitate": "sft", "prefer": "reward", "reward": "reward", "three_stages": "reward"}.get(goal, "ppo")
+    found = {"function": "sums", "imitate": "sft", "prefer": "reward", "reward": "reward", "three_stages": "reward"}
+    return found.get(goal, "ppo")
 
 
 # --- goals -----------------------------------------------------------------------------------------------------------
@@ -122,9 +123,9 @@ def test_a_goals_data_its_examples_and_its_memory_can_be_looked_at(client, place
     assert sum(row["rows"] for row in found["counts"] if row["name"].endswith("read")) == 30 * (
         3 if goal == "three_stages" else 1)
     text = "".join(part["text"] for part in found["examples"][0]["parts"])
-    assert "say " in text and "<|im_start|>" in text
+    assert ("+ 1" if goal == "function" else "say ") in text and "<|im_start|>" in text
     trained = [part["is_trained"] for example in found["examples"] for part in example["parts"]]
-    assert any(trained) == (rows_of(goal) != "ppo")
+    assert any(trained) == (rows_of(goal) in ("sft", "reward"))
     plan = post(client, "plan", stage=stage, settings=chosen, memory=2**30)
     assert plan["fits"] and plan["available"] == 2**30 and plan["verdict"].find("fits: needs") >= 0
     assert plan["peak"]["bytes"] == max(phase["bytes"] for phase in plan["phases"]) < 2**30
@@ -149,6 +150,13 @@ def test_a_preview_marks_what_is_trained_and_says_why_rows_are_dropped(client, p
     assert not any("\x1b" in part["text"] for part in first)
 
 
+def test_a_column_that_a_built_in_reward_needs_is_missed_before_the_run(client, place):
+    chosen = answers(place, "function") | {"data.sources": [str(place / "ppo.jsonl")]}
+    found = post(client, "preview", 400, stage="grpo", settings=chosen)
+    assert found["option"] == "reward.functions" and "numeric_match needs a column answer" in found["error"]
+    assert post(client, "preview", stage="grpo", settings=chosen | {"reward.functions": ["builtin:repetition_penalty"]})
+
+
 def test_a_plan_that_does_not_fit_says_what_would(client, place):
     chosen = answers(place, "imitate") | {"train.per_device_train_batch_size": 64, "data.max_length": 200}
     found = post(client, "plan", stage="sft", settings=chosen, memory=100 * 2**20)
@@ -164,17 +172,20 @@ def test_a_plan_that_does_not_fit_says_what_would(client, place):
         assert "bytes" in post(client, "plan", 400, stage="sft", settings=chosen, memory=memory)["error"]
 
 
+ONE_STEP = {"train.max_steps": 1, "train.per_device_train_batch_size": 2, "data.max_prompt_length": 64}
+SHORT = {
+    **{goal: ONE_STEP | {f"{section}.sampling.max_new_tokens": 4} for goal, section in (
+        ("function", "ppo"), ("model", "ppo"), ("judge", "ppo"), ("distil", "distill"))},
+    "three_stages": {"ppo.sampling.max_new_tokens": 4, "data.max_prompt_length": 64, **{
+        f"stages.{stage}.max_steps": 1 for stage in ("sft", "reward", "ppo")}}}
+SHORT["judge"] |= {"reward.judge.score": "probability"}  # a model that has learned nothing writes no verdict
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("goal", STUDIO_GOALS)
 def test_a_goals_file_trains(client, place, tmp_path, goal):
     stage = STUDIO_GOALS[goal].stages[0]
-    short = {"stages.sft.max_steps": 1, "stages.reward.max_steps": 1, "stages.ppo.max_steps": 1} if (
-        stage == "all") else {"train.max_steps": 1}
-    batch = {} if stage == "all" else {"train.per_device_train_batch_size": 2}
-    section = {"grpo": "ppo", "all": "ppo"}.get(stage, stage)
-    lengths = {f"{section}.sampling.max_new_tokens": 4} if section in ("ppo", "distill") else {}
-    judged = {"reward.judge.max_new_tokens": 4} if goal == "judge" else {}
-    chosen = answers(place, goal) | short | batch | lengths | judged | {"data.max_prompt_length": 64} * bool(lengths)
+    chosen = answers(place, goal) | SHORT.get(goal, {"train.max_steps": 1, "train.per_device_train_batch_size": 2})
     found = post(client, "settings", stage=stage, settings=chosen, run=f"{goal}/trained")
     assert found["error"] is None
     (tmp_path / found["file"]).write_text(found["yaml"])
