@@ -45,16 +45,21 @@ class CompareConfig:
 
 
 def run(config, configs: dict, seconds: dict[str, float], command: str) -> dict:  # noqa: ANN001
-    """Measure the three policies, print the table, write output_dir/summary.json and return it."""
+    """Measure the three policies, print the table, write output_dir/summary.json and return it. Of few rows no prompt
+    may be held out: then there is nothing to measure them on, and one line says so."""
     folders = {"sft": configs["sft"].output_dir, "ppo": configs["ppo"].output_dir}
     took = _recorded_seconds(configs)
+    if not _has_prompts(config, folders["sft"]):
+        print("the stages are not compared: no prompt was held out; raise data.eval_fraction, or give more rows",
+              file=sys.stderr)
+        return {"seconds": {k: round(v, 1) for k, v in took.items()}}
     if config.compare.longer_sft:
         folders = {"sft": folders["sft"], "sft_longer": longer_sft(config, configs["sft"], took["ppo"], command),
                    "ppo": folders["ppo"]}
         took["sft_longer"] = runfile.read_run(folders["sft_longer"]).seconds
     measured = {name: measure(config, configs, folder) for name, folder in folders.items()}
     summary = {name: figures for name, (figures, _) in measured.items()}
-    summary["reward"] = {"accuracy": runfile.read_run(configs["reward"].output_dir).metrics["eval/accuracy"]}
+    summary["reward"] = {"accuracy": runfile.read_run(configs["reward"].output_dir).metrics.get("eval/accuracy")}
     summary["seconds"] = {k: round(v, 1) for k, v in took.items()}
     path = Path(config.output_dir) / "summary.json"
     if is_main():
@@ -122,6 +127,12 @@ def side_by_side(said: dict[str, list[dict]]) -> list[dict]:
                                          for name, rows in said.items()} for i, row in enumerate(first)]
 
 
+def _has_prompts(config, folder: str) -> bool:  # noqa: ANN001
+    model = ModelConfig(builders.model_folder(folder), dtype=config.model.dtype)
+    tokenizer = builders.open_tokenizer(model, config.data, READS["ppo"], config.seed)
+    return len(datasets.build(config.data, READS["ppo"], tokenizer, config.seed).held_out) > 0
+
+
 def _prompts(config, tokenizer):  # noqa: ANN001, ANN202
     held_out = datasets.build(config.data, READS["ppo"], tokenizer, config.seed).held_out
     rows = [held_out[i] for i in range(min(config.compare.num_prompts, len(held_out)))]
@@ -139,7 +150,9 @@ def show(summary: dict, path: Path, num_prompts: int) -> None:
     from hybrid_rlhf.report.terminal import summary_table
 
     summary_table(table(summary), title="Held-out prompts")
-    print(f"reward model: held-out accuracy {summary['reward']['accuracy']:.3f}\nwritten to {path}")
+    accuracy = summary["reward"]["accuracy"]
+    print("reward model: " + ("no pair was held out" if accuracy is None else f"held-out accuracy {accuracy:.3f}")
+          + f"\nwritten to {path}")
     found = compared(summary["sft"], summary["ppo"], num_prompts)
     conclude_comparison(path.parent, "SFT and PPO on held-out prompts", table(summary), found)
     for alarm in found:

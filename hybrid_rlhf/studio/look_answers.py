@@ -31,7 +31,7 @@ from hybrid_rlhf.studio.option_help import options_of
 from hybrid_rlhf.studio.plain_settings import plain_settings
 from hybrid_rlhf.studio.plan_answer import plan_answer
 from hybrid_rlhf.studio.settings_text import check_names, settings_text, with_card
-from hybrid_rlhf.studio.start_checks import check_start
+from hybrid_rlhf.studio.start_checks import about, check_columns, check_start
 from hybrid_rlhf.training.registry import STAGES
 
 MAX_ROW, MAX_PART, MAX_COLUMNS = 2000, 20_000, 100  # characters of a row, and of a part of an example; columns
@@ -58,8 +58,8 @@ def settings(asked: dict) -> dict:
     given = _given(asked)
     answer: dict = {"yaml": "", "settings": dict(given), "given": given, "error": None}
     try:
-        if asked.get("run_error"):
-            raise UserError(f"output_dir: {asked['run_error']}")
+        with about("output_dir"):
+            check(not asked.get("run_error"), str(asked.get("run_error")))
         check_names(given)
         defaults = _defaults(stage)
         answer["settings"] = defaults | given
@@ -80,8 +80,9 @@ def data(asked: dict) -> dict:
     answer: dict = {"rows": None, "format": None, "columns": [], "fits": False, "why": "", "first": []}
     try:
         check(bool(path.strip()) and "\0" not in path, "give a file, a folder or a hub id")
-        columns = {str(k): str(v) for k, v in (asked.get("columns") or {}).items()}
-        rows, answer["rows"] = first_rows(Source(path, columns=columns))
+        columns = asked.get("columns") or {}
+        check(isinstance(columns, dict), "columns must be a mapping of names, such as {prompt: question}")
+        rows, answer["rows"] = first_rows(Source(path, columns={str(k): str(v) for k, v in columns.items()}))
         answer["columns"] = [escape_control(str(name))[:100] for name in rows[0]][:MAX_COLUMNS]
         answer["first"] = [_cut(escape_control(json.dumps(row, ensure_ascii=False, default=str)), MAX_ROW)
                            for row in rows]
@@ -110,13 +111,14 @@ def _fit(stage: str, rows: list[dict], path: str, answer: dict) -> tuple[str, st
 
 
 def preview(asked: dict) -> dict:
-    """What --preview prints, as data."""
+    """What --preview prints, as data; and a column that a built-in reward function would miss."""
     config = _to_look_at(asked)
     found = list(importlib.import_module(STAGES[config.stage].module).previews(config))
 
     def named(stage: str, name: str) -> str:
         return f"{stage}: {name}" if len(found) > 1 else name
 
+    check_columns(config, found[0].data.train[0])
     return {"counts": [{"name": named(each.stage, name), "rows": number}
                        for each in found for name, number in counts(each.data.report)],
             "dropped": [{"why": named(each.stage, why), "rows": number}
@@ -202,7 +204,8 @@ def _defaults(stage: str) -> dict[str, object]:
 def _names(asked: Mapping) -> set[str]:
     """The options that a message may be about."""
     stage, given = asked.get("stage"), asked.get("settings")
-    return {*(_defaults(stage) if stage in STAGES else ()), *(given if isinstance(given, dict) else ())}
+    known = _defaults(stage) if isinstance(stage, str) and stage in STAGES else ()
+    return {*known, *(given if isinstance(given, dict) else ())}
 
 
 def _check_kept(given: Mapping[str, object], found: Mapping[str, object]) -> None:

@@ -6,15 +6,15 @@ Runs no code that settings name, and reads nothing of a hub.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.data.sources import check_there
 from hybrid_rlhf.models.load import check_folder
-from hybrid_rlhf.rewards.functions import open_functions
-from hybrid_rlhf.training import builders, on_policy
+from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
+from hybrid_rlhf.training import builders, on_policy, reward_sources
 from hybrid_rlhf.training.registry import STAGES
 
 
@@ -65,13 +65,23 @@ def _check_parents(config: object) -> None:
               "no teacher: give roles.teacher.model_name_or_path (a model or run with the student's tokenizer)")
 
 
+def check_columns(config: object, row: Mapping) -> None:
+    """UserError for a built-in reward function that needs a column which the data does not have. row: of the data."""
+    if hasattr(config, "environment"):  # who samples
+        with about("reward.functions"):
+            reward_sources.check_columns(_builtin_functions(config.reward), row)
+
+
+def _builtin_functions(sources: object) -> list[FunctionSource]:
+    given = [name for name in getattr(sources, "function_list", []) if name.startswith("builtin:")]
+    own = {name.partition(":")[2] for name in given}
+    return open_functions(given, {k: v for k, v in sources.options.items() if k in own} if given else {}, 60.0)
+
+
 def _check_functions(sources: object) -> None:
     """Built-in functions with their options; of files only that they are there."""
-    given = getattr(sources, "function_list", [])
-    builtin = [name for name in given if name.startswith("builtin:")]
-    own = {name.partition(":")[2] for name in builtin}
-    open_functions(builtin, {k: v for k, v in sources.options.items() if k in own} if builtin else {}, 60.0)
-    for text in given:
+    _builtin_functions(sources)
+    for text in getattr(sources, "function_list", []):
         path, _, name = text.rpartition(":")
         check(bool(path and name), f"reward.functions: {text!r} names no function; give path.py:name, or builtin:name")
         check(not path.endswith(".py") or Path(path).is_file(), f"reward.functions: {path} does not exist; give a file "
