@@ -86,5 +86,6 @@ def lora_options(given: object) -> dict[str, object]:
     modules = values["target_modules"]
     check(modules is not None, "peft_config leaves target_modules to peft's choice for the model; write "
                                "target_modules='all-linear', or a list of names")
-    return {f"model.lora.{ours}": sorted(modules) if isinstance(values[theirs], set) else values[theirs]
-            for theirs, ours in _LORA.items()}
+    values["target_modules"] = sorted(modules) if isinstance(modules, set) else modules
+    return {f"model.lora.{ours}": values[theirs] for theirs, ours in _LORA.items()
+            if theirs != "lora_dropout" or values[theirs]}  # most stages have no such option, and 0 is its default

@@ -148,6 +148,14 @@ def peft_config(**given):
     return peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", **given})
 
 
+def test_a_lora_config_is_what_it_says_at_stages_with_and_without_dropout():
+    ours = GRPOTrainer("my-model", "x.jsonl", "pay.py:f", peft_config=peft_config(lora_alpha=3)).config.model.lora
+    assert (ours.r, ours.alpha, ours.dropout, ours.target_modules) == (4, 3, 0.0, "all-linear")
+    ours = SFTTrainer("my-model", "x.jsonl", peft_config=peft_config(
+        lora_dropout=0.25, target_modules=["v_proj", "q_proj"])).config.model.lora
+    assert (ours.r, ours.alpha, ours.dropout, ours.target_modules) == (4, 8, 0.25, ["q_proj", "v_proj"])
+
+
 @pytest.mark.parametrize(("make", "said"), [
     (lambda: GRPOTrainer("my-model", ROWS, args=object()), "args is not taken here; write its options beside"),
     (lambda: GRPOTrainer("my-model", ROWS, processing_class=1), "processing_class is not taken here; the tokenizer is"),
