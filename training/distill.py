@@ -65,7 +65,7 @@ class Config:
             own.sampling, "distill", own.num_epochs * own.num_minibatches, _minibatch_size(self),
             needs_ref=self.roles.ref.model_name_or_path is not None, has_entropy=True, reads=READS["distill"],
             also_reads=(DEMONSTRATIONS,) if own.lmbda < 1 else (), needs_reward=False, needs_teacher=True,
-            takes_head=own.kind is not None and not own.top_k)
+            takes_head=own.kind is not None and not own.top_k, keeps_words=own.kind is None)
 
 
 def _minibatch_size(config: Config) -> int:

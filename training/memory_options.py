@@ -207,7 +207,7 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
     sequences = config.train.rows_per_step * sampling.num_samples
     tp = config.roles.actor.tp or 1
     generation = Generation(min(MAX_BATCH, tp * sequences), config.data.max_prompt_length, sampling.max_new_tokens, tp,
-                            tp * sequences)
+                            tp * sequences, keeps=method.keeps_words and sampling.is_truncated)
 
     def role(name: str, **more: object) -> Role:
         trains, group = name in TRAINED, layout.group(name)
@@ -228,7 +228,9 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
                     trained=trains * method.num_updates * method.num_sequences, updates=method.num_updates,
                     **_where(parts, group, name), **more)
 
+    is_distill = isinstance(config, distill.Config)  # which reports how far the student is from it
     teachers = [role(name, predicted=sampling.max_new_tokens, keeps_head=method.takes_head,
+                     only_states=method.takes_head and not is_distill, top_k=config.distill.top_k,
                      texts=_texts(config, name) if DEMONSTRATIONS in method.also_reads else None)
                 for name in ("teacher",) if name in starts]
     policies = [role("actor", predicted=sampling.max_new_tokens, entropy=method.has_entropy, generation=generation,

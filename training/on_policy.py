@@ -55,7 +55,8 @@ class Method(NamedTuple):
     score_clip: bound of normalised scores. critic_warmup_steps: None goes by what the critic starts from. has_entropy:
     whether the actor's update takes it. reads: its prompts. also_reads: further rows that it trains on. keeps_average:
     whether of the actor's weights. needs_reward: whether there is nothing to learn without a score. takes_head: whether
-    the actor's update takes the teacher's whole head to its hidden states.
+    the actor's update takes the teacher's whole head to its hidden states. keeps_words: whether log-probabilities are
+    among the words that truncated sampling drew from.
     """
 
     sampling: SamplingConfig
@@ -75,6 +76,7 @@ class Method(NamedTuple):
     needs_reward: bool = True
     needs_teacher: bool = False
     takes_head: bool = False
+    keeps_words: bool = False
 
 
 class Config(supervised.Config, Protocol):

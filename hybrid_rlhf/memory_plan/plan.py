@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hybrid_rlhf.engine.decode.cuda_graphs import STEPS_PER_LOOK
 from hybrid_rlhf.memory_plan import trace
 from hybrid_rlhf.memory_plan.amounts import parse_bytes, size_text
 from hybrid_rlhf.memory_plan.calibration import Calibration
@@ -21,7 +22,8 @@ from hybrid_rlhf.models.load import ModelConfig
 
 __all__ = ["DOES_NOT_FIT", "Generation", "Line", "Plan", "Role", "make_plan", "parse_bytes", "size_text"]
 
-KINDS = ("weights", "adapters", "optimizer", "gradients", "gathered", "KV cache", "targets", "activations", "logits")
+KINDS = ("weights", "adapters", "optimizer", "gradients", "gathered", "KV cache", "kept words", "targets",
+         "activations", "logits")
 PASSING = ("gathered", "activations", "logits")  # given back before the next role computes
 GENERATE = "generate"  # the phase in which the actor samples
 EXPORT = "export"  # the phase behind the last step
@@ -37,7 +39,7 @@ LIBRARIES = {"cpu": 64 << 20}
 class Generation:
     """How a role samples: `slots` sequences at once, of at most prompt + response tokens each, over `tp` processes that
     hold a part of the heads each. sequences: of a step (0: not known). phase: in which it does: a judge writes while
-    responses are scored."""
+    responses are scored. keeps: whether it notes the words that truncated sampling drew each token from."""
 
     slots: int
     prompt: int
@@ -45,6 +47,7 @@ class Generation:
     tp: int = 1
     sequences: int = 0
     phase: str = GENERATE
+    keeps: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ class Role:
     is no decoder of ours (0: not one). has_average: whether a moving average of its weights is kept. texts: (rows,
     length) of other rows that it trains on as well (a teacher: reads as well), each token of which gets a
     log-probability and no entropy. teacher: whose logits are computed beside its own in training; of that role
-    keeps_head: what it says waits in the CPU's memory as hidden states, and its head stays on the device.
+    keeps_head: what it says waits in the CPU's memory as hidden states, and its head stays on the device; only_states:
+    nothing else is asked of it, no log-probabilities. top_k: of a teacher, its likeliest words wait there instead.
 
     For the time of a step: scored, trained: rows that it scores and trains on, each pass over them counted; updates:
     optimizer steps; group: rows that begin with one prompt.
@@ -85,6 +89,8 @@ class Role:
     texts: tuple[int, int] | None = None
     teacher: Role | None = None
     keeps_head: bool = False
+    only_states: bool = False
+    top_k: int = 0
     scored: int = 0
     trained: int = 0
     updates: int = 1
@@ -208,7 +214,7 @@ class _Needs:
             self._add_training()
         if role.scores:
             self._add_scoring()
-        if role.keeps_head:
+        if role.keeps_head or role.top_k:
             self._add_targets()
         if role.generation:
             self._add_generation()
@@ -233,16 +239,17 @@ class _Needs:
         if role.texts and not role.trains:
             rows, length = role.texts
             forms.append((self._activations(rows, length).scoring, rows * (length - 1)))
-        found = [(act, trace.logit_bytes(role.model, self.device, predicted, trains=False) if predicted else 0)
-                 for act, predicted in forms]
+        has_logits = not role.only_states
+        found = [(act, trace.logit_bytes(role.model, self.device, predicted, trains=False)
+                  if predicted and has_logits else 0) for act, predicted in forms]
         self.now["activations"]["score"], self.now["logits"]["score"] = max(found, key=sum)
 
     def _add_targets(self) -> None:
         """Hidden states of all that is trained on in a step, of samples or of as many other texts, in the CPU's memory
-        until then."""
+        until then; or of each token top_k words' ids (8 bytes) and log-probabilities (4)."""
         role, hidden = self.role, shapes.read_config(self.role.model).get_text_config().hidden_size
         longest = max(role.predicted, role.texts[1] - 1 if role.texts else 0)
-        size = role.scored * longest * hidden * self.sizes.itemsize
+        size = role.scored * longest * (role.top_k * (8 + 4) if role.top_k else hidden * self.sizes.itemsize)
         if self.is_host:
             self.now["targets"] = {"score": size, "train actor": size}
         else:
@@ -324,12 +331,16 @@ class _Needs:
 
     def _add_generation(self) -> None:
         """The cache of all slots at full length; a prefill, which takes per token what scoring takes; one row of logits
-        per slot, in the model's dtype and in fp32."""
+        per slot, in the model's dtype and in fp32; and which words each slot's token is drawn from, a byte each, on a
+        card for all steps between two looks of the host (engine/decode/cuda_graphs.py)."""
         role, sampling = self.role, self.role.generation
         tokens = min(sampling.slots * sampling.prompt, max(MAX_PREFILL_TOKENS, sampling.prompt))
         per_token, per_sequence = trace.cache_bytes(role.model, self.device)
         whole = per_token * (sampling.prompt + sampling.response) + per_sequence
         self.now["KV cache"][sampling.phase] = sampling.slots * whole // sampling.tp
+        if sampling.keeps:
+            rows = sampling.slots if self.is_host else STEPS_PER_LOOK * -(-sampling.slots // 16) * 16
+            self.now["kept words"][sampling.phase] = rows * self.sizes.vocab
         found = {"activations": round(self.act.scoring * tokens / (role.rows * role.length)),
                  "logits": sampling.slots * self.sizes.vocab * (4 + self.sizes.itemsize)}
         for kind, size in found.items():

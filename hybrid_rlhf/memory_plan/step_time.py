@@ -24,6 +24,9 @@ BITS = {"4bit": 4.5, "8bit": 8.0, None: 16.0}
 # Numbers in fp32 that `likelihood` reads and writes per logit where no kernel does it: forward, what entropy adds to
 # that, backward.
 LOGIT_PASSES = (7, 7, 9)
+# The same of a divergence from a teacher (algorithms/divergence.py), forward and backward, as a CPU takes for the KLs:
+# of some 26 and 36 its caches spare the most, for a block of rows is small. jsd takes half as much again.
+DIVERGENCE_PASSES = (9, 11)
 LAYER_CALLS = 30  # operations of a decode step around its layers where each of these is one
 
 
@@ -106,7 +109,7 @@ class _RoleTime:
             share = ((role.length - role.predicted) / group + role.predicted) / role.length
         device = rows / role.rows * share * self._of(work)
         count = num_micro_batches * work.total(lambda _: 1)
-        if role.predicted:
+        if role.predicted and (trains or not role.only_states):
             device += self._head(rows * role.predicted, trains=trains)
             count += 20 * num_micro_batches
         return self.rates.with_host(device, count, has_gradients=trains)
@@ -117,15 +120,28 @@ class _RoleTime:
     def _head(self, tokens: int, *, trains: bool) -> float:
         """Log-probabilities of so many tokens: the head's products, and passes over the logits. Where there are several
         chunks, the backward computes their logits again (algorithms/likelihood.py)."""
-        role, size = self.role, self.sizes.itemsize
+        role = self.role
         rows = min(tokens, chunk_rows(self.vocab, self.dtype), max(1, role.rows * role.predicted))
-        product = Operation(PRODUCT, self.dtype, min(rows, self.hidden), 2.0 * rows * self.hidden * self.vocab,
-                            size * (rows * (self.hidden + self.vocab) + self.hidden * self.vocab))
+        product = _head_product(rows, self.hidden, self.vocab, self.dtype)
         is_again = trains and role.rows * role.predicted > rows
         products = 1 + trains * (1 + is_again + (not role.model.lora.r))
         forwards, backwards = 1 + is_again, int(trains)
         return tokens / rows * (products * self.rates.seconds(product)
-                                + self._logits(rows * self.vocab, forwards, backwards))
+                                + self._logits(rows * self.vocab, forwards, backwards)
+                                + self._beside(rows, forwards, backwards))
+
+    def _beside(self, rows: int, forwards: int, backwards: int) -> float:
+        """Of so many tokens in training the teacher's logits, by its own head and without gradients, as often as the
+        student's are computed forwards, and passes over both."""
+        teacher = self.role.teacher
+        if teacher is None or not backwards:
+            return 0.0
+        text, sizes = shapes.read_config(teacher.model).get_text_config(), trace.sizes(teacher.model, self.device)
+        dtype = {2: torch.bfloat16, 4: torch.float32}[sizes.itemsize]
+        product = _head_product(rows, text.hidden_size, text.vocab_size, dtype)
+        numbers = forwards * DIVERGENCE_PASSES[0] + backwards * DIVERGENCE_PASSES[1]
+        passes = Operation(PASS, dtype, bytes=4 * rows * text.vocab_size * numbers)
+        return forwards * self.rates.seconds(product) + self.rates.seconds(passes)
 
     def _logits(self, count: int, forwards: int, backwards: int) -> float:
         """Softmaxes over so many logits, and their gradients."""
@@ -179,3 +195,9 @@ class _RoleTime:
         table = 0 if self.is_tied else size * self.vocab * self.hidden  # of which a step reads a few rows
         must_read = self.sizes.weight_bytes + self.sizes.adapter_bytes - table + cache
         return rates.with_host(device, count, is_captured=True), must_read / sampling.tp / rates.peak_memory
+
+
+def _head_product(rows: int, hidden: int, vocab: int, dtype: torch.dtype) -> Operation:
+    """The logits of so many hidden states."""
+    return Operation(PRODUCT, dtype, min(rows, hidden), 2.0 * rows * hidden * vocab,
+                     dtype.itemsize * (rows * (hidden + vocab) + hidden * vocab))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from hybrid_rlhf.algorithms.divergence import Divergence
 from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.engine import OptimizerConfig, ZeroConfig
 from hybrid_rlhf.memory_plan import trace
-from hybrid_rlhf.memory_plan.plan import LIBRARIES, Plan, Role, make_plan
+from hybrid_rlhf.memory_plan.plan import LIBRARIES, Generation, Plan, Role, make_plan
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.roles import Actor, Teacher
 from hybrid_rlhf.training import builders
@@ -47,6 +49,38 @@ def test_demonstrations_longer_than_samples_count_where_the_teacher_reads_them(t
     found, expected = (lines_of(make_plan("distill", [role], CPU, None), "teacher") for role in (teacher, alone))
     assert found == expected
     assert found["targets"]["score"] == 64 * 199 * 32 * 2
+
+
+def test_of_a_teacher_s_likeliest_words_ids_and_log_probabilities_wait(tmp_path) -> None:
+    """Of 64 sequences of 8 answered tokens, 20 words of 8 + 4 bytes each. No head of it is read in the update."""
+    tiny_config().save_pretrained(tmp_path)
+    model = ModelConfig(str(tmp_path), dtype="bfloat16")
+    teacher = Role("teacher", model, 24, 4, predicted=8, top_k=20, scored=64)
+    words = 64 * 8 * 20 * (8 + 4)
+    assert lines_of(make_plan("distill", [teacher], CPU, None), "teacher")["targets"]["score"] == words
+    on_card = make_plan("distill", [teacher], CARD, None)
+    assert on_card.host == words and "targets" not in lines_of(on_card, "teacher")
+
+
+def test_a_teacher_whose_states_alone_are_asked_for_takes_no_logits_when_it_is(tmp_path) -> None:
+    tiny_config().save_pretrained(tmp_path)
+    model = ModelConfig(str(tmp_path), dtype="bfloat16")
+    teacher = Role("teacher", model, 24, 4, predicted=8, keeps_head=True, scored=4)
+    with_logits, without = (lines_of(make_plan("grpo", [role], CPU, None), "teacher")
+                            for role in (teacher, replace(teacher, only_states=True)))
+    assert "logits" in with_logits and with_logits.keys() - without.keys() == {"logits"}
+
+
+def test_what_truncated_sampling_drew_from_takes_a_byte_a_word_and_slot(tmp_path) -> None:
+    """300 words; 20 slots are 32 rows of a card's buffers, of 8 steps; on a CPU the host looks at every step."""
+    tiny_config().save_pretrained(tmp_path)
+    model = ModelConfig(str(tmp_path), dtype="bfloat16")
+    for keeps in (True, False):
+        actor = Role("actor", model, 24, 4, predicted=8, trains=True,
+                     generation=Generation(20, 16, 8, sequences=40, keeps=keeps))
+        for device, size in ((CARD, 8 * 32 * 300), (CPU, 20 * 300)):
+            found = lines_of(make_plan("grpo", [actor], device, None), "actor")
+            assert found.get("kept words") == ({"generate": size} if keeps else None)
 
 
 @pytest.mark.parametrize("words", [300, 5000])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -113,6 +114,30 @@ def test_a_step_is_the_operations_of_its_roles_over_the_rate(folder) -> None:
     assert (found.tokens, found.steps, found.longest) == (answered, 10, "train actor")
     halves = step_time([Role("ref", model, 48, 2, predicted=16, scored=4)], CPU, rates())
     assert halves.phases["score"] == pytest.approx(found.phases["score"], rel=0.01)  # in two micro-batches
+
+
+def test_towards_a_teacher_its_head_and_the_divergence_count_beside_the_student_s_own(folder, tmp_path) -> None:
+    """16 tokens of each of 4 sequences: states of 96 numbers and 512 words are 2 * 64 * 96 * 512 operations, once. Of
+    256 times 320 tokens the student's logits do not fit into one chunk, so that the backward computes all logits again.
+    What a teacher says in PPO are states alone, in distillation log-probabilities too."""
+    other = tmp_path / "teacher"
+    other.mkdir()
+    settings = json.loads((tmp_path / "config.json").read_text()) | {"hidden_size": 96}
+    (other / "config.json").write_text(json.dumps(settings))
+    model, bigger = ModelConfig(folder, dtype="float32"), ModelConfig(str(other), dtype="float32")
+    for rows, predicted, times in ((4, 16, 1), (256, 320, 2)):
+        teacher = Role("teacher", bigger, predicted + 32, rows, predicted=predicted, keeps_head=True, scored=rows)
+        alone = Role("actor", model, predicted + 32, rows, predicted=predicted, trains=True, scores=False, trained=rows)
+        taught = replace(alone, teacher=teacher)
+        found, plain = (step_time([role, teacher], CPU, rates()).phases for role in (taught, alone))
+        product = 2 * rows * predicted * 96 * VOCAB / 1e9
+        assert found["train actor"] - plain["train actor"] == pytest.approx(times * product, rel=1e-6)
+        silent = step_time([taught, replace(teacher, only_states=True)], CPU, rates()).phases
+        assert found["score"] - silent["score"] == pytest.approx(product, rel=1e-6)
+    slow = step_time([taught], CPU, rates(memory=((1, 1e9),), scores=(1e30, 1e30))).phases["train actor"]
+    plain = step_time([alone], CPU, rates(memory=((1, 1e9),), scores=(1e30, 1e30))).phases["train actor"]
+    moved = 4 * 256 * 320 * VOCAB * (2 * 9 + 11) / 1e9  # 29 passes over fp32 logits of the teacher's words
+    assert slow - plain == pytest.approx(moved + times * product, rel=1e-6)
 
 
 def test_launches_are_hidden_where_the_device_is_slower_and_added_where_it_does_not_overlap() -> None:

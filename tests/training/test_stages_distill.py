@@ -234,6 +234,24 @@ def test_the_plan_knows_the_teacher_and_the_preview_shows_prompts_and_demonstrat
     assert "rows of stage distill " in out and "rows of stage distill_data" in out and "say " in out
 
 
+def test_the_plan_counts_likeliest_words_and_those_that_were_drawn_from(place, capfd) -> None:
+    """5 prompts of 6 answered tokens with 64 words of 12 bytes each: 23,040 bytes. 300 words of a byte for 5 slots."""
+    def lines_of(*more: str, stage: str = "distill") -> dict[str, str]:
+        assert main([*words(place, "planned", *more, stage=stage), "--plan"]) == 0
+        rows = [line.rsplit("  ", 1) for line in capfd.readouterr().out.splitlines()]
+        return {" ".join(row[0].split()[:3]): row[0] for row in rows if row[0].startswith(("teacher", "actor"))}
+
+    assert "22 KiB" in lines_of("--distill.top_k", "64")["teacher targets 22"]
+    cut = ["--distill.sampling.top_p", "0.9"]
+    assert not [name for name in lines_of(*cut) if "kept" in name]  # the whole vocabulary is compared
+    assert "actor kept words" in lines_of(*cut, "--distill.divergence", "policy_gradient")
+    more = ["--distill.coef", "0.5", "--ppo.kl_coef", "0", "--ppo.sampling.num_samples", "2", "--ppo.sampling.top_p",
+            "0.9", f"--reward.functions=['{place}/pay.py:short']"]
+    found = lines_of(*more, stage="grpo")
+    assert "actor kept words" in found and not [name for name in found if name.startswith("teacher logits")]
+    assert "actor kept words" not in lines_of(*more, "--ppo.replay_truncation", "false", stage="grpo")
+
+
 def test_the_plan_counts_demonstrations_that_the_teacher_reads(place, capfd) -> None:
     """A step's 5 rows of 200 - 1 tokens, states of 48 numbers in fp32: 5 * 199 * 48 * 4 bytes, 0.18 MiB."""
     argv = words(place, "planned", "--distill.lmbda", "0.5", "--data.max_length", "200", "--data.max_prompt_length",

@@ -79,7 +79,8 @@ class Config:
             needs_ref=self.needs_reference, needs_critic=ppo.needs_critic,
             normalise_scores=ppo.normalise_scores, score_clip=ppo.score_clip,
             critic_warmup_steps=ppo.critic_warmup_steps, has_entropy=True, also_reads=(PTX,) if ppo.ptx_coef else (),
-            keeps_average=ppo.ema, needs_teacher=self.distill.coef > 0, takes_head=not self.distill.top_k)
+            keeps_average=ppo.ema, needs_teacher=self.distill.coef > 0, takes_head=not self.distill.top_k,
+            keeps_words=ppo.replay_truncation)
 
 
 previews = on_policy.previews
