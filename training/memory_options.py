@@ -204,8 +204,7 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
     parts, method = on_policy.parts_of(config), config.method
     sampling, together = method.sampling, method.num_together
     sampled = config.data.max_prompt_length + sampling.max_new_tokens
-    sequences = config.train.rows_per_step * sampling.num_samples
-    tp = config.roles.actor.tp or 1
+    sequences, tp = config.train.rows_per_step * sampling.num_samples, config.roles.actor.tp or 1
     generation = Generation(min(MAX_BATCH, tp * sequences), config.data.max_prompt_length, sampling.max_new_tokens, tp,
                             tp * sequences, keeps=method.keeps_words and sampling.is_truncated)
 
@@ -219,8 +218,7 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
         model = replace(model, lora=model.lora if has_adapter else LoraConfig(),
                         freeze=model.freeze if trains else [],
                         gradient_checkpointing=model.gradient_checkpointing and trains)
-        zero = layout_of(parts, name)
-        at_once = zero.micro_batch_tokens // sampled
+        at_once = layout_of(parts, name).micro_batch_tokens // sampled
         rows = max(together, min(method.num_sequences, at_once)) if trains else max(1, min(sequences, at_once))
         return Role(name, model, sampled, rows, trains=trains, base=group[0] if name != group[0] else None,
                     is_shared=len(group) > 1, waits=parts.roles[name].offload, optim=config.train.optim,
@@ -228,9 +226,9 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
                     trained=trains * method.num_updates * method.num_sequences, updates=method.num_updates,
                     **_where(parts, group, name), **more)
 
-    is_distill = isinstance(config, distill.Config)  # which reports how far the student is from it
     teachers = [role(name, predicted=sampling.max_new_tokens, keeps_head=method.takes_head,
-                     only_states=method.takes_head and not is_distill, top_k=config.distill.top_k,
+                     only_states=method.takes_head and not isinstance(config, distill.Config),
+                     top_k=config.distill.top_k,
                      texts=_texts(config, name) if DEMONSTRATIONS in method.also_reads else None)
                 for name in ("teacher",) if name in starts]
     policies = [role("actor", predicted=sampling.max_new_tokens, entropy=method.has_entropy, generation=generation,
