@@ -15,8 +15,8 @@ from tests.factories.studio_server import Running, running_studio
 
 @dataclass
 class MadeQueue:
-    """jobs: what it has. asked: (path, body) of each request that would change something. refusal: what such a request is answered with.
-    output: of every job."""
+    """jobs: what it has, newest first. asked: (path, body) of each request that would change something. refusal: what
+    such a request is answered with. output: of every job."""
 
     jobs: list[dict] = field(default_factory=list)
     asked: list[tuple[str, dict]] = field(default_factory=list)

@@ -144,16 +144,23 @@ def test_what_is_not_on_the_screen_is_not_fetched(browser, studio):
     run = make_run(studio.studio.outputs, "a", "ppo", 10, "running", max_steps=500)
     page = opened(browser, studio, "#/run/a")
     until(page, lambda: find(page, "[data-metric=reward] .plot .curve").get_attribute("d"))
+    until(page, lambda: texts(page, ".sample"))
     time.sleep(1)
-    page.execute_script("scrollTo(0, document.body.scrollHeight)")
-    time.sleep(1)
-    before = find(page, "[data-metric=reward] .plot .curve").get_attribute("d")
+    asked = requests(page, "samples")
     run.grow(10)
-    until(page, lambda: "step 20 of 500" in find(page, "#page").text)
+    until(page, lambda: find(page, "[data-metric=reward] .when").text == "step 20")
     time.sleep(1.2)
-    assert find(page, "[data-metric=reward] .plot .curve").get_attribute("d") == before
+    assert texts(page, "[data-metric=learning_rate] .when") == [""]
+    assert requests(page, "samples") == asked
+    page.execute_script("scrollTo(0, document.body.scrollHeight)")
+    until(page, lambda: requests(page, "samples") > asked)
+    time.sleep(1)
+    run.grow(10)
+    until(page, lambda: "step 30 of 500" in find(page, "#page").text)
+    time.sleep(1.2)
+    assert texts(page, "[data-metric=reward] .when") == ["step 20"]
     page.execute_script("scrollTo(0, 0)")
-    until(page, lambda: find(page, "[data-metric=reward] .plot .curve").get_attribute("d") != before)
+    until(page, lambda: find(page, "[data-metric=reward] .when").text == "step 30")
     run.die()
 
 
