@@ -117,9 +117,10 @@ def _write(source: Path, base: str | None, folder: Path, record: RunRecord | Non
     from hybrid_rlhf.export import verify
     from hybrid_rlhf.export.model_card import write_card
     from hybrid_rlhf.run.checkpoint import is_checkpoint
-    from hybrid_rlhf.training import checkpoint_models
 
     if is_checkpoint(source):
+        from hybrid_rlhf.training import checkpoint_models
+
         checkpoint_models.write(source, folder)
         print(f"the model as it was at {source.name}", file=sys.stderr)
         return

@@ -159,4 +159,5 @@ class Talk:
                 self.close(f"closed after {self._idle_seconds / 60:g} minutes without a question")
 
     def _changed(self) -> None:
+        self._used = time.monotonic()  # what has taken long to open is not idle
         self._studio.news.publish("talk", {})

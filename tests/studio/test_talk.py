@@ -143,14 +143,14 @@ def test_closing_ends_the_process_also_while_it_starts(studio, talk):
 
 
 def test_it_closes_when_nobody_has_asked_for_a_while_and_not_during_a_request(studio):
-    talk = Talk(studio, idle_seconds=0.4, command=DOUBLE)
+    talk = Talk(studio, idle_seconds=1.2, command=DOUBLE)
     try:
         opened(talk, "dpo")
         with talk.using():
-            time.sleep(1)
+            time.sleep(2)
             assert talk.state()["state"] == "ready"
         found = wait(talk, "closed")
-        assert found["notes"] == ["closed after 0.00666667 minutes without a question"]
+        assert found["notes"] == ["closed after 0.02 minutes without a question"]
     finally:
         talk.end()
 

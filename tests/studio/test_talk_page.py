@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from pathlib import Path
 from urllib.parse import parse_qs
 
 import pytest
@@ -19,10 +17,10 @@ from tests.factories.studio_server import running_studio
 from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_scalar_model
 from tests.inference.server.scripted_model import scripted
 from tests.inference.server.tiny_server import chat, content, running, serving
+from tests.studio.talk_page import button, choose, fill, open_models, press, rows, say, shoot, told
 
 pytestmark = needs_browser
 ENDS = "<|im_end|>"
-SHOTS = os.environ.get("STUDIO_SHOTS")  # a folder for pictures of the page
 
 
 @pytest.fixture(scope="module")
@@ -88,54 +86,6 @@ def page(browser, studio):
     return browser
 
 
-def choose(page, selector: str, text: str) -> None:
-    from selenium.webdriver.support.ui import Select
-
-    Select(find(page, selector)).select_by_visible_text(text)
-
-
-def open_models(page, *models: str, reward: str | None = None) -> None:
-    if not find(page, "#talk-open").is_displayed():
-        find(page, "#talk-choice summary").click()
-    for number, name in enumerate(models, 1):
-        choose(page, f"#talk-model-{number}", name)
-    if reward:
-        choose(page, "#talk-reward", reward)
-    find(page, "#talk-open").click()
-    until(page, lambda: find(page, "#talk-state").text.startswith("Open: " + models[0]))
-
-
-def say(page, text: str) -> None:
-    count = len(texts(page, ".turn"))
-    until(page, lambda: find(page, "#send").is_enabled())
-    find(page, "#message").send_keys(text + "\n")
-    until(page, lambda: len(texts(page, ".turn")) == count + 1)
-    until(page, lambda: find(page, "#talk-told").text == "Answered.")
-
-
-def press(page, text: str, number: int = 0) -> None:
-    button(page, text, number).click()
-
-
-def button(page, text: str, number: int = 0):
-    found = [b for b in page.find_elements("css selector", ".turn:last-of-type button") if b.text == text]
-    return found[number]
-
-
-def rows(studio, kind: str, name: str = "marks") -> list[dict]:
-    path = studio.studio.home / "marks" / f"{name}.{kind}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def told(page, text: str) -> None:
-    until(page, lambda: text in find(page, "#talk-told").text)
-
-
-def shoot(page, name: str) -> None:
-    if SHOTS:
-        page.save_screenshot(str(Path(SHOTS) / f"{name}.png"))
-
-
 # -- opening ---------------------------------------------------------------------------------------------------------
 
 
@@ -188,13 +138,6 @@ def tiny(studio, tmp_path):
     with running(folders, capacity=8192, limits=Limits(max_new_tokens=8000)) as served:
         answering(studio, served)
         yield served
-
-
-def fill(page, selector: str, text: str) -> None:
-    if not find(page, selector).is_displayed():
-        find(page, "#settings summary").click()
-    find(page, selector).clear()
-    find(page, selector).send_keys(text + "\t")
 
 
 def test_an_answer_is_the_model_s_and_the_next_question_carries_the_history(page, tiny):
