@@ -365,7 +365,7 @@ def test_the_plan_is_bars_and_its_advice_can_be_taken(page, studio, stub):
     until(page, lambda: find(page, ".plan-bars"))
     assert stub.last("plan")["memory"] is None  # this machine's own
     text = find(page, ".checks").text
-    assert "✗ short by 7 GiB" in text and "31 GiB (too much)" in text and "24 GiB" in text
+    assert "✗ short by 7 GiB" in text and "31.0 GiB (too much)" in text and "24.0 GiB" in text
     widths = [bar.size["width"] for bar in page.find_elements("css selector", ".plan-filled")]
     assert abs(widths[0] / widths[1] - 9 / 31) < 0.02
     find(page, "#card option[value='80gb']").click()
@@ -391,19 +391,20 @@ def test_the_signal_check_is_followed_to_its_verdict_and_over_a_reload(page, stu
     visit(page, studio, "?goal=function&model=demo/sft&data=demo/prompts")
     until(page, lambda: find(page, "#reward-exact_match")).click()
     until(page, lambda: "Everything is there" in next_line(page))
-    stub.output = "8 responses to each\x1b[0m\n"
+    stub.output = "8 responses to each\n"
     find(page, "#ask-signal").click()
-    until(page, lambda: "It runs" in find(page, ".checks").text)
+    until(page, lambda: "The check: running" in find(page, ".checks").text)
     assert stub.last("jobs")["kind"] == "signal"
     until(page, lambda: find(page, "#start").text == "Add to the queue")
-    assert texts(page, "pre.output") == ["8 responses to each\n"]
+    until(page, lambda: "8 responses to each\n" in texts(page, ".checks details pre"))
     visit(page, studio)
-    until(page, lambda: "It runs" in find(page, ".checks").text)
+    until(page, lambda: "The check: running" in find(page, ".checks").text)
+    page.execute_script("document.getElementById('ask-signal').scrollIntoView()")  # what nobody sees waits
     stub.output += "verdict: <b>nothing</b> to learn\n"
     studio.studio.news.publish("job", {"id": "job1"})
     until(page, lambda: "<b>nothing</b> to learn" in texts(page, ".checks .verdict"))
     stub.change("job1", state="done")
-    until(page, lambda: "Done." in find(page, ".checks").text)
+    until(page, lambda: "The check: done" in find(page, ".checks").text)
     assert find(page, "#start").text == "Start training"
 
 

@@ -4,15 +4,15 @@ import {make} from "./dom.js";
 
 let count = 0;
 
-// {node, control, say(text)} of an input, select or textarea. It is found again by `option` when the studio refuses that.
+// {option, node, control, say(text)} of an input, select or textarea. When the studio refuses `option`, it is found
+// again, and told why by say().
 export function frame(draft, option, label, control, {help = "", after = [], isWide = false, isListed = false} = {}) {
   const id = control.id || (control.id = `field-${++count}`);
   const says = make("p.fault", {id: `${id}-fault`, hidden: true});
   const told = help ? make("p.help", {id: `${id}-help`}, help) : null;
   control.setAttribute("aria-describedby", [says.id, told?.id].filter(Boolean).join(" "));
-  const isCheck = control.type === "checkbox";
   const title = make("label", {for: id}, label);
-  const line = isCheck ? [make("div.check-line", {}, control, title)] : [title, control];
+  const line = control.type === "checkbox" ? [make("div.check-line", {}, control, title)] : [title, control];
   const node = make(`div.entry${isWide ? ".wide" : ""}`, {"data-option": option}, ...line, says, told, ...after);
   const field = {option, node, control, isListed, say: (text) => sayFault(node, control, says, text)};
   draft.fields.set(option, [...(draft.fields.get(option) ?? []), field]);
@@ -27,19 +27,23 @@ function sayFault(node, control, says, text) {
   else control.removeAttribute("aria-invalid");
 }
 
-// The field where an option is changed, or a part of it, or what it is a part of: one of the steps before one of the list.
-// text: of a refusal, which may name a part that has a field of its own.
+// The field where an option is changed, or a part of it, or what it is a part of; one of the steps before one of the
+// list of all. text: of a refusal, which may name a part that has a field of its own.
 export function fieldOf(draft, option, text = "") {
   const open = [...draft.fields].flatMap(([name, fields]) => fields.filter(isOpen).map((field) => ({name, field})));
-  const named = open.filter(({name}) => name.includes(".") && text.includes(name) && (!option || name.startsWith(`${option}.`)));
-  const wanted = named.sort((a, b) => b.name.length - a.name.length)[0]?.name ?? alias(option, text);
+  const isNamed = ({name}) => name.includes(".") && text.includes(name) && (!option || name.startsWith(`${option}.`));
+  const [named] = open.filter(isNamed).sort((a, b) => b.name.length - a.name.length);
+  const wanted = named?.name ?? alias(option, text);
+  if (!wanted) return null;
+  const isIt = ({name}) => name === wanted;
   const isPart = ({name}) => name.startsWith(`${wanted}.`);
-  const ways = [({name, field}) => name === wanted && !field.isListed, (each) => isPart(each) && !each.field.isListed,
-    ({name}) => name === wanted, isPart, ({name}) => wanted.startsWith(`${name}.`)];
-  return wanted ? ways.map((way) => open.find(way)).find(Boolean)?.field ?? null : null;
+  const isWhole = ({name}) => wanted.startsWith(`${name}.`);
+  const steps = open.filter(({field}) => !field.isListed);
+  const found = steps.find(isIt) ?? steps.find(isPart) ?? open.find(isIt) ?? open.find(isPart) ?? open.find(isWhole);
+  return found?.field ?? null;
 }
 
-// The name of the run says where it goes.
+// The name of the run says where it goes; a ready-made function has its settings beside it.
 function alias(option, text) {
   if (option === "output_dir" || (!option && text.startsWith("output_dir"))) return "run";
   const [, name] = /builtin:(\w+)/.exec(text) ?? [];
@@ -54,29 +58,43 @@ export function goTo(draft, option, text = null) {
   const field = fieldOf(draft, option, text ?? "");
   if (!field) return false;
   if (text) field.say(text);
-  for (let node = field.node.parentElement; node; node = node.parentElement) if (node.localName === "details") node.open = true;
+  for (let node = field.node.parentElement; node; node = node.parentElement) {
+    if (node.localName === "details") node.open = true;
+  }
   field.control.focus();
   field.control.scrollIntoView({block: "center"});
   return true;
 }
 
-// A text input that follows draft.state[...]: get and set are its place there.
+// A text input; set(text) is called at each key.
 export function textInput({value, set, ...properties}) {
-  return make("input", {type: "text", autocomplete: "off", spellcheck: "false", ...properties, value,
-    oninput: (event) => set(event.target.value)});
+  const oninput = (event) => set(event.target.value);
+  return make("input", {type: "text", autocomplete: "off", spellcheck: "false", ...properties, value, oninput});
 }
 
-// One of several, as radio buttons: choices [{value, title, help}].
+// One of several, as radio buttons: choices [{value, title, help}]; legend {text, isHidden}.
 export function radios(name, legend, choices, chosen, set, kind = "radio-row") {
-  const id = `${name}-${++count}`;
-  const one = ({value, title, help}) => make(`label.radio.${kind}`, {},
-    make("input", {type: "radio", name: id, value, ...(value === chosen ? {checked: true} : {}), onchange: () => set(value)}),
-    make("span", {}, make("span.title", {}, title), help ? make("span.help", {}, help) : null));
-  return make(`fieldset.radios.${kind}s`, {}, make("legend", {class: legend.isHidden ? "hidden" : "question"}, legend.text),
-    ...choices.map(one));
+  const group = `${name}-${++count}`;
+  const one = ({value, title, help}) => {
+    const checked = value === chosen;
+    const button = make("input", {type: "radio", name: group, value, checked, onchange: () => set(value)});
+    const about = help ? make("span.help", {}, help) : null;
+    return make(`label.radio.${kind}`, {}, button, make("span", {}, make("span.title", {}, title), about));
+  };
+  const told = make("legend", {class: legend.isHidden ? "hidden" : "question"}, legend.text);
+  return make(`fieldset.radios.${kind}s`, {}, told, ...choices.map(one));
 }
 
 // Suggestions for a text input.
 export function suggestions(id, choices) {
   return make("datalist", {id}, ...choices.map(({value, label}) => make("option", {value, label})));
+}
+
+// A button that reads as a part of a sentence.
+export function inline(text, onclick, properties = {}) {
+  return make("button.quiet-button", {type: "button", onclick, ...properties}, text);
+}
+
+export function button(text, onclick, properties = {}) {
+  return make("button", {type: "button", onclick, ...properties}, text);
 }

@@ -8,8 +8,9 @@ import {get, on} from "./server.js";
 const MOST = 200000; // characters that stay on the page; what is older is cut, and that is said
 
 // makeJobOutput(job id) -> {node, end()}: closed at first, and nothing is read before it is opened.
-export function makeJobOutput(id, title = "Output") {
-  const view = {id, next: null, text: ""};
+// hear(text): told of all that is shown, whenever it grows.
+export function makeJobOutput(id, title = "Output", hear = () => {}) {
+  const view = {id, hear, next: null, text: ""};
   view.pre = make("pre", {tabindex: "0", role: "region", "aria-label": title});
   view.cut = make("p.quiet", {hidden: true}, "Only the end is shown here; the job's folder has all of it.");
   view.fault = make("p.fault", {role: "status"});
@@ -36,6 +37,7 @@ async function load(view) {
     view.cut.hidden = false;
   }
   put(view.pre, view.text);
+  view.hear(view.text);
   if (isAtEnd) view.pre.scrollTop = view.pre.scrollHeight;
   view.load(); // 64 KiB at most come at once
 }

@@ -1,17 +1,18 @@
 // The run that is being put together: what was entered (kept for the tab), and what the studio says of it.
 
-import {get, post} from "./server.js";
 import {nameFault} from "./next_thing.js";
 import {fresh, guided, proposed, same} from "./run_settings.js";
+import {get, post} from "./server.js";
 
 const KEY = "hybrid_rlhf_new_run_1"; // the number changes with the shape of what is kept
 const WAIT = 400; // milliseconds after the last key, before the studio is asked
 
-// Events of `on`: state (something was entered), stage (other options), answer (the settings were looked at), look (a
-// source of data was), faults.
+// Events: state (something was entered), loading, stage or trouble (another method's options), answer (the settings were
+// looked at), look (a source of data was), jobs (the queue), reveal (a search is to hide nothing).
 export class Draft {
   constructor(goals, runs, uploads) {
-    Object.assign(this, {goals, runs, uploads, options: [], stageHelp: "", looks: {}, answer: null, jobs: [], trouble: "", isClosed: false});
+    Object.assign(this, {goals, runs, uploads, options: [], stageHelp: "", looks: {}, answer: null, jobs: [],
+      trouble: "", isClosed: false});
     this.state = {...fresh(), ...kept()};
     this.state.card ||= goals.card;
     this.fields = new Map(); // option -> [what shows it]: see field_frame.js
@@ -155,18 +156,24 @@ export class Draft {
     const mine = ++this.turn;
     const {stage, card} = this.state;
     const asked = {stage, settings: this.settings(), card: card || null, run: this.runName()};
-    this.pending = patient(() => post("settings", asked), () => mine === this.turn).catch(
-      (fault) => ({...this.answer, error: {option: fault.option ?? null, text: fault.message}})).then((answer) => {
-      if (mine === this.turn && !this.isClosed) this.take(answer);
+    const answer = patient(() => post("settings", asked), () => mine === this.turn);
+    this.pending = answer.catch((fault) => this.unanswered(fault)).then((found) => {
+      if (mine === this.turn && !this.isClosed) this.take(found);
     });
-    return this.pending;
+  }
+
+  unanswered(fault) {
+    const isGone = fault instanceof TypeError; // fetch found nobody
+    const text = isGone ? "the studio does not answer; is it still running?" : fault.message;
+    return {...this.answer, isLost: true, error: {option: fault.option ?? null, text}};
   }
 
   take(answer) {
     this.answer = answer;
     const found = answer.settings ?? {};
     for (const option of this.options) {
-      if (!this.isOwn(option.name)) this.bases.set(option.name, option.name in found ? found[option.name] : option.default);
+      const value = option.name in found ? found[option.name] : option.default;
+      if (!this.isOwn(option.name)) this.bases.set(option.name, value);
     }
     this.emit("answer");
   }
@@ -181,7 +188,7 @@ export class Draft {
     return this.answer.given ?? this.answer.settings ?? {};
   }
 
-  // Look at a source of data, after those that are being looked at: the studio answers the newest question of a kind alone.
+  // Look at a source of data, after those that are being looked at: of a kind only the newest question is answered.
   lookAt(asked) {
     const look = () => patient(() => post("data", asked), () => !this.isClosed);
     this.looking = this.looking.then(look, look);
@@ -190,7 +197,7 @@ export class Draft {
 
   // The studio's answer to what is entered now.
   async settled() {
-    if (this.timer || !this.answer) this.request();
+    if (this.timer || !this.answer || this.answer.isLost) this.request();
     for (let seen = null; seen !== this.pending;) {
       seen = this.pending;
       await seen;

@@ -1,43 +1,49 @@
 // Beside the steps: what comes next, the name of the run, its start, and the same as YAML and as a command.
 
 import {make, tell} from "./dom.js";
+import {button, fieldOf, frame, goTo, inline, textInput} from "./field_frame.js";
+import {address} from "./format.js";
+import {nameFault, nextOf, suggestedName} from "./next_thing.js";
 import {get, on, post} from "./server.js";
-import {fieldOf, frame, goTo, textInput} from "./field_frame.js";
-import {nextOf, nameFault, suggestedName} from "./next_thing.js";
 
+// leaving: functions to call when the page is left.
 export function runPanel(draft, leaving) {
-  const next = make("p.next-line", {role: "status"});
-  const yaml = make("pre.same-yaml", {tabindex: "0", role: "region", "aria-label": "Settings as YAML"});
-  const command = make("pre.same-command", {tabindex: "0", role: "region", "aria-label": "The equal command"});
-  const start = make("button.primary", {type: "button", id: "start", onclick: () => begin(draft, start)}, "Start training");
+  const start = button("Start training", () => begin(draft, start), {id: "start", class: "primary"});
   const waits = make("p.help");
-  const name = nameField(draft);
   const fault = make("p.fault", {id: "settings-fault", tabindex: "-1", hidden: true});
-  draft.generalFault = fault;
-  const body = make("div", {hidden: true}, name, fault, make("div.buttons", {}, start), waits, texts(draft, yaml, command));
-  const show = () => {
-    body.hidden = !draft.options.length;
-    const {text, go} = nextOf(draft);
-    if (next.dataset.text === text) return;
-    next.dataset.text = text;
-    next.replaceChildren(text, ...(go ? [" ", make("button.quiet-button", {type: "button", onclick: go}, "Go there")] : []));
+  draft.tellGeneral = (text) => {
+    fault.textContent = text;
+    fault.hidden = !text;
+    if (text) fault.focus();
+    return true;
   };
-  for (const event of ["state", "loading", "trouble", "stage", "answer", "look"]) draft.on(event, show);
-  draft.on("answer", () => {
-    yaml.textContent = draft.answer.yaml || `# ${draft.answer.error?.text ?? ""}`;
-    command.textContent = draft.answer.command ?? "";
-    showRefusal(draft);
-  });
+  const body = make("div", {hidden: true}, nameField(draft), fault, make("div.buttons", {}, start), waits,
+    texts(draft));
+  draft.on("answer", () => showRefusal(draft, fault));
   followJobs(draft, start, waits, leaving);
+  return make("aside.run-panel", {"aria-label": "This run"}, make("h2", {}, "Your run"), nextLine(draft, body), body);
+}
+
+function nextLine(draft, body) {
+  const line = make("p.next-line", {role: "status"});
+  const show = () => {
+    const {text, go} = nextOf(draft);
+    body.hidden = !draft.options.length;
+    if (line.dataset.text === text) return; // it is read aloud when it changes
+    line.dataset.text = text;
+    line.replaceChildren(text, ...(go ? [" ", inline("Go there", () => nextOf(draft).go?.())] : []));
+  };
+  for (const event of ["state", "loading", "trouble", "stage", "answer", "look", "jobs"]) draft.on(event, show);
   show();
-  return make("aside.run-panel", {"aria-label": "This run"}, make("h2", {}, "Your run"), next, body);
+  return line;
 }
 
 function nameField(draft) {
-  const input = textInput({value: draft.state.run, id: "run-name", set: (run) => {
+  const take = (run) => {
     draft.update({run, isNamed: Boolean(run.trim())});
     field.say(run.trim() ? nameFault(draft) : null);
-  }});
+  };
+  const input = textInput({value: draft.state.run, id: "run-name", set: take});
   const field = frame(draft, "run", "Name of the run", input, {help: "Its folder below the studio's outputs."});
   const suggest = () => {
     if (draft.state.isNamed || document.activeElement === input) return;
@@ -46,21 +52,20 @@ function nameField(draft) {
     input.value = run;
     draft.update({run});
   };
-  for (const event of ["stage", "look", "state"]) draft.on(event, suggest);
+  for (const event of ["stage", "look", "state", "jobs"]) draft.on(event, suggest);
   return field.node;
 }
 
-// What the studio has against the settings, beside the option that it is about; nothing where the form is still being filled.
-function showRefusal(draft) {
+// What the studio has against the settings, beside its option; nothing where the form is still being filled.
+function showRefusal(draft, general) {
   draft.refused?.say(draft.unread.get(draft.refused.option) ?? null);
   draft.refused = null;
-  draft.generalFault.hidden = true;
+  general.hidden = true;
   const {error} = draft.answer;
   if (!error || (nextOf(draft).isMissing && !draft.isOwn(error.option))) return;
-  const field = fieldOf(draft, error.option, error.text);
-  if (field) field.say(draft.unread.get(field.option) ?? error.text);
-  else Object.assign(draft.generalFault, {hidden: false, textContent: error.text});
-  draft.refused = field;
+  draft.refused = fieldOf(draft, error.option, error.text);
+  if (draft.refused) draft.refused.say(draft.unread.get(draft.refused.option) ?? error.text);
+  else Object.assign(general, {hidden: false, textContent: error.text});
 }
 
 // Whether something stands in the way of going on; if so it is shown, and the focus goes there.
@@ -79,31 +84,26 @@ async function begin(draft, start) {
   try {
     await draft.settled();
     if (refuse(draft, true)) return;
-    const job = await post("jobs", {kind: "train", stage: draft.state.stage, settings: draft.given(), run: draft.state.run.trim()});
-    const run = job.run ?? draft.state.run.trim();
+    const run = draft.state.run.trim();
+    await post("jobs", {kind: "train", stage: draft.state.stage, settings: draft.given(), run});
     draft.update({run: "", isNamed: false, signal: null});
-    location.hash = `#/run/${run.split("/").map(encodeURIComponent).join("/")}`;
+    location.hash = `#/run/${address(run)}`;
   } catch (fault) {
     tell(fault.message, true);
     const option = fault.option ?? (fault.status === 409 ? "run" : null);
-    if (!goTo(draft, option, fault.message)) {
-      Object.assign(draft.generalFault, {hidden: false, textContent: fault.message});
-      draft.generalFault.focus();
-    }
+    if (!goTo(draft, option, fault.message)) draft.tellGeneral(fault.message);
   } finally {
     start.removeAttribute("aria-disabled");
   }
 }
 
+// What runs already, which makes it a queue; and the runs whose names are taken.
 function followJobs(draft, start, waits, leaving) {
   const look = async () => {
-    const {jobs} = await get("jobs").catch(() => ({jobs: []}));
-    draft.jobs = jobs;
-    const busy = jobs.filter((job) => job.state === "running" || job.state === "queued");
-    const running = busy.find((job) => job.state === "running");
+    draft.jobs = (await get("jobs").catch(() => ({jobs: []}))).jobs;
+    const busy = draft.jobs.filter((job) => ["queued", "running"].includes(job.state));
     start.textContent = busy.length ? "Add to the queue" : "Start training";
-    waits.textContent = busy.length ? `${running ? `${running.kind === "train" ? running.run : running.title} is running` : "Something waits already"}; `
-      + `this run starts ${busy.length > 1 ? `after the ${busy.length} that are there` : "after it"}.` : "";
+    waits.textContent = busy.length ? waitText(busy) : "";
     draft.emit("jobs");
   };
   const list = async () => {
@@ -114,28 +114,40 @@ function followJobs(draft, start, waits, leaving) {
   look();
 }
 
-function texts(draft, yaml, command) {
+function waitText(busy) {
+  const running = busy.find((job) => job.state === "running");
+  const name = running?.kind === "train" ? running.run : running?.title;
+  const when = busy.length > 1 ? `after the ${busy.length} that are there` : "after it";
+  return `${running ? `${name} is running` : "Something waits already"}; this run starts ${when}.`;
+}
+
+function texts(draft) {
+  const yaml = make("pre.same-yaml", {tabindex: "0", role: "region", "aria-label": "Settings as YAML"});
+  const command = make("pre.same-command", {tabindex: "0", role: "region", "aria-label": "The equal command"});
+  draft.on("answer", () => {
+    yaml.textContent = draft.answer.yaml || `# ${draft.answer.error?.text ?? ""}`;
+    command.textContent = draft.answer.command ?? "";
+  });
   return make("div", {}, make("h3", {}, "The same as a file"),
     make("p.help", {}, "These settings run without the studio too."), yaml,
-    make("div.buttons", {}, copyButton("Copy the YAML", yaml), make("button", {type: "button", id: "download", onclick: () => download(draft, yaml)}, "Download")),
-    make("h3", {}, "The same as a command"), command, make("div.buttons", {}, copyButton("Copy the command", command)));
+    make("div.buttons", {}, button("Copy the YAML", () => copy(yaml)),
+      button("Download", () => download(draft.answer.file, yaml.textContent), {id: "download"})),
+    make("h3", {}, "The same as a command"), command,
+    make("div.buttons", {}, button("Copy the command", () => copy(command))));
 }
 
-function copyButton(title, node) {
-  return make("button", {type: "button", onclick: async () => {
-    try {
-      await navigator.clipboard.writeText(node.textContent);
-      tell("Copied.");
-    } catch {
-      getSelection().selectAllChildren(node);
-      tell("The browser does not let the page copy; the text is selected: copy it by Ctrl+C.");
-    }
-  }}, title);
+async function copy(node) {
+  try {
+    await navigator.clipboard.writeText(node.textContent);
+    tell("Copied.");
+  } catch {
+    getSelection().selectAllChildren(node);
+    tell("The browser does not let the page copy; the text is selected: copy it by Ctrl+C.");
+  }
 }
 
-function download(draft, yaml) {
-  const url = URL.createObjectURL(new Blob([yaml.textContent], {type: "application/yaml"}));
-  const name = draft.answer.file;
+function download(name, text) {
+  const url = URL.createObjectURL(new Blob([text], {type: "application/yaml"}));
   make("a", {href: url, download: name}).click();
   setTimeout(() => URL.revokeObjectURL(url), 10000);
   tell(`Saved as ${name}, where your browser keeps downloads.`);

@@ -2,10 +2,12 @@
 
 export const YES_NO = "yes_no";
 const SOURCES = ["data", "sft", "reward", "ppo"]; // keys of state.data: one for all, or one for each of three stages
-
-const FOR_NEW = {"model.lora.r": 0, "model.load_in_4bit": false, "model.load_in_8bit": false, "model.gradient_checkpointing": false,
-  "train.learning_rate": 4e-3, "stages.sft.learning_rate": 4e-3, "stages.reward.learning_rate": 2e-3,
-  "roles.actor.learning_rate": 1e-3, "roles.critic.learning_rate": 2e-3}; // the rates of the embedded demo
+// A random model is trained whole, at the rates of the embedded demo.
+const FOR_NEW = {
+  "model.gradient_checkpointing": false, "model.load_in_4bit": false, "model.load_in_8bit": false, "model.lora.r": 0,
+  "roles.actor.learning_rate": 1e-3, "roles.critic.learning_rate": 2e-3,
+  "stages.reward.learning_rate": 2e-3, "stages.sft.learning_rate": 4e-3, "train.learning_rate": 4e-3,
+};
 
 // All that a visitor may enter; kept for the tab, so that a reload or another page loses nothing.
 export const fresh = () => ({
@@ -49,7 +51,6 @@ export function guided(state, asks, runs) {
 }
 
 // What the goal chooses and an option set by hand replaces: three files are three stages' own rows, none is dealt out.
-// A random model is trained whole, at rates for one.
 export function proposed(state) {
   const found = state.stage === "all" ? {"data.split": state.isSplit ? null : [2, 4, 4]} : {};
   return state.isNew ? {...found, ...FOR_NEW} : found;
