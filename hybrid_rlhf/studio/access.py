@@ -8,7 +8,7 @@ from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from starlette.responses import JSONResponse, RedirectResponse
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 
 from hybrid_rlhf.core.loopback import is_loopback
 
@@ -48,7 +48,7 @@ class Access:
             return _no(403, "another page may not use the studio")
         return None
 
-    def _entry(self, scope: Scope) -> JSONResponse | RedirectResponse | None:
+    def _entry(self, scope: Scope) -> Response | None:
         """None for who has the token; the way in for who brings it."""
         headers = dict(scope["headers"])
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token")
@@ -62,7 +62,10 @@ class Access:
             found = None
         if found is not None and self._is_token(found.value):
             return None
-        return _no(401, "open the studio by the address that it printed, with its token")
+        text = "open the studio by the address that it printed, with its token (after a restart it is a new one)"
+        if scope["path"] == "/":
+            return PlainTextResponse(f"hybrid_rlhf studio: {text}\n", 401, {"cache-control": "no-store"})
+        return _no(401, text)
 
     def _is_token(self, text: str) -> bool:
         return hmac.compare_digest(text.encode(), self._token.encode())

@@ -13,6 +13,7 @@ import signal
 import sys
 import webbrowser
 from pathlib import Path
+from typing import Any
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
 from hybrid_rlhf.core.given_paths import expanded
@@ -64,7 +65,13 @@ def run(argv: list[str] | None) -> int:
     port, token = taken.getsockname()[1], secrets.token_urlsafe(24)
     studio = Studio(folder)
     routes, closers = open_parts(studio)
-    server = uvicorn.Server(uvicorn.Config(
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, *heard: Any) -> None:  # of uvicorn; tabs that listen would be waited for
+            studio.news.end()
+            super().handle_exit(*heard)
+
+    server = Server(uvicorn.Config(
         make_app(studio, routes, token, port, closers), ws="none", lifespan="on", log_level="error", access_log=False,
         server_header=False, timeout_keep_alive=5, timeout_graceful_shutdown=1))
     taken.listen(128)

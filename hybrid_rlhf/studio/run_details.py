@@ -16,6 +16,7 @@ from hybrid_rlhf.studio.run_files import MODEL, RECORD, SETTINGS, Unreadable
 from hybrid_rlhf.studio.runs import RunList
 
 PHASES = ("generate", "score", "teacher", "train", "switch")  # of a step; no two of them overlap
+EVALUATION = "evaluate.md"  # of --stage evaluate
 MAX_SETTINGS, MAX_CARD, MAX_LINES, MAX_LINE = 2**20, 2**18, 100, 2000
 
 
@@ -44,7 +45,7 @@ def details(runs: RunList, histories: Histories, run: str) -> dict:
             "alarms": [{"name": alarm.name, "text": alarm.text} for alarm in alarms], **measured,
             "checkpoints": [each._asdict() for each in run_files.checkpoints(folder)],
             "has_report": (found := run_files.mark(folder / run_files.PAGE)) is not None and found[1] > 0,
-            "card": _card(folder, notes), "notes": notes}
+            "card": _card(folder, notes), "evaluation": _evaluation(folder, notes), "notes": notes}
 
 
 def _measured(history: History) -> dict:
@@ -91,6 +92,17 @@ def _card(folder: Path, notes: list[str]) -> str | None:
         return None
     try:
         return run_files.read_text(folder / MODEL / "README.md", MAX_CARD)
+    except Unreadable as error:
+        notes.append(str(error))
+        return None
+
+
+def _evaluation(folder: Path, notes: list[str]) -> str | None:
+    """What --stage evaluate found, as it wrote it for people."""
+    if run_files.mark(folder / EVALUATION) is None:
+        return None
+    try:
+        return run_files.read_text(folder / EVALUATION, MAX_CARD)
     except Unreadable as error:
         notes.append(str(error))
         return None

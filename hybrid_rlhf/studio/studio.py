@@ -52,6 +52,12 @@ class News:
             elif tab.qsize() == MAX_NEWS:
                 tab.put_nowait("event: reload\ndata: {}\n\n")
 
+    def end(self) -> None:
+        """All tabs' connections end: the studio ends, and waits for nobody who only listens."""
+        if self._loop is not None and not self._loop.is_closed():
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(lambda: [tab.put_nowait(None) for tab in self._tabs])
+
     async def listen(self) -> AsyncIterator[str]:
         """Server-sent events as text, until the reader leaves; a comment every 15 seconds shows who has left."""
         self._loop = asyncio.get_running_loop()
@@ -61,9 +67,12 @@ class News:
             yield "retry: 1000\n\n"
             while True:
                 try:
-                    yield await asyncio.wait_for(tab.get(), 15)
+                    text = await asyncio.wait_for(tab.get(), 15)
                 except asyncio.TimeoutError:
-                    yield ":\n\n"
+                    text = ":\n\n"
+                if text is None:
+                    return
+                yield text
         finally:
             self._tabs.discard(tab)
 

@@ -41,11 +41,11 @@ async function orNone(answer, what) {
   }
 }
 
-// ?goal=&model=&data=; then the address is a plain one, so that a reload keeps what was changed since.
+// ?goal=&stage=&model=&data=; then the address is a plain one, so that a reload keeps what was changed since.
 function prefill(draft, query) {
-  const [wanted, model, path] = ["goal", "model", "data"].map((name) => query.get(name));
+  const [wanted, stage, model, path] = ["goal", "stage", "model", "data"].map((name) => query.get(name));
   const goal = draft.goals.goals.find((each) => each.id === wanted || each.stages.includes(wanted));
-  if (goal) draft.update({goal: goal.id, stage: goal.stages.includes(wanted) ? wanted : goal.stages[0]});
+  if (goal) draft.update({goal: goal.id, stage: [stage, wanted].find((name) => goal.stages.includes(name)) ?? goal.stages[0]});
   if (model) draft.update({model, isNew: false});
   if (path) draft.update({isSplit: false, data: {...draft.state.data, data: {...fresh().data.data, path}}});
   if ([...query.keys()].length) history.replaceState(null, "", "#/new");

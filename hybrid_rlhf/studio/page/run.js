@@ -12,6 +12,7 @@ import {makeSamples} from "./samples.js";
 import {get, on, post} from "./server.js";
 
 const SECONDS = "time/step"; // the metric by which the time left is reckoned
+const NO_CHAT = ["reward", "evaluate"];
 const CAN_RESUME = ["stopped", "failed", "lost"];
 
 export async function show(root, id) {
@@ -59,7 +60,13 @@ function showWaiting(root, id, first) {
   const output = makeJobOutput(first.id, "Output of its process");
   const ends = [];
   const leave = () => ends.splice(0).forEach((end) => end());
+  const stop = make("button", {type: "button", onclick: () =>
+    post("job/stop", {id: first.id}).catch((fault) => put(error, fault.message))});
+  const again = make("a.button", {href: "#/new"}, "Change the settings");
   const tell = (job) => {
+    stop.hidden = !["queued", "running"].includes(job.state);
+    put(stop, job.state === "queued" ? "Drop" : "Stop");
+    again.hidden = !stop.hidden;
     put(state, jobWords(job));
     putAttribute(state, "class", `state ${job.state}`);
     put(error, job.error ?? "");
@@ -79,7 +86,7 @@ function showWaiting(root, id, first) {
   }, {wait: 1000, fail: (fault) => put(error, fault.message)});
   ends.push(...["runs", "run", "jobs", "job", "open"].map((name) => on(name, look)), look.end, output.end);
   root.append(make("h1.run-name", {}, ...breakable(id)), make("p.line", {}, state), error,
-    make("p.quiet", {}, "This run has not written anything yet."), output.node);
+    make("p.quiet", {}, "This run has not written anything yet."), make("div.buttons", {}, stop, again), output.node);
   tell(first);
   return leave;
 }
@@ -155,6 +162,7 @@ async function secondsPerStep(id) {
 
 function update(view) {
   const {row} = view.found, isRunning = row.status === "running";
+  if (!isRunning && view.hasAskedToStop) put(view.told, "");
   if (!isRunning) view.hasAskedToStop = false;
   putAttribute(view.state, "class", `state ${row.status}`);
   put(view.state, row.status);
@@ -168,7 +176,8 @@ function update(view) {
   putFamily(view);
   view.stop.hidden = !isRunning;
   view.resume.hidden = !CAN_RESUME.includes(row.status);
-  view.talk.hidden = !(row.has_model || view.found.checkpoints.length);
+  view.talk.hidden = NO_CHAT.includes(row.stage) || !(row.has_model || view.found.checkpoints.length);
+  view.curves.node.parentNode.hidden = !view.found.metrics.length;
   view.take.hidden = view.fresh.hidden = !row.has_model;
   view.report.hidden = !view.found.has_report;
   put(view.stop, view.hasAskedToStop ? "End at once" : "Stop with a checkpoint");
@@ -197,7 +206,8 @@ function putSteps(view, row) {
   }
   const left = Number.isFinite(rest) ? `, about ${duration(rest)} left` : "";
   const isWithin = most && step !== most;
-  put(view.steps, step === null ? "no step yet" : isWithin ? `step ${step} of ${most}${left}` : count(step, "step"));
+  const none = status === "running" ? "no step yet" : "";
+  put(view.steps, step === null ? none : isWithin ? `step ${step} of ${most}${left}` : count(step, "step"));
 }
 
 function putAlarms(view) {

@@ -3,10 +3,12 @@
 
 import {make, table} from "./dom.js";
 import {bytes, duration} from "./format.js";
+import {markdown} from "./markdown.js";
 
 // makeDetails() -> {node, update(found)}. A part is made again only where what it shows has changed, and stays open.
 export function makeDetails() {
   const parts = [
+    part(({evaluation}) => evaluation, (text) => text ? markdown(text, "Evaluation") : []),
     part(({phases, memory}) => [phases, memory], costs),
     part(({header}) => header, (header) => header.length ? [make("h2", {}, "What it began with"),
       make("ul.plain", {}, ...header.map((line) => make("li", {}, line)))] : []),

@@ -21,7 +21,8 @@ export function chooser(told, wanted) {
     view.onCpu.checked = found.models.length ? found.is_on_cpu : models.some((each) => each.status === "running");
     showMore(view);
     take(found);
-    if (wanted.length && found.state === "closed") await open();
+    const isThere = found.state !== "closed" && wanted.every((id) => found.models.some((each) => each.id === id));
+    if (wanted.length && !isThere) await open(); // who comes from a run's page talks to that run
   }
 
   async function update() {
