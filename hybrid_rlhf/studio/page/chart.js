@@ -173,7 +173,7 @@ function axes(chart, range) {
   chart.x = x;
   chart.y = y;
   chart.back = (place) => range.first + Math.min(1, Math.max(0, (place - left) / (right - left))) * span;
-  const below = [...stepTicks(range.first, range.last, Math.max(2, Math.floor(chart.width / 80)))
+  const below = [...stepTicks(range.first, range.last, Math.max(4, Math.floor(chart.width / 80)))
     .filter((step) => x(range.last) - x(step) > 45), range.last];
   const drawn = JSON.stringify([chart.width, left, texts, below, range.first, range.last]);
   if (drawn === chart.drawn) return {x, y};

@@ -51,7 +51,7 @@ export function sampleNode(sample, hasPrompt = true) {
   return make("article.card.sample", {},
     hasPrompt && sample.prompt ? make("p.prompt.said", {}, asText(sample.prompt)) : null,
     ...saidNodes(sample), notesNode(sample),
-    sample.judge ? make("p.judge.said", {}, `judge: ${asText(sample.judge)}`) : null);
+    sample.judge ? make("p.verdict.said", {}, `judge: ${asText(sample.judge)}`) : null);
 }
 
 // Text as it is; what another program wrote there instead as JSON.
@@ -65,7 +65,7 @@ function saidNodes({completion, turns}) {
 }
 
 function turnNode(turn) {
-  return make("p.said", {}, turn.who ? make("span.who", {}, `${turn.who} `) : null, asText(turn.text));
+  return make("p.said", {}, turn.who ? make("span.speaker", {}, `${turn.who} `) : null, asText(turn.text));
 }
 
 // The score, its parts by source, and whether the answer came to an end.
@@ -100,6 +100,6 @@ function answersNodes(rows) {
 // One prompt, and under it answers beside each other: [{title, sample or null}].
 export function sideBySide(prompt, answers) {
   return make("div.asked", {}, make("p.prompt.said", {}, asText(prompt)),
-    make("div.beside", {}, ...answers.map(({title, sample}) => make("div", {}, title ? make("p.who", {}, title) : null,
+    make("div.beside", {}, ...answers.map(({title, sample}) => make("div", {}, title ? make("p.speaker", {}, title) : null,
       sample ? sampleNode(sample, false) : make("p.quiet", {}, "not asked")))));
 }
