@@ -1,4 +1,4 @@
-"""Made-up answers of the studio's addresses for a new run, in the shapes that the page expects; what was asked is kept."""
+"""Made-up answers of the studio's addresses for a new run, in their real shapes; what was asked is kept."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ class Stub:
         lines = "".join(f"{name}: {value}\n" for name, value in complete.items())
         defaults = {option["name"]: option["default"] for option in OPTIONS}
         file = f"{body['run'] or 'settings'}.yaml"
-        return {"yaml": f"# {body['stage']}\n{lines}", "command": f"hybrid-rlhf --stage {body['stage']} --config {file}",
-                "file": file, "given": complete, "settings": defaults | complete, "error": self.refusal}
+        return {"yaml": f"# {body['stage']}\n{lines}", "file": file, "given": complete, "error": self.refusal,
+                "command": f"hybrid-rlhf --stage {body['stage']} --config {file}", "settings": defaults | complete}
 
     def data(self, _query: dict, body: dict) -> dict:
         if body["path"].startswith("none"):
@@ -140,15 +140,17 @@ class Stub:
                 "why": "preference rows make pairs" if fits else "prompt rows make no pair", "first": [ROW] * 3}
 
     def preview(self, _query: dict, _body: dict) -> dict:
-        parts = [{"text": "<b>user</b>: What is 2 + 2?\n", "is_trained": False}, {"text": "4<|end|>", "is_trained": True}]
+        parts = [{"text": "<b>user</b>: What is 2 + 2?\n", "is_trained": False},
+                 {"text": "4<|end|>", "is_trained": True}]
         return {"counts": [{"name": "rows read", "rows": 1234}, {"name": "trained on", "rows": 1172}],
                 "dropped": [{"why": "longer than data.max_length", "rows": 62}, {"why": "no prompt", "rows": 0}],
                 "examples": [{"title": "chosen, 12 tokens", "parts": parts}]}
 
     def plan(self, _query: dict, _body: dict) -> dict:
-        return {"fits": False, "available": 24 * 2**30, "phases": [{"name": "sample", "bytes": 9 * 2**30},
-                                                                   {"name": "update", "bytes": 31 * 2**30}],
-                "lines": [{"name": "actor: weights", "bytes": 6 * 2**30}], "times": [{"name": "sample", "seconds": 2.5}],
+        phases = [{"name": "sample", "bytes": 9 * 2**30}, {"name": "update", "bytes": 31 * 2**30}]
+        return {"fits": False, "available": 24 * 2**30, "phases": phases,
+                "lines": [{"name": "actor: weights", "bytes": 6 * 2**30}],
+                "times": [{"name": "sample", "seconds": 2.5}],
                 "verdict": "short by 7 GiB: needs 31 GiB at most (update) of 24 GiB",
                 "advice": ["model.load_in_4bit true: less memory"], "time_note": "predicted and not measured",
                 "changes": [{"option": "model.load_in_4bit", "value": True, "why": "less memory"}]}
@@ -165,9 +167,9 @@ class Stub:
     def stop_job(self, _query: dict, body: dict) -> dict:
         return self.change(body["id"], state="stopped")
 
-    def change(self, id: str, **values: object) -> dict:
+    def change(self, number: str, **values: object) -> dict:
         """A job's state, told to the page."""
-        job = next(job for job in self.jobs if job["id"] == id)
+        job = next(job for job in self.jobs if job["id"] == number)
         job.update(values)
         self.studio.news.publish("jobs", {})
         return job
@@ -185,7 +187,8 @@ class Stub:
         return JSONResponse({"path": str(path), "name": path.name, "bytes": path.stat().st_size})
 
 
-def run_row(id: str, stage: str, status: str = "finished", has_model: bool = True) -> dict:
-    return {"id": id, "stage": stage, "status": status, "step": 10, "max_steps": 10, "started": "2026-11-23T14:00:00Z",
-            "finished": None, "seconds": 60.0, "parents": [], "headline": [], "alarms": 0, "bytes": 10**6,
+def run_row(name: str, stage: str, status: str = "finished", has_model: bool = True) -> dict:
+    return {"id": name, "stage": stage, "status": status, "step": 10, "max_steps": 10,
+            "started": "2026-11-23T14:00:00Z", "finished": None, "seconds": 60.0, "parents": [],
+            "headline": [], "alarms": 0, "bytes": 10**6,
             "has_model": has_model, "error": None}
