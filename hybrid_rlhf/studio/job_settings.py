@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from hybrid_rlhf.studio.settings_text import block
 from hybrid_rlhf.studio.studio import Refused, Studio
 from hybrid_rlhf.studio.studio_files import read_bytes, read_json
 
@@ -75,7 +76,7 @@ def settings_text(settings: object, output_dir: Path | None) -> str:
             raise Refused(400, f"the settings say two things of {name[:100]}; leave one out", name)
         place[last] = value
     try:
-        return yaml.safe_dump(nested, sort_keys=False)
+        return block(nested).encode("ascii", "backslashreplace").decode()  # what is not ASCII stands in quotes
     except (RecursionError, yaml.YAMLError, ValueError) as error:
         raise Refused(400, "the settings are nested too deeply; write them flatter") from error
 

@@ -82,7 +82,8 @@ def data(asked: dict) -> dict:
         check(bool(path.strip()) and "\0" not in path, "give a file, a folder or a hub id")
         columns = asked.get("columns") or {}
         check(isinstance(columns, dict), "columns must be a mapping of names, such as {prompt: question}")
-        rows, answer["rows"] = first_rows(Source(path, columns={str(k): str(v) for k, v in columns.items()}))
+        more = {key: str(asked[key]) for key in ("name", "split") if asked.get(key)}
+        rows, answer["rows"] = first_rows(Source(path, columns={str(k): str(v) for k, v in columns.items()}, **more))
         answer["columns"] = [escape_control(str(name))[:100] for name in rows[0]][:MAX_COLUMNS]
         answer["first"] = [_cut(escape_control(json.dumps(row, ensure_ascii=False, default=str)), MAX_ROW)
                            for row in rows]

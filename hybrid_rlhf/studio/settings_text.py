@@ -102,6 +102,12 @@ def _written(tree: dict, indent: str, notes: Mapping[str, str]) -> list[str]:
     return lines
 
 
+def block(nested: Mapping[str, object], indent: str = "") -> str:
+    """Nested settings as YAML, a line for each option."""
+    return "".join(f"{indent}{flow(name)}:\n{block(value, f'{indent}  ')}" if isinstance(value, Mapping) and value else
+                   f"{indent}{flow(name)}: {flow(value)}\n" for name, value in nested.items())
+
+
 def flow(value: object) -> str:
     """A value in one line of YAML, which every reader of YAML reads as that value."""
     if value is None or isinstance(value, (bool, int, float)):

@@ -8,6 +8,7 @@ import math
 import pytest
 import yaml
 
+from hybrid_rlhf import cli
 from hybrid_rlhf.studio.job_settings import evaluation, new_folder, own_settings, settings_text
 from hybrid_rlhf.studio.studio import Refused, Studio
 from tests.factories.studio_runs import make_run
@@ -56,6 +57,15 @@ def test_a_value_arrives_as_it_is(tmp_path, value):
     assert text.isascii()
     assert yaml.safe_load(text) == {"data": {"sources": value}, "reward": {"options": {"f": {"k": value}}},
                                     "top": value, "output_dir": str(tmp_path)}
+
+
+def test_text_that_looks_like_a_number_is_text_to_the_launcher_too(tmp_path):
+    """Whose reader of YAML takes 1e-5 for a number where it stands without quotes."""
+    (tmp_path / "a.yaml").write_text(settings_text(
+        {"data.sources": ["1e-5", ".5"], "model.tokenizer_name_or_path": "1E5", "train.learning_rate": 1e-5}, None))
+    config, _ = cli.read_settings("sft", ["--config", str(tmp_path / "a.yaml")])
+    assert [source.path for source in config.data.sources] == ["1e-5", ".5"]
+    assert (config.model.tokenizer_name_or_path, config.train.learning_rate) == ("1E5", 1e-5)
 
 
 @pytest.mark.parametrize("name", ["no.such.option", "", ".", "a..b", "!!python/name:os.system", "a\nb", "{", "data."])

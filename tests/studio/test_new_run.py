@@ -23,7 +23,7 @@ from hybrid_rlhf.rewards.builtin import BUILTINS
 from hybrid_rlhf.studio import new_run
 from hybrid_rlhf.studio.goals import ASKS, STUDIO_GOALS
 from hybrid_rlhf.studio.plain_settings import plain
-from hybrid_rlhf.studio.studio import Studio
+from hybrid_rlhf.studio.studio import Refused, Studio
 from hybrid_rlhf.studio.studio_app import make_app
 from hybrid_rlhf.training.registry import STAGES
 from tests.factories.direct_look import DirectLook
@@ -91,8 +91,30 @@ def test_the_goals_name_what_there_is(client):
     offered = {stage for goal in found["goals"] for stage in goal["stages"]}
     assert {*STAGES} - offered == {"evaluate", "conditional_sft", "process_grpo"}
     assert found["cards"][:2] == ["cpu", "8gb"] and found["card"] == "cpu"
-    assert found["card_settings"]["8gb"]["model.load_in_4bit"] is True
+    assert found["card_settings"]["8gb"]["model.load_in_4bit"] is True and found["card_note"] is None
     assert all({*goal["asks"]} <= {*found["asks"]} and goal["rows"] and goal["help"] for goal in found["goals"])
+
+
+def test_a_card_is_asked_for_once_where_there_may_be_one(client, place, tmp_path, monkeypatch):
+    asked = []
+
+    class Card:
+        def ask(self, kind, _asked):
+            asked.append(kind)
+            if len(asked) == 1:
+                raise Refused(503, "it ended")
+            return {"card": "24gb"}
+
+        def close(self):
+            asked.append("close")
+
+    monkeypatch.setattr(new_run, "_CARD_FILES", (str(tmp_path),))
+    monkeypatch.setattr(new_run, "Look", Card)
+    goals = new_run.routes(Studio(place / "outputs"), DirectLook())[0].handle
+    first = goals({}, {})
+    assert (first["card"], first["card_note"]) == ("cpu", "the card could not be looked at: it ended")
+    assert [goals({}, {})["card"] for _ in range(2)] == ["24gb"] * 2
+    assert asked == ["card", "close"] * 2  # whatever holds the card ends at once
 
 
 @pytest.mark.parametrize(("goal", "stage"), PAIRS)
@@ -345,12 +367,17 @@ def test_what_is_no_file_is_one_line(client, tmp_path, monkeypatch):
         assert not found["fits"] and said in found["why"] and "\n" not in found["why"], (path, found)
 
 
-def test_data_that_does_not_serve_a_stage_says_what_would(client, place):
+def test_data_that_does_not_serve_a_stage_says_what_would(client, place, tmp_path):
     found = post(client, "data", path=str(place / "sft.jsonl"), stage="dpo")
     assert (found["fits"], found["format"], found["columns"]) == (False, "prompt-completion", ["prompt", "completion"])
     assert "make no pair; --stage dpo needs pair rows" in found["why"] and len(found["first"]) == 3
     assert post(client, "data", path=str(place / "reward.jsonl"), stage="all")["fits"]
     assert not post(client, "data", path=str(place / "ppo.jsonl"), stage="all")["fits"]
+    (tmp_path / "sub").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "sub" / f"{split}.jsonl").write_text(json.dumps({"prompt": split}) + "\n")
+    named = post(client, "data", path=str(tmp_path), stage="grpo", name="sub", split="test")
+    assert named["fits"] and named["first"] == ['{"prompt": "test"}']
     renamed = post(client, "data", path=str(place / "ppo.jsonl"), stage="sft", columns={"text": "prompt"})
     assert renamed["fits"] and renamed["columns"] == ["text"]
 
