@@ -105,6 +105,9 @@ def _settings(made: dict, output_dir: Path) -> tuple[ModuleType, Any]:
         file.flush()
         config, _ = parse(stage.Config, ["--config", file.name], prog=f"hybrid-rlhf --stage {name}",
                           unused=unread_options.of_stage(name))
+    for flag in ("trust_remote_code", "trust_pickled_weights"):  # who opens a folder has not said so, its maker has
+        check(not getattr(config.model, flag), f"the checkpoint's settings have model.{flag}; only the run itself may "
+                                               "load it, at its end")
     return stage, replace(config, output_dir=str(output_dir))
 
 

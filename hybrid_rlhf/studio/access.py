@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
-from http.cookies import CookieError, SimpleCookie
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
-
-from hybrid_rlhf.core.loopback import is_loopback
 
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Callable, Callable], Awaitable[None]]
@@ -25,7 +22,8 @@ class Access:
     """
 
     def __init__(self, app: App, token: str, port: int) -> None:
-        self._app, self._token, self._port, self._cookie = app, token, port, f"studio_{port}"
+        self._app, self._token, self._cookie = app, token, f"studio_{port}"
+        self._hosts = {f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")}
 
     async def __call__(self, scope: Scope, receive: Callable, send: Callable) -> None:
         if scope["type"] == "http":
@@ -39,10 +37,10 @@ class Access:
 
     def _refusal(self, scope: Scope) -> JSONResponse | None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        if [name for name, _ in scope["headers"]].count(b"host") != 1 or not self._is_own(f"//{headers['host']}"):
+        if [name for name, _ in scope["headers"]].count(b"host") != 1 or headers["host"].lower() not in self._hosts:
             return _no(403, "this studio answers at 127.0.0.1 only")
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
-        if origin is not None and not (origin.startswith("http://") and self._is_own(origin)):
+        if origin is not None and origin.lower() not in {f"http://{host}" for host in self._hosts}:
             return _no(403, "another page may not use the studio")
         if site not in ("same-origin", "none") and not (scope["method"] == "GET" and scope["path"] == "/"):
             return _no(403, "another page may not use the studio")
@@ -56,11 +54,9 @@ class Access:
             answer = RedirectResponse("/", 303, {"referrer-policy": "no-referrer", "cache-control": "no-store"})
             answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
             return answer
-        try:
-            found = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1")).get(self._cookie)
-        except CookieError:
-            found = None
-        if found is not None and self._is_token(found.value):
+        cookies = headers.get(b"cookie", b"").decode("latin-1").split(";")  # other programs on 127.0.0.1 set odd ones
+        if any(self._is_token(value.strip()) for name, _, value in (each.partition("=") for each in cookies)
+               if name.strip() == self._cookie):
             return None
         text = "open the studio by the address that it printed, with its token (after a restart it is a new one)"
         if scope["path"] == "/":
@@ -69,14 +65,6 @@ class Access:
 
     def _is_token(self, text: str) -> bool:
         return hmac.compare_digest(text.encode(), self._token.encode())
-
-    def _is_own(self, url: str) -> bool:
-        try:
-            parts = urlsplit(url)
-            return is_loopback(parts.hostname or "") and (parts.port or 80) == self._port and not (
-                parts.path or parts.query or parts.username)
-        except ValueError:
-            return False
 
 
 def _no(status: int, text: str) -> JSONResponse:

@@ -24,9 +24,10 @@ from hybrid_rlhf.core.own_files import fresh_path, is_unfinished
 from hybrid_rlhf.core.text_safety import shortened
 from hybrid_rlhf.inference.server.serve import KEY_VARIABLE
 from hybrid_rlhf.studio import file_lock
+from hybrid_rlhf.studio.named_code import module_code
 from hybrid_rlhf.studio.talk_models import Talkable, newest_step
 
-COMMAND = (sys.executable, "-m", "hybrid_rlhf.studio.tied_process")
+COMMAND = (sys.executable, "-c", module_code("hybrid_rlhf.studio.tied_process", "main"))
 LIMITS = ("--max_batch", "8", "--max_queue", "16")  # one person's questions
 STOP_SECONDS, TRIES = 5.0, 3
 _SERVING = re.compile(r"serving .* at http://127\.0\.0\.1:(\d+)")

@@ -12,6 +12,7 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -97,7 +98,7 @@ class Table:
     def add(self, row: dict) -> None:
         """A row with an int as "step"."""
         self.last = row["step"]
-        self._waiting.append(row)
+        self._waiting.append({name: _light(value) for name, value in islice(row.items(), MAX_NAMES + 1)})
         if len(self._waiting) == self.width:
             self._close()
 
@@ -158,6 +159,11 @@ class Table:
         if any(row.keys() != names for row in rows):
             names = dict.fromkeys(name for row in rows for name in row).keys()
         return [name for name in names if name != "step"]
+
+
+def _light(value: object) -> object:
+    """What waits for its bucket is small, whatever a file holds."""
+    return value if value is None or isinstance(value, (int, float)) else ""
 
 
 def _bucket(rows: list[dict], name: str) -> Bucket:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import yaml
+
 from hybrid_rlhf.studio import file_lock
 from hybrid_rlhf.studio.exports import export_words
 from hybrid_rlhf.studio.job_files import MAKES_RUNS, OUTPUT, SETTINGS, Job, read_output
@@ -18,6 +20,7 @@ from hybrid_rlhf.studio.job_settings import (
     settings_text,
 )
 from hybrid_rlhf.studio.jobs import Jobs
+from hybrid_rlhf.studio.named_code import named_code
 from hybrid_rlhf.studio.studio import Refused, Route, Studio
 from hybrid_rlhf.studio.studio_files import read_json
 from hybrid_rlhf.training.registry import STAGES
@@ -39,7 +42,7 @@ def routes(studio: Studio, jobs: Jobs) -> list[Route]:
             Route("GET", "/api/job", lambda query, _body: _output(jobs, query)),
             Route("POST", "/api/job/stop", lambda _query, body: jobs.stop(body.get("id"))),
             Route("POST", "/api/run/stop", lambda _query, body: _stop_run(studio, jobs, body.get("id"))),
-            Route("POST", "/api/run/resume", lambda _query, body: _resume(studio, jobs, body.get("id")))]
+            Route("POST", "/api/run/resume", lambda _query, body: _resume(studio, jobs, body))]
 
 
 def _train(studio: Studio, jobs: Jobs, body: dict) -> dict:
@@ -61,6 +64,8 @@ def _check_signal(studio: Studio, jobs: Jobs, body: dict) -> dict:
 def _evaluate(studio: Studio, jobs: Jobs, body: dict) -> dict:
     runs = body.get("runs")
     settings = evaluation(studio, runs, body.get("settings", {}))
+    if not all(map(jobs.is_own, runs)):
+        _check_confirmed(body, {k: v for k, v in settings.items() if k not in body.get("settings", {})})
     waiting = {job.facts["run"] for job in jobs.all()}
     run = body.get("run") or free_name(studio, "evaluate", waiting)
     folder = new_folder(studio, run)
@@ -77,9 +82,17 @@ def _export(studio: Studio, jobs: Jobs, body: dict) -> dict:
     return jobs.add("export", f"export of {run}", words, run=run, name=name)
 
 
-def _resume(studio: Studio, jobs: Jobs, run: object) -> dict:
+def _check_confirmed(body: dict, settings: object) -> None:
+    """Settings that came with a run's folder, which may be somebody else's: what they name is said before it runs."""
+    if (named := named_code(settings)) and body.get("is_confirmed") is not True:
+        raise Refused(409, f"these settings came with the run, and name {', '.join(named)[:500]}; go on only if you "
+                           "know who wrote them", "is_confirmed")
+
+
+def _resume(studio: Studio, jobs: Jobs, body: dict) -> dict:
     """The run's own settings and folder; what is relative in them counts from where it was started, where that is
     known."""
+    run = body.get("id")
     folder = studio.folder(run)
     assert isinstance(run, str)
     with jobs.alone():
@@ -92,10 +105,19 @@ def _resume(studio: Studio, jobs: Jobs, run: object) -> dict:
         stage, settings = own_settings(folder)
         if stage not in STAGES:
             raise Refused(409, f"{run} is of the stage {stage[:50]!r}, which this release has not")
+        if not jobs.is_own(run):
+            _check_confirmed(body, _loaded(settings))
         kind = "evaluate" if stage == "evaluate" else "train"
         return jobs.add(kind, f"{stage}: {run}, resumed",
                         [stage, "--config", SETTINGS, "--output_dir", str(folder), "--resume", "auto"],
                         stage=stage, run=run, settings=settings, folder=jobs.folder_of(run))
+
+
+def _loaded(settings: str) -> object:
+    try:
+        return yaml.safe_load(settings)
+    except (yaml.YAMLError, RecursionError, ValueError):
+        raise Refused(409, "the settings of this run cannot be read; start it again as a new run") from None
 
 
 def _is_ending(job: Job, folder: Path) -> bool:

@@ -46,10 +46,11 @@ from hybrid_rlhf.studio.job_files import (
     read_facts,
     read_job,
 )
+from hybrid_rlhf.studio.named_code import module_code
 from hybrid_rlhf.studio.studio import Refused, Studio
 from hybrid_rlhf.studio.studio_files import own_folder, read_bytes, read_json, refused
 
-LAUNCHER = (sys.executable, "-m", "hybrid_rlhf")
+LAUNCHER = (sys.executable, "-c", module_code("hybrid_rlhf.__main__", "launch"))
 SHOWN = 100  # of the newest jobs
 LOOK_SECONDS, AGAIN_SECONDS = 0.3, 5.0
 DOUBLE_CLICK_SECONDS, GRACE_SECONDS = 2.0, 10.0
@@ -133,9 +134,16 @@ class Jobs:
 
     def folder_of(self, run: str) -> str | None:
         """Where the job that made this run was started, if one of ours did and the folder is still there."""
-        found = next((job.facts["folder"] for job in self.all()
-                      if job.facts["run"] == run and job.facts["kind"] in MAKES_RUNS), None)
+        found = next((job.facts["folder"] for job in self._own(run)), None)
         return found if found and os.path.isdir(found) else None
+
+    def is_own(self, run: str) -> bool:
+        """Whether this user's studio has made this run: what its settings name, he has named."""
+        return any(True for _ in self._own(run))
+
+    def _own(self, run: str) -> Iterator[Job]:
+        return (job for job in self.all() if job.facts["run"] == run and job.facts["kind"] in MAKES_RUNS
+                and self._is_trusted(job))
 
     def _job(self, name: str) -> Job | None:
         if name in self._ended:

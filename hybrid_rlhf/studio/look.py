@@ -63,7 +63,9 @@ class _Child:
 
     def kill(self, why: str, culprit: _Asked | None = None) -> None:
         self.why, self.culprit = why, culprit
-        with suppress(ProcessLookupError):
+        if self.has_ended:  # its number may be another's by now
+            return
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
 

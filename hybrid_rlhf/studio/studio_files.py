@@ -22,6 +22,9 @@ def own_folder(studio: Studio, name: str) -> Path:
             folder.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise refused(error, str(folder)) from error
+        if hasattr(os, "getuid") and folder.lstat().st_uid not in (os.getuid(), 0):
+            raise Refused(409, f"{folder} belongs to another user, who could change what is started; give --outputs a "
+                               "folder of your own")
         if folder.is_symlink():
             raise Refused(409, f"{folder} is a link, and leads to files that are not the studio's; remove it")
     return studio.home / name

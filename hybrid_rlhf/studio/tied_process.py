@@ -32,6 +32,10 @@ def _end_with_the_studio() -> None:
     os._exit(1)
 
 
-if __name__ == "__main__":
+def main() -> int:
     threading.Thread(target=_end_with_the_studio, daemon=True).start()
-    sys.exit(launch())
+    return launch()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

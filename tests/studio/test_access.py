@@ -56,7 +56,8 @@ def test_a_wrong_token_opens_nothing(client, token):
 @pytest.mark.parametrize("headers", [
     {"host": "evil.example"}, {"host": f"evil.example:{PORT}"}, {"host": "127.0.0.1"}, {"host": "127.0.0.1:1"},
     {"host": f"127.0.0.1:{PORT}@evil.example"}, {"host": f"127.0.0.1.evil.example:{PORT}"}, {"host": ""},
-    {"host": f"127.0.0.1:{PORT}/x"}, {"host": "[::1"}, {"host": "127.0.0.1:x"},
+    {"host": f"127.0.0.1:{PORT}/x"}, {"host": f"[::1].evil.example:{PORT}"}, {"origin": f"127.0.0.1:{PORT}"},
+    {"origin": f"http://127.0.0.2:{PORT}"}, {"host": "[::1"}, {"host": "127.0.0.1:x"},
     {"origin": "http://evil.example"}, {"origin": "null"}, {"origin": f"https://127.0.0.1:{PORT}"},
     {"origin": "http://127.0.0.1:1"}, {"sec-fetch-site": "cross-site"}, {"sec-fetch-site": "same-site"}])
 @pytest.mark.parametrize("method", ["GET", "POST"])
@@ -70,6 +71,11 @@ def test_names_of_this_machine_are_let_in(inside, host):
     headers = {"host": host, "origin": f"http://{host}", "sec-fetch-site": "same-origin",
                "cookie": f"studio_{PORT}={TOKEN}"}
     assert inside.get("/api/echo", params={"a": "b"}, headers=headers).json() == {"a": "b"}
+
+
+def test_odd_cookies_of_other_programs_do_not_hide_the_studio_s(inside):
+    for other in ("k[1]=2", 'x={"a": 1}', "=", "a"):
+        assert inside.get("/api/echo", headers={"cookie": f"{other}; studio_{PORT}={TOKEN}"}).status_code == 200
 
 
 def test_a_link_from_elsewhere_may_open_the_page_alone(inside):

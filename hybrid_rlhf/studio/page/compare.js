@@ -7,7 +7,7 @@ import {address, breakable, count, headline} from "./format.js";
 import {put} from "./in_place.js";
 import {paced} from "./paced.js";
 import {sideBySide} from "./samples.js";
-import {get, on, post} from "./server.js";
+import {get, on, postConfirmed} from "./server.js";
 
 const MOST = 8; // runs: as many as there are colours
 
@@ -74,7 +74,7 @@ function chooser(view) {
   }}, "Add");
   const evaluate = make("button.primary", {type: "button", onclick: async () => {
     try {
-      const job = await post("jobs", {kind: "evaluate", runs: view.ids, settings: {}});
+      const job = await postConfirmed("jobs", {kind: "evaluate", runs: view.ids, settings: {}});
       put(view.fault, "");
       put(view.told, `In the queue: ${job.title || job.id}. Its result will be a run of its own.`);
     } catch (fault) {

@@ -9,7 +9,7 @@ import {paced} from "./paced.js";
 import {makeDetails} from "./run_details.js";
 import {jobWords} from "./queue.js";
 import {makeSamples} from "./samples.js";
-import {get, on, post} from "./server.js";
+import {get, on, post, postConfirmed} from "./server.js";
 
 const SECONDS = "time/step"; // the metric by which the time left is reckoned
 const NO_CHAT = ["reward", "evaluate"];
@@ -131,7 +131,7 @@ function buildButtons(view) {
 
 async function act(view, path, done) {
   try {
-    await post(path, {id: view.id});
+    await postConfirmed(path, {id: view.id});
     if (path === "run/stop") view.hasAskedToStop = true;
     put(view.fault, "");
     put(view.told, done);

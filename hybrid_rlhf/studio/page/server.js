@@ -10,6 +10,16 @@ export async function post(path, body = {}) {
     method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify(body)}));
 }
 
+// A request that is refused until a person has confirmed it, with the reason as the question.
+export async function postConfirmed(path, body) {
+  try {
+    return await post(path, body);
+  } catch (fault) {
+    if (fault.option !== "is_confirmed" || !confirm(fault.message)) throw fault;
+    return post(path, {...body, is_confirmed: true});
+  }
+}
+
 export async function upload(file) {
   return answered(fetch(`api/upload?${new URLSearchParams({name: file.name})}`, {
     method: "POST", headers: {"Content-Type": "application/octet-stream"}, body: file}));
