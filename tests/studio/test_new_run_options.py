@@ -110,6 +110,13 @@ def test_a_refusal_stands_beside_its_option_and_the_focus_goes_there(page, stub)
         said = page.find(entry("train.warmup_ratio", ".fault"))
         assert said.is_displayed() and "between 0 and 1" in said.text
         assert page.find(entry("train.warmup_ratio")).get_attribute("aria-invalid") == "true"
+    page.fill("#option-search", "warmup")  # what is found already stays found; what a search hides is shown again
+    page.click("#start")
+    page.until(lambda: page.is_focused(entry("train.warmup_ratio")))
+    assert page.find("#option-search").get_attribute("value") == "warmup"
+    page.fill("#option-search", "preset")
+    page.click("#start")
+    page.until(lambda: page.is_focused(entry("train.warmup_ratio")))
     stub.refusal = {"option": None, "text": "two things do not go together"}
     page.set("model.lora.r", "9")
     page.until(lambda: "do not go together" in page.find("#settings-fault").text)

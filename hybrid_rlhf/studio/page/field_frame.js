@@ -54,7 +54,7 @@ const isOpen = ({node, control}) => node.isConnected && !control.disabled && !no
 
 // Show what is wrong beside its option, and go there. False where no field stands for it.
 export function goTo(draft, option, text = null) {
-  draft.emit("reveal"); // a search may hide it
+  if (fieldOf(draft, option, text ?? "")?.option !== option) draft.emit("reveal"); // a search may hide it
   const field = fieldOf(draft, option, text ?? "");
   if (!field) return false;
   if (text) field.say(text);

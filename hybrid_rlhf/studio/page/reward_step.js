@@ -74,7 +74,7 @@ function settingsField(draft, name) {
   if (BY_COLUMN.includes(name)) {
     const input = textInput({value: settingsOf(value)?.column ?? "", list: "data-columns", placeholder: "answer",
       set: (text) => write(text.trim() ? JSON.stringify({column: text.trim()}) : "")});
-    return frame(draft, option, "Column with the right answer", input).node;
+    return frame(draft, option, "Column with the right answer", input, {after: [columnNote(draft, input)]}).node;
   }
   const set = (text) => {
     if (settingsOf(text)) draft.unread.delete(option);
@@ -85,6 +85,20 @@ function settingsField(draft, name) {
   const field = frame(draft, option, "Its settings, as JSON",
     textInput({value, set, placeholder: EXAMPLES[name] ?? "{}"}));
   return field.node;
+}
+
+// Whether the data have the column; known before a run fails for it.
+function columnNote(draft, input) {
+  const note = make("p.notice", {hidden: true, role: "status"});
+  const show = () => {
+    const wanted = input.value.trim() || input.placeholder;
+    const there = draft.looks.data?.columns ?? [];
+    note.hidden = !there.length || there.includes(wanted);
+    note.textContent = `The data have no column ${wanted}; they have ${there.join(", ")}.`;
+  };
+  draft.onStage(["look", "state"], show);
+  show();
+  return note;
 }
 
 function columnList(draft) {
