@@ -46,7 +46,7 @@ def test_their_rows_are_held_out_and_those_of_the_sources_all_trained_on(places,
 
 
 def test_a_share_of_the_sources_is_held_out_beside_them(places, tmp_path):
-    train, held_out, _ = built(places, tmp_path, eval_fraction=0.3)
+    train, held_out, _ = built(places, tmp_path, eval_fraction=0.8)
     assert sum("blue" in text for text in held_out) == 3 and len(train) + len(held_out) == 23 and len(held_out) > 3
 
 
