@@ -111,6 +111,8 @@ def _usual(folders: Sequence[Path], given: Mapping[str, object]) -> dict:
     config, found = record.get("config"), {}
     if not any(name.startswith(("data.", "evaluate.labels")) for name in given):
         found |= {name: value for name in _ASKED if (value := _value(config, name)) is not None}
+        shares = [_value(each, "config.data.eval_fraction") for each in records]
+        found |= {} if config is None else _held_out(config, shares)
     if not any(name.partition(".")[0] in (*_SCORED, "roles") for name in given):
         model = _value(config, _MODEL) or _value(record, "facts.reward_model")
         found |= {name: value for name in _SCORED if isinstance(value := _value(config, name), dict)}
@@ -120,6 +122,17 @@ def _usual(folders: Sequence[Path], given: Mapping[str, object]) -> dict:
     if isinstance(most := sampling.get("max_new_tokens"), int) and not any("sampling" in name for name in given):
         found["evaluate.sampling.max_new_tokens"] = most
     return found
+
+
+def _held_out(config: object, fractions: list) -> dict:
+    """The rows that no run was trained on: those of data.eval_sources, or of the smallest share that a run held out;
+    where one held out none, all rows, which the evaluation then says."""
+    if isinstance(sources := _value(config, "data.eval_sources"), list) and sources:
+        return {"data.sources": sources, "evaluate.rows": "all"}
+    least = min((each for each in fractions if isinstance(each, (int, float))), default=None)
+    if least is None:
+        return {}
+    return {"data.eval_fraction": least} if least > 0 else {"evaluate.rows": "all"}
 
 
 def _value(config: object, option: str) -> object:

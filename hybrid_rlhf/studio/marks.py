@@ -103,8 +103,14 @@ def _pair(prompt: list[dict], body: dict) -> tuple[dict, Callable[[dict], bool]]
     if body.get("how") not in _HOW:
         raise Refused(400, f"how is {' or '.join(_HOW)}", "how")
     row = {"prompt": prompt, "chosen": chosen, "rejected": rejected, "how": body["how"]}
-    return row, lambda old: old.get("prompt") == prompt and (
-        [old.get("chosen"), old.get("rejected")] in ([chosen, rejected], [rejected, chosen]))
+
+    def is_same(old: dict) -> bool:
+        """The same two answers; and better words for the same answer, which were better before."""
+        is_edit = body["how"] == old.get("how") == "edited" and old.get("rejected") == rejected
+        return old.get("prompt") == prompt and (is_edit or [old.get("chosen"), old.get("rejected")] in (
+            [chosen, rejected], [rejected, chosen]))
+
+    return row, is_same
 
 
 def _thumb(prompt: list[dict], body: dict) -> tuple[dict, Callable[[dict], bool]]:

@@ -118,9 +118,22 @@ def test_an_evaluation_takes_what_it_is_not_given_from_the_first_run_with_reward
     assert found == {
         "evaluate.models": [f"sft={tmp_path}/sft", f"demo/ppo={tmp_path}/demo/ppo"],
         "data.sources": config["data"]["sources"], "reward": config["reward"], "environment": config["environment"],
+        "data.eval_fraction": config["data"]["eval_fraction"],
         "roles.reward.model_name_or_path": "reward", "evaluate.sampling.max_new_tokens": 33}
     given = {"data.sources": "mine", "reward.functions": "builtin:format", "evaluate.sampling.max_new_tokens": 5}
     assert evaluation(studio, ["sft", "demo/ppo"], given) == {"evaluate.models": found["evaluate.models"], **given}
+
+
+@pytest.mark.parametrize("shares, own, expected", [
+    ((0.05, 0.02), [], {"data.eval_fraction": 0.02}),  # what both held out
+    ((0.05, 0.0), [], {"evaluate.rows": "all"}),  # nothing is held out of all, and nothing is called so
+    ((0.0, 0.05), [{"path": "eval.jsonl"}], {"data.sources": [{"path": "eval.jsonl"}], "evaluate.rows": "all"})])
+def test_an_evaluation_asks_what_no_run_was_trained_on(tmp_path, shares, own, expected):
+    for name, share in zip(("a", "b"), shares, strict=True):
+        make_run(tmp_path, name, "ppo", settings={"data.eval_fraction": share, "data.eval_sources": own})
+    found = evaluation(Studio(tmp_path), ["a", "b"], {})
+    assert {name: found.get(name) for name in expected} == expected
+    assert ("data.eval_fraction" in found) == ("data.eval_fraction" in expected)
 
 
 def test_an_evaluation_of_runs_without_rewards_is_left_to_the_launcher(tmp_path):

@@ -110,6 +110,14 @@ def test_a_mark_that_contradicts_one_takes_its_place(studio):
     assert [r["prompt"] for r in rows(found["thumbs_path"])] == [TALK]
 
 
+def test_better_words_for_an_answer_take_the_place_of_those_before(studio):
+    pair(studio, "first try", "said", how="edited")
+    pair(studio, "second try", "said", how="edited")
+    counts = pair(studio, "another answer", "said")  # compared: two answers of models stay a pair of their own
+    rows = [json.loads(line) for line in Path(counts["pairs_path"]).read_text().splitlines()]
+    assert [row["chosen"][0]["content"] for row in rows] == ["second try", "another answer"]
+
+
 def test_lines_that_others_wrote_stay_and_a_torn_one_goes(studio):
     path = pair(studio)["pairs_path"]
     with open(path, "ab") as file:
@@ -125,7 +133,7 @@ def test_many_at_once_lose_none(studio):
     def work(number):
         for i in range(5):
             thumb(studio, f"{number} {i}")
-            pair(studio, f"{number}", f"{i}", how="edited")
+            pair(studio, f"{number}", f"{number} {i}", how="edited")
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(10, 18)]
     for each in threads:

@@ -117,7 +117,7 @@ def test_what_keeps_it_from_opening_is_shown(page, studio):
     shoot(page, "talk_failed")
 
 
-def test_a_link_opens_the_model_that_it_names_where_none_is_open(browser, studio, script):
+def test_a_link_opens_the_model_that_it_names_and_the_same_link_again_nothing(browser, studio, script):
     browser.get(studio.url)
     browser.get(f"{studio.base}/#/talk?model=demo%2Fppo")
     until(browser, lambda: find(browser, "#talk-state").text == "Open: demo/ppo.")
@@ -125,7 +125,11 @@ def test_a_link_opens_the_model_that_it_names_where_none_is_open(browser, studio
     browser.get("about:blank")
     browser.get(f"{studio.base}/#/talk?model=demo%2Fsft")
     until(browser, lambda: find(browser, "#talk-model-1").get_attribute("value") == "demo/sft")
-    assert find(browser, "#talk-state").text == "Open: demo/ppo."  # what is open is not closed by a link
+    until(browser, lambda: find(browser, "#talk-state").text == "Open: demo/sft.")  # who comes from a run talks to it
+    browser.get("about:blank")
+    browser.get(f"{studio.base}/#/talk?model=demo%2Fsft")
+    until(browser, lambda: find(browser, "#talk-model-1").get_attribute("value") == "demo/sft")
+    assert find(browser, "#talk-state").text == "Open: demo/sft."
 
 
 # -- talking ---------------------------------------------------------------------------------------------------------

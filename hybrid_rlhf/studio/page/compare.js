@@ -134,5 +134,8 @@ function settingsNodes(view, differ) {
 function promptNodes(view, prompts) {
   if (!prompts.length) return [];
   return [make("h2", {}, "The same prompts"), ...prompts.map(({prompt, answers}) =>
-    sideBySide(prompt, answers.map((sample, i) => ({title: view.labels[i], sample}))))];
+    sideBySide(prompt, answers.map((sample, i) => ({title: titleOf(view.labels[i], sample), sample}))))];
 }
+
+// A running run's answers are of an earlier step than a finished one's.
+const titleOf = (label, sample) => Number.isFinite(sample?.step) ? `${label}, step ${sample.step}` : label;

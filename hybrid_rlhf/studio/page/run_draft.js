@@ -48,6 +48,8 @@ export class Draft {
   }
 
   update(patch) {
+    // what a card or a start makes of the options is asked anew; until then whatever is chosen is one's own choice
+    if (["card", "isNew", "isSplit"].some((name) => name in patch && patch[name] !== this.state[name])) this.bases.clear();
     Object.assign(this.state, patch);
     this.keep();
     this.emit("state");

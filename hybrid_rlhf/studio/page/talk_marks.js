@@ -72,9 +72,10 @@ function thumbs(answer, marks) {
     const button = make("button", {type: "button", "aria-pressed": String(answer.thumb === isGood)}, text);
     button.addEventListener("click", async () => {
       const label = button.getAttribute("aria-pressed") === "true" ? null : isGood;
-      const mark = {kind: "thumb", prompt: answer.asked, completion: answer.text, is_good: label};
+      const file = typeof answer.thumb === "boolean" ? answer.thumbFile : name; // where it stands, whatever is named since
+      const mark = {name: file, kind: "thumb", prompt: answer.asked, completion: answer.text, is_good: label};
       if (!await keep(mark, marks)) return;
-      answer.thumb = label;
+      Object.assign(answer, {thumb: label, thumbFile: file});
       for (const [i, each] of buttons.entries()) each.setAttribute("aria-pressed", String(label === (i === 0)));
       marks.tell(label === null ? "Taken back." : `Marked ${isGood ? "good" : "bad"}.`);
     });
