@@ -68,6 +68,8 @@ class Talk:
         """For the page. doing: what goes on while it starts; notes: what the server has to say; has_card: whether
         there may be one to leave alone."""
         process = self._process
+        if process is not None and process.state == "closed":  # it may take a while to end
+            process = None
         names = process.choice.names() if process else {}
         return {"state": process.state if process else "closed", "error": process.error if process else "",
                 "models": [{"name": name, "id": each.id, "step": each.step} for name, each in names.items()],

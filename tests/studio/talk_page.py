@@ -25,7 +25,7 @@ def open_models(page, *models: str, reward: str | None = None) -> None:
     if reward:
         choose(page, "#talk-reward", reward)
     find(page, "#talk-open").click()
-    until(page, lambda: find(page, "#talk-state").text.startswith("Open: " + models[0]))
+    until(page, lambda: find(page, "#talk-state").text.startswith("Open: " + models[0]), 60)
 
 
 def say(page, text: str) -> None:
@@ -33,7 +33,7 @@ def say(page, text: str) -> None:
     until(page, lambda: find(page, "#send").is_enabled())
     find(page, "#message").send_keys(text + "\n")
     until(page, lambda: len(texts(page, ".turn")) == count + 1)
-    until(page, lambda: find(page, "#talk-told").text == "Answered.")
+    until(page, lambda: find(page, "#talk-told").text == "Answered.", 60)
 
 
 def press(page, text: str, number: int = 0) -> None:

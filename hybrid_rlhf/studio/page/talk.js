@@ -26,6 +26,7 @@ export async function show(root, rest, query) {
   const marks = tally(() => state.models[0]?.id ?? null, tell);
   root.append(make("h1", {}, "Talk"), models.node, view.chat);
   view.chat.append(marks.node);
+  take(state);
   for (const turn of turns) place(turn);
 
   function tell(text, isFault = false) {
