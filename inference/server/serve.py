@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
@@ -116,8 +117,10 @@ def run(argv: list[str] | None) -> int:
     models = [open_model(named, options) for named in found]
     if scorer:
         scorer.open()
-    worker = Worker([m.lane for m in models])
+    worker, began = Worker([m.lane for m in models]), time.perf_counter()
     worker.start()
+    worker.draw_first()
+    took = time.perf_counter() - began
     limits = Limits(options.max_queue, options.max_new_tokens, options.max_prompt_tokens, options.max_body_bytes,
                     options.request_timeout)
     app = make_app(models, worker, limits, scorer=scorer, api_key=options.api_key, is_local=is_loopback(options.host))
@@ -128,6 +131,9 @@ def run(argv: list[str] | None) -> int:
     host = f"[{options.host}]" if ":" in options.host else options.host
     print(f"serving {', '.join([m.name for m in models] + ['/score'] * bool(scorer))} at "
           f"http://{host}:{taken.getsockname()[1]}", file=sys.stderr, flush=True)
+    if models:
+        print(f"each model was tried, and its cache for {options.max_batch} answers at once made, in {took:.1f} s: the "
+              "first request waits for neither", file=sys.stderr, flush=True)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn ends well, then sends itself the signal once more
         signal.signal(number, lambda *_: None)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # the terminal is gone; under nohup it may

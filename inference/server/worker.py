@@ -12,10 +12,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine.decode.request import Request
+from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.decode.serving import Serving
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.inference.sequence_scores import ScoredToken, SequenceScorer
@@ -82,6 +84,13 @@ class Worker:
         """Enter inference mode; returns when requests can be taken, or raises what kept it from that."""
         self._thread.start()
         self._ready.result()
+
+    def draw_first(self) -> None:
+        """Two tokens of each model for nobody, before any request. The cache of all slots takes its memory with the
+        first ones and kernels compile, which takes seconds: no request is to wait for that, and where memory is short
+        it is said at the start."""
+        for lane in self.lanes:
+            self.call(partial(_draw, lane, min(2, lane.capacity - 1))).result()
 
     def begin_stop(self) -> None:
         """Let the thread end after the step under way; whoever still waits, or comes later, is told so."""
@@ -260,6 +269,14 @@ class Worker:
         jobs, lane.jobs = lane.jobs, []
         for job in jobs:
             _deliver(job.loop, [(job.events, error)])
+
+
+def _draw(lane: ModelQueue, limit: int) -> None:
+    if limit:
+        begin = min(lane.serving.stops, default=0)
+        lane.serving.submit(Request(0, [begin], limit, sampling=SamplingConfig(max_new_tokens=limit)))
+        for _ in range(limit + 1):  # a step draws one token or more; the last one finds nothing to do
+            lane.serving.step()
 
 
 def _deliver(loop: asyncio.AbstractEventLoop, events: list[tuple[asyncio.Queue, Event]]) -> None:

@@ -18,6 +18,7 @@ import pytest
 import uvicorn
 
 from hybrid_rlhf.data import chat as encoding
+from hybrid_rlhf.engine.decode.kv_cache import KeyValueRows
 from hybrid_rlhf.engine.decode.request import Request
 from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server import guard, replies, worker
@@ -47,6 +48,18 @@ ENDLESS = dict(min_tokens=5000, max_tokens=5000)
 def endless(tmp_path_factory):
     """A model with room for long answers."""
     return save_tiny(tmp_path_factory.mktemp("endless"), max_position_embeddings=8192)
+
+
+def test_the_first_request_finds_the_cache_made(endless, monkeypatch):
+    """Its zeros are written when the first token comes, which takes seconds where there are gigabytes of them."""
+    made, allocate = [], KeyValueRows.allocate
+    monkeypatch.setattr(KeyValueRows, "allocate", lambda rows, *new: (allocate(rows, *new), made.append(rows)))
+    with running({"a": endless}, num_slots=3, capacity=64) as found:
+        found.worker.draw_first()
+        layers = [rows for rows in made if rows.keys.shape[0] == 3 and rows.keys.shape[2] >= 64]
+        assert len(layers) >= 2  # all slots, of both layers
+        before = len(made)
+        assert chat(found.url, max_tokens=3).status_code == 200 and len(made) == before
 
 
 def test_a_full_queue_is_429_and_a_client_that_leaves_frees_its_place(endless):
@@ -312,6 +325,7 @@ def test_two_signals_end_a_server_in_order(endless, signals):
         else:
             server.send_signal(number)
     said = server.communicate(timeout=60)[1]
+    assert re.match(r"each model was tried, and its cache for 16 answers at once made, in \d+\.\d s: the first", said)
     assert (server.returncode, "Traceback" in said, b"[DONE]" in _rest(stream)) == (0, False, False)
     idle.close()
 
