@@ -91,7 +91,7 @@ def test_the_signal_check_is_followed_to_its_verdict_and_over_a_reload(page, stu
     page.until(lambda: "<b>nothing</b> to learn" in texts(page.browser, ".checks .verdict"))
     stub.change("job1", state="done")
     page.until(lambda: "The check: done" in page.find(".checks").text)
-    assert page.find("#start").text == "Start training"
+    page.until(lambda: page.find("#start").text == "Start training")
 
 
 def test_a_job_that_runs_makes_it_a_queue(page, stub):
