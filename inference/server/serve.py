@@ -23,6 +23,8 @@ from hybrid_rlhf.inference.named_models import NamedModel, named_models
 
 if TYPE_CHECKING:
     from hybrid_rlhf.inference.server.app import Served
+    from hybrid_rlhf.inference.server.guard import PatientServer
+    from hybrid_rlhf.inference.server.worker import Worker
 
 KEY_VARIABLE = "HYBRID_RLHF_API_KEY"
 
@@ -117,10 +119,8 @@ def run(argv: list[str] | None) -> int:
     models = [open_model(named, options) for named in found]
     if scorer:
         scorer.open()
-    worker, began = Worker([m.lane for m in models]), time.perf_counter()
-    worker.start()
-    worker.draw_first()
-    took = time.perf_counter() - began
+    worker = Worker([m.lane for m in models])
+    took = _ready(worker)
     limits = Limits(options.max_queue, options.max_new_tokens, options.max_prompt_tokens, options.max_body_bytes,
                     options.request_timeout)
     app = make_app(models, worker, limits, scorer=scorer, api_key=options.api_key, is_local=is_loopback(options.host))
@@ -134,12 +134,24 @@ def run(argv: list[str] | None) -> int:
     if models:
         print(f"each model was tried, and its cache for {options.max_batch} answers at once made, in {took:.1f} s: the "
               "first request waits for neither", file=sys.stderr, flush=True)
+    _hear_signals(server)
+    server.run(sockets=[taken])
+    return 0
+
+
+def _ready(worker: Worker) -> float:
+    """Start it, and draw a first answer of each model; the seconds that this took."""
+    began = time.perf_counter()
+    worker.start()
+    worker.draw_first()
+    return time.perf_counter() - began
+
+
+def _hear_signals(server: PatientServer) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn ends well, then sends itself the signal once more
         signal.signal(number, lambda *_: None)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # the terminal is gone; under nohup it may
         signal.signal(signal.SIGHUP, server.handle_exit)
-    server.run(sockets=[taken])
-    return 0
 
 
 @lasting_streams()
