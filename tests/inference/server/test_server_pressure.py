@@ -317,6 +317,8 @@ def test_two_signals_end_a_server_in_order(endless, signals):
                                "--max_context", "6000", "--max_new_tokens", "5000", "--request_timeout", "3"],
                               cwd=ROOT, stderr=subprocess.PIPE, text=True)
     port = int(server.stderr.readline().rpartition(":")[2])
+    assert re.match(r"each model was tried, and its cache for 16 answers at once made, in \d+\.\d s: the first",
+                    server.stderr.readline())
     stream = _open_stream(port, **ENDLESS)
     idle = socket.create_connection(("127.0.0.1", port))
     for number in signals:
@@ -325,7 +327,6 @@ def test_two_signals_end_a_server_in_order(endless, signals):
         else:
             server.send_signal(number)
     said = server.communicate(timeout=60)[1]
-    assert re.match(r"each model was tried, and its cache for 16 answers at once made, in \d+\.\d s: the first", said)
     assert (server.returncode, "Traceback" in said, b"[DONE]" in _rest(stream)) == (0, False, False)
     idle.close()
 
