@@ -278,7 +278,7 @@ def test_a_kill_loses_no_answer_that_had_come(tmp_path, server) -> None:
     assert not (tmp_path / "out.jsonl").exists() and len(server.asked) >= 8
     asked, server.answers = len(server.asked), [(200, longer)]
     assert run(tmp_path, server) == 0
-    assert len(server.asked) == asked + 18  # the first prompt's six are known
+    assert len(server.asked) - asked in (24 - asked, 25 - asked)  # but the one that was under way, all are known
     assert len(pairs_of(tmp_path / "out.jsonl")) == 12
 
 

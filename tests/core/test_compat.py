@@ -87,7 +87,7 @@ def _foreign(tree: ast.Module) -> set[str]:
     """Private names that a file reads or writes on something else than itself, but for those that it gives."""
     names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
              and re.fullmatch(r"_[a-z]\w*", node.attr) and ast.unparse(node.value) not in ("self", "cls")}
-    return names - {"_replace"}  # of a NamedTuple
+    return names - {"_replace", "_asdict", "_fields"}  # public ones of a NamedTuple
 
 
 def test_nothing_else_reaches_into_private_parts() -> None:

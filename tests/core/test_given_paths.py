@@ -158,7 +158,7 @@ def test_the_stages_from_python_take_paths_at_home(home):
     assert trainer.config.model.model_name_or_path == f"{home}/m"
     assert (trainer.config.data.sources, trainer.config.data.cache_dir) == ([Source(f"{home}/a.jsonl")], f"{home}/c")
     rows = SFTTrainer("~/m", [{"prompt": "a", "completion": "b"}], settings={"output_dir": "~/out"})
-    rows._rows.write(rows.output_dir)
+    rows._rows["data.sources"].write(rows.output_dir)
     assert Path(rows.config.data.sources[0].path).is_file() and Path(rows.output_dir) == home / "out"
     assert rewards_of("~/f.py:g", str)[1] == {"reward.functions": ["~/f.py:g"]}  # written out where options are
 

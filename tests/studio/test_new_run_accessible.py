@@ -8,7 +8,7 @@ from tests.factories.browser import axe_faults, chromium, needs_axe, needs_brows
 from tests.factories.new_run_pages import entry, new_run_page
 from tests.factories.new_run_stub import Stub, run_row
 
-pytestmark = needs_browser
+pytestmark = [needs_browser, pytest.mark.slow]
 ALL_IMPACTS = ("minor", "moderate", "serious", "critical")
 
 

@@ -9,7 +9,7 @@ from tests.factories.browser import chromium, needs_browser, texts
 from tests.factories.new_run_pages import entry, new_run_page
 from tests.factories.new_run_stub import Stub, run_row
 
-pytestmark = needs_browser
+pytestmark = [needs_browser, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from tests.factories.studio_server import running_studio
 pytest.importorskip("hybrid_rlhf.studio.goals")
 pytest.importorskip("hybrid_rlhf.studio.jobs")
 pytest.importorskip("hybrid_rlhf.studio.uploads")
-pytestmark = needs_browser
+pytestmark = [needs_browser, pytest.mark.slow]
 SECONDS = 120  # a process that imports torch has to start
 
 

@@ -11,7 +11,7 @@ from tests.factories.browser import axe_faults, chromium, find, needs_axe, needs
 from tests.factories.studio_pages import MadeQueue, is_drawn, open_pages, press
 from tests.factories.studio_runs import append, make_run, samples
 
-pytestmark = needs_browser
+pytestmark = [needs_browser, pytest.mark.slow]
 
 MARKUP = "<img src=x onerror=document.title='broken'>"
 ALL_IMPACTS = ("minor", "moderate", "serious", "critical")

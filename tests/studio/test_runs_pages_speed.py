@@ -12,7 +12,7 @@ from tests.factories.browser import chromium, find, needs_browser, texts, until
 from tests.factories.studio_pages import MadeQueue, studio_with_queue
 from tests.factories.studio_runs import make_run
 
-pytestmark = needs_browser
+pytestmark = [needs_browser, pytest.mark.slow]
 
 MAX_SCRIPT, MAX_HEAP = 0.1, 200 * 2**20  # seconds of an update; bytes
 SLACK = 5  # times as long on a machine that does much else

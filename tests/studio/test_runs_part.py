@@ -146,7 +146,7 @@ from hybrid_rlhf.studio.studio_parts import open_parts
 
 studio = Studio(Path(sys.argv[1]).resolve())
 routes, closers = open_parts(studio)
-with TestClient(make_app(studio, routes, "t" * 32, 80, closers), base_url="http://127.0.0.1") as client:
+with TestClient(make_app(studio, routes, "t" * 32, 8090, closers), base_url="http://127.0.0.1:8090") as client:
     client.get("/", params={"token": "t" * 32})
     step = None
     for path in ("/api/runs", "/api/run?id=long", "/api/history?id=long&names=reward,loss", "/api/samples?id=long",

@@ -9,6 +9,7 @@ const MOST = 3;
 export function chooser(told, wanted) {
   const view = build();
   let state = null;
+  let turn = 0;
   let since = 0; // when the present opening began, as this page saw it
 
   async function load() {
@@ -25,8 +26,10 @@ export function chooser(told, wanted) {
     if (wanted.length && !isThere) await open(); // who comes from a run's page talks to that run
   }
 
+  // The newest question's answer counts: an older one may come later, and would say "opening" of what is open.
   async function update() {
-    take(await get("talk"));
+    const mine = ++turn, found = await get("talk");
+    if (mine === turn) take(found);
   }
 
   function take(found) {
@@ -63,7 +66,8 @@ export function chooser(told, wanted) {
 
   async function act(call) {
     try {
-      take(await call());
+      await call();
+      await update();
     } catch (fault) {
       view.state.textContent = fault.message;
       view.state.classList.add("fault");
