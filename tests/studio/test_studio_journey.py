@@ -85,7 +85,6 @@ def test_from_a_dropped_file_to_a_model_to_take_away(opened, tmp_path):
     assert "long" in find(browser, ".family").text
     go(browser, studio, "#/compare/long,short")
     until(browser, lambda: "train.max_steps" in find(browser, "#page").text)
-    until(browser, lambda: len(browser.find_elements("css selector", "[data-metric='loss'] .curve")) == 2)
 
     go(browser, studio, "#/talk?model=short")
     until(browser, lambda: find(browser, "#message").is_displayed(), 120)
