@@ -9,7 +9,7 @@ from hybrid_rlhf.cli import main
 from hybrid_rlhf.rewards import checked_scores
 from hybrid_rlhf.trainers.flow import FlowTrainer
 from hybrid_rlhf.training import on_policy, registry
-from hybrid_rlhf.training.step3_ppo import Config, preview  # noqa: F401 - a stage is Config, preview and run
+from hybrid_rlhf.training.step3_ppo import Config, previews  # noqa: F401 - a stage is Config, previews and run
 
 
 def step(roles, source, prompts, sampling, seed):  # noqa: ANN001, ANN201
