@@ -25,6 +25,22 @@ def learned(tmp_path_factory) -> Path:
         return methods.fixtures(shared, 0)
 
 
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """A headless Chromium; tests that ask for it are marked `needs_browser`."""
+    from tests.factories.browser import chromium
+
+    with chromium(tmp_path_factory.mktemp("chromium")) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request, monkeypatch) -> None:
+    """Runs draw no plots, which is half of a tiny run's time, but in tests that are marked `plots`."""
+    if not request.node.get_closest_marker("plots"):
+        monkeypatch.setattr("hybrid_rlhf.report.summary.draw", lambda _history, _folder: [])
+
+
 @pytest.fixture
 def card():
     """The simulated card, for the test."""

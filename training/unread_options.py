@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 
 from hybrid_rlhf.algorithms.advantages import ESTIMATORS
 from hybrid_rlhf.algorithms.policy import POLICY_LOSSES
@@ -93,13 +94,19 @@ def _given(config: object, option: str) -> Iterator[str]:
         field = next((f for f in fields(part) if f.name == name), None)
         if field is None:  # another stage's, and unknown to the parser here
             return
-        default = getattr(default, name) if is_dataclass(default) else (
-            field.default if field.default is not MISSING else field.default_factory())
+        default = getattr(default, name) if is_dataclass(default) else _default(type(part), name)
         part = getattr(part, name)
     if is_dataclass(part):
         yield from (given for f in fields(part) for given in _given(config, f"{option}.{f.name}"))
     elif part != default:
         yield option
+
+
+@cache
+def _default(section: type, name: str) -> object:
+    """What a setting of `section` is where nobody gives it; made once, as the checks of a whole config take a while."""
+    field = next(f for f in fields(section) if f.name == name)
+    return field.default if field.default is not MISSING else field.default_factory()
 
 
 def _of_judge(*names: str) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import json
 import re
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -65,8 +66,7 @@ def parse(config_class: type, argv: list[str], *, prog: str, description: str = 
     Raises UserError, in one line and with the nearest name, for unknown keys, wrong types and values that a part's own
     check refuses.
     """
-    parser = _parser(config_class, prog, description, default_config, extra)
-    jsonargparse_compat.hide(parser, lambda name: _is_below(name, unused))
+    parser = _parser(config_class, prog, description, default_config, tuple(extra), tuple(unused))
     known = jsonargparse_compat.option_names(parser)
     _check_shapes(config_class, argv, extra, lambda name: _unknown(name, known, unused, prog))
     try:
@@ -105,14 +105,15 @@ def _with_texts(config: SettingsT, argv: list[str]) -> SettingsT:
 
 def help_of_options(config_class: type, unused: Iterable[str] = ()) -> dict[str, str]:
     """Dotted option -> what its help says, in the order of --help; sections are left out. unused: as in `parse`."""
-    parser = _parser(config_class, "", "", None, ())
-    jsonargparse_compat.hide(parser, lambda name: _is_below(name, unused))
+    parser = _parser(config_class, "", "", None, (), tuple(unused))
     return {name: text for name, text in jsonargparse_compat.texts(parser).items()
             if (kind := type_of(config_class, name)) is not None and not dataclasses.is_dataclass(kind)}
 
 
+@cache
 def _parser(config_class: type, prog: str, description: str, default_config: str | None,
-            extra: Iterable[str]) -> ArgumentParser:
+            extra: tuple[str, ...], unused: tuple[str, ...]) -> ArgumentParser:
+    """Made once: a program that starts several runs, or the studio, parses often, and most of that is this."""
     from jsonargparse import ActionConfigFile, ArgumentParser
 
     parser = ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False,
@@ -124,6 +125,7 @@ def _parser(config_class: type, prog: str, description: str, default_config: str
         else:
             parser.add_argument(f"--{name}", action="store_true", help=_SWITCHES.get(name, ""))
     parser.add_class_arguments(config_class)
+    jsonargparse_compat.hide(parser, lambda name: _is_below(name, unused))
     return parser
 
 

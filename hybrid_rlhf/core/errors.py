@@ -34,7 +34,10 @@ CRITIC_CURE = ("lower roles.critic.learning_rate, or the scores (ppo.score_clip 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """' (did you mean X?)' for the known name most like `name`, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    known = list(known)
+    if name in known:  # messages are put together before anybody knows whether they are needed
+        return ""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

@@ -65,7 +65,7 @@ def find_fusions(model: nn.Module, ops: Fused | None, trial: Fused | None = None
     first = next(model.parameters())
     serves = None if trial else first.device.type  # tensors without numbers are on any device
     with torch.random.fork_rng(devices=[first.device] if first.device.type == "cuda" else []):
-        torch.manual_seed(0)  # of the card's generator too
+        _seed(first.device)
         for module in model.modules():
             if "forward" in vars(module):
                 continue
@@ -97,12 +97,19 @@ def _agrees(original: Callable, ours: Callable, example: tuple[Tensor, ...], num
             and are_close(their_gradients, our_gradients, 5e-5 if is_wide else 2.0**-5))
 
 
+def _seed(device: torch.device) -> None:
+    """Of the generators that may be drawn from; torch.manual_seed goes through those of every kind of device."""
+    torch.default_generator.manual_seed(0)
+    if device.type == "cuda":
+        torch.cuda.manual_seed_all(0)
+
+
 @torch.enable_grad()
 def _with_gradients(function: Callable, example: tuple[Tensor, ...],
                     num_leaves: int | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """What `function` gives, and the gradients of a weighted sum of it by the first tensors of the example."""
     leaves = [t.detach().clone().requires_grad_() for t in example[:num_leaves]]
-    torch.manual_seed(0)  # dropouts draw alike where there are as many
+    _seed(leaves[0].device)  # dropouts draw alike where there are as many
     found = function(*leaves, *example[len(leaves):])
     found = found if isinstance(found, tuple) else (found,)
     weights = [torch.linspace(-1, 1, t.numel(), device=t.device).to(t.dtype).view(t.shape) for t in found]

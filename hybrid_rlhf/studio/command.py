@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
+from hybrid_rlhf.core.exit_codes import exit_code
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
-from hybrid_rlhf.core.text_safety import error_line
 
 
 def parser() -> argparse.ArgumentParser:
@@ -91,10 +91,4 @@ def _announce(folder: Path, address: str, is_quiet: bool) -> None:
 @lasting_streams()
 def main(argv: list[str] | None = None) -> int:
     """The entry point: returns the exit code (0 stopped by a signal, 2 the input is wrong, 130 interrupted early)."""
-    try:
-        return run(argv)
-    except UserError as error:
-        print(error_line(error), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return exit_code(lambda: run(argv))

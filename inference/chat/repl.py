@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
+from hybrid_rlhf.core.exit_codes import exit_code
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.startup import relaxed_gc
@@ -208,12 +209,7 @@ def main(argv: list[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # bytes that are no text end no conversation
     try:
-        return run(argv)
-    except UserError as error:
-        print(error_line(error), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+        return exit_code(lambda: run(argv))
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO):
             raise

@@ -12,6 +12,8 @@ from hybrid_rlhf.report import plots, summary
 from hybrid_rlhf.report.html import Chapter
 from hybrid_rlhf.report.plots import SUBJECTS, lines_of, smooth
 
+pytestmark = pytest.mark.plots
+
 HOSTILE = "<script>alert(1)</script> | a\x1b[31m ![x](http://evil) `b`"
 
 

@@ -289,8 +289,12 @@ def test_replies_are_kept_as_they_come_and_a_kill_costs_those_in_flight_alone(se
         return YES
 
     server.answers = [(200, fourth)]
-    with pytest.raises(KeyboardInterrupt):
-        judge(server, concurrency=1, cache=str(tmp_path)).grade(["p"] * 6, [f"x{i}" for i in range(6)])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever an earlier test has left there
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            judge(server, concurrency=1, cache=str(tmp_path)).grade(["p"] * 6, [f"x{i}" for i in range(6)])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len((tmp_path / "judge.jsonl").read_text().splitlines()) == 3
     server.answers = [(200, YES)]
     judge(server, cache=str(tmp_path)).grade(["p"] * 6, [f"x{i}" for i in range(6)])

@@ -27,6 +27,8 @@ from tests.factories.counting import runner
 from tests.factories.stage_options import short_sft
 from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_causal_lm
 
+pytestmark = pytest.mark.plots
+
 
 @contextmanager
 def files_of_at_most(num_bytes: int):

@@ -15,22 +15,10 @@ from hybrid_rlhf.studio.goals import STUDIO_GOALS
 from hybrid_rlhf.studio.plain_settings import plain
 from hybrid_rlhf.studio.studio import Refused, Studio
 from hybrid_rlhf.training.registry import STAGES
-from tests.factories.asked_new_run import answers, asking, post, rows_of, tiny_place
+from tests.factories.asked_new_run import answers, post, rows_of
 from tests.factories.direct_look import DirectLook
 
 PAIRS = [(name, stage) for name, goal in STUDIO_GOALS.items() for stage in goal.stages]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    with tiny_place(tmp_path_factory.mktemp("place")) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(place):
-    with asking(place) as found:
-        yield found
 
 
 def test_the_goals_name_what_there_is(client):

@@ -27,12 +27,6 @@ def script(monkeypatch, tmp_path):
     return use_quick_launcher(monkeypatch, tmp_path)
 
 
-@pytest.fixture
-def outputs(tmp_path):
-    (tmp_path / "outputs").mkdir()
-    return tmp_path / "outputs"
-
-
 def states(client) -> dict:
     return {job["run"]: job["state"] for job in client.get("/api/jobs").json()["jobs"]}
 

@@ -21,13 +21,6 @@ def script(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def outputs(tmp_path) -> Path:
-    folder = tmp_path / "outputs"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
 def client(script, outputs):
     with queue_client(outputs) as found:
         yield found

@@ -16,21 +16,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.core.hub import stay_offline_if_unreachable
-from tests.factories.asked_new_run import answers, asking, post, tiny_place
+from tests.factories.asked_new_run import answers, post
 from tests.factories.tiny import save_tiny
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    with tiny_place(tmp_path_factory.mktemp("place")) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(place):
-    with asking(place) as found:
-        yield found
-
 
 # --- settings --------------------------------------------------------------------------------------------------------
 

@@ -4,29 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.factories.browser import axe_faults, chromium, needs_axe, needs_browser
-from tests.factories.new_run_pages import entry, new_run_page
-from tests.factories.new_run_stub import Stub, run_row
+from tests.factories.browser import axe_faults, needs_axe, needs_browser
+from tests.factories.new_run_pages import entry
 
 pytestmark = [needs_browser, pytest.mark.slow]
 ALL_IMPACTS = ("minor", "moderate", "serious", "critical")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with chromium(tmp_path_factory.mktemp("chromium")) as driver:
-        yield driver
-
-
-@pytest.fixture
-def stub():
-    return Stub(runs=[run_row("demo/sft", "sft"), run_row("demo/reward", "reward"), run_row("taken", "dpo")])
-
-
-@pytest.fixture
-def page(browser, stub, tmp_path, monkeypatch):
-    with new_run_page(browser, stub, tmp_path / "outputs", monkeypatch) as found:
-        yield found
 
 
 def test_without_a_mouse_everything_is_reached_and_the_run_is_started(page, stub):

@@ -5,28 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hybrid_rlhf.studio.studio import Refused
-from tests.factories.browser import chromium, needs_browser, texts
-from tests.factories.new_run_pages import entry, new_run_page
-from tests.factories.new_run_stub import Stub, run_row
+from tests.factories.browser import needs_browser, texts
+from tests.factories.new_run_pages import entry
 
 pytestmark = [needs_browser, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with chromium(tmp_path_factory.mktemp("chromium")) as driver:
-        yield driver
-
-
-@pytest.fixture
-def stub():
-    return Stub(runs=[run_row("demo/sft", "sft"), run_row("demo/reward", "reward"), run_row("taken", "dpo")])
-
-
-@pytest.fixture
-def page(browser, stub, tmp_path, monkeypatch):
-    with new_run_page(browser, stub, tmp_path / "outputs", monkeypatch) as found:
-        yield found
 
 
 def test_the_rows_are_shown_as_the_model_sees_them_trained_ones_marked(page, stub):

@@ -7,28 +7,10 @@ import time
 import pytest
 
 from hybrid_rlhf.studio.studio import Refused
-from tests.factories.browser import chromium, needs_browser
-from tests.factories.new_run_pages import entry, new_run_page
-from tests.factories.new_run_stub import Stub, run_row
+from tests.factories.browser import needs_browser
+from tests.factories.new_run_pages import entry
 
 pytestmark = [needs_browser, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with chromium(tmp_path_factory.mktemp("chromium")) as driver:
-        yield driver
-
-
-@pytest.fixture
-def stub():
-    return Stub(runs=[run_row("demo/sft", "sft"), run_row("demo/reward", "reward"), run_row("taken", "dpo")])
-
-
-@pytest.fixture
-def page(browser, stub, tmp_path, monkeypatch):
-    with new_run_page(browser, stub, tmp_path / "outputs", monkeypatch) as found:
-        yield found
 
 
 def test_options_follow_the_card_and_a_change_has_a_way_back(page, stub):

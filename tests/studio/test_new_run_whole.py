@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.factories.browser import axe_faults, chromium, find, needs_axe, needs_browser, texts, until
+from tests.factories.browser import axe_faults, find, needs_axe, needs_browser, texts, until
 from tests.factories.studio_server import running_studio
 
 pytest.importorskip("hybrid_rlhf.studio.goals")
@@ -14,12 +14,6 @@ pytest.importorskip("hybrid_rlhf.studio.jobs")
 pytest.importorskip("hybrid_rlhf.studio.uploads")
 pytestmark = [needs_browser, pytest.mark.slow]
 SECONDS = 120  # a process that imports torch has to start
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with chromium(tmp_path_factory.mktemp("chromium")) as driver:
-        yield driver
 
 
 @pytest.fixture(scope="module")

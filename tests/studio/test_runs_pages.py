@@ -4,34 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.factories.browser import chromium, find, needs_browser, texts, until
-from tests.factories.studio_pages import MadeQueue, curve, is_drawn, open_pages, press, studio_with_queue
+from tests.factories.browser import find, needs_browser, texts, until
+from tests.factories.studio_pages import curve, is_drawn, press, studio_with_queue
 from tests.factories.studio_runs import make_run
 
-pytestmark = needs_browser
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with chromium(tmp_path_factory.mktemp("chromium")) as driver:
-        yield driver
-
-
-@pytest.fixture
-def outputs(tmp_path):
-    (tmp_path / "outputs").mkdir()
-    return tmp_path / "outputs"
-
-
-@pytest.fixture
-def queue():
-    return MadeQueue()
-
-
-@pytest.fixture
-def opened(browser, outputs, queue):
-    with open_pages(browser, outputs, queue) as found:
-        yield found
+pytestmark = [needs_browser, pytest.mark.slow]
 
 
 def rows_of(page) -> dict[str, list[str]]:

@@ -7,37 +7,14 @@ import time
 
 import pytest
 
-from tests.factories.browser import axe_faults, chromium, find, needs_axe, needs_browser, texts, until
-from tests.factories.studio_pages import MadeQueue, is_drawn, open_pages, press
+from tests.factories.browser import axe_faults, find, needs_axe, needs_browser, texts, until
+from tests.factories.studio_pages import is_drawn, press
 from tests.factories.studio_runs import append, make_run, samples
 
 pytestmark = [needs_browser, pytest.mark.slow]
 
 MARKUP = "<img src=x onerror=document.title='broken'>"
 ALL_IMPACTS = ("minor", "moderate", "serious", "critical")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with chromium(tmp_path_factory.mktemp("chromium")) as driver:
-        yield driver
-
-
-@pytest.fixture
-def outputs(tmp_path):
-    (tmp_path / "outputs").mkdir()
-    return tmp_path / "outputs"
-
-
-@pytest.fixture
-def queue():
-    return MadeQueue()
-
-
-@pytest.fixture
-def opened(browser, outputs, queue):
-    with open_pages(browser, outputs, queue) as found:
-        yield found
 
 
 def sticking_out(page) -> list[str]:

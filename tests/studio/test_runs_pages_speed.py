@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.factories.browser import chromium, find, needs_browser, texts, until
+from tests.factories.browser import find, needs_browser, texts, until
 from tests.factories.studio_pages import MadeQueue, studio_with_queue
 from tests.factories.studio_runs import make_run
 
@@ -19,15 +19,9 @@ SLACK = 5  # times as long on a machine that does much else
 STEPS, RUNS = 50_000, 200
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with chromium(tmp_path_factory.mktemp("chromium")) as driver:
-        driver.execute_cdp_cmd("Performance.enable", {})
-        yield driver
-
-
 @pytest.fixture
-def studio(tmp_path):
+def studio(tmp_path, browser):
+    browser.execute_cdp_cmd("Performance.enable", {})
     with studio_with_queue(tmp_path / "outputs", MadeQueue()) as found:
         yield found
 

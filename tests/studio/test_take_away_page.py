@@ -9,7 +9,7 @@ import pytest
 from hybrid_rlhf.studio import exports, job_requests, jobs
 from hybrid_rlhf.studio.studio import Route
 from tests.factories import studio_server
-from tests.factories.browser import axe_faults, chromium, find, needs_axe, needs_browser, texts, until
+from tests.factories.browser import axe_faults, find, needs_axe, needs_browser, texts, until
 from tests.factories.studio_jobs import EXPORT, use_quick_launcher
 from tests.factories.studio_runs import make_run
 
@@ -17,12 +17,6 @@ pytestmark = [needs_browser, pytest.mark.slow]
 ROWS = [{"id": "demo/ppo", "stage": "ppo", "status": "finished", "has_model": True},
         {"id": "demo/sft", "stage": "sft", "status": "finished", "has_model": True},
         {"id": "demo/cut", "stage": "sft", "status": "stopped", "has_model": True}]
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with chromium(tmp_path_factory.mktemp("profile")) as found:
-        yield found
 
 
 @pytest.fixture

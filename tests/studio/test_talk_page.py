@@ -11,7 +11,7 @@ import pytest
 from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server.served_model import Limits
 from hybrid_rlhf.studio import chat_process
-from tests.factories.browser import axe_faults, chromium, find, needs_axe, needs_browser, texts, until
+from tests.factories.browser import axe_faults, find, needs_axe, needs_browser, texts, until
 from tests.factories.studio_runs import make_run
 from tests.factories.studio_server import running_studio
 from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_scalar_model
@@ -19,14 +19,8 @@ from tests.inference.server.scripted_model import scripted
 from tests.inference.server.tiny_server import chat, content, running, serving
 from tests.studio.talk_page import button, choose, fill, open_models, press, rows, say, shoot, told
 
-pytestmark = needs_browser
+pytestmark = [needs_browser, pytest.mark.slow]
 ENDS = "<|im_end|>"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with chromium(tmp_path_factory.mktemp("chromium")) as driver:
-        yield driver
 
 
 @pytest.fixture(scope="module")

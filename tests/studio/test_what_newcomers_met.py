@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from hybrid_rlhf.studio.studio import News
-from tests.factories.browser import chromium, find, needs_browser, texts, until
-from tests.factories.studio_pages import MadeQueue, open_pages
+from tests.factories.browser import find, needs_browser, texts, until
 from tests.factories.studio_runs import make_run
 
 EVALUATION = """# Evaluation
@@ -24,24 +23,7 @@ EVALUATION = """# Evaluation
 """
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with chromium(tmp_path_factory.mktemp("chromium")) as driver:
-        yield driver
-
-
-@pytest.fixture
-def queue():
-    return MadeQueue()
-
-
-@pytest.fixture
-def opened(browser, tmp_path, queue):
-    (tmp_path / "outputs").mkdir()
-    with open_pages(browser, tmp_path / "outputs", queue) as found:
-        yield found
-
-
+@pytest.mark.slow
 @needs_browser
 def test_the_page_of_an_evaluation_shows_what_it_found(opened, tmp_path):
     run = make_run(tmp_path / "outputs", "compared", "evaluate", steps=0)
@@ -54,6 +36,7 @@ def test_the_page_of_an_evaluation_shows_what_it_found(opened, tmp_path):
     assert "Talk" not in shown and "no step yet" not in find(page, "#page").text
 
 
+@pytest.mark.slow
 @needs_browser
 def test_thumbs_lead_to_kto_and_pairs_to_dpo(opened):
     for stage in ("kto", "dpo"):
@@ -63,6 +46,7 @@ def test_thumbs_lead_to_kto_and_pairs_to_dpo(opened):
         until(page, lambda stage=stage, page=page: find(page, "#method").get_attribute("value") == stage)
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_run_that_has_written_nothing_can_be_dropped_stopped_and_changed(opened, queue):
     job = queue.add("7", "queued", run="soon", place=1)

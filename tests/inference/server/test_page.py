@@ -6,11 +6,11 @@ import pytest
 
 from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server.served_model import Limits
-from tests.factories.browser import axe_faults, chromium, find, needs_axe, needs_browser, texts, until
+from tests.factories.browser import axe_faults, find, needs_axe, needs_browser, texts, until
 from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_scalar_model
 from tests.inference.server.tiny_server import chat, content, running
 
-pytestmark = needs_browser
+pytestmark = [needs_browser, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +25,6 @@ def served(tmp_path_factory):
     scorer.open()
     with running(folders, scorer=scorer, capacity=8192, limits=Limits(max_new_tokens=8000)) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with chromium(tmp_path_factory.mktemp("chromium")) as driver:
-        yield driver
 
 
 @pytest.fixture
