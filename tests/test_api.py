@@ -108,6 +108,7 @@ def test_functions_of_the_program_pay_and_are_given_the_columns(place) -> None:
         open_functions(["python:length"], {}, 1.0)
 
 
+@pytest.mark.slow
 def test_a_student_learns_from_a_teacher_given_as_trl_gives_it(place) -> None:
     teacher = SFTTrainer("my-model", ROWS, output_dir="runs/teacher", **SHORT)
     teacher.train()

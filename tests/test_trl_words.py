@@ -75,6 +75,7 @@ def test_the_history_is_what_was_written_of_each_step(place, lora):
     assert SFTTrainer("my-model", ROWS, output_dir="runs/none").history == []
 
 
+@pytest.mark.slow
 def test_save_model_writes_what_the_export_does(place, lora):
     assert lora.save_model() == "runs/lora/model"
     assert lora.save_model("saved") == "saved"
@@ -104,6 +105,7 @@ def test_push_to_hub_uploads_the_folder_of_the_model(lora, monkeypatch):
     assert calls[0] == ("me/mine", {"private": True, "exist_ok": True}) and str(calls[1]) == "runs/lora/model"
 
 
+@pytest.mark.slow
 def test_resume_from_checkpoint_goes_on_or_begins_again(place, capsys):
     def trainer(**more):
         return SFTTrainer("my-model", ROWS, output_dir="runs/again", save_steps=1, lr_scheduler_type="constant",

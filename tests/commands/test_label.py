@@ -189,6 +189,7 @@ def sampled(folder: Path, server, model: str, *words: str) -> int:
     return run(folder, server, "--model", model, "--max_new_tokens", "6", "--dtype", "float32", *words, rows=PROMPTS)
 
 
+@pytest.mark.slow
 def test_samples_of_a_model_are_judged_and_drawn_once(tmp_path, server, model, monkeypatch, capsys) -> None:
     assert sampled(tmp_path, server, model, "--num_samples", "3") == 0
     found = pairs_of(tmp_path / "out.jsonl")

@@ -81,6 +81,7 @@ def test_a_dry_run_without_a_card_checks_numbers_and_says_that_it_was_dry(place,
     assert not (place / "cache/calibration.json").exists()
 
 
+@pytest.mark.slow
 def test_steps_on_the_simulated_card_take_the_memory_that_the_plan_says(place):
     with simulated_card():
         assert qualify.main(["--dry_run"], only("grpo")) == 0
@@ -203,6 +204,7 @@ def test_memory_that_is_not_what_was_predicted_is_found(task, sizes, state, name
     assert row.numbers["predicted"]["actor/update"] == MIB * max(sizes["train_actor"], sizes["step_actor"])
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_off_makes_the_exit_code_1(place, monkeypatch):
     true = steps._plan_of
     monkeypatch.setattr(steps, "_plan_of", lambda words: replace(true(words), lines=tuple(

@@ -58,6 +58,7 @@ def test_a_first_step_of_sft_needs_no_library_for_tables_plots_or_adapters(place
     assert lines[-1].endswith("0")
 
 
+@pytest.mark.slow
 def test_help_imports_no_model_library(place):
     program = """
 import sys

@@ -144,6 +144,7 @@ def test_a_table_of_too_many_columns_is_refused_before_its_rows_are_read(tmp_pat
             read(Source(str(tmp_path / name)))
 
 
+@pytest.mark.slow
 def test_a_table_is_read_line_by_line_and_a_value_too_long_for_any_use_is_refused(tmp_path, monkeypatch):
     (tmp_path / "a.csv").write_bytes(b'text\r"red\rblue"\r\n\xe2\x80\xa8\n"a\n\r\nb"\n')
     assert read(Source(str(tmp_path / "a.csv"))) == [{"text": "red\rblue"}, {"text": "\u2028"}, {"text": "a\n\r\nb"}]

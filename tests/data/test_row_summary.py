@@ -93,6 +93,7 @@ def test_one_file_gives_three_stages_their_shares_in_stage_all_alone() -> None:
     assert [c.Config().data.split for c in (step1_sft, step2_reward, step3_ppo, preferences)] == [None] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("given", "count"), [([], 60), (["--evaluate.num_prompts", "25"], 25)])
 def test_an_evaluation_asks_every_prompt_of_its_file_and_says_how_many(place, capsys, given, count) -> None:
     run(place, "evaluate", "prompts.jsonl", "--evaluate.models=[a=PLACE/model, b=PLACE/model]",
@@ -102,6 +103,7 @@ def test_an_evaluation_asks_every_prompt_of_its_file_and_says_how_many(place, ca
     assert json.loads((place / "evaluate" / "evaluate.json").read_text())["prompts"] == f"{count} (all)"
 
 
+@pytest.mark.slow
 def test_an_evaluation_on_few_prompts_warns(place, capsys) -> None:
     run(place, "evaluate", "few.jsonl", "--evaluate.models=[a=PLACE/model, b=PLACE/model]",
         "--reward.functions=PLACE/score.py:length", "--evaluate.sampling.max_new_tokens", "2")
@@ -109,6 +111,7 @@ def test_an_evaluation_on_few_prompts_warns(place, capsys) -> None:
     assert "evaluate: 7 of 7 prompts are asked (all)" in said and "warning: 7 prompts tell only very large" in said
 
 
+@pytest.mark.slow
 def test_prompts_that_a_model_was_trained_on_are_not_asked_unless_all_are_wanted(place, capsys) -> None:
     run(place, "sft", "demos.jsonl", *TRAIN, "--data.eval_fraction", "0.3")
     models = "--evaluate.models=[PLACE/sft, b=PLACE/model]"
@@ -123,6 +126,7 @@ def test_prompts_that_a_model_was_trained_on_are_not_asked_unless_all_are_wanted
     assert "evaluate: 60 of 60 prompts are asked (all)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_spread_of_scores_is_that_of_rows_that_the_reward_model_has_not_seen(place, capsys) -> None:
     run(place, "reward", "pairs.jsonl", *TRAIN, "--data.eval_fraction", "0.3")
     facts = json.loads((place / "reward" / "run.json").read_text())["facts"]

@@ -237,6 +237,7 @@ _KINDS = {"n": _number, "m": _number, "s": _text, "t": _text, "v": _list, "w": _
 _BY_PYTHON = {name: getattr(builtins, name) for name in FUNCTIONS}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::SyntaxWarning")  # what Python's compiler says of (1)[2]
 @settings(max_examples=1000, deadline=None)
 @given(_number | _text | _list | _expressions)

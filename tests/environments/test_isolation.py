@@ -200,6 +200,7 @@ def test_a_step_that_crashes_is_one_line(kinds, pool):
     assert outcome == (None, "step ended its process (SIGSEGV)", False)
 
 
+@pytest.mark.slow
 def test_a_call_waits_for_its_turn_without_a_worker_and_its_time_counts_from_then(kinds, pool):
     first, second = begun(pool, kinds["count"]), begun(pool, kinds["count"])
     began = time.monotonic()
@@ -226,6 +227,7 @@ def test_a_pool_is_closed_without_waiting_for_calls_under_way(kinds):
     wait_for(lambda: not own.is_busy)  # and the two that waited are not made
 
 
+@pytest.mark.slow
 def test_with_no_workers_calls_follow_one_another_in_one_process(path):
     (count, _) = open_isolated(given(path, num_workers=0)).kinds
     pool = CallPool(0, 2.0)
@@ -261,6 +263,7 @@ def test_what_cannot_be_opened_is_one_line_at_the_start(path, factory, tools, op
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_what_a_module_defines_may_be_given_from_python(pool):
     from hybrid_rlhf.environments.builtin.calculator import calculator
 
@@ -311,6 +314,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["ends", "raises", "waits"])
 def test_the_end_of_a_run_leaves_no_process(path, tmp_path, how):
     script = tmp_path / "run.py"

@@ -83,6 +83,7 @@ def test_a_template_that_does_more_is_not_written(change):
     assert "cannot be written" in ollama.modelfile("./x.gguf", None, [], {})
 
 
+@pytest.mark.slow
 def test_an_adapter_is_merged_and_what_it_learned_stays(tmp_path, capsys):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -103,6 +104,7 @@ def test_an_adapter_is_merged_and_what_it_learned_stays(tmp_path, capsys):
     assert 'PARAMETER stop "<|im_end|>"' in (tmp_path / "out/Modelfile").read_text()
 
 
+@pytest.mark.slow
 def test_an_export_that_differs_leaves_nothing(tmp_path, monkeypatch, capsys):
     from hybrid_rlhf.models import saving
 
@@ -119,6 +121,7 @@ def test_an_export_that_differs_leaves_nothing(tmp_path, monkeypatch, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["base"]
 
 
+@pytest.mark.slow
 def test_half_precision_stays_and_is_within_its_rounding(tmp_path):
     base = save_tiny(tmp_path / "base", dtype=torch.bfloat16)
     adapter = adapter_of(base, tmp_path / "adapter")
@@ -165,6 +168,7 @@ def test_wrong_input_is_one_line_and_leaves_nothing(tmp_path, capsys, flags, sai
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_pushing_uploads_the_folder_privately_and_a_refusal_is_one_line(tmp_path, monkeypatch, capsys):
     import huggingface_hub
 
@@ -226,10 +230,9 @@ def is_mapped(storage) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="mapped files are looked up there")
-@pytest.mark.parametrize(("dtype", "std"), [
-    pytest.param(torch.float32, None, marks=pytest.mark.slow), (torch.bfloat16, 0.3),
-    pytest.param(torch.bfloat16, None, marks=pytest.mark.slow),
-    pytest.param(torch.bfloat16, 1e-5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "std"), [(torch.float32, None), (torch.bfloat16, 0.3), (torch.bfloat16, None),
+                                            (torch.bfloat16, 1e-5)])
 def test_no_more_than_a_file_and_a_layer_are_in_memory(tmp_path, monkeypatch, dtype, std):
     """Of the model that is loaded, asked, merged and written, and where the adapter is so small that fp32 is written,
     of the base that it is compared with."""

@@ -21,6 +21,7 @@ def _truth(model, ids: list[int]) -> torch.Tensor:
     return torch.log_softmax(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].double(), -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 @given(asked=st.lists(st.tuples(IDS, st.integers(1, 9), st.integers(0, 4), st.booleans()), min_size=1, max_size=6))
 def test_scores_are_those_of_transformers_whatever_was_asked_before(kind, asked):

@@ -175,6 +175,7 @@ def test_an_output_dir_without_the_right_to_write_is_refused_before_anything_is_
     assert "cannot write to output_dir" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_good_command_line_is_not_refused(place, tmp_path, capfd) -> None:
     """The table above means something only if its common part is right."""
     assert main([*_at(place, SFT), "--output_dir", str(tmp_path / "sft")]) == 0
@@ -184,6 +185,7 @@ def test_a_good_command_line_is_not_refused(place, tmp_path, capfd) -> None:
     capfd.readouterr()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argv", [[*SFT, "--train.learning_rat", "1"], model("no_weights")],
                          ids=["unknown flag", "model without weights"])
 def test_the_launcher_itself_answers_bad_input_with_one_line_and_exit_code_2(place, tmp_path, argv) -> None:

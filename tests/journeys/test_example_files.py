@@ -49,6 +49,7 @@ def test_grpo_is_paid_by_the_functions_of_the_verifiable_example(place):
     assert 0 <= rows[0]["frac_reward_zero_std"] <= 1
 
 
+@pytest.mark.slow
 def test_explanations_are_judged_by_the_rubric_of_the_example(place):
     """A random model writes no verdicts, so that its probabilities judge."""
     save_tiny(place / "larger", seed=3, initializer_range=0.3, max_position_embeddings=2048)

@@ -118,6 +118,7 @@ def _data(path: str, tmp_path) -> DataConfig:
 GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 
 
+@pytest.mark.slow
 def test_a_million_turns_are_cut_or_dropped_in_seconds(tokenizer, tmp_path):
     endless = {"messages": [{"role": r, "content": "x"} for r in ("user", "assistant")] * 500_000}
     path = _write(tmp_path / "rows.jsonl", [GOOD, endless])

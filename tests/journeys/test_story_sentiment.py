@@ -29,6 +29,7 @@ def test_distinct_2_by_hand():
     assert distinct(["a b a b", "a b"]) == pytest.approx(2 / 4)  # ab ba ab | ab: two of four
 
 
+@pytest.mark.slow
 def test_a_missing_data_dir_is_one_line(tmp_path):
     run = subprocess.run([sys.executable, str(EXAMPLE / "run.py"), "--data_dir", str(tmp_path)], capture_output=True,
                          text=True, check=False)

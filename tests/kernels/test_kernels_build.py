@@ -50,6 +50,7 @@ def no_more_builds(*_args, **_settings):
     raise AssertionError("it compiled again")
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_second_load_compiles_nothing_and_a_changed_source_does(source, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
@@ -91,6 +92,7 @@ def test_processes_that_start_together_build_once(source, cache):
     assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock"]  # nothing half-built is left
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_damaged_library_is_said_and_built_again_at_the_next_load(source, cache):
     library = cache / f"tiny_kernels-{build._fingerprint([source])}" / "tiny_kernels.so"

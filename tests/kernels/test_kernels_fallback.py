@@ -138,6 +138,7 @@ def test_the_machine_of_the_tests_lacks_nothing_that_triton_compiles_its_launche
     assert launcher.missing_tools() == []
 
 
+@pytest.mark.slow
 def test_the_trial_kernel_writes_seven():
     pytest.importorskip("triton")
 

@@ -64,6 +64,7 @@ def compiled(tmp_path, *words: str) -> list[dict]:
     return json.loads(page.read_text())
 
 
+@pytest.mark.slow
 @needs_triton
 def test_llamas_attention_and_sampling_fit_small_cards_and_turing(tmp_path):
     rows = compiled(tmp_path, "--cases", "attend_128_group4", "scan_truncated", "--architectures", "75", "86")

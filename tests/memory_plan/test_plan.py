@@ -119,6 +119,7 @@ def test_saved_activations_are_those_that_autograd_saves(tmp_path, kind, checkpo
     assert predicted == pytest.approx(saved, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_deep_model_is_counted_from_two_shallow_ones(tmp_path, monkeypatch) -> None:
     tiny_config(num_hidden_layers=20).save_pretrained(tmp_path)
     settings = model_of(str(tmp_path), lora=LoraConfig(r=4))

@@ -233,6 +233,7 @@ def test_peft_s_auto_model_makes_room_for_added_tokens_by_the_tokenizer_beside_t
     torch.testing.assert_close(logits(again), logits(model), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_reward_model_s_adapter_has_its_head_and_plain_peft_gives_its_scores(tmp_path):
     from hybrid_rlhf import cli
     from hybrid_rlhf.export.folder import export

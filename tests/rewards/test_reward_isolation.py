@@ -211,6 +211,7 @@ os.kill(os.getpid(), 9)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("starter", ["process", "thread"])
 def test_a_process_that_hangs_does_not_outlive_a_run_that_is_killed(pay, starter):
     done = subprocess.run([sys.executable, "-c", PARENT, function_worker.__file__, str(pay), starter],

@@ -82,6 +82,7 @@ def test_one_function_is_given_as_one_word_and_one_base_serves_the_three_roles(p
     assert "share_base" not in capfd.readouterr().err  # nothing had to be left out
 
 
+@pytest.mark.slow
 def test_functions_beside_a_model_are_added_to_its_score(place) -> None:
     both = ["--roles.reward.model_name_or_path", "PLACE/judge"]
     rows = place.launch("both", *both, "--reward.functions", "PLACE/pay.py:pays", "--reward.weights=[1, -3]")
@@ -99,6 +100,7 @@ def test_classifiers_pay_a_run_without_a_critic_too(place) -> None:
     assert first["rewards/judge/std"] > 0 and "value/loss" not in first
 
 
+@pytest.mark.slow
 def test_a_run_that_a_source_stopped_has_trained_nothing_on_it_and_the_same_command_finishes_it(place, capfd) -> None:
     given = ["--reward.functions", "PLACE/pay.py:fails_at_step_3"]
     rows = place.launch("failed", *given, code=2)

@@ -30,6 +30,7 @@ def place(tmp_path_factory):
         yield folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--model.lora.r", "2"]], ids=["full", "lora"])
 def test_a_new_critic_values_everything_at_the_mean_score_and_warms_up_for_a_tenth_of_the_run(place, capsys, options):
     out = place / f"run{len(options)}"

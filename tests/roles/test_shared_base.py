@@ -97,6 +97,7 @@ def test_one_shared_base_gives_the_run_that_four_separate_models_give(place) -> 
     assert any(not torch.equal(weight, start[name]) for name, weight in exported[0].items())
 
 
+@pytest.mark.slow
 def test_a_whole_run_moves_the_actor_s_and_the_critic_s_adapters_and_the_critic_s_head_and_no_other_byte(place) -> None:
     _, built = place.ppo("moved")
     moved = _moved(built)
@@ -108,6 +109,7 @@ def test_a_whole_run_moves_the_actor_s_and_the_critic_s_adapters_and_the_critic_
     assert {p.grad is None or p.requires_grad for p in actor.parameters()} == {True}
 
 
+@pytest.mark.slow
 def test_the_critic_starts_as_a_copy_of_the_reward_s_adapter_and_head(place) -> None:
     _, built = place.ppo("copied")
     reward, critic = built.before["reward"], built.before["critic"]
@@ -117,6 +119,7 @@ def test_the_critic_starts_as_a_copy_of_the_reward_s_adapter_and_head(place) -> 
     assert torch.equal(reward["model.score.weight"], critic["model.score.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharing, bases", [("actor-ref", 3), ("critic-reward", 3), ("pairs", 2)])
 def test_pairs_share_where_that_is_asked_for_and_the_run_is_the_same(place, sharing, bases) -> None:
     shared, _ = place.ppo("shared")
@@ -125,6 +128,7 @@ def test_pairs_share_where_that_is_asked_for_and_the_run_is_the_same(place, shar
     _close(rows, shared)
 
 
+@pytest.mark.slow
 def test_a_critic_that_is_a_head_reads_the_reward_model_and_trains_nothing_else(place) -> None:
     _, built = place.ppo("head", "--roles.critic.kind", "head")
     assert len(set(_backbones(built).values())) == 1
@@ -135,6 +139,7 @@ def test_a_critic_that_is_a_head_reads_the_reward_model_and_trains_nothing_else(
     assert _moved(full)["critic"] == {"model.score.weight"} and len(_moved(full)["actor"]) > 14
 
 
+@pytest.mark.slow
 def test_a_critic_that_is_a_model_has_a_base_of_its_own(place) -> None:
     rows, built = place.ppo("model", "--roles.critic.kind", "model")
     assert built.layout.bases == (("actor", "ref", "reward"), ("critic",))
@@ -153,6 +158,7 @@ def test_where_the_reward_model_was_trained_in_full_auto_shares_pairs_and_says_s
     assert len(said) == 1 and "roles that cannot share a base" in said[0] and "full/reward" in said[0]
 
 
+@pytest.mark.slow
 def test_a_reward_adapter_of_another_base_is_not_put_on_this_one(place, capfd) -> None:
     place.launch("sft", "other/sft", *LORA, "--seed", "5")
     place.launch("reward", "other/reward", *LORA, "--model.model_name_or_path", f"{place.folder}/other/sft")
@@ -175,6 +181,7 @@ def test_four_roles_run_with_four_different_settings(place) -> None:
     assert all(v is not None for row in rows for v in row.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["4bit", "8bit"])
 def test_ppo_runs_on_one_quantised_base_whose_bytes_stay(place, kind) -> None:
     rows, built = place.ppo(f"q{kind}", f"--model.load_in_{kind}", "true", "--train.optim", "adamw_8bit")
@@ -185,6 +192,7 @@ def test_ppo_runs_on_one_quantised_base_whose_bytes_stay(place, kind) -> None:
     assert all(v is not None for row in rows for v in row.values())
 
 
+@pytest.mark.slow
 def test_at_a_price_of_0_no_reference_is_loaded_unless_one_is_named(place, capsys) -> None:
     free = ["--ppo.kl_coef", "0", "--roles.share_base", "false"]
     rows, built = place.ppo("no_ref", *free)
@@ -207,6 +215,7 @@ def test_dropout_of_adapters_is_no_option_of_ppo_which_compares_two_forwards_of_
     assert "model.lora.dropout is not used by --stage ppo; dropout is off here" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_lora_on_a_16_bit_base_trains_fp32_masters_of_16_bit_adapters_and_fp32_heads(place) -> None:
     rows, built = place.ppo("bf16", "--model.dtype", "bfloat16")
     for role in ("actor", "critic"):

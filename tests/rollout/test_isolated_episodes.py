@@ -53,6 +53,7 @@ def play(player: EpisodePlayer, text: str, added: str = ""):
     return rollout.episodes[0]
 
 
+@pytest.mark.slow
 def test_a_tool_that_crashes_or_hangs_is_counted_as_one_that_fails_or_is_late(tokenizer, path):
     player = player_of(tokenizer, tools=[f"{path}:end"])
     for how, said, counts in (
@@ -64,6 +65,7 @@ def test_a_tool_that_crashes_or_hangs_is_counted_as_one_that_fails_or_is_late(to
     assert said == "well" and int(pid) != os.getpid()
 
 
+@pytest.mark.slow
 def test_an_environment_that_is_gone_cannot_be_asked_for_its_reward_and_the_next_episode_has_a_new_one(tokenizer, path):
     player = player_of(tokenizer, factory=f"{path}:Count")
     with pytest.raises(UserError, match=r"environment Count: get_reward was not called: the environment is gone: an "

@@ -297,6 +297,7 @@ def outcome(folder, go: int) -> str:
     return "begun"
 
 
+@pytest.mark.slow
 def test_of_two_that_start_at_once_in_a_new_folder_one_begins_and_the_other_is_told_why_not(tmp_path):
     for attempt in range(25):
         folder, (go, held), (answers, telling) = tmp_path / str(attempt), os.pipe(), os.pipe()

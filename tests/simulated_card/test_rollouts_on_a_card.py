@@ -51,6 +51,7 @@ def update(engine: HybridEngine) -> None:
     optimizer_step(engine, [ids], lambda piece: engine.module(input_ids=piece, labels=piece).loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapters", [0, 4])
 def test_the_card_draws_what_the_processor_draws_by_replays(card, adapters):
     engine = engine_of(adapters=adapters, max_batch=8)
@@ -106,6 +107,7 @@ def test_launches_of_a_decoder_layer_where_nothing_is_recorded(launches, case, m
     assert launches[case] <= most + 0.5  # a few of the first step's own
 
 
+@pytest.mark.slow
 def test_an_engine_that_trains_keeps_cache_and_recordings_between_rollouts(card, recordings):
     engine = engine_of(max_batch=8, trains=True)
     found, counts = [], []
@@ -120,6 +122,7 @@ def test_an_engine_that_trains_keeps_cache_and_recordings_between_rollouts(card,
         update(plain)
 
 
+@pytest.mark.slow
 def test_a_cache_that_has_no_room_beside_training_goes_when_the_mode_ends(recordings):
     with simulated_card(total=1 << 30) as card:
         engine = engine_of(max_batch=8, trains=True)
@@ -133,6 +136,7 @@ def test_a_cache_that_has_no_room_beside_training_goes_when_the_mode_ends(record
         assert counts[0] < counts[1] < counts[2] < counts[3]
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_in_training_takes_the_idle_cache_first(card, caplog):
     engine = engine_of(max_batch=8, trains=True)
     for i in range(2):
@@ -147,6 +151,7 @@ def test_memory_that_runs_out_in_training_takes_the_idle_cache_first(card, caplo
     assert engine.oom_limits == {} and torch.cuda.memory_allocated() < held - 50_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moves", [lambda e: e.module.to("cpu").to("cuda"), lambda e: e.offload_when_idle()])
 def test_weights_that_moved_are_not_read_where_they_were(card, moves):
     engine = engine_of(max_batch=8)
@@ -171,6 +176,7 @@ def failing_captures(card, monkeypatch, times: int, error: Exception):
     monkeypatch.setattr(CudaCapture, "__call__", tried)
 
 
+@pytest.mark.slow
 def test_a_capture_that_runs_out_of_memory_goes_on_with_fewer_slots_and_captures_again(card, monkeypatch, caplog):
     expected = drawn(engine_of(max_batch=8))
     failing_captures(card, monkeypatch, 1, torch.OutOfMemoryError("CUDA out of memory."))
@@ -203,6 +209,7 @@ def test_what_broke_a_recording_off_is_told_and_not_that_its_end_failed(card, mo
     card.recording = None
 
 
+@pytest.mark.slow
 def test_another_failure_in_a_capture_is_said_once_and_later_steps_run_as_they_are(card, monkeypatch, caplog):
     expected = drawn(engine_of(max_batch=8))
     failing_captures(card, monkeypatch, 5, RuntimeError("CUDA error: the library does not like it"))

@@ -63,6 +63,7 @@ def check(folder, name: str, words: list[str]) -> None:
         assert left == pytest.approx(right, rel=2e-3, abs=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAST)
 def test_a_run_on_the_card_gives_the_numbers_of_the_processor(folder, name):
     check(folder, name, FAST[name])

@@ -40,6 +40,7 @@ def test_a_job_is_a_process_of_its_own_session_without_a_terminal(client, output
     assert client.get("/api/job", params={"id": job["id"]}).json()["output"] == "hello\n"
 
 
+@pytest.mark.slow
 def test_ten_starts_at_once_are_ten_jobs_that_run_one_at_a_time_in_order(client, tmp_path):
     file = str(tmp_path / "notes")
     with ThreadPoolExecutor(10) as pool:

@@ -79,6 +79,7 @@ def test_questions_of_different_keys_do_not_replace_each_other(make):
         assert [f.result()["say"] for f in found] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_one_without_an_answer_in_time_is_ended_and_the_next_question_has_another(make):
     look = make(seconds=3.0)
     pid = look.ask("data", {})["pid"]
@@ -89,6 +90,7 @@ def test_one_without_an_answer_in_time_is_ended_and_the_next_question_has_anothe
     assert look.ask("data", {"say": 1})["say"] == 1
 
 
+@pytest.mark.slow
 def test_a_question_that_was_beside_one_that_took_too_long_is_asked_again(make):
     look = make(seconds=4.0)
     first = look.ask("data", {})["pid"]

@@ -209,6 +209,7 @@ def test_a_stage_that_there_is_not_is_one_line(client, stage):
     assert client.get("/api/options").status_code == 400
 
 
+@pytest.mark.slow
 def test_the_studios_own_process_loads_nothing_heavy(place, tmp_path):
     """All addresses, asked of a studio with its real process that looks."""
     code = Path(__file__).parent.parent / "factories" / "asked_studio.py"

@@ -112,6 +112,7 @@ def test_what_strangers_write_is_sent_as_strict_json(studio):
         {"step": 9, "prompt": "\udfff", "completion": "\0", "score": None}]
 
 
+@pytest.mark.slow
 def test_an_open_page_hears_of_a_run_that_grows(studio):
     heard, has_opened = [], threading.Event()
 
@@ -160,6 +161,7 @@ print(json.dumps({"step": step, "peak_mib": int(peak.split()[1]) / 1024, "heavy"
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the process's memory")
 def test_fifty_thousand_steps_are_shown_by_a_small_process(tmp_path):
     make_run(tmp_path, "sft")

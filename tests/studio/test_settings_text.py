@@ -67,6 +67,7 @@ VALUES = st.fixed_dictionaries({
     "report_to": st.lists(NAMES, max_size=3)})
 
 
+@pytest.mark.slow
 @given(VALUES)
 @settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.generate])  # to shrink would take minutes
 def test_the_launcher_reads_every_kind_of_value_as_it_was_given(tmp_path_factory, chosen):

@@ -142,6 +142,7 @@ def test_closing_ends_the_process_also_while_it_starts(studio, talk):
         assert notes(studio)[-1]["what"] == "end"
 
 
+@pytest.mark.slow
 def test_it_closes_when_nobody_has_asked_for_a_while_and_not_during_a_request(studio):
     talk = Talk(studio, idle_seconds=1.2, command=DOUBLE)
     try:

@@ -89,6 +89,7 @@ def test_a_reader_who_leaves_ends_the_answer(tmp_path, monkeypatch):
         assert content(studio.client.post(CHAT, json=asked("hi", max_tokens=3))) is not None
 
 
+@pytest.mark.slow
 def test_a_studio_that_is_killed_takes_its_models_along(tmp_path):
     outputs = tmp_path / "outputs"
     real_run(outputs, "a run")

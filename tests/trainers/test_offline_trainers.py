@@ -66,6 +66,7 @@ def test_what_is_reported_of_pairs_are_the_plain_numbers_by_trl_s_names() -> Non
     assert {k: found[k] for k in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss_type", "options"), [
     ("sigmoid", {}), ("ipo", {}), ("hinge", {"beta": 0.3}),
     ("kto", {"beta": 0.2, "desirable_weight": 1.5, "undesirable_weight": 0.5})])

@@ -85,6 +85,7 @@ def test_without_a_coefficient_nothing_is_mixed_in_and_with_one_something_is():
     assert far == pytest.approx(2000 * near, rel=0.05) and near > 0  # the difference is the coefficient's
 
 
+@pytest.mark.slow
 def test_texts_that_are_mixed_in_are_learned_beside_the_reward():
     losses = {}
     for coef in (0.0, 1.0):

@@ -117,6 +117,7 @@ CASES = {  # ours, TRL's
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "beta", "num_steps"), [
     ("grpo", 0.0, 1), ("grpo", 0.0, 2), ("grpo", 0.04, 1), ("grpo", 0.04, 2), ("dr_grpo", 0.0, 2), ("dr_grpo", 0.04, 2),
     ("dapo", 0.0, 2), ("dapo", 0.04, 2), ("bnpo", 0.04, 2), ("gspo", 0.04, 2)])

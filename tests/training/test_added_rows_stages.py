@@ -91,6 +91,7 @@ def test_without_those_rows_no_answer_ends_and_the_report_says_so(place, monkeyp
     assert "endless answers" in (tmp_path / "sft" / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_four_roles_on_a_base_that_no_sft_has_trained_have_rows_of_their_own(place):
     """The reward run's rows come with its adapter, the critic's begin as those, and the reference has the base's."""
     assert run(place, "reward", steps="8") == 0

@@ -29,6 +29,7 @@ def run(tmp_path, *more: str) -> int:
                  save_tiny(tmp_path / "base"), *more])
 
 
+@pytest.mark.slow
 def test_without_held_out_prompts_the_stages_are_not_compared_and_a_line_says_so(tmp_path, capsys) -> None:
     assert run(tmp_path, "--data.eval_fraction", "0") == 0
     assert "the stages are not compared: no prompt was held out" in capsys.readouterr().err

@@ -87,6 +87,7 @@ TRAINED = {
 QUICK = ("sft by adapters, a base without a template", "reward", "ppo by adapters on one base for all")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
                                   for name in TRAINED])
 def test_a_checkpoint_gives_the_model_of_a_run_that_ends_there(name, place, tmp_path) -> None:

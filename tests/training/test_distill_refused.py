@@ -119,6 +119,7 @@ def test_a_teacher_with_too_few_positions_for_the_demonstrations_is_refused(plac
     assert f"data.max_length is 48, but {place}/short has 45 positions" in said
 
 
+@pytest.mark.slow
 def test_a_teacher_in_parts_needs_its_likeliest_words(place, capfd, built) -> None:
     for more in (["--roles.teacher.zero_stage", "3"], ["--engine.zero_stage", "3"]):
         said = refused(capfd, words(place, "no", *more))
@@ -133,6 +134,7 @@ def test_a_teacher_in_parts_needs_its_likeliest_words(place, capfd, built) -> No
     assert 0 < parts["distill/teacher_mass_outside"] < 1
 
 
+@pytest.mark.slow
 def test_an_adapter_on_the_head_is_refused_and_its_merged_model_is_not(place, capfd) -> None:
     head = ["--model.lora.target_modules", "[lm_head, q_proj]"]
     assert main(["--stage", "sft", "--output_dir", f"{place}/headed", *used("sft", COMMON), *LORA, *head,

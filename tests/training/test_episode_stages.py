@@ -115,6 +115,7 @@ def test_a_stage_samples_episodes(place, stage, capsys):
     assert "times(a=12, b=3)" in page or "It is 40." in page
 
 
+@pytest.mark.slow
 def test_an_environment_brings_its_own_reward(place, capsys):
     code = main(words(place, "grpo", "own", f"--environment.factory={place}/acts.py:Game"))
     assert code == 0, capsys.readouterr().err[-2000:]
@@ -122,6 +123,7 @@ def test_an_environment_brings_its_own_reward(place, capsys):
     assert found["rewards/Game/mean"] == found["reward"] == found["tools/call_frequency"]
 
 
+@pytest.mark.slow
 def test_an_environment_and_functions_are_weighted(place, capsys):
     code = main(words(place, "grpo", "both", f"--environment.factory={place}/acts.py:Game",
                       f"--reward.functions=[{place}/acts.py:right]", "--reward.weights=[2.0, 0.5]"))
@@ -130,6 +132,7 @@ def test_an_environment_and_functions_are_weighted(place, capsys):
     assert found["reward"] == pytest.approx(2.5 * found["tools/call_frequency"])
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_to_the_same_bits(place, capsys, monkeypatch):
     more = [f"--environment.factory={place}/acts.py:Game", "--train.max_steps=4", "--train.save_steps=2",
             "--environment.num_workers=0", "--roles.actor.learning_rate=1e-4"]
@@ -170,6 +173,7 @@ def test_signal_is_measured_on_episodes(place, capsys):
     assert re.search(r"calls of tools    0\.\d\d in an episode, 0% of them failed", shown.out)
 
 
+@pytest.mark.slow
 def test_models_are_evaluated_on_episodes(place, capsys):
     code = main(words(place, "evaluate", "evaluated", f"--environment.tools=[{place}/acts.py:times]",
                       f"--reward.functions=[{place}/acts.py:right]",
@@ -200,6 +204,7 @@ def test_what_cannot_be_is_told_in_one_line(place, more, told, capsys):
     assert code == 2 and told in shown.err, shown.err[-2000:]
 
 
+@pytest.mark.slow
 def test_trls_arguments_work_from_python(place):
     class Counter:
         def reset(self, **row):
@@ -232,6 +237,7 @@ def rows_of(place: Path, name: str, *rows: dict) -> str:
     return f"--data.sources=[{place}/{name}]"
 
 
+@pytest.mark.slow
 def test_tools_of_rows_that_the_environments_take_the_place_of_are_told(place, capsys):
     other = {"type": "function", "function": {"name": "search", "description": "Searches.", "parameters": {
         "type": "object", "properties": {}}}}

@@ -59,6 +59,7 @@ def by_length(body: dict) -> dict:
     return said(f'It has {len(response)} letters. {{"ok": {min(10, len(response))}}}')
 
 
+@pytest.mark.slow
 def test_a_judge_behind_an_address_is_the_reward_and_its_words_are_beside_the_samples(place, monkeypatch, capfd):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     with judge_server() as server:
@@ -88,6 +89,7 @@ def test_a_judge_behind_an_address_is_the_reward_and_its_words_are_beside_the_sa
     assert files and not any(KEY.encode() in p.read_bytes() for p in files) and KEY not in out.out + out.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "more"), [
     ("grpo", ["--reward.judge.score", "probability"]),
     ("online_dpo", ["--reward.judge.mode", "pairwise", "--reward.judge.score", "probability"]),

@@ -50,6 +50,7 @@ def test_every_variant_of_ppo_is_tried_here():
     assert {name for name, row in STAGES.items() if row.base == "ppo"} == ESTIMATOR_OF.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ESTIMATOR_OF)
 def test_a_stage_without_a_critic_trains_and_leaves_a_model_that_loads(place, built, stage) -> None:
     from transformers import AutoModelForCausalLM
@@ -69,6 +70,7 @@ def test_a_stage_without_a_critic_trains_and_leaves_a_model_that_loads(place, bu
     assert samples and all("completion" in json.loads(line) for line in samples)
 
 
+@pytest.mark.slow
 def test_a_name_of_a_variant_is_ppo_with_its_settings(place) -> None:
     named = launch(place, "grpo", *GROUPS)  # finished above, or run here
     given = place / "runs" / "given"
@@ -80,6 +82,7 @@ def test_a_name_of_a_variant_is_ppo_with_its_settings(place) -> None:
         assert [r.get(name) for r in numbers[0]] == [r.get(name) for r in numbers[1]]
 
 
+@pytest.mark.slow
 def test_a_run_of_a_variant_is_found_finished_and_a_later_stage_starts_from_it(place, capsys) -> None:
     named = launch(place, "grpo", *GROUPS)
     capsys.readouterr()

@@ -158,6 +158,7 @@ print("same", *given["expected"])
 """
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_exported_models_give_the_live_models_numbers_in_a_process_that_never_imports_this_library(place, tmp_path
                                                                                                     ) -> None:
@@ -241,6 +242,7 @@ def test_gradient_checkpointing_changes_no_number(place, stage) -> None:
     _close(_rows(out), _rows(place.folder / "runs" / stage), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", MODULES)
 def test_small_micro_batches_change_no_number(place, stage) -> None:
     out = place.launch(stage, f"micro/{stage}", "--engine.micro_batch_tokens", "40", *place.beside(stage))

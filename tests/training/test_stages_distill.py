@@ -75,6 +75,7 @@ def test_a_named_reference_measures_kl(place, built) -> None:
     assert built[0].ref is not None and all("kl" in row for row in steps(place / "kl"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [["--distill.lmbda", "0.5", "--distill.num_minibatches", "2"],
                                   ["--distill.divergence", "policy_gradient", "--distill.num_epochs", "2"]])
 def test_a_run_that_was_stopped_goes_on_to_the_same_bits(place, capsys, monkeypatch, more) -> None:
@@ -106,6 +107,7 @@ def taught(place) -> str:
     return "taught"
 
 
+@pytest.mark.slow
 def test_a_teacher_by_lora_on_the_students_base_is_an_adapter_on_it(place, built, taught, capfd) -> None:
     from transformers import AutoModelForCausalLM
 

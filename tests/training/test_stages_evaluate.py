@@ -44,6 +44,7 @@ def evaluated(place, out: str, models: str, *more: str) -> dict:
 PAID = ["--reward.functions=PLACE/pay.py:letters"]
 
 
+@pytest.mark.slow
 def test_a_copy_is_not_told_apart_and_other_weights_are(place, capsys) -> None:
     found = evaluated(place, "three", "PLACE/one, PLACE/copy, other=PLACE/two", *PAID)
     one, copy, other = found["models"]
@@ -115,6 +116,7 @@ def reward(place) -> str:
     return f"{place}/reward"
 
 
+@pytest.mark.slow
 def test_a_model_with_other_tokens_is_judged_by_its_words_and_has_no_kl(place, reward) -> None:
     """Plain transformers on the words gives the scores; the reward model's tokens are not the policy's."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -147,6 +149,7 @@ def test_the_stage_2_model_judges_and_a_template_is_for_the_policy_alone(place, 
     assert found["models"][0]["score"] != found["models"][1]["score"]
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_made_again_when_asked_again(place, capsys) -> None:
     first = evaluated(place, "again", "PLACE/one, PLACE/two", *PAID)
     assert evaluated(place, "again", "PLACE/one, PLACE/two", *PAID) == first

@@ -81,10 +81,12 @@ def test_kto_reads_labels_as_well_as_pairs(place) -> None:
     assert all("kl" in row for row in steps)
 
 
+@pytest.mark.slow
 def test_the_name_of_a_variant_and_its_switch_are_one_run(place) -> None:
     close(launch(place, "dpo", "switch", "--dpo.loss_type", "simpo"), launch(place, "simpo", "named"), 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["dpo", "kto"])
 def test_small_micro_batches_and_checkpointing_change_no_number(place, stage) -> None:
     whole = launch(place, stage, f"{stage}-whole")
@@ -92,6 +94,7 @@ def test_small_micro_batches_and_checkpointing_change_no_number(place, stage) ->
                  "--model.gradient_checkpointing", "true"), whole, 1e-3)
 
 
+@pytest.mark.slow
 def test_with_adapters_the_reference_is_the_base_itself_and_the_numbers_are_those_of_a_copy(place, monkeypatch) -> None:
     from hybrid_rlhf.models.lora import LoraConfig
     from hybrid_rlhf.training import preferences
@@ -126,6 +129,7 @@ def test_a_rerun_of_a_finished_run_does_nothing_and_the_plan_knows_the_reference
     assert "policy" in out and "reference" in out
 
 
+@pytest.mark.slow
 def test_a_policy_trained_on_preferences_may_be_trained_on(place) -> None:
     first = launch(place, "dpo", "first")
     second = launch(place, "simpo", "second", "--model.model_name_or_path", str(first))

@@ -44,6 +44,7 @@ def test_sizes_of_recorded_steps_are_few():
     assert [num_rows(n, 5) for n in (1, 3, 5)] == [5, 5, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [dict(), dict(repetition_penalty=1.4, temperature=0.8), dict(min_new_tokens=5)],
                          ids=str)
 def test_replayed_draws_are_those_of_the_uncaptured_engine_as_rows_come_and_go(settings, card, recordings):

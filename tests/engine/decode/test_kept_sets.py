@@ -100,6 +100,7 @@ def test_a_turn_that_is_drawn_again_for_want_of_memory_keeps_each_set_once(monke
         agree(model, list(request.prompt), request.tokens, request.logprobs, request.kept, {"top_k": 9})
 
 
+@pytest.mark.slow
 def test_the_card_keeps_what_the_processor_keeps_by_replays(card, recordings):
     settings = SamplingConfig(max_new_tokens=24, top_p=0.8, temperature=0.9)
     found = []

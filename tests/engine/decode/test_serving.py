@@ -29,6 +29,7 @@ def _alone(model, request: Request) -> list[int]:
         return engine.generate([request.prompt], request.sampling, request.seed, numbers=[request.number]).tokens[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "bloom", "jamba"])
 @pytest.mark.parametrize("capture", [None, called], ids=["plain", "static"])
 def test_requests_that_enter_and_leave_at_any_time_draw_what_they_draw_alone(kind, capture):

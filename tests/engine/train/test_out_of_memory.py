@@ -81,6 +81,7 @@ def test_pairs_are_split_between_pairs_only():
     assert_equal_states(outcomes[1][1], outcomes[0][1])
 
 
+@pytest.mark.slow
 def test_a_whole_ppo_step_short_of_memory_in_scoring_and_updating_is_the_step_that_was_not():
     outcomes = []
     for limit in (10_000, 60):
@@ -144,6 +145,7 @@ def test_an_optimizer_that_does_not_fit_is_not_taken_for_a_micro_batch(monkeypat
         trainer.step(collate_sft(SFT_ROWS, 0))
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_allocated_gets_half_the_slots_and_draws_the_same(monkeypatch, caplog):
     model = tiny_causal_lm()
     prompts, sampling = PROMPTS.ids[:8], SamplingConfig(max_new_tokens=6)

@@ -65,6 +65,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(served):
     assert content(whole, 0) != content(whole, 1)
 
 
+@pytest.mark.slow
 def test_clients_at_once_get_what_each_would_get_alone_under_its_own_settings(served, folders):
     kinds = [dict(temperature=1.0), dict(temperature=0.7, top_p=0.9), dict(temperature=0),
              dict(temperature=1.3, top_k=20, repetition_penalty=1.2)]
