@@ -81,12 +81,32 @@ def _carrier() -> torch.device:
     return device() if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
+_instead: Callable[[Tensor, Callable[[], object]], None] | None = None
+
+
+@contextmanager
+def sums_through(instead: Callable[[Tensor, Callable[[], object]], None]) -> Iterator[None]:
+    """Within the block sums and maxima over processes are left to instead(tensor, make): make() turns the tensor of
+    this process into that of all."""
+    global _instead
+    _instead = instead
+    try:
+        yield
+    finally:
+        _instead = None
+
+
+def _all_reduce(tensor: Tensor, kind: dist.ReduceOp.RedOpType) -> None:
+    make = partial(dist.all_reduce, tensor, kind)
+    _instead(tensor, make) if _instead else make()
+
+
 def sum_over_ranks(value: Tensor) -> Tensor:
     """The sum of a tensor over all processes, where the tensor is (a new one; the argument keeps its value)."""
     if world_size() == 1:
         return value
     total = value.detach().to(_carrier(), copy=True)
-    dist.all_reduce(total)
+    _all_reduce(total, dist.ReduceOp.SUM)
     return total.to(value.device)
 
 
@@ -101,7 +121,7 @@ def max_over_ranks(value: int) -> int:
     if world_size() == 1:
         return value
     largest = torch.tensor(value, device=_carrier())
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    _all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)
 
 

@@ -338,8 +338,12 @@ class HybridEngine(Generic[ModuleT]):
     def num_forwards(self, num_own: int) -> int:
         """How many forwards this process must run for `num_own` of its own. Every process must call it: under ZeRO 3,
         which gathers layer by layer, and 2, which reduces at every backward pass, all run as many as the busiest."""
-        stage = self.training.stage if self.training else 3 * is_partitioned(self.module)
-        return max_over_ranks(num_own) if stage >= 2 else num_own
+        return max_over_ranks(num_own) if self.stage >= 2 else num_own
+
+    @property
+    def stage(self) -> int:
+        """Of ZeRO: 3 too where others train this module at it."""
+        return self.training.stage if self.training else 3 * is_partitioned(self.module)
 
     def dummy_forward(self) -> Tensor:
         """A forward that only keeps step with other processes; returns a zero whose gradient is zero everywhere."""

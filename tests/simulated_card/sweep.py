@@ -40,6 +40,11 @@ The first and the last allocation of every line that makes some fails once, as o
 same numbers, or ends with one line that names the phase and what would help. Made by
 `python -m tests.simulated_card.sweep --page docs/results/out_of_memory.md`.
 
+Of two processes one fails, at every ZeRO stage: in the first pass and in later ones, forward and backward, between two
+sums over processes, with checkpointing, with offloading, and scoring by weights in parts. Both go on under one limit to
+plain torch's weights, and to those of a run under that limit from the start, to 1e-5
+(`pytest -m slow tests/distributed/test_memory_together.py`, gloo on CPUs; NCCL was not tried).
+
 | case | allocations | tried | go on, same numbers | one line | anything else |
 |---|---|---|---|---|---|"""
 

@@ -2,28 +2,32 @@
 
 Each micro-batch's loss is its share of the minibatch's, so the gradient does not depend on the split. When a
 micro-batch runs out of memory the budget becomes half its size. Scoring goes on with the rows that are left. A step
-starts its minibatch again without gradients: a backward pass that failed has left some of its own. The limits are kept
+starts its minibatch again without gradients: a backward pass that failed has left some of its own. So do all processes
+where one of them ran out, under the lowest limit of any; passes.py keeps them in step until then. The limits are kept
 in `engine.oom_limits`, phase -> most tokens, for later steps and for checkpoints (they move the rounding).
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import isfinite
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.core.distributed import world_size
+from hybrid_rlhf.core.distributed import max_over_ranks, world_size
 from hybrid_rlhf.core.errors import CRITIC_CURE, NotFinite, UserError
 from hybrid_rlhf.core.metrics import Metrics, Observed, on_host
-from hybrid_rlhf.core.out_of_memory import explained, is_out_of_memory
+from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.core.tensors import prefix_groups_within, token_budget_groups
 from hybrid_rlhf.engine.device_memory import peak_in, release
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.engine.idle_cache import give_back_idle
+from hybrid_rlhf.engine.train.passes import attempt, forget
 
 Found = TypeVar("Found")
 
@@ -61,34 +65,57 @@ def accumulate(engine: HybridEngine, max_tokens: int, *minibatch: Rows) -> Metri
 def _accumulated(engine: HybridEngine, max_tokens: int, minibatch: Sequence[Rows]) -> Metrics:
     training, learning_rate = engine.training, engine.training.learning_rate
     while True:
-        budget, metrics, lengths = token_budget(engine, UPDATE, max_tokens), Metrics(), None
-        seen: list[Observed] = []
-        micro_batches = [(rows, index) for rows in minibatch
-                         for index in split(engine, rows.lengths, budget, rows.prefix_groups)]
-        num_passes = max(1, engine.num_forwards(len(micro_batches)))  # under ZeRO 2 and 3 as many on every process
+        budget, metrics = token_budget(engine, UPDATE, max_tokens), Metrics()
         engine.module.train()
         try:
             with engine.active(), peak_in(metrics, f"{engine.name.split()[0]}/{UPDATE}", engine.device):
-                for i in range(num_passes):
-                    if i < len(micro_batches):
-                        rows, index = micro_batches[i]
-                        lengths = rows.lengths[index]
-                        loss, observed = rows.micro_batch_loss(index)
-                        seen.append(observed)
-                    else:
-                        loss = engine.dummy_forward()
-                    training.backward(loss, is_last=i == num_passes - 1)
-                norm = _optimizer_step(engine)
-        except BaseException as error:
+                seen, shortage = _passes(engine, budget, minibatch)
+                is_short = bool(max_over_ranks(int(shortage is not None)))
+                norm = None if is_short else _optimizer_step(engine)
+        except BaseException:
             training.discard_gradients()
-            if lengths is None:
-                raise
-            halve_budget(engine, UPDATE, lengths, error)
-        else:
+            raise
+        if norm is not None:
             for each in on_host(seen):  # once, when all is launched: asking for a number waits for what is before it
                 metrics.add_all(each)
             return _report(engine, norm, metrics).add("learning_rate", learning_rate).add("micro_batch_tokens", budget)
+        training.discard_gradients()
+        forget(engine.module)
+        if shortage is not None:
+            halve_budget(engine, UPDATE, *shortage)
+        agree_on_limit(engine, UPDATE)
         release()
+
+
+def _passes(engine: HybridEngine, budget: int, minibatch: Sequence[Rows]
+            ) -> tuple[list[Observed], tuple[Tensor, Exception] | None]:
+    """The forward and backward passes of a step: what was observed in them, and (lengths of the micro-batch, error)
+    where memory ran out. One process then stops; several go on to the last, in which the others wait."""
+    micro_batches = [(rows, index) for rows in minibatch
+                     for index in split(engine, rows.lengths, budget, rows.prefix_groups)]
+    num_passes = max(1, engine.num_forwards(len(micro_batches)))  # under ZeRO 2 and 3 as many on every process
+    seen: list[Observed] = []
+    shortage = None
+
+    def run(number: int, rows: Rows | None, index: Tensor | None) -> None:
+        if rows is None:
+            loss = engine.dummy_forward()
+        else:
+            loss, observed = rows.micro_batch_loss(index)
+            seen.append(observed)
+        engine.training.backward(loss, is_last=number == num_passes - 1)
+
+    for i in range(num_passes):
+        rows, index = micro_batches[i] if i < len(micro_batches) and shortage is None else (None, None)
+        least = partial(run, i, None, None) if _meets_others(engine, UPDATE) else None
+        error = attempt(engine.module, partial(run, i, rows, index), least, engine.training.discard_gradients)
+        if error is not None and (rows is None or shortage is not None):
+            raise error  # with the least there is to compute
+        if error is not None:
+            shortage = rows.lengths[index], error
+            if least is None:
+                break
+    return seen, shortage
 
 
 def _optimizer_step(engine: HybridEngine) -> float:
@@ -121,21 +148,43 @@ def score(engine: HybridEngine, lengths: Tensor, max_tokens: int, score_fn: Call
     are those after it. Raises UserError where a single row does not fit.
     """
     waiting = split(engine, lengths, token_budget(engine, SCORE, max_tokens), prefix_groups)
-    num_dummies = engine.num_forwards(len(waiting)) - len(waiting)  # agreed on before the first, for all meet in each
-    while waiting:
-        try:
-            found = score_fn(waiting[0])
-        except Exception as error:
-            budget = halve_budget(engine, SCORE, lengths[waiting[0]], error)
-        else:
-            yield waiting.pop(0), found
-            continue
-        release()
-        rows = torch.cat(waiting)
-        groups = None if prefix_groups is None else prefix_groups[rows]
-        waiting = [rows[index] for index in split(engine, lengths[rows], budget, groups)]
-    for _ in range(num_dummies):
-        engine.dummy_forward()
+    least = engine.dummy_forward if _meets_others(engine, SCORE) else None
+    is_again = False
+    while num_passes := engine.num_forwards(len(waiting)):  # under ZeRO 2 and 3 as many on every process
+        if is_again and engine.stage >= 2:  # on this process or another memory ran out, and all know
+            forget(engine.module)
+            agree_on_limit(engine, SCORE)
+        error, is_again = None, True
+        for _ in range(num_passes):
+            if error is not None or not waiting:
+                engine.dummy_forward()
+                continue
+            found: list[Found] = []
+            error = attempt(engine.module, partial(_into, found, score_fn, waiting[0]), least)
+            if error is None:
+                yield waiting.pop(0), found.pop()
+            elif least is None:
+                break
+        if error is not None:
+            budget, rows = halve_budget(engine, SCORE, lengths[waiting[0]], error), torch.cat(waiting)
+            groups = None if prefix_groups is None else prefix_groups[rows]
+            waiting = [rows[index] for index in split(engine, lengths[rows], budget, groups)]
+            error = None
+            release()
+
+
+def _into(found: list[Found], score_fn: Callable[[Tensor], Found], index: Tensor) -> None:
+    found.append(score_fn(index))
+
+
+def agree_on_limit(engine: HybridEngine, phase: str) -> None:
+    """Take the lowest limit of all processes, which know that one of them ran out of memory in `phase`."""
+    own = engine.oom_limits.get(phase, sys.maxsize)
+    lowest = -max_over_ranks(-own)
+    if lowest < own:
+        engine.oom_limits[phase] = lowest
+        _log.warning("out of memory in the %s's %s on another process; from now on a micro-batch has at most %d tokens "
+                     "on all", engine.name, phase, lowest)
 
 
 def _report(engine: HybridEngine, norm: float, metrics: Metrics) -> Metrics:
@@ -165,10 +214,8 @@ def halve_budget(engine: HybridEngine, phase: str, lengths: Tensor, error: BaseE
 
     Raises `error` if it is not about memory, and UserError where nothing can be split.
     """
-    if not is_out_of_memory(error):
-        raise error
     longest, size = int(lengths.max()), len(lengths) * int(lengths.max())
-    if not _waits_for_others(engine, phase) and give_back_idle():
+    if give_back_idle():
         _log.warning("out of memory in the %s's %s; the decode cache is not kept between rollouts any more",
                      engine.name, phase)
         return size
@@ -177,15 +224,12 @@ def halve_budget(engine: HybridEngine, phase: str, lengths: Tensor, error: BaseE
         raise UserError(f"{what} is a single row and cannot be split; shorten it (data.max_length, or "
                         "data.max_prompt_length and max_new_tokens), set model.gradient_checkpointing true, or train "
                         "fewer weights (model.lora.r)") from error
-    if _waits_for_others(engine, phase):
-        raise UserError(f"{what} does not fit, and other processes are in the midst of the same pass; set "
-                        f"engine.micro_batch_tokens to {size // 2} or less and start again") from error
     engine.oom_limits[phase] = size // 2
     _log.warning("%s does not fit; from now on at most %d tokens", what, size // 2)
     return size // 2
 
 
-def _waits_for_others(engine: HybridEngine, phase: str) -> bool:
-    """Whether a pass of this phase talks to other processes before its end, so that one alone cannot repeat it."""
-    stage = engine.training.stage if engine.training else 0
-    return world_size() > 1 and stage >= (2 if phase == UPDATE else 3)
+def _meets_others(engine: HybridEngine, phase: str) -> bool:
+    """Whether other processes may wait for this one in a pass of this phase: in updates at every stage of ZeRO, for the
+    last adds up gradients."""
+    return world_size() > 1 and (phase == UPDATE or engine.stage == 3)

@@ -1,20 +1,26 @@
 """The private parts of DeepSpeed that are used here, and nowhere else: what its optimizers keep at ZeRO 1 to 3, what it
-does to parameters at ZeRO 3, and a build that it does at import.
+does to parameters at ZeRO 3, the collectives that it makes, and a build that it does at import.
 
-DeepSpeed has no calls for most of this: to forget a pass that failed half way, to take a checkpoint that is bit for bit
-its own state on any number of processes, to run a module without its hooks. Every stage of it is tested.
+DeepSpeed has no calls for most of this: to forget a pass that failed half way or to go through it again, to take a
+checkpoint that is bit for bit its own state on any number of processes, to run a module without its hooks. Every stage
+of it is tested.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.core.compat import Dependency
-from hybrid_rlhf.core.distributed import new_group, rank, world_size
+from hybrid_rlhf.core.distributed import new_group, rank, sums_through, world_size
 from hybrid_rlhf.core.torch_compat import hooks_kept
 
 DEEPSPEED = Dependency("deepspeed", checked="0.19.8")
@@ -29,6 +35,14 @@ _OF_SPLIT_WEIGHTS = (*_OF_BOTH, "_partition_all_parameters", "_reassign_or_swap_
                      "fp32_partitioned_groups_flat", "parameter_offload", "persistent_parameters")
 _OF_OPTIMIZER = {1: _OF_SPLIT_STATE, 2: _OF_SPLIT_STATE, 3: _OF_SPLIT_WEIGHTS}  # by ZeRO stage
 _OF_PARAMETER = ("ds_id", "ds_numel", "ds_shape", "ds_tensor")  # at ZeRO 3
+# by which ZeRO 3 knows where in a pass it is, and in which order layers come
+_OF_COORDINATOR = tuple(f"_PartitionedParameterCoordinator__{name}" for name in (
+    "active_backward_submodules", "most_recent_step_id_param_fetched_for", "n_available_params", "param_order",
+    "param_queue", "step_id", "step_id_module_fetched_for", "submodule_order", "trace_mode"))
+_COLLECTIVES = ("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_reduce", "all_reduce_coalesced",
+                "all_to_all_single", "barrier", "broadcast", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+_GATHERED = ("output_tensor", "output_tensors", "tensor_list")  # what a gather writes to
+_offloads: weakref.WeakSet = weakref.WeakSet()  # of all engines at ZeRO 3
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -190,3 +204,135 @@ def _empty_partitions(optimizer) -> None:  # noqa: ANN001
         bucket.clear_params()
     optimizer.params_already_reduced = dict.fromkeys(optimizer.params_already_reduced, False)
     optimizer.parameter_offload.partition_all_parameters()
+
+
+@dataclass
+class Collective:
+    """One that this process has come to. answer: what it gave, where that is compared or counted with; is_made: whether
+    the call came back."""
+
+    name: str
+    sizes: list[int]
+    answer: Tensor | None = None
+    is_made: bool = False
+
+
+class OutOfStep(RuntimeError):
+    """A pass that was to meet the same collectives as another one did not."""
+
+
+class Collectives:
+    """The collectives that a pass comes to, in their order (`noted`). The first, as many as `skipped`, are not made
+    (None: no one is), and what they would have gathered is zero. Raises OutOfStep where they are not like `skipped`."""
+
+    def __init__(self, skipped: Sequence[Collective] | None = ()) -> None:
+        self.noted: list[Collective] = []
+        self._skipped = skipped
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within the block DeepSpeed's, and sums over processes of our own."""
+        backend = DEEPSPEED.module("deepspeed.comm.comm").cdb
+        DEEPSPEED.require(backend, *_COLLECTIVES)
+        for name in _COLLECTIVES:
+            setattr(backend, name, partial(self._of_deepspeed, name, getattr(backend, name)))
+        try:
+            with sums_through(self._of_ours):
+                yield
+        finally:
+            for name in _COLLECTIVES:
+                delattr(backend, name)
+
+    def _of_deepspeed(self, name: str, make: Callable, *inputs: Any, **named: Any) -> Any:
+        is_skipped, found = self._note(name, [*inputs, *named.values()])
+        if is_skipped:
+            if found.answer is not None:
+                named["tensor"].copy_(found.answer)
+            for tensor in _tensors(named[name] for name in _GATHERED if name in named):
+                tensor.zero_()
+            return _Done()
+        handle = make(*inputs, **named)
+        found.is_made = True
+        if name == "broadcast":  # of layers' numbers, which are compared with this process's own
+            found.answer = named["tensor"].clone()
+        return handle
+
+    def _of_ours(self, tensor: Tensor, make: Callable[[], object]) -> None:
+        is_skipped, found = self._note("sum", [tensor])
+        if not is_skipped:
+            make()
+            found.answer, found.is_made = tensor.clone(), True
+        elif found.answer is not None:
+            tensor.copy_(found.answer)
+
+    def _note(self, name: str, values: Sequence[Any]) -> tuple[bool, Collective]:
+        """(whether it is not made, the note)."""
+        found = Collective(name, [tensor.numel() for tensor in _tensors(values)])
+        self.noted.append(found)
+        if self._skipped is None or len(self.noted) > len(self._skipped):
+            return self._skipped is None, found
+        before = self._skipped[len(self.noted) - 1]
+        if (found.name, found.sizes) != (before.name, before.sizes):
+            raise OutOfStep(f"{found.name} of {found.sizes} in place of {before.name} of {before.sizes}")
+        return True, before
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+class _Done:
+    """The handle of a collective that was not made."""
+
+    def wait(self, *_inputs: object, **_named: object) -> None:
+        return None
+
+
+def note_offload(engine) -> None:  # noqa: ANN001
+    """Keep what holds the weights of a new engine at ZeRO 3, for PassStart."""
+    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)  # a frozen module has no optimizer
+    DEEPSPEED.require(offload, "get_param_coordinator", "partition_all_parameters", "release_backward_leftovers")
+    DEEPSPEED.require(offload.get_param_coordinator(), *_OF_COORDINATOR)
+    _offloads.add(offload)
+
+
+class PassStart:
+    """What ZeRO 3 knows of `module` as a pass begins: which weights are whole, and as far as it has been noted the
+    order of layers. Other engines on the same weights are asked too, for their hooks are called as well."""
+
+    def __init__(self, module: nn.Module) -> None:
+        own = {id(p) for p in module.parameters()}
+        self._offloads = [o for o in _offloads if any(id(p) in own for p in o.module.parameters())]
+        self._whole = list({id(p): p for o in self._offloads for p in o.module.parameters() if _is_whole(p)}.values())
+        self._known = [_known(o.get_param_coordinator()) for o in self._offloads]
+
+    def restore(self) -> None:
+        """Begin the pass again, with no other process: weights that were whole are of the right size, but zero. Every
+        process has to `forget` afterwards."""
+        self.forget()
+        for offload, known in zip(self._offloads, self._known, strict=True):
+            vars(offload.get_param_coordinator()).update(known)
+        with Collectives(None).watched():
+            for parameter in self._whole:
+                parameter.all_gather([parameter])
+
+    def forget(self) -> None:
+        """No weight is whole any more: each is gathered anew when it is needed."""
+        for offload in self._offloads:
+            offload.release_backward_leftovers()
+            offload.partition_all_parameters()
+
+
+def _is_whole(parameter: nn.Parameter) -> bool:
+    return is_part(parameter) and parameter.ds_status.name == "AVAILABLE"
+
+
+def _known(coordinator) -> dict[str, Any]:  # noqa: ANN001
+    known = {name: copy.copy(getattr(coordinator, name)) for name in _OF_COORDINATOR}
+    steps = known["_PartitionedParameterCoordinator__step_id_module_fetched_for"]
+    steps.update({module: copy.copy(queue) for module, queue in steps.items()})
+    return known

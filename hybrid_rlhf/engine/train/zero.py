@@ -30,6 +30,7 @@ from hybrid_rlhf.engine.train.deepspeed_compat import (
     is_overflown,
     is_partitioned,
     loss_scale,
+    note_offload,
     set_loss_factor,
     shape_of,
     share_patience,
@@ -67,7 +68,9 @@ def _deepspeed_engine(settings: dict, **given: object):  # noqa: ANN202 - a Deep
         deepspeed = _import_deepspeed()
         share_patience()
         engine, *_ = deepspeed.initialize(config=settings, dist_init_required=False, **given)
-    if is_added and settings["zero_optimization"]["stage"] < 3:
+    if settings["zero_optimization"]["stage"] == 3:
+        note_offload(engine)
+    elif is_added:
         del os.environ["LOCAL_RANK"]
     return engine
 

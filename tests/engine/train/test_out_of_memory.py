@@ -1,5 +1,6 @@
 """A micro-batch that does not fit is split: the same gradient, the same numbers, and a word of what was learnt."""
 
+import importlib
 import logging
 
 import pytest
@@ -9,7 +10,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.collate import collate_pairs, collate_sft
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
 from hybrid_rlhf.engine.decode.kv_cache import KeyValueRows
-from hybrid_rlhf.engine.train import accumulate
+from hybrid_rlhf.engine.train import accumulate, passes
 from hybrid_rlhf.roles import Actor, PolicyModule, Reward
 from hybrid_rlhf.trainers.reward import RewardTrainer
 from hybrid_rlhf.trainers.sft import SFTTrainer
@@ -172,18 +173,50 @@ def test_a_cache_that_cannot_be_allocated_gets_half_the_slots_and_draws_the_same
             engine.generate(prompts, sampling, seed=3)
 
 
-@pytest.mark.parametrize(("processes", "is_taken"), [(1, True), (2, False)])
-def test_the_idle_cache_goes_first_but_not_where_others_are_in_the_midst_of_the_same_pass(processes, is_taken,
-                                                                                            monkeypatch):
-    """Alone a process would begin its pass again while the others wait in the middle of theirs."""
+def test_the_idle_cache_goes_before_a_micro_batch_is_halved(monkeypatch):
     engine = sft(2).policy.engine
-    asked = []
-    monkeypatch.setattr(accumulate, "world_size", lambda: processes)
-    monkeypatch.setattr(accumulate, "give_back_idle", lambda: asked.append(1) or True)
-    lengths = torch.tensor([5, 5])
-    if is_taken:
-        assert accumulate.halve_budget(engine, accumulate.UPDATE, lengths, out_of_memory()) == 10
-    else:
-        with pytest.raises(UserError, match="other processes are in the midst"):
-            accumulate.halve_budget(engine, accumulate.UPDATE, lengths, out_of_memory())
-    assert asked == [1] * is_taken and engine.oom_limits == {}
+    monkeypatch.setattr(accumulate, "give_back_idle", lambda: True)
+    assert accumulate.halve_budget(engine, accumulate.UPDATE, torch.tensor([5, 5]), out_of_memory()) == 10
+    assert engine.oom_limits == {}
+
+
+def add_up(*sizes):
+    for size in sizes:
+        importlib.import_module("deepspeed.comm").all_reduce(torch.ones(size))
+
+
+def short_after(*sizes):
+    add_up(*sizes)
+    raise out_of_memory()
+
+
+@pytest.mark.parametrize("sizes", [(4, 5), (4,)])
+def test_a_pass_that_failed_is_gone_through_again_without_what_it_has_met(sizes, monkeypatch):
+    engine, met = sft(1).policy.engine, []
+    plain = torch.distributed.all_reduce
+
+    def least():
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, **named: met.append(len(tensor)) or plain(
+            tensor, **named))
+        add_up(*sizes)
+
+    error = passes.attempt(engine.module, lambda: short_after(4), least)
+    assert isinstance(error, torch.OutOfMemoryError) and error.__traceback__ is None
+    assert met == list(sizes[1:])
+
+
+@pytest.mark.parametrize(("sizes", "what"), [((5,), r"all_reduce of \[5\] in place of all_reduce of \[4\]"),
+                                             ((), "0 collectives in place of 1")])
+def test_a_pass_that_comes_to_other_collectives_ends_with_a_line_and_does_not_wait_for_ever(sizes, what):
+    engine = sft(1).policy.engine
+    with pytest.raises(UserError, match=rf"out of memory, and this model's passes differ \({what}\).*"
+                                        r"engine\.micro_batch_tokens"):
+        passes.attempt(engine.module, lambda: short_after(4), lambda: add_up(*sizes))
+
+
+def test_memory_that_runs_out_within_a_collective_ends_with_a_line_for_nobody_knows_who_has_met(monkeypatch):
+    engine, asked = sft(1).policy.engine, []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda **_: (_ for _ in ()).throw(out_of_memory()))
+    with pytest.raises(UserError, match=r"in what processes tell each other.*engine\.micro_batch_tokens"):
+        passes.attempt(engine.module, lambda: add_up(4), lambda: asked.append(1))
+    assert not asked
