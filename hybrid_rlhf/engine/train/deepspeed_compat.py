@@ -7,8 +7,8 @@ its own state on any number of processes, to run a module without its hooks. Eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hybrid_rlhf.core.compat import Dependency
 from hybrid_rlhf.core.distributed import new_group, rank, world_size
 from hybrid_rlhf.core.torch_compat import hooks_kept
+from hybrid_rlhf.models.weight_parts import is_cut, part_of, take_part
 
 DEEPSPEED = Dependency("deepspeed", checked="0.19.8")
 
@@ -55,6 +56,38 @@ def share_patience() -> None:
     DEEPSPEED.require(groups, "_WORLD_GROUP")
     if groups._WORLD_GROUP is None:
         groups._WORLD_GROUP = new_group(range(world_size()))
+
+
+@contextmanager
+def taking_parts(module: nn.Module) -> Iterator[None]:
+    """Within the block ZeRO 3 takes over what each process has read of weights of `module` in parts: without sending
+    the first process's whole weight to all. All of them are taken."""
+    if not is_cut(module):
+        yield
+        return
+    zero = DEEPSPEED.module("deepspeed.runtime.zero.partition_parameters")
+    owner, name = zero.Init, "_zero_init_param"
+    before = DEEPSPEED.part(owner, name)
+    DEEPSPEED.require(owner, "_convert_to_deepspeed_param")
+    for parameter in module.parameters():
+        if part_of(parameter) is not None:  # else the first process's whole weight, here a stand-in, is sent to all
+            parameter.ds_status = zero.ZeroParamStatus.NOT_AVAILABLE
+
+    def take(self, parameter: nn.Parameter) -> None:  # noqa: ANN001
+        if part_of(parameter) is None:
+            before(self, parameter)
+            return
+        self._convert_to_deepspeed_param(parameter)
+        parameter.partition()  # of the stand-in: makes the place for the part, wherever that is to be
+        parameter.ds_tensor.data.copy_(take_part(parameter))
+
+    setattr(owner, name, take)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+    if is_cut(module):
+        raise RuntimeError("DeepSpeed has left weights in parts that were to be taken over: please report it")
 
 
 def is_partitioned(module: nn.Module) -> bool:

@@ -35,6 +35,7 @@ from hybrid_rlhf.engine.train.deepspeed_compat import (
     share_patience,
     size_of,
     skip_inference_build,
+    taking_parts,
     without_hooks,
 )
 from hybrid_rlhf.engine.train.embedding_rows import embeddings_by_rows
@@ -66,7 +67,8 @@ def _deepspeed_engine(settings: dict, **given: object):  # noqa: ANN202 - a Deep
     with _stdout_to_stderr():
         deepspeed = _import_deepspeed()
         share_patience()
-        engine, *_ = deepspeed.initialize(config=settings, dist_init_required=False, **given)
+        with taking_parts(given["model"]):
+            engine, *_ = deepspeed.initialize(config=settings, dist_init_required=False, **given)
     if is_added and settings["zero_optimization"]["stage"] < 3:
         del os.environ["LOCAL_RANK"]
     return engine
