@@ -24,12 +24,20 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.disk import refusal
 from hybrid_rlhf.core.distributed import barrier
 from hybrid_rlhf.core.own_files import whole
-from hybrid_rlhf.engine.train.deepspeed_compat import shape_of, without_hooks
+from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned, shape_of, without_hooks
 from hybrid_rlhf.engine.train.zero import for_main
 from hybrid_rlhf.models.lora import adapter_parameters, lora_layers, save_adapter
 from hybrid_rlhf.models.merging import Weight, plain_weights
 from hybrid_rlhf.models.quantize import multiplying_by, quantized_layers
-from hybrid_rlhf.models.saving import original_weights, reload_like, save, share_as, share_kept
+from hybrid_rlhf.models.saving import (
+    held_in,
+    original_weights,
+    reload_like,
+    reload_mapped,
+    save,
+    share_as,
+    share_kept,
+)
 from hybrid_rlhf.models.transformers_compat import kept_in_fp32
 from hybrid_rlhf.models.weight_parts import Gather, layer_by_layer
 
@@ -171,9 +179,15 @@ def _difference(one: Tensor, other: Tensor) -> float:
 
 def _compare(live: Tensor, model: nn.Module, folder: Path, dtype: torch.dtype) -> Tensor:
     """The folder's logits, after they were found to be `live`, the live model's, within the rounding of `dtype`, the
-    folder's, or of the live model's own. The folder is read into the CPU's memory: beside all that a run has left on its card,
-    that may have no room for a second model."""
-    again = _logits(reload_like(model, folder))
+    folder's, or of the live model's own. The folder is read into the CPU's memory: beside all that a run has left on
+    its card, that may have no room for a second model. Where the live model is in parts, so may be that memory: the
+    folder is then mapped, and a layer is in the live model's dtype while it computes."""
+    if is_partitioned(model):
+        written = reload_mapped(model, folder, dtype)
+        with layer_by_layer(written, partial(held_in, model.dtype, dtype)):
+            again = _logits(written)
+    else:
+        again = _logits(reload_like(model, folder))
     bound = max(BOUNDS[dtype], BOUNDS[model.dtype])
     difference = _difference(live, again)
     if not difference <= bound:

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from hybrid_rlhf.core.allocator import give_back_freed_blocks
 from hybrid_rlhf.core.distributed import barrier, gather_over_ranks, init_process_group, is_main, rank, shutdown
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
-from hybrid_rlhf.engine.train.zero import gathered
+from hybrid_rlhf.engine.train.zero import for_main, gathered
 from hybrid_rlhf.export.folder import export
 from hybrid_rlhf.models import shards
 from hybrid_rlhf.models.heads import ScalarModel
@@ -117,11 +117,33 @@ def scalar(folder: Path, out: Path) -> dict:
             "files": largest_gap(written(out / "scalar"), twin.state_dict())}
 
 
+def failing(folder: Path) -> dict:
+    """The main process fails in the midst of its work; whether it says so, and whether all can work again."""
+    model = load_causal_lm(ModelConfig(str(folder), dtype="float32"), in_parts=True)
+    HybridEngine(PolicyModule(model), model).prepare_frozen(CUT)
+    sizes: list[int] = []
+
+    def work(gather) -> None:  # noqa: ANN001
+        with gather([model.lm_head.weight]):
+            sizes.append(model.lm_head.weight.numel())
+            if len(sizes) == 1:
+                raise OSError("the disk is full")
+
+    try:
+        for_main(model, work)
+        has_failed = False
+    except OSError:
+        has_failed = True
+    for_main(model, work)
+    return {"has_failed": has_failed, "sizes": sizes, "left": model.lm_head.weight.numel()}
+
+
 def equal(place: Path) -> dict:
     out, found = place / "out", {}
     for folder in sorted(p for p in place.iterdir() if (p / "config.json").exists()):
         found[folder.name] = plain(folder, out)
     found["adapted"] = adapted(place / "tied", out)
+    found["failing"] = failing(place / "dense")
     found["scalar"] = scalar(place / "dense", out)
     return found
 

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.factories.processes import ended, launch
 from tests.factories.tiny import save_tiny, tiny_causal_lm
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-ODD = dict(hidden_size=35, num_attention_heads=5, num_key_value_heads=5, head_dim=8, intermediate_size=63)  # products of them do not divide by two
+# sizes whose products do not divide by two
+ODD = dict(hidden_size=35, num_attention_heads=5, num_key_value_heads=5, head_dim=8, intermediate_size=63)
 EXPERTS = dict(kind="mixtral", num_local_experts=4, num_experts_per_tok=2)
 KINDS = ("dense", "tied", "experts", "bfloat16")
 
@@ -62,6 +64,11 @@ def test_added_words_and_adapters_over_a_model_in_parts_are_those_over_a_whole_o
 
 def test_a_new_scalar_head_over_a_model_in_parts_is_that_over_a_whole_one(found):
     assert [(each["scalar"]["weights"], each["scalar"]["files"]) for each in found] == [(0, 0)] * 2
+
+
+def test_where_the_main_process_fails_the_others_are_free_again(found):
+    assert [each["failing"] for each in found] == [
+        {"has_failed": True, "sizes": [300 * 35] * 2, "left": 0}, {"has_failed": False, "sizes": [], "left": 0}]
 
 
 def test_no_process_ever_has_room_for_the_whole_model(tmp_path):

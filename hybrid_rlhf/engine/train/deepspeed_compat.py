@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.core.compat import Dependency
-from hybrid_rlhf.core.distributed import new_group, rank, world_size
+from hybrid_rlhf.core.distributed import new_group, world_size
 from hybrid_rlhf.core.torch_compat import hooks_kept
 from hybrid_rlhf.models.weight_parts import is_cut, part_of, take_part
 
@@ -108,18 +108,6 @@ def shape_of(parameter: nn.Parameter) -> torch.Size:
 def size_of(parameter: nn.Parameter) -> int:
     """Numbers of the whole parameter."""
     return getattr(parameter, "ds_numel", parameter.numel())
-
-
-def places_of(parameter: nn.Parameter, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Where this process keeps a parameter, and the part of `whole` that belongs there: all of it, or, under ZeRO 3,
-    its flat part, and all of it besides where it is whole at the moment."""
-    if not is_part(parameter):
-        return [(parameter.data, whole)]
-    part, flat = parameter.ds_tensor, whole.flatten()
-    piece = flat[rank() * part.numel():(rank() + 1) * part.numel()]
-    places = [(part.data[:len(piece)], piece)]
-    is_gathered = parameter.data.numel() == flat.numel()
-    return places + ([(parameter.data, whole.view(parameter.data.shape))] if is_gathered else [])
 
 
 def without_hooks(module: nn.Module) -> AbstractContextManager:
