@@ -137,6 +137,8 @@ class Backbone:
         self.starts, self.kind, self.lora = starts, layout.kind, parts.model.lora
         trained = [r for r in group if r in TRAINED]
         self.is_frozen = not trained or self.lora.r > 0 or (trained == ["critic"] and layout.kind == "head")
+        layouts = [layout_of(parts, role) for role in trained or group]
+        self.in_parts = any(each.cuts_weights if trained else each.zero_stage == 3 for each in layouts)
         settings = load_config_for(parts, starts[group[0]])
         if not trained:
             settings = replace(settings, gradient_checkpointing=False)
@@ -157,8 +159,9 @@ class Backbone:
 
     def _open(self, settings: ModelConfig, tokenizer,  # noqa: ANN001
               new_head_std: float | None) -> tuple[nn.Module, list[int]]:
-        model = (load.load_causal_lm(settings, device()) if self.is_policy else
-                 load.load_scalar_model(settings, device(), new_head_std, tokenizer.pad_token_id))
+        parts = self.in_parts
+        model = (load.load_causal_lm(settings, device(), in_parts=parts) if self.is_policy else
+                 load.load_scalar_model(settings, device(), new_head_std, tokenizer.pad_token_id, in_parts=parts))
         new_ids = builders.prepare(model, settings, tokenizer)
         if self.is_policy:
             check_head(model)

@@ -161,11 +161,13 @@ def prepare(model: nn.Module, config: ModelConfig, tokenizer) -> list[int]:  # n
 
 
 @explained("while loading the model")
-def open_policy(model: ModelConfig, tokenizer, seed: int, *, dropout: bool) -> nn.Module:  # noqa: ANN001
-    """The causal model of a stage, adapters on if asked for, ready for an engine."""
+def open_policy(model: ModelConfig, tokenizer, seed: int, *, dropout: bool,  # noqa: ANN001
+                in_parts: bool = False) -> nn.Module:
+    """The causal model of a stage, adapters on if asked for, ready for an engine. in_parts: for one that then puts it
+    under ZeRO 3 (load_causal_lm)."""
     check_dtype(model)
     causal = load.random_causal_lm(model, tokenizer, seed).to(device()) if model.preset else load.load_causal_lm(
-        model, device())
+        model, device(), in_parts=in_parts)
     new_ids = prepare(causal, model, tokenizer)
     check_head(causal)
     if model.lora.r:
@@ -177,10 +179,12 @@ def open_policy(model: ModelConfig, tokenizer, seed: int, *, dropout: bool) -> n
 
 
 @explained("while loading the model")
-def open_scalar(model: ModelConfig, tokenizer, *, new_head_std: float | None = None) -> nn.Module:  # noqa: ANN001
-    """A model with a scalar head from `model.model_name_or_path`; with LoRA the head is trained in full."""
+def open_scalar(model: ModelConfig, tokenizer, *, new_head_std: float | None = None,  # noqa: ANN001
+                in_parts: bool = False) -> nn.Module:
+    """A model with a scalar head from `model.model_name_or_path`; with LoRA the head is trained in full. in_parts: as
+    open_policy has it."""
     check_dtype(model)
-    scalar = load.load_scalar_model(model, device(), new_head_std, tokenizer.pad_token_id)
+    scalar = load.load_scalar_model(model, device(), new_head_std, tokenizer.pad_token_id, in_parts=in_parts)
     new_ids = prepare(scalar, model, tokenizer)
     without_dropout(scalar)
     if model.lora.r:

@@ -143,6 +143,13 @@ def _exchanged(message: object, count: int, carrier: torch.device, all_gather: C
     return [json.loads(t[: int(n)].cpu().numpy().tobytes()) for t, n in zip(texts, sizes, strict=True)]
 
 
+def joined_over_ranks(part: Tensor) -> Tensor:
+    """The parts (n,) of all processes behind each other, in the order of ranks, where the part is; bit for bit."""
+    whole = torch.empty(world_size() * part.numel(), dtype=part.dtype, device=part.device)
+    dist.all_gather_into_tensor(whole.view(torch.uint8), part.contiguous().view(torch.uint8))
+    return whole
+
+
 def place_over_ranks(count: int) -> tuple[int, int]:
     """(number of this process's first item, number of all items) when each process holds `count` of a common list."""
     counts = gather_over_ranks(int(count))

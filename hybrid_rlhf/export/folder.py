@@ -14,6 +14,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,14 +22,24 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.disk import refusal
-from hybrid_rlhf.core.distributed import barrier, is_main
+from hybrid_rlhf.core.distributed import barrier
 from hybrid_rlhf.core.own_files import whole
-from hybrid_rlhf.engine.train.zero import gathered
-from hybrid_rlhf.models.lora import lora_layers, save_adapter
+from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned, shape_of, without_hooks
+from hybrid_rlhf.engine.train.zero import for_main
+from hybrid_rlhf.models.lora import adapter_parameters, lora_layers, save_adapter
 from hybrid_rlhf.models.merging import Weight, plain_weights
 from hybrid_rlhf.models.quantize import multiplying_by, quantized_layers
-from hybrid_rlhf.models.saving import original_weights, reload_like, save, share_as, share_kept
+from hybrid_rlhf.models.saving import (
+    held_in,
+    original_weights,
+    reload_like,
+    reload_mapped,
+    save,
+    share_as,
+    share_kept,
+)
 from hybrid_rlhf.models.transformers_compat import kept_in_fp32
+from hybrid_rlhf.models.weight_parts import Gather, layer_by_layer
 
 MERGE_FILE = "merge.json"
 # Largest difference of logits, relative to the largest logit, that rounding to a dtype explains.
@@ -53,29 +64,34 @@ def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) 
     """
     folder = Path(folder)
     targets = [folder, *([folder.with_name(folder.name.replace("model", "adapter"))] if lora_layers(model) else [])]
-    with gathered(model):
-        if is_main():
-            try:
-                with whole(*targets) as places:
-                    _write_all(model, tokenizer, places, eos_ids)
-            except Exception as error:
-                if (found := refusal(error)) is None:
-                    raise
-                raise UserError(f"cannot write {folder}: {found.words}; {found.remedy}, and the same command goes on "
-                                "from the last checkpoint") from error
-        barrier()
+
+    def write(gather: Gather) -> None:
+        try:
+            with whole(*targets) as places:
+                _write_all(model, tokenizer, places, eos_ids, gather)
+        except Exception as error:
+            if (found := refusal(error)) is None:
+                raise
+            raise UserError(f"cannot write {folder}: {found.words}; {found.remedy}, and the same command goes on "
+                            "from the last checkpoint") from error
+
+    for_main(model, write)
+    barrier()
     return folder
 
 
-def _write_all(model: nn.Module, tokenizer, places: list[Path], eos_ids: list[int]) -> None:  # noqa: ANN001
+def _write_all(model: nn.Module, tokenizer, places: list[Path], eos_ids: list[int],  # noqa: ANN001
+               gather: Gather) -> None:
     """The model's folder, compared with the live model, and behind it that of an adapter."""
-    held = _logits(model)
+    held = _live_logits(model, gather)
     originals = original_weights(model) if quantized_layers(model) else None
     with multiplying_by(model, originals) if originals else nullcontext():
-        dtype = _write(model, tokenizer, places[0], eos_ids)
-        gap = _difference(held, _compare(model, places[0], dtype))
+        dtype = _write(model, tokenizer, places[0], eos_ids, gather)
+        live = _live_logits(model, gather) if originals else held
+        gap = _difference(held, _compare(live, model, places[0], dtype))
     for adapter in places[1:]:
-        save_adapter(model, adapter)
+        with gather(adapter_parameters(model)):
+            save_adapter(model, adapter)
         share_as(adapter / "adapter_config.json")
         tokenizer.save_pretrained(adapter)  # by which peft's AutoPeftModel makes room for added tokens
         if quantized_layers(model):
@@ -90,9 +106,11 @@ def has_quantized_values(run: str | Path) -> bool:
     return not path.exists() or json.loads(path.read_text(encoding="utf-8"))["into"] != "original"
 
 
-def _write(model: nn.Module, tokenizer, folder: Path, eos_ids: list[int]) -> torch.dtype:  # noqa: ANN001
+def _write(model: nn.Module, tokenizer, folder: Path, eos_ids: list[int],  # noqa: ANN001
+           gather: Gather) -> torch.dtype:
     """Returns the dtype of the weights."""
-    weights = plain_weights(model)
+    weights = {name: replace(weight, make=partial(_gathered, weight, gather))
+               for name, weight in plain_weights(model, shape_of=shape_of).items()}
     settings = getattr(model, "generation_config", None)
     if settings is not None:
         settings.eos_token_id = eos_ids if len(eos_ids) > 1 else eos_ids[0]
@@ -103,6 +121,11 @@ def _write(model: nn.Module, tokenizer, folder: Path, eos_ids: list[int]) -> tor
     save(model, in_dtype(model, weights, dtype, model.dtype), folder)
     tokenizer.save_pretrained(folder)
     return dtype
+
+
+def _gathered(weight: Weight, gather: Gather) -> Tensor:
+    with gather(weight.reads):
+        return weight.make()
 
 
 def dtype_to_write(model: nn.Module, weights: Mapping[str, Weight], wanted: torch.dtype,
@@ -144,15 +167,27 @@ def _logits(model: nn.Module) -> Tensor:
     return logits
 
 
+def _live_logits(model: nn.Module, gather: Gather) -> Tensor:
+    """`_logits` of the live model, of which each layer is whole while it computes."""
+    with without_hooks(model), layer_by_layer(model, gather):
+        return _logits(model)
+
+
 def _difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max() / one.abs().max().clamp(min=1e-6))
 
 
-def _compare(model: nn.Module, folder: Path, dtype: torch.dtype) -> Tensor:
-    """The folder's logits, after they were found to be the live model's within the rounding of `dtype`, the folder's,
-    or of the live model's own. The folder is read into the CPU's memory: beside all that a run has left on its card,
-    that may have no room for a second model."""
-    live, again = _logits(model), _logits(reload_like(model, folder))
+def _compare(live: Tensor, model: nn.Module, folder: Path, dtype: torch.dtype) -> Tensor:
+    """The folder's logits, after they were found to be `live`, the live model's, within the rounding of `dtype`, the
+    folder's, or of the live model's own. The folder is read into the CPU's memory: beside all that a run has left on
+    its card, that may have no room for a second model. Where the live model is in parts, so may be that memory: the
+    folder is then mapped, and a layer is in the live model's dtype while it computes."""
+    if is_partitioned(model):
+        written = reload_mapped(model, folder, dtype)
+        with layer_by_layer(written, partial(held_in, model.dtype, dtype)):
+            again = _logits(written)
+    else:
+        again = _logits(reload_like(model, folder))
     bound = max(BOUNDS[dtype], BOUNDS[model.dtype])
     difference = _difference(live, again)
     if not difference <= bound:

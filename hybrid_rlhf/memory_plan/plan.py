@@ -164,9 +164,6 @@ def make_plan(title: str, roles: Iterable[Role], device: torch.device, available
             if any(found.values()):
                 lines.append(Line(role.name, kind, found, passes=needs.waits))
         host += needs.host
-        if available is not None and needs.gathers > available:
-            notes.append(f"not counted: to export {role.name} ZeRO 3 gathers all {size_text(needs.gathers)} of it on "
-                         "every device, which does not fit; its checkpoints hold what was trained")
     lines += _of_process(device, Plan(title, phases, tuple(lines), available), calibration or Calibration())
     return Plan(title, phases, tuple(lines), available, tuple(notes), host, tuple(roles))
 
@@ -197,7 +194,6 @@ class _Needs:
         self.always = dict.fromkeys(("weights", "adapters", "optimizer"), 0)
         self.now: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
         self.host, self.is_host = 0, device.type == "cpu"
-        self.gathers = 0  # at the export, all at once
         self.waits = role.waits and not self.is_host
         if role.labels:
             self._add_classifier()
@@ -323,11 +319,14 @@ class _Needs:
 
     def _add_export(self) -> None:
         """Adapters are merged weight by weight in fp32 (the weight, B A scaled, and their sum); on a CPU a file of the
-        result waits there until it is written. What was trained whole is written as it is."""
-        self.gathers = self.sizes.weight_bytes if self.now["gathered"] else 0
-        if self.sizes.adapter_bytes:
-            waiting = min(shards.MAX_BYTES, self.sizes.weight_bytes) if self.is_host else 0
-            self.now["gathered"] |= {EXPORT: 12 * self.sizes.widest + waiting}
+        result waits there until it is written. What was trained whole is written as it is. ZeRO 3 gathers one weight
+        for that, and the tables of words and one layer for the forward that checks it."""
+        whole, is_cut = self.sizes.weight_bytes, bool(self.now["gathered"])
+        waiting = min(shards.MAX_BYTES, whole) if self.is_host and (self.sizes.adapter_bytes or is_cut) else 0
+        merged = 12 * self.sizes.widest + waiting if self.sizes.adapter_bytes else waiting
+        checked = min(whole, 2 * self.sizes.largest + whole // self.sizes.num_layers) if is_cut else 0
+        if needed := max(merged, checked):
+            self.now["gathered"] |= {EXPORT: needed}
 
     def _add_generation(self) -> None:
         """The cache of all slots at full length; a prefill, which takes per token what scoring takes; one row of logits

@@ -62,7 +62,7 @@ class Sizes:
     """Counts of one model. weight_bytes: of all that is not an adapter; adapter_bytes: of adapters and of the scalar
     head beside them; trained, trained_dtype: elements that an optimizer moves; vocab: rows of its head; itemsize: bytes
     of one element of its dtype; largest: bytes of the largest weight; widest: elements of the largest linear layer
-    beside which there may be an adapter."""
+    beside which there may be an adapter; num_layers: of its backbone."""
 
     weight_bytes: int
     adapter_bytes: int
@@ -72,6 +72,7 @@ class Sizes:
     itemsize: int
     largest: int = 0
     widest: int = 0
+    num_layers: int = 1
 
 
 @dataclass(frozen=True)
@@ -122,14 +123,15 @@ def sizes(model: ModelConfig, device: torch.device, *, is_scalar: bool = False) 
     plain = shapes.empty_model(config, _plain(model), device, is_scalar=is_scalar)
     weights = sum(map(_bytes, [*plain.parameters(), *plain.buffers()])) - _packed_away(plain, model)
     facts = (config.get_text_config().vocab_size, plain.dtype.itemsize, max(map(_bytes, plain.parameters())))
+    layers = config.get_text_config().num_hidden_layers
     if not model.lora.r:
         trained = [p for p in plain.parameters() if p.requires_grad]
-        return Sizes(weights, 0, sum(p.numel() for p in trained), trained[0].dtype, *facts)
+        return Sizes(weights, 0, sum(p.numel() for p in trained), trained[0].dtype, *facts, num_layers=layers)
     head = plain.score.weight if is_scalar else None
     count, size, dtype = _adapters(model, device)
     more = (head.numel(), _bytes(head)) if is_scalar else (0, 0)
     widest = max((plain.get_submodule(n).weight.numel() for n in plain_linear_layers(plain)), default=0)
-    return Sizes(weights - more[1], size + more[1], count + more[0], dtype, *facts, widest)
+    return Sizes(weights - more[1], size + more[1], count + more[0], dtype, *facts, widest, layers)
 
 
 @_remembered

@@ -151,6 +151,12 @@ def with_rows(layer: nn.Module, weight: Tensor) -> Tensor:
     return weight
 
 
+def rows_of(layer: nn.Module) -> list[nn.Parameter]:
+    """The rows of all adapters that stand beside a table, or beside the one that a tied head shares."""
+    beside = getattr(layer, "rows_beside", (layer,))[0]
+    return list(beside.added_rows.parameters()) if hasattr(beside, "added_rows") else []
+
+
 def is_of_rows(name: str) -> bool:
     """Whether a state dict's entry is of added rows, and not of the model without them."""
     return ".added_rows." in name

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.models.hf_attention import forward_parameters
 from hybrid_rlhf.models.transformers_compat import never_packed
+from hybrid_rlhf.models.weight_parts import computing
 
 
 def hidden_states(model: nn.Module, batch: SequenceBatch) -> Tensor:
@@ -150,6 +151,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     training = model.training
     model.eval()
     try:
-        yield
+        with computing(model):
+            yield
     finally:
         model.train(training)

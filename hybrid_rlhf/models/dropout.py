@@ -11,6 +11,7 @@ from torch import nn
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.models.backbone import hidden_states
+from hybrid_rlhf.models.weight_parts import computing
 
 _BOUNDS = {torch.float32: 1e-3}  # of a relative difference of hidden states; in 16 bits the path may round otherwise
 _BOUND = 0.03
@@ -71,7 +72,8 @@ def check_trains_as_it_evaluates(model: nn.Module) -> None:
     with torch.random.fork_rng(devices=[weight.device] if weight.device.type == "cuda" else []):
         for mode in (False, True):
             torch.manual_seed(0)
-            states.append(hidden_states(model.train(mode), SequenceBatch(ids, mask, mask)).float())
+            with computing(model):
+                states.append(hidden_states(model.train(mode), SequenceBatch(ids, mask, mask)).float())
     model.train(training)
     difference = (states[1] - states[0]).abs().max() / states[0].abs().max().clamp(min=1e-6)
     check(bool(difference < _BOUNDS.get(weight.dtype, _BOUND)),

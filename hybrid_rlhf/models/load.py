@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,10 +15,11 @@ from torch import nn
 
 from hybrid_rlhf.core import hub, nvidia
 from hybrid_rlhf.core.config import check, nearest
+from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.hub import stay_offline_if_unreachable
-from hybrid_rlhf.models import complete, folder_files, quantize, weights
+from hybrid_rlhf.models import complete, folder_files, quantize, weight_parts, weights
 from hybrid_rlhf.models.lora import LoraConfig, check_targets
-from hybrid_rlhf.models.transformers_compat import shortage_passes
+from hybrid_rlhf.models.transformers_compat import each_as_read, shortage_passes
 
 _LOADABLE = "give a model that this release of transformers loads"
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
@@ -135,22 +137,27 @@ def check_folder(path: str, needs: Iterable[str] = ("weights", "tokenizer"), tak
               f"{path} has no tokenizer: none of {', '.join(known)} (or give model.tokenizer_name_or_path)")
 
 
-def load_causal_lm(config: ModelConfig, device: torch.device | str = "cpu") -> nn.Module:
+def load_causal_lm(config: ModelConfig, device: torch.device | str = "cpu", *, in_parts: bool = False) -> nn.Module:
     """The causal language model of `config` (without adapters), on `device`.
+
+    in_parts: on several processes each keeps its part of each weight as it is read (models/weight_parts.py), for ZeRO 3
+    to take over; quantised weights stay whole.
 
     Raises UserError for a folder that is no model, for weights that do not match, and for an encoder-decoder.
     """
-    return _load("AutoModelForCausalLM", config, torch.device(device))
+    return _load("AutoModelForCausalLM", config, torch.device(device), in_parts=in_parts)
 
 
 def load_scalar_model(config: ModelConfig, device: torch.device | str = "cpu", new_head_std: float | None = None,
-                      pad_id: int | None = None) -> nn.Module:
+                      pad_id: int | None = None, *, in_parts: bool = False) -> nn.Module:
     """A sequence-classification model with one label; from a causal model the head is new.
 
+    in_parts: as load_causal_lm has it.
     new_head_std: standard deviation of a newly made head's weights (None: 1 / sqrt(hidden size + 1)).
     """
     is_new = new_head_std is not None or not has_score(config.model_name_or_path, config.trust_remote_code)
-    model = _load("AutoModelForSequenceClassification", config, torch.device(device), is_new=is_new, num_labels=1)
+    model = _load("AutoModelForSequenceClassification", config, torch.device(device), is_new=is_new,
+                  in_parts=in_parts, num_labels=1)
     check(hasattr(model, "score"), f"{type(model).__name__} has no linear score head; use a decoder-only model")
     if is_new:
         std = (model.score.in_features + 1) ** -0.5 if new_head_std is None else new_head_std
@@ -181,8 +188,8 @@ def is_kind(kind: str, path: str, trust_remote_code: bool = False) -> bool:
 
 
 def _load(auto_class: str, config: ModelConfig, device: torch.device, is_new: bool = False,
-          **extra: object) -> nn.Module:
-    """is_new: whether the score head may be missing, because it is made anew."""
+          in_parts: bool = False, **extra: object) -> nn.Module:
+    """is_new: whether the score head may be missing, because it is made anew. in_parts: as load_causal_lm has it."""
     import transformers
 
     path = config.model_name_or_path
@@ -197,6 +204,7 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, is_new: bo
     if config.attn_implementation != "auto":
         extra["attn_implementation"] = config.attn_implementation
     nvidia.check_kernels(device)
+    in_parts, reading = in_parts and world_size() > 1, nullcontext()
     dtype = resolve_dtype(config.dtype, device)
     if config.quantize:
         quantize.require(f"model.load_in_{config.quantize}")
@@ -204,10 +212,12 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, is_new: bo
         skip = ["score"] if "num_labels" in extra else None  # None: transformers' own rule, which spares the head
         extra |= {"device_map": {"": device}, "quantization_config": transformers.BitsAndBytesConfig(
             **quantize.SETTINGS[config.quantize], **compute, llm_int8_skip_modules=skip)}
+    elif in_parts:
+        reading = each_as_read(partial(weight_parts.cut_as_read, device=device))
     elif device.type == "cuda":  # tensor by tensor, as it is read: the host never holds the model
         extra["device_map"] = {"": device}
     # no warnings: "score.weight newly initialized" is what we want
-    with _only_errors(), shortage_passes(), folder_files.refusing(
+    with _only_errors(), shortage_passes(), reading, folder_files.refusing(
             f"cannot load {path} by {auto_class}", _LOADABLE, folder_files.model_files(path)):
         model, info = getattr(transformers, auto_class).from_pretrained(
             path, dtype=dtype, trust_remote_code=config.trust_remote_code, output_loading_info=True,

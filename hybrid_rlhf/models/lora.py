@@ -312,6 +312,13 @@ def copy_adapter(model: nn.Module, source: str, target: str) -> None:
             added_rows.add_rows(model, target, own.ids.tolist(), own.weight.dtype, {name: own.weight})
 
 
+def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """What `save_adapter` reads: the weights and rows of all adapters, and a scalar head."""
+    parts = [part for layer in lora_layers(model).values() for part in (layer.lora_A, layer.lora_B)]
+    parts += [*added_rows.holders(model).values(), *([model.score] if hasattr(model, "score") else [])]
+    return [parameter for part in parts for parameter in part.parameters()]
+
+
 def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The adapted layers of a model by name (empty for a model without adapters)."""
     return {n: m for n, m in model.named_modules() if hasattr(m, "lora_A") and hasattr(m, "get_delta_weight")}

@@ -16,38 +16,44 @@ from hybrid_rlhf.models.lora import lora_layers, plain_name
 @dataclass(frozen=True)
 class Weight:
     """One weight of a plain model that is not there as a whole. like: its shape and dtype, without memory; make: its
-    value, which may be a tensor of the live model; source: equal for weights that are tied to each other."""
+    value, which may be a tensor of the live model; source: equal for weights that are tied to each other; reads: what
+    of the live model must be whole when it is made."""
 
     like: Tensor
     make: Callable[[], Tensor]
     source: Hashable
+    reads: tuple[Tensor, ...] = ()
 
 
-def plain_weights(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Weight]:
+def plain_weights(model: nn.Module, dtype: torch.dtype | None = None,
+                  shape_of: Callable[[Tensor], torch.Size] = lambda weight: weight.shape) -> dict[str, Weight]:
     """The state dict that `model` would have had without peft and quantisation, the active adapters merged, each weight
     made when it is asked for; the model itself is not touched.
 
     The product B A is formed and added in fp32, to the weight that the layers multiply by (dequantised where it is held
     in fewer bits), and rounded once to the dtype that the model holds the weight in, so that nothing is lost but that
-    one rounding. dtype: what numbers are rounded to instead (float32: nothing is lost at all).
+    one rounding. dtype: what numbers are rounded to instead (float32: nothing is lost at all). shape_of: the shape that
+    a parameter has when it is whole.
     """
-    found = {plain_name(k): _held(v, dtype) for k, v in quantize.unpacked_state(model).items()
+    found = {plain_name(k): _held(v, dtype, shape_of(v)) for k, v in quantize.unpacked_state(model).items()
              if ".lora_" not in k and not added_rows.is_of_rows(k)}
     for name, layer in quantize.quantized_layers(model).items():
         like = torch.empty(layer.out_features, layer.in_features, dtype=dtype or model.dtype, device="meta")
         place = f"{plain_name(name)}.weight"
-        found[place] = Weight(like, partial(_dequantised, layer, like.dtype), place)
+        found[place] = Weight(like, partial(_dequantised, layer, like.dtype), place, tuple(layer.parameters()))
     found |= _tables_with_rows(model, found)
     for name, layer in lora_layers(model).items():
         place = f"{plain_name(name)}.{layer.parameter_name if _is_fused(layer) else 'weight'}"
         like = found[place].like
-        found[place] = Weight(like, partial(_merged, layer, like.dtype), place)
+        reads = (*layer.parameters(), *added_rows.rows_of(layer.get_base_layer()))
+        found[place] = Weight(like, partial(_merged, layer, like.dtype), place, reads)
     return found
 
 
-def _held(value: Tensor, dtype: torch.dtype | None) -> Weight:
-    like = value.to("meta", dtype if value.is_floating_point() else None)
-    return Weight(like, lambda: value.to(like.dtype), value.data_ptr() if value.numel() else object())
+def _held(value: Tensor, dtype: torch.dtype | None, shape: torch.Size) -> Weight:
+    is_rounded = dtype is not None and value.is_floating_point()
+    like = torch.empty(shape, dtype=dtype if is_rounded else value.dtype, device="meta")
+    return Weight(like, lambda: value.detach().to(like.dtype), value.data_ptr() or id(value), (value,))
 
 
 def _dequantised(layer: nn.Module, dtype: torch.dtype) -> Tensor:
@@ -60,7 +66,8 @@ def _tables_with_rows(model: nn.Module, found: dict[str, Weight]) -> dict[str, W
     for name, layer in added_rows.tables(model).items():
         if hasattr(layer, "added_rows"):
             before = found[f"{name}.weight"]
-            after = replace(before, make=lambda layer=layer, make=before.make: added_rows.with_rows(layer, make()))
+            after = replace(before, make=lambda layer=layer, make=before.make: added_rows.with_rows(layer, make()),
+                            reads=(*before.reads, *added_rows.rows_of(layer)))
             changed |= {k: after for k, w in found.items() if w.source == before.source}
     return changed
 

@@ -173,9 +173,10 @@ def _difference(layer: nn.Module, dtype: torch.dtype) -> str | None:
 
 
 def unpacked_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of `model` but for what its quantised layers hold packed: their weights and scales."""
+    """The state dict of `model`, of its very parameters, but for what its quantised layers hold packed: their weights
+    and scales."""
     inside = tuple(f"{name}.{part}" for name in quantized_layers(model) for part in ("weight", "SCB"))
-    return {k: v for k, v in model.state_dict().items() if not (inside and k.startswith(inside))}
+    return {k: v for k, v in model.state_dict(keep_vars=True).items() if not (inside and k.startswith(inside))}
 
 
 def adamw_8bit(groups: Iterable[dict], learning_rate: float, betas: tuple[float, float],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -54,6 +55,30 @@ def reload_like(model: nn.Module, folder: str | Path) -> nn.Module:
     """The model in `folder`, by the class and in the dtype of `model` (adapters aside)."""
     dtype = next(model.parameters()).dtype
     return type(model).from_pretrained(folder, dtype=dtype, use_safetensors=True)
+
+
+def reload_mapped(model: nn.Module, folder: str | Path, stored: torch.dtype) -> nn.Module:
+    """`reload_like`, with each weight in the dtype of its file, so that it is mapped and not read (`as_stored`); what
+    is no parameter is as `reload_like` has it. stored: the files' dtype. `held_in` makes it compute."""
+    with as_stored():
+        again = reload_like(model, folder)
+    dtype = next(model.parameters()).dtype
+    for buffer in again.buffers():
+        buffer.data = buffer.to(dtype) if buffer.dtype == stored else buffer.data
+    return again
+
+
+@contextmanager
+def held_in(dtype: torch.dtype, stored: torch.dtype, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Within the block those of `parameters` that are `stored` in one dtype are held in another."""
+    before = [(p, p.data) for p in parameters if p.dtype == stored != dtype]
+    for parameter, mapped in before:
+        parameter.data = mapped.to(dtype)
+    try:
+        yield
+    finally:
+        for parameter, mapped in before:
+            parameter.data = mapped
 
 
 def original_weights(model: nn.Module) -> dict[str, torch.Tensor] | None:

@@ -3,6 +3,7 @@ models keep for them."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,6 +17,7 @@ from hybrid_rlhf.core.compat import Dependency
 from hybrid_rlhf.core.out_of_memory import is_out_of_memory
 
 TRANSFORMERS = Dependency("transformers", checked="5.23.0")
+_NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 def _functions(module: str, registry: str) -> dict[str, Callable]:
@@ -200,6 +202,27 @@ def shortage_passes() -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, noting)
+
+
+@contextmanager
+def each_as_read(then: Callable[[nn.Module, str], None]) -> Iterator[None]:
+    """Within the block then(model, name) is called for each weight that transformers has just put into a model, and
+    none is read before the one before it is done with: else its threads read ahead, to the end."""
+    module, name, switch = TRANSFORMERS.module("transformers.core_model_loading"), "set_param_for_module", _NO_THREADS
+    before, environment = TRANSFORMERS.part(module, name), os.environ.get(switch)
+
+    def put(model: nn.Module, target: str, *given: object, **named: object) -> None:
+        before(model, target, *given, **named)
+        then(model, target)
+
+    os.environ[switch] = "1"
+    setattr(module, name, put)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+        del os.environ[switch]
+        os.environ |= {} if environment is None else {switch: environment}
 
 
 def never_packed() -> AbstractContextManager[None]:

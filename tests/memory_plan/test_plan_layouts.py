@@ -35,8 +35,8 @@ def folder(tmp_path_factory) -> str:
 
 @pytest.fixture
 def counted(monkeypatch) -> ModelConfig:
-    """A model of 20,000 bf16 weights, the largest 9,600, whose activations a hand can add up."""
-    monkeypatch.setattr(trace, "sizes", lambda *_args, **_named: Sizes(40_000, 0, 20_000, BF16, 300, 2, 19_200))
+    """A model of 40 layers and 20,000 bf16 weights, the largest 9,600, whose activations a hand can add up."""
+    monkeypatch.setattr(trace, "sizes", lambda *_args, **_named: Sizes(40_000, 0, 20_000, BF16, 300, 2, 19_200, 0, 40))
     monkeypatch.setattr(trace, "activations", lambda *_args, **_named: Activations(5000, 6000, 700))
     monkeypatch.setattr(trace, "logit_bytes", lambda *_args, **_named: 100)
     monkeypatch.setattr(trace, "cache_bytes", lambda *_args: (256, 0))
@@ -115,7 +115,8 @@ def test_zero_3_holds_a_part_of_every_weight_and_gathers_what_it_computes_with(c
     assert set(one["weights"].values()) == {40_000}
     assert "gathered" not in one
     assert set(four["weights"].values()) == {10_000}
-    assert four["gathered"] == {"generate": 40_000, "score": 40_000, "train actor": 40_000}  # under a billion weights
+    all_three = {"generate": 40_000, "score": 40_000, "train actor": 40_000}  # under a billion weights
+    assert four["gathered"] == all_three | {"export": 40_000}  # a file of it
     assert four["optimizer"]["score"] == 12 * 5000 + 2 * 5000 + 2 * 20_000  # state, gradients, a bucket
     assert four["gradients"]["step actor"] == 6 * 5000
 
@@ -134,16 +135,22 @@ def test_offloaded_parameters_and_activations_leave_a_layer_on_the_card(counted)
     away = replace(plain, offload=("optimizer", "parameters", "activations"))
     before, after = (make_plan("sft", [role], CARD, None) for role in (plain, away))
     assert "weights" not in lines_of(after, "policy")
-    assert lines_of(after, "policy")["gathered"] == {"train policy": 19_200}  # its largest weight
+    tables_and_layer = 2 * 19_200 + 40_000 // 40
+    assert lines_of(after, "policy")["gathered"] == {"train policy": 19_200,  # its largest weight
+                                                     "export": tables_and_layer}
     assert after.host == 40_000 + 5000 + 18 * 20_000
     assert lines_of(before, "policy")["activations"] == {"train policy": 5900}  # 6000 with logits, which are 100
     assert lines_of(after, "policy")["activations"] == {"train policy": 1000}
 
 
-def test_a_plan_says_that_an_export_gathers_more_than_a_device_has(counted) -> None:
+def test_under_zero_3_an_export_gathers_the_tables_of_words_and_a_layer(counted) -> None:
     role = Role("policy", counted, 64, 8, predicted=63, trains=True, scores=False, zero_stage=3)
-    fits, does_not = (make_plan("sft", [role], CARD, available, world=4).notes for available in (40_000, 39_999))
-    assert not fits and "gathers all" in does_not[0] and "39 KiB of it" in does_not[0]
+    plan = make_plan("sft", [role], CARD, 39_999, world=4)
+    assert lines_of(plan, "policy")["gathered"]["export"] == 2 * 19_200 + 40_000 // 40 and not plan.notes
+    here = make_plan("sft", [role], CPU, None, world=4)
+    assert lines_of(here, "policy")["gathered"]["export"] == 40_000  # a file of it waits, which is all
+    whole = make_plan("sft", [replace(role, zero_stage=2)], CARD, None, world=4)
+    assert "gathered" not in lines_of(whole, "policy")
 
 
 def test_a_role_that_waits_elsewhere_counts_in_its_own_phases(counted) -> None:

@@ -83,7 +83,7 @@ def previews(config: Config) -> Iterator[Preview]:
 
 def open_roles(config: Config, model: ModelConfig, tokenizer, steps: int) -> tuple[Actor, Reference | None]:  # noqa: ANN001
     """The policy under its optimizer and the reference: its base without the adapter, or a frozen copy."""
-    causal = builders.open_policy(model, tokenizer, config.seed, dropout=False)
+    causal = builders.open_policy(model, tokenizer, config.seed, dropout=False, in_parts=config.engine.cuts_weights)
     needs_reference, tokens = LOSSES[config.dpo.loss_type].needs_reference, config.engine.micro_batch_tokens
     adapters = Adapters(causal) if model.lora.r and needs_reference else None
     turns = [{}, {}]
@@ -97,9 +97,10 @@ def open_roles(config: Config, model: ModelConfig, tokenizer, steps: int) -> tup
         return policy, None
     if adapters:
         return policy, Reference(builders.policy_engine(causal, tokenizer, **turns[1]), tokens)
-    copy = builders.open_policy(reference_model(model), tokenizer, config.seed, dropout=False).requires_grad_(False)
-    frozen = builders.policy_engine(copy, tokenizer)
-    if config.engine.zero_stage == 3:
+    is_cut = config.engine.zero_stage == 3
+    copy = builders.open_policy(reference_model(model), tokenizer, config.seed, dropout=False, in_parts=is_cut)
+    frozen = builders.policy_engine(copy.requires_grad_(False), tokenizer)
+    if is_cut:
         frozen.prepare_frozen(config.engine)
     return policy, Reference(frozen, tokens)
 

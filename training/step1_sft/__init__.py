@@ -76,7 +76,8 @@ def _collation(config: Config, pad: int) -> tuple:
 
 def _open(opened: supervised.Opened) -> supervised.Learner:
     config, tokenizer = opened.config, opened.tokenizer
-    model = builders.open_policy(opened.model, tokenizer, config.seed, dropout=True)
+    model = builders.open_policy(opened.model, tokenizer, config.seed, dropout=True,
+                                 in_parts=config.engine.cuts_weights)
     if config.data.packing and not packing_is_exact(model):
         raise UserError(f"data.packing: {type(model).__name__} lets packed samples see each other; turn it off")
     engine = builders.policy_engine(model, tokenizer)

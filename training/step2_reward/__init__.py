@@ -94,7 +94,8 @@ def _collation(_config: Config, pad: int) -> tuple:
 
 def _open(opened: supervised.Opened) -> supervised.Learner:
     config, tokenizer = opened.config, opened.tokenizer
-    model = builders.open_scalar(opened.model, tokenizer, new_head_std=config.reward.head_std)
+    model = builders.open_scalar(opened.model, tokenizer, new_head_std=config.reward.head_std,
+                                 in_parts=config.engine.cuts_weights)
     builders.seed_dropout(config.seed)
     engine = builders.scalar_engine(model, tokenizer)
     supervised.prepare_training(engine, config, opened.steps)

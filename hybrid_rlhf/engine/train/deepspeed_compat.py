@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hybrid_rlhf.core.compat import Dependency
 from hybrid_rlhf.core.distributed import new_group, rank, sums_through, world_size
 from hybrid_rlhf.core.torch_compat import hooks_kept
+from hybrid_rlhf.models.weight_parts import is_cut, part_of, take_part
 
 DEEPSPEED = Dependency("deepspeed", checked="0.19.8")
 
@@ -71,6 +72,38 @@ def share_patience() -> None:
         groups._WORLD_GROUP = new_group(range(world_size()))
 
 
+@contextmanager
+def taking_parts(module: nn.Module) -> Iterator[None]:
+    """Within the block ZeRO 3 takes over what each process has read of weights of `module` in parts: without sending
+    the first process's whole weight to all. All of them are taken."""
+    if not is_cut(module):
+        yield
+        return
+    zero = DEEPSPEED.module("deepspeed.runtime.zero.partition_parameters")
+    owner, name = zero.Init, "_zero_init_param"
+    before = DEEPSPEED.part(owner, name)
+    DEEPSPEED.require(owner, "_convert_to_deepspeed_param")
+    for parameter in module.parameters():
+        if part_of(parameter) is not None:  # else the first process's whole weight, here a stand-in, is sent to all
+            parameter.ds_status = zero.ZeroParamStatus.NOT_AVAILABLE
+
+    def take(self, parameter: nn.Parameter) -> None:  # noqa: ANN001
+        if part_of(parameter) is None:
+            before(self, parameter)
+            return
+        self._convert_to_deepspeed_param(parameter)
+        parameter.partition()  # of the stand-in: makes the place for the part, wherever that is to be
+        parameter.ds_tensor.data.copy_(take_part(parameter))
+
+    setattr(owner, name, take)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+    if is_cut(module):
+        raise RuntimeError("DeepSpeed has left weights in parts that were to be taken over: please report it")
+
+
 def is_partitioned(module: nn.Module) -> bool:
     """Whether ZeRO 3 keeps the weights of `module` in parts: its forwards are then the business of all processes."""
     return any(is_part(p) for p in module.parameters())
@@ -89,18 +122,6 @@ def shape_of(parameter: nn.Parameter) -> torch.Size:
 def size_of(parameter: nn.Parameter) -> int:
     """Numbers of the whole parameter."""
     return getattr(parameter, "ds_numel", parameter.numel())
-
-
-def places_of(parameter: nn.Parameter, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Where this process keeps a parameter, and the part of `whole` that belongs there: all of it, or, under ZeRO 3,
-    its flat part, and all of it besides where it is whole at the moment."""
-    if not is_part(parameter):
-        return [(parameter.data, whole)]
-    part, flat = parameter.ds_tensor, whole.flatten()
-    piece = flat[rank() * part.numel():(rank() + 1) * part.numel()]
-    places = [(part.data[:len(piece)], piece)]
-    is_gathered = parameter.data.numel() == flat.numel()
-    return places + ([(parameter.data, whole.view(parameter.data.shape))] if is_gathered else [])
 
 
 def without_hooks(module: nn.Module) -> AbstractContextManager:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.engine.hybrid import HybridEngine
-from hybrid_rlhf.engine.train.deepspeed_compat import flat_masters, places_of
+from hybrid_rlhf.engine.train.deepspeed_compat import flat_masters, spread_masters
 
 
 class WeightAverage:
@@ -59,19 +59,31 @@ class WeightAverage:
             weight.copy_(self._averages[name])
             self._averages[name].copy_(own)
 
+    @torch.no_grad()
+    def _exchange_in_parts(self) -> None:
+        self._exchange()
+        spread_masters(self.engine.training.engine.optimizer, stage=3)
+
     @contextmanager
     def in_model(self) -> Iterator[None]:
         """Within the block the model's weights are the average, rounded to their dtype; after it, what they were.
 
         Every process enters; nothing may be trained inside.
         """
+        if self.engine.training.stage == 3:  # never whole: each process's part changes places with its average
+            with self.engine.active():
+                self._exchange_in_parts()
+                try:
+                    yield
+                finally:
+                    self._exchange_in_parts()
+            return
         whole = self.weights()
         with self.engine.active(), torch.no_grad():
             parameters = self.engine.training.parameters
-            places = [place for name, p in parameters.items() for place in places_of(p, whole[name])]
-            before = [(weight, weight.clone()) for weight, _ in places]
-            for weight, average in places:
-                weight.copy_(average)
+            before = [(p, p.data.clone()) for p in parameters.values()]
+            for name, parameter in parameters.items():
+                parameter.copy_(whole[name])
             try:
                 yield
             finally:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hybrid_rlhf.core.distributed import init_process_group, world_size
+from hybrid_rlhf.core.distributed import gather_over_ranks, init_process_group, is_main, world_size
 from hybrid_rlhf.engine.train import zero_state
 from hybrid_rlhf.engine.train.activation_offload import saved_on_cpu
 from hybrid_rlhf.engine.train.adamw_master import MasterAdamW
@@ -28,6 +28,7 @@ from hybrid_rlhf.engine.train.deepspeed_compat import (
     flat_weights,
     is_loss_scale_exhausted,
     is_overflown,
+    is_part,
     is_partitioned,
     loss_scale,
     note_offload,
@@ -36,12 +37,14 @@ from hybrid_rlhf.engine.train.deepspeed_compat import (
     share_patience,
     size_of,
     skip_inference_build,
+    taking_parts,
     without_hooks,
 )
 from hybrid_rlhf.engine.train.embedding_rows import embeddings_by_rows
 from hybrid_rlhf.engine.train.loss_scale import exhausted, scale_for
 from hybrid_rlhf.engine.train.optimizers import MASTERED, OPTIMIZERS, OptimizerConfig
 from hybrid_rlhf.engine.train.zero_config import ZeroConfig
+from hybrid_rlhf.models.weight_parts import Gather
 
 
 def _import_deepspeed():  # noqa: ANN202 - a module
@@ -67,7 +70,8 @@ def _deepspeed_engine(settings: dict, **given: object):  # noqa: ANN202 - a Deep
     with _stdout_to_stderr():
         deepspeed = _import_deepspeed()
         share_patience()
-        engine, *_ = deepspeed.initialize(config=settings, dist_init_required=False, **given)
+        with taking_parts(given["model"]):
+            engine, *_ = deepspeed.initialize(config=settings, dist_init_required=False, **given)
     if settings["zero_optimization"]["stage"] == 3:
         note_offload(engine)
     elif is_added:
@@ -305,6 +309,38 @@ def gathered(module: nn.Module) -> Iterator[None]:
 def gathered_weights(weights: Iterable[nn.Parameter]) -> AbstractContextManager:
     """Within the block these weights, which ZeRO 3 holds in parts, are whole on every process. Every process enters."""
     return _import_deepspeed().zero.GatheredParameters(list(weights))
+
+
+def for_main(module: nn.Module, work: Callable[[Gather], None]) -> None:
+    """work(gather) in the main process, where within gather(weights) these weights of `module` are whole, to be read.
+
+    Every process calls it: those that ZeRO 3 holds in parts are sent by all, until the work is done or has failed. The
+    others keep nothing of what passes through them.
+    """
+    if not is_partitioned(module):
+        if is_main():
+            work(lambda _weights: nullcontext())
+        return
+    parameters = list(module.parameters())
+    numbers = {id(parameter): i for i, parameter in enumerate(parameters)}
+
+    @contextmanager
+    def gather(weights: Iterable[nn.Parameter]) -> Iterator[None]:
+        wanted = sorted({numbers[id(w)] for w in weights if is_part(w)})
+        if wanted:
+            gather_over_ranks(wanted)
+        with gathered_weights(parameters[i] for i in wanted) if wanted else nullcontext():
+            yield
+
+    if is_main():
+        try:
+            work(gather)
+        finally:
+            gather_over_ranks([])
+        return
+    while wanted := next(filter(None, gather_over_ranks([])), None):
+        with gathered_weights(parameters[i] for i in wanted):
+            pass
 
 
 class _stdout_to_stderr:

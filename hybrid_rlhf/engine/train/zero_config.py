@@ -42,6 +42,11 @@ class ZeroConfig:
         check(self.micro_batch_tokens >= 1,
               f"engine.micro_batch_tokens is {self.micro_batch_tokens}; it must be positive")
 
+    @property
+    def cuts_weights(self) -> bool:
+        """Whether each process holds a part of the weights (ZeRO 3)."""
+        return self.zero_stage == 3 or (self.zero_stage is None and "parameters" in self.offload)
+
     def stage(self, dtype: torch.dtype, optim: str = "adamw", *, is_small: bool = False) -> int:
         """The ZeRO stage for trained weights of `dtype`, which are a small part of the model (adapters) or not. Raises
         UserError for 16-bit weights at ZeRO 0, but where our own masters take DeepSpeed's place: bfloat16 by AdamW, on
