@@ -17,7 +17,7 @@ from tests.factories.processes import TORCHRUN, free_port, start
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1500)]
 ROWS = 8  # of a step, over all processes
 WAYS = {"1 to 2": (1, 2), "2 to 1": (2, 1), "2 to 4": (2, 4)}
-STAGES = ("sft",)
+STAGES = ("sft", "ppo")
 # Adam divides by the root of a square that may be nothing but rounding: a larger epsilon does not let it
 SETTINGS = ["--train.max_steps", "5", "--train.optim", "adamw", "--train.adam_epsilon", "1e-3",
             "--train.save_steps", "2",
@@ -31,7 +31,7 @@ def cases() -> dict[str, tuple[str, str, list[str]]]:
     found = {f"{stage}, zero {zero}, {way}": (stage, way, ["--engine.zero_stage", str(zero)])
              for stage in STAGES for zero in range(4) for way in ("1 to 2", "2 to 1")}
     found |= {f"{stage}, zero {zero}, 2 to 4": (stage, "2 to 4", ["--engine.zero_stage", str(zero)])
-              for stage, zero in (("sft", 1),)}
+              for stage, zero in (("sft", 1), ("ppo", 3))}
     return found | {f"sft, bfloat16, {way}": ("sft", way, BFLOAT16) for way in ("1 to 2", "2 to 1")}
 
 
@@ -102,7 +102,8 @@ def test_every_step_saw_the_same_rows_and_drew_the_same_responses(place, name):
     for one, other in zip(expected, found, strict=True):
         assert other == pytest.approx(one, rel=1e-3, abs=1e-5)
     if name.startswith("ppo"):
-        assert metrics(out, "samples.jsonl") == pytest.approx(metrics(straight(place, name), "samples.jsonl"))
+        drawn = [[row["completion"] for row in metrics(each, "samples.jsonl")] for each in (straight(place, name), out)]
+        assert drawn[0] == drawn[1] and len(set(drawn[0])) > 8
 
 
 @pytest.mark.parametrize("name", [name for name in cases() if "bfloat16" in name])
