@@ -11,7 +11,8 @@ import torch
 
 from hybrid_rlhf.core import random_state
 from hybrid_rlhf.core.errors import UserError
-from hybrid_rlhf.run import checkpoint, joined_state, process_count, resume, runfile
+from hybrid_rlhf.data.loader import Loader
+from hybrid_rlhf.run import checkpoint, checkpointing, joined_state, process_count, resume, runfile
 from tests.factories.counting import Killed, killed, runner
 
 PART = {"partition": {"stage": 1, "groups": [["w"]]}, "optimizer": {}, "num_steps": 3}
@@ -193,3 +194,14 @@ def test_a_finished_run_is_left_alone_by_another_number_of_processes(go, tmp_pat
     with pytest.raises(UserError, match=r"finished run with other settings"):
         go("run", per_device_train_batch_size=4)
     assert runfile.read_run(tmp_path / "run").is_finished
+
+
+@pytest.mark.parametrize(("count", "before", "now", "is_said"), [
+    (5, 1, 2, True), (5, 2, 1, True), (5, 2, 4, False), (5, 2, 2, False), (8, 2, 1, False), (9, 1, 2, False)])
+def test_too_few_rows_for_a_step_are_a_warning_where_one_process_is_among_them(monkeypatch, capsys, count, before, now,
+                                                                               is_said):
+    """Eight rows a step: of five, several processes make eight, and one takes five. Of nine, all drop the last."""
+    monkeypatch.setattr(checkpointing, "world_size", lambda: now)
+    loader = Loader([{"n": i} for i in range(count)], 8 // now, list, seed=0, world=now)
+    checkpointing._warn_of_short_batches(loader, before)
+    assert ("a step takes more rows than there are" in capsys.readouterr().err) == is_said
