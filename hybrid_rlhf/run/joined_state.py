@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.core.distributed import rank, world_size
-from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.engine.train.repartition import PROCESSES
 from hybrid_rlhf.run import checkpoint
 from hybrid_rlhf.run.state_tree import Stored
@@ -21,8 +20,9 @@ from hybrid_rlhf.run.state_tree import Stored
 _PARTS, _LIMITS = "partition", "oom_limits"
 
 
-class Unlike(UserError):
-    """Processes saved something that another number of them cannot go on with."""
+class Unlike(ValueError):
+    """Processes saved something that another number of them cannot go on with. process_count.py asks for it before a run
+    begins, and tells the user."""
 
 
 def read(path: Path) -> Mapping:

@@ -91,7 +91,7 @@ def test_a_process_goes_on_with_its_generators_and_a_new_one_has_torch_s_as_seed
 def test_what_is_each_process_s_own_is_refused(tmp_path, be, one, other, name):
     path = by_two(tmp_path, [one, other])
     be(0, 1)
-    with pytest.raises(UserError, match=f"its 2 processes have each a {name} of their own"):
+    with pytest.raises(joined_state.Unlike, match=f"its 2 processes have each a {name} of their own"):
         joined_state.read(path)
     with pytest.raises(UserError, match=f"made by 2 processes and this run has 1: its 2 processes have .*{name}.*; "
                                         "start 2, or give --resume never"):
