@@ -21,8 +21,8 @@ _PARTS, _LIMITS = "partition", "oom_limits"
 
 
 class Unlike(ValueError):
-    """Processes saved something that another number of them cannot go on with. process_count.py asks for it before a run
-    begins, and tells the user."""
+    """Processes saved something that another number of them cannot go on with. Before a run begins process_count.py
+    asks for it, and tells the user."""
 
 
 def read(path: Path) -> Mapping:
