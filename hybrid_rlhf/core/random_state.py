@@ -24,12 +24,14 @@ def state() -> dict:
 
 
 def load_state(saved: Mapping) -> None:
-    """Every generator draws next what it would have drawn after `state`."""
+    """Every generator draws next what it would have drawn after `state`; torch's stay as they are where it has none of
+    them."""
     python, numpy = saved["python"], saved["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state((numpy["kind"], numpy["key"].numpy().astype(np.uint32), numpy["position"], numpy["has_gauss"],
                          numpy["cached"]))
-    torch.set_rng_state(saved["torch"])
+    if "torch" in saved:
+        torch.set_rng_state(saved["torch"])
     if device().type == "cuda" and "device" in saved:
         torch.cuda.set_rng_state(saved["device"], device())
 

@@ -42,6 +42,11 @@ class Loader(Generic[Batch]):
         size = self.batch_size * self.world
         return len(self.rows) // size if self.drop_last else -(-len(self.rows) // size)
 
+    @property
+    def has_short_batch(self) -> bool:
+        """Whether an epoch ends with a batch that is not full, which several processes fill up and one does not."""
+        return not self.drop_last and len(self.rows) % (self.batch_size * self.world) > 0
+
     def next(self) -> Batch:
         """The next batch; after the last one of an epoch the next epoch begins."""
         batch = self._batch(self._order(self.epoch), self.position)

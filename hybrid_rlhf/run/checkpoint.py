@@ -66,14 +66,16 @@ def load(path: str | Path) -> dict:
     return whole(read(path))
 
 
-def read(path: str | Path, of: int | None = None) -> Stored:
+def read(path: str | Path, of: int | None = None, *, is_mapped: bool = False) -> Stored:
     """What this process (or process number `of`) saved in a checkpoint folder that is known to be complete. A tensor is
-    read when it is looked up, and is the caller's own. Raises ValueError for a folder of something else."""
+    read when it is looked up, and is the caller's own; is_mapped: only those numbers of it that are looked at. Raises
+    ValueError for a folder of something else."""
     path, own = Path(path), rank() if of is None else of
     files = [TensorFile(path / of_rank(TENSORS, r)) for r in dict.fromkeys((own, 0))]
 
     def tensor(name: str) -> Tensor:
-        return next(f for f in files if name in f.names).read(name)
+        file = next(f for f in files if name in f.names)
+        return file.map(name) if is_mapped else file.read(name)
 
     try:
         rest = json.loads((path / of_rank(REST, own)).read_text(encoding="utf-8"))
@@ -82,6 +84,11 @@ def read(path: str | Path, of: int | None = None) -> Stored:
         return Stored(rest["dict"], tensor)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not a checkpoint of ours: {error}") from error
+
+
+def num_processes(path: Path) -> int:
+    """How many wrote a complete checkpoint."""
+    return int(json.loads((path / MANIFEST).read_text(encoding="utf-8"))["world_size"])
 
 
 def damage(path: str | Path, *, is_thorough: bool = True) -> str | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from hybrid_rlhf.core import activity, random_state
 from hybrid_rlhf.core.config import UserError, check, nearest
-from hybrid_rlhf.core.distributed import world_size
+from hybrid_rlhf.core.distributed import is_main, world_size
 from hybrid_rlhf.run import checkpoint
 from hybrid_rlhf.run.checkpoint import SaveError
 from hybrid_rlhf.run.reporter import Reporter
@@ -50,6 +51,7 @@ class Saver:
             _check_rows("the rows of the data", self.loader, saved["run"]["data"])
             if "held_out" in saved["run"]:  # earlier releases did not ask
                 _check_rows("the held-out rows", self.held_out, saved["run"]["held_out"])
+            _warn_of_short_batches(self.loader, int(saved["run"].get("world_size", world_size())))
             self.loader.load_state(saved["loader"])
             self.trainer.load_state(saved["trainer"])
             self.values, self._best = whole(saved["values"]), saved["best"]
@@ -190,3 +192,11 @@ def _check_rows(what: str, loader, made_with: str | None) -> None:  # noqa: ANN0
         is_same = made_with == _fingerprint(loader)
     check(is_same, f"{what} are not those that the checkpoint was made with; give them as they were, or --resume never "
                    "to start again")
+
+
+def _warn_of_short_batches(loader, num_before: int) -> None:  # noqa: ANN001
+    """Where the checkpoint's number of processes and this one see other rows: one process leaves a batch short."""
+    is_unlike = num_before != world_size() and 1 in (num_before, world_size())
+    if is_unlike and is_main() and getattr(loader, "has_short_batch", False):
+        print("warning: a step takes more rows than there are, which several processes fill up and one does not: the "
+              "steps from here on differ from an uninterrupted run's", file=sys.stderr)

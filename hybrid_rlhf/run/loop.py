@@ -15,7 +15,7 @@ from hybrid_rlhf.core.errors import NotFinite, UserError, check
 from hybrid_rlhf.core.failure import lost_process, on_failure
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.startup import restore_gc
-from hybrid_rlhf.run import bad_batch, checkpoint
+from hybrid_rlhf.run import bad_batch, joined_state
 from hybrid_rlhf.run.checkpointing import Saver
 from hybrid_rlhf.run.reporter import Reporter
 from hybrid_rlhf.run.runfile import RunRecord
@@ -69,7 +69,7 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
     restore_gc()
     started, saver = time.perf_counter(), Saver(trainer, loader, held_out, record, config, total_steps)
     with on_record(record):
-        saved = checkpoint.read(record.resumes_from) if record.resumes_from else None
+        saved = joined_state.read(record.resumes_from) if record.resumes_from else None
         first = step = saver.restore(saved)
         positions = saved and saved["reporter"]
         with (Reporter(record, trainer.progress_keys, total_steps, config, first, positions) as reporter,

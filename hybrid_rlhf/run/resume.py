@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import world_size
-from hybrid_rlhf.run import checkpoint
+from hybrid_rlhf.run import checkpoint, process_count
 from hybrid_rlhf.run.state_tree import whole
 
 FOLDER = "checkpoints"
@@ -86,17 +86,18 @@ def check_fits(path: Path, settings: Mapping) -> dict:
     """What the checkpoint says of its run: settings, world_size, step, total_steps.
 
     Raises UserError where the settings are others than those it was made with, but for HARMLESS ones and a later end,
-    or where there are more or fewer processes.
+    or where there are more or fewer processes that cannot go on with it.
     """
     made = made_by(path)
     check(made is not None, f"{path} is not a checkpoint of a run; take another, or auto")
-    old, count = made["settings"], made["world_size"]
-    changed = changes(old, settings, (*HARMLESS, *later_end(old, settings)))
+    old, is_other = made["settings"], made["world_size"] != world_size()
+    changed = [name for name in changes(old, settings, (*HARMLESS, *later_end(old, settings)))
+               if not (is_other and process_count.may_change(name))]
     check(not changed, f"output_dir {path.parents[1]} holds an unfinished run with other settings "
                        f"({', '.join(changed[:5])}); give them as they were, choose another output_dir, or give "
                        "--resume never to start again")
-    check(count == world_size(), f"the checkpoint {path} was made by {count} process{'es' * (count > 1)} and this run "
-                                 f"has {world_size()}; start {count}, or give --resume never to start again")
+    if is_other:
+        process_count.check_others(path, made, settings)
     return made
 
 
@@ -108,10 +109,20 @@ def instead(output_dir: Path, stage: str, changed: list[str]) -> str:
     return f"to train its model further give --model {model} and another --output_dir"
 
 
+def is_shared_otherwise(output_dir: Path, changed: list[str]) -> bool:
+    """Whether a finished run has other settings only because another number of processes shares its work now."""
+    path = find(output_dir, "auto", lambda _text: None, is_thorough=False)
+    made = made_by(path) if path else None
+    return made is not None and made["world_size"] != world_size() and all(map(process_count.may_change, changed))
+
+
 def can_go_on(output_dir: Path, changed: list[str], old: Mapping, new: Mapping) -> bool:
     """Whether a finished run is to be made longer: nothing but its end has changed, and there is a checkpoint."""
     path = find(output_dir, "auto", lambda _text: None, is_thorough=False)
-    if path is None or not set(changed) <= {*later_end(old, new), "train.max_seconds"}:
+    if path is None:
+        return False
+    left = set(changed) - {*later_end(old, new), "train.max_seconds"}
+    if left and not is_shared_otherwise(output_dir, sorted(left)):
         return False
     made = check_fits(path, new)
     return made["step"] < made["total_steps"] or bool(set(changed) & set(_LENGTHS))

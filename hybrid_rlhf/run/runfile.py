@@ -25,7 +25,7 @@ from hybrid_rlhf.core.given_paths import check_file
 from hybrid_rlhf.core.strict_json import plain, to_json
 from hybrid_rlhf.export.model_card import write_card
 from hybrid_rlhf.report.trackers import check_trackers
-from hybrid_rlhf.run import checkpoint, lock, resume
+from hybrid_rlhf.run import checkpoint, lock, process_count, resume
 
 RUN_FILE, SETTINGS_FILE, FORMAT = "run.json", "config.yaml", 1
 STATUSES = ("running", "finished", "stopped", "failed")
@@ -133,8 +133,9 @@ def finished(output_dir: str | Path, stage: str, config: object) -> RunRecord | 
     changed = resume.changes(old.config, settings)
     if changed and resume.can_go_on(folder, changed, old.config, settings):
         return None
-    check(not changed, f"output_dir {output_dir} holds a finished run with other settings ({', '.join(changed[:5])}); "
-                       f"{resume.instead(folder, stage, changed)}, or give --resume never to run it again")
+    is_same = not changed or resume.is_shared_otherwise(folder, changed)
+    check(is_same, f"output_dir {output_dir} holds a finished run with other settings ({', '.join(changed[:5])}); "
+                   f"{resume.instead(folder, stage, changed)}, or give --resume never to run it again")
     _say(f"{output_dir}: this {stage} run is finished; nothing to do (--resume never runs it again)")
     return old
 
@@ -146,8 +147,8 @@ def start(output_dir: str | Path, stage: str, config: object, command: str) -> R
     config.resume is "never". One that did not finish goes on from its newest complete checkpoint (resumes_from), or
     from the one that config.resume names, or begins again where there is none; all of it is said. Every process calls
     it. Raises UserError for a folder that holds something else, another stage's run, or a run with other settings, for
-    one that cannot be written, for a checkpoint of more or fewer processes, and for trackers (config.report_to) that
-    are not there.
+    one that cannot be written, for a checkpoint that this number of processes cannot go on with, and for trackers
+    (config.report_to) that are not there.
     """
     folder, settings = Path(output_dir), plain(config)
     done = finished(output_dir, stage, config)
@@ -170,6 +171,9 @@ def _go_on(record: RunRecord, path: Path, settings: dict, command: str) -> RunRe
     """The run's record, open again, to go on from the checkpoint `path`."""
     made = resume.check_fits(path, settings)
     _say(f"{record.output_dir}: the {record.stage} run found here goes on after step {made['step']}, from {path.name}")
+    others = process_count.note(made, settings)
+    if others:
+        _say(others)
     other = [f"{k} {v}, not {made['versions'][k]}" for k, v in _versions().items() if made["versions"].get(k, v) != v]
     if other:
         _say(f"warning: the checkpoint was made with another release ({'; '.join(other)}): the run may differ from an "

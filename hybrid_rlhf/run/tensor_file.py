@@ -12,6 +12,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,6 +82,14 @@ class TensorFile:
             if raw.numel() and file.readinto(memoryview(raw.numpy())) != end - begin:
                 raise ValueError(f"{self.path} ends within {name}")
         return raw.view(dtype).view(shape)
+
+    def map(self, name: str) -> Tensor:
+        """The tensor in the file's own pages: what is not looked at is not read, and what is written stays here."""
+        dtype, shape, begin, end = self._entries[name]
+        if begin == end:
+            return self.read(name)
+        raw = np.memmap(self.path, np.uint8, "c", self._start + begin, (end - begin,))
+        return torch.from_numpy(raw).view(dtype).view(shape)
 
 
 def _entry(entry: dict, room: int) -> tuple[torch.dtype, list[int], int, int]:

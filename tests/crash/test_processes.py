@@ -59,11 +59,12 @@ def test_what_all_processes_hold_is_written_once(place):
     assert 0.8 * first < second < 1.2 * first
 
 
-def test_one_process_does_not_take_up_what_two_have_begun(place, capsys):
-    """The run is finished; made unfinished, it is found to be of two."""
+def test_one_process_with_the_rows_of_two_is_told_what_to_give(place, capsys):
+    """The run is finished; made unfinished, it is found to be of two, with 3 rows each."""
     record = place / "zero2_b" / "run.json"
     record.write_text(json.dumps(json.loads(record.read_text()) | {"status": "stopped"}))
     argv = argv_of(place, "sft", "zero2_b", 6, "--train.save_steps", "2", "--train.per_device_train_batch_size", "3",
                    *LAYOUTS["zero2"])
     assert main(argv) == 2
-    assert "was made by 2 processes and this run has 1; start 2, or give --resume never" in capsys.readouterr().err
+    assert "was made by 2 processes and this run has 1: a step took 6 rows from all processes and would take 3; give " \
+           "--train.per_device_train_batch_size 6" in capsys.readouterr().err

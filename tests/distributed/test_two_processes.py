@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from tests.distributed.rank_checks import LAYOUTS
 from tests.distributed.two_processes import RUNS, SLOW_RUNS, metrics
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900)]  # the first test waits for every run of both processes
+# The first test waits for every run of both processes.
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900)]
 ALL_RUNS = [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_RUNS if name not in RUNS)]
 
 

@@ -57,8 +57,8 @@ def argv_of(folder: Path, runs: dict[str, str], where: str, batch: int, *more: s
             for name, stage in runs.items()}
 
 
-def prepare(folder: Path, runs: dict[str, str], *checks: str) -> None:
-    """What one process and two leave of `runs` in `folder`; the two make `checks` of rank_checks.py, by default all."""
+def write_data(folder: Path) -> None:
+    """The rows of every stage, a reward function, and models to begin with."""
     rows = {"sft": [{"prompt": f"say {w} {i}", "completion": w} for i in range(3) for w in WORDS],
             "reward": [{"prompt": f"say {w} {i}", "chosen": w, "rejected": "no no"} for i in range(3) for w in WORDS],
             "ppo": [{"prompt": f"say {w} {i}"} for i in range(3) for w in WORDS]}
@@ -68,6 +68,11 @@ def prepare(folder: Path, runs: dict[str, str], *checks: str) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in table))
     save_tiny(folder / "base")
     save_tiny(folder / "teacher", seed=5, hidden_size=48, initializer_range=0.2)
+
+
+def prepare(folder: Path, runs: dict[str, str], *checks: str) -> None:
+    """What one process and two leave of `runs` in `folder`; the two make `checks` of rank_checks.py, by default all."""
+    write_data(folder)
     argv = argv_of(folder, runs, "two", 4, "--engine.zero_stage", "3", "--engine.micro_batch_tokens", "60")
     argv.get("ppo", []).extend(["--roles.actor.tp", "2"])
     (folder / "argv.json").write_text(json.dumps(argv))

@@ -133,11 +133,13 @@ def test_a_checkpoint_can_be_named_and_only_one_of_this_run(go, tmp_path):
         go("run", resume=str(folder / "step-00000006"))
 
 
-def test_a_run_of_more_processes_is_refused(go, monkeypatch):
+def test_more_processes_are_refused_where_nothing_says_how_many_rows_each_takes(go, monkeypatch):
     with pytest.raises(Killed):
         go("run", {5: killed})
-    monkeypatch.setattr("hybrid_rlhf.run.resume.world_size", lambda: 2)
-    with pytest.raises(UserError, match=r"was made by 1 process and this run has 2; start 1"):
+    for module in ("resume", "process_count"):
+        monkeypatch.setattr(f"hybrid_rlhf.run.{module}.world_size", lambda: 2)
+    with pytest.raises(UserError, match=r"was made by 1 process and this run has 2, and its settings do not say how "
+                                        r"many rows a process takes; start 1"):
         go("run")
 
 

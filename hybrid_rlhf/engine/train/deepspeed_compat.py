@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.core.compat import Dependency
-from hybrid_rlhf.core.distributed import new_group, rank, sums_through, world_size
+from hybrid_rlhf.core.distributed import new_group, sums_through, world_size
 from hybrid_rlhf.core.torch_compat import hooks_kept
 from hybrid_rlhf.models.weight_parts import is_cut, part_of, take_part
 
@@ -30,10 +30,10 @@ _OF_BOTH = ("_backward_active_depth", "_remaining_grad_acc_hooks", "averaged_gra
             "exit_backward", "ipg_buckets", "loss_scaler", "overflow", "override_loss_scale", "params_already_reduced")
 _OF_SPLIT_STATE = (*_OF_BOTH, "_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state",
                    "_release_ipg_buffers", "_release_preflattened_grad_buffers", "all_grad_tensors",
-                   "bit16_groups_flat", "extra_large_param_to_reduce", "micro_step_id",
+                   "bit16_groups_flat", "extra_large_param_to_reduce", "micro_step_id", "round_robin_bit16_groups",
                    "single_partition_of_fp32_groups", "update_lp_params")
 _OF_SPLIT_WEIGHTS = (*_OF_BOTH, "_partition_all_parameters", "_reassign_or_swap_out_partitioned_parameters",
-                     "fp32_partitioned_groups_flat", "parameter_offload", "persistent_parameters")
+                     "fp16_groups", "fp32_partitioned_groups_flat", "parameter_offload", "persistent_parameters")
 _OF_OPTIMIZER = {1: _OF_SPLIT_STATE, 2: _OF_SPLIT_STATE, 3: _OF_SPLIT_WEIGHTS}  # by ZeRO stage
 _OF_PARAMETER = ("ds_id", "ds_numel", "ds_shape", "ds_tensor")  # at ZeRO 3
 # by which ZeRO 3 knows where in a pass it is, and in which order layers come
@@ -134,6 +134,11 @@ def flat_masters(optimizer, stage: int) -> list[Tensor]:  # noqa: ANN001
     return optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
 
 
+def groups_of(optimizer, stage: int) -> list[list[nn.Parameter]]:  # noqa: ANN001
+    """At ZeRO 1 to 3: the parameters of each of `flat_masters`, in the order in which they lie there."""
+    return optimizer.fp16_groups if stage == 3 else optimizer.round_robin_bit16_groups
+
+
 def flat_weights(optimizer) -> list[Tensor]:  # noqa: ANN001
     """The 16-bit weights that ZeRO 1 and 2 keep flat, by group; none at the other stages."""
     return getattr(optimizer, "bit16_groups_flat", [])
@@ -180,9 +185,11 @@ def loss_scale(optimizer) -> dict[str, float]:  # noqa: ANN001
 
 
 def set_loss_scale(optimizer, values: Mapping[str, float]) -> None:  # noqa: ANN001
-    """Go on with what `loss_scale` gave."""
-    for name, value in values.items():
-        setattr(optimizer.loss_scaler, name, value)
+    """Go on with what `loss_scale` gave. Bfloat16's, from ZeRO 1 on, is always 1, and there is none where masters of
+    our own take the place of its stage."""
+    scaler = getattr(optimizer, "loss_scaler", None)
+    for name, value in values.items() if scaler is not None else ():
+        setattr(scaler, name, value)
 
 
 def set_loss_factor(optimizer, value: float) -> None:  # noqa: ANN001

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.engine.hybrid import HybridEngine
+from hybrid_rlhf.engine.train import zero_state
 from hybrid_rlhf.engine.train.deepspeed_compat import flat_masters, spread_masters
+from hybrid_rlhf.engine.train.repartition import PROCESSES
 
 
 class WeightAverage:
@@ -92,9 +94,17 @@ class WeightAverage:
 
     def state(self) -> dict:
         """This process's part, for a checkpoint; no copies."""
-        return {"averages": dict(self._averages)}
+        return {"averages": dict(self._averages), "partition": zero_state.partition(self.engine.training).state()}
 
     def load_state(self, state: Mapping) -> None:
-        """Go on where `state` was taken, on as many processes."""
+        """Go on where `state` was taken, or those of the processes in `state` together."""
+        if PROCESSES not in state:
+            for name, average in self._averages.items():
+                average.copy_(state["averages"][name])
+            return
+        saved = state[PROCESSES]
+        parts = zero_state.regrouped(self.engine.training, saved, lambda each, part: each["averages"][part].numel(),
+                                     self._averages)
         for name, average in self._averages.items():
-            average.copy_(state["averages"][name])
+            own = parts.tensor(name, average.numel(), lambda r, part: saved[r]["averages"][part])
+            average.copy_(own.view(average.shape))

@@ -244,9 +244,10 @@ class ZeroTraining:
         return zero_state.shard(self)
 
     def load_shard(self, state: Mapping) -> None:
-        """Go on where `shard` was taken, on as many processes; each calls it. Tensors are looked up one by one.
+        """Go on where `shard` was taken; each process calls it. Tensors are looked up one by one.
 
-        Raises ValueError where other weights are trained than in `state`.
+        state: this process's, of as many processes; or those of any number, as {"processes": [of each]}. Raises
+        ValueError where other weights are trained than in `state`.
         """
         zero_state.load_shard(self, state)
 

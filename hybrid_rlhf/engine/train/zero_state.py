@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from hybrid_rlhf.core.distributed import rank, world_size
+from hybrid_rlhf.engine.train import repartition
 from hybrid_rlhf.engine.train.adamw_master import MasterAdamW
 from hybrid_rlhf.engine.train.deepspeed_compat import (
     flat_masters,
+    groups_of,
     link_state,
     loss_scale,
     set_loss_scale,
+    size_of,
     spread_masters,
 )
+from hybrid_rlhf.engine.train.repartition import PROCESSES, Partition, Regrouped
 
 
 def whole(training, full_weight: Callable[[nn.Parameter], Tensor],  # noqa: ANN001 - a ZeroTraining
@@ -44,6 +49,7 @@ def whole(training, full_weight: Callable[[nn.Parameter], Tensor],  # noqa: ANN0
 def shard(training) -> dict:  # noqa: ANN001 - a ZeroTraining
     """ZeroTraining.shard: what the optimizer steps in this process, and its state, as they are."""
     state: dict = {"num_steps": training.num_steps, "weights": {}, "optimizer": {},
+                   "partition": partition(training).state(),
                    "skipped": [training.num_skipped, training.num_skipped_in_a_row]}
     for name, tensor in _stepped(training).items():
         own = {k: v for k, v in training._optimizer.state.get(tensor, {}).items() if k != "sum"}
@@ -58,21 +64,96 @@ def shard(training) -> dict:  # noqa: ANN001 - a ZeroTraining
 def load_shard(training, state: Mapping) -> None:  # noqa: ANN001
     """ZeroTraining.load_shard. Tensors of `state` are looked up one by one."""
     stepped = _stepped(training)
-    if stepped.keys() != set(state["optimizer"]):
-        strange = sorted(stepped.keys() ^ set(state["optimizer"]))
-        raise ValueError(f"the checkpoint is of other weights than those that are trained here: {strange[:3]}")
-    for name, tensor in stepped.items():
-        own, saved = training._optimizer.state, state["optimizer"][name]
+    first, found = state, _as_saved(state)
+    if PROCESSES in state:
+        first, found = state[PROCESSES][0], _cut_anew(training, state[PROCESSES], stepped)
+    else:
+        _check_names(stepped.keys(), state["optimizer"].keys())
+    for name, saved, weight in found:
+        tensor, own = stepped[name], training._optimizer.state
         for key in saved:
             own[tensor][key] = _taken(own[tensor].get(key), saved[key], key, tensor, training._optimizer)
-        _copy(tensor, own[tensor]["master"] if "master" in saved else state["weights"][name], name)
-    training.num_steps = int(state["num_steps"])
-    training.num_skipped, training.num_skipped_in_a_row = map(int, state["skipped"])
+        _copy(tensor, own[tensor]["master"] if "master" in saved else weight, name)
+    training.num_steps = int(first["num_steps"])
+    training.num_skipped, training.num_skipped_in_a_row = map(int, first["skipped"])
     if training.scale:
-        training.scale.load_state(state["loss_scale"])
+        training.scale.load_state(first["loss_scale"])
     else:
-        set_loss_scale(training.engine.optimizer, state["loss_scale"])
+        set_loss_scale(training.engine.optimizer, first["loss_scale"])
     spread_masters(training.engine.optimizer, training.stage)
+
+
+def partition(training) -> Partition:  # noqa: ANN001
+    """How this process and the others share the trained weights."""
+    names = {id(p): name for name, p in training.parameters.items()}
+    groups = groups_of(training.engine.optimizer, training.stage) if training.stage else []
+    return Partition(training.stage, [[names[id(p)] for p in group] for group in groups])
+
+
+def regrouped(training, saved: list[Mapping], length_of: Callable[[Mapping, str], int],  # noqa: ANN001
+              stepped: Mapping[str, Tensor]) -> Regrouped:
+    """The parts in `saved`, the states of all processes that wrote them, for this process's tensors. length_of: (state,
+    part) -> its numbers. ValueError for other weights, and for numbers that belong to no weight by themselves."""
+    before, now = Partition.read(saved[0]["partition"]), partition(training)
+    sizes = {name: size_of(p) for name, p in training.parameters.items()}
+    lengths = [{f"group {i}": length_of(saved[0], f"group {i}") for i in range(len(before.groups))},
+               {name: part.numel() for name, part in stepped.items()}]
+    here = 0 if now.stage == 0 else rank()
+    return Regrouped(repartition.spans(before, sizes, len(saved), lengths[0]),
+                     [s for s in repartition.spans(now, sizes, world_size(), lengths[1]) if s.rank == here])
+
+
+def _as_saved(state: Mapping) -> Iterator[tuple[str, Mapping, Tensor | None]]:
+    """(name, the optimizer's state, the weight where it has no master) of what this process saved itself."""
+    for name in state["optimizer"]:
+        saved = state["optimizer"][name]
+        yield name, saved, None if "master" in saved else state["weights"][name]
+
+
+def _cut_anew(training, saved: list[Mapping],  # noqa: ANN001
+              stepped: dict[str, Tensor]) -> Iterator[tuple[str, Mapping, Tensor | None]]:
+    """The same, of what some other number of processes saved."""
+    if Partition.read(saved[0]["partition"]).stage == training.stage == 0:  # each had all of it
+        _check_names(stepped.keys(), saved[0]["optimizer"].keys())
+        yield from _as_saved(saved[0])
+        return
+    if saved[0]["partition"]["stage"] == 0:
+        _check_names(training.parameters.keys(), saved[0]["optimizer"].keys())
+    parts = regrouped(training, saved, lambda state, part: _weight(state, part).numel(), stepped)
+    for name, tensor in stepped.items():
+        def whole(find: Callable[[int, str], Tensor | None], name: str = name, like: Tensor = tensor) -> Tensor:
+            return parts.tensor(name, like.numel(), find).view(like.shape)
+
+        weight = whole(lambda r, part: _weight(saved[r], part))
+        held = [saved[r]["optimizer"][part] for r, part in parts.sources(name)]
+        own = {key: whole(lambda r, part, key=key: _moment(saved[r], part, key))  # type: ignore[misc]
+               for key in dict.fromkeys(k for each in held for k in each if k not in ("master", "step"))}
+        steps = [float(each["step"]) for each in held if "step" in each]
+        is_ours = isinstance(training._optimizer, MasterAdamW)
+        own |= {"step": int(max(steps)) if is_ours else torch.tensor(max(steps))} if steps else {}
+        if is_ours and training._optimizer.has_master(tensor):
+            own["master"] = weight
+        yield name, own, weight
+
+
+def _weight(saved: Mapping, part: str) -> Tensor:
+    own = saved["optimizer"][part]
+    return own["master"] if "master" in own else saved["weights"][part]
+
+
+def _moment(saved: Mapping, part: str, key: str) -> Tensor | None:
+    """ValueError for what is not one number for each weight: 8-bit moments have a scale for blocks of them."""
+    value = saved["optimizer"][part].get(key)
+    if value is not None and not (isinstance(value, Tensor) and value.dtype == torch.float32
+                                  and value.numel() == _weight(saved, part).numel()):
+        raise ValueError(f"the optimizer's {key} cannot be cut for another number of processes")
+    return value
+
+
+def _check_names(ours: Collection[str], theirs: Collection[str]) -> None:
+    strange = sorted(set(ours) ^ set(theirs))
+    if strange:
+        raise ValueError(f"the checkpoint is of other weights than those that are trained here: {strange[:3]}")
 
 
 def _stepped(training) -> dict[str, Tensor]:  # noqa: ANN001

@@ -1,0 +1,49 @@
+"""What some processes do for test_another_number.py: command lines one after another, of which some die.
+
+torchrun tests/distributed/rank_resume_shared.py FILE: a JSON object name -> [argv, the step in which it dies or null].
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from hybrid_rlhf.cli import main
+from hybrid_rlhf.core import failure
+from hybrid_rlhf.core.distributed import rank, shutdown
+from hybrid_rlhf.run import loop
+
+
+class Killed(BaseException):
+    """Nothing in the library catches it."""
+
+
+def run(argv: list[str], last: int | None) -> int | str:
+    """The command line's exit code; it dies in step `last` (of this process), after the update."""
+    step, count = loop._step, [0]
+
+    def counted(*given):
+        count[0] += 1
+        found = step(*given)
+        if count[0] == last:
+            raise Killed
+        return found
+
+    loop._step = counted
+    try:
+        return main(argv)
+    except Killed:
+        return "killed"
+    finally:
+        loop._step = step
+
+
+if __name__ == "__main__":
+    failure.join()
+    outcome = {name: run(*given) for name, given in json.loads(Path(sys.argv[1]).read_text()).items()}
+    if rank() == 0:
+        Path(sys.argv[1] + ".out").write_text(json.dumps(outcome))
+    shutdown()
