@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 AT_THE_TOP = ("training", "inference")
 
 # torch and transformers reach back to what accelerator images ship today; the other bounds are the releases that this
-# was written with. constraints.txt pins the exact set that the tests run with.
+# was written with. `make test-oldest` runs the tests with exactly these, `make test` with what constraints.txt pins.
 RUNTIME = [
     "torch>=2.11",
     "transformers>=5.17,<6",
@@ -76,7 +76,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=packages(),
     package_dir={f"hybrid_rlhf.{folder}": folder for folder in AT_THE_TOP},
     package_data={"": [f"**/*.{kind}" for kind in ("typed", "yaml", "yml", "cpp", "h", "jinja", "html", "css", "js")]},
@@ -85,6 +85,7 @@ setup(
     entry_points={"console_scripts": ["hybrid-rlhf = hybrid_rlhf.cli:main"]},
     classifiers=[
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
         "Operating System :: POSIX",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],

@@ -1,16 +1,18 @@
 """Every causal-LM type of the installed transformers on the decode engine, at tiny size, with a negative control.
 
-    python benchmarks/architecture_sweep.py [--json FILE] [--page FILE] [--only TYPE ...] [--limit SECONDS]
+    python benchmarks/architecture_sweep.py [--json FILE] [--page FILE] [--against FILE] [--only TYPE ...]
+                                            [--limit SECONDS]
 
 Each type is built with random weights and examined in a process of its own: five ragged prompts in groups of two share
 three slots, greedy, in fp32. Compared are the logits of every draw with the model's plain forward over the whole
 sequence, and the tokens with transformers' generate, one prompt at a time. Then the same model is given to the engine
 with one thing broken at a time, which its load-time probe has to notice. Exit code 1 if a type that the engine takes is
-wrong, or fails in any other way than by a refusal.
+wrong, or fails in any other way than by a refusal, or comes out worse than the rows of an earlier --json say.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import resource
 import sys
@@ -37,6 +39,8 @@ from hybrid_rlhf.kernels.ops import Ops
 
 GROUP = 2
 GREEDY = SamplingConfig(max_new_tokens=8, temperature=0)
+PATHS = ("native", "eager", "generate", "refused", "failed")  # the best first
+TOKENS = ("generate", "generate only", "plain forward", "neither")
 BOUND = 1e-4  # of a relative difference of logits in fp32; a wrong mask gives 1e-2 and more
 EOS, SLOTS, MEMORY = 2, 3, 8 << 30
 
@@ -66,6 +70,29 @@ class Row:
     def is_wrong(self) -> bool:
         runs = self.path in ("native", "eager", "generate")
         return self.path == "failed" or (runs and (self.tokens == "neither" or not self.difference < BOUND))
+
+
+def worse(row: Row, before: Row) -> list[str]:
+    """In what a type comes out worse than before, one line each. A difference under the bound is rounding."""
+    lost = [fault for fault, was_seen in before.control.items() if was_seen and not row.control.get(fault)]
+    reasons = [
+        (row.is_wrong and not before.is_wrong, f"wrong: difference {row.difference}, tokens {row.tokens}"),
+        (PATHS.index(row.path) > PATHS.index(before.path), f"path {before.path} -> {row.path}: {row.reason}"),
+        (before.tokens and _place(row) > _place(before), f"tokens equal {before.tokens} -> {row.tokens}"),
+        (row.layers < before.layers, f"whole layers {before.layers} -> {row.layers}"),
+        (row.is_on_slots and lost, f"no longer noticed when broken: {', '.join(lost)}"),
+    ]
+    return [reason for is_so, reason in reasons if is_so]
+
+
+def _place(row: Row) -> int:
+    """Of what its tokens equal among TOKENS; the first where it gives none, which its path says already."""
+    return TOKENS.index(row.tokens.split(" (")[0]) if row.tokens else -1
+
+
+def read_rows(path: Path) -> dict[str, Row]:
+    """The rows that an earlier run wrote with --json, by type."""
+    return {row["type"]: Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))}
 
 
 # -- one type ----------------------------------------------------------------------------------------------------------
@@ -199,7 +226,7 @@ def _work(name: str, answer: Connection) -> None:
 
 def counts(rows: list[Row]) -> dict[str, int]:
     paths, slots = Counter(row.path for row in rows), [row for row in rows if row.is_on_slots]
-    return {"rows": len(rows), **{path: paths[path] for path in ("native", "eager", "generate", "refused", "failed")},
+    return {"rows": len(rows), **{path: paths[path] for path in PATHS},
             "types_on_slots": len({row.type.split(":")[0] for row in slots}), "wrong": sum(r.is_wrong for r in rows),
             "whole_layers": sum(row.layers > 0 for row in rows),
             "equal_to_generate": sum(row.tokens == "generate" for row in slots),
@@ -227,6 +254,7 @@ def sweep(types: list[str], limit: float) -> Iterator[Row]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--page", type=Path, help="put the tables into this page")
+    parser.add_argument("--against", type=Path, help="rows of an earlier run; a type that comes out worse is named")
     parser.add_argument("--only", nargs="*", help="types (default: all)")
     parser.add_argument("--limit", type=float, default=60, help="seconds for one type")
     options = parse(parser, argv)
@@ -235,6 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     ops_for("cpu")  # compiled once, before the forks
+    earlier = read_rows(options.against) if options.against else {}  # before --json may write over it
     types = options.only or (["llama", "bloom", "mamba"] if options.quick else all_types())
     rows = [Row(**row) for row in write_rows((asdict(row) for row in sweep(types, options.limit)), options.json)]
     print(*(f"{name} {count}" for name, count in counts(rows).items()), sep=", ")
@@ -243,7 +272,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in rows:
         if row.is_wrong:
             print(f"wrong: {row.type} ({row.path}): {row.difference} {row.tokens} {row.reason}")
-    return int(any(row.is_wrong for row in rows))
+    losses = [(row.type, loss) for row in rows if row.type in earlier for loss in worse(row, earlier[row.type])]
+    for name, loss in losses:
+        print(f"worse than before: {name}: {loss}")
+    return int(bool(losses) or any(row.is_wrong for row in rows))
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ class ModelConfig:
         vocab_size: Size of the tokenizer that a preset trains.
         dtype: auto (bfloat16 on an accelerator, float16 on NVIDIA cards before Ampere, float32 on CPU), float32,
             bfloat16 or float16.
-        attn_implementation: auto (transformers' choice), sdpa, eager or flash_attention_2 (an accelerator, 16-bit
-            weights and the package flash_attn).
+        attn_implementation: auto (transformers' choice; eager where scores are soft-capped), sdpa, eager or
+            flash_attention_2 (an accelerator, 16-bit weights and the package flash_attn).
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.
         freeze: Regular expressions; parameters whose name matches one (re.search) are not trained.
         trust_remote_code: Run code that the model's repository brings. Off unless you know its author.
@@ -201,8 +201,7 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, is_new: bo
         empty = _empty(auto_class, config, found, **extra)
         folder_files.check_fits(path, sum(p.numel() for p in empty.parameters()), weights.sizes(path))
         extra["adapter_kwargs"] = {"subfolder": "none"}  # transformers looks for an adapter there, and not beside it
-    if config.attn_implementation != "auto":
-        extra["attn_implementation"] = config.attn_implementation
+    extra |= named_attention(config, found)
     nvidia.check_kernels(device)
     in_parts, reading = in_parts and world_size() > 1, nullcontext()
     dtype = resolve_dtype(config.dtype, device)
@@ -227,6 +226,16 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, is_new: bo
     if config.dtype == "auto":
         model.file_dtype = found.dtype  # in which an export writes it, wherever it was trained
     return quantize.settle(model, path) if config.quantize else model.to(device)
+
+
+def named_attention(config: ModelConfig, settings) -> dict[str, str]:  # noqa: ANN001 - a transformers class
+    """What a model of transformers' configuration `settings` is told about its attention: nothing where the choice is
+    transformers' own. Not its own where scores are capped: before 5.21 it takes sdpa for Gemma 2, which caps nothing.
+    """
+    if config.attn_implementation != "auto":
+        return {"attn_implementation": config.attn_implementation}
+    is_capped = getattr(settings.get_text_config(), "attn_logit_softcapping", None) is not None
+    return {"attn_implementation": "eager"} if is_capped else {}
 
 
 @contextmanager

@@ -20,7 +20,15 @@ from hybrid_rlhf.core import torch_compat
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.models.dropout import disable_dropout
 from hybrid_rlhf.models.folder_files import refusing
-from hybrid_rlhf.models.load import PRESETS, ModelConfig, check_folder, prepare, read_settings, resolve_dtype
+from hybrid_rlhf.models.load import (
+    PRESETS,
+    ModelConfig,
+    check_folder,
+    named_attention,
+    prepare,
+    read_settings,
+    resolve_dtype,
+)
 from hybrid_rlhf.models.lora import LoraConfig, adapter_dtype, add_lora, lora_layers
 from hybrid_rlhf.models.transformers_compat import never_packed
 
@@ -101,12 +109,12 @@ def empty_model(config, model: ModelConfig, device: torch.device, *, is_scalar: 
     settings.pad_token_id = 0 if settings.pad_token_id is None else settings.pad_token_id
     if is_scalar:
         settings.num_labels = 1
-    named = {} if model.attn_implementation == "auto" else {"attn_implementation": model.attn_implementation}
     kind = "AutoModelForSequenceClassification" if is_scalar else "AutoModelForCausalLM"
     with (no_init_weights(), torch.device("meta"), _quiet(),
           refusing(config.model_type, "--plan needs a model that transformers can build")):
         made = getattr(transformers, kind).from_config(
-            settings, dtype=resolve_dtype(model.dtype, device), trust_remote_code=model.trust_remote_code, **named)
+            settings, dtype=resolve_dtype(model.dtype, device), trust_remote_code=model.trust_remote_code,
+            **named_attention(model, settings))
         made.tie_weights()  # which transformers leaves out where nothing is initialised
     check(not is_scalar or hasattr(made, "score"), f"{type(made).__name__} has no linear score head; use a "
                                                    "decoder-only model")

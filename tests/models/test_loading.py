@@ -177,3 +177,24 @@ def test_a_model_on_a_card_has_the_weights_and_tables_of_one_on_a_cpu_and_all_of
         assert {tensor.device for tensor in found.values()} == {torch.device("cuda", 0)}
         for name, tensor in [*plain.named_parameters(), *plain.named_buffers()]:
             assert torch.equal(found[name].cpu(), tensor), name
+
+
+def test_attention_scores_that_are_capped_are_capped_in_training_too(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = AutoConfig.for_model("gemma2", vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+                                    num_attention_heads=4, num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=1,
+                                    attn_logit_softcapping=0.01, layer_types=["full_attention"])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(settings)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_()
+    model.save_pretrained(tmp_path)
+    loaded = load.load_causal_lm(ModelConfig(model_name_or_path=str(tmp_path)))
+    weights = loaded(torch.arange(5, 13)[None], output_attentions=True).attentions
+    # within 0.01 of each other all scores weigh alike: 1/8 for each of the last row
+    assert weights is not None and torch.allclose(weights[0][0, :, -1], torch.full((4, 8), 1 / 8), atol=0.005)
+    assert load.named_attention(ModelConfig(model_name_or_path="x"), settings) == {"attn_implementation": "eager"}
+    settings.attn_logit_softcapping = None
+    assert load.named_attention(ModelConfig(model_name_or_path="x"), settings) == {}

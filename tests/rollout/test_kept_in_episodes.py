@@ -11,7 +11,7 @@ from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.roles import Actor, PolicyModule
 from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.rollout.episodes import EpisodePlayer
-from tests.factories.architectures import random_model
+from tests.factories.architectures import roformer
 from tests.factories.tiny import tiny_causal_lm
 from tests.factories.warpers import warped_by_model
 
@@ -30,7 +30,7 @@ class Echo:
 def test_each_sampled_token_of_an_episode_has_the_words_that_it_was_drawn_from(tokenizer, path):
     size = len(tokenizer)
     model = (tiny_causal_lm(3, vocab_size=size, initializer_range=0.2) if path == "slots"
-             else random_model("roformer", {"vocab_size": size, "max_position_embeddings": 512}))
+             else roformer(vocab_size=size, max_position_embeddings=512))
     engine = HybridEngine(PolicyModule(model), model, eos_ids=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id,
                           max_batch=2)
     own = Environments([environment_of("Echo", Echo, {}, "here")], False)

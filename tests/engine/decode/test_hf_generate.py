@@ -6,7 +6,7 @@ import torch
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
-from tests.factories.architectures import random_model
+from tests.factories.architectures import random_model, roformer
 
 PROMPTS = [[(3 + 7 * i + 5 * j * j) % 90 + 5 for j in range(n)] for i, n in enumerate((7, 1, 9, 7, 5, 1))]
 SETTINGS = SamplingConfig(max_new_tokens=10, temperature=0.8)
@@ -15,7 +15,7 @@ KINDS = {"roformer": {}, "recurrent_gemma": dict(  # rotations of its own; a sta
 
 
 def _engine(kind="roformer", **settings):
-    model = random_model(kind, KINDS.get(kind, {}))
+    model = roformer() if kind == "roformer" else random_model(kind, KINDS.get(kind, {}))
     return HybridEngine(model, model, eos_ids=[2], **settings)
 
 

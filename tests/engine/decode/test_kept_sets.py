@@ -9,7 +9,7 @@ import torch
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.engine.decode.cuda_graphs import called
 from hybrid_rlhf.engine.decode.request import Request, following
-from tests.factories.architectures import build, random_model
+from tests.factories.architectures import build, roformer
 from tests.factories.decoding import MANY_PROMPTS, decode_engine
 from tests.factories.warpers import warped_by_model
 
@@ -26,7 +26,7 @@ def agree(model, prompt, tokens, logprobs, kept, settings) -> None:
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("path", ["slots", "static", "generate"])
 def test_the_sets_are_what_transformers_leaves_of_the_plain_forward(path, cut):
-    model = random_model("roformer", {}) if path == "generate" else build("llama")
+    model = roformer() if path == "generate" else build("llama")
     engine = decode_engine(model, max_batch=5, capture=called if path == "static" else None)
     settings = SamplingConfig(max_new_tokens=12, **cut)
     with engine.inference():
@@ -58,7 +58,7 @@ def test_a_stop_that_may_not_be_drawn_yet_is_not_in_the_set():
 
 @pytest.mark.parametrize("path", ["slots", "static", "generate"])
 def test_each_turn_has_its_own_sets(path):
-    model = random_model("roformer", {}) if path == "generate" else build("llama")
+    model = roformer() if path == "generate" else build("llama")
     engine = decode_engine(model, max_batch=2, capture=called if path == "static" else None)
     settings = SamplingConfig(max_new_tokens=20, top_p=0.7)
     ended = []
