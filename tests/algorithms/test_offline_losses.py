@@ -48,6 +48,8 @@ def test_kto_by_hand() -> None:
     ratios, labels, kl = T([LN3 + 1, 1.0, 1 - LN3]), T([True, True, False]), T(1.0)
     found = kto(ratios, labels, kl, beta=1.0, desirable_weight=2.0, undesirable_weight=4.0)
     assert found.tolist() == pytest.approx([0.5, 1.0, 1.0])
+    halved = kto(T([2 * LN3 + 1]), T([True]), kl, beta=0.5, desirable_weight=2.0, undesirable_weight=4.0)
+    assert halved.item() == pytest.approx(0.5)
 
 
 def test_kto_s_point_of_reference_is_a_mean_over_all_processes_and_never_negative() -> None:
@@ -55,6 +57,7 @@ def test_kto_s_point_of_reference_is_a_mean_over_all_processes_and_never_negativ
     assert kto_kl(T([1.0, 2.0], requires_grad=True), lambda mine: mine + other).item() == pytest.approx(8 / 5)
     assert not kto_kl(T([1.0], requires_grad=True)).requires_grad
     assert kto_kl(T([-1.0, -2.0])).item() == 0.0
+    assert kto_kl(T([3.0])).item() == 3.0 and kto_kl(T([])).item() == 0.0
 
 
 def test_every_loss_falls_where_the_chosen_side_rises() -> None:
