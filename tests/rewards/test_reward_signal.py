@@ -86,16 +86,17 @@ def test_a_share_on_the_edge_of_a_rule():
                              "learns from"]
     assert verdict(replace(fine, mean=0.95)) == ["nearly solved: 95% of the responses score 1; take harder prompts"]
     assert verdict(replace(fine, with_spread=0.05)) == [
-        "the responses differ in score on only 5% of the prompts: little can be learned from the others; draw more than "
-        "2 responses to each, choose prompts that succeed sometimes, or begin with SFT"]
+        "the responses differ in score on only 5% of the prompts: little can be learned from the others; draw more "
+        "than 2 responses to each, choose prompts that succeed sometimes, or begin with SFT"]
     assert verdict(replace(fine, empty=0.2)) == [
-        "20% of the responses are empty: see with --preview whether the prompts are rendered as the model knows them, or "
-        "begin with SFT"]
+        "20% of the responses are empty: see with --preview whether the prompts are rendered as the model knows them, "
+        "or begin with SFT"]
     assert verdict(replace(fine, ended=0.25))[0].startswith("only 25% of the responses end by themselves")
 
 
 def test_the_figures_for_people():
-    found = signal([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0]], is_empty=[[True] * 3 + [False], [False] * 4, [False] * 4])
+    found = signal([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0]],
+                   is_empty=[[True] * 3 + [False], [False] * 4, [False] * 4])
     assert figures(found) == {
         "mean score": "0.25 (pass@1 25%)", "best of 4": "0.6667 (pass@4 67%), mean over prompts",
         "different scores": "on 2 of 3 prompts", "ended by itself": "100% of the responses",
