@@ -65,17 +65,17 @@ PARTS = {
          "tests/data/test_trl_masks.py", "tests/data/test_trl_templates.py", "tests/data/test_turns.py"]),
     "accumulate": Part(
         ["hybrid_rlhf/engine/train/accumulate.py"],
-        ["tests/engine/train/test_micro_batches.py", "tests/engine/train/test_out_of_memory.py",
-         "tests/engine/train/test_training_state.py"]),
+        ["tests/engine/train/test_accumulate.py", "tests/engine/train/test_micro_batches.py"]),
     "rollout": Part(
         ["hybrid_rlhf/rollout/*.py"],
-        ["tests/rollout", "tests/trainers/test_best_of_n.py", "tests/trainers/test_episode_losses.py",
-         "tests/trainers/test_replayed_truncation.py", "tests/data/test_batches.py",
-         "tests/engine/train/test_micro_batches.py"]),
+        ["tests/rollout/test_record.py", "tests/rollout/test_environment_episodes.py",
+         "tests/rollout/test_episode_ends.py", "tests/rollout/test_episodes.py",
+         "tests/rollout/test_kept_in_episodes.py", "tests/rollout/test_old_logprobs.py",
+         "tests/rollout/test_rollout_holes.py", "tests/trainers/test_best_of_n.py"]),
     "roles": Part(
         ["hybrid_rlhf/roles/*.py"],
-        ["tests/roles", "tests/trainers/test_distillation.py", "tests/trainers/test_offline_trainers.py",
-         "tests/trainers/test_trainers.py", "tests/engine/test_adapters_of_engines.py"]),
+        ["tests/roles/test_roles_learn.py", "tests/roles/test_teacher_targets.py", "tests/roles/test_shared_base.py",
+         "tests/engine/train/test_micro_batches.py", "tests/trainers/test_trainers.py"]),
 }
 
 

@@ -88,7 +88,8 @@ def test_two_rollouts_in_one_are_as_wide_as_the_wider():
 def test_pieces_of_a_shuffled_rollout_hold_every_sequence_once_and_only_its_own():
     made = record(*([i] for i in range(5)))
     pieces = [[row[0] for row in piece.prompts.ids] for piece in made.shuffled(2, torch.Generator().manual_seed(0))]
-    assert [len(piece) for piece in pieces] == [2, 2, 1] and sorted(i for piece in pieces for i in piece) == [1, 2, 3, 4, 5]
+    assert [len(piece) for piece in pieces] == [2, 2, 1]
+    assert sorted(i for piece in pieces for i in piece) == [1, 2, 3, 4, 5]
     order = torch.randperm(9, generator=torch.Generator().manual_seed(0)).tolist()
     mine = [[row[0] for row in piece.prompts.ids]
             for piece in made.shuffled(4, torch.Generator().manual_seed(0), first=3, total=9)]
