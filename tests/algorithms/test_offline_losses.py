@@ -8,7 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybrid_rlhf.algorithms.preference import LOSSES, dpo, hinge, ipo, kto, kto_kl, orpo, simpo
+from hybrid_rlhf.algorithms.preference import (
+    LOSSES,
+    best_and_worst,
+    best_at_least,
+    dpo,
+    hinge,
+    ipo,
+    kto,
+    kto_kl,
+    orpo,
+    simpo,
+)
 
 LN2, LN3 = math.log(2), math.log(3)
 T = torch.tensor
@@ -97,3 +108,11 @@ def test_losses_on_pairs_are_those_of_trl_s_cpo_trainer(loss_type, label_smoothi
     theirs = trainers.CPOTrainer.cpo_loss(stand, chosen, rejected)[0]
     ours = LOSSES[loss_type].fn(chosen, rejected, beta=0.7, simpo_gamma=0.4, label_smoothing=label_smoothing)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_the_best_and_the_worst_of_each_group_that_has_two_scores() -> None:
+    nan = math.nan
+    best, worst = best_and_worst(T([1.0, 3.0, 3.0, nan, 2.0, -2.0, 4.0, 4.0, 4.0, nan, nan, -7.0]), 3)
+    assert (best.tolist(), worst.tolist()) == ([1, 4], [0, 5])
+    assert best_at_least(T([1.0, 3.0, 3.0, nan, 2.0, -2.0, nan, nan, nan]), 3, 2.0).tolist() == [1, 4]
+    assert best_at_least(T([1.0, 3.0, nan, 2.0]), 2, 2.5).tolist() == [1]

@@ -52,8 +52,7 @@ class Part(NamedTuple):
 PARTS = {
     "algorithms": Part(
         ["hybrid_rlhf/algorithms/*.py"],
-        ["tests/algorithms", "tests/rewards/test_reward_signal.py", "tests/roles/test_teacher_targets.py",
-         "tests/trainers/test_best_of_n.py", "tests/trainers/test_schedules_by_progress.py"]),
+        ["tests/algorithms", "tests/rewards/test_reward_signal.py"]),
     "tensors": Part(
         ["hybrid_rlhf/core/tensors.py"],
         ["tests/core/test_tensors.py", "tests/data/test_batches.py", "tests/engine/train/test_micro_batches.py",
