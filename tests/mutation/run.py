@@ -35,7 +35,7 @@ from mutmut.utils.format_utils import get_mutant_name
 from mutmut.workers.isolation import ForkServerRunner
 
 FOUND = Path("outputs/mutation")
-SECONDS = 5  # of the tests that a mutant is tried with
+SECONDS, AGAIN = 5.0, 120.0  # of the tests that a mutant is tried with, first and where it survived
 DEAD = ("killed", "timeout", "segfault")
 # mutmut leaves decorated functions alone, for a decorator may act when its function is defined, and every copy is one
 # more. These do not; without them no estimator of advantages would be tried.
@@ -103,9 +103,9 @@ def mutate_decorated_functions() -> None:
     file_mutation.function_trampoline_arrangement = arranged
 
 
-def run_fast_tests_first() -> None:
-    """Has a mutant tried with the fastest of the tests that reach it, up to SECONDS of them: a survivor has stood those
-    of its own module, and not an hour of runs. The tests without a mutant are run once, for these times."""
+def run_fast_tests_first(most: float) -> None:
+    """Has a mutant tried with the fastest of the tests that reach it, up to `most` seconds of them: a survivor has
+    stood those of its own module, and not an hour of runs. The tests without a mutant are run once, for these times."""
     submit = ForkServerRunner.submit
 
     def fast_first(self: ForkServerRunner, mutant_name: str, tests: list[str], *limits: float) -> None:
@@ -113,7 +113,7 @@ def run_fast_tests_first() -> None:
         named = (test for test in tests if "\\" not in test)  # of an escaped byte, which pytest does not find again
         tests = sorted(named, key=lambda test: seconds[test])
         within = [test for test, total in zip(tests, accumulate(seconds[test] for test in tests), strict=True)
-                  if total <= SECONDS]
+                  if total <= most]
         submit(self, mutant_name, within or tests[:1], *limits)
 
     ForkServerRunner.submit = fast_first
@@ -142,7 +142,7 @@ def run_part(name: str, most: int, seed: int, is_second: bool) -> None:
     configuration._config = replace(
         configuration.config(), only_mutate=part.modules, pytest_add_cli_args_test_selection=part.tests)
     mutate_decorated_functions()
-    run_fast_tests_first()
+    run_fast_tests_first(AGAIN if is_second else SECONDS)
     shutil.rmtree("mutants", ignore_errors=True)
     known = earlier(name) if is_second else {}
     left = [key for found in known.values() for key, verdict in found.items() if verdict not in (*DEAD, "not tried")]

@@ -110,6 +110,9 @@ def test_a_gradient_that_is_no_number_is_counted_told_and_at_last_refused(caplog
     assert "grad_norm" not in found and found["train/loss_scale"] == 1024.0 and found["train/skipped_updates"] == 3.0
     assert caplog.messages == ["the actor's gradient is not finite (norm inf): update 7 is skipped, 3 in a row; the "
                                "loss scale of float16 is now 1024"]
+    training.num_skipped_in_a_row, training.loss_scale = 1, None
+    assert "train/loss_scale" not in accumulate.accumulate(engine, 6, rows_of([3])).compute()
+    assert caplog.messages[1] == "the actor's gradient is not finite (norm inf): update 7 is skipped, 1 in a row"
     training.num_skipped_in_a_row = 4
     with pytest.raises(NotFinite, match=r"^the actor's gradient was not finite in 4 updates in a row; lower "
                                         r"train\.learning_rate"):
@@ -158,6 +161,21 @@ def test_scoring_goes_on_with_what_is_left_where_memory_runs_out(groups):
     assert seen == [[0, 1, 2, 3], [0, 1], [2, 3], [2], [3]]
     assert [(index.tolist(), value) for index, value in found] == [([0, 1], [0, 10]), ([2], [20]), ([3], [30])]
     assert engine.oom_limits == {SCORE: 3} and engine.told == ["dummy", "dummy"]
+
+
+def test_scoring_keeps_to_the_limit_that_was_found_before():
+    engine = Noted()
+    engine.oom_limits = {SCORE: 6, UPDATE: 3}
+    assert [len(found) for _, found in score(engine, T([3, 3, 3, 3]), 12, lambda index: index)] == [2, 2]
+
+
+def test_memory_that_can_be_given_back_goes_before_the_micro_batch_is_cut(monkeypatch, caplog):
+    monkeypatch.setattr(accumulate, "give_back_idle", lambda: True)
+    engine = Noted()
+    assert halve_budget(engine, SCORE, T([5, 3]), torch.OutOfMemoryError("CUDA out of memory")) == 10
+    assert engine.oom_limits == {}
+    assert caplog.messages == ["out of memory in the actor's score; the decode cache is not kept between rollouts any "
+                               "more"]
 
 
 def test_half_of_a_micro_batch_is_kept_as_a_limit_and_told(caplog):
