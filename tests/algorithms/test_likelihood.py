@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from hybrid_rlhf.algorithms import likelihood
-from hybrid_rlhf.algorithms.likelihood import chunk_rows, imitation_loss, token_logprobs
+from hybrid_rlhf.algorithms.likelihood import chunk_rows, imitation_loss, token_logprobs, token_logprobs_and
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, predicted, predicting
 
 HIDDEN, VOCABULARY = 5, 11
@@ -183,6 +183,7 @@ def test_what_makes_no_sense_is_refused():
 def test_entropy_is_computed_where_it_is_asked_for_alone():
     hidden, weight, targets = problem(2)
     assert token_logprobs(hidden, targets, lambda h: h @ weight.T)[1] is None
+    assert token_logprobs_and(None, (), hidden, targets, lambda h: h @ weight.T)[0][1] is None
 
 
 def test_the_gradient_of_the_entropy_alone_by_hand():

@@ -116,3 +116,4 @@ def test_the_best_and_the_worst_of_each_group_that_has_two_scores() -> None:
     assert (best.tolist(), worst.tolist()) == ([1, 4], [0, 5])
     assert best_at_least(T([1.0, 3.0, 3.0, nan, 2.0, -2.0, nan, nan, nan]), 3, 2.0).tolist() == [1, 4]
     assert best_at_least(T([1.0, 3.0, nan, 2.0]), 2, 2.5).tolist() == [1]
+    assert best_at_least(T([1.0, 3.0, 4.0, 2.0, nan, -3.0]), 2, -5.0).tolist() == [1, 2, 5]

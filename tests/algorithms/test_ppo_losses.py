@@ -136,6 +136,13 @@ def test_what_is_observed_of_the_values_and_that_the_clip_can_be_left_out():
     assert float(observed["value/clip_fraction"][0]) == 0.0
 
 
+def test_rounding_within_the_range_is_no_clipping():
+    # 0.1 + (0.23 - 0.1) is a bit more than 0.23 away from 0.7 in fp32: the clipped term is larger by rounding alone
+    _, observed = value_loss(torch.tensor([0.23]), torch.tensor([0.1]), torch.tensor([0.7]), cliprange_value=0.2,
+                             denominator=1)
+    assert float(observed["value/clip_fraction"][0]) == 0.0
+
+
 def test_the_entropy_loss_is_minus_the_mean_over_the_whole_minibatch():
     assert float(entropy_loss(torch.tensor([1.0, 2.0]), denominator=torch.tensor(4))) == -0.75
 

@@ -101,6 +101,7 @@ def test_the_figures_for_people():
         "mean score": "0.25 (pass@1 25%)", "best of 4": "0.6667 (pass@4 67%), mean over prompts",
         "different scores": "on 2 of 3 prompts", "ended by itself": "100% of the responses",
         "empty": "25% of the responses", "mean length": "10.0 tokens"}
+    assert figures(signal([[0.5, 2.0]]))["best of 2"] == "2, mean over prompts"
     assert figures(signal([[0.5], [2.0]])) == {
         "mean score": "1.25", "ended by itself": "100% of the responses", "empty": "0% of the responses",
         "mean length": "10.0 tokens"}
