@@ -105,6 +105,13 @@ fuzz: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
 	$(BIN)/python tests/fuzz/run.py --seconds $(or $(SECONDS),240)
 
+# Whether the tests notice a changed line, of those modules that everything is computed with: docs/results/mutation.md. Some
+# hours on two cores; PARTS="algorithms tensors" is quick, MUTANTS is the most of one module.
+.PHONY: mutation
+mutation: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutation]'
+	$(BIN)/python tests/mutation/run.py $(PARTS) --mutants $(or $(MUTANTS),150)
+
 # The API reference as HTML, from the docstrings, in outputs/api.
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
@@ -120,5 +127,5 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist mutants *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

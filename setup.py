@@ -41,6 +41,7 @@ EXTRAS = {
     "gym": ["reasoning-gym>=0.1.25"],
     "docs": ["pdoc>=15.0"],  # make docs
     "fuzz": ["atheris>=3.0"],  # make fuzz; has no wheels for every Python
+    "mutation": ["mutmut==3.8.*"],  # make mutation; tests/mutation/run.py reaches into it
 }
 EXTRAS["test"] = [
     "pytest>=9.0", "pytest-timeout>=2.4", "pytest-xdist>=3.8", "hypothesis>=6.170", "ruff>=0.17", "mypy>=2.4",

@@ -370,3 +370,10 @@ def test_rows_of_a_micro_batch_are_those_asked_for_in_their_order():
     found = TeacherTargets(Divergence(), rows, ids).select(torch.tensor([3, 0, 2])).to("cpu")
     assert [len(row) for row in found.rows] == [len(row) for row in found.ids] == [3, 0, 2]
     assert found.flat()[0][:, 0].tolist() == [3, 3, 3, 2, 2] == found.flat()[1][:, 0].tolist()
+
+
+def test_the_first_word_that_the_student_lacks_is_left_out_and_its_others_are_not():
+    # of three words the student has 1/2, 1/4, 1/4; the teacher names 0, 1 and 3. Left is 4/7, 2/7 and 1/7
+    student = torch.tensor([[0.5, 0.25, 0.25]]).log()
+    found = top_k_divergence(student, torch.tensor([[0, 1, 3]]), torch.tensor([[0.5, 0.25, 0.125]]).log(), Divergence())
+    assert float(found) == pytest.approx(0.75 * math.log(7 / 8) + 0.25 * math.log(7 / 4), rel=1e-5)

@@ -104,3 +104,9 @@ def test_equal_scores_teach_nothing_and_groups_of_one_or_torn_groups_are_refused
 def test_only_gae_needs_a_critic():
     assert [name for name, row in ESTIMATORS.items() if row.needs_values] == ["gae"]
     assert GROUPED == ["reinforce_pp_baseline", "rloo", "grpo", "process_grpo", "dr_grpo"]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_group_is_one_response_where_nothing_is_said_and_so_is_refused(name):
+    with pytest.raises(ValueError, match="4 responses in groups of 1"):
+        ESTIMATORS[name].fn(REWARDS, MASK)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hybrid_rlhf.algorithms.kl import AdaptiveKL, FixedKL, kl_estimate
+from hybrid_rlhf.algorithms.kl import AdaptiveKL, FixedKL, UpdateRate, kl_estimate
 
 
 def test_the_three_estimators_by_hand():
@@ -84,7 +84,37 @@ def test_an_adaptive_price_refuses_what_would_break_it_silently():
         price.update(math.nan, 1)
     with pytest.raises(ValueError, match="horizon 10"):
         price.update(0.0, 51)  # 1 - 0.2 * 5.1 < 0: paid for drifting away
+    with pytest.raises(ValueError, match="horizon 10"):
+        price.update(0.0, 50)  # exactly 0: no price would ever come back
     assert price.value == 0.2
     for target, horizon in ((0.0, 10), (6.0, 0)):
         with pytest.raises(ValueError, match="positive"):
             AdaptiveKL(0.2, target, horizon)
+
+
+def test_a_small_target_and_a_horizon_of_one_sequence_are_an_adaptive_price_too():
+    price = AdaptiveKL(0.2, target=0.5, horizon=1)
+    price.update(0.55, num_sequences=1)
+    assert price.value == pytest.approx(0.2 * 1.1)
+
+
+def test_the_rate_of_updates_starts_at_1_and_moves_by_the_root_of_target_over_kl():
+    rate, found = UpdateRate(0.01), []
+    assert rate.value == 1.0
+    for kl in (0.04, 0.0064, 0.0, 9.0, math.nan, 1e-20):
+        rate.update(kl)
+        found.append(rate.value)
+    # x 1/2; x 5/4; at most x 3/2; at least x 1/10; what is no number was too far; x 3/2
+    assert found == pytest.approx([0.5, 0.625, 0.9375, 0.09375, 0.009375, 0.0140625])
+    other = UpdateRate(0.01)
+    other.load_state(rate.state())
+    assert other.value == rate.value
+    for _ in range(20):
+        rate.update(0.0)
+    assert rate.value == 1.0
+
+
+def test_without_a_target_the_rate_of_updates_stays():
+    rate = UpdateRate(None)
+    rate.update(100.0)
+    assert rate.value == 1.0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from hybrid_rlhf.algorithms import likelihood
-from hybrid_rlhf.algorithms.likelihood import chunk_rows, token_logprobs
+from hybrid_rlhf.algorithms.likelihood import chunk_rows, imitation_loss, token_logprobs, token_logprobs_and
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, predicted, predicting
 
 HIDDEN, VOCABULARY = 5, 11
@@ -178,3 +178,39 @@ def test_what_makes_no_sense_is_refused():
             token_logprobs(hidden, targets, lambda h: h @ weight.T, **options)
     with pytest.raises(ValueError, match="4 hidden states for 3 targets"):
         token_logprobs(hidden, targets[:3], lambda h: h @ weight.T)
+
+
+def test_entropy_is_computed_where_it_is_asked_for_alone():
+    hidden, weight, targets = problem(2)
+    assert token_logprobs(hidden, targets, lambda h: h @ weight.T)[1] is None
+    assert token_logprobs_and(None, (), hidden, targets, lambda h: h @ weight.T)[0][1] is None
+
+
+def test_the_gradient_of_the_entropy_alone_by_hand():
+    # p = 1/8, 2/8, 5/8; d entropy / d logit_j = -p_j (log p_j + entropy)
+    p = torch.tensor([1 / 8, 2 / 8, 5 / 8])
+    logits = p.log()[None].requires_grad_()
+    _, entropy, _ = token_logprobs(logits, torch.tensor([0]), lambda h: h, with_entropy=True)
+    entropy.sum().backward()
+    by_hand = (math.log(8) + 2 * math.log(4) + 5 * math.log(8 / 5)) / 8
+    torch.testing.assert_close(logits.grad[0], -p * (p.log() + by_hand))
+
+
+def test_two_chunks_are_computed_twice_and_a_head_learns_from_states_that_do_not():
+    hidden, weight, targets = problem(8)
+    sizes = []
+    logprobs, _, _ = token_logprobs(hidden.detach(), targets, lambda h: sizes.append(len(h)) or h @ weight.T,
+                                    chunk_size=4)
+    logprobs.sum().backward()
+    assert sizes == [4, 4, 4, 4]
+    expected = weight.detach().clone().requires_grad_()
+    whole(hidden.detach(), expected, targets, 1.0)[0].sum().backward()
+    torch.testing.assert_close(weight.grad, expected.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_imitation_is_cross_entropy_as_a_share_of_all_tokens_with_its_accuracy():
+    loss, observed = imitation_loss(torch.tensor([-1.0, -2.0]), torch.tensor([True, False]), denominator=6)
+    assert float(loss) == 0.5
+    assert {name: (float(mean), count) for name, (mean, count) in observed.items()} == {
+        "loss": (1.5, 2), "mean_token_accuracy": (0.5, 2)}
+    assert imitation_loss(torch.zeros(0), torch.zeros(0, dtype=torch.bool), denominator=6)[1] == {}

@@ -8,7 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybrid_rlhf.algorithms.preference import LOSSES, dpo, hinge, ipo, kto, kto_kl, orpo, simpo
+from hybrid_rlhf.algorithms.preference import (
+    LOSSES,
+    best_and_worst,
+    best_at_least,
+    dpo,
+    hinge,
+    ipo,
+    kto,
+    kto_kl,
+    orpo,
+    simpo,
+)
 
 LN2, LN3 = math.log(2), math.log(3)
 T = torch.tensor
@@ -48,6 +59,8 @@ def test_kto_by_hand() -> None:
     ratios, labels, kl = T([LN3 + 1, 1.0, 1 - LN3]), T([True, True, False]), T(1.0)
     found = kto(ratios, labels, kl, beta=1.0, desirable_weight=2.0, undesirable_weight=4.0)
     assert found.tolist() == pytest.approx([0.5, 1.0, 1.0])
+    halved = kto(T([2 * LN3 + 1]), T([True]), kl, beta=0.5, desirable_weight=2.0, undesirable_weight=4.0)
+    assert halved.item() == pytest.approx(0.5)
 
 
 def test_kto_s_point_of_reference_is_a_mean_over_all_processes_and_never_negative() -> None:
@@ -55,6 +68,7 @@ def test_kto_s_point_of_reference_is_a_mean_over_all_processes_and_never_negativ
     assert kto_kl(T([1.0, 2.0], requires_grad=True), lambda mine: mine + other).item() == pytest.approx(8 / 5)
     assert not kto_kl(T([1.0], requires_grad=True)).requires_grad
     assert kto_kl(T([-1.0, -2.0])).item() == 0.0
+    assert kto_kl(T([3.0])).item() == 3.0 and kto_kl(T([])).item() == 0.0
 
 
 def test_every_loss_falls_where_the_chosen_side_rises() -> None:
@@ -94,3 +108,12 @@ def test_losses_on_pairs_are_those_of_trl_s_cpo_trainer(loss_type, label_smoothi
     theirs = trainers.CPOTrainer.cpo_loss(stand, chosen, rejected)[0]
     ours = LOSSES[loss_type].fn(chosen, rejected, beta=0.7, simpo_gamma=0.4, label_smoothing=label_smoothing)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_the_best_and_the_worst_of_each_group_that_has_two_scores() -> None:
+    nan = math.nan
+    best, worst = best_and_worst(T([1.0, 3.0, 3.0, nan, 2.0, -2.0, 4.0, 4.0, 4.0, nan, nan, -7.0]), 3)
+    assert (best.tolist(), worst.tolist()) == ([1, 4], [0, 5])
+    assert best_at_least(T([1.0, 3.0, 3.0, nan, 2.0, -2.0, nan, nan, nan]), 3, 2.0).tolist() == [1, 4]
+    assert best_at_least(T([1.0, 3.0, nan, 2.0]), 2, 2.5).tolist() == [1]
+    assert best_at_least(T([1.0, 3.0, 4.0, 2.0, nan, -3.0]), 2, -5.0).tolist() == [1, 2, 5]

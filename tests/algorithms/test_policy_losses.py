@@ -73,6 +73,8 @@ def test_importance_weights_are_capped_per_action_or_per_response_and_weigh_the_
                                torch.tensor([2.0, 0.5, 0.25]))
     weights = importance_weights(old, sampled, OWNER, level="sequence", cap=2.0)
     torch.testing.assert_close(weights, torch.tensor([1.5, 1.5, 0.25]))
+    rare = importance_weights(torch.tensor([-1.0, 399.0, -401.0]), -torch.ones(3), OWNER, level="token", cap=math.inf)
+    torch.testing.assert_close(rare.log(), torch.tensor([0.0, 20.0, -20.0]))  # log-ratios within +-20
     assert loss_of("ppo", [1.0, 2.0, 6.0], weights=weights, new=torch.zeros(3))[0] == pytest.approx(-1.5 - 3 - 1.5)
 
 
@@ -90,6 +92,9 @@ def test_the_literal_vectors_of_the_kl_and_its_place_in_the_loss():
 def test_the_overlong_penalty_falls_from_the_buffer_s_start_to_minus_1():
     lengths = torch.tensor([1, 6, 7, 8, 10])
     torch.testing.assert_close(overlong(lengths, 10, 4), torch.tensor([0.0, 0.0, -0.25, -0.5, -1.0]))
+    assert overlong(torch.tensor([12]), 10, 4).tolist() == [-1.0]
+    assert overlong(torch.tensor([9, 10]), 10, 1).tolist() == [0.0, -1.0]
+    assert overlong(torch.tensor([0, 5]), 10, 10).tolist() == [0.0, -0.5]
     for buffer in (0, 11):
         with pytest.raises(ValueError, match=r"\[1, 10\]"):
             overlong(lengths, 10, buffer)
@@ -110,3 +115,10 @@ def test_sequences_within_a_band_of_the_geometric_mean_stay():
     for low, high, expected in ((0.8, 1.23, [True, True, True]), (0.8, 1.22, [False, True, True]),
                                 (0.82, 1.23, [True, True, False])):  # e^0.2 = 1.2214, e^-0.2 = 0.8187
         assert sequences_within(old, sampled, owner, low=low, high=high, num_rows=3).tolist() == expected
+
+
+def test_a_band_counts_its_ends_and_every_row_that_there_is():
+    logs, owner = torch.tensor([-1.0, -2.0]), torch.tensor([0, 1])
+    assert sequences_within(logs, logs, owner, low=1.0, high=1.0).tolist() == [True, True]
+    old = torch.tensor([-1.0, -1.0])
+    assert sequences_within(old, logs, owner, low=0.9, high=1.1, num_rows=4).tolist() == [True, False, True, True]

@@ -42,6 +42,7 @@ def test_the_dual_clip_bounds_bad_actions_only():
     loss, gradient, _ = losses_of([8.0], [-2.0], dual_clip=3.0)
     assert loss == pytest.approx(6.0) and float(gradient) == 0.0
     assert losses_of([2.0], [-2.0], dual_clip=3.0)[0] == pytest.approx(4.0, rel=1e-5)
+    assert losses_of([1.0], [0.5], dual_clip=3.0)[0] == pytest.approx(-0.5)
     assert losses_of([0.01], [2.0], dual_clip=3.0)[0] == pytest.approx(-0.02, rel=1e-5)
     with pytest.raises(ValueError, match="above 1"):
         losses_of([1.0], [1.0], dual_clip=1.0)
@@ -65,6 +66,10 @@ def test_equal_policies_have_ratio_1_no_clipping_and_the_gradient_of_the_plain_p
     _, gradient, seen = losses_of([1.0, 1.0, 1.0], advantages, denominator=3)
     torch.testing.assert_close(gradient, -torch.tensor(advantages) / 3)
     assert seen["policy/ratio"] == 1.0 and seen["policy/clip_fraction"] == 0.0 and seen["policy/approx_kl"] == 0.0
+
+
+def test_a_ratio_on_the_edge_of_the_clip_is_not_clipped():
+    assert losses_of([1.0, 1.0], [1.0, -1.0], cliprange=(0.0, 0.0))[2]["policy/clip_fraction"] == 0
 
 
 def test_an_absurd_ratio_gives_a_finite_loss():
@@ -109,6 +114,7 @@ def test_cutting_a_minibatch_into_uneven_micro_batches_moves_neither_gradient_no
     (1.1, 1.0, 2.0, 0.5 * 0.9**2, -0.9),   # inside the clip: both terms agree
     (1.5, 1.0, 2.0, 0.5 * 0.8**2, 0.0),    # moved 0.5 towards the return: (1.2 - 2)^2 is the larger, no gradient
     (0.5, 1.0, 2.0, 0.5 * 1.5**2, -1.5),   # moved away: the plain term is the larger
+    (0.5, 1.0, 0.0, 0.5 * 0.8**2, 0.0),    # moved 0.5 down to the return: (0.8 - 0)^2 is the larger
 ])
 def test_the_clipped_value_loss_in_each_region(new, old, target, loss, gradient):
     values = torch.tensor([new], requires_grad=True)
@@ -130,6 +136,13 @@ def test_what_is_observed_of_the_values_and_that_the_clip_can_be_left_out():
     assert float(observed["value/clip_fraction"][0]) == 0.0
 
 
+def test_rounding_within_the_range_is_no_clipping():
+    # 0.1 + (0.23 - 0.1) is a bit more than 0.23 away from 0.7 in fp32: the clipped term is larger by rounding alone
+    _, observed = value_loss(torch.tensor([0.23]), torch.tensor([0.1]), torch.tensor([0.7]), cliprange_value=0.2,
+                             denominator=1)
+    assert float(observed["value/clip_fraction"][0]) == 0.0
+
+
 def test_the_entropy_loss_is_minus_the_mean_over_the_whole_minibatch():
     assert float(entropy_loss(torch.tensor([1.0, 2.0]), denominator=torch.tensor(4))) == -0.75
 
@@ -148,6 +161,10 @@ def test_shapes_that_would_broadcast_are_refused():
     for shape in ((3, 1), (1,), (3, 3)):
         with pytest.raises(ValueError, match="flat vectors"):
             policy_loss(torch.zeros(3), torch.zeros(shape), torch.zeros(3), cliprange=CLIP, denominator=3)
+        with pytest.raises(ValueError, match="flat vectors"):
+            policy_loss(torch.zeros(shape), torch.zeros(3), torch.zeros(3), cliprange=CLIP, denominator=3)
+        with pytest.raises(ValueError, match="flat vectors"):
+            value_loss(torch.zeros(3), torch.zeros(shape), torch.zeros(3), cliprange_value=0.2, denominator=3)
         with pytest.raises(ValueError, match="flat vectors"):
             value_loss(torch.zeros(shape), torch.zeros(3), torch.zeros(3), cliprange_value=0.2, denominator=3)
     with pytest.raises(ValueError, match="flat vectors"):

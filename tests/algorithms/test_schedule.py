@@ -58,3 +58,8 @@ def test_every_step_has_the_factor_of_transformers_but_warm_up_is_one_step_ahead
 def test_an_unknown_schedule_is_refused_with_the_known_names():
     with pytest.raises(ValueError, match=r"polynomial.*cosine"):
         learning_rate_factor(0, total_steps=1, kind="polynomial")
+
+
+def test_the_usual_schedule_is_a_cosine_without_warm_up():
+    found = [learning_rate_factor(step, total_steps=4) for step in range(2)]
+    assert found == pytest.approx([1.0, 0.5 * (1 + math.cos(math.pi / 4))])

@@ -50,3 +50,11 @@ def test_scores_are_put_on_the_scale_of_stage_two():
 def test_only_responses_that_did_not_end_pay_the_penalty():
     paid = missing_eos(torch.tensor([1.0, 1.0]), torch.tensor([True, False]), penalty=0.75)
     assert paid.tolist() == [1.0, 0.25]
+
+
+def test_a_part_of_the_score_stands_at_an_action_of_its_own_and_the_rest_at_the_last():
+    mask = length_mask([3, 2], 4)
+    placed = torch.tensor([[0.5, 0.0, 0.25, math.nan], [0.0, -1.0, 9.0, 9.0]]).double()
+    rewards = shape_rewards(torch.tensor([2.0, 1.0]), torch.ones(2, 4), 0.1, mask, placed)
+    # 0.5 - 0.1, -0.1, 0.25 + (2 - 0.75) - 0.1; -0.1, -1 + (1 + 1) - 0.1: a row's sum is its score less its KL
+    torch.testing.assert_close(rewards, torch.tensor([[0.4, -0.1, 1.4, 0.0], [-0.1, 0.9, 0.0, 0.0]]))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.chat import (
     CHATML,
+    Encoded,
+    Rendered,
     SkipRow,
     compose,
     compose_messages,
@@ -241,3 +246,31 @@ def test_a_plain_text_that_was_rendered_already_and_begins_with_bos_gets_no_seco
         row = encode(tokenizer, prompt, " red")
         assert row.ids[0] == tokenizer.bos_token_id and row.ids.count(tokenizer.bos_token_id) == 1
         assert encode_prompt(tokenizer, prompt).count(tokenizer.bos_token_id) == 1
+
+
+def test_the_generation_block_of_transformers_is_no_mistake_and_another_unknown_tag_is(tokenizer):
+    given = CHATML.replace("{{- '<|im_start|>'", "{% generation %}{% endgeneration %}{{- '<|im_start|>'", 1)
+    ensure_template(tokenizer, given)
+    assert tokenizer.chat_template == given
+    with pytest.raises(UserError, match=r"data\.chat_template line 1: Encountered unknown tag 'think'"):
+        ensure_template(tokenizer, "{% think %}")
+
+
+def test_an_end_that_the_tokenizer_puts_behind_whatever_it_reads_is_no_part_of_a_prompt():
+    tokenizer = SimpleNamespace(eos_token_id=3, eos_token="</s>")
+    assert chat._mark(tokenizer, Rendered("hi", [], True), [5, 3], {}) == Encoded([5], [False], 1)
+    for written in (Rendered("hi</s>", [], True), Rendered("hi", [], False)):
+        assert chat._mark(tokenizer, written, [5, 3], {}) == Encoded([5, 3], [False, False], 2)
+
+
+def test_the_end_of_a_turn_ends_an_answer_of_messages_and_no_plain_text(monkeypatch):
+    monkeypatch.setattr(chat, "turn_ends", lambda tokenizer: [9])
+    tokenizer, places = SimpleNamespace(eos_token_id=3, eos_token="</s>"), {1: 1, 3: 2}
+    for is_plain, ids, mask in ((False, [4, 5, 9], [False, True, True]),
+                                (True, [4, 5, 9, 3], [False, True, False, True])):
+        found = chat._mark(tokenizer, Rendered("abc", [(1, 3)], is_plain), [4, 5, 9], places)
+        assert found == Encoded(ids, mask, 1)
+    bare = chat._mark(tokenizer, Rendered("abc", [(1, 3)], True), [4, 5], places, False)
+    assert bare == Encoded([4, 5], [False, True], 1)
+    with pytest.raises(UserError, match="no eos_token"):
+        chat._mark(SimpleNamespace(eos_token_id=None), Rendered("abc", [(1, 3)], True), [4, 5], places)

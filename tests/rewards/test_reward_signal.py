@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from hybrid_rlhf.algorithms.reward_signal import RewardSignal, measure, verdict
+from hybrid_rlhf.algorithms.reward_signal import RewardSignal, figures, measure, verdict
 
 NAN = math.nan
 
@@ -76,3 +77,31 @@ def test_responses_that_are_empty_or_never_end_are_named_beside_the_scores():
 def test_a_share_is_said_in_percent_where_nobody_counted_the_prompts():
     known = signal([[0.0, 0.0]] * 8)
     assert verdict(RewardSignal(**{**vars(known), "num_prompts": 0}))[0].startswith("0% of the prompts ever score")
+
+
+def test_a_share_on_the_edge_of_a_rule():
+    fine = RewardSignal(num_prompts=0, group_size=2, mean=0.5, best=1.0, with_spread=0.1, is_constant=False,
+                        is_binary=True, ended=0.5, empty=0.1, length=10.0)
+    assert verdict(fine) == ["healthy: the responses differ in score on 10% of the prompts, which is what the method "
+                             "learns from"]
+    assert verdict(replace(fine, mean=0.95)) == ["nearly solved: 95% of the responses score 1; take harder prompts"]
+    assert verdict(replace(fine, with_spread=0.05)) == [
+        "the responses differ in score on only 5% of the prompts: little can be learned from the others; draw more "
+        "than 2 responses to each, choose prompts that succeed sometimes, or begin with SFT"]
+    assert verdict(replace(fine, empty=0.2)) == [
+        "20% of the responses are empty: see with --preview whether the prompts are rendered as the model knows them, "
+        "or begin with SFT"]
+    assert verdict(replace(fine, ended=0.25))[0].startswith("only 25% of the responses end by themselves")
+
+
+def test_the_figures_for_people():
+    found = signal([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0]],
+                   is_empty=[[True] * 3 + [False], [False] * 4, [False] * 4])
+    assert figures(found) == {
+        "mean score": "0.25 (pass@1 25%)", "best of 4": "0.6667 (pass@4 67%), mean over prompts",
+        "different scores": "on 2 of 3 prompts", "ended by itself": "100% of the responses",
+        "empty": "25% of the responses", "mean length": "10.0 tokens"}
+    assert figures(signal([[0.5, 2.0]]))["best of 2"] == "2, mean over prompts"
+    assert figures(signal([[0.5], [2.0]])) == {
+        "mean score": "1.25", "ended by itself": "100% of the responses", "empty": "0% of the responses",
+        "mean length": "10.0 tokens"}
