@@ -93,20 +93,26 @@ def _demo_measure(folder: Path, name: str | None, seed: int) -> dict:
 def _stories(work: Path, data: Path, seed: int) -> tuple[Path, dict[str, str]]:
     from run import write_data
 
-    folder, names = work / "stories" / f"seed{seed}", {"START": str(data / "stories3M-hf")}
-    write_data(data, folder / "data", seed)
+    folder, names = work / "stories", {"START": str(data / "stories3M-hf")}
+    write_data(data, folder / "data", 0)
     pairs = f"--data.sources=[{{path: {folder}/data/pairs.jsonl}}]"
-    methods.launch(["--stage", "reward", "--seed", str(seed), *_filled(_REVIEWS, names), pairs], folder / "reward")
-    return folder, names | {"OPENINGS": f"{folder}/data/openings.jsonl", "BESIDE": str(folder)}
+    methods.launch(["--stage", "reward", *_filled(_REVIEWS, names), pairs], folder / "reward")  # one for all seeds
+    return folder / f"seed{seed}", names | {"OPENINGS": f"{folder}/data/openings.jsonl", "BESIDE": str(folder)}
 
 
 def _stories_measure(folder: Path, name: str | None, seed: int) -> dict:
+    if name:
+        return _judged(str(folder / name / "model"))
+    record = json.loads((folder.parent / "reward" / "run.json").read_text())
+    return _judged(record["config"]["model"]["model_name_or_path"])
+
+
+@cache
+def _judged(model: str) -> dict:
     from judge import judge
     from openings import HELD_OUT
 
-    model = folder / (name or "reward")
-    start = json.loads((model / "run.json").read_text())["config"]["model"]["model_name_or_path"]
-    found = judge(str(model / "model") if name else start, HELD_OUT)
+    found = judge(model, HELD_OUT)
     return {"score": round(found["compound"], 4), "distinct_2": round(found["distinct_2"], 4)}
 
 
@@ -136,7 +142,7 @@ _OPENINGS = [*_PLAIN, "--data.sources=[{path: OPENINGS}]", "--data.max_prompt_le
              "--train.warmup_ratio=0.05", "--train.max_eval_batches=1",
              "--roles.reward.model_name_or_path=BESIDE/reward", "--ppo.kl_coef=0.1", "--ppo.missing_eos_penalty=0",
              "--ppo.sampling.min_new_tokens=48", "--ppo.sampling.max_new_tokens=48"]
-_SUMS = [*EXPERIMENTS["ppo"].words, "--model.dtype=bfloat16", "--train.max_steps=12"]
+_SUMS = [*EXPERIMENTS["ppo"].words, "--model.dtype=bfloat16", "--train.max_steps=8"]
 TASKS = {
     "demo": Task({name: [*OF_PROMPTS, *METHODS[name]] for name in ("ppo", "rloo")}, (3e-4, 1e-3, 3e-3, 1e-2),
                  "accuracy", _demo, _demo_measure),

@@ -26,7 +26,7 @@ MIN_FOLLOWED = 1 / 3  # of the rise that this correlation promises
 MAX_CLIPPED = 0.5  # share of responses that did not end
 MAX_KL, MAX_KL_PER_TOKEN = 5.0, 0.5  # nats; both must be passed, as a long response moves further in all
 MAX_KL_RISE, MAX_KL_RISE_PER_TOKEN, RISE_STEPS = 5.0, 0.1, 5  # the same, of a rise within so many steps
-MAX_LOWERED = 0.2  # factor on the rate below which ppo.update_kl is all that holds it, in a quarter of the steps
+MAX_LOWERED = 0.2  # a factor on the rate, in more than a quarter of the steps
 _FOOLED = "the reward no longer measures what is meant. Raise ppo.kl_coef, stop earlier, or fix the reward."
 
 
@@ -166,13 +166,13 @@ def spike(history: History) -> list[Alarm]:
 
 
 def lowered(history: History) -> list[Alarm]:
-    """ppo.update_kl kept the rate far below what is scheduled for a quarter of the steps or more."""
+    """ppo.update_kl kept the rate far below what is scheduled for more than a quarter of the steps."""
     factor = series(history, "policy/rate_factor")
     if factor is None or sorted(factor.values)[len(factor.values) // 4] >= MAX_LOWERED:
         return []
     return [Alarm("rate lowered", f"ppo.update_kl lowered the actor's rate to {min(factor.values):.1%} of what is "
-                                  f"scheduled, and to less than {MAX_LOWERED:.0%} in a quarter of the steps: the "
-                                  "updates would have moved the policy too far. It held; a lower "
+                                  f"scheduled, and to less than {MAX_LOWERED:.0%} in more than a quarter of the "
+                                  "steps: the updates would have moved the policy too far. It held; a lower "
                                   "roles.actor.learning_rate loses less in the first steps.")]
 
 
