@@ -65,7 +65,7 @@ class Clients:
             kind, data = draw.choice(ATTACKS)
             try:
                 status = await asyncio.wait_for(self._raw(data), self.patience)
-            except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
+            except (TimeoutError, OSError, asyncio.IncompleteReadError):
                 status = 0
             self.counts[f"hostile: {kind}, {status or 'closed'}"] += 1
             if status == 200 or status >= 500:

@@ -17,12 +17,13 @@ from hybrid_rlhf.models import shapes
 from hybrid_rlhf.models.load import ModelConfig, configuration, configured_positions
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.training import builders, unread_options
-from hybrid_rlhf.training.registry import MAX_STEPS, STAGES, Rate
+from hybrid_rlhf.training.registry import MAX_STEPS, STAGES, By, Rate
 
 # Below so many parameters every rate of the table is multiplied by the factor: GRPO of all weights takes 1e-5 for 135
 # million (docs/results/smollm2.md), and nothing larger was measured.
 SMALL_MODEL, SMALL_FACTOR = 200_000_000, 10
 MAX_LENGTH = "data.max_length"
+FORMERLY = {"ppo.update_kl": 0.0}  # what null meant to runs that were made before the table had the option
 
 
 def method_of(config: object) -> str:
@@ -62,8 +63,10 @@ def resolve(config: object, start: ModelConfig | None = None) -> object:
     is_small = None
     for option in missing:
         value = reduce(lambda part, name: (part or {}).get(name), option.split("."), recorded)
+        if value is None and recorded:
+            value = FORMERLY.get(option)
         if value is None:
-            value = row[option](config) if callable(row[option]) else row[option]
+            value = row[option].value(config) if isinstance(row[option], By) else row[option]
         if isinstance(value, Rate):
             if is_small is None:
                 is_small = _is_small(start or _start(config))

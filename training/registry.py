@@ -19,11 +19,18 @@ class Rate(NamedTuple):
     lora: float
 
 
+class By(NamedTuple):
+    """A value that goes by the settings. what: by which of them, in words."""
+
+    what: str
+    value: Callable[[object], float]
+
+
 class Stage(NamedTuple):
     """One row of the table.
 
     base, preset: of a variant, the stage that it is a name for and the options that it presets. What is given wins, but
-    for those of IDENTITIES. defaults: option -> what null means there: a value, a Rate, or a function of the settings.
+    for those of IDENTITIES. defaults: option -> what null means there: a value, a Rate, or By the settings.
     unread: options of shared sections that the stage never reads -> what is meant instead. reads: its rows. leaves:
     what a finished run leaves behind. followed_by: the stage that a run proposes as the next one.
     """
@@ -32,7 +39,7 @@ class Stage(NamedTuple):
     help: str
     base: str | None = None
     preset: tuple[str, ...] = ()
-    defaults: dict[str, float | Rate | Callable[[object], float]] = {}  # noqa: RUF012 - never changed
+    defaults: dict[str, float | Rate | By] = {}  # noqa: RUF012 - never changed
     unread: dict[str, str] = {}  # noqa: RUF012 - never changed
     reads: Reads | None = None
     leaves: str | None = "policy"
@@ -53,6 +60,14 @@ def _kl_coef(config: object) -> float:
     return 0.1 if config.reward.is_learned(config.roles, config.environment) else 0.04
 
 
+def _update_kl(config: object) -> float:
+    """One update on a rollout never sees how far it moved. 0.01: docs/results/ppo_rates.md."""
+    ppo = config.ppo
+    is_one = ppo.num_ppo_epochs == 1 and ppo.num_minibatches == 1 and ppo.minibatch_size is None
+    return 0.0 if is_one else 0.01
+
+
+_REWARDS, _UPDATES = "the rewards", "the updates on a rollout"
 # Defaults: docs/guide/hyperparameters.md says which are the literature's and which were measured.
 MAX_STEPS = "train.max_steps"  # taken where train.num_train_epochs is not given either: few prompts are no short run
 _OFFLINE = {"train.num_train_epochs": 1.0, "train.per_device_train_batch_size": 8}
@@ -60,10 +75,11 @@ _SFT = {"train.learning_rate": Rate(2e-5, 2e-4)} | _OFFLINE | {"train.num_train_
 _DPO = {"train.learning_rate": Rate(1e-6, 1e-5)} | _OFFLINE
 _ONLINE = {"roles.actor.learning_rate": Rate(1e-6, 2e-5), MAX_STEPS: 100, "train.per_device_train_batch_size": 8}
 _POLICY = _ONLINE | {"ppo.num_ppo_epochs": 1, "ppo.num_minibatches": 1,
-                     "ppo.missing_eos_penalty": _missing_eos_penalty}
+                     "ppo.missing_eos_penalty": By(_REWARDS, _missing_eos_penalty)}
 _GROUPS = _POLICY | {"ppo.kl_coef": 0.04}  # 8 prompts and 8 responses to each
-_SINGLE = _POLICY | {"ppo.kl_coef": _kl_coef, "train.per_device_train_batch_size": 64}
-_PPO = _SINGLE | {"roles.critic.learning_rate": Rate(1e-5, 1e-4), "ppo.num_ppo_epochs": 2, "ppo.num_minibatches": 2}
+_SINGLE = _POLICY | {"ppo.kl_coef": By(_REWARDS, _kl_coef), "train.per_device_train_batch_size": 64}
+_PPO = _SINGLE | {"roles.critic.learning_rate": Rate(1e-5, 1e-4), "ppo.num_ppo_epochs": 2, "ppo.num_minibatches": 2,
+                  "ppo.update_kl": By(_UPDATES, _update_kl)}
 
 # Options that are never read.
 _ONLY_ACTOR = "only the actor generates: set roles.actor.tp"

@@ -90,7 +90,7 @@ class UpdateRate:
 
     After each rollout it is multiplied by sqrt(target / kl), as the KL of small moves grows with their square, but by
     no less than 0.1 and no more than 1.5; it is never above 1. (An adaptive rate with steps of 1.5 is that of
-    2109.11978; from a rate twenty times too high such steps come too late.) target None: it stays 1.
+    2109.11978; from a rate twenty times too high such steps come too late.) target None or 0: it stays 1.
     """
 
     def __init__(self, target: float | None) -> None:
@@ -99,7 +99,7 @@ class UpdateRate:
     def update(self, kl: float) -> None:
         """After the updates on a rollout, which the policy ended `kl` nats per token away from. What is no number was
         too far."""
-        if self.target is None:
+        if not self.target:
             return
         change = math.sqrt(self.target / max(kl, 1e-12)) if math.isfinite(kl) else 0.0
         self.value = min(1.0, self.value * min(1.5, max(0.1, change)))

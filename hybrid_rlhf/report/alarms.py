@@ -26,6 +26,7 @@ MIN_FOLLOWED = 1 / 3  # of the rise that this correlation promises
 MAX_CLIPPED = 0.5  # share of responses that did not end
 MAX_KL, MAX_KL_PER_TOKEN = 5.0, 0.5  # nats; both must be passed, as a long response moves further in all
 MAX_KL_RISE, MAX_KL_RISE_PER_TOKEN, RISE_STEPS = 5.0, 0.1, 5  # the same, of a rise within so many steps
+MAX_LOWERED = 0.2  # a factor on the rate, in more than a quarter of the steps
 _FOOLED = "the reward no longer measures what is meant. Raise ppo.kl_coef, stop earlier, or fix the reward."
 
 
@@ -159,8 +160,20 @@ def spike(history: History) -> list[Alarm]:
         if after - before > max(MAX_KL_RISE, MAX_KL_RISE_PER_TOKEN * length.start):
             return [Alarm("KL spike", f"the KL to the reference rose from {before:.2g} to {after:.3g} nats per "
                                       f"response within {steps} steps (from step {kl.steps[i]} on): the updates are "
-                                      "too large. Lower roles.actor.learning_rate, or let ppo.update_kl 0.01 do so.")]
+                                      "too large. Lower roles.actor.learning_rate, or let ppo.update_kl do so (0.01, "
+                                      "or less than it is).")]
     return []
+
+
+def lowered(history: History) -> list[Alarm]:
+    """ppo.update_kl kept the rate far below what is scheduled for more than a quarter of the steps."""
+    factor = series(history, "policy/rate_factor")
+    if factor is None or sorted(factor.values)[len(factor.values) // 4] >= MAX_LOWERED:
+        return []
+    return [Alarm("rate lowered", f"ppo.update_kl lowered the actor's rate to {min(factor.values):.1%} of what is "
+                                  f"scheduled, and to less than {MAX_LOWERED:.0%} in more than a quarter of the "
+                                  "steps: the updates would have moved the policy too far. It held; a lower "
+                                  "roles.actor.learning_rate loses less in the first steps.")]
 
 
 def unheld(history: History) -> list[Alarm]:
@@ -215,7 +228,7 @@ def answered(answers: Sequence[dict]) -> list[Alarm]:
 _LENGTH, _CLIPPED = ("completions/mean_length",), ("completions/clipped_ratio",)
 # Of those in one row only the first counts that goes off.
 CHECKS: tuple[tuple[Callable[[History], list[Alarm]], ...], ...] = (
-    (not_finite,), (hacking,), (drift,), (spike,), (unheld,),
+    (not_finite,), (hacking,), (drift,), (spike,), (lowered,), (unheld,),
     (Rule("the judge says nothing", ("judge/failed",), lambda failed: failed.end > 0.2,
           "{0.end:.0%} of the responses have no verdict of the judge ({0.start:.0%} at the start), and were given the "
           "mean of others. Raise reward.judge.max_new_tokens, take a judge that follows the template, or "

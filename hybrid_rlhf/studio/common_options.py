@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybrid_rlhf.training.registry import STAGES, Rate
+from hybrid_rlhf.training.registry import STAGES, By, Rate
 
 _MODEL = ("model.lora.r", "model.load_in_4bit", "model.gradient_checkpointing")
 _SCHEDULE = ("train.learning_rate", "train.num_train_epochs", "train.max_steps", "train.per_device_train_batch_size")
@@ -45,4 +45,6 @@ def by_table(stage: str, option: str) -> str | None:
     value = STAGES[stage].defaults.get(option)
     if isinstance(value, Rate):
         return f"{value.lora:g} for adapters, {value.full:g} for all weights"
-    return None if value is None else "depends on the rewards" if callable(value) else f"{value:g}"
+    if isinstance(value, By):
+        return f"depends on {value.what}"
+    return None if value is None else f"{value:g}"

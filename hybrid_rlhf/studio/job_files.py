@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import signal
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from hybrid_rlhf.core.text_safety import escape_control, shortened
@@ -53,7 +53,7 @@ class Job:
 
 
 def now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def read_facts(folder: Path) -> dict | None:

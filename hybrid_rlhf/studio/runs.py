@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from hybrid_rlhf.report.alarms import Alarm
@@ -249,7 +249,7 @@ def moment(value: object) -> datetime | None:
         found = datetime.fromisoformat(value) if isinstance(value, str) else None
     except ValueError:
         return None
-    return found.replace(tzinfo=timezone.utc) if found is not None and found.tzinfo is None else found
+    return found.replace(tzinfo=UTC) if found is not None and found.tzinfo is None else found
 
 
 def _text(when: datetime | None) -> str | None:

@@ -68,7 +68,7 @@ class News:
             while True:
                 try:
                     text = await asyncio.wait_for(tab.get(), 15)
-                except asyncio.TimeoutError:
+                except TimeoutError:
                     text = ":\n\n"
                 if text is None:
                     return

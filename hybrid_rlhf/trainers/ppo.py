@@ -70,7 +70,7 @@ class PPOTrainer:
         self.kl_coef = FixedKL(kl_coef) if config.kl_target is None else AdaptiveKL(
             kl_coef, config.kl_target, config.kl_horizon)
         self.rate = UpdateRate(config.update_kl)
-        if config.update_kl is not None:
+        if config.update_kl:
             scale_schedule(roles.actor, lambda: self.rate.value)
         self.rng = torch.Generator().manual_seed(seed)
         self.average = roles.actor.average(config.ema_decay) if config.ema else None
@@ -184,12 +184,12 @@ class PPOTrainer:
         for minibatch in minibatches:
             observed = self._update_on(minibatch)
             metrics += observed
-            if limit is not None or config.update_kl is not None:
+            if limit is not None or config.update_kl:
                 kl = observed.over_ranks().compute().get("policy/approx_kl", 0.0)
             is_stopped = limit is not None and kl > limit
             if is_stopped:
                 break
-        if config.update_kl is not None and not self.is_warming_up:
+        if config.update_kl and not self.is_warming_up:
             metrics.add("policy/rate_factor", self.rate.value)
             self.rate.update(kl)
         return metrics if limit is None else metrics.add("policy/early_stop", float(is_stopped))

@@ -52,9 +52,10 @@ class PPOConfig:
         critic_warmup_steps: Steps at the start that train the critic alone; null: none for a critic that starts from
             the reward model, else a tenth of the run and at most 5.
         early_stop_kl: A minibatch whose policy/approx_kl (nats per token) is above it ends the updates on its rollout.
-        update_kl: Nats per token by which the updates on a rollout are to move the policy, at most (0.01, say): the
-            actor's rate is lowered after a rollout that it moved further from, and comes back, up to what is scheduled,
-            when it moves less far; null leaves the rate alone.
+        update_kl: Nats per token by which the updates on a rollout are to move the policy, at most: the actor's rate
+            is lowered after a rollout that it moved further from, and comes back, up to what is scheduled, when it
+            moves less far; 0 leaves the rate alone; null goes by the method (0.01 with a critic and two updates or
+            more on a rollout, else 0).
         normalise_scores: Whether a reward model's scores are put on the scale (mean 0, std 1) that its stage 2 measured
             on SFT responses.
         score_clip: Bound of a score that was put on that scale, in its standard deviations; scores of functions,
@@ -140,10 +141,11 @@ class PPOConfig:
         for name in ("gamma", "lam"):
             check(0 <= getattr(self, name) <= 1, f"ppo.{name} is {getattr(self, name)}; it must lie in [0, 1]")
         for name in ("cliprange", "cliprange_low", "cliprange_high", "cliprange_value", "early_stop_kl",
-                     "update_kl", "importance_cap", "importance_low"):
+                     "importance_cap", "importance_low"):
             check(getattr(self, name) is None or getattr(self, name) > 0,
                   f"ppo.{name} is {getattr(self, name)}; it must be positive")
-        for name in ("kl_coef", "entropy_coef", "overlong_penalty", "critic_warmup_steps", "max_refills", "ptx_coef"):
+        for name in ("kl_coef", "entropy_coef", "overlong_penalty", "critic_warmup_steps", "max_refills", "ptx_coef",
+                     "update_kl"):
             check((getattr(self, name) or 0) >= 0, f"ppo.{name} is {getattr(self, name)}; it must not be negative")
         check(self.kl_target is None or self.kl_target > 0,
               f"ppo.kl_target is {self.kl_target}; it must be positive (nats per sequence) or null")
@@ -162,7 +164,7 @@ class PPOConfig:
               f"ppo.max_refills is {self.max_refills}, and ppo.sampling.num_samples is {size}: one response has no "
               "group; give 2 or more (such as 8)")
         passes = [n for n in (self.num_ppo_epochs, self.num_minibatches) if n is not None]  # None: not resolved yet
-        check(self.update_kl is None or len(passes) < 2 or max(passes) > 1 or self.minibatch_size,
+        check(not self.update_kl or len(passes) < 2 or max(passes) > 1 or self.minibatch_size,
               f"ppo.update_kl is {self.update_kl}, and one update on a rollout never sees how far it moved; give "
               "ppo.num_ppo_epochs 2")
         check(self.kl_in_reward or self.kl_estimator != "k1",

@@ -124,7 +124,7 @@ async def read_body(receive: Receive, headers: MutableMapping[str, str], max_byt
     """The request's body. ApiError 413 for one that is larger, 408 for one that does not come in time."""
     try:
         body = await asyncio.wait_for(_read(receive, headers, max_bytes), seconds)
-    except (asyncio.TimeoutError, TimeoutError):  # two classes before Python 3.11
+    except TimeoutError:  # two classes before Python 3.11
         raise ApiError(408, f"the body did not arrive within {seconds:g} s; send it faster") from None
     if body is None:
         with suppress(asyncio.TimeoutError, TimeoutError):

@@ -9,13 +9,13 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import yaml
 
 ONLINE = ("ppo", "grpo", "rloo", "distill", "online_dpo")  # of those that there are: stages whose model answers
-START = datetime(2026, 11, 23, 14, 0, tzinfo=timezone.utc)
+START = datetime(2026, 11, 23, 14, 0, tzinfo=UTC)
 PROMPTS = ("Name the first word: A rose B fish C horn", "Name the largest number: A 15 B 20 C 22",
            "Quick, the second word: A drum B pear C king", "Give the last word: A boat B rock C horn")
 VERSIONS = {"hybrid_rlhf": "0.1.0", "python": "3.11.7", "torch": "2.13.0+cpu", "transformers": "5.23.0",

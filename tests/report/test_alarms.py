@@ -54,7 +54,8 @@ def test_a_run_that_goes_well_rings_nothing_however_noisy(seed) -> None:
     ({"completions/distinct_answers": (0.3, 0.08), "completions/top3_share": (0.2, 0.7)}, "same answers",
      ["68% of a step's (22% at the start)", "9% of its answers are different (29%)"]),
     ({"objective/kl": (0.0, 0.0, 9.0, 0.5, 0.5, 0.5)}, "KL spike",
-     ["from 0.12 to 5.42", "within 5 steps (from step 8 on)", "ppo.update_kl 0.01"]),
+     ["from 0.12 to 5.42", "within 5 steps (from step 8 on)", "ppo.update_kl do so (0.01"]),
+    ({"policy/rate_factor": (0.5, 0.02)}, "rate lowered", ["to 2.0% of what is", "less than 20% in more"]),
     ({"score/clip_fraction": (0.0, 0.08)}, "bounded scores", ["bounds 8% of the scores", "ppo.score_clip"]),
     ({"score/clip_fraction": (0.3, 0.0)}, "bounded scores", ["bounds 29%"]),
     ({"policy/masked_sequences": (1.0, 1.0)}, "responses left out", ["100% of the responses", "ppo.importance_cap"]),
@@ -83,6 +84,14 @@ def test_a_task_with_few_right_answers_has_the_same_answers_from_the_start_and_t
     assert names(history(**yes_or_no)) == []
     narrower = {"completions/distinct_answers": (0.4, 0.15), "completions/top3_share": (0.2, 0.4)}  # a little each
     assert names(history(**narrower)) == []
+
+
+def test_a_rate_that_is_lowered_for_a_quarter_of_the_steps_or_less_is_no_alarm() -> None:
+    for low, found in ((10, []), (11, ["rate lowered"])):  # of 40
+        rows = history(noise=0.0)
+        for i, row in enumerate(rows):
+            row["policy/rate_factor"] = 0.1 if i < low else 1.0
+        assert names(rows) == found
 
 
 def test_a_rise_of_the_kl_is_a_spike_by_how_fast_it_is_and_by_the_length() -> None:

@@ -78,9 +78,9 @@ def test_the_rate_goes_by_the_root_of_how_much_too_far_the_updates_went_and_come
     for kl, factor in ((50.0, 0.1), (float("nan"), 0.01), (float("inf"), 0.001)):  # a tenth a rollout, at least
         rate.update(kl)
         assert rate.value == pytest.approx(factor)
-    unset = UpdateRate(None)
-    unset.update(5.0)
-    assert unset.value == 1
+    for unset in (UpdateRate(None), UpdateRate(0.0)):
+        unset.update(5.0)
+        assert unset.value == 1
 
 
 def test_update_kl_lowers_the_actor_s_rate_alone_and_goes_on_after_a_checkpoint():
@@ -93,5 +93,10 @@ def test_update_kl_lowers_the_actor_s_rate_alone_and_goes_on_after_a_checkpoint(
     resumed = ppo(config, count_of(42), rate=1e-2)
     resumed.load_state(trainer.state())
     assert resumed.step(PROMPTS).compute()["learning_rate"] == pytest.approx(1e-5)
+    off = ppo(replace(config, update_kl=0.0), count_of(42), rate=1e-2)
+    found = [off.step(PROMPTS).compute() for _ in range(2)]
+    assert [r["learning_rate"] for r in found] == [1e-2, 1e-2] and "policy/rate_factor" not in found[0]
+    with pytest.raises(UserError, match=r"ppo.update_kl is -0.01; it must not be negative"):
+        settings(update_kl=-0.01)
     with pytest.raises(UserError, match="one update on a rollout never sees how far it moved"):
         settings(update_kl=0.01, num_ppo_epochs=1)

@@ -139,6 +139,26 @@ def test_a_run_keeps_the_values_that_it_was_made_with_and_never_takes_the_tables
         assert filled(config, "train.learning_rate") == rate
 
 
+@pytest.mark.parametrize(("given", "update_kl"), [
+    ({}, 0.01), ({"num_ppo_epochs": 1}, 0.01), ({"num_ppo_epochs": 1, "num_minibatches": 1}, 0.0),
+    ({"num_ppo_epochs": 1, "num_minibatches": 1, "minibatch_size": 8}, 0.01), ({"update_kl": 0.0}, 0.0),
+    ({"update_kl": 0.05}, 0.05)])
+def test_ppo_holds_its_rate_where_several_updates_on_a_rollout_see_how_far_it_moved(models, tmp_path, given,
+                                                                                    update_kl) -> None:
+    config = step3_ppo.Config(output_dir=str(tmp_path / "out"), model=models["large"], ppo=PPOConfig(**given))
+    assert filled(config, "ppo.update_kl") == update_kl
+
+
+@pytest.mark.parametrize(("recorded", "update_kl"), [(None, 0.0), (0.02, 0.02)])
+def test_a_run_of_before_the_rate_was_held_goes_on_without_it(models, tmp_path, recorded, update_kl) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").write_text(json.dumps(
+        {"format": 1, "stage": "ppo", "status": "stopped", "config": {"ppo": {"update_kl": recorded}}}))
+    config = step3_ppo.Config(output_dir=str(tmp_path / "out"), model=models["large"])
+    assert filled(config, "ppo.update_kl") == update_kl
+    assert filled(replace(config, resume="never"), "ppo.update_kl") == 0.01
+
+
 def test_a_model_that_is_not_there_is_no_small_one_and_what_opens_it_says_so(tmp_path) -> None:
     config = step1_sft.Config(output_dir=str(tmp_path / "out"), model=ModelConfig("./nowhere"))
     assert filled(config, "train.learning_rate") == STAGES["sft"].defaults["train.learning_rate"].full
