@@ -187,12 +187,12 @@ def comment(method: str, option: str) -> str:
 
 def by_table(method: str, option: str) -> str | None:
     """What null means for an option of a stage, where that goes by the table (training/registry.py)."""
-    from hybrid_rlhf.training.registry import STAGES, Rate
+    from hybrid_rlhf.training.registry import STAGES, By, Rate
 
     value = STAGES[method].defaults.get(option)
     if isinstance(value, Rate):
         return f"by the table: {value.lora:g} for adapters, {value.full:g} for all weights"
-    if callable(value):
+    if isinstance(value, By):
         return "; ".join(filter(None, ("by the table", comment(method, option))))
     return None
 

@@ -100,7 +100,7 @@ def test_names_are_read_from_the_parser_that_the_launcher_has():
     from hybrid_rlhf.core.config import _parser, help_of_options
     from hybrid_rlhf.training.step1_sft import Config
 
-    parser = _parser(Config, "", "", None, ())
+    parser = _parser(Config, "", "", None, (), ())
     assert {*help_of_options(Config, ("data",))} == {
         name for name in option_names(parser) if not name.startswith("data")} - {
         "config", "print_config", "model", "model.lora", "train", "engine"}
