@@ -201,8 +201,8 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, is_new: bo
         empty = _empty(auto_class, config, found, **extra)
         folder_files.check_fits(path, sum(p.numel() for p in empty.parameters()), weights.sizes(path))
         extra["adapter_kwargs"] = {"subfolder": "none"}  # transformers looks for an adapter there, and not beside it
-    extra |= named_attention(config, found)
     nvidia.check_kernels(device)
+    extra |= named_attention(config, found)
     in_parts, reading = in_parts and world_size() > 1, nullcontext()
     dtype = resolve_dtype(config.dtype, device)
     if config.quantize:

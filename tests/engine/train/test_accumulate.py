@@ -27,7 +27,7 @@ class Noted:
             learning_rate=0.5, stage=0, num_steps=7, num_skipped=3, num_skipped_in_a_row=0, max_skipped_in_a_row=4,
             loss_scale=None, discard_gradients=lambda: self.told.append("discard"), step=self.step,
             backward=lambda loss, is_last: self.told.append((float(loss), is_last, self.is_active)))
-        self.norm = 2.0
+        self.norm, self.stage = 2.0, 0
 
     @contextmanager
     def active(self):
@@ -36,7 +36,7 @@ class Noted:
         self.is_active = False
 
     def num_forwards(self, own: int) -> int:
-        return own + self.num_dummies
+        return own + self.num_dummies if own else 0
 
     def dummy_forward(self) -> torch.Tensor:
         self.told.append("dummy")
@@ -185,22 +185,21 @@ def test_half_of_a_micro_batch_is_kept_as_a_limit_and_told(caplog):
                                "from now on at most 7 tokens"]
     with pytest.raises(UserError, match=r"5 tokens \(1 x 5\) is a single row"):
         halve_budget(engine, UPDATE, T([5]), error)
+
+
+def test_what_is_not_about_memory_is_raised():
+    def scored(index: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
     with pytest.raises(ZeroDivisionError):
-        halve_budget(engine, UPDATE, T([5, 3]), ZeroDivisionError())
+        list(score(Noted(), T([5, 3]), 8, scored))
 
 
-@pytest.mark.parametrize(("stage", "phase", "waits"), [(1, UPDATE, False), (2, UPDATE, True), (2, SCORE, False),
-                                                       (3, SCORE, True), (None, UPDATE, False)])
-def test_a_pass_that_others_take_part_in_is_not_begun_again(stage, phase, waits, monkeypatch):
-    engine, error = Noted(), torch.OutOfMemoryError("CUDA out of memory")
-    if stage is None:
-        engine.training = None
-    else:
-        engine.training.stage = stage
-    assert halve_budget(engine, phase, T([4, 4]), error) == 4  # alone nobody waits
+@pytest.mark.parametrize(("stage", "phase", "is_so"), [(0, UPDATE, True), (1, UPDATE, True), (2, SCORE, False),
+                                                       (3, SCORE, True)])
+def test_others_wait_for_a_process_in_every_update_and_in_scoring_by_parts(stage, phase, is_so, monkeypatch):
+    engine = Noted()
+    engine.stage = stage
+    assert not accumulate._meets_others(engine, phase)  # alone nobody waits
     monkeypatch.setattr(accumulate, "world_size", lambda: 2)
-    if not waits:
-        assert halve_budget(engine, phase, T([4, 4]), error) == 4
-        return
-    with pytest.raises(UserError, match=r"set engine\.micro_batch_tokens to 4 or less"):
-        halve_budget(engine, phase, T([4, 4]), error)
+    assert accumulate._meets_others(engine, phase) == is_so
