@@ -3,7 +3,7 @@
 Every part has the tests that can kill its mutants: a mutant is tried in a process forked from one that has imported
 torch, our package and these tests already, and of the tests only those are run that reach the changed function. A
 module with more than --mutants mutants is tried with a sample of that size, the same for the same seed. The working
-tree is not touched: mutmut works on a copy in `mutants/`.
+tree is not touched: mutmut works on a copy in `mutants/`, which goes when a part is done.
 
 Writes outputs/mutation/PART.json, {module: {mutant: verdict}}, and PART.diff, what survived; prints the table of
 docs/results/mutation.md.
@@ -150,8 +150,11 @@ def run_part(name: str, most: int, seed: int, seconds: float, is_second: bool) -
     known = earlier(name) if is_second else {}
     left = [key for found in known.values() for key, verdict in found.items() if verdict not in (*DEAD, "not tried")]
     names = left or sampled(most, seed)
-    mutmut._run(names, 1)
-    write_found(name, set(names), known)
+    try:
+        mutmut._run(names, 1)
+        write_found(name, set(names), known)
+    finally:
+        shutil.rmtree("mutants", ignore_errors=True)  # the tests of the code's form would read it too
 
 
 def verdict_of(code: int | None) -> str:
