@@ -78,7 +78,7 @@ ANYWHERE = {"torch", "numpy", "safetensors", "rich", "yaml", "jinja2"}  # and th
 LAZY = {"accelerate", "bitsandbytes", "datasets", "deepspeed", "gguf", "huggingface_hub",
         "matplotlib", "peft", "pyarrow", "reasoning_gym", "tokenizers", "transformers"}
 # Folders of tests beside those that have a package's name.
-TEST_FOLDERS = {"benchmarks", "crash", "distributed", "factories", "fuzz", "journeys", "project",
+TEST_FOLDERS = {"benchmarks", "crash", "distributed", "factories", "fuzz", "journeys", "mutation", "project",
                 "simulated_card"}
 MAX_FILE, MAX_FUNCTION = 400, 40
 # Words that say nothing, or that mean two things elsewhere; the glossary has the ones to use.
