@@ -1,9 +1,9 @@
-"""Mutation testing with mutmut: `python tests/mutation/run.py [PART ..] [--mutants 150] [--seed 20]`, `make mutation`.
+"""Mutation testing with mutmut: `python tests/mutation/run.py [PART ..] [--survivors]`, `make mutation`.
 
 Every part has the tests that can kill its mutants: a mutant is tried in a process forked from one that has imported
 torch, our package and these tests already, and of the tests only those are run that reach the changed function. A
 module with more than --mutants mutants is tried with a sample of that size, the same for the same seed. The working
-tree is not touched: mutmut works on a copy in `mutants/`.
+tree is not touched: mutmut works on a copy in `mutants/`, which goes when a part is done.
 
 Writes outputs/mutation/PART.json, {module: {mutant: verdict}}, and PART.diff, what survived; prints the table of
 docs/results/mutation.md.
@@ -35,7 +35,6 @@ from mutmut.utils.format_utils import get_mutant_name
 from mutmut.workers.isolation import ForkServerRunner
 
 FOUND = Path("outputs/mutation")
-SECONDS, AGAIN = 5.0, 120.0  # of the tests that a mutant is tried with, first and where it survived
 DEAD = ("killed", "timeout", "segfault")
 # mutmut leaves decorated functions alone, for a decorator may act when its function is defined, and every copy is one
 # more. These do not; without them no estimator of advantages would be tried.
@@ -66,9 +65,13 @@ PARTS = {
     "accumulate": Part(
         ["hybrid_rlhf/engine/train/accumulate.py"],
         ["tests/engine/train/test_accumulate.py", "tests/engine/train/test_micro_batches.py"]),
+    "record": Part(
+        ["hybrid_rlhf/rollout/*record.py", "hybrid_rlhf/rollout/dynamic_sampling.py"],
+        ["tests/rollout/test_record.py", "tests/rollout/test_rollout_holes.py"]),
     "rollout": Part(
-        ["hybrid_rlhf/rollout/*.py"],
-        ["tests/rollout/test_record.py", "tests/rollout/test_environment_episodes.py",
+        ["hybrid_rlhf/rollout/best_of_n.py", "hybrid_rlhf/rollout/collect.py", "hybrid_rlhf/rollout/old_logprobs.py",
+         "hybrid_rlhf/rollout/episode_turns.py", "hybrid_rlhf/rollout/episodes.py", "hybrid_rlhf/rollout/replay.py"],
+        ["tests/rollout/test_environment_episodes.py",
          "tests/rollout/test_episode_ends.py", "tests/rollout/test_episodes.py",
          "tests/rollout/test_kept_in_episodes.py", "tests/rollout/test_old_logprobs.py",
          "tests/rollout/test_rollout_holes.py", "tests/trainers/test_best_of_n.py"]),
@@ -135,20 +138,23 @@ def earlier(name: str) -> dict[str, dict[str, str]]:
     return json.loads((FOUND / f"{name}.json").read_text())
 
 
-def run_part(name: str, most: int, seed: int, is_second: bool) -> None:
+def run_part(name: str, most: int, seed: int, seconds: float, is_second: bool) -> None:
     """One part in this process; a second run tries what survived the first. SystemExit where its tests fail without a
     mutant."""
     part = PARTS[name]
     configuration._config = replace(
         configuration.config(), only_mutate=part.modules, pytest_add_cli_args_test_selection=part.tests)
     mutate_decorated_functions()
-    run_fast_tests_first(AGAIN if is_second else SECONDS)
+    run_fast_tests_first(seconds)
     shutil.rmtree("mutants", ignore_errors=True)
     known = earlier(name) if is_second else {}
     left = [key for found in known.values() for key, verdict in found.items() if verdict not in (*DEAD, "not tried")]
     names = left or sampled(most, seed)
-    mutmut._run(names, 1)
-    write_found(name, set(names), known)
+    try:
+        mutmut._run(names, 1)
+        write_found(name, set(names), known)
+    finally:
+        shutil.rmtree("mutants", ignore_errors=True)  # the tests of the code's form would read it too
 
 
 def verdict_of(code: int | None) -> str:
@@ -191,13 +197,15 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], help="default: all")
     parser.add_argument("--mutants", type=int, default=150, help="the most of one module")
     parser.add_argument("--seed", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=5, help="of tests that a mutant is tried with, at most")
     parser.add_argument("--survivors", action="store_true", help="again with those that survived the last run")
     options = parser.parse_args()
     parts = options.parts or list(PARTS)
     if len(parts) == 1:
-        run_part(parts[0], options.mutants, options.seed, options.survivors)
+        run_part(parts[0], options.mutants, options.seed, options.seconds, options.survivors)
         return 0
-    settings = ["--mutants", str(options.mutants), "--seed", str(options.seed), *["--survivors"] * options.survivors]
+    settings = ["--mutants", str(options.mutants), "--seed", str(options.seed), "--seconds", str(options.seconds),
+                *["--survivors"] * options.survivors]
     # A process each: mutmut keeps what it knows of one set of tests.
     return max(subprocess.run([sys.executable, __file__, part, *settings]).returncode for part in parts)
 

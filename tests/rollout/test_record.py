@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.tensors import KeptSets
-from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.rollout import Prompts, Rollout, dynamic_sampling
 from hybrid_rlhf.rollout.dynamic_sampling import resample_groups
 from hybrid_rlhf.rollout.episode_record import DONE, MAX_TURNS, NO_ROOM, Episode, measure, readable
 from hybrid_rlhf.rollout.record import _correlation
@@ -70,6 +71,8 @@ def test_rows_take_what_belongs_to_them_along():
     assert part.remarks == ["z", "x"] and part.numbers.tolist() == [7, 9] and part.episodes == []
     assert [ids.tolist() for ids in part.kept.ids] == [[3], [1]] and part.teacher is None
     assert record([5]).rows(T([0])).kept is None
+    made.teacher = SimpleNamespace(select=lambda index: index.tolist())
+    assert made.rows(T([2, 0])).teacher == [2, 0]
 
 
 def test_two_rollouts_in_one_are_as_wide_as_the_wider():
@@ -129,12 +132,26 @@ def test_what_every_method_reports_of_its_samples():
         "completions/top3_share": 1.0, "kl": 1.0, "objective/kl": 1.0})  # half a nat at 4 + 1 + 1 + 2 actions of 4
 
 
+def test_what_two_rollouts_report_is_weighed_by_their_sizes_and_texts_and_turns_may_be_absent_or_there():
+    one, three = record([5, 6], scores=[1.0]), record([7], [7], [7], scores=[3.0, 3.0, 3.0])
+    for made, kl in ((one, 2.0), (three, 1.0)):
+        made.logprobs, made.ref_logprobs = torch.full(made.action_mask.shape, kl), torch.zeros(made.action_mask.shape)
+    three.completions = []
+    three.episodes = [Episode(turn_ends=[1]) for _ in range(3)]
+    found = (one.metrics() + three.metrics()).compute()
+    assert found["kl"] == found["objective/kl"] == pytest.approx((4.0 + 3 * 1.0) / 4)
+    assert found["objective/score"] == found["reward"] == 2.5 and found["completions/mean_length"] == 5 / 4
+    assert found["episodes/turns"] == 1.0 and found["completions/empty_ratio"] == 0.0
+
+
 def test_correlation_is_pearson_s_of_those_that_have_both_numbers():
     # deviations -1, 0, 1 and -2, 1, 1: 3 / sqrt(2 * 6)
     found, count = _correlation(T([1.0, 2.0, 3.0, NAN]), T([0.0, 3.0, 3.0, 9.0]))
     assert found == pytest.approx(3 / 12**0.5) and count == 3
     assert _correlation(T([1.0, 1.0]), T([0.0, 3.0])) == (0.0, 0)
     assert _correlation(T([1.0, NAN]), T([0.0, 3.0])) == (0.0, 0)
+    assert _correlation(T([0.0, 0.0]), T([0.0, 3.0])) == (0.0, 0)
+    assert _correlation(T([1e9, 1e9 + 0.5], dtype=torch.float64), T([0.0, 3.0])) == (0.0, 0)  # rounding is no spread
     assert _correlation(T([1.0, 2.0]), T([3.0, 1.0])) == (pytest.approx(-1.0), 2)
 
 
@@ -158,6 +175,18 @@ def test_groups_of_equal_scores_make_room_for_those_of_new_prompts():
     assert resample_groups(flat, 2, 0, sample, Metrics()) is flat
 
 
+def test_a_process_accepts_what_is_left_behind_the_groups_of_those_before_it(monkeypatch):
+    def place(count: int) -> tuple[int, int]:
+        assert isinstance(count, int)
+        return 2, count + 1  # two groups are before ours, and there is one more than we have
+
+    monkeypatch.setattr(dynamic_sampling, "place_over_ranks", place)
+    first = record([1], [2], [3], [4], scores=[1.0, 2.0, 0.0, 2.0])
+    found = resample_groups(first, 2, 0, lambda _: first, metrics := Metrics())
+    assert found.response_ids.tolist() == [[1], [2]] and found.numbers.tolist() == [4, 5]
+    assert (metrics.add("refill/filled", 0.0, 4.0)).compute()["refill/filled"] == 0.25  # half of four, none of four
+
+
 def test_episodes_in_figures():
     acted = Episode(turn_ends=[2, 5], has_tools=True, num_calls=3, num_failed=1, num_late=1, num_malformed=1, num_cut=2,
                     ended=MAX_TURNS)
@@ -166,6 +195,10 @@ def test_episodes_in_figures():
         "tools/call_frequency": 2.0, "tools/failure_frequency": 3 / 4, "tools/malformed_frequency": 1 / 4,
         "tools/late_frequency": 1 / 4, "tools/cut_frequency": 2 / 4, "episodes/turns": 4 / 3,
         "episodes/max_turns_ratio": 1 / 3, "episodes/no_room_ratio": 1 / 3})
+    one = measure([Episode(turn_ends=[1], has_tools=True, num_calls=1, num_late=1)])
+    assert one.compute()["tools/failure_frequency"] == one.compute()["tools/late_frequency"] == 1.0
+    both = (found + one).compute()  # five calls in three episodes; three of four went wrong, and one of one
+    assert both["tools/call_frequency"] == pytest.approx(5 / 3) and both["tools/failure_frequency"] == 4 / 5
     assert measure([Episode(turn_ends=[1])]).compute() == {
         "episodes/turns": 1.0, "episodes/max_turns_ratio": 0.0, "episodes/no_room_ratio": 0.0}
 
