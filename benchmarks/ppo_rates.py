@@ -241,7 +241,9 @@ def cell(rows: list[dict]) -> str:
     scores = [row["after"]["score"] for row in done]
     each = f" ({' '.join(f'{s:.2f}' for s in scores)})" if len(scores) > 1 else ""
     nats = statistics.mean(row["after"].get("kl", row["history"]["kl"]) for row in done)
-    return f"**{statistics.mean(scores):.2f}**{each}, {nats:.1f}" + (f"; {failed}" if failed else "")
+    variety = [row["after"]["distinct_2"] for row in done if "distinct_2" in row["after"]]
+    more = [f"{nats:.1f}", *([f"distinct-2 {statistics.mean(variety):.2f}"] if variety else [])]
+    return f"**{statistics.mean(scores):.2f}**{each}, {', '.join(more)}" + (f"; {failed}" if failed else "")
 
 
 def save(path: Path, rows: list[dict]) -> dict:
