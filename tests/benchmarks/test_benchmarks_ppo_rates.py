@@ -43,7 +43,7 @@ def test_ppo_holds_at_ten_times_the_good_rate_of_the_demo_where_it_did_not() -> 
         return [r["after"]["score"] for r in FOUND["rows"] if (r["task"], r["setting"], r["rate"]) == (
             "demo", setting, rate)]
 
-    good, held, was = scores("before", 1e-3), scores("update_kl .01", 1e-2), scores("before", 1e-2)
+    good, held, was = scores("before", 1e-3), scores(ppo_rates.DEFAULT, 1e-2), scores("before", 1e-2)
     assert len(good) == len(held) == len(was) == 3
     assert min(held) > 0.7 > 0.2 > max(was)
-    assert all(new > old - 0.02 for new, old in zip(scores("update_kl .01", 1e-3), good, strict=True))
+    assert all(new > old - 0.02 for new, old in zip(scores(ppo_rates.DEFAULT, 1e-3), good, strict=True))
