@@ -23,7 +23,8 @@ from hybrid_rlhf.training.registry import MAX_STEPS, STAGES, By, Rate
 # million (docs/results/smollm2.md), and nothing larger was measured.
 SMALL_MODEL, SMALL_FACTOR = 200_000_000, 10
 MAX_LENGTH = "data.max_length"
-FORMERLY = {"ppo.update_kl": 0.0}  # what null meant to runs that were made before the table had the option
+# What null meant to runs that were made before the table had the option.
+FORMERLY = {"ppo.update_kl": 0.0, "ppo.early_stop_kl": 0.0}
 
 
 def method_of(config: object) -> str:

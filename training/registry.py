@@ -60,14 +60,15 @@ def _kl_coef(config: object) -> float:
     return 0.1 if config.reward.is_learned(config.roles, config.environment) else 0.04
 
 
-def _update_kl(config: object) -> float:
-    """One update on a rollout never sees how far it moved. 0.01: docs/results/ppo_rates.md."""
-    ppo = config.ppo
-    is_one = ppo.num_ppo_epochs == 1 and ppo.num_minibatches == 1 and ppo.minibatch_size is None
-    return 0.0 if is_one else 0.01
+def _where_seen(kl: float) -> By:
+    """One update on a rollout never sees how far it moved."""
+    def value(config: object) -> float:
+        ppo = config.ppo
+        return 0.0 if ppo.num_ppo_epochs == ppo.num_minibatches == 1 and ppo.minibatch_size is None else kl
+
+    return By("the updates on a rollout", value)
 
 
-_REWARDS, _UPDATES = "the rewards", "the updates on a rollout"
 # Defaults: docs/guide/hyperparameters.md says which are the literature's and which were measured.
 MAX_STEPS = "train.max_steps"  # taken where train.num_train_epochs is not given either: few prompts are no short run
 _OFFLINE = {"train.num_train_epochs": 1.0, "train.per_device_train_batch_size": 8}
@@ -75,11 +76,11 @@ _SFT = {"train.learning_rate": Rate(2e-5, 2e-4)} | _OFFLINE | {"train.num_train_
 _DPO = {"train.learning_rate": Rate(1e-6, 1e-5)} | _OFFLINE
 _ONLINE = {"roles.actor.learning_rate": Rate(1e-6, 2e-5), MAX_STEPS: 100, "train.per_device_train_batch_size": 8}
 _POLICY = _ONLINE | {"ppo.num_ppo_epochs": 1, "ppo.num_minibatches": 1,
-                     "ppo.missing_eos_penalty": By(_REWARDS, _missing_eos_penalty)}
+                     "ppo.missing_eos_penalty": By("the rewards", _missing_eos_penalty)}
 _GROUPS = _POLICY | {"ppo.kl_coef": 0.04}  # 8 prompts and 8 responses to each
-_SINGLE = _POLICY | {"ppo.kl_coef": By(_REWARDS, _kl_coef), "train.per_device_train_batch_size": 64}
+_SINGLE = _POLICY | {"ppo.kl_coef": By("the rewards", _kl_coef), "train.per_device_train_batch_size": 64}
 _PPO = _SINGLE | {"roles.critic.learning_rate": Rate(1e-5, 1e-4), "ppo.num_ppo_epochs": 2, "ppo.num_minibatches": 2,
-                  "ppo.update_kl": By(_UPDATES, _update_kl)}
+                  "ppo.update_kl": _where_seen(0.01), "ppo.early_stop_kl": _where_seen(0.02)}  # results/ppo_rates.md
 
 # Options that are never read.
 _ONLY_ACTOR = "only the actor generates: set roles.actor.tp"

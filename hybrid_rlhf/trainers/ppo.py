@@ -178,7 +178,7 @@ class PPOTrainer:
         early_stop_kl the passes end after a minibatch that finds the actor too far from where it sampled.
         """
         metrics, config, (first, total) = Metrics(), self.config, place_over_ranks(len(rollout))
-        limit, is_stopped, kl = config.early_stop_kl, False, 0.0
+        limit, is_stopped, kl = config.early_stop_kl or None, False, 0.0
         minibatches = (m for _ in activity.epochs(self._num_epochs)
                        for m in rollout.shuffled(self._minibatch_size(total), self.rng, first, total))
         for minibatch in minibatches:

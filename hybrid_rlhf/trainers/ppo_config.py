@@ -51,7 +51,9 @@ class PPOConfig:
         whiten_advantages: Whether advantages get mean 0 and variance 1 over the rollout; null: with a critic.
         critic_warmup_steps: Steps at the start that train the critic alone; null: none for a critic that starts from
             the reward model, else a tenth of the run and at most 5.
-        early_stop_kl: A minibatch whose policy/approx_kl (nats per token) is above it ends the updates on its rollout.
+        early_stop_kl: A minibatch whose policy/approx_kl (nats per token) is above it ends the updates on its rollout;
+            0 never ends them; null goes by the method (0.02 with a critic and two updates or more on a rollout, else
+            0).
         update_kl: Nats per token by which the updates on a rollout are to move the policy, at most: the actor's rate
             is lowered after a rollout that it moved further from, and comes back, up to what is scheduled, when it
             moves less far; 0 leaves the rate alone; null goes by the method (0.01 with a critic and two updates or
@@ -140,12 +142,12 @@ class PPOConfig:
                   f"ppo.{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("gamma", "lam"):
             check(0 <= getattr(self, name) <= 1, f"ppo.{name} is {getattr(self, name)}; it must lie in [0, 1]")
-        for name in ("cliprange", "cliprange_low", "cliprange_high", "cliprange_value", "early_stop_kl",
-                     "importance_cap", "importance_low"):
+        for name in ("cliprange", "cliprange_low", "cliprange_high", "cliprange_value", "importance_cap",
+                     "importance_low"):
             check(getattr(self, name) is None or getattr(self, name) > 0,
                   f"ppo.{name} is {getattr(self, name)}; it must be positive")
         for name in ("kl_coef", "entropy_coef", "overlong_penalty", "critic_warmup_steps", "max_refills", "ptx_coef",
-                     "update_kl"):
+                     "update_kl", "early_stop_kl"):
             check((getattr(self, name) or 0) >= 0, f"ppo.{name} is {getattr(self, name)}; it must not be negative")
         check(self.kl_target is None or self.kl_target > 0,
               f"ppo.kl_target is {self.kl_target}; it must be positive (nats per sequence) or null")

@@ -91,7 +91,8 @@ def test_what_null_means_is_said_where_the_table_has_it():
     assert by_table("all", "stages.ppo.max_steps") == by_table("grpo", "train.max_steps") == "100"
     assert by_table("all", "stages.sft.num_train_epochs") == "3"
     assert by_table("ppo", "ppo.kl_coef") == "depends on the rewards"
-    assert by_table("ppo", "ppo.update_kl") == "depends on the updates on a rollout"
+    assert by_table("ppo", "ppo.update_kl") == by_table("ppo", "ppo.early_stop_kl") == (
+        "depends on the updates on a rollout")
     assert by_table("rloo", "ppo.update_kl") is None
     assert by_table("sft", "seed") is None
 

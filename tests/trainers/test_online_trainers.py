@@ -79,6 +79,9 @@ def test_updates_on_a_rollout_stop_at_the_kl_bound():
     calm = ppo(settings(num_ppo_epochs=2, early_stop_kl=1e3))
     assert calm.step(PROMPTS).compute()["policy/early_stop"] == 0
     assert calm.roles.actor.engine.training.num_steps == 2
+    off = ppo(settings(num_ppo_epochs=8, early_stop_kl=0.0), count_of(42), rate=1e-2)
+    assert "policy/early_stop" not in off.step(PROMPTS).compute()
+    assert off.roles.actor.engine.training.num_steps == 8
 
 
 def test_an_entropy_bonus_keeps_the_policy_wide():

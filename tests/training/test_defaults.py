@@ -139,23 +139,23 @@ def test_a_run_keeps_the_values_that_it_was_made_with_and_never_takes_the_tables
         assert filled(config, "train.learning_rate") == rate
 
 
-@pytest.mark.parametrize(("given", "update_kl"), [
-    ({}, 0.01), ({"num_ppo_epochs": 1}, 0.01), ({"num_ppo_epochs": 1, "num_minibatches": 1}, 0.0),
-    ({"num_ppo_epochs": 1, "num_minibatches": 1, "minibatch_size": 8}, 0.01), ({"update_kl": 0.0}, 0.0),
-    ({"update_kl": 0.05}, 0.05)])
-def test_ppo_holds_its_rate_where_several_updates_on_a_rollout_see_how_far_it_moved(models, tmp_path, given,
-                                                                                    update_kl) -> None:
+@pytest.mark.parametrize(("given", "held"), [
+    ({}, (0.01, 0.02)), ({"num_ppo_epochs": 1}, (0.01, 0.02)), ({"num_ppo_epochs": 1, "num_minibatches": 1}, (0, 0)),
+    ({"num_ppo_epochs": 1, "num_minibatches": 1, "minibatch_size": 8}, (0.01, 0.02)),
+    ({"update_kl": 0.0}, (0, 0.02)), ({"early_stop_kl": 0.0}, (0.01, 0)), ({"update_kl": 0.05}, (0.05, 0.02))])
+def test_ppo_holds_its_updates_where_there_are_several_on_a_rollout_to_see_how_far_it_moved(models, tmp_path, given,
+                                                                                          held) -> None:
     config = step3_ppo.Config(output_dir=str(tmp_path / "out"), model=models["large"], ppo=PPOConfig(**given))
-    assert filled(config, "ppo.update_kl") == update_kl
+    assert (filled(config, "ppo.update_kl"), filled(config, "ppo.early_stop_kl")) == held
 
 
-@pytest.mark.parametrize(("recorded", "update_kl"), [(None, 0.0), (0.02, 0.02)])
-def test_a_run_of_before_the_rate_was_held_goes_on_without_it(models, tmp_path, recorded, update_kl) -> None:
+@pytest.mark.parametrize(("recorded", "held"), [({}, (0, 0)), ({"update_kl": None, "early_stop_kl": 0.3}, (0, 0.3))])
+def test_a_run_of_before_its_updates_were_held_goes_on_without_that(models, tmp_path, recorded, held) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "run.json").write_text(json.dumps(
-        {"format": 1, "stage": "ppo", "status": "stopped", "config": {"ppo": {"update_kl": recorded}}}))
+        {"format": 1, "stage": "ppo", "status": "stopped", "config": {"ppo": {"kl_coef": 0.1, **recorded}}}))
     config = step3_ppo.Config(output_dir=str(tmp_path / "out"), model=models["large"])
-    assert filled(config, "ppo.update_kl") == update_kl
+    assert (filled(config, "ppo.update_kl"), filled(config, "ppo.early_stop_kl")) == held
     assert filled(replace(config, resume="never"), "ppo.update_kl") == 0.01
 
 
