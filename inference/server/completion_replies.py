@@ -51,10 +51,9 @@ def given_prompts(model: Served, asked: CompletionRequest, limits: Limits) -> li
 def _given(model: Served, given: str | list[int], limits: Limits, adds_special: bool) -> GivenPrompt:
     if not isinstance(given, str):
         check_length(model, limits, "a prompt is", len(given), param="prompt")
-        size = model.lane.engine.model.get_input_embeddings().num_embeddings
-        if wrong := [each for each in given if not 0 <= each < size]:
-            raise ApiError(400, f"{str(wrong[0])[:40]} is no token of {model.name}; ids lie in [0, {size - 1}]",
-                           param="prompt")
+        if wrong := [each for each in given if not 0 <= each < model.num_rows]:
+            raise ApiError(400, f"{str(wrong[0])[:40]} is no token of {model.name}; ids lie in "
+                                f"[0, {model.num_rows - 1}]", param="prompt")
         return GivenPrompt(given, model.encoder.decode(given, clean_up_tokenization_spaces=False))
     rendered = Rendered(given, [], True)
     check_length(model, limits, "a prompt is", model.least_tokens.of(rendered), "or more ", param="prompt")

@@ -43,6 +43,8 @@ class Served:
         self.encoder = copy.deepcopy(self.tokenizer)  # used in another thread than the one that decodes
         self.least_tokens = LeastTokens(self.encoder)
         self.token_text = TokenText(self.tokenizer)
+        # of the embedding, asked for now: while the model decodes in its own thread, its parts are other ones
+        self.num_rows = self.lane.engine.model.get_input_embeddings().num_embeddings
 
     def check_tools(self, param: str) -> None:
         """ApiError for a model whose template has no tools. In the thread of the encoder."""
