@@ -53,7 +53,7 @@ SETTINGS: dict[str, list[str]] = {  # each as the only thing that differs from w
     "no whitening": [*NONE, "--ppo.whiten_advantages=false"],
     "gradient norm .3": [*NONE, "--train.max_grad_norm=0.3"],
     "rloo": [],
-    "rloo, half as many steps again": ["--train.max_steps=45"],  # on the demo PPO's seconds
+    "rloo 45 steps": ["--train.max_steps=45"],  # on the demo PPO's seconds
 }
 
 
