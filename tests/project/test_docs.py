@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_rlhf import cli
-from tests.factories.tiny import own_cache, tiny_tokenizer
+from tests.factories.tiny import own_cache, tiny_causal_lm, tiny_tokenizer
 from tests.project.docs_blocks import PAGES, ROOT, blocks, fill, shell_blocks
 
 SHELL = shell_blocks()
@@ -217,7 +217,8 @@ def test_serve_takes_a_run_s_folder_as_chat_does(tmp_path, monkeypatch) -> None:
         return SimpleNamespace(engine=None, max_positions=None, tokenizer=tiny_tokenizer())
 
     monkeypatch.setattr(conversation, "open_conversation", note)
-    monkeypatch.setattr("hybrid_rlhf.inference.server.worker.ModelQueue", lambda *_: None)
+    monkeypatch.setattr("hybrid_rlhf.inference.server.worker.ModelQueue",
+                        lambda *_: SimpleNamespace(engine=SimpleNamespace(model=tiny_causal_lm())))
     for path in (tmp_path / "sft", tmp_path / "sft" / "model"):
         serve.open_model(NamedModel("sft", str(path)), SimpleNamespace(max_context=8, max_batch=1))
     assert opened == [str(tmp_path / "sft" / "model")] * 2

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from hybrid_rlhf.engine.decode.admission import stop_ids
 from hybrid_rlhf.inference.server.served_model import Served
 from hybrid_rlhf.inference.server.worker import ModelQueue
+from tests.factories.tiny import tiny_causal_lm
 from tests.factories.trl_templates import tokenizer_of
 
 
@@ -20,6 +21,7 @@ class Script:
     num_slots = 4
 
     def __init__(self, tokenizer) -> None:
+        self.model = tiny_causal_lm()  # is asked for the size of its vocabulary alone
         self.tokenizer, self.stops = tokenizer, frozenset(stop_ids(NoModel, tokenizer))
         self.answers: list[str] = []
         self.prompts: list[str] = []
