@@ -95,8 +95,8 @@ def floor_of(shape: Shape, rows: int, body: float, head: tuple[int, float] = (0,
 def ppo_floor(shape: Shape, prompts: Sequence[int], limits: Sequence[int], lora: bool,
               rates: Rates | None = None) -> tuple[float, str]:
     """Of a PPO step: prefilling, decoding, one pass of each of reference and reward, one update of actor and critic,
-    whose forward gives the old values too. A backward costs two forwards, one where the weights are frozen. The head is
-    needed where tokens are predicted only."""
+    whose forward could give the old values too (ours makes one more). A backward costs two forwards, one where the
+    weights are frozen. The head is needed where tokens are predicted only."""
     answered, read, backward = sum(limits), sum(prompts) + sum(limits), 1 if lora else 2
     passes = {"ref": 1, "score": 1, "actor": 1 + backward, "critic": 1 + backward}
     prefill = (sum(prompts) - len(prompts)) / read

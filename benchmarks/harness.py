@@ -126,6 +126,14 @@ def in_turns(repeats: int, *sides: Callable[[], float]) -> list[Times]:
     return [Times.of(runs) for runs in zip(*rounds[1:], strict=True)]
 
 
+def with_floors(repeats: int, floor: Callable[[], Any], *sides: Callable[[], float]) -> tuple[list[Times], list[Any]]:
+    """As `in_turns`, and what `floor` returns after each measured round: the rates that a floor takes move with what
+    else uses the machine, so they are measured all along and not once."""
+    rounds = [([side() for side in sides], floor()) for _ in range(repeats + 1)]
+    times, found = zip(*rounds[1:], strict=True)
+    return [Times.of(runs) for runs in zip(*times, strict=True)], list(found)
+
+
 def run_apart(function: Callable, environment: dict[str, str] | None = None, **settings: object) -> Any:
     """What `function` of a script in this folder returns in a process of its own; settings and answer as JSON has them.
 
@@ -243,6 +251,13 @@ def write_rows(rows: Iterable[dict], path: str | None) -> list[dict]:
         if path:
             Path(path).write_text("[\n" + ",\n".join(map(json.dumps, done)) + "\n]\n", encoding="utf-8")
     return done
+
+
+def write_json(path: Path, found: object) -> None:
+    """Write it atomically: a run that is stopped leaves the file as it was before, or whole."""
+    beside = path.with_suffix(".tmp")
+    beside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    beside.rename(path)
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from harness import ROOT, machine, table_of, write_tables
+from harness import ROOT, machine, table_of, write_json, write_tables
 from methods_settings import FIXTURES, METHODS, PROMPT, common
 
 NUM_PROMPTS = 575  # all that the task holds out
@@ -148,9 +148,7 @@ def save(path: Path, rows: list[dict]) -> dict:
     known = [name for name in METHODS if any(row["method"] == name for row in rows)]
     found = {"machine": machine(), "num_prompts": NUM_PROMPTS,
              "methods": [summary([row for row in rows if row["method"] == name]) for name in known], "rows": rows}
-    beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    beside.rename(path)
+    write_json(path, found)
     return found
 
 

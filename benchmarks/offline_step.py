@@ -33,8 +33,9 @@ PAIRS, PIECE, ROWS, ROW, BETA, EOS = 4, (16, 200), 8, (32, 400), 0.1, 2
 COPIES = 40  # of a step's rows in the peer's data, so that it never ends an epoch within a run
 
 
-def step_of(ours: Callable[[], object], peer: PeerProcess, tokens: int, floor: tuple[float, str]) -> steps.Step:
-    return steps.Step(ours, peer.step, lambda: {"floor_ratio": floor}, close=peer.close,
+def step_of(ours: Callable[[], object], peer: PeerProcess, tokens: int,
+            floor: Callable[[], tuple[float, str]]) -> steps.Step:
+    return steps.Step(ours, peer.step, lambda: {"floor_ratio": floor()}, close=peer.close,
                       extra=lambda: {"tokens": tokens, "peer_runs_on": peer.versions, "peer_peak": peer.peak})
 
 
@@ -58,7 +59,7 @@ def dpo(options: argparse.Namespace, _peer: None) -> steps.Step:
     answered = sum(len(c) + len(r) + 2 for c, r in zip(chosen, rejected, strict=True))
     read, model = sum(map(len, prompts)) + answered, Shape.of(SHAPES[options.shape][1])
     return step_of(lambda: trainer.step(collate_pairs(rows, 0)).compute(), peer, read,
-                   floor_of(model, read, 4, (answered, 4), trained=model.body + 2 * model.head))
+                   lambda: floor_of(model, read, 4, (answered, 4), trained=model.body + 2 * model.head))
 
 
 def sft_lora(options: argparse.Namespace, _peer: None) -> steps.Step:
@@ -71,7 +72,7 @@ def sft_lora(options: argparse.Namespace, _peer: None) -> steps.Step:
     batch = [{"input_ids": r, "loss_mask": [1] * len(r)} for r in rows]
     read = sum(map(len, rows))
     return step_of(lambda: trainer.step(collate_sft(batch, 0)).compute(), peer, read,
-                   floor_of(Shape.of(SHAPES[options.shape][1]), read, 2, (read, 2)))
+                   lambda: floor_of(Shape.of(SHAPES[options.shape][1]), read, 2, (read, 2)))
 
 
 CASES = {

@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(HERE), *(str(ROOT / "examples" / name) for name i
 import methods
 import smollm2
 import smollm2_tasks
-from harness import machine, table_of, write_tables
+from harness import machine, table_of, write_json, write_tables
 from methods_settings import METHODS, OF_PROMPTS
 from smollm2_settings import EXPERIMENTS
 
@@ -243,9 +243,7 @@ def cell(rows: list[dict]) -> str:
 def save(path: Path, rows: list[dict]) -> dict:
     """Write the rows, atomically."""
     found = {"machine": machine(), "rows": rows}
-    beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    beside.rename(path)
+    write_json(path, found)
     return found
 
 

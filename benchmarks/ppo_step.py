@@ -8,7 +8,8 @@ lengths drawn once from a geometric law with mean 24, at most 64, the same for b
 that of the step's matrix products at the measured rate plus its unavoidable bytes (weights read once per decode step,
 optimizer state) at the measured bandwidth. It has nothing for attention, norms, activations, softmax over the
 vocabulary, adapters or the writing of gradients: a step that fused everything perfectly would still take longer. The
-critic's old values cost it no forward, for the one that its update trains on gives them. wide_floor_ratio is over a
+critic's old values cost the floor no forward, for the one that an only update trains on could give them; our step makes
+one, for simpler code. wide_floor_ratio is over a
 floor that also counts attention's and adapters' products, and the bytes no cache can hold: the weights of each pass,
 what a forward keeps for its backward, logits, and gradients as they are written.
 """

@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path[:0] = [str(ROOT), str(HERE), str(ROOT / "examples" / "first_model")]
 
-from harness import machine
+from harness import machine, write_json
 from smollm2_settings import EXPERIMENTS
 from smollm2_tasks import NUM_TOKENS, TASKS
 
@@ -199,9 +199,7 @@ def save(path: Path, found: dict) -> None:
     """Write the rows and the page that is made of them; a stop in between loses neither."""
     from smollm2_page import page
 
-    beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    beside.rename(path)
+    write_json(path, found)
     path.with_suffix(".md").write_text(page(found), encoding="utf-8")
 
 

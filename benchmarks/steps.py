@@ -1,19 +1,22 @@
 """What the benchmarks of training steps share: random models in a folder, and two sides whose steps alternate.
 
 The models are Llama-shaped, 134M, in bf16 unless a script says otherwise. floor_ratio is our time over that of the
-step's matrix products at the measured rate plus its unavoidable bytes at the measured bandwidth (floors.py).
+step's matrix products at the measured rate plus its unavoidable bytes at the measured bandwidth (floors.py), the median
+of floors whose rates are measured after each round.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import harness
-from harness import Case, alternate, timed_row, write_rows
+from harness import Case, seconds, timed_row, with_floors, write_rows
 from random_models import SHAPES, make_folders
 
 from hybrid_rlhf.core.allocator import keep_freed_blocks
@@ -65,10 +68,11 @@ def measured(name: str, case: Case, options: argparse.Namespace, peer: object) -
     try:
         if options.profile:
             return profile(step.ours)
-        times = alternate(options.repeats, step.ours, step.peer)
+        times, found = with_floors(options.repeats, step.floors, partial(seconds, step.ours),
+                                   partial(seconds, step.peer))
     finally:
         step.close()
-    floors = step.floors()
+    floors = {key: statistics.median_low(floors[key] for floors in found) for key in found[0]}
     row = timed_row(name, case, times, {key: floor for key, (floor, _) in floors.items()}, step.num_tokens,
                     **step.extra())
     print("\n".join(f"{'':16} {line}" for _, line in floors.values()), flush=True)

@@ -1,7 +1,8 @@
 // A whole decoder layer for one token of each row, by threads that are woken once: between two operations they meet and
 // nothing is handed back to Python. kernels/reference.py: decode_layer is its definition. Everything is rounded where the
-// separate operations round it, so both give the same bits.
+// separate kernels round it, so both give the same bits; LayerNorm and ReLU have no kernels of their own beside torch's.
 #include <cstdint>
+#include <initializer_list>
 
 #include "kernels.h"
 #include "simd.h"
@@ -39,18 +40,31 @@ void multiply_and_add(const Linear& call, const Rows& residual, int64_t piece) {
   });
 }
 
-// The same piece of both products, and act(gate) * up in the place of the first.
-void multiply_and_gate(const DecodeLayer& call, int64_t piece) {
-  const Piece done = multiply(call.gate, piece);
-  multiply(call.up, piece);
+// What the adapters of these products make of their rows, by all threads, which meet at the end.
+void lower_all(std::initializer_list<const Linear*> products) {
+  int64_t adapters = 0;
+  for (const Linear* product : products) adapters += product->rank > 0;
+  if (!adapters) return;
+  const Linear* const* first = products.begin();
+#pragma omp for schedule(dynamic, 1)
+  for (size_t i = 0; i < products.size(); ++i)
+    if (first[i]->rank) dot_lower(*first[i]);
+}
+
+// A piece of the inner numbers, in the place of up's: act(gate) * up, or act(up) where there is no gate.
+void multiply_and_activate(const DecodeLayer& call, int64_t piece) {
+  const Piece done = multiply(call.up, piece);
+  if (call.gate.weight.data) multiply(call.gate, piece);
   for (int64_t m = done.row; m < done.row + done.rows; ++m) {
-    void* gate = element(call.gate.out, m * call.gate.out.stride0 + done.first);
-    gate_all({done.count, gate, element(call.up.out, m * call.up.out.stride0 + done.first), gate, call.dtype,
-              call.is_gelu, 1});
+    void* up = element(call.up.out, m * call.up.out.stride0 + done.first);
+    if (call.gate.weight.data)
+      gate_all({done.count, element(call.gate.out, m * call.gate.out.stride0 + done.first), up, up, call.dtype,
+                call.activation == Activation::kGelu, 1});
+    else activate_all(call.activation, call.dtype, up, done.count);
   }
 }
 
-// A head of one row, in place: its norm, if there is one, and its turn.
+// A head of one row, in place: its norm and its turn, if there are such.
 void turn(const DecodeLayer& call, Norm norm, const Rows& heads, int64_t row, int64_t head) {
   const int64_t dim = call.attention.dim;
   void* x = element(heads, row * heads.stride0 + head * heads.stride1);
@@ -58,6 +72,7 @@ void turn(const DecodeLayer& call, Norm norm, const Rows& heads, int64_t row, in
     norm.x.data = norm.out.data = x;
     norm_one(norm, 0);
   }
+  if (!call.cosines.data) return;
   rotate_one(call.dtype, x, element(call.cosines, row * call.cosines.stride0),
              element(call.sines, row * call.sines.stride0), x, dim);
 }
@@ -75,13 +90,14 @@ void attend(const DecodeLayer& call, int64_t task) {
 
 void decode_layer(const DecodeLayer& call) {
   const int64_t queries = pieces(call.query), keys = pieces(call.key), values = pieces(call.value);
-  const int64_t outputs = pieces(call.output), gates = pieces(call.gate), downs = pieces(call.down);
+  const int64_t outputs = pieces(call.output), inner = pieces(call.up), downs = pieces(call.down);
   const int64_t heads = call.rows * call.attention.kv_heads;
-  const int64_t work = call.rows * call.gate.in_features * (call.query.out_features + 3 * call.gate.out_features);
+  const int64_t work = call.rows * call.up.in_features * (call.query.out_features + 3 * call.up.out_features);
 #pragma omp parallel num_threads(work < kWorthThreads ? 1 : call.threads)
   {
 #pragma omp for
     for (int64_t row = 0; row < call.rows; ++row) norm_one(call.before_attention, row);
+    lower_all({&call.query, &call.key, &call.value});
 #pragma omp for schedule(guided, 1)
     for (int64_t piece = 0; piece < queries + keys + values; ++piece) {
       if (piece < queries) multiply(call.query, piece);
@@ -90,12 +106,15 @@ void decode_layer(const DecodeLayer& call) {
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < heads; ++task) attend(call, task);
+    lower_all({&call.output});
 #pragma omp for schedule(guided, 1)
     for (int64_t piece = 0; piece < outputs; ++piece) multiply_and_add(call.output, call.before_attention.x, piece);
 #pragma omp for
     for (int64_t row = 0; row < call.rows; ++row) norm_one(call.before_mlp, row);
+    lower_all({&call.gate, &call.up});
 #pragma omp for schedule(guided, 1)
-    for (int64_t piece = 0; piece < gates; ++piece) multiply_and_gate(call, piece);
+    for (int64_t piece = 0; piece < inner; ++piece) multiply_and_activate(call, piece);
+    lower_all({&call.down});
 #pragma omp for schedule(guided, 1)
     for (int64_t piece = 0; piece < downs; ++piece) multiply_and_add(call.down, call.before_mlp.x, piece);
   }

@@ -143,7 +143,11 @@ Piece made(const Linear& call, int64_t piece, const c10::BFloat16* low) {
 
 }  // namespace
 
-Piece dot_piece(const Linear& call, int64_t piece) { return made(call, piece, nullptr); }
+void dot_lower(const Linear& call) { lower(call, static_cast<c10::BFloat16*>(call.low)); }
+
+Piece dot_piece(const Linear& call, int64_t piece) {
+  return made(call, piece, static_cast<const c10::BFloat16*>(call.low));
+}
 
 // Guided: long runs of neighbours first, for each asks for the next one's memory, and single pieces in the end.
 void dot_linear(const Linear& call) {
@@ -167,6 +171,8 @@ bool has_dot_linear() { return false; }
 void dot_linear(const Linear&) {}
 
 int64_t dot_pieces(const Linear&) { return 0; }
+
+void dot_lower(const Linear&) {}
 
 Piece dot_piece(const Linear&, int64_t) { return {}; }
 

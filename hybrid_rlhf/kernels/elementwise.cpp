@@ -35,6 +35,25 @@ void norm_row(const T* x, const T* weight, T* out, int64_t dim, float eps, bool 
   else each(x, weight, out, dim, [=](Floats v, Floats w) { return rounded<T>(v * scale) * w; });
 }
 
+// 1607.06450: (x - mean) / sqrt(variance + eps) * weight + bias, rounded once.
+template <typename T>
+void layer_norm_row(const T* x, const T* weight, const T* bias, T* out, int64_t dim, float eps) {
+  const auto number = [](T value) { return static_cast<float>(value); };
+  Floats sums{}, squares{};
+  int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) sums += load(x + i);
+  float total = sum(sums);
+  for (; i < dim; ++i) total += number(x[i]);
+  const float mean = total / static_cast<float>(dim);
+  for (i = 0; i + kLanes <= dim; i += kLanes) squares += (load(x + i) - mean) * (load(x + i) - mean);
+  total = sum(squares);
+  for (; i < dim; ++i) total += (number(x[i]) - mean) * (number(x[i]) - mean);
+  const float scale = 1.0f / std::sqrt(total / static_cast<float>(dim) + eps);
+  for (i = 0; i + kLanes <= dim; i += kLanes)
+    store(out + i, (load(x + i) - mean) * scale * load(weight + i) + load(bias + i));
+  for (; i < dim; ++i) out[i] = static_cast<T>((number(x[i]) - mean) * scale * number(weight[i]) + number(bias[i]));
+}
+
 // One head of one token: the two halves turn by the angles whose cosines and sines are given.
 template <typename T>
 void rotate(const T* x, const T* cosines, const T* sines, T* out, int64_t half) {
@@ -58,8 +77,10 @@ void rotate(const T* x, const T* cosines, const T* sines, T* out, int64_t half) 
 void norm_one(const Norm& call, int64_t row) {
   with_type(call.x.dtype, [&](auto type) {
     using T = decltype(type);
-    norm_row(static_cast<const T*>(call.x.data) + row * call.x.stride0, static_cast<const T*>(call.weight),
-             static_cast<T*>(call.out.data) + row * call.out.stride0, call.dim, call.eps, call.adds_one);
+    const auto *x = static_cast<const T*>(call.x.data) + row * call.x.stride0, *weight = static_cast<const T*>(call.weight);
+    auto* out = static_cast<T*>(call.out.data) + row * call.out.stride0;
+    if (call.bias) layer_norm_row(x, weight, static_cast<const T*>(call.bias), out, call.dim, call.eps);
+    else norm_row(x, weight, out, call.dim, call.eps, call.adds_one);
   });
 }
 
@@ -67,6 +88,19 @@ void rms_norm(const Norm& call) {
   const int threads = call.rows * call.dim < kWorthThreads ? 1 : call.threads;
 #pragma omp parallel for num_threads(threads)
   for (int64_t row = 0; row < call.rows; ++row) norm_one(call, row);
+}
+
+void activate_all(Activation kind, DType dtype, void* x, int64_t count) {
+  with_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    auto* at = static_cast<T*>(x);
+    const auto act = [&](auto function) {
+      each(at, at, at, count, [=](Floats v, Floats) { return function(v); });
+    };
+    if (kind == Activation::kRelu) act([](Floats v) { return v < 0 ? Floats{} : v; });
+    else if (kind == Activation::kGelu) act([](Floats v) { return gelu_tanh(v); });
+    else act([](Floats v) { return silu(v); });
+  });
 }
 
 void gate_all(const Gate& call) {

@@ -152,13 +152,13 @@ def _gated_mlp(module: nn.Module, ops: Fused, trial: Fused | None = None) -> Cal
     parts = [getattr(module, n, None) for n in names]
     if not all(isinstance(p, nn.Module) for p in parts) or not hasattr(module, "act_fn"):
         return None
-    gelu = is_gelu(module.act_fn)
+    activation = activation_of(module.act_fn)
     weight = getattr(parts[0], "weight", None)
-    if gelu is None or not isinstance(weight, Tensor) or not weight.is_floating_point():
+    if activation not in ("silu", "gelu") or not isinstance(weight, Tensor) or not weight.is_floating_point():
         return None
 
     def fused(x: Tensor, of: nn.Module = module, by: Fused = ops) -> Tensor:
-        return of.down_proj(by.gated(of.gate_proj(x), of.up_proj(x), gelu))
+        return of.down_proj(by.gated(of.gate_proj(x), of.up_proj(x), activation == "gelu"))
 
     tried = module
     if trial:
@@ -176,13 +176,11 @@ def _gated_mlp(module: nn.Module, ops: Fused, trial: Fused | None = None) -> Cal
             each.training = mode
 
 
-def is_gelu(act: Callable) -> bool | None:
-    """True for tanh's GELU, False for SiLU, None for any other activation."""
+def activation_of(act: Callable) -> str | None:
+    """"silu", "gelu" (by tanh's formula) or "relu"; None for any other activation."""
     example = (torch.linspace(-6, 6, 49),)
-    for is_gelu, known in ((False, F.silu), (True, partial(F.gelu, approximate="tanh"))):
-        if _agrees(act, known, example):
-            return is_gelu
-    return None
+    known = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh"), "relu": F.relu}
+    return next((name for name, function in known.items() if _agrees(act, function, example)), None)
 
 
 def _rotary_example(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:

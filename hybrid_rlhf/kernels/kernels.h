@@ -6,6 +6,7 @@
 namespace hybrid {
 
 enum class DType { kFloat32, kBFloat16, kHalf };
+enum class Activation { kSilu, kGelu, kRelu };  // kGelu: by the formula of tanh
 
 struct Rows {  // (n0, n1, dim) with a dense last dimension
   void* data;
@@ -70,9 +71,10 @@ struct Linear {
   Rows x, weight, out;            // (M, 1, in), (N, 1, in), (M, 1, N)
   const float* bias;              // (N) or null
   int threads;
-  Rows down, up;                  // (r, 1, in), (N, 1, r): an adapter, which adds scaling up (down x); dot_linear alone
+  Rows down, up;                  // (r, 1, in), (N, 1, r): an adapter, which adds scaling up (down x); bf16 alone
   int64_t rank;                   // 0: none
   float scaling;
+  void* low;                      // (M, r), dense: down x as dot_lower writes it and dot_piece reads it
 };
 
 void linear(const Linear& call);         // any dtypes, few rows
@@ -88,6 +90,7 @@ struct Piece {  // of a product: the part that one thread computes at a time
 int64_t packed_pieces(const Linear& call);
 Piece packed_piece(const Linear& call, int64_t piece);
 int64_t dot_pieces(const Linear& call);
+void dot_lower(const Linear& call);      // before the pieces of a product with an adapter; by one thread
 Piece dot_piece(const Linear& call, int64_t piece);
 
 struct Norm {
@@ -97,6 +100,7 @@ struct Norm {
   float eps;
   bool adds_one;
   int threads;
+  const void* bias;               // (D): of LayerNorm, by norm_one alone; null: the root mean square's norm
 };
 
 void rms_norm(const Norm& call);
@@ -142,15 +146,18 @@ struct Rotary {
 void rotary(const Rotary& call);
 void rotate_one(DType dtype, const void* x, const void* cosines, const void* sines, void* out, int64_t dim);
 
+void activate_all(Activation kind, DType dtype, void* x, int64_t count);  // in place, by one thread
+
 struct DecodeLayer {  // one token of each row through a decoder layer; each operation reads what the one before wrote
   int64_t rows;
   DType dtype;                    // of everything but the cache
   Norm before_attention, before_mlp;
   Norm query_norm, key_norm;      // of each head, in place; weight null: none
-  Linear query, key, value, output, gate, up, down;
-  Rows cosines, sines;            // (B, 1, D)
+  Linear query, key, value, output, up, down;
+  Linear gate;                    // weight null: none, up is activated alone
+  Rows cosines, sines;            // (B, 1, D); null: positions do not turn heads
   Attention attention;
-  bool is_gelu;
+  Activation activation;          // of a gate: not kRelu
   int threads;
 };
 

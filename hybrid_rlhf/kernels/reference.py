@@ -85,35 +85,55 @@ def rotary(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[
 
 
 class DecodeLayer:
-    """A decoder layer of Llama's form, for one new token of each row.
+    """A decoder layer of Llama's or OPT's form, for one new token of each row.
 
     weights: of the products query (H D, E), key and value (K D, E), output (E, H D), gate and up (I, E), down (E, I);
-    biases: theirs, or None. norms: before attention (E), before the MLP (E), of each query head and of each key head
-    (D) or None; all with `eps` and `adds_one` as in `rms_norm`. max_rows: the most rows of a call.
+    biases: theirs, or None. Without a gate (None) the MLP is down act(up x). adapters: of each product (down (r, in),
+    up (out, r), scaling), in the weights' dtype, or None. norms: before attention (E), before the MLP (E), of each
+    query head and of each key head (D) or None, with `eps` and `adds_one` as in `rms_norm`; norm_biases: theirs, where
+    they are LayerNorm (1607.06450), or None. activation: "silu", "gelu" (tanh's) or, without a gate, "relu".
+    max_rows: the most rows of a call.
     """
 
     max_rows = 1 << 20
 
-    def __init__(self, weights: list[Tensor], biases: list[Tensor | None], norms: list[Tensor | None], *, eps: float,
-                 adds_one: bool, scaling: float, is_gelu: bool) -> None:
-        self._products = [partial(F.linear, weight=w, bias=b) for w, b in zip(weights, biases, strict=True)]
-        self._norms = [(lambda x: x) if w is None else partial(rms_norm, weight=w, eps=eps, adds_one=adds_one)
-                       for w in norms]
-        self._scaling, self._is_gelu = scaling, is_gelu
+    def __init__(self, weights: list[Tensor | None], biases: list[Tensor | None], norms: list[Tensor | None],
+                 norm_biases: list[Tensor | None], adapters: list[tuple[Tensor, Tensor, float] | None], *, eps: float,
+                 adds_one: bool, scaling: float, activation: str) -> None:
+        self._products = [w if w is None else partial(_adapted, weight=w, bias=b, adapter=a)
+                          for w, b, a in zip(weights, biases, adapters, strict=True)]
+        self._norms = [(lambda x: x) if w is None
+                       else partial(rms_norm, weight=w, eps=eps, adds_one=adds_one) if b is None
+                       else partial(F.layer_norm, normalized_shape=w.shape, weight=w, bias=b, eps=eps)
+                       for w, b in zip(norms, norm_biases, strict=True)]
+        self._scaling, self._activation = scaling, activation
 
-    def __call__(self, hidden: Tensor, cosines: Tensor, sines: Tensor, keys: Tensor, values: Tensor, slots: Tensor,
-                 positions: Tensor, width: int) -> Tensor:
-        """hidden (B, 1, E), angles (B or 1, 1, D) -> (B, 1, E); cache, slots, positions and width as in
+    def __call__(self, hidden: Tensor, cosines: Tensor | None, sines: Tensor | None, keys: Tensor, values: Tensor,
+                 slots: Tensor, positions: Tensor, width: int) -> Tensor:
+        """hidden (B, 1, E), angles (B or 1, 1, D) or None -> (B, 1, E); cache, slots, positions and width as in
         `decode_attention`, which writes the new columns."""
         to_query, to_key, to_value, to_output, to_gate, to_up, to_down = self._products
         x = self._norms[0](hidden)
         query, key, value = (product(x).unflatten(-1, (-1, keys.shape[-1])) for product in (to_query, to_key, to_value))
-        query, key = rotary(self._norms[2](query).transpose(1, 2), self._norms[3](key).transpose(1, 2), cosines, sines)
+        query, key = self._norms[2](query).transpose(1, 2), self._norms[3](key).transpose(1, 2)
+        if cosines is not None:
+            query, key = rotary(query, key, cosines, sines)
         attended = decode_attention(query, key, value.transpose(1, 2), keys, values, slots, positions, width,
                                     scaling=self._scaling)
         hidden = hidden + to_output(attended.flatten(2))
         x = self._norms[1](hidden)
-        return hidden + to_down(gated(to_gate(x), to_up(x), self._is_gelu))
+        if to_gate:
+            return hidden + to_down(gated(to_gate(x), to_up(x), self._activation == "gelu"))
+        act = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh"), "relu": F.relu}[self._activation]
+        return hidden + to_down(act(to_up(x)))
+
+
+def _adapted(x: Tensor, weight: Tensor, bias: Tensor | None, adapter: tuple[Tensor, Tensor, float] | None) -> Tensor:
+    out = F.linear(x, weight, bias)
+    if adapter is None:
+        return out
+    down, up, scaling = adapter
+    return out + scaling * F.linear(F.linear(x, down), up)
 
 
 def token_scores(logits: Tensor, targets: Tensor, temperature: float = 1.0,

@@ -188,8 +188,8 @@ class _RoleTime:
         draw = (slots * self.vocab / rates.draws if rates.draws else
                 rates.seconds(Operation(PASS, torch.float32, bytes=slots * self.vocab * 3 * 4)))
         attend = cache / rates.cache if rates.cache else self.layers * rates.seconds(attention)
-        layered = rates.has_layers and not model.lora.r and not model.quantize and any(
-            o.kind == FUSED for tally in work.found for o in tally)
+        layered = (rates.has_layers and (not model.lora.r or self.dtype == torch.bfloat16) and not model.quantize
+                   and any(o.kind == FUSED for tally in work.found for o in tally))
         count = self.layers + LAYER_CALLS if layered else work.total(lambda _: 1)
         device = (self._of(work, decodes=True) + attend + rates.seconds(head, decodes=True) + draw) / sampling.tp
         table = 0 if self.is_tied else size * self.vocab * self.hidden  # of which a step reads a few rows

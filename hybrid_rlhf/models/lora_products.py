@@ -61,29 +61,58 @@ def fused_adapters(model: nn.Module, product: Callable | None = None,
             del layer.forward
 
 
+def plain_adapter(layer: nn.Module) -> tuple[str, tuple[Tensor, Tensor, float]] | None:
+    """The name of the only adapter that is active on a frozen nn.Linear, and its A (r, in), B (out, r) and scaling in
+    the base's dtype; None where a call does anything else than W x + b + scaling B A x."""
+    if not _has_plain_parts(layer) or type(layer.base_layer) is not nn.Linear:
+        return None
+    return _active(layer, _adapters(layer), layer.base_layer.weight.dtype)
+
+
+def is_only_adapter(layer: nn.Module, name: str) -> bool:
+    """Whether a call adds this adapter and no other."""
+    return layer.active_adapters == [name] and not layer.disable_adapters and not layer.merged
+
+
 def _may_be_fused(module: nn.Module) -> bool:
+    return "forward" not in vars(module) and _has_plain_parts(module)
+
+
+def _has_plain_parts(module: nn.Module) -> bool:
     base = getattr(module, "base_layer", None)
     return (hasattr(module, "lora_A") and (type(base) is nn.Linear or hasattr(base, "packed_weight"))
             and not is_hooked(module.base_layer)  # such as those of a head with rows of added tokens
-            and "forward" not in vars(module) and not module.fan_in_fan_out and not module.lora_variant
+            and not module.fan_in_fan_out and not module.lora_variant
             and all(type(m) is nn.Linear and m.bias is None for part in (module.lora_A, module.lora_B)
                     for m in part.values()))
 
 
+def _adapters(layer: nn.Module) -> dict[str, tuple[Tensor, Tensor, nn.Module]]:
+    """A, B and dropout of each adapter of a layer."""
+    return {name: (layer.lora_A[name].weight, layer.lora_B[name].weight, layer.lora_dropout[name])
+            for name in layer.lora_A if name in layer.lora_B}
+
+
+def _active(layer: nn.Module, adapters: dict, dtype: torch.dtype) -> tuple[str, tuple[Tensor, Tensor, float]] | None:
+    """Name, A, B and scaling of the one of these adapters that a call adds in this dtype, without dropout; or None."""
+    names = [n for n in layer.active_adapters if n in adapters]
+    if len(names) != 1 or layer.disable_adapters or layer.merged:
+        return None
+    down, up, dropout = adapters[names[0]]
+    if down.dtype != dtype or up.dtype != dtype or (dropout.training and getattr(dropout, "p", 0.0)):
+        return None
+    return names[0], (down, up, layer.scaling[names[0]])
+
+
 def _forward(layer: nn.Module, product: Callable | None) -> Callable[..., Tensor]:
-    base = layer.base_layer
+    base, adapters = layer.base_layer, _adapters(layer)
     original = layer.forward  # bound, of the class
-    parts: dict[str, tuple] = {name: (layer.lora_A[name].weight, layer.lora_B[name].weight, layer.lora_dropout[name])
-                               for name in layer.lora_A if name in layer.lora_B}
 
     def forward(x: Tensor, *others: object, **named: object) -> Tensor:
-        names = [n for n in layer.active_adapters if n in parts]
-        if others or named or len(names) != 1 or layer.disable_adapters or layer.merged or not _is_plain(x, base):
+        found = None if others or named or not _is_plain(x, base) else _active(layer, adapters, x.dtype)
+        if found is None:
             return original(x, *others, **named)
-        down, up, dropout = parts[names[0]]
-        scaling = layer.scaling[names[0]]
-        if down.dtype != x.dtype or up.dtype != x.dtype or (dropout.training and getattr(dropout, "p", 0.0)):
-            return original(x)
+        down, up, scaling = found[1]
         rows = x.reshape(-1, x.shape[-1])
         if torch.is_grad_enabled() and hasattr(base, "packed_weight"):
             bias = None if base.bias is None else base.bias.to(x.dtype)

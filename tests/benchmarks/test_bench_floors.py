@@ -3,6 +3,7 @@
 import floors
 import pytest
 from floors import Rates, Shape, decode_bytes, floor_of, ppo_floor
+from harness import with_floors
 
 LLAMA = dict(hidden_size=8, intermediate_size=20, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
              vocab_size=50)
@@ -61,3 +62,15 @@ def test_a_ppo_step_reads_everything_eight_times_or_six_with_adapters():
     # frozen weights have no gradient: a backward costs one forward, and there is next to nothing to update
     products = 2 * shape.body * (28 * 6 + 18) + 2 * shape.head * 8 * 3
     assert ppo_floor(shape, [10, 10], [4, 4], True, rates)[0] == pytest.approx(products / 1e6 + decoded)
+
+
+def test_floors_are_measured_after_each_round_and_the_first_round_does_not_count():
+    order = []
+
+    def side(name):
+        return lambda: order.append(name) or float(len(order))
+
+    (ours, peer), found = with_floors(2, lambda: order.append("floor") or len(order), side("ours"), side("peer"))
+    assert order == ["ours", "peer", "floor"] * 3
+    assert (ours.least, ours.most, peer.median) == (4.0, 7.0, 6.5)
+    assert found == [6, 9]

@@ -31,11 +31,12 @@ def place(tmp_path_factory):
     others = ["--roles.reward.model_name_or_path", f"{folder}/reward", "--model.model_name_or_path", f"{folder}/sft"]
     others += ["--engine.zero_stage", "3"]
     runs["ppo"] = [argv_of(folder, "ppo", f"ppo_{which}", 6, *save, *others) for which in "ab"]
-    (folder / "runs.json").write_text(json.dumps(runs))
-    started = launch("tests/crash/rank_resume.py", f"{folder}/runs.json")
+    steps = {name: [(straight, None), (broken, 4), (broken, None)] for name, (straight, broken) in runs.items()}
+    (folder / "runs.json").write_text(json.dumps(steps))
+    started = launch("tests/factories/rank_runs.py", f"{folder}/runs.json")
     _, log = started.communicate(timeout=500)
     assert started.returncode == 0, log[-3000:]
-    assert set(json.loads((folder / "runs.json.out").read_text()).values()) == {0}
+    assert json.loads((folder / "runs.json.out").read_text()) == {name: [0, "killed", 0] for name in runs}
     return folder
 
 

@@ -50,13 +50,13 @@ def left(folder: Path, name: str, stage: str) -> Path:
 def together(folder: Path, processes: int, runs: dict) -> dict:
     """The outcomes of command lines that so many processes run."""
     file = folder / f"runs_{len(list(folder.glob('runs_*')))}.json"
-    file.write_text(json.dumps(runs))
+    file.write_text(json.dumps({name: [run] for name, run in runs.items()}))
     started = start([*TORCHRUN, "--nproc_per_node", str(processes), "--master_port", free_port(),
-                     "tests/distributed/rank_resume_shared.py", str(file)], Path(__file__).parents[2])
+                     "tests/factories/rank_runs.py", str(file)], Path(__file__).parents[2])
     out, log = started.communicate(timeout=900)
     assert started.returncode == 0, log[-3000:]
     (folder / f"{file.stem}.log").write_text(f"{out}\n{log}")
-    return json.loads(Path(f"{file}.out").read_text())
+    return {name: outcome for name, [outcome] in json.loads(Path(f"{file}.out").read_text()).items()}
 
 
 @pytest.fixture(scope="module")

@@ -85,6 +85,10 @@ class NewRunPage:
     def is_focused(self, selector: str) -> bool:
         return self.run("return document.activeElement.matches(arguments[0])", selector)
 
+    def focuses(self, selector: str) -> None:
+        """Until the focus is there: the page may have asked the studio first."""
+        self.until(lambda: self.is_focused(selector))
+
     def keys(self, *keys: str) -> None:
         """Pressed wherever the focus is."""
         from selenium.webdriver.common.action_chains import ActionChains

@@ -33,7 +33,7 @@ def test_without_a_mouse_everything_is_reached_and_the_run_is_started(page, stub
     page.tab_to("#ask-preview")
     page.keys(Keys.ENTER)
     page.until(lambda: page.find(".example"))
-    assert page.is_focused("#ask-preview")
+    page.focuses("#ask-preview")
     page.tab_to("#start")
     page.keys(Keys.ENTER)
     page.until(lambda: "#/run/pairs-dpo" in page.browser.current_url)

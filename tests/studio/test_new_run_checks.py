@@ -43,14 +43,14 @@ def test_the_plan_is_bars_and_its_advice_can_be_taken(page, stub):
     page.click(".notice li button")
     assert page.find(entry("model.load_in_4bit")).is_selected()
     page.until(lambda: page.settings.get("model.load_in_4bit") is True)
-    assert page.is_focused(entry("model.load_in_4bit"))
+    page.focuses(entry("model.load_in_4bit"))
 
 
 def test_a_failed_look_is_told_in_the_servers_words(page, stub):
     page.ready()
     stub.refusals["plan"] = Refused(400, "the tokenizer of demo/sft is missing", "model.model_name_or_path")
     page.click("#ask-plan")
-    page.until(lambda: page.is_focused(entry("model.model_name_or_path")))
+    page.focuses(entry("model.model_name_or_path"))
     assert "tokenizer" in page.fault("model.model_name_or_path")
     assert "tokenizer" in page.find(".checks .fault").text
 
@@ -91,7 +91,7 @@ def test_a_name_that_cannot_be_is_told_at_once(page, stub, name):
     page.fill("#run-name", name)
     assert page.find(entry("run", ".fault")).is_displayed()
     page.click("#start")
-    page.until(lambda: page.is_focused("#run-name"))
+    page.focuses("#run-name")
     assert "jobs" not in stub.asked
     page.fill("#run-name", "mine/first")
     assert not page.find(entry("run", ".fault")).is_displayed()

@@ -24,7 +24,7 @@ def test_options_follow_the_card_and_a_change_has_a_way_back(page, stub):
     assert "Changed by you" in mark.text
     mark.find_element("css selector", "button").click()
     assert page.find(rank).get_attribute("value") == "16"
-    assert page.is_focused(rank)
+    page.focuses(rank)
     page.until(lambda: "model.lora.r" not in page.settings)
     page.click("#card option[value=cpu]")
     page.until(lambda: page.find(rank).get_attribute("value") == "0")
@@ -73,7 +73,7 @@ def test_incomplete_json_is_told_at_once_and_never_sent(page, stub):
     page.set("reward.options", '{"a": ', "textarea")
     assert "not complete JSON" in page.fault("reward.options")
     page.click("#start")
-    assert page.is_focused(entry("reward.options", "textarea"))
+    page.focuses(entry("reward.options", "textarea"))
     page.set("reward.options", '{"a": {"b": 1}}', "textarea")
     assert page.sent("reward.options") == {"a": {"b": 1}}
     assert all(body["settings"].get("reward.options", {}) in ({}, {"a": {"b": 1}}) for body in stub.asked["settings"])
@@ -88,17 +88,17 @@ def test_a_refusal_stands_beside_its_option_and_the_focus_goes_there(page, stub)
     assert not page.is_focused(entry("train.warmup_ratio"))  # nobody is taken away from where they type
     for press in ("#start", "#ask-preview", "#ask-plan"):
         page.click(press)
-        page.until(lambda: page.is_focused(entry("train.warmup_ratio")))
+        page.focuses(entry("train.warmup_ratio"))
         said = page.find(entry("train.warmup_ratio", ".fault"))
         assert said.is_displayed() and "between 0 and 1" in said.text
         assert page.find(entry("train.warmup_ratio")).get_attribute("aria-invalid") == "true"
     page.fill("#option-search", "warmup")  # what is found already stays found; what a search hides is shown again
     page.click("#start")
-    page.until(lambda: page.is_focused(entry("train.warmup_ratio")))
+    page.focuses(entry("train.warmup_ratio"))
     assert page.find("#option-search").get_attribute("value") == "warmup"
     page.fill("#option-search", "preset")
     page.click("#start")
-    page.until(lambda: page.is_focused(entry("train.warmup_ratio")))
+    page.focuses(entry("train.warmup_ratio"))
     stub.refusal = {"option": None, "text": "two things do not go together"}
     page.set("model.lora.r", "9")
     page.until(lambda: "do not go together" in page.find("#settings-fault").text)
@@ -108,7 +108,7 @@ def test_a_refusal_stands_beside_its_option_and_the_focus_goes_there(page, stub)
     page.set("model.lora.r", "10")
     page.says("Everything is there")
     page.click("#start")
-    page.until(lambda: page.is_focused("#run-name"))
+    page.focuses("#run-name")
     assert "of that name" in page.fault("run")
 
 
@@ -133,7 +133,7 @@ def test_nothing_is_called_wrong_that_was_not_given_yet(page, stub):
     page.until(lambda: "name the model" in page.find(".next-line").text and page.find("pre.same-yaml").text)
     assert not [f for f in page.all(".fault") if f.is_displayed()]
     page.click("#start")
-    page.until(lambda: page.is_focused(entry("model.model_name_or_path")))
+    page.focuses(entry("model.model_name_or_path"))
 
 
 def test_answers_that_come_late_do_not_replace_newer_ones(page, stub):

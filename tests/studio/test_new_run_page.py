@@ -96,7 +96,7 @@ def test_a_judge_behind_an_address_with_questions_of_ones_own(page):
     page.fill(".rubric-item input", "Is it 100% correct?")
     page.find("select[aria-label='Kind of question 1']").send_keys("yes")
     page.press("Add a question")
-    assert page.is_focused("input[aria-label='Question 2']")
+    page.focuses("input[aria-label='Question 2']")
     page.fill("input[aria-label='Question 2']", "Is it 100% correct? Really?")
     page.until(lambda: len(page.sent("reward.judge.rubric")["items"]) == 2)
     time.sleep(0.5)
@@ -138,7 +138,7 @@ def test_what_was_found_in_the_data_is_told_and_a_misfit_stands_in_the_way(page,
     page.says("do not fit")
     assert "prompt rows make no pair" in page.find(".data-found").text
     page.click("#start")
-    assert page.is_focused(entry("data.sources"))
+    page.focuses(entry("data.sources"))
     assert "jobs" not in stub.asked
     page.set("data.sources", "none.jsonl")
     page.until(lambda: "does not exist" in page.find(".data-found").text)

@@ -1,9 +1,10 @@
 """Whole decoder layers in one call of the kernels, in decode steps of models whose layers are of the kernels' form.
 
 The form is Llama's: a norm, attention by four matrices over rotary positions, a norm, a gated MLP, both added to what
-went in. It is not recognised by name: a layer with these parts and no others is run over random slots beside
-the kernel, and is swapped only where outputs and cache agree to rounding. Prompts, masked steps, layers that anybody
-hooks into, adapters and quantized weights go the model's own way.
+went in; or OPT's, with LayerNorm, no rotation and no gate. It is not recognised by the model's name: a layer with these
+parts and no others is run over random slots beside the kernel, and is swapped only where outputs and cache agree to
+rounding. A matrix may have a LoRA adapter in bf16. Prompts, masked steps, layers that anybody hooks into, other
+adapters and quantized weights go the model's own way.
 """
 
 from __future__ import annotations
@@ -15,16 +16,34 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.out_of_memory import is_out_of_memory
 from hybrid_rlhf.core.torch_compat import is_hooked
 from hybrid_rlhf.engine.decode.attention import SAID_ALREADY
 from hybrid_rlhf.engine.decode.kv_cache import KeyValueRows, StateRows, Step
-from hybrid_rlhf.kernels.fusions import are_close, is_gelu
+from hybrid_rlhf.kernels.fusions import activation_of, are_close
+from hybrid_rlhf.models.lora_products import is_only_adapter, plain_adapter
 
-_CHILDREN = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_ATTENTION, _HEAD_NORMS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_norm", "k_norm")
-_MLP = ("gate_proj", "up_proj", "down_proj")
+_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _ROWS = 3  # of the trial
+
+
+class Names(NamedTuple):
+    """What the parts of a layer are called. matrices: attention's query, key, value and output, the MLP's gate (None:
+    it has none), up and down. has_angles: whether positions turn the heads (and the norms are RMSNorm)."""
+
+    matrices: tuple[str | None, ...]
+    norms: tuple[str, str]
+    activation: str
+    has_angles: bool
+
+
+_NAMES = (
+    Names((*(f"self_attn.{n}_proj" for n in "qkvo"), *(f"mlp.{n}_proj" for n in ("gate", "up", "down"))),
+          ("input_layernorm", "post_attention_layernorm"), "mlp.act_fn", has_angles=True),
+    Names((*(f"self_attn.{n}_proj" for n in ("q", "k", "v", "out")), None, "fc1", "fc2"),
+          ("self_attn_layer_norm", "final_layer_norm"), "activation_fn", has_angles=False),
+)
 
 
 class Form(NamedTuple):
@@ -32,27 +51,37 @@ class Form(NamedTuple):
 
     layer: nn.Module
     index: int
+    names: Names
     adds_one: bool
-    is_gelu: bool
+    activation: str
 
-    def matrices(self) -> list[nn.Module]:
-        return [getattr(self.layer.self_attn, n) for n in _ATTENTION] + [getattr(self.layer.mlp, n) for n in _MLP]
+    def matrices(self) -> list[nn.Module | None]:
+        """Each an nn.Linear, an adapter's layer around one, or None for the gate that there is not."""
+        return [_part(self.layer, n) for n in self.names.matrices]
 
     def norms(self) -> list[nn.Module | None]:
-        return [self.layer.input_layernorm, self.layer.post_attention_layernorm,
-                *(getattr(self.layer.self_attn, n, None) for n in _HEAD_NORMS)]
+        return [_part(self.layer, n) for n in (*self.names.norms, *_HEAD_NORMS)]
+
+    def linears(self) -> list[nn.Linear | None]:
+        """The matrices without their adapters."""
+        return [m and getattr(m, "base_layer", m) for m in self.matrices()]
 
     def kernel(self, make: Callable) -> Callable:
-        """The kernel over the layer's weights as they are now."""
-        matrices, norms = self.matrices(), self.norms()
-        return make([m.weight for m in matrices], [m.bias for m in matrices], [n and n.weight for n in norms],
-                    eps=_eps(norms[0]), adds_one=self.adds_one, scaling=self.layer.self_attn.scaling,
-                    is_gelu=self.is_gelu)
+        """The kernel over the layer's weights and adapters as they are now."""
+        linears, norms = self.linears(), self.norms()
+        return make([m and m.weight for m in linears], [m and m.bias for m in linears], [n and n.weight for n in norms],
+                    [getattr(n, "bias", None) for n in norms],
+                    [a and a[1] for a in self.adapters()], eps=_eps(norms[0]), adds_one=self.adds_one,
+                    scaling=self.layer.self_attn.scaling, activation=self.activation)
+
+    def adapters(self) -> list[tuple[str, tuple[Tensor, Tensor, float]] | None]:
+        """Of each matrix the active adapter's name and parts, as `plain_adapter` has them, or None."""
+        return [present(plain_adapter(m), "the adapter") if _is_adapted(m) else None for m in self.matrices()]
 
     def is_free(self) -> bool:
-        """Whether nobody has replaced or hooked into a part of it meanwhile."""
-        return all("forward" not in vars(m) and (m is self.layer or not is_hooked(m))
-                   for m in self.layer.modules())
+        """Whether nobody has replaced or hooked into a part of it meanwhile, and its adapters are plain ones now."""
+        return (all("forward" not in vars(m) and (m is self.layer or not is_hooked(m)) for m in self.layer.modules())
+                and all(plain_adapter(m) for m in self.matrices() if _is_adapted(m)))
 
 
 def find_decode_layers(runner) -> list[Form]:  # noqa: ANN001 - a Runner
@@ -65,7 +94,7 @@ def find_decode_layers(runner) -> list[Form]:  # noqa: ANN001 - a Runner
         forms = [form for layer in runner.model.modules() if (form := _form(layer, runner.ops.linear_dtypes))]
         widths = _angle_widths(runner, forms) if forms else {}
         for form in forms:
-            if widths.get(form.layer) == _head_dim(form):
+            if widths.get(form.layer) == (_head_dim(form) if form.names.has_angles else None):
                 tries = (form._replace(adds_one=adds_one) for adds_one in (False, True))
                 found += [right for right in tries if _is_right(runner, right)][:1]
     return found
@@ -85,20 +114,25 @@ def decode_layers(forms: list[Form], make: Callable | None) -> Iterator[int]:
 
 
 def _forward(form: Form, kernel: Callable) -> Callable:
-    original, index, most, dtype = form.layer.forward, form.index, kernel.max_rows, form.matrices()[0].weight.dtype
+    original, index, most, dtype = form.layer.forward, form.index, kernel.max_rows, _like(form).dtype
+    has_angles = form.names.has_angles
+    adapters = [(m, found[0]) for m, found in zip(form.matrices(), form.adapters(), strict=True) if found]
 
     def forward(hidden_states: Tensor, attention_mask: Tensor | None = None, past_key_values: object = None,
                 position_embeddings: tuple[Tensor, Tensor] | None = None, **others: object):  # noqa: ANN202
         step = getattr(past_key_values, "step", None)
-        if (step is None or step.is_prefill or attention_mask is not None or position_embeddings is None
+        if (step is None or step.is_prefill or attention_mask is not None
+                or (position_embeddings is None) == has_angles
                 or hidden_states.dtype != dtype or len(hidden_states) > most
             or index not in past_key_values.fused_cache_write or past_key_values.layers[index].keys is None
-                or any(v is not None and n not in SAID_ALREADY for n, v in others.items())):
+                or any(v is not None and n not in SAID_ALREADY for n, v in others.items())
+                or not all(is_only_adapter(m, name) for m, name in adapters)):
+            angles = {"position_embeddings": position_embeddings} if has_angles else {}
             return original(hidden_states, attention_mask=attention_mask, past_key_values=past_key_values,
-                            position_embeddings=position_embeddings, **others)
+                            **angles, **others)
         rows = past_key_values.layers[index]
-        return kernel(hidden_states, *position_embeddings, rows.keys, rows.values, past_key_values.row_slots(),
-                      step.positions[:, 0], step.width)
+        return kernel(hidden_states, *(position_embeddings or (None, None)), rows.keys, rows.values,
+                      past_key_values.row_slots(), step.positions[:, 0], step.width)
 
     return forward
 
@@ -109,26 +143,53 @@ def _eps(norm: nn.Module) -> float | None:
 
 def _form(layer: nn.Module, dtypes: frozenset[torch.dtype]) -> Form | None:
     """The layer as the kernel's form, if it has the parts of one."""
-    children = dict(layer.named_children())
-    if set(children) != _CHILDREN or not isinstance(getattr(layer.self_attn, "layer_idx", None), int):
+    names = next((n for n in _NAMES if _has_parts(layer, n)), None)
+    if names is None or not isinstance(getattr(layer.self_attn, "layer_idx", None), int):
         return None
-    attention, mlp = dict(layer.self_attn.named_children()), dict(layer.mlp.named_children())
-    if set(attention) - set(_HEAD_NORMS) != set(_ATTENTION) or set(mlp) - {"act_fn"} != set(_MLP):
+    act = _part(layer, names.activation)
+    activation = act and activation_of(act)
+    if (activation is None or (activation == "relu" and names.has_angles)
+            or not isinstance(getattr(layer.self_attn, "scaling", None), float)):
         return None
-    gelu = is_gelu(layer.mlp.act_fn) if hasattr(layer.mlp, "act_fn") else None
-    if gelu is None or not isinstance(getattr(layer.self_attn, "scaling", None), float):
-        return None
-    form = Form(layer, layer.self_attn.layer_idx, False, gelu)
+    form = Form(layer, layer.self_attn.layer_idx, names, False, activation)
     norms = [n for n in form.norms() if n is not None]
-    is_plain = (all(type(m) is nn.Linear for m in form.matrices())
-                and all(_is_norm(n) and _eps(n) == _eps(norms[0]) for n in norms)
+    is_plain = (all(m is None or type(m) is nn.Linear or plain_adapter(m) for m in form.matrices())
+                and all(_is_norm(n, names) and _eps(n) == _eps(norms[0]) for n in norms)
                 and len({p.dtype for p in layer.parameters()} | {norms[0].weight.dtype}) == 1
-                and norms[0].weight.dtype in dtypes and norms[0].weight.device.type == "cpu")
-    return form if is_plain and form.layer.self_attn.q_proj.weight.numel() else None
+                and norms[0].weight.dtype in dtypes and norms[0].weight.device.type == "cpu"
+                and (norms[0].weight.dtype == torch.bfloat16 or not any(map(_is_adapted, form.matrices()))))
+    return form if is_plain and _like(form).numel() else None
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return (type(module).__name__.endswith("RMSNorm") and isinstance(getattr(module, "weight", None), nn.Parameter)
+def _has_parts(layer: nn.Module, names: Names) -> bool:
+    """Whether these are its parts, and there are no others but what an adapter has inside a matrix."""
+    matrices = {n for n in names.matrices if n}
+    found = {n for n, _ in layer.named_modules() if n and not any(n.startswith(f"{m}.") for m in matrices)}
+    needed = {*matrices, *names.norms}
+    return needed <= found <= needed | {"self_attn", "mlp", names.activation, *_HEAD_NORMS}
+
+
+def _part(layer: nn.Module, name: str | None) -> nn.Module | None:
+    """The part of this name, a function perhaps; None if there is none."""
+    for part in name.split(".") if name else ():
+        layer = getattr(layer, part, None)
+    return layer if name else None
+
+
+def _is_adapted(module: nn.Module | None) -> bool:
+    return hasattr(module, "base_layer")
+
+
+def _like(form: Form) -> Tensor:
+    """A weight of the dtype and on the device of all of them: the keys' matrix."""
+    return form.linears()[1].weight
+
+
+def _is_norm(module: nn.Module, names: Names) -> bool:
+    kind = type(module) is nn.LayerNorm and module.bias is not None
+    if names.has_angles:
+        kind = type(module).__name__.endswith("RMSNorm") and getattr(module, "bias", None) is None
+    return (kind and isinstance(getattr(module, "weight", None), nn.Parameter)
             and module.weight.dim() == 1 and isinstance(_eps(module), float))
 
 
@@ -155,7 +216,7 @@ def _angle_widths(runner, forms: list[Form]) -> dict[nn.Module, int]:  # noqa: A
 
 def _is_right(runner, form: Form) -> bool:  # noqa: ANN001 - a Runner
     """Whether the layer itself and the kernel, over slots with random columns, give and store the same."""
-    like = form.matrices()[1].weight
+    like = _like(form)
     cache = runner.new_cache(_ROWS, 8)
     try:
         rows = cache.layers[form.index]
@@ -164,15 +225,15 @@ def _is_right(runner, form: Form) -> bool:  # noqa: ANN001 - a Runner
         dim = _head_dim(form)
         rows.keys, rows.values = (torch.randn(_ROWS, len(like) // dim, 8, dim).to(like) for _ in range(2))
         ours = rows.keys.clone(), rows.values.clone()
-        angles = tuple(torch.randn(_ROWS, 1, dim).to(like) for _ in range(2))
+        angles = tuple(torch.randn(_ROWS, 1, dim).to(like) for _ in range(2)) if form.names.has_angles else None
         x = 0.05 * torch.randn(_ROWS, 1, like.shape[1])  # small, so that what the layer adds is not rounded away
         step = Step(torch.tensor([[2], [6], [0]]), 7, slots=torch.tensor([2, 0, 1]))
         cache.fused_cache_write.add(form.index)
         want = runner.through_layer(form.layer, cache, step, x.to(like), angles)
         if not isinstance(want, Tensor):
             return False
-        got = form.kernel(runner.ops.decode_layer)(x.to(like), *angles, *ours, cache.row_slots(), step.positions[:, 0],
-                                                   step.width)
+        got = form.kernel(runner.ops.decode_layer)(x.to(like), *(angles or (None, None)), *ours, cache.row_slots(),
+                                                   step.positions[:, 0], step.width)
         bound = 1e-5 if like.dtype == torch.float32 else 2.0**-6
         return are_close((want - x.to(like), rows.keys, rows.values), (got - x.to(like), *ours), bound)
     except Exception as error:  # whatever third-party code raises, it is not of this form

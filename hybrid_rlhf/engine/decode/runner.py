@@ -183,12 +183,13 @@ class Runner:
         return module(input_ids=ids, **named)
 
     def through_layer(self, layer: nn.Module, cache: SlotCache, step: Step, hidden: Tensor,
-                      angles: tuple[Tensor, Tensor]) -> Tensor:
+                      angles: tuple[Tensor, Tensor] | None) -> Tensor:
         """Hidden states (B, 1, H) behind one decoder layer, by its own code, in a step over `cache`."""
         cache.begin(step)
         self._attention.cache = cache
+        named = {"position_embeddings": angles} if angles else {}
         return layer(hidden, attention_mask=None, position_ids=step.places, past_key_values=cache, use_cache=True,
-                     position_embeddings=angles)
+                     **named)
 
     def check_inside(self) -> None:
         """Raise RuntimeError outside of `plugged_in`."""

@@ -21,10 +21,10 @@ from architecture_sweep import Row, read_rows, worse
 from hybrid_rlhf.engine.decode import runner
 from hybrid_rlhf.kernels import REFERENCE, ops_for
 
-WHOLE = ("llama", "mistral", "qwen2", "qwen3", "cwm")
-NATIVE = ("gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "olmo2", "cohere2", "smollm3", "llama4_text",
-          "deepseek_v2", "longcat_flash", "glm4_moe", "mixtral", "qwen3_moe", "gpt_oss", "mamba", "mamba2", "jamba",
-          "lfm2", "qwen3_next", "falcon_h1", "zamba2")
+WHOLE = ("llama", "mistral", "qwen2", "qwen3", "cwm", "opt")
+NATIVE = ("gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt:post_norm", "olmo2", "cohere2", "smollm3",
+          "llama4_text", "deepseek_v2", "longcat_flash", "glm4_moe", "mixtral", "qwen3_moe", "gpt_oss", "mamba",
+          "mamba2", "jamba", "lfm2", "qwen3_next", "falcon_h1", "zamba2")
 OTHERS = {"bloom": "eager", "falcon:alibi": "eager", "recurrent_gemma": "generate", "rwkv": "generate"}
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"

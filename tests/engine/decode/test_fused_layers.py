@@ -13,10 +13,14 @@ from hybrid_rlhf.engine.decode.fused_layers import _ROWS
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.kernels import REFERENCE, cpu, ops_for, reference
+from hybrid_rlhf.models.lora import lora_layers
+from tests.factories.adapters import base_with
 from tests.factories.tiny import tiny_causal_lm
 
 GREEDY = SamplingConfig(max_new_tokens=6, temperature=0.0)
 PROMPTS = [[5, 9, 11], [6], [7, 8, 9, 10, 11, 12], [13, 5]]
+NOTHING_MORE = [None] * 4, [None] * 7  # biases of norms, adapters
+SETTINGS = {"eps": 1e-6, "adds_one": False, "scaling": 1.0, "activation": "silu"}
 SHAPE = {"hidden_size": 64, "intermediate_size": 136, "head_dim": 16}  # not a multiple of a piece's outputs
 
 
@@ -69,7 +73,8 @@ def test_a_layer_is_that_of_plain_torch(kernel, dtype, bound, heads, kv_heads, h
     weights = [numbers(*size, scale=size[1] ** -0.5) for size in sizes]
     biases = [numbers(size[0]) if has_extras and i < 3 else None for i, size in enumerate(sizes)]
     norms = [numbers(hidden), numbers(hidden), *((numbers(dim), numbers(dim)) if has_extras else (None, None))]
-    layer = kernel(weights, biases, norms, eps=1e-6, adds_one=has_extras, scaling=0.2, is_gelu=has_extras)
+    layer = kernel(weights, biases, norms, *NOTHING_MORE, eps=1e-6, adds_one=has_extras, scaling=0.2,
+                   activation="gelu" if has_extras else "silu")
     assert layer.max_rows >= rows or dtype != torch.float32
     if layer.max_rows < rows:
         pytest.skip("this processor multiplies no bf16 numbers")
@@ -91,12 +96,73 @@ def test_a_layer_is_that_of_plain_torch(kernel, dtype, bound, heads, kv_heads, h
     assert torch.equal(before[0], keys) and torch.equal(before[1], values)  # nothing else was written
 
 
+def plain_opt(x, weights, biases, norms, norm_biases, adapters, columns, scaling):
+    """OPT's layer of one row in double precision, x (E): LayerNorm, no rotation, no gate, ReLU, adapters."""
+    def norm(v, i):
+        v = (v - v.mean()) / (v.var(correction=0) + 1e-5).sqrt()
+        return v * norms[i] + norm_biases[i]
+
+    def product(i, v):
+        down, up, factor = adapters[i] or (torch.zeros(1, len(v)).double(), torch.zeros(len(weights[i]), 1).double(), 0)
+        return weights[i] @ v + biases[i] + factor * (up @ (down @ v))
+
+    inner = norm(x, 0)
+    query, key, value = (product(i, inner).view(-1, columns[0].shape[-1]) for i in range(3))
+    keys, values = (torch.cat([c, n[None]]) for c, n in zip(columns, (key, value), strict=True))
+    heads = [(keys[:, h] @ query[h] * scaling).softmax(0) @ values[:, h] for h in range(len(query))]
+    x = x + product(3, torch.cat(heads))
+    return x + product(6, product(5, norm(x, 1)).clamp(min=0)), key, value
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-5), (torch.bfloat16, 0.03)], ids=str)
+def test_a_layer_of_opt_with_adapters_is_that_of_plain_torch(kernel, dtype, bound):
+    """The adapters, of unlike ranks and not dense, are as large as the weights; fp32 has none (nor has the kernel)."""
+    g = torch.Generator().manual_seed(1)
+    hidden, heads, dim, inner, rows, columns = 40, 2, 32, 72, 5, 9
+
+    def numbers(*shape, scale=1.0):
+        return (torch.randn(*shape, generator=g) * scale).to(dtype)
+
+    sizes = [(heads * dim, hidden)] * 3 + [(hidden, heads * dim), None, (inner, hidden), (hidden, inner)]
+    weights = [size and numbers(*size, scale=size[1] ** -0.5) for size in sizes]
+    biases = [size and numbers(size[0]) for size in sizes]
+    ranks = [3, 4, None, 8, None, 16, 5] if dtype == torch.bfloat16 else [None] * 7
+    adapters = [r and (numbers(size[1], r, scale=size[1] ** -0.5).T, numbers(size[0], 2 * r)[:, :r], 0.5)
+                for r, size in zip(ranks, sizes, strict=True)]
+    norms, norm_biases = ([numbers(hidden), numbers(hidden), None, None] for _ in range(2))
+    layer = kernel(weights, biases, norms, norm_biases, adapters, eps=1e-5, adds_one=False, scaling=0.2,
+                   activation="relu")
+    if layer.max_rows < rows:
+        pytest.skip("this processor multiplies no bf16 numbers")
+    keys, values = (numbers(rows, heads, columns, dim) for _ in range(2))
+    before, x = (keys.clone(), values.clone()), numbers(rows, 1, hidden) + 1  # a mean that LayerNorm takes away
+    slots, positions = torch.tensor([4, 0, 2, 1, 3]), torch.tensor([0, 8, 3, 2, 5])
+    out = layer(x, None, None, keys, values, slots, positions, columns)
+    doubles = [[t if t is None else t.double() for t in ts] for ts in (weights, biases, norms, norm_biases)]
+    doubles.append([a and (a[0].double(), a[1].double(), a[2]) for a in adapters])
+    for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+        want, key, value = plain_opt(x[row, 0].double(), *doubles, [
+            c[slot, :, :position].transpose(0, 1).double() for c in before], 0.2)
+        for ours, theirs in ((out[row, 0], want), (keys[slot, :, position], key), (values[slot, :, position], value)):
+            assert (ours.double() - theirs).abs().max() <= bound * theirs.abs().max()
+
+
+@pytest.mark.parametrize("activation, has_gate", [("relu", True), ("mish", False)])
+def test_an_activation_that_no_kernel_has_is_an_error(activation, has_gate):
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler")
+    eye = torch.eye(8)
+    with pytest.raises(ValueError, match=f"no kernel has the activation {activation}"):
+        cpu.load_decode_layer()([eye] * 4 + [eye if has_gate else None] + [eye] * 2, [None] * 7, [torch.ones(8)] * 2
+                                + [None] * 2, *NOTHING_MORE, **SETTINGS | {"activation": activation})
+
+
 def test_a_small_layer_takes_many_rows_and_a_large_one_what_our_product_is_good_for(kernel):
     """Above that many rows torch's product is faster, but a small layer would pay more for the way through Python."""
     def most(hidden):
         eye = torch.eye(hidden, dtype=torch.bfloat16)
         norms = [torch.ones(hidden, dtype=torch.bfloat16)] * 2 + [None] * 2
-        return kernel([eye] * 7, [None] * 7, norms, eps=1e-6, adds_one=False, scaling=1.0, is_gelu=False).max_rows
+        return kernel([eye] * 7, [None] * 7, norms, *NOTHING_MORE, **SETTINGS).max_rows
 
     if most(8) == 0:
         pytest.skip("this processor multiplies no bf16 numbers")
@@ -108,16 +174,21 @@ def test_what_does_not_fit_a_layer_is_an_error():
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler")
     make, eye = cpu.load_decode_layer(), torch.eye(8)
-    settings = {"eps": 1e-6, "adds_one": False, "scaling": 1.0, "is_gelu": False}
     with pytest.raises(ValueError, match="do not fit each other"):
-        make([eye] * 6 + [torch.zeros(8, 4)], [None] * 7, [torch.ones(8)] * 2 + [None] * 2, **settings)
-    layer = make([eye] * 7, [None] * 7, [torch.ones(8)] * 2 + [None] * 2, **settings)
+        make([eye] * 6 + [torch.zeros(8, 4)], [None] * 7, [torch.ones(8)] * 2 + [None] * 2, *NOTHING_MORE, **SETTINGS)
+    layer = make([eye] * 7, [None] * 7, [torch.ones(8)] * 2 + [None] * 2, *NOTHING_MORE, **SETTINGS)
     cache = torch.zeros(2, 2, 3, 4)
     step = torch.zeros(1, 1, 8), torch.zeros(1, 1, 4), torch.zeros(1, 1, 4), cache, cache.clone()
     with pytest.raises(IndexError, match="position 3; width is 3"):
         layer(*step, torch.tensor([0]), torch.tensor([3]), 3)
     with pytest.raises(IndexError, match="slot 2 of 2"):
         layer(*step, torch.tensor([2]), torch.tensor([0]), 3)
+    down, up = torch.zeros(2, 8), torch.zeros(8, 2)
+    with pytest.raises(ValueError, match="an adapter must be bfloat16 and fit its weight"):
+        make([eye] * 7, [None] * 7, [torch.ones(8)] * 2 + [None] * 2, [None] * 4, [(down, up, 1.0)] + [None] * 6,
+             **SETTINGS)
+    with pytest.raises(ValueError, match="only the gate of a layer may be missing"):
+        make([eye] * 6 + [None], [None] * 7, [torch.ones(8)] * 2 + [None] * 2, *NOTHING_MORE, **SETTINGS)
     with pytest.raises(ValueError, match="heads of 8"):
         layer(*step[:3], cache.view(2, 1, 3, 8), cache.view(2, 1, 3, 8), torch.tensor([0]), torch.tensor([0]), 3)
     with pytest.raises(ValueError, match="do not fit the layer"):
@@ -140,11 +211,21 @@ def drawn(made, has_layers, sampling=GREEDY):
         runner.layers = forms
 
 
+@torch.no_grad()
+def farthest(model, tokens, logprobs):
+    """The largest difference between sampled log-probabilities and those of transformers' plain forward."""
+    differences = []
+    for prompt, row, found in zip(PROMPTS, tokens, logprobs, strict=True):
+        logits = model(torch.tensor([prompt + row])).logits[0, len(prompt) - 1:-1].float()
+        wanted = logits.log_softmax(-1).gather(1, torch.tensor(row)[:, None])[:, 0]
+        differences.append((wanted - torch.tensor(found)).abs().max())
+    return float(max(differences))
+
+
 def needs_layers(dtype):
     ops, eye, one = ops_for("cpu"), torch.eye(8, dtype=dtype), torch.ones(8, dtype=dtype)
-    settings = {"eps": 1e-6, "adds_one": False, "scaling": 1.0, "is_gelu": False}
     if (ops.decode_layer is None or dtype not in ops.linear_dtypes
-            or not ops.decode_layer([eye] * 7, [None] * 7, [one, one, None, None], **settings).max_rows):
+            or not ops.decode_layer([eye] * 7, [None] * 7, [one, one, None, None], *NOTHING_MORE, **SETTINGS).max_rows):
         pytest.skip(f"{ops.name} computes no layers of {dtype}")
 
 
@@ -160,7 +241,63 @@ def test_layers_in_one_call_give_the_bits_of_separate_kernels(kind, dtype):
     assert drawn(made, True, mixed) == drawn(made, False, mixed)
 
 
-@pytest.mark.parametrize("kind, changes", [("gemma2", {}), ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+def test_layers_of_opt_in_one_call_generate_what_transformers_does():
+    needs_layers(torch.float32)
+    model = tiny_causal_lm(kind="opt", ffn_dim=136, hidden_size=64, word_embed_proj_dim=64)
+    for parameter in model.parameters():  # biases and LayerNorms begin at 0 and 1
+        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1 and parameter.mean() > 0.5), std=0.1)
+    made, wanted = engine(model), by_transformers(model)
+    with made.inference():
+        assert made.generate(PROMPTS, GREEDY).tokens == wanted
+        assert made.describe()["fused"]["decode_layer"] == 2
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "opt"])
+def test_layers_with_adapters_in_one_call_follow_the_adapter_that_is_active(kind):
+    """For each of two adapters the model's own log-probabilities, and (but for OPT, whose LayerNorm torch rounds
+    otherwise) the bits of separate kernels; without any, and merged, the model's own way."""
+    needs_layers(torch.bfloat16)
+    changes = {"ffn_dim": 136, "word_embed_proj_dim": 64, "hidden_size": 64} if kind == "opt" else SHAPE
+    model = base_with("one", "two", kind=kind, **changes).to(torch.bfloat16)
+    layers = lora_layers(model).values()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+
+    def activate(name):
+        for layer in layers:
+            layer.set_adapter(name)
+
+    activate("one")
+    made = engine(model)
+    with made.inference():
+        assert made.describe()["fused"]["decode_layer"] == 2
+    found = {}
+    for name in ("one", "two"):
+        activate(name)
+        found[name] = drawn(made, True)
+        assert kind == "opt" or found[name] == drawn(made, False)
+        assert farthest(model, *found[name]) < 0.06
+    for layer in layers:
+        layer.enable_adapters(False)
+    found["none"] = drawn(made, True)
+    assert found["none"] == drawn(made, False)
+    for layer in layers:
+        layer.enable_adapters(True)
+    assert farthest(model, *found["one"]) > 0.2  # what a forgotten adapter would do
+    with made.inference():  # an adapter that is taken away meanwhile is not used any more
+        for layer in layers:
+            layer.enable_adapters(False)
+        assert made.generate(PROMPTS, GREEDY).tokens == found["none"][0]
+    assert len({str(tokens) for tokens, _ in found.values()}) == 3
+    for layer in layers:
+        layer.enable_adapters(True)
+        layer.merge()
+    assert drawn(made, True) == drawn(made, False)
+
+
+@pytest.mark.parametrize("kind, changes", [("gemma2", {}),
+                                           ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32,
+                                                    "do_layer_norm_before": False}),
                                            ("granite", {"residual_multiplier": 0.5}), ("olmo2", {})])
 def test_layers_of_another_form_are_left_to_the_model(kind, changes):
     made = engine(tiny_causal_lm(kind=kind, **changes))

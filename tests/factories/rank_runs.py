@@ -1,6 +1,7 @@
-"""What some processes do for test_another_number.py: command lines one after another, of which some die.
+"""What some processes do together: command lines one after another, of which some die in the same step.
 
-torchrun tests/distributed/rank_resume_shared.py FILE: a JSON object name -> [argv, the step in which it dies or null].
+torchrun tests/factories/rank_runs.py FILE: a JSON object name -> a list of [argv, the step in which it dies or null];
+FILE.out is name -> what became of each: the exit code, or "killed".
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def run(argv: list[str], last: int | None) -> int | str:
 
 if __name__ == "__main__":
     failure.join()
-    outcome = {name: run(*given) for name, given in json.loads(Path(sys.argv[1]).read_text()).items()}
+    named = json.loads(Path(sys.argv[1]).read_text())
+    outcome = {name: [run(*given) for given in runs] for name, runs in named.items()}
     if rank() == 0:
         Path(sys.argv[1] + ".out").write_text(json.dumps(outcome))
     shutdown()
