@@ -1,6 +1,7 @@
 """The physical floor of a step: the time that its matrix products take at the rate that torch reaches here at the sizes
 used, plus that of the bytes that must move (weights and cache of each decode step, optimizer state) at the bandwidth
-measured here. All rates come from the same run as the step's own time.
+measured here; a decode step takes the longer of its bytes and its products. All rates come from the same run as the
+step's own time.
 
 It has nothing for attention's arithmetic, norms, activations, softmax over the vocabulary, adapters or the writing of
 gradients: a step that fused everything perfectly would still take longer.
@@ -70,22 +71,26 @@ class Rates(NamedTuple):
     memory: Callable[[], float]
 
 
-def floor_of(shape: Shape, rows: int, body: float, head: tuple[int, float] = (0, 0), decoded: float = 0,
-             trained: int = 0, dtype: torch.dtype = torch.bfloat16, rates: Rates | None = None) -> tuple[float, str]:
+def floor_of(shape: Shape, rows: int, body: float, head: tuple[int, float] = (0, 0),
+             decoded: tuple[int, float] = (0, 0), trained: int = 0, dtype: torch.dtype = torch.bfloat16,
+             rates: Rates | None = None) -> tuple[float, str]:
     """Seconds, and a line about them. rates: of the processor, if not given.
 
     rows: tokens that a pass reads; body: how many forward passes over them (a backward counts two, one where weights
-    are frozen). head: tokens predicted, and forward passes of the head over them. decoded: bytes of decoding. trained:
-    parameters of a full optimizer.
+    are frozen). head: tokens predicted, and forward passes of the head over them. decoded: tokens drawn, and the
+    bytes of all decode steps. trained: parameters of a full optimizer.
     """
     rates = rates or Rates(matrix_rate, bandwidth)
-    rate, speed = rates.matrix(shape.products(rows), dtype), rates.memory()
-    parts = {f"layers at {rate / 1e9:.0f} G/s": 2 * shape.body * rows * body / rate}
+    layers, speed = rates.matrix(shape.products(rows), dtype), rates.memory()
+    parts = {f"layers at {layers / 1e9:.0f} G/s": 2 * shape.body * rows * body / layers}
     if head[0]:
         rate = rates.matrix([(head[0], shape.hidden, shape.vocab)], dtype)
         parts[f"head at {rate / 1e9:.0f} G/s"] = 2 * shape.head * head[0] * head[1] / rate
-    if decoded:
-        parts[f"decoding at {speed / 1e9:.1f} GB/s"] = decoded / speed
+    if decoded[0]:
+        seconds = {f"{speed / 1e9:.1f} GB/s": decoded[1] / speed,
+                   f"{layers / 1e9:.0f} G/s": 2 * decoded[0] * (shape.body + shape.head) / layers}
+        longer = max(seconds, key=lambda at: seconds[at])
+        parts[f"decoding at {longer}"] = seconds[longer]
     if trained:
         parts[f"optimizer at {speed / 1e9:.1f} GB/s"] = ADAM_BYTES * trained / speed
     total = sum(parts.values())
@@ -101,4 +106,5 @@ def ppo_floor(shape: Shape, prompts: Sequence[int], limits: Sequence[int], lora:
     passes = {"ref": 1, "score": 1, "actor": 1 + backward, "critic": 1 + backward}
     prefill = (sum(prompts) - len(prompts)) / read
     return floor_of(shape, read, sum(passes.values()) + prefill, (answered, passes["ref"] + passes["actor"]),
-                    decode_bytes(shape, prompts, limits), 0 if lora else 2 * (shape.body + shape.head), rates=rates)
+                    (answered, decode_bytes(shape, prompts, limits)), 0 if lora else 2 * (shape.body + shape.head),
+                    rates=rates)

@@ -63,8 +63,8 @@ def floor_of_step(shape: Shape, prompt: int, limits: list[int], num_read: int) -
     """
     answered, read = sum(limits), num_read * prompt + sum(limits)
     passes = 4 + PROMPTS * prompt / read  # the reference, the actor, its backward; prefilling
-    return floor_of(shape, read, passes, (answered, 4), decode_bytes(shape, [prompt] * len(limits), limits),
-                    shape.body + 2 * shape.head)
+    return floor_of(shape, read, passes, (answered, 4),
+                    (answered, decode_bytes(shape, [prompt] * len(limits), limits)), shape.body + 2 * shape.head)
 
 
 def work_of(options: argparse.Namespace, is_ragged: bool) -> tuple[Prompts, int, list[int]]:

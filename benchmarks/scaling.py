@@ -144,7 +144,7 @@ def floor(work: str, point: Point) -> float:
     """Seconds of the work's products and bytes, as ppo_step.py and grpo_step.py count them."""
     shape, limits, prompts = Shape.of(point.settings), point.limits, [point.prompt] * point.batch
     read, answered = point.batch * point.prompt + sum(limits), sum(limits)
-    decoded = decode_bytes(shape, prompts, limits, point.slots or None)
+    decoded = sum(limits), decode_bytes(shape, prompts, limits, point.slots or None)
     every = shape.body + 2 * shape.head
     if work == "rollout":
         return floor_of(shape, point.batch // point.group * point.prompt, 1, decoded=decoded)[0]

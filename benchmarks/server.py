@@ -147,7 +147,7 @@ def engine_rate(folder: str, clients: int) -> tuple[float, float]:
         opened.engine.generate(prompts, sampling)
         alone = clients * TOKENS / (time.monotonic() - start)
     shape, lengths = Shape.of(opened.engine.model.config.to_dict()), [len(p) for p in prompts]
-    decoded = decode_bytes(shape, lengths, [TOKENS] * clients, width=4)
+    decoded = clients * TOKENS, decode_bytes(shape, lengths, [TOKENS] * clients, width=4)
     floor, _ = floor_of(shape, sum(lengths), 1, decoded=decoded, dtype=torch.float32)
     return round(alone, 1), round(clients * TOKENS / floor, 1)
 

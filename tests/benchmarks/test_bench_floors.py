@@ -43,8 +43,8 @@ def test_seconds_from_the_rates_that_were_measured(monkeypatch):
     monkeypatch.setattr(floors, "matrix_rate", rate)
     monkeypatch.setattr(floors, "bandwidth", lambda: 5e5)
     shape = Shape.of(LLAMA)
-    total, line = floor_of(shape, 100, 3, (40, 2), decoded=1000, trained=10)
-    assert total == pytest.approx(2 * 2016 * 100 * 3 / 1e6 + 2 * 400 * 40 * 2 / 2e6 + 1000 / 5e5 + 30 * 10 / 5e5)
+    total, line = floor_of(shape, 100, 3, (40, 2), decoded=(1, 10_000), trained=10)
+    assert total == pytest.approx(2 * 2016 * 100 * 3 / 1e6 + 2 * 400 * 40 * 2 / 2e6 + 10_000 / 5e5 + 30 * 10 / 5e5)
     assert asked == [shape.products(100), [(40, 8, 50)]]
     assert "head at 0 G/s 0.03" in line
     total, line = floor_of(shape, 100, 3)
@@ -52,9 +52,18 @@ def test_seconds_from_the_rates_that_were_measured(monkeypatch):
     assert "optimizer" not in line
 
 
+def test_a_decode_step_takes_the_longer_of_its_bytes_and_its_products():
+    shape, rates = Shape.of(LLAMA), Rates(lambda shapes, dtype: 1e6, lambda: 5e5)
+    rest, _ = floor_of(shape, 100, 3, rates=rates)
+    by_bytes, line = floor_of(shape, 100, 3, decoded=(7, 20_000), rates=rates)  # products: 2 * 7 * 2416 / 1e6 = .034
+    assert by_bytes - rest == pytest.approx(.04) and "decoding at 0.0 GB/s 0.04" in line
+    by_products, line = floor_of(shape, 100, 3, decoded=(7, 10_000), rates=rates)
+    assert by_products - rest == pytest.approx(2 * 7 * (2016 + 400) / 1e6) and "decoding at 0 G/s 0.03" in line
+
+
 def test_a_ppo_step_reads_everything_eight_times_or_six_with_adapters():
     shape, rates = Shape.of(OPT), Rates(lambda shapes, dtype: 1e6, lambda: 1e9)
-    decoded = decode_bytes(shape, [10, 10], [4, 4]) / 1e9
+    decoded = 2 * (shape.body + shape.head) * 8 / 1e6  # longer than the bytes take
     # 28 tokens: reference and reward once, actor and critic three times; 18 tokens are prefilled
     products = 2 * shape.body * (28 * 8 + 18) + 2 * shape.head * 8 * 4
     optimizer = 30 * 2 * (shape.body + shape.head) / 1e9

@@ -27,14 +27,16 @@ def test_the_floor_counts_prompts_steps_and_columns(monkeypatch):
 
     def products(_engine, rows, is_own, has_head=True):
         asked.append((rows, has_head))
+        if rows == 1:
+            return lambda: 1.5 if is_own else 1.25
         return lambda: (2.0 if is_own else 3.0) if has_head else (6.0 if is_own else 5.0)
 
     monkeypatch.setattr(rollout_floor, "products", products)
     monkeypatch.setattr(rollout_floor, "bandwidth", lambda size: 100.0)
     floor = rollout_floor.floor_of(engine, requests, 1)
-    assert set(asked) == {(2, True), (6, False)}  # all tokens of the prompts but their last ones
+    assert set(asked) == {(2, True), (1, True), (6, False)}  # all tokens of the prompts but their last ones
     assert (floor.step_torch, floor.step_own, floor.prompts) == (3.0, 2.0, 5.0)
-    assert floor.products == 6 / 2 * 2.0
+    assert floor.products == 2 * 2.0 + 2 * 1.25  # two steps of both, and two of what is left of the longer one
     columns = (3 + 4) + (5 + 6 + 7 + 8)  # what each token looks at, itself included
     assert floor.cache == pytest.approx(columns * each / 100.0)
     assert floor.whole == floor.prompts + floor.products + floor.cache
