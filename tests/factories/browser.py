@@ -52,7 +52,7 @@ def texts(browser, selector: str) -> list[str]:  # noqa: ANN001
     return [e.get_attribute("textContent") for e in browser.find_elements(By.CSS_SELECTOR, selector)]
 
 
-def until(browser, condition: Callable[[], object], seconds: float = 20):  # noqa: ANN001, ANN201
+def until(browser, condition: Callable[[], object], seconds: float = 60):  # noqa: ANN001, ANN201
     """What `condition` says as soon as it says anything; a node that is replaced meanwhile is looked for again."""
     from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
     from selenium.webdriver.support.ui import WebDriverWait

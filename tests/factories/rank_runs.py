@@ -7,6 +7,7 @@ FILE.out is name -> what became of each: the exit code, or "killed".
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -49,3 +50,6 @@ if __name__ == "__main__":
     if rank() == 0:
         Path(sys.argv[1] + ".out").write_text(json.dumps(outcome))
     shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a run that died leaves threads behind, with which an ordinary end may abort

@@ -132,7 +132,7 @@ class StudioProcess:
         return self.process.wait(30)
 
 
-def until(condition: Callable[[], object], seconds: float = 30) -> object:
+def until(condition: Callable[[], object], seconds: float = 60) -> object:
     """What `condition` says as soon as it says anything."""
     end = time.monotonic() + seconds
     while not (found := condition()):

@@ -65,4 +65,4 @@ def test_sft_reward_and_ppo_over_a_4_bit_base_follow_each_other_and_each_of_them
     rewards = [row["reward"] for row in map(json.loads, (tmp_path / "ppo" / "metrics.jsonl").read_text().splitlines())
                if "reward" in row]
     print(rewards, (tmp_path / "sft" / "adapter" / "merge.json").read_text())
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 1
+    assert sum(rewards[-3:]) / 3 > rewards[0] + 1  # the first is that of the start

@@ -131,9 +131,9 @@ def test_a_link_opens_the_model_that_it_names_and_the_same_link_again_nothing(br
 
 @pytest.fixture
 def tiny(studio, tmp_path):
-    folders = {name: save_tiny(tmp_path / name, seed, max_position_embeddings=8192)
+    folders = {name: save_tiny(tmp_path / name, seed, max_position_embeddings=65536)
                for seed, name in enumerate(("demo-sft", "demo-ppo"))}
-    with running(folders, capacity=8192, limits=Limits(max_new_tokens=8000)) as served:
+    with running(folders, capacity=65536, limits=Limits(max_new_tokens=64000)) as served:
         answering(studio, served)
         yield served
 
@@ -160,7 +160,7 @@ def test_stop_keeps_what_was_written_escape_stops_too_and_half_an_answer_is_not_
     from selenium.webdriver.common.keys import Keys
 
     open_models(page, "demo/sft")
-    fill(page, "#max_tokens", "8000")
+    fill(page, "#max_tokens", "64000")  # it is not through before a slow browser stops it
     fill(page, "#temperature", "0")
     for stop in (lambda: find(page, "#stop").click(), lambda: find(page, "#message").send_keys(Keys.ESCAPE)):
         until(page, lambda: find(page, "#send").is_enabled())

@@ -83,7 +83,7 @@ def alone(folder: str, text: str, seed: int, **settings) -> str:
                                 opened.max_positions).answer(text))
 
 
-def until(condition, seconds: float = 10.0) -> bool:
+def until(condition, seconds: float = 60.0) -> bool:
     """Whether `condition` comes to hold."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
