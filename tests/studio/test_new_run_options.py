@@ -116,6 +116,7 @@ def test_a_refusal_of_a_ready_made_function_stands_beside_its_settings(page, stu
     page.visit("?goal=function&model=org/name")
     page.until(lambda: page.find("#reward-length_penalty"))
     page.press("Take the built-in demo data")
+    page.until(lambda: page.find(".verdict"))  # what is said of the rows moves what a click below it would meet
     assert page.sent("reward.functions") == ["builtin:demo_correct"]  # what can score the answers to it
     assert page.find("#reward-demo_correct").is_selected()
     page.click("#reward-length_penalty")
