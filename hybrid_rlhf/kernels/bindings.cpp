@@ -92,12 +92,23 @@ void wide_linear(const Tensor& x, const Tensor& weight, const Maybe& bias, Tenso
 
 using Product = void (*)(const hybrid::Linear&);
 
+bool has_bf16_dots() { return hybrid::has_dot_linear(hybrid::DType::kBFloat16); }
+
+// Whether torch's fp32 product of many rows, which is MKL's, is slow on this x86 processor.
+bool is_not_intel() {
+#if defined(__x86_64__)
+  return !__builtin_cpu_is("intel");
+#else
+  return false;
+#endif
+}
+
 // The product for these dtypes and this number of rows; null where torch's own is faster.
 Product product_for(at::ScalarType x, at::ScalarType weight, int64_t rows) {
-  if (x == at::kFloat && weight == at::kFloat) return hybrid::packed_linear;
-  if (x == at::kBFloat16 && weight == at::kBFloat16 && hybrid::has_dot_linear())
-    return rows <= hybrid::kFewDots ? hybrid::dot_linear : nullptr;
-  return hybrid::linear;
+  const bool is_wide = weight == at::kFloat;
+  if (x != weight || !(is_wide || (weight == at::kBFloat16 && has_bf16_dots()))) return hybrid::linear;
+  if (rows <= hybrid::kFewDots) return hybrid::dot_linear;
+  return is_wide && is_not_intel() ? hybrid::packed_linear : nullptr;
 }
 
 struct Adapter {
@@ -105,7 +116,8 @@ struct Adapter {
   double scaling;
 };
 
-Tensor product(const Tensor& input, const Tensor& weight, const Maybe& bias, const Adapter* adapter) {
+Tensor product(const Tensor& input, const Tensor& weight, const Maybe& bias, const Adapter* adapter,
+               bool is_packed = false) {
   at::NoGradGuard no_grad;
   TORCH_CHECK_VALUE(weight.dim() == 2 && input.dim() > 0 && input.size(-1) == weight.size(1),
                     "shapes do not fit: input ", input.sizes(), ", weight ", weight.sizes());
@@ -114,7 +126,8 @@ Tensor product(const Tensor& input, const Tensor& weight, const Maybe& bias, con
   std::vector<int64_t> shape = input.sizes().vec();
   shape.back() = weight.size(0);
   const Tensor x = dense(input.reshape({-1, weight.size(1)}));
-  const Product chosen = product_for(x.scalar_type(), weight.scalar_type(), x.size(0));
+  const Product chosen =
+      is_packed ? hybrid::packed_linear : product_for(x.scalar_type(), weight.scalar_type(), x.size(0));
   if (!chosen) return (bias ? at::addmm(*bias, x, weight.t()) : at::mm(x, weight.t())).view(shape);
   Tensor out = at::empty({x.size(0), weight.size(0)}, x.options());
   if (chosen == hybrid::linear && x.size(0) > kFewRows) {
@@ -143,6 +156,12 @@ Tensor linear(const Tensor& input, const Tensor& weight, const Maybe& bias) {
   return product(input, weight, bias, nullptr);
 }
 
+// linear by the product of many rows, in fp32 alone, whatever the number and the processor.
+Tensor packed_linear(const Tensor& input, const Tensor& weight, const Maybe& bias) {
+  TORCH_CHECK_VALUE(input.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat, "not fp32");
+  return product(input, weight, bias, nullptr, true);
+}
+
 // linear, and scaling * up (down x): a layer with its low-rank adapter, in one call because each costs more than its work.
 Tensor adapted_linear(const Tensor& input, const Tensor& weight, const Maybe& bias, const Tensor& down, const Tensor& up,
                       double scaling) {
@@ -150,7 +169,7 @@ Tensor adapted_linear(const Tensor& input, const Tensor& weight, const Maybe& bi
                         up.size(1) == down.size(0),
                     "shapes do not fit: weight ", weight.sizes(), ", down ", down.sizes(), ", up ", up.sizes());
   const int64_t rows = input.numel() / std::max<int64_t>(1, input.size(-1));
-  const bool are_dots = down.scalar_type() == at::kBFloat16 && up.scalar_type() == at::kBFloat16 && down.size(0) > 0 &&
+  const bool are_dots = down.scalar_type() == weight.scalar_type() && up.scalar_type() == weight.scalar_type() && down.size(0) > 0 &&
                         product_for(input.scalar_type(), weight.scalar_type(), rows) == hybrid::dot_linear;
   if (are_dots) {
     const Tensor dense_down = dense(down), dense_up = dense(up);
@@ -222,8 +241,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("rms_norm", &rms_norm, py::arg("input"), py::arg("weight"), py::arg("eps"), py::arg("adds_one") = false);
   m.def("gated", &gated, py::arg("gate"), py::arg("up"), py::arg("is_gelu") = false);
   m.def("rotary", &rotary, py::arg("query"), py::arg("key"), py::arg("cosines"), py::arg("sines"));
-  m.def("has_dot_linear", &hybrid::has_dot_linear);
+  m.def("has_bf16_dots", &has_bf16_dots);
   m.def("linear", &linear, py::arg("input"), py::arg("weight"), py::arg("bias") = py::none());
+  m.def("packed_linear", &packed_linear, py::arg("input"), py::arg("weight"), py::arg("bias") = py::none());
   m.def("adapted_linear", &adapted_linear, py::arg("input"), py::arg("weight"), py::arg("bias"), py::arg("down"),
         py::arg("up"), py::arg("scaling"));
 }

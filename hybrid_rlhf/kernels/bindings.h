@@ -17,7 +17,7 @@ namespace hybrid {
 using at::Tensor;
 using Maybe = std::optional<Tensor>;
 
-constexpr int64_t kFewDots = 48;  // rows above which torch's bf16 product, where the processor has one, is the faster one
+constexpr int64_t kFewDots = 48;  // rows above which another product, torch's or the packed one, is faster
 
 inline DType dtype_of(const Tensor& x, const char* name) {
   TORCH_CHECK_TYPE(x.device().is_cpu(), name, " is on ", x.device(), "; this kernel reads cpu tensors");

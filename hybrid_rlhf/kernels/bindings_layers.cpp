@@ -58,8 +58,8 @@ class Layer {
   }
 
   int64_t max_rows() const {
-    if (weights_[0].scalar_type() == at::kFloat) return int64_t{1} << 20;
-    if (weights_[0].scalar_type() != at::kBFloat16 || !has_dot_linear()) return 0;
+    const at::ScalarType dtype = weights_[0].scalar_type();
+    if (dtype != at::kFloat && (dtype != at::kBFloat16 || !has_dot_linear(DType::kBFloat16))) return 0;
     int64_t count = 0;
     for (const Tensor& weight : weights_) count += weight.defined() ? weight.numel() : 0;
     return std::max(kFewDots, kSmallWork / std::max<int64_t>(count, 1));
@@ -123,10 +123,10 @@ class Layer {
     TORCH_CHECK_VALUE(!bias || bias->numel() == weight.size(0), "a bias does not fit its weight");
     if (!adapters_[i]) return;
     const auto& [down, up, scaling] = *adapters_[i];
-    TORCH_CHECK_VALUE(weight.scalar_type() == at::kBFloat16 && down.scalar_type() == at::kBFloat16 &&
-                          up.scalar_type() == at::kBFloat16 && down.dim() == 2 && up.dim() == 2 && down.size(0) > 0 &&
+    TORCH_CHECK_VALUE(down.scalar_type() == weight.scalar_type() &&
+                          up.scalar_type() == weight.scalar_type() && down.dim() == 2 && up.dim() == 2 && down.size(0) > 0 &&
                           down.size(1) == weight.size(1) && up.size(0) == weight.size(0) && up.size(1) == down.size(0),
-                      "an adapter must be bfloat16 and fit its weight");
+                      "an adapter must be of its weight's dtype and fit it");
   }
 
   void check_norms() const {

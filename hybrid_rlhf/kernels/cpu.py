@@ -28,7 +28,7 @@ def load() -> Ops:
     Tensors are fp32, bf16 or fp16 on the processor; sums are in fp32. Threads are torch's own (torch.set_num_threads).
     """
     module = _module()
-    dtypes = own_dtypes(_vendor(), module.has_dot_linear())
+    dtypes = own_dtypes(module.has_bf16_dots())
     names = ", ".join(str(d).removeprefix("torch.") for d in sorted(dtypes, key=str))
     return Ops(f"cpu (C++, with products in {names})" if dtypes else "cpu (C++)", module.decode_attention,
                module.sample, module.linear if dtypes else None, dtypes,
@@ -41,6 +41,11 @@ def load() -> Ops:
 def load_linear() -> Callable:
     """The compiled linear(input, weight, bias), whether or not `load` would use it on this processor."""
     return _module().linear
+
+
+def load_packed_linear() -> Callable:
+    """The compiled linear(input, weight, bias) of many rows in fp32, whether or not `load` would use it."""
+    return _module().packed_linear
 
 
 def load_causal_attention() -> Callable:
@@ -72,25 +77,17 @@ def has_wide_vectors() -> bool:
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
-def own_dtypes(vendor: str, has_dot_linear: bool) -> frozenset[torch.dtype]:
+def own_dtypes(has_bf16_dots: bool) -> frozenset[torch.dtype]:
     """The dtypes in which matrix products are ours, because torch's are slower. By rule and not by trial, so that
     every run on a machine rounds alike. Measured, milliseconds by torch and by us:
 
     x86 without AVX-512, 16 bits, where torch multiplies row by row: 16 rows by 2048 x 768, one core: 4.9 and 0.85.
     AVX-512 BF16, bf16, few rows: 16 rows by 2016 x 768, two cores: 0.159 and 0.107.
-    AMD with AVX-512, fp32, where torch's library (MKL) is slow: the same product: 0.55 and 0.27; 2048 rows: 30 and 13.
+    AVX-512, fp32, few rows: 16 rows by 768 x 2048, two cores (Intel): 0.319 and 0.235; more rows are torch's on Intel.
+    AMD with AVX-512, fp32, many rows, where torch's library (MKL) is slow: 2048 rows by 2016 x 768: 30 and 13.
     """
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return frozenset()
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return frozenset({torch.bfloat16, torch.float16})
-    return frozenset([torch.float32] * (vendor == "AuthenticAMD") + [torch.bfloat16] * has_dot_linear)
-
-
-def _vendor() -> str:
-    """The processor's maker as Linux names it; empty where there is no such file."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("vendor_id")), "")
+    return frozenset([torch.float32] + [torch.bfloat16] * has_bf16_dots)

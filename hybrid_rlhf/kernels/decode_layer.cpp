@@ -17,17 +17,9 @@ void* element(const Rows& of, int64_t at) {
   return static_cast<char*>(of.data) + at * (of.dtype == DType::kFloat32 ? 4 : 2);
 }
 
-int64_t pieces(const Linear& call) {
-  return call.weight.dtype == DType::kBFloat16 ? dot_pieces(call) : packed_pieces(call);
-}
-
-Piece multiply(const Linear& call, int64_t piece) {
-  return call.weight.dtype == DType::kBFloat16 ? dot_piece(call, piece) : packed_piece(call, piece);
-}
-
 // A piece of a product, added to the numbers of `residual` at its place.
 void multiply_and_add(const Linear& call, const Rows& residual, int64_t piece) {
-  const Piece done = multiply(call, piece);
+  const Piece done = dot_piece(call, piece);
   with_type(call.out.dtype, [&](auto type) {
     using T = decltype(type);
     for (int64_t m = done.row; m < done.row + done.rows; ++m) {
@@ -53,8 +45,8 @@ void lower_all(std::initializer_list<const Linear*> products) {
 
 // A piece of the inner numbers, in the place of up's: act(gate) * up, or act(up) where there is no gate.
 void multiply_and_activate(const DecodeLayer& call, int64_t piece) {
-  const Piece done = multiply(call.up, piece);
-  if (call.gate.weight.data) multiply(call.gate, piece);
+  const Piece done = dot_piece(call.up, piece);
+  if (call.gate.weight.data) dot_piece(call.gate, piece);
   for (int64_t m = done.row; m < done.row + done.rows; ++m) {
     void* up = element(call.up.out, m * call.up.out.stride0 + done.first);
     if (call.gate.weight.data)
@@ -89,8 +81,8 @@ void attend(const DecodeLayer& call, int64_t task) {
 }  // namespace
 
 void decode_layer(const DecodeLayer& call) {
-  const int64_t queries = pieces(call.query), keys = pieces(call.key), values = pieces(call.value);
-  const int64_t outputs = pieces(call.output), inner = pieces(call.up), downs = pieces(call.down);
+  const int64_t queries = dot_pieces(call.query), keys = dot_pieces(call.key), values = dot_pieces(call.value);
+  const int64_t outputs = dot_pieces(call.output), inner = dot_pieces(call.up), downs = dot_pieces(call.down);
   const int64_t heads = call.rows * call.attention.kv_heads;
   const int64_t work = call.rows * call.up.in_features * (call.query.out_features + 3 * call.up.out_features);
 #pragma omp parallel num_threads(work < kWorthThreads ? 1 : call.threads)
@@ -100,9 +92,9 @@ void decode_layer(const DecodeLayer& call) {
     lower_all({&call.query, &call.key, &call.value});
 #pragma omp for schedule(guided, 1)
     for (int64_t piece = 0; piece < queries + keys + values; ++piece) {
-      if (piece < queries) multiply(call.query, piece);
-      else if (piece < queries + keys) multiply(call.key, piece - queries);
-      else multiply(call.value, piece - queries - keys);
+      if (piece < queries) dot_piece(call.query, piece);
+      else if (piece < queries + keys) dot_piece(call.key, piece - queries);
+      else dot_piece(call.value, piece - queries - keys);
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < heads; ++task) attend(call, task);

@@ -71,24 +71,22 @@ struct Linear {
   Rows x, weight, out;            // (M, 1, in), (N, 1, in), (M, 1, N)
   const float* bias;              // (N) or null
   int threads;
-  Rows down, up;                  // (r, 1, in), (N, 1, r): an adapter, which adds scaling up (down x); bf16 alone
+  Rows down, up;                  // (r, 1, in), (N, 1, r): an adapter, which adds scaling up (down x); dot_linear's alone
   int64_t rank;                   // 0: none
   float scaling;
   void* low;                      // (M, r), dense: down x as dot_lower writes it and dot_piece reads it
 };
 
 void linear(const Linear& call);         // any dtypes, few rows
-void packed_linear(const Linear& call);  // fp32, any number of rows
-void dot_linear(const Linear& call);     // bf16, few rows; only where has_dot_linear()
-bool has_dot_linear();
+void packed_linear(const Linear& call);  // fp32, many rows
+void dot_linear(const Linear& call);     // few rows, all of one dtype for which has_dot_linear
+bool has_dot_linear(DType dtype);
 
 struct Piece {  // of a product: the part that one thread computes at a time
   int64_t row, rows, first, count;
 };
 
-// The pieces of a product, for who has threads of his own; they compute what packed_linear and dot_linear do.
-int64_t packed_pieces(const Linear& call);
-Piece packed_piece(const Linear& call, int64_t piece);
+// The pieces of a product, for who has threads of his own; they compute what dot_linear does.
 int64_t dot_pieces(const Linear& call);
 void dot_lower(const Linear& call);      // before the pieces of a product with an adapter; by one thread
 Piece dot_piece(const Linear& call, int64_t piece);

@@ -1,4 +1,4 @@
-// x W^T in fp32 for any number of rows: W is packed panel by panel so that its outputs lie side by side, then read by
+// x W^T in fp32 for many rows: W is packed panel by panel so that its outputs lie side by side, then read by
 // every block of rows. torch's own product is MKL's, which on other makers' processors leaves AVX-512 unused (measured
 // on one Zen 5 core: 100 against 250 GFLOP/s at 2048 rows). Each sum runs over in_features in order, whatever the
 // number of rows, so a row's result does not depend on the rows beside it.
@@ -133,25 +133,20 @@ int64_t width(const Linear& call, int64_t chunks) {
   return busiest(2 * kLanes) < busiest(kPanel) ? 2 * kLanes : kPanel;
 }
 
-}  // namespace
-
-int64_t packed_pieces(const Linear& call) {
-  const int64_t chunks = (call.rows + kChunk - 1) / kChunk, outputs = width(call, chunks);
-  return (call.out_features + outputs - 1) / outputs * chunks;
-}
-
-Piece packed_piece(const Linear& call, int64_t piece) {
+// The piece's outputs of its rows.
+void packed_piece(const Linear& call, int64_t piece) {
   thread_local Panel panel;
   const int64_t outputs = width(call, (call.rows + kChunk - 1) / kChunk);
   const int64_t panels = (call.out_features + outputs - 1) / outputs;
   const int64_t first = piece % panels * outputs, row = piece / panels * kChunk;
-  const Piece done{row, std::min(kChunk, call.rows - row), first, std::min(outputs, call.out_features - first)};
-  work(call, done.row, done.rows, done.first, done.count, panel);
-  return done;
+  work(call, row, std::min(kChunk, call.rows - row), first, std::min(outputs, call.out_features - first), panel);
 }
 
+}  // namespace
+
 void packed_linear(const Linear& call) {
-  const int64_t pieces = packed_pieces(call);
+  const int64_t chunks = (call.rows + kChunk - 1) / kChunk, outputs = width(call, chunks);
+  const int64_t pieces = (call.out_features + outputs - 1) / outputs * chunks;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(call.threads)
   for (int64_t piece = 0; piece < pieces; ++piece) packed_piece(call, piece);
 }

@@ -156,8 +156,7 @@ def _form(layer: nn.Module, dtypes: frozenset[torch.dtype]) -> Form | None:
     is_plain = (all(m is None or type(m) is nn.Linear or plain_adapter(m) for m in form.matrices())
                 and all(_is_norm(n, names) and _eps(n) == _eps(norms[0]) for n in norms)
                 and len({p.dtype for p in layer.parameters()} | {norms[0].weight.dtype}) == 1
-                and norms[0].weight.dtype in dtypes and norms[0].weight.device.type == "cpu"
-                and (norms[0].weight.dtype == torch.bfloat16 or not any(map(_is_adapted, form.matrices()))))
+                and norms[0].weight.dtype in dtypes and norms[0].weight.device.type == "cpu")
     return form if is_plain and _like(form).numel() else None
 
 
