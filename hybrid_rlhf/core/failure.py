@@ -33,6 +33,7 @@ from hybrid_rlhf.core.torch_compat import launcher_store
 
 _POLL_SECONDS, _WAIT_SECONDS, _SEARCH_SECONDS = 0.2, 10.0, 1.0
 _KEY, _ENDED = "failure", "ended"
+_LAUNCHER_DIED = "the launcher has died"
 _callbacks: list[Callable[[str], None]] = []
 _ending = threading.Lock()  # taken once, by whichever thread ends the process
 _store: dist.Store | None = None
@@ -156,6 +157,8 @@ def _watch(store: dist.Store, peers: Peers, launcher: Launcher) -> None:
                         _wait_for_others(store)
             finally:  # a process that only waits would stay for ever
                 _exit(found["code"])
+    if launcher.has_died():  # another process saw it first, and the run was stopped here before this thread looked
+        _say(_LAUNCHER_DIED)
 
 
 def _call_back(message: str) -> None:
@@ -166,8 +169,7 @@ def _call_back(message: str) -> None:
 
 def _stop() -> None:
     """The launcher has died, and nobody would end this process any more: it ends as if asked to."""
-    if is_main():
-        print("the launcher has died", file=sys.stderr)
+    _say(_LAUNCHER_DIED)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -44,8 +44,9 @@ def record(folder: Path) -> dict:
     return json.loads((folder / "run" / "run.json").read_text())
 
 
-def test_processes_whose_launcher_is_killed_save_and_end(tmp_path):
-    launcher, numbers = begun(tmp_path)
+@pytest.mark.parametrize("more", [(), ("60", "20")], ids=["any_first", "other_process_first"])
+def test_processes_whose_launcher_is_killed_save_and_end(tmp_path, more):
+    launcher, numbers = begun(tmp_path, *more)
     launcher.kill()
     assert wait_for(lambda: not any(map(is_there, numbers)), 30)
     said = launcher.communicate(timeout=30)[1]
