@@ -44,14 +44,14 @@ EQUAL, MAX_TRACED, SHALLOW = (1, 2), 16, (4, 10)
 
 
 def _remembered(function: Callable) -> Callable:
-    """Keep results by the printed arguments: settings hold lists, which have no hash."""
+    """Keep results by the printed arguments, of which the first is a model: settings hold lists, which have no hash."""
     kept: dict[str, object] = {}
 
     @wraps(function)
-    def call(*given: object, **named: object):  # noqa: ANN202 - the function's own
-        key = repr((given, sorted(named.items())))
+    def call(model: ModelConfig, *given: object, **named: object):  # noqa: ANN202 - the function's own
+        key = repr((model, shapes.edition(model), given, sorted(named.items())))
         if key not in kept:
-            kept[key] = function(*given, **named)
+            kept[key] = function(model, *given, **named)
         return kept[key]
 
     return call
@@ -188,7 +188,7 @@ def activations(model: ModelConfig, device: torch.device, rows: int, length: int
     is_exact False: counts between two that were traced are taken from the line through them, for a quick search.
     """
     held = replace(model, load_in_4bit=False, load_in_8bit=bool(model.quantize))  # in fewer bits, whether 4 or 8
-    key = (held, device, length, dropout, is_partitioned)
+    key = (held, shapes.edition(model), device, length, dropout, is_partitioned)
     both = _traced.setdefault(repr((*key, True)), {})
     if not trains and rows in both:
         return both[rows]
@@ -275,8 +275,11 @@ def _trace(model: nn.Module, rows: int, length: int, *, trains: bool) -> Activat
         return Activations(0, 0, scoring, score_work)
     for parameter in model.parameters():  # as after a first micro-batch, so that only activations are counted
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    for module in model.train().modules():
+        if hasattr(module, "layerdrop"):  # layers are skipped by numbers drawn, and here are none: all are counted
+            module.training = False
     recorder = Recorder(_packed(model))
-    with counting(model.train(), recorder.told) as training, telling(recorder.told_own):
+    with counting(model, recorder.told) as training, telling(recorder.told_own):
         hidden = hidden_states(model, batch)
         saved = training.now
         hidden.backward(torch.zeros_like(hidden))

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -69,19 +70,29 @@ def read_config(model: ModelConfig):  # noqa: ANN201 - a transformers class
 
         kind, shape = PRESETS[model.preset]
         return AutoConfig.for_model(kind, **shape, vocab_size=model.vocab_size)
-    path = model.model_name_or_path
-    if path in _configs:
-        return _configs[path]
+    path, key = model.model_name_or_path, (model.model_name_or_path, edition(model))
+    if key in _configs:
+        return _configs[key]
     check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
     check_folder(path, needs=())
     config = read_settings(path, model.trust_remote_code)
     check(not getattr(config, "is_encoder_decoder", False),
           f"{path} is an encoder-decoder ({config.model_type}); a causal language model is needed")
-    _configs[path] = config
+    _configs[key] = config
     return config
 
 
-_configs: dict[str, object] = {}
+def edition(model: ModelConfig) -> tuple[int, ...]:
+    """What changes when another model is written to the folder that `model` names: of its configuration's file the
+    time and the size. Empty where there is no such folder."""
+    try:
+        found = (Path(model.model_name_or_path or "") / "config.json").stat()
+    except (OSError, ValueError):  # a null byte
+        return ()
+    return found.st_mtime_ns, found.st_size
+
+
+_configs: dict[tuple[str | None, tuple[int, ...]], object] = {}
 
 
 def shallow(config, depth: int):  # noqa: ANN001, ANN201 - a transformers class

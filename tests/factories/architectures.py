@@ -37,10 +37,10 @@ def roformer(**settings):
     the installed transformers has a RoFormer that cannot generate.
     """
     import pytest
-    import transformers
-    from packaging.version import Version
 
-    if Version(transformers.__version__) < Version("5.18"):
+    from tests.factories.releases import transformers_before
+
+    if transformers_before("5.18"):
         pytest.skip("RoFormer of transformers before 5.18 also attends to the tokens after; the engine refuses it")
     return random_model("roformer", settings)
 

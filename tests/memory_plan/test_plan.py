@@ -119,6 +119,21 @@ def test_saved_activations_are_those_that_autograd_saves(tmp_path, kind, checkpo
     assert predicted == pytest.approx(saved, rel=0.1)
 
 
+def test_another_model_in_the_same_folder_is_another_plan(tmp_path) -> None:
+    tiny_config().save_pretrained(tmp_path)
+    before = trace.activations(model_of(str(tmp_path)), CPU, 4, 24), trace.sizes(model_of(str(tmp_path)), CPU)
+    tiny_config(num_hidden_layers=4).save_pretrained(tmp_path)
+    after = trace.activations(model_of(str(tmp_path)), CPU, 4, 24), trace.sizes(model_of(str(tmp_path)), CPU)
+    assert after[0].saved > 1.8 * before[0].saved and (before[1].num_layers, after[1].num_layers) == (2, 4)
+
+
+def test_layers_that_training_skips_at_random_are_counted(tmp_path) -> None:
+    tiny_config(kind="opt", layerdrop=0.9).save_pretrained(tmp_path)
+    settings = model_of(str(tmp_path))
+    with_drop, without = (trace.activations(settings, CPU, 4, 24, dropout=each).saved for each in (True, False))
+    assert without <= with_drop < 2 * without  # its masks too
+
+
 @pytest.mark.slow
 def test_a_deep_model_is_counted_from_two_shallow_ones(tmp_path, monkeypatch) -> None:
     tiny_config(num_hidden_layers=20).save_pretrained(tmp_path)

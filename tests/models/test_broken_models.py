@@ -24,6 +24,7 @@ from hybrid_rlhf.models.load import ModelConfig, has_score, load_causal_lm
 from hybrid_rlhf.models.lora import LoraConfig, add_lora, load_adapter, save_adapter
 from hybrid_rlhf.models.tokenizer import load_tokenizer
 from hybrid_rlhf.models.weights import fingerprint, read_tensor
+from tests.factories.releases import transformers_before
 from tests.factories.tiny import save_tiny, tiny_causal_lm, tiny_tokenizer
 
 CONFIG, TOKENIZER, WEIGHTS, INDEX = "config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json"
@@ -51,7 +52,6 @@ def load(folder: Path) -> None:
 
 
 def plan(folder: Path) -> None:
-    shapes._configs.pop(str(folder), None)
     shapes.count_parameters(shapes.read_config(ModelConfig(str(folder))))
 
 
@@ -77,7 +77,9 @@ def said(folder: Path, read: Callable = load) -> str:
     ({"vocab_size": 0}, "vocab_size is 0"), ({"vocab_size": 10**12}, "describes a model of"),
     ({"vocab_size": "300"}, "vocab_size is '300'"), ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
     ({"num_key_value_heads": 0}, "num_key_value_heads is 0"), ({"head_dim": 0}, "head_dim is 0"),
-    ({"head_dim": 7}, "`head_dim`=7"), ({"intermediate_size": 10**12}, "describes a model of"),
+    pytest.param({"head_dim": 7}, "`head_dim`=7", marks=pytest.mark.skipif(
+        transformers_before("5.18"), reason="refused for its weights' shapes")),
+    ({"intermediate_size": 10**12}, "describes a model of"),
     ({"max_position_embeddings": "x"}, "max_position_embeddings is 'x'"),
     ({"pad_token_id": 300}, "Padding_idx must be within num_embeddings"),
     ({"pad_token_id": "0"}, "pad_token_id is '0'"), ({"eos_token_id": {}}, "eos_token_id is {}"),
@@ -251,7 +253,10 @@ def test_links_into_a_hub_s_cache_are_read_from_anywhere_and_texts_that_nothing_
 
 def test_settings_of_an_adapter_beside_a_whole_model_are_passed_over(folder):
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/somewhere/else"}))
-    load(folder)
+    if transformers_before("5.23"):  # which looks beside the model whatever it is told
+        assert "Can't find 'adapter_config.json'" in said(folder)
+    else:
+        load(folder)
 
 
 def test_an_adapter_beside_a_model_is_refused_with_what_to_remove(folder):
@@ -286,98 +291,6 @@ def test_an_adapter_that_is_none_is_one_line(tmp_path, name, change, words):
     edit(tmp_path / "adapter" / name, change) if isinstance(change, dict) else (
         tmp_path / "adapter" / name).write_text(change)
     assert words in said(tmp_path / "adapter", lambda f: load_adapter(tiny_causal_lm(), f, "default"))
-
-
-# --- chat templates --------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize(("template", "words"), [
-    ("{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}"
-     "{% endfor %}", "takes more than 1 seconds"),
-    ("{{ 10 ** (10 ** 9) }}", "takes more than 1 seconds"),  # as it is compiled
-    ("{% set x = [0] * 10**9 %}{{ x | length }}", "takes more than 1024 MiB"),
-    ("{{ 'a' * 10**7 }}", "writes 10,000,000"),
-    ("{% if tools %}{{ 'a' * 10**7 }}{% endif %}{{ messages[0].content }}", "writes 10,000,004")], ids=range(5))
-def test_a_template_out_of_bounds_is_one_line_in_seconds(template, words, monkeypatch):
-    monkeypatch.setattr("hybrid_rlhf.models.template_trial.SECONDS", 1)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template
-    start = time.monotonic()
-    with pytest.raises(UserError, match=f"^the chat template {words}"):
-        chat.encode_prompt(tokenizer, [{"role": "user", "content": "a"}])
-    assert time.monotonic() - start < 60
-
-
-@pytest.mark.parametrize("template", [
-    "{{ 1 / 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ 10 ** 'a' }}", "{% for", "{% include 'x' %}",
-    "{{ ''.__class__.__mro__ }}", "{{ range(10**9) | list }}", "{{ '%d' % 'x' }}",
-    "{{ raise_exception('a' * 10**5) }}"])
-def test_a_template_that_fails_is_a_reason_to_drop_a_row(template):
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template
-    with pytest.raises(chat.SkipRow, match="the chat template refuses it") as caught:
-        chat.encode_prompt(tokenizer, [{"role": "user", "content": "a"}])
-    assert len(str(caught.value)) < 300
-
-
-def test_a_template_is_tried_once_and_then_renders_as_fast_as_before(monkeypatch):
-    from hybrid_rlhf.models import template_trial
-
-    runs, run = [], template_trial.subprocess.run
-    monkeypatch.setattr(template_trial.subprocess, "run", lambda *a, **named: (runs.append(1), run(*a, **named))[1])
-    for _ in range(2):
-        tokenizer = tiny_tokenizer()
-        tokenizer.chat_template = chat.CHATML + "{# once #}"
-        for i in range(100):
-            chat.encode_prompt(tokenizer, [{"role": "user", "content": f"a{i}"}])
-    assert len(runs) == 1
-
-
-def test_the_trial_knows_what_transformers_gives_to_a_template():
-    """A template that uses all of it is not refused, and renders in both."""
-    from hybrid_rlhf.models import template_trial
-
-    template = ("{{ bos_token }}{% for m in messages %}{% if loop.index > 9 %}{% break %}{% endif %}"
-                "{{ m.content | tojson }}{% generation %}{{ strftime_now('%Y') }}{% endgeneration %}{% endfor %}")
-    messages = [{"role": "user", "content": "é"}]
-    wanted = json.dumps([{"messages": messages, "tools": None, "add_generation_prompt": True}])
-    given, characters = (("bos_token", "<s>"),), template_trial.CHARACTERS
-    template_trial.check_template(template, given, wanted)
-    try:
-        template_trial.CHARACTERS = 9  # <s>"é"2026 has 10
-        with pytest.raises(UserError, match="writes 10 characters"):
-            template_trial.check_template(template + "{##}", given, wanted)
-    finally:
-        template_trial.CHARACTERS = characters
-
-
-@pytest.mark.parametrize("code", ["import os; raise OSError('no such')", "print('no result')", "raise SystemExit(3)"])
-def test_a_trial_that_fails_by_itself_ends_no_run(monkeypatch, caplog, code):
-    from hybrid_rlhf.models import template_trial
-
-    monkeypatch.setattr(template_trial, "_SCRIPT", code)
-    template_trial.check_template(f"{{# {code} #}}", (), "[]")
-    assert "the chat template is used untried" in caplog.text
-    monkeypatch.setattr("sys.executable", "/no/such/python")
-    template_trial.check_template(f"{{# again {code} #}}", (), "[]")
-    assert "no process for its trial (No such file or directory)" in caplog.text
-
-
-def test_a_trial_reads_a_path_that_holds_more_than_text_and_output_that_others_begin(monkeypatch):
-    from hybrid_rlhf.models import template_trial
-
-    monkeypatch.setattr("sys.path", [*__import__("sys").path, Path("/no/such")])
-    monkeypatch.setattr(template_trial, "_SCRIPT", "print('hello', end='')" + template_trial._SCRIPT)
-    monkeypatch.setattr(template_trial, "CHARACTERS", 3)
-    with pytest.raises(UserError, match="writes 4 characters"):
-        template_trial.check_template("four", (), '[{"messages": []}]')
-
-
-def test_a_trial_that_is_killed_is_told_as_that(monkeypatch):
-    from hybrid_rlhf.models import template_trial
-
-    monkeypatch.setattr(template_trial, "_SCRIPT", "import os; os.kill(os.getpid(), 9)")
-    with pytest.raises(UserError, match=r"was killed \(memory or time\)"):
-        template_trial.check_template("killed", (), "[]")
 
 
 # --- anything --------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.models.tool_schema import schema_of
+from tests.factories.releases import transformers_before
 
 
 def find(word: str, place: Literal["title", "text"] = "text", limit: int | None = None) -> list[str]:
@@ -99,7 +100,9 @@ def parts(a: int):
     (no_docstring, "has no docstring"), (no_hint, "parameter a has no type hint; .* a: str"),
     (undescribed, "does not describe the parameter b; .*'b: what it means'"), (many, r"takes \*values"),
     (keywords, r"takes \*\*values"), (by_place, "takes a, /"), (unknown_type, "'Missing' is not defined"),
-    (own_type, "cannot be shown to a model: .*Odd"), (bad_choices, "cannot be shown to a model"),
+    pytest.param(own_type, "cannot be shown to a model: .*Odd", marks=pytest.mark.skipif(
+        transformers_before("5.23"), reason="a class of one's own is an object there")),
+    (bad_choices, "cannot be shown to a model"),
     (parts, "yields its answer in parts"), (functools.partial(find, word="a"), "is a partial; a function is needed"),
     (3, "is a int; a function is needed"), (Shop, "is a type; a function is needed")])
 def test_what_no_schema_can_show_is_one_line_that_names_the_function(function, says):
