@@ -71,14 +71,13 @@ PARTS = {
     "rollout": Part(
         ["hybrid_rlhf/rollout/best_of_n.py", "hybrid_rlhf/rollout/collect.py", "hybrid_rlhf/rollout/old_logprobs.py",
          "hybrid_rlhf/rollout/episode_turns.py", "hybrid_rlhf/rollout/episodes.py", "hybrid_rlhf/rollout/replay.py"],
-        ["tests/rollout/test_environment_episodes.py",
-         "tests/rollout/test_episode_ends.py", "tests/rollout/test_episodes.py",
-         "tests/rollout/test_kept_in_episodes.py", "tests/rollout/test_old_logprobs.py",
-         "tests/rollout/test_rollout_holes.py", "tests/trainers/test_best_of_n.py"]),
+        ["tests/rollout", "tests/report/test_answers_alike.py", "tests/rewards/test_judge_source.py",
+         "tests/trainers/test_best_of_n.py", "tests/trainers/test_replayed_truncation.py"]),
     "roles": Part(
         ["hybrid_rlhf/roles/*.py"],
-        ["tests/roles/test_roles_learn.py", "tests/roles/test_teacher_targets.py", "tests/roles/test_shared_base.py",
-         "tests/engine/train/test_micro_batches.py", "tests/trainers/test_trainers.py"]),
+        ["tests/roles", "tests/engine/train/test_micro_batches.py", "tests/engine/train/test_packed_rows.py",
+         "tests/models/test_mixture_of_experts.py", "tests/trainers/test_distillation.py",
+         "tests/trainers/test_trainers.py"]),
 }
 
 
