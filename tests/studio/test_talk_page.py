@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from urllib.parse import parse_qs
 
 import pytest
 
+from hybrid_rlhf.engine.decode.serving import Serving
 from hybrid_rlhf.inference.scorer import Scorer
 from hybrid_rlhf.inference.server.served_model import Limits
 from hybrid_rlhf.studio import chat_process
@@ -131,9 +133,9 @@ def test_a_link_opens_the_model_that_it_names_and_the_same_link_again_nothing(br
 
 @pytest.fixture
 def tiny(studio, tmp_path):
-    folders = {name: save_tiny(tmp_path / name, seed, max_position_embeddings=65536)
+    folders = {name: save_tiny(tmp_path / name, seed, max_position_embeddings=8192)
                for seed, name in enumerate(("demo-sft", "demo-ppo"))}
-    with running(folders, capacity=65536, limits=Limits(max_new_tokens=64000)) as served:
+    with running(folders, capacity=8192, limits=Limits(max_new_tokens=4000)) as served:
         answering(studio, served)
         yield served
 
@@ -156,11 +158,13 @@ def test_an_answer_is_the_model_s_and_the_next_question_carries_the_history(page
     assert texts(page, ".answer .said")[1] == content(chat(tiny.url, messages=talk, seed=1001, **settings))
 
 
-def test_stop_keeps_what_was_written_escape_stops_too_and_half_an_answer_is_not_judged(page, tiny):
+def test_stop_keeps_what_was_written_escape_stops_too_and_half_an_answer_is_not_judged(page, tiny, monkeypatch):
     from selenium.webdriver.common.keys import Keys
 
+    step = Serving.step  # slower: an answer is not through before a slow browser stops it, nor too long to be shown
+    monkeypatch.setattr(Serving, "step", lambda self: (time.sleep(0.03), step(self))[1])
     open_models(page, "demo/sft")
-    fill(page, "#max_tokens", "64000")  # it is not through before a slow browser stops it
+    fill(page, "#max_tokens", "4000")
     fill(page, "#temperature", "0")
     for stop in (lambda: find(page, "#stop").click(), lambda: find(page, "#message").send_keys(Keys.ESCAPE)):
         until(page, lambda: find(page, "#send").is_enabled())
