@@ -98,6 +98,10 @@ class Layer {
     Linear* products[7] = {&call.query, &call.key, &call.value, &call.output, &call.gate, &call.up, &call.down};
     for (size_t i = 0; i < 7; ++i)
       if (adapters_[i]) adapt(*adapters_[i], part(std::get<0>(*adapters_[i]).size(0), 0), *products[i]);
+    int64_t room_to_turn = 0;  // one after the other: products of other rows begin when those before have ended
+    for (const Linear* each : products) room_to_turn = std::max(room_to_turn, turned_numbers(*each));
+    Tensor turned = at::empty({room_to_turn}, x.options());
+    for (Linear* each : products) each->turned = turned_numbers(*each) ? turned.data_ptr() : nullptr;
     if (cosines) {
       call.cosines = rows(*cosines, "cosines", 3), call.sines = rows(*sines, "sines", 3);
       if (cosines->size(0) == 1) call.cosines.stride0 = 0;

@@ -32,8 +32,16 @@ void multiply_and_add(const Linear& call, const Rows& residual, int64_t piece) {
   });
 }
 
-// What the adapters of these products make of their rows, by all threads, which meet at the end.
-void lower_all(std::initializer_list<const Linear*> products) {
+// Before products of the same rows: these are turned for the matrix unit, and what the adapters make of them is computed.
+// By all threads, which meet at the end.
+void begin_all(std::initializer_list<const Linear*> products) {
+  const Linear* turned = nullptr;  // any that is of the matrix unit: the rows are the same
+  for (const Linear* product : products)
+    if (product->turned) turned = product;
+  if (turned) {
+#pragma omp for
+    for (int64_t part = 0; part < dot_turns(*turned); ++part) dot_turn(*turned, part);
+  }
   int64_t adapters = 0;
   for (const Linear* product : products) adapters += product->rank > 0;
   if (!adapters) return;
@@ -89,7 +97,7 @@ void decode_layer(const DecodeLayer& call) {
   {
 #pragma omp for
     for (int64_t row = 0; row < call.rows; ++row) norm_one(call.before_attention, row);
-    lower_all({&call.query, &call.key, &call.value});
+    begin_all({&call.query, &call.key, &call.value});
 #pragma omp for schedule(guided, 1)
     for (int64_t piece = 0; piece < queries + keys + values; ++piece) {
       if (piece < queries) dot_piece(call.query, piece);
@@ -98,15 +106,15 @@ void decode_layer(const DecodeLayer& call) {
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t task = 0; task < heads; ++task) attend(call, task);
-    lower_all({&call.output});
+    begin_all({&call.output});
 #pragma omp for schedule(guided, 1)
     for (int64_t piece = 0; piece < outputs; ++piece) multiply_and_add(call.output, call.before_attention.x, piece);
 #pragma omp for
     for (int64_t row = 0; row < call.rows; ++row) norm_one(call.before_mlp, row);
-    lower_all({&call.gate, &call.up});
+    begin_all({&call.gate, &call.up});
 #pragma omp for schedule(guided, 1)
     for (int64_t piece = 0; piece < inner; ++piece) multiply_and_activate(call, piece);
-    lower_all({&call.down});
+    begin_all({&call.down});
 #pragma omp for schedule(guided, 1)
     for (int64_t piece = 0; piece < downs; ++piece) multiply_and_add(call.down, call.before_mlp.x, piece);
   }

@@ -1,19 +1,20 @@
 // x W^T for few rows, in bf16 by the processor's own dot product (AVX-512 BF16) or in fp32: W is read once and never
 // packed, which for few rows takes longer than the product. Sums are in fp32 and in the same order whatever the number
-// of rows.
+// of rows. Where the processor has a matrix unit, whole pieces of bf16 are its (tiles.cpp), for any number of rows.
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
 #include "kernels.h"
 #include "simd.h"
+#include "tiles.h"
 
 namespace hybrid {
 namespace {
 
 constexpr int kSide = 4;          // a block is kSide rows by kSide outputs
 constexpr int64_t kAhead = 8;     // outputs from a block to that whose weights it asks for
-constexpr int64_t kTask = 16;     // outputs of one piece of work
+constexpr int64_t kTask = kMayHaveTiles ? kTileOutputs : 16;  // outputs of one piece of work
 
 // Of numbers of one type: how many a register holds, its loads, and the sum of products.
 template <typename T>
@@ -123,11 +124,10 @@ void raise(const Linear& call, int64_t first, int64_t count, const T* low, float
                 });
 }
 
-// One piece of work: `count` outputs of every row. sums: (rows, kTask) to work in; low: `lower`, if there is an adapter.
+// sums = x w^T for `count` outputs of every row by the processor's dot products.
 template <typename T>
-void work(const Linear& call, int64_t first, int64_t count, const T* low, float* sums) {
+void multiply_blocks(const Linear& call, const T* weight, int64_t count, float* sums) {
   const auto* x = static_cast<const T*>(call.x.data);
-  const auto* weight = static_cast<const T*>(call.weight.data) + first * call.weight.stride0;
   for (int64_t n = 0; n < count; n += kSide) {
     const T *inputs[kSide], *weights[kSide], *next[kSide];
     for (int64_t i = 0; i < kSide; ++i) {
@@ -148,6 +148,15 @@ void work(const Linear& call, int64_t first, int64_t count, const T* low, float*
         std::memcpy(sums + (m + i) * kTask + n, out + i * kSide, kSide * sizeof(float));
     }
   }
+}
+
+// One piece of work: `count` outputs of every row. sums: (rows, kTask) to work in; low: `lower`, if there is an adapter.
+template <typename T>
+void work(const Linear& call, int64_t first, int64_t count, const T* low, float* sums) {
+  const auto* weight = static_cast<const T*>(call.weight.data) + first * call.weight.stride0;
+  if (call.turned && count == kTask)
+    product_by_tiles(call.turned, call.rows, weight, call.weight.stride0, call.in_features, sums, kTask);
+  else multiply_blocks(call, weight, count, sums);
   if (call.rank) raise(call, first, count, low, sums);
   auto* to = static_cast<T*>(call.out.data) + first;
   for (int64_t m = 0; m < call.rows; ++m) {
@@ -175,6 +184,16 @@ bool has_dot_linear(DType dtype) { return dtype == DType::kFloat32 || (kHasBf16 
 
 int64_t dot_pieces(const Linear& call) { return (call.out_features + kTask - 1) / kTask; }
 
+int64_t turned_numbers(const Linear& call) {
+  const bool by_tiles = kMayHaveTiles && call.weight.dtype == DType::kBFloat16 && call.in_features % kTileDepth == 0 &&
+                        call.out_features >= kTileOutputs && has_tiles();
+  return by_tiles ? turned_size(call.rows, call.in_features) : 0;
+}
+
+int64_t dot_turns(const Linear& call) { return call.turned ? call.in_features / kTileDepth : 0; }
+
+void dot_turn(const Linear& call, int64_t part) { turn_for_tiles(call.x, call.rows, part * kTileDepth, call.turned); }
+
 void dot_lower(const Linear& call) {
   with_dots(call.weight.dtype, [&](auto type) { lower(call, static_cast<decltype(type)*>(call.low)); });
 }
@@ -187,8 +206,11 @@ Piece dot_piece(const Linear& call, int64_t piece) {
 }
 
 // Guided: long runs of neighbours first, for each asks for the next one's memory, and single pieces in the end.
-void dot_linear(const Linear& call) {
-  const int64_t pieces = dot_pieces(call);
+void dot_linear(const Linear& asked) {
+  std::vector<uint16_t> turned(turned_numbers(asked));
+  Linear call = asked;
+  call.turned = turned.empty() ? nullptr : turned.data();
+  const int64_t pieces = dot_pieces(call), turns = dot_turns(call);
   with_dots(call.weight.dtype, [&](auto type) {
     using T = decltype(type);
 #pragma omp parallel num_threads(call.threads)
@@ -197,6 +219,10 @@ void dot_linear(const Linear& call) {
       if (call.rank) {
         low.resize(call.rows * call.rank);
         lower(call, low.data());
+      }
+      if (turns) {
+#pragma omp for
+        for (int64_t part = 0; part < turns; ++part) dot_turn(call, part);
       }
 #pragma omp for schedule(guided, 1)
       for (int64_t piece = 0; piece < pieces; ++piece) made(call, piece, static_cast<const T*>(low.data()));

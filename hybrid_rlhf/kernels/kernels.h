@@ -75,6 +75,7 @@ struct Linear {
   int64_t rank;                   // 0: none
   float scaling;
   void* low;                      // (M, r), dense: down x as dot_lower writes it and dot_piece reads it
+  void* turned;                   // room for turned_numbers(call), which dot_turn writes; null: not by the matrix unit
 };
 
 void linear(const Linear& call);         // any dtypes, few rows
@@ -88,6 +89,9 @@ struct Piece {  // of a product: the part that one thread computes at a time
 
 // The pieces of a product, for who has threads of his own; they compute what dot_linear does.
 int64_t dot_pieces(const Linear& call);
+int64_t turned_numbers(const Linear& call);  // of bf16: room for x turned for the matrix unit, 0 where it is not used
+int64_t dot_turns(const Linear& call);   // parts of turning x, before the pieces of all products of this x
+void dot_turn(const Linear& call, int64_t part);
 void dot_lower(const Linear& call);      // before the pieces of a product with an adapter; by one thread
 Piece dot_piece(const Linear& call, int64_t piece);
 

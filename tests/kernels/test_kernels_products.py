@@ -22,10 +22,10 @@ def linear():
 
 @pytest.mark.parametrize("dtype, step", [(torch.float32, 2e-6), (torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)],
                          ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 3, 16, 64, 65, 130])
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 17, 33, 48, 64, 65, 130])
 def test_products_are_exact_but_for_one_rounding(linear, rows, dtype, step):
     for inner, outer, has_bias in ((1, 1, False), (7, 5, True), (32, 49, False), (768, 96, True), (2500, 101, True),
-                                   (530, 131, False)):
+                                   (530, 131, False), (2496, 107, True)):
         g = torch.Generator().manual_seed(inner)
         x, weight = (torch.randn(n, inner, generator=g).to(dtype) for n in (rows, outer))
         bias = torch.randn(outer, generator=g).to(dtype) if has_bias else None
@@ -55,9 +55,19 @@ def test_leading_dimensions_and_strides_are_kept(linear):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_row_does_not_depend_on_the_rows_beside_it(linear, dtype):
-    x, weight = torch.randn(19, 700).to(dtype), torch.randn(61, 700).to(dtype)
-    whole = linear(x, weight)
-    assert all(torch.equal(linear(x[i:i + n], weight), whole[i:i + n]) for i in range(0, 19, 3) for n in (1, 2, 3))
+    for inner, outer in ((700, 61), (704, 96)):  # the second is of whole tiles, where there is a matrix unit
+        x, weight = torch.randn(37, inner).to(dtype), torch.randn(outer, inner).to(dtype)
+        whole = linear(x, weight)
+        assert all(torch.equal(linear(x[i:i + n], weight), whole[i:i + n]) for i in range(0, 37, 3) for n in (1, 2, 3))
+
+
+def test_products_of_torch_and_ours_in_turns_leave_each_other_alone(linear):
+    """Both may lay out the same matrix unit, each in its own way."""
+    x, weight, other = (torch.randn(n, 96).bfloat16() for n in (20, 64, 40))
+    ours, theirs = linear(x, weight), torch.nn.functional.linear(x, other)
+    for _ in range(3):
+        assert torch.equal(linear(x, weight), ours) and torch.equal(torch.nn.functional.linear(x, other), theirs)
+    assert (theirs.double() - x.double() @ other.double().T).abs().max() < 0.25
 
 
 def test_shapes_that_do_not_fit_are_an_error(linear):
