@@ -75,9 +75,12 @@ PARTS = {
          "tests/trainers/test_best_of_n.py", "tests/trainers/test_replayed_truncation.py"]),
     "roles": Part(
         ["hybrid_rlhf/roles/*.py"],
-        ["tests/roles", "tests/engine/train/test_micro_batches.py", "tests/engine/train/test_packed_rows.py",
-         "tests/models/test_mixture_of_experts.py", "tests/trainers/test_distillation.py",
-         "tests/trainers/test_trainers.py"]),
+        ["tests/roles/test_critic_start.py", "tests/roles/test_role_handles.py", "tests/roles/test_scoring.py",
+         "tests/roles/test_sharing.py",
+         "tests/roles/test_teacher_targets.py", "tests/engine/train/test_micro_batches.py",
+         "tests/engine/train/test_shared_prefix.py", "tests/models/test_mixture_of_experts.py",
+         "tests/trainers/test_distillation.py", "tests/trainers/test_offline_trainers.py",
+         "tests/trainers/test_ptx.py", "tests/trainers/test_trainers.py"]),
 }
 
 
