@@ -71,8 +71,10 @@ PARTS = {
     "rollout": Part(
         ["hybrid_rlhf/rollout/best_of_n.py", "hybrid_rlhf/rollout/collect.py", "hybrid_rlhf/rollout/old_logprobs.py",
          "hybrid_rlhf/rollout/episode_turns.py", "hybrid_rlhf/rollout/episodes.py", "hybrid_rlhf/rollout/replay.py"],
-        ["tests/rollout", "tests/report/test_answers_alike.py", "tests/rewards/test_judge_source.py",
-         "tests/trainers/test_best_of_n.py", "tests/trainers/test_replayed_truncation.py"]),
+        ["tests/rollout/test_best_of_n_sampler.py", "tests/rollout/test_collect.py",
+         "tests/rollout/test_episode_player.py", "tests/rollout/test_episode_turns.py",
+         "tests/rollout/test_episodes.py", "tests/rollout/test_environment_episodes.py",
+         "tests/rollout/test_old_logprobs.py", "tests/rollout/test_replay.py"]),
     "roles": Part(
         ["hybrid_rlhf/roles/*.py"],
         ["tests/roles/test_critic_start.py", "tests/roles/test_role_handles.py", "tests/roles/test_scoring.py",
