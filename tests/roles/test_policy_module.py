@@ -195,3 +195,13 @@ def test_a_router_is_asked_for_its_loss_with_gradients_and_for_choices_where_the
     with torch.no_grad():
         assert module(two).router_loss is None and not asked
         assert module(two, with_choices=True).choices == "choices"
+
+
+def test_the_device_s_own_kernel_scores_the_tokens(module, monkeypatch):
+    def scored(logits, ids, temperature, with_entropy):
+        return ids * temperature, None, ids == 2
+
+    monkeypatch.setattr(module_under_test, "ops_for", lambda kind: SimpleNamespace(token_scores=scored) if kind == "cpu"
+                        else None)
+    found = module(batch([1, 2, 3]), temperature=0.5)
+    assert found.logprobs.tolist() == [1.0, 1.5] and found.correct.tolist() == [True, False]
