@@ -12,6 +12,7 @@ docs/results/mutation.md.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import random
 import shutil
@@ -29,6 +30,7 @@ from mutmut import configuration
 from mutmut.mutation import file_mutation
 from mutmut.mutation.data import SourceFileMutationData
 from mutmut.mutation.diff_apply import get_diff_for_mutant
+from mutmut.runners.harness import PytestRunner
 from mutmut.state import state
 from mutmut.stats import status_by_exit_code
 from mutmut.utils.format_utils import get_mutant_name
@@ -39,6 +41,9 @@ DEAD = ("killed", "timeout", "segfault")
 # mutmut leaves decorated functions alone, for a decorator may act when its function is defined, and every copy is one
 # more. These do not; without them no estimator of advantages would be tried.
 _HARMLESS = {"torch.no_grad()", "property", "contextmanager"}
+# What is imported when tests run: seconds for every mutant, unless the process that theirs are forked from has it.
+_LATE = ("deepspeed", "peft", "torch._dynamo", "torch._inductor", "torch.utils.checkpoint", "transformers.quantizers",
+         "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto")
 
 
 class Part(NamedTuple):
@@ -124,6 +129,18 @@ def run_fast_tests_first(most: float) -> None:
     ForkServerRunner.run_clean_tests = lambda self, tests: 0
 
 
+def import_early() -> None:
+    """Has the process that those of all mutants are forked from import what tests import as they run."""
+    warm_up = PytestRunner.warm_up
+
+    def warmed(self: PytestRunner) -> None:
+        warm_up(self)
+        for name in _LATE:
+            importlib.import_module(name)
+
+    PytestRunner.warm_up = warmed
+
+
 def sampled(most: int, seed: int) -> list[str]:
     """The names of the mutants to be tried: of each module all, or `most` of them."""
     names = []
@@ -147,6 +164,7 @@ def run_part(name: str, most: int, seed: int, seconds: float, is_second: bool) -
         configuration.config(), only_mutate=part.modules, pytest_add_cli_args_test_selection=part.tests)
     mutate_decorated_functions()
     run_fast_tests_first(seconds)
+    import_early()
     shutil.rmtree("mutants", ignore_errors=True)
     known = earlier(name) if is_second else {}
     left = [key for found in known.values() for key, verdict in found.items() if verdict not in (*DEAD, "not tried")]
