@@ -78,7 +78,6 @@ PARTS = {
          "hybrid_rlhf/rollout/episode_turns.py", "hybrid_rlhf/rollout/episodes.py", "hybrid_rlhf/rollout/replay.py"],
         ["tests/rollout/test_best_of_n_sampler.py", "tests/rollout/test_collect.py",
          "tests/rollout/test_episode_player.py", "tests/rollout/test_episode_turns.py",
-         "tests/rollout/test_episodes.py", "tests/rollout/test_environment_episodes.py",
          "tests/rollout/test_old_logprobs.py", "tests/rollout/test_replay.py"]),
     "roles": Part(
         ["hybrid_rlhf/roles/*.py"],

@@ -52,6 +52,7 @@ def module(monkeypatch) -> PolicyModule:
 
     def distinct(model, batch, packed):
         made.told.append("distinct")
+        assert isinstance(packed, Packed)
         if int(batch.input_ids.max()) == 9:
             raise NotShareableError("nine")
         return batch.input_ids.flatten()[:, None].float()
