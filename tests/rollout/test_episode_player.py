@@ -96,12 +96,13 @@ def written(monkeypatch) -> list:
     seen = []
 
     def compose(tokenizer, messages):
+        assert tokenizer.chat_template == "{{ messages }}"
         seen.append(messages)
         return Rendered("+".join(m["content"] for m in messages), [], False)
 
     monkeypatch.setattr(episodes.chat, "compose_prompt", compose)
     monkeypatch.setattr(episodes.chat, "encode_all", lambda tokenizer, texts: [
-        SimpleNamespace(ids=[90, len(text.text)]) for text in texts])
+        SimpleNamespace(ids=[90, len(text.text)]) for text in texts if tokenizer.chat_template == "{{ messages }}"])
     return seen
 
 

@@ -95,9 +95,11 @@ def template(monkeypatch) -> list:
     parsed = []
 
     def added_tokens(tokenizer, message, added, is_ended):
+        assert tokenizer is TOKENIZER and message["role"] == "assistant"
         return ([] if is_ended else [END]) + [50 + len(m["content"]) for m in added]
 
     def parse_turn(tokenizer, ids, tools, prefix):
+        assert tokenizer is TOKENIZER and [tool["function"]["name"] for tool in tools] == ["add"]
         parsed.append((list(ids), prefix))
         calls = [{"function": {"name": "add", "arguments": {"a": i - 60}}} for i in ids if i >= 60]
         message = {"role": "assistant", "content": "said"} | ({"tool_calls": calls} if calls else {})
@@ -105,28 +107,49 @@ def template(monkeypatch) -> list:
 
     monkeypatch.setattr(episode_turns, "added_tokens", added_tokens)
     monkeypatch.setattr(episode_turns, "parse_turn", parse_turn)
-    monkeypatch.setattr(episode_turns, "turn_ends", lambda tokenizer: [END])
-    monkeypatch.setattr(episode_turns, "special_ids", lambda tokenizer: {"<end>": END, "<next>": FOREIGN})
+    monkeypatch.setattr(episode_turns, "turn_ends", lambda tokenizer: [END] if tokenizer is TOKENIZER else [])
+    monkeypatch.setattr(episode_turns, "special_ids", lambda tokenizer: {
+        "<end>": END, "<next>": FOREIGN} if tokenizer is TOKENIZER else {})
     return parsed
 
 
 TOKENIZER = SimpleNamespace(decode=lambda ids, **options: " ".join(map(str, ids)) + "".join(map(str, options)))
 
 
-def played(instance, *answers: list[int], most: int = 50, ids=(1, 2), **settings) -> tuple[Play, Turns]:
+def played(instance, *answers: list[int], most: int = 50, ids=(1, 2), pool=None, **settings) -> tuple[Play, Turns]:
     config = EnvironmentConfig(factory="a.py:a", num_workers=0, **settings)
     play, turns = Play(5, instance, [{"role": "user", "content": "asked"}], list(ids)), Turns({5: list(answers)})
-    EpisodeTurns(config, TOKENIZER, turns, CallPool(0, 30.0), SamplingConfig(max_new_tokens=most)).run([play], 8)
+    pool = pool or CallPool(0, 30.0)
+    EpisodeTurns(config, TOKENIZER, turns, pool, SamplingConfig(max_new_tokens=most)).run([play], 8)
     return play, turns
 
 
+class Late:
+    """A pool whose calls are late, or answered by `value`, in turn; it notes their lanes."""
+
+    def __init__(self, *late: bool, value=None) -> None:
+        self.late, self.value, self.started, self.lanes = list(late), value, [], []
+
+    def start(self, key, call, then, lane) -> None:
+        self.started.append(key)
+        self.lanes.append(lane)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.started)
+
+    def finished(self, wait: bool) -> list:
+        return [(key, Outcome(None, "too late", True) if self.late.pop(0) else Outcome(self.value)) for key in
+                [self.started.pop() for _ in self.started[:1]]]
+
+
 def test_a_call_is_made_and_its_answer_is_read_by_the_next_turn():
-    play, turns = played(instance_of(Adder), [63, END], [7, END])
-    assert turns.asked == [(5, [1, 2], 50, 8), (5, [1, 2, 63, END, 53], 50 - 2 - 1, 8)]  # the answer is xxx
-    assert play.tokens == [63, END, 53, 7, END] and play.is_sampled == [True, True, False, True, True]
-    assert play.logprobs == [-0.5, -0.5, 0.0, -0.5, -0.5] and [int(k) for k in play.kept] == [63, END, 7, END]
+    play, turns = played(instance_of(Adder), [63, 8, END], [7, END])
+    assert turns.asked == [(5, [1, 2], 50, 8), (5, [1, 2, 63, 8, END, 53], 50 - 3 - 1, 8)]  # the answer is xxx
+    assert play.tokens == [63, 8, END, 53, 7, END] and play.is_sampled == [True] * 3 + [False, True, True]
+    assert play.logprobs == [-0.5] * 3 + [0.0, -0.5, -0.5] and [int(k) for k in play.kept] == [63, 8, END, 7, END]
     episode = play.episode
-    assert (episode.turn_starts, episode.turn_ends, episode.limits) == ([0, 3], [2, 5], [50, 47])
+    assert (episode.turn_starts, episode.turn_ends, episode.limits) == ([0, 4], [3, 6], [50, 46])
     assert [m["role"] for m in episode.messages] == ["assistant", "tool", "assistant"]
     assert episode.messages[1] == {"role": "tool", "name": "add", "content": "xxx"}
     assert (episode.ended, episode.reward, episode.seed, episode.number) == ("done", 1.5, 8, 5)
@@ -145,9 +168,9 @@ def test_several_calls_of_a_turn_are_made_in_their_order_and_counted_by_what_bec
 
 
 def test_a_call_that_cannot_be_read_is_answered_and_may_cost():
-    for penalty, rewards in ((0.0, []), (0.5, [-0.5, 0.0])):
-        play, _ = played(instance_of(Adder), [59, 59, END], [7, END], malformed_penalty=penalty)
-        assert play.episode.num_malformed == 2 and play.episode.turn_rewards == rewards
+    for penalty, rewards in ((0.0, []), (0.5, [-0.5, -0.5, 0.0])):
+        play, _ = played(instance_of(Adder), [59, 59, END], [59, END], [7, END], malformed_penalty=penalty)
+        assert play.episode.num_malformed == 3 and play.episode.turn_rewards == rewards
         assert play.episode.messages[1:3] == [
             {"role": "tool", "name": "tool", "content": "error: cannot be read"}] * 2
         assert play.episode.num_calls == 0 and play.episode.ended == "done"
@@ -175,9 +198,9 @@ def test_the_last_turn_s_call_is_made_and_nobody_reads_its_answer():
 
 def test_a_turn_that_ends_with_the_header_of_the_next_reads_it_once(monkeypatch, template):
     monkeypatch.setattr(episode_turns, "added_tokens", lambda *given: [FOREIGN, 50])
-    play, _ = played(instance_of(Adder), [60, FOREIGN], [7, END])
-    assert play.tokens == [60, FOREIGN, 50, 7, END]
-    assert [ids for ids, _ in template] == [[60], [7, END]]  # what was said is without the header
+    play, _ = played(instance_of(Adder), [8, 60, FOREIGN], [7, END])
+    assert play.tokens == [8, 60, FOREIGN, 50, 7, END]
+    assert [ids for ids, _ in template] == [[8, 60], [7, END]]  # what was said is without the header
     monkeypatch.setattr(episode_turns, "special_ids", lambda tokenizer: {"<end>": END})  # a word of the user's choice
     played(instance_of(Adder), [60, FOREIGN], [7, END])
     assert [ids for ids, _ in template[2:]] == [[60, FOREIGN], [7, END]]
@@ -202,7 +225,25 @@ def test_a_game_s_steps_pay_their_turns_and_end_the_episode():
     assert game.object.seen == [["asked", said], ["asked", said, "go", "8 3skip_special_tokens"],
                                 ["asked", said, "go", "8 3skip_special_tokens", "on", "9 3skip_special_tokens"]]
     assert [m["content"] for m in play.episode.messages][-1] == "over"  # for who reads the episode
+    assert [m["role"] for m in play.episode.messages] == ["assistant", "user"] * 3
     assert play.episode.num_calls == 0
+
+
+def test_a_call_that_is_late_is_counted_as_that_and_told_to_the_model():
+    made, pool = instance_of(Adder), Late(True, True, False, value=2)
+    made.lane = "its own"
+    play, _ = played(made, [61, 62, END], [7, END], pool=pool)
+    assert (play.episode.num_late, play.episode.num_failed, play.episode.num_calls) == (2, 0, 2)
+    assert [m["content"] for m in play.episode.messages[1:3]] == ["error: too late"] * 2
+    assert play.episode.reward == 2.0 and pool.lanes == ["its own"] * 3
+
+
+@pytest.mark.parametrize(("kind", "what"), [(Adder, "get_reward"), (Game, "step")])
+def test_an_environment_that_is_late_with_what_an_episode_needs_ends_the_run(kind, what):
+    with pytest.raises(UserError) as found:
+        played(instance_of(kind), [7, END], pool=Late(True))
+    assert str(found.value) == (f"environment {kind.__name__}: too late; {what} needs longer: raise "
+                                "environment.timeout")
 
 
 def test_two_episodes_go_on_side_by_side_each_with_its_own_answers():
