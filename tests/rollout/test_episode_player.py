@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from datetime import date
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from hybrid_rlhf.core.errors import UserError
 from hybrid_rlhf.data.chat import Rendered
 from hybrid_rlhf.engine import SamplingConfig
+from hybrid_rlhf.environments.calls import Outcome
 from hybrid_rlhf.environments.contract import Environments, environment_of
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.rollout import Prompts, episodes
@@ -257,3 +260,43 @@ def test_a_reset_that_fails_ends_the_run_and_the_next_rollout_has_calls_of_its_o
     with pytest.raises(UserError, match="broken off"):
         player.play(Engine(), Prompts([[1]], ["a"]), SAMPLING, 0, [0])
     assert player._pool is None and pool._is_closed
+
+
+def test_a_prompt_is_the_same_in_whatever_order_its_keys_stand_and_may_hold_what_is_no_json(run, written):
+    one = {"content": "one", "role": "user", "on": date(2020, 1, 2)}
+    two = {"role": "user", "on": date(2020, 1, 2), "content": "one"}
+    prompts = Prompts([[1], [2]], ["a", "b"], {"prompt": [[one], [two]], "more": [" go"] * 2})
+    made = player_of(Quiet).play(Engine(), prompts, SAMPLING, 0, [0, 1])
+    assert len(written) == 1 and made.prompts.ids == [[90, 6]] * 2
+
+
+def test_threads_of_who_plays_no_more_are_given_up(run):
+    player = player_of(Quiet)
+    player.play(Engine(), Prompts([[1]], ["a"]), SAMPLING, 0, [0])
+    pool = player._pool
+    del player
+    gc.collect()
+    assert pool._is_closed
+
+
+def test_resets_wait_in_the_lanes_of_their_environments_and_one_that_is_late_says_what_would_help(run):
+    player, started = player_of(Quiet), []
+    prompts = Prompts([[1]], ["a"], {"n": [5]})
+
+    class Pool:
+        num_waiting = 1
+
+        def start(self, key, call, lane):
+            started.append((key, call.func.__name__, call.args, lane))
+
+        def finished(self, wait):
+            assert wait
+            return [(0, Outcome(None, "too late", True))]
+
+    player._pool = Pool()
+    plays = player._begin(prompts, [0])
+    plays[0].instance.lane = "its own"
+    with pytest.raises(UserError) as found:
+        player._reset(plays, prompts, player._pool)
+    assert started == [(0, "reset", ({"n": 5},), "its own")]
+    assert str(found.value) == "environment Quiet: too late; reset needs longer: raise environment.timeout"
