@@ -17,12 +17,13 @@ from hybrid_rlhf.rollout.episode_turns import EpisodeTurns, Play, before_update,
 
 END = 3  # the token that ends a turn
 FOREIGN = 4  # one that ends it too, and for the template is no end of a turn
+CALL_END = 5  # one that the template has behind calls
 
 
 class Turns:
     """Says answers[number of the episode] in turn, of log-probability -0.5 a token."""
 
-    stops = frozenset([END, FOREIGN])
+    stops = frozenset([END, FOREIGN, CALL_END])
 
     def __init__(self, answers: dict[int, list[list[int]]]) -> None:
         self.answers, self.waiting, self.asked, self.released = answers, [], [], []
@@ -107,7 +108,8 @@ def template(monkeypatch) -> list:
 
     monkeypatch.setattr(episode_turns, "added_tokens", added_tokens)
     monkeypatch.setattr(episode_turns, "parse_turn", parse_turn)
-    monkeypatch.setattr(episode_turns, "turn_ends", lambda tokenizer: [END] if tokenizer is TOKENIZER else [])
+    monkeypatch.setattr(episode_turns, "turn_ends", lambda tokenizer: [
+        END, CALL_END] if tokenizer is TOKENIZER else [])
     monkeypatch.setattr(episode_turns, "special_ids", lambda tokenizer: {
         "<end>": END, "<next>": FOREIGN} if tokenizer is TOKENIZER else {})
     return parsed
@@ -211,9 +213,11 @@ def test_the_last_64_tokens_before_a_turn_may_open_a_thought(template):
     assert template[0][1] == " ".join(map(str, range(136, 200)))
 
 
-def test_a_template_is_told_whether_the_turn_ended_by_its_own_end(monkeypatch):
+def test_a_template_is_told_whether_the_turn_ended_by_its_own_end():
     play, _ = played(instance_of(Adder), [60, FOREIGN], [7, END])
     assert play.tokens == [60, FOREIGN, END, 50, 7, END]
+    play, _ = played(instance_of(Adder), [60, 8, 8, CALL_END], [7, END])
+    assert play.tokens == [60, 8, 8, CALL_END, 50, 7, END]  # it is not ended twice
 
 
 def test_a_game_s_steps_pay_their_turns_and_end_the_episode():
