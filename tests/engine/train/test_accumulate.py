@@ -163,6 +163,19 @@ def test_scoring_goes_on_with_what_is_left_where_memory_runs_out(groups):
     assert engine.oom_limits == {SCORE: 3} and engine.told == ["dummy", "dummy"]
 
 
+def test_what_is_left_stays_together_by_prefix_where_memory_runs_out():
+    """By length alone 1 and 2, of three tokens each, would be one micro-batch."""
+    seen = []
+
+    def scored(index: torch.Tensor) -> None:
+        seen.append(index.tolist())
+        if len(index) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    list(score(Noted(), T([1, 3, 3, 1]), 12, scored, T([0, 1, 0, 1])))
+    assert seen == [[0, 2, 1, 3], [0, 2], [1, 3]]
+
+
 def test_scoring_keeps_to_the_limit_that_was_found_before():
     engine = Noted()
     engine.oom_limits = {SCORE: 6, UPDATE: 3}
