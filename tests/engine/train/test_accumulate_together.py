@@ -83,6 +83,12 @@ def test_who_runs_out_goes_on_to_the_last_pass_with_the_least_and_begins_again_w
     assert found["rows"] == 2.5 and found["micro_batch_tokens"] == 3.0
 
 
+def test_the_least_in_the_place_of_the_last_pass_is_the_last_one(others):
+    engine = Noted()
+    accumulate.accumulate(engine, 6, rows_of([3, 3], lambda index: len(index) > 1))
+    assert engine.told[:5] == ["train", "discard", "dummy", (0.0, True), "discard"]
+
+
 def test_who_did_not_run_out_begins_again_under_the_limit_of_who_did(others, caplog):
     others.says += [1, -3, 0]
     engine = Noted()
