@@ -221,6 +221,9 @@ def test_a_reward_model_s_pairs_cost_two_rows_of_the_longer_one_and_are_read_at_
     assert steps[1][1].prefix_groups.tolist() == [0, 1]  # a pair's is that of its chosen row
     Reward(Taken(Numbers())).update(batch(), T([[1, 2]]), loss)
     assert steps[2][1].lengths.tolist() == [2 * 3]
+    Reward(Taken(Numbers())).update(batch(), T([[0, 1], [2, 0], [1, 2]]), loss)
+    steps[3][1].micro_batch_loss(T([0, 1, 2]))
+    assert seen[1] == ([11, 15, 13], [13, 11, 15], [0, 1, 2])
 
 
 @pytest.mark.parametrize("max_tokens", [1, 8192])

@@ -11,7 +11,7 @@ from torch import nn
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right, predicted
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.models.router import Router
-from hybrid_rlhf.roles import Critic, Reference, Reward, TokenScores, router_balance
+from hybrid_rlhf.roles import Actor, Critic, Reference, Reward, TokenScores, router_balance
 from hybrid_rlhf.roles.router_balance import expert_shares
 from hybrid_rlhf.roles.scoring import prefix_groups, score, score_index
 from hybrid_rlhf.rollout import Prompts, Rollout
@@ -56,17 +56,24 @@ def batch() -> SequenceBatch:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 8192])
-def test_each_action_has_its_own_number_whatever_the_budget_and_every_other_place_zero(max_tokens):
+@pytest.mark.parametrize("kind", [Actor, Reference])
+def test_each_action_has_its_own_number_whatever_the_budget_and_every_other_place_zero(kind, max_tokens):
     module = Tokens()
-    made = Reference(HybridEngine(module), max_tokens).logprobs(rollout(temperature=0.5))
+    engine = HybridEngine(module)
+    role = Actor(engine, None, max_tokens) if kind is Actor else Reference(engine, max_tokens)
+    made = role.logprobs(rollout(temperature=0.5))
     assert made.tolist() == [[20, 22, 0], [24, 26, 28], [30, 0, 0]] and made.dtype == torch.float32
     assert {call[:2] for call in module.calls} == {(False, False)}  # in evaluation mode, without gradients
     assert len(module.calls) == (3 if max_tokens == 1 else 1) and not made.requires_grad
 
 
 @pytest.mark.parametrize("max_tokens", [1, 8192])
-def test_the_numbers_of_a_row_are_added_up_whatever_the_budget(max_tokens):
-    found = Reference(HybridEngine(Tokens()), max_tokens).sequence_logprobs(batch())
+@pytest.mark.parametrize("kind", [Actor, Reference])
+def test_the_numbers_of_a_row_are_added_up_whatever_the_budget(kind, max_tokens):
+    engine = HybridEngine(Tokens())
+    role = Actor(engine, None, max_tokens) if kind is Actor else Reference(engine, max_tokens)
+    found = role.sequence_logprobs(batch())
+    assert len(engine.module.calls) == (3 if max_tokens == 1 else 1)
     assert found.tolist() == [10 + 11, 12 + 13 + 14, 15] and found.dtype == torch.float32
 
 
