@@ -88,7 +88,8 @@ def test_where_auto_cannot_have_one_base_it_shares_what_it_can_and_says_why(name
 
 
 @pytest.mark.parametrize(("named", "bases", "line"), [
-    ({"reward": REWARD}, (("actor", "ref"), ("critic",), ("reward",)), "reward from reward run; sharing: actor with ref"),
+    ({"reward": REWARD}, (("actor", "ref"), ("critic",), ("reward",)),
+     "reward from reward run; sharing: actor with ref"),
     ({"ref": OTHER}, ALONE, "ref from other; sharing: no two roles")])
 def test_a_critic_of_its_own_shares_nothing_in_what_is_left_for_auto_either(named, bases, line):
     found = resolve(RolesConfig(critic=RoleConfig(kind="model")), starts(**named), True)
