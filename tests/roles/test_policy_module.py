@@ -47,12 +47,13 @@ def module(monkeypatch) -> PolicyModule:
     made = Model()
 
     def whole(model, batch):
+        assert model is made
         made.told.append("whole")
         return batch.input_ids[..., None].float()
 
     def distinct(model, batch, packed):
         made.told.append("distinct")
-        assert isinstance(packed, Packed)
+        assert model is made and isinstance(packed, Packed)
         if int(batch.input_ids.max()) == 9:
             raise NotShareableError("nine")
         return batch.input_ids.flatten()[:, None].float()
@@ -65,9 +66,9 @@ def module(monkeypatch) -> PolicyModule:
     monkeypatch.setattr(module_under_test, "packing", lambda batch: Packed() if len(batch) == 2 else None)
     monkeypatch.setattr(module_under_test, "documents", lambda batch: Packed())
     monkeypatch.setattr(module_under_test, "own_head", lambda model: model.head)
-    monkeypatch.setattr(module_under_test, "sharing_is_exact", lambda model: made.told.append("tried") or True)
+    monkeypatch.setattr(module_under_test, "sharing_is_exact", lambda model: made.told.append("tried") or model is made)
     monkeypatch.setattr(module_under_test, "say_whole", lambda model, reason, *, is_packed: made.told.append(
-        (reason, is_packed)))
+        (reason, is_packed) if model is made else "another"))
     return PolicyModule(made)
 
 
