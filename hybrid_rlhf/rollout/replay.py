@@ -16,10 +16,9 @@ def replay(engine: HybridEngine, records: Sequence[dict], sampling: SamplingConf
     episode that is drawn otherwise ends at the turn that differs. Only inside `inference()`.
     """
     drawn: list[tuple[list, list]] = [([], []) for _ in records]
-    length = max((len(r["prompt_ids"]) + sum(len(t["added"]) + t["limit"] for t in r["turns"]) for r in records),
-                 default=0)
     if not records:
         return drawn
+    length = max(len(r["prompt_ids"]) + sum(len(t["added"]) + t["limit"] for t in r["turns"]) for r in records)
     turns = engine.open_turns(len(records), length, sampling)
     places = {}
     for place, record in enumerate(records):
@@ -27,11 +26,9 @@ def replay(engine: HybridEngine, records: Sequence[dict], sampling: SamplingConf
                           may_go_on=True)
         places[id(request)] = place, 0
         turns.submit(request)
-    live = []
     while turns.is_busy:
         for request in turns.step():
-            live.append(request)  # its id stays its own
-            place, number = places[id(request)]
+            place, number = places.pop(id(request))
             drawn[place][0].append(list(request.tokens))
             drawn[place][1].append(list(request.logprobs))
             left = records[place]["turns"][number:]

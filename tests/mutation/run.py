@@ -12,6 +12,7 @@ docs/results/mutation.md.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import random
 import shutil
@@ -29,6 +30,7 @@ from mutmut import configuration
 from mutmut.mutation import file_mutation
 from mutmut.mutation.data import SourceFileMutationData
 from mutmut.mutation.diff_apply import get_diff_for_mutant
+from mutmut.runners.harness import PytestRunner
 from mutmut.state import state
 from mutmut.stats import status_by_exit_code
 from mutmut.utils.format_utils import get_mutant_name
@@ -39,6 +41,9 @@ DEAD = ("killed", "timeout", "segfault")
 # mutmut leaves decorated functions alone, for a decorator may act when its function is defined, and every copy is one
 # more. These do not; without them no estimator of advantages would be tried.
 _HARMLESS = {"torch.no_grad()", "property", "contextmanager"}
+# What is imported when tests run: seconds for every mutant, unless the process that theirs are forked from has it.
+_LATE = ("deepspeed", "peft", "torch._dynamo", "torch._inductor", "torch.utils.checkpoint", "transformers.quantizers",
+         "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto")
 
 
 class Part(NamedTuple):
@@ -64,20 +69,22 @@ PARTS = {
          "tests/data/test_turns.py"]),
     "accumulate": Part(
         ["hybrid_rlhf/engine/train/accumulate.py"],
-        ["tests/engine/train/test_accumulate.py", "tests/engine/train/test_micro_batches.py"]),
+        ["tests/engine/train/test_accumulate.py", "tests/engine/train/test_accumulate_together.py",
+         "tests/engine/train/test_micro_batches.py"]),
     "record": Part(
         ["hybrid_rlhf/rollout/*record.py", "hybrid_rlhf/rollout/dynamic_sampling.py"],
         ["tests/rollout/test_record.py", "tests/rollout/test_rollout_holes.py"]),
     "rollout": Part(
         ["hybrid_rlhf/rollout/best_of_n.py", "hybrid_rlhf/rollout/collect.py", "hybrid_rlhf/rollout/old_logprobs.py",
          "hybrid_rlhf/rollout/episode_turns.py", "hybrid_rlhf/rollout/episodes.py", "hybrid_rlhf/rollout/replay.py"],
-        ["tests/rollout", "tests/report/test_answers_alike.py", "tests/rewards/test_judge_source.py",
-         "tests/trainers/test_best_of_n.py", "tests/trainers/test_replayed_truncation.py"]),
+        ["tests/rollout/test_best_of_n_sampler.py", "tests/rollout/test_collect.py",
+         "tests/rollout/test_episode_player.py", "tests/rollout/test_episode_turns.py",
+         "tests/rollout/test_old_logprobs.py", "tests/rollout/test_replay.py"]),
     "roles": Part(
         ["hybrid_rlhf/roles/*.py"],
-        ["tests/roles", "tests/engine/train/test_micro_batches.py", "tests/engine/train/test_packed_rows.py",
-         "tests/models/test_mixture_of_experts.py", "tests/trainers/test_distillation.py",
-         "tests/trainers/test_trainers.py"]),
+        ["tests/roles/test_critic_start.py", "tests/roles/test_policy_module.py", "tests/roles/test_role_handles.py",
+         "tests/roles/test_role_updates.py", "tests/roles/test_scoring.py", "tests/roles/test_sharing.py",
+         "tests/roles/test_teacher_reads.py", "tests/roles/test_teacher_targets.py"]),
 }
 
 
@@ -122,6 +129,18 @@ def run_fast_tests_first(most: float) -> None:
     ForkServerRunner.run_clean_tests = lambda self, tests: 0
 
 
+def import_early() -> None:
+    """Has the process that those of all mutants are forked from import what tests import as they run."""
+    warm_up = PytestRunner.warm_up
+
+    def warmed(self: PytestRunner) -> None:
+        warm_up(self)
+        for name in _LATE:
+            importlib.import_module(name)
+
+    PytestRunner.warm_up = warmed
+
+
 def sampled(most: int, seed: int) -> list[str]:
     """The names of the mutants to be tried: of each module all, or `most` of them."""
     names = []
@@ -145,6 +164,7 @@ def run_part(name: str, most: int, seed: int, seconds: float, is_second: bool) -
         configuration.config(), only_mutate=part.modules, pytest_add_cli_args_test_selection=part.tests)
     mutate_decorated_functions()
     run_fast_tests_first(seconds)
+    import_early()
     shutil.rmtree("mutants", ignore_errors=True)
     known = earlier(name) if is_second else {}
     left = [key for found in known.values() for key, verdict in found.items() if verdict not in (*DEAD, "not tried")]

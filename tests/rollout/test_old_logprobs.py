@@ -10,7 +10,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.roles import Actor, PolicyModule, Roles
-from hybrid_rlhf.rollout import Prompts
+from hybrid_rlhf.rollout import Prompts, Rollout, old_logprobs
 from hybrid_rlhf.rollout.collect import collect
 from hybrid_rlhf.rollout.old_logprobs import OldLogprobs
 from hybrid_rlhf.trainers.ppo import PPOConfig
@@ -76,3 +76,83 @@ def test_sampler_and_recompute_decide_once_and_measure_all_the_same():
 def test_an_unknown_mode_is_the_user_s_error():
     with pytest.raises(UserError, match=r"ppo.old_logprobs is 'sample'.*did you mean sampler"):
         PPOConfig(old_logprobs="sample")
+
+
+class Forward:
+    """An actor whose training forward is off by `gap` from the sampler. `asked`: the numbers of rows it was given."""
+
+    def __init__(self, gap: float) -> None:
+        self.gap, self.asked = gap, []
+
+    def logprobs(self, rollout: Rollout) -> torch.Tensor:
+        self.asked.append(rollout.prompts.ids)
+        return rollout.sampled_logprobs + self.gap
+
+
+def given(num_rows: int, gap: float = 0.25) -> tuple[Rollout, Forward]:
+    """Row i has a response of i + 1 tokens, and 99 stands behind the shorter ones."""
+    made = Rollout.from_responses(Prompts([[i] for i in range(num_rows)], [""] * num_rows),
+                                  [[7] * (i + 1) for i in range(num_rows)], [True] * num_rows, 0, [""] * num_rows)
+    made.sampled_logprobs = torch.full(made.action_mask.shape, -1.0).masked_fill(~made.action_mask, 99.0)
+    return made, Forward(gap)
+
+
+def test_the_drift_is_measured_on_every_eighth_row_and_the_mean_of_their_tokens():
+    made, actor = given(10)
+    metrics = Metrics()
+    found = OldLogprobs(max_drift=0.25).logprobs(made, actor, metrics)  # at the border the sampler's are good enough
+    assert found is made.sampled_logprobs and actor.asked == [[[0], [8]]]
+    assert metrics.compute() == {"engine/logprob_drift": 0.25}
+    assert metrics.add("engine/logprob_drift", 0.5, 10.0).compute()["engine/logprob_drift"] == 0.375  # 1 + 9 tokens
+    each = OldLogprobs(num_skipped=3)
+    assert each.logprobs(made, actor, Metrics())[9, 9] == -0.75 and actor.asked[1] == [[0], [3], [6], [9]]
+    assert len(actor.asked[2]) == 10
+
+
+@pytest.mark.parametrize("gap", [0.26, -0.26, float("nan")])
+def test_a_drift_beyond_the_bound_or_that_is_no_number_has_all_rows_computed_again(gap, caplog):
+    made, actor = given(3, gap)
+    gate = OldLogprobs(max_drift=0.25)
+    found = gate.logprobs(made, actor, Metrics())
+    torch.testing.assert_close(found, made.sampled_logprobs + gap, equal_nan=True)
+    assert actor.asked == [[[0]], [[0], [1], [2]]] and gate.state() == {"was_closed": True}
+    assert "more than 0.25: old log-probabilities are now recomputed by a training forward" in caplog.text
+    caplog.clear()
+    again = OldLogprobs(max_drift=0.25)
+    again.load_state(gate.state())
+    again.logprobs(made, actor, Metrics())
+    assert not caplog.text  # it was said before the checkpoint
+    actor.gap = 0.0
+    assert again.logprobs(made, actor, Metrics()) is made.sampled_logprobs and again.state() == {"was_closed": False}
+    assert "is 0, within 0.25: old log-probabilities are now the sampler's" in caplog.text
+
+
+def test_recompute_measures_the_whole_rollout_and_sampler_never_computes_it():
+    made, actor = given(3)
+    metrics = Metrics()
+    assert OldLogprobs("recompute").logprobs(made, actor, metrics)[2, 2] == -0.75
+    assert metrics.add("engine/logprob_drift", 0.75, 6.0).compute()["engine/logprob_drift"] == 0.5  # 1 + 2 + 3 tokens
+    assert OldLogprobs("sampler", max_drift=0.0).logprobs(made, actor, Metrics()) is made.sampled_logprobs
+    assert [len(ids) for ids in actor.asked] == [3, 1]
+
+
+def test_processes_decide_by_the_mean_over_the_tokens_of_all(monkeypatch):
+    """Ours: 1 token at 0.25. The other: 3 tokens, 0.15 together: 0.1 over all."""
+    seen = []
+
+    def summed(own: torch.Tensor) -> torch.Tensor:
+        seen.append(own.tolist())
+        return own + torch.tensor([0.15, 3.0], dtype=torch.float64)
+
+    monkeypatch.setattr(old_logprobs, "sum_over_ranks", summed)
+    made, actor = given(1)
+    assert OldLogprobs(max_drift=0.11).logprobs(made, actor, Metrics()) is made.sampled_logprobs
+    assert seen == [[0.25, 1.0]]
+    assert OldLogprobs(max_drift=0.09).logprobs(made, actor, Metrics()) is not made.sampled_logprobs
+
+
+def test_a_process_without_rows_has_no_drift():
+    made, actor = given(0)
+    metrics = Metrics()
+    assert OldLogprobs(max_drift=0.0).logprobs(made, actor, metrics) is made.sampled_logprobs
+    assert metrics.compute() == {}

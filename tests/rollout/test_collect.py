@@ -1,0 +1,271 @@
+"""From prompts to a scored rollout, by roles that only write down what they are asked: what is asked when, and what is
+kept and reported of it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hybrid_rlhf.core import activity
+from hybrid_rlhf.core.errors import UserError
+from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.core.tensors import KeptSets
+from hybrid_rlhf.engine import SamplingConfig
+from hybrid_rlhf.rewards import BadScore
+from hybrid_rlhf.rollout import Prompts, Rollout
+from hybrid_rlhf.rollout import collect as collect_module
+from hybrid_rlhf.rollout.collect import collect, collect_held_out, measure_values, samples_of, signal_of
+from hybrid_rlhf.rollout.episode_record import Episode
+from hybrid_rlhf.rollout.old_logprobs import OldLogprobs
+
+T, NAN = torch.tensor, float("nan")
+TWO = Prompts([[5], [6]], ["five", "six"])
+PAIRS = SamplingConfig(num_samples=2)
+
+
+class Group:
+    """An actor, a reference and a critic. Responses are 8 3 and 9 in turn; `told` has what was asked."""
+
+    def __init__(self, fails: str = "", kept: KeptSets | None = None) -> None:
+        self.told, self.fails, self.kept = [], fails, kept
+        engine = SimpleNamespace(device=torch.device("cpu"), kv_bytes=77)
+        self.actor = SimpleNamespace(engine=engine, staying=lambda: self.block("staying"),
+                                     inference=lambda: self.block("inference"), generate=self.generate,
+                                     logprobs=self.say("actor", -1.0))
+        self.ref = SimpleNamespace(logprobs=self.say("ref", -1.5))
+        self.critic = SimpleNamespace(values=self.say("critic", 4.0))
+
+    @contextmanager
+    def block(self, name: str):
+        self.told.append(f"{name} begins")
+        yield
+        self.told.append(f"{name} ends")
+
+    def say(self, name: str, number: float):
+        def asked(rollout: Rollout) -> torch.Tensor:
+            self.ask(name)
+            assert not torch.is_grad_enabled()
+            return torch.full(rollout.action_mask.shape, number)
+
+        return asked
+
+    def ask(self, name: str) -> None:
+        self.told.append(name)
+        if name == self.fails:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def generate(self, prompts: Prompts, sampling: SamplingConfig, seed: int, keeps: bool) -> Rollout:
+        self.ask("generate")
+        self.asked = (prompts.ids, sampling, seed, keeps)
+        tokens = [[8, 3] if i % 2 == 0 else [9] for i in range(len(prompts))]
+        texts = ["x" if len(t) == 2 else " " for t in tokens]
+        made = Rollout.from_responses(prompts, tokens, [len(t) == 2 for t in tokens], 0, texts)
+        made.sampled_logprobs = torch.full(made.action_mask.shape, -1.25)
+        made.kept = self.kept
+        return made
+
+    def score(self, rollout: Rollout) -> torch.Tensor:
+        self.ask("source")
+        return T([0.0, 2.0, 5.0, 5.0])[: len(rollout)]
+
+    name = "marks"
+
+
+@pytest.fixture
+def peaks(monkeypatch) -> list[tuple]:
+    """The phases whose memory was measured, each with its device."""
+    seen = []
+
+    @contextmanager
+    def peak_in(metrics, name, device):
+        seen.append((name, device.type))
+        yield
+
+    monkeypatch.setattr(collect_module, "peak_in", peak_in)
+    return seen
+
+
+def test_who_is_asked_when_and_what_is_kept_of_it(peaks, monkeypatch):
+    clock = count(10.0, 2.0)  # two seconds pass between any two looks
+    monkeypatch.setattr(collect_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    group, metrics, said = Group(), Metrics(), []
+    with activity.listening(said.append):
+        made = collect(TWO, group, group, PAIRS, 42, metrics, keeps=True)
+    assert group.asked == ([[5], [5], [6], [6]], PAIRS, 42, True)
+    assert group.told == ["staying begins", "inference begins", "generate", "inference ends", "actor", "staying ends",
+                          "ref", "source", "critic"]
+    assert said == ["sampling 4 responses", "scoring the responses"]
+    assert peaks == [(name, "cpu") for name in ("actor/generate", "actor/score", "ref/score", "reward/score",
+                                                "critic/score")]
+    assert (made.logprobs == -1.0).all() and (made.ref_logprobs == -1.5).all() and (made.values == 4.0).all()
+    assert made.scores.tolist() == made.source_scores["marks"].tolist() == [0.0, 2.0, 5.0, 5.0]
+    found = metrics.compute()
+    assert found.pop("time/generate") > 0 and found.pop("time/score") > 0
+    assert found == pytest.approx({
+        "engine/tokens_per_second": 6 / 2, "engine/kv_bytes": 77.0, "engine/logprob_drift": 0.25,  # -1.25 to -1
+        "prompts/num_responses": 2.0, "prompts/with_spread": 0.5, "prompts/best_score": (2 + 5) / 2})
+
+
+def test_figures_of_groups_weigh_as_many_prompts_as_they_are_of():
+    """Two rollouts, of two prompts and of one: 2, 5 and 2 are the best scores."""
+    group, metrics = Group(), Metrics()
+    for prompts in (TWO, Prompts([[7]], ["seven"])):
+        collect(prompts, group, group, PAIRS, 0, metrics)
+    assert metrics.compute()["prompts/best_score"] == 3.0 and metrics.compute()["prompts/with_spread"] == 2 / 3
+    skipping = SimpleNamespace(name="none", score=lambda rollout: [None] * len(rollout))
+    collect(TWO, group, skipping, PAIRS, 0, metrics, may_skip=True)
+    assert metrics.compute()["prompts/best_score"] == 3.0 and metrics.compute()["prompts/with_spread"] == 2 / 5
+    (metrics.add("prompts/num_responses", 7.0, 5.0)).compute()
+    assert metrics.compute()["prompts/num_responses"] == 4.5  # five prompts with two, five with seven
+
+
+def test_one_response_to_a_prompt_is_no_group_and_who_is_not_there_is_not_asked():
+    group, metrics = Group(), Metrics()
+    group.ref = group.critic = None
+    made = collect(TWO, group, group, SamplingConfig(), 0, metrics)
+    assert group.told[-1] == "source" and made.ref_logprobs is None and made.values is None
+    assert not [name for name in metrics.compute() if name.startswith("prompts/")] and group.asked[3] is False
+    group = Group()
+    assert collect(TWO, group, group, PAIRS, 0, Metrics(), with_values=False).values is None
+    assert "critic" not in group.told
+
+
+def test_the_sampler_s_logprobs_are_the_old_ones_where_the_caller_says_so():
+    group = Group()
+    assert (collect(TWO, group, group, PAIRS, 0, Metrics(), OldLogprobs("sampler")).logprobs == -1.25).all()
+
+
+@pytest.mark.parametrize(("fails", "told"), [
+    ("generate", "out of memory while generating; "), ("actor", "out of memory while scoring; "),
+    ("ref", "out of memory while scoring; "), ("source", "out of memory while scoring; "),
+    ("critic", "out of memory while scoring; ")])
+def test_running_out_of_memory_says_what_was_going_on(fails, told):
+    group = Group(fails)
+    with pytest.raises(UserError) as found:
+        collect(TWO, group, group, PAIRS, 0, Metrics())
+    assert str(found.value).startswith(told)
+
+
+def test_values_can_be_measured_later_and_without_a_critic_that_is_a_fault(peaks):
+    group, metrics = Group(), Metrics()
+    made = collect(TWO, group, group, PAIRS, 0, Metrics(), with_values=False)
+    peaks.clear()
+    measure_values(made, group, metrics)
+    assert (made.values == 4.0).all() and peaks == [("critic/score", "cpu")]
+    assert list(metrics.compute()) == ["time/score"]
+    group.critic = None
+    with pytest.raises(ValueError, match=r"^the critic is None"):
+        measure_values(made, group, metrics)
+
+
+def test_a_source_that_fails_does_so_before_the_update_and_only_some_methods_may_skip():
+    group = Group()
+    skipping = SimpleNamespace(name="some", score=lambda rollout: [1.0, None, 2.0, 3.0])
+    made = collect(TWO, group, skipping, PAIRS, 0, Metrics(), may_skip=True)
+    assert made.scores.isnan().tolist() == [False, True, False, False]
+    with pytest.raises(BadScore, match="response 1 was skipped by every source") as found:
+        collect(TWO, group, skipping, PAIRS, 0, Metrics())
+    assert found.value.is_before_update
+
+
+def test_a_source_of_several_parts_has_told_their_scores_and_one_with_figures_reports_them():
+    class Parts:
+        name = "sum"
+
+        def score(self, rollout):
+            rollout.source_scores = {"a": T([1.0, 2.0])}
+            return T([3.0, 4.0])
+
+        def report(self, metrics):
+            metrics.add("judge/calls", 9.0)
+
+    group, metrics = Group(), Metrics()
+    made = collect(TWO, group, Parts(), SamplingConfig(), 0, metrics)
+    assert list(made.source_scores) == ["a"] and metrics.compute()["judge/calls"] == 9.0
+
+
+def test_the_words_kept_are_counted_in_bytes_and_where_they_are_many_it_is_said_once(monkeypatch, caplog):
+    kept = KeptSets([torch.zeros(6, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)], [T([2, 4]), T([3])])
+    group, metrics = Group(kept=kept), Metrics()
+    collect(TWO, group, group, SamplingConfig(), 0, metrics)
+    assert metrics.compute()["engine/kept_bytes"] == 9 * 4 + 3 * 8 and not caplog.text
+    group.actor.engine = Engine()
+    for most, times in ((60, 0), (59, 1), (59, 1)):  # more than that
+        monkeypatch.setattr(collect_module, "_MUCH", most)
+        collect(TWO, group, group, SamplingConfig(), 0, Metrics())
+        assert caplog.text.count("about 3 for each token") == times
+
+
+class Engine:
+    """What the words were kept by: it can be remembered weakly."""
+
+    device, kv_bytes = torch.device("cpu"), 0
+
+
+def test_held_out_prompts_are_drawn_by_seeds_of_their_own_and_need_no_values():
+    group, seeds = Group(), []
+    generate = group.actor.generate
+
+    def noted(prompts, sampling, seed, keeps):
+        seeds.append((seed, keeps))
+        return generate(prompts, sampling, seed, keeps)
+
+    group.actor.generate = noted
+    found = collect_held_out([TWO, Prompts([[7]], ["seven"])], group, group, PAIRS, 5, keeps=True).compute()
+    assert seeds == [(5, True), (6, True)] and "critic" not in group.told
+    assert found["reward"] == pytest.approx((0 + 2 + 5 + 5 + 0 + 2) / 6)
+    assert found["kl"] == pytest.approx(0.5 * (2 + 1) / 2) and "prompts/best_score" not in found
+    skipping = SimpleNamespace(name="some", score=lambda rollout: [1.0, None])
+    with pytest.raises(BadScore):
+        collect_held_out([Prompts([[7]], [""])], group, skipping, PAIRS, 0)
+    assert collect_held_out([Prompts([[7]], [""])], group, skipping, PAIRS, 0, may_skip=True).compute()["reward"] == 1.0
+    assert seeds[-1] == (0, False)
+
+
+def test_the_figures_of_a_rollout_go_by_its_groups():
+    made = Group().generate(TWO.repeat(2), PAIRS, 0, False)
+    made.scores = T([0.0, 1.0, NAN, 1.0])
+    found = signal_of(made, 2)
+    assert (found.num_prompts, found.group_size, found.mean, found.best) == (2, 2, pytest.approx(2 / 3), 1.0)
+    assert (found.ended, found.empty, found.length, found.with_spread) == (0.5, 0.5, 1.5, 0.5)
+
+
+def sampled() -> Rollout:
+    made = Group().generate(Prompts([[5], [5], [6], [7]], ["five", "five", "six", "seven"]), PAIRS, 0, False)
+    made.scores, made.completions = T([1.0, 2.0, NAN, 0.5]), ["a", "b", "c", "d"]
+    return made
+
+
+def test_people_are_shown_the_first_response_to_each_of_the_first_prompts():
+    made = sampled()
+    shown = [{"prompt": "five", "completion": "a", "score": 1.0, "ended": True},
+             {"prompt": "six", "completion": "c", "score": None, "ended": True},
+             {"prompt": "seven", "completion": "d", "score": 0.5, "ended": False}]
+    assert samples_of(made, 4) == shown and samples_of(made, 2) == shown[:2] and samples_of(None, 4) == []
+
+
+def test_of_several_sources_and_a_judge_people_are_shown_what_each_said():
+    made = sampled()
+    made.source_scores = {"a": made.scores}
+    made.remarks = ["good", "", "", "bad"]
+    assert [sorted(each) for each in samples_of(made, 3)] == [
+        ["completion", "ended", "judge", "prompt", "score"], ["completion", "ended", "prompt", "score"],
+        ["completion", "ended", "judge", "prompt", "score"]]
+    assert samples_of(made, 3)[2]["judge"] == "bad"
+    made.source_scores["b"] = T([3.0, 3.0, 4.0, NAN])
+    assert [each["scores"] for each in samples_of(made, 3)] == [{"a": 1.0, "b": 3.0}, {"b": 4.0}, {"a": 0.5}]
+
+
+def test_of_an_episode_people_are_shown_why_it_ended_and_what_draws_it_again():
+    made = sampled()
+    made.episodes = [Episode(messages=[{"role": "assistant", "content": str(i)}], turn_starts=[0], turn_ends=[1],
+                             limits=[9], seed=4, number=i, ended=f"end {i}") for i in range(4)]
+    first, _, last = samples_of(made, 3)
+    assert (first["ended_by"], last["ended_by"], last["completion"]) == ("end 0", "end 3", "[assistant] 3")
+    assert last["replay"] == {"seed": 4, "number": 3, "prompt_ids": [7],
+                              "turns": [{"added": [], "limit": 9, "said": [9]}]}
+    assert first["replay"]["turns"] == [{"added": [], "limit": 9, "said": [8]}]
