@@ -22,8 +22,12 @@ def launcher_store() -> dist.Store:
 
 
 def fake_mode() -> Any:  # a private class of torch
-    """The block in which operations make tensors that have a shape, a dtype and a device, and no memory."""
-    return TORCH.part(TORCH.module("torch._subclasses.fake_tensor"), "FakeTensorMode")()
+    """The block in which operations make tensors that have a shape, a dtype and a device, and no memory. The device is
+    one that is there: for a card that is not, torch's own mode has every thread put a substitute in place for the whole
+    process, and in torch 2.11 that is freed with the thread, so that the next thread's mode reads freed memory.
+    """
+    mode = TORCH.part(TORCH.module("torch._subclasses.fake_tensor"), "FakeTensorMode")
+    return type("FakeMode", (mode,), {"avoid_device_init": False})()
 
 
 def dispatch_mode() -> type:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import reduce
 from importlib import import_module
@@ -109,3 +111,22 @@ def test_a_copy_with_parts_leaves_the_original_and_keeps_gradients() -> None:
     assert weight.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
     assert copied.weight is not layer.weight
     assert isinstance(layer.weight, nn.Parameter)
+
+
+def test_threads_that_counted_without_a_card_and_ended_take_nothing_from_those_after() -> None:
+    """In a process of its own: with a CUDA build of torch 2.11 and no card, this ended it by a segmentation fault."""
+    program = """
+import threading, torch
+from hybrid_rlhf.core.torch_compat import fake_mode
+def count():
+    with fake_mode():
+        made.append(torch.empty(3).shape)
+made = []
+for _ in range(40):
+    thread = threading.Thread(target=count)
+    thread.start()
+    thread.join()
+print(len(made))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout) == (0, "40\n"), done.stderr

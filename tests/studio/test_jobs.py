@@ -220,7 +220,7 @@ def test_settings_that_are_changed_while_they_wait_are_not_run(script, outputs):
         assert look(client, job["id"])["state"] == "queued"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"kind": "train"}', "[" * 10**4, "\xff", "x" * 2**21])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"kind": "train"}', "[" * 10**4, "\xff", "x" * 2**21], ids=range(7))
 def test_job_folders_of_whatever_content_are_passed_over(script, outputs, text):
     for name in ("000001", "000002", "x"):
         (outputs / ".studio/jobs" / name).mkdir(parents=True)
