@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "tiles.h"
+
 namespace {
 
 using at::Tensor;
@@ -242,6 +244,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("gated", &gated, py::arg("gate"), py::arg("up"), py::arg("is_gelu") = false);
   m.def("rotary", &rotary, py::arg("query"), py::arg("key"), py::arg("cosines"), py::arg("sines"));
   m.def("has_bf16_dots", &has_bf16_dots);
+  m.def("compiled_with_tiles", &hybrid::compiled_with_tiles);
+  m.def("has_tiles", &hybrid::has_tiles);
   m.def("linear", &linear, py::arg("input"), py::arg("weight"), py::arg("bias") = py::none());
   m.def("packed_linear", &packed_linear, py::arg("input"), py::arg("weight"), py::arg("bias") = py::none());
   m.def("adapted_linear", &adapted_linear, py::arg("input"), py::arg("weight"), py::arg("bias"), py::arg("down"),

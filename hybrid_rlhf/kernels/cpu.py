@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from hybrid_rlhf.kernels import build
 from hybrid_rlhf.kernels.gradients import causal_attention_by, fused_by, token_scores_by
 from hybrid_rlhf.kernels.ops import Ops, Updates
 
+_log = logging.getLogger(__name__)
 _HERE, _NAME = Path(__file__).parent, "hybrid_rlhf_cpu"
 SOURCES = tuple(_HERE / name for name in (
     "attention.cpp", "sequences.cpp", "sampling.cpp", "linear.cpp", "packed.cpp", "dots.cpp", "tiles.cpp",
@@ -29,13 +31,22 @@ def load() -> Ops:
     """
     module = _module()
     dtypes = own_dtypes(module.has_bf16_dots())
-    names = ", ".join(str(d).removeprefix("torch.") for d in sorted(dtypes, key=str))
+    names = ", ".join(str(d).removeprefix("torch.") for d in sorted(dtypes, key=str)) + " and AMX" * has_tiles(module)
     return Ops(f"cpu (C++, with products in {names})" if dtypes else "cpu (C++)", module.decode_attention,
                module.sample, module.linear if dtypes else None, dtypes,
                fused_by(module),
                causal_attention_by(module) if has_wide_vectors() else None, module.adapted_linear if dtypes else None,
                module.DecodeLayer if dtypes else None, token_scores_by(module),
                Updates(module.adamw, module.sum_of_squares))
+
+
+def has_tiles(module: ModuleType) -> bool:
+    """Whether products in bf16 are those of the processor's matrix unit, which this process may be refused: said then,
+    for the same products by other instructions round otherwise."""
+    if module.compiled_with_tiles() and not module.has_tiles():
+        _log.warning("the system lets this process not use the processor's matrix unit (AMX): products in bfloat16 are "
+                     "slower, and rounded otherwise than in a process that may")
+    return module.has_tiles()
 
 
 def load_linear() -> Callable:

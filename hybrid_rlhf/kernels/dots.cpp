@@ -3,6 +3,7 @@
 // of rows. Where the processor has a matrix unit, whole pieces of bf16 are its (tiles.cpp), for any number of rows.
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "kernels.h"
@@ -14,7 +15,8 @@ namespace {
 
 constexpr int kSide = 4;          // a block is kSide rows by kSide outputs
 constexpr int64_t kAhead = 8;     // outputs from a block to that whose weights it asks for
-constexpr int64_t kTask = kMayHaveTiles ? kTileOutputs : 16;  // outputs of one piece of work
+constexpr int64_t kTask = 16;     // outputs of one piece of work
+constexpr int64_t kRow = kTileOutputs;  // from row to row of a piece's sums: room for the outputs of a piece of tiles
 
 // Of numbers of one type: how many a register holds, its loads, and the sum of products.
 template <typename T>
@@ -120,7 +122,7 @@ void raise(const Linear& call, int64_t first, int64_t count, const T* low, float
                 [&](int64_t m, int64_t n, const float* out) {
                   for (int64_t i = 0; i < std::min<int64_t>(kSide, call.rows - m); ++i)
                     for (int64_t j = 0; j < kSide; ++j)
-                      sums[(m + i) * kTask + n + j] += call.scaling * out[i * kSide + j];
+                      sums[(m + i) * kRow + n + j] += call.scaling * out[i * kSide + j];
                 });
 }
 
@@ -145,22 +147,22 @@ void multiply_blocks(const Linear& call, const T* weight, int64_t count, float* 
       else if (at < kSide) block<1>(inputs, weights, next + at, call.in_features, out);
       else block<0>(inputs, weights, next, call.in_features, out);
       for (int64_t i = 0; i < std::min<int64_t>(kSide, call.rows - m); ++i)
-        std::memcpy(sums + (m + i) * kTask + n, out + i * kSide, kSide * sizeof(float));
+        std::memcpy(sums + (m + i) * kRow + n, out + i * kSide, kSide * sizeof(float));
     }
   }
 }
 
-// One piece of work: `count` outputs of every row. sums: (rows, kTask) to work in; low: `lower`, if there is an adapter.
+// One piece of work: `count` outputs of every row. sums: (rows, kRow) to work in; low: `lower`, if there is an adapter.
 template <typename T>
 void work(const Linear& call, int64_t first, int64_t count, const T* low, float* sums) {
   const auto* weight = static_cast<const T*>(call.weight.data) + first * call.weight.stride0;
-  if (call.turned && count == kTask)
-    product_by_tiles(call.turned, call.rows, weight, call.weight.stride0, call.in_features, sums, kTask);
+  if (call.turned && count == kTileOutputs)
+    product_by_tiles(call.turned, call.rows, weight, call.weight.stride0, call.in_features, sums, kRow);
   else multiply_blocks(call, weight, count, sums);
   if (call.rank) raise(call, first, count, low, sums);
   auto* to = static_cast<T*>(call.out.data) + first;
   for (int64_t m = 0; m < call.rows; ++m) {
-    float* row = sums + m * kTask;
+    float* row = sums + m * kRow;
     if (call.bias)
       for (int64_t n = 0; n < count; ++n) row[n] += call.bias[first + n];
     int64_t n = 0;
@@ -169,11 +171,13 @@ void work(const Linear& call, int64_t first, int64_t count, const T* low, float*
   }
 }
 
+int64_t outputs_of_piece(const Linear& call) { return call.turned ? kTileOutputs : kTask; }
+
 template <typename T>
 Piece made(const Linear& call, int64_t piece, const T* low) {
   thread_local std::vector<float> sums;
-  sums.resize((call.rows + kSide) * kTask);
-  const int64_t first = piece * kTask, count = std::min(kTask, call.out_features - first);
+  sums.resize((call.rows + kSide) * kRow);
+  const int64_t most = outputs_of_piece(call), first = piece * most, count = std::min(most, call.out_features - first);
   work(call, first, count, low, sums.data());
   return {0, call.rows, first, count};
 }
@@ -182,10 +186,13 @@ Piece made(const Linear& call, int64_t piece, const T* low) {
 
 bool has_dot_linear(DType dtype) { return dtype == DType::kFloat32 || (kHasBf16 && dtype == DType::kBFloat16); }
 
-int64_t dot_pieces(const Linear& call) { return (call.out_features + kTask - 1) / kTask; }
+int64_t dot_pieces(const Linear& call) {
+  const int64_t most = outputs_of_piece(call);
+  return (call.out_features + most - 1) / most;
+}
 
 int64_t turned_numbers(const Linear& call) {
-  const bool by_tiles = kMayHaveTiles && call.weight.dtype == DType::kBFloat16 && call.in_features % kTileDepth == 0 &&
+  const bool by_tiles = call.weight.dtype == DType::kBFloat16 && call.in_features % kTileDepth == 0 &&
                         call.out_features >= kTileOutputs && has_tiles();
   return by_tiles ? turned_size(call.rows, call.in_features) : 0;
 }
@@ -207,9 +214,12 @@ Piece dot_piece(const Linear& call, int64_t piece) {
 
 // Guided: long runs of neighbours first, for each asks for the next one's memory, and single pieces in the end.
 void dot_linear(const Linear& asked) {
-  std::vector<uint16_t> turned(turned_numbers(asked));
+  struct alignas(64) Line {
+    uint16_t numbers[kTileDepth];
+  };
+  const auto turned = std::make_unique_for_overwrite<Line[]>(turned_numbers(asked) / kTileDepth);
   Linear call = asked;
-  call.turned = turned.empty() ? nullptr : turned.data();
+  call.turned = turned_numbers(asked) ? turned.get() : nullptr;
   const int64_t pieces = dot_pieces(call), turns = dot_turns(call);
   with_dots(call.weight.dtype, [&](auto type) {
     using T = decltype(type);

@@ -88,7 +88,7 @@ struct Piece {  // of a product: the part that one thread computes at a time
 };
 
 // The pieces of a product, for who has threads of his own; they compute what dot_linear does.
-int64_t dot_pieces(const Linear& call);
+int64_t dot_pieces(const Linear& call);  // with `turned`, if it is to be used
 int64_t turned_numbers(const Linear& call);  // of bf16: room for x turned for the matrix unit, 0 where it is not used
 int64_t dot_turns(const Linear& call);   // parts of turning x, before the pieces of all products of this x
 void dot_turn(const Linear& call, int64_t part);

@@ -1,8 +1,8 @@
 // The matrix unit's part of dots.cpp. W is read as it lies; of x, which is small, neighbours are laid in pairs beside
-// those of the other rows, as the unit wants its right side. Measured on a Xeon with AMX, one core, W of 32,000 x 768 in
-// bf16, milliseconds by the unit, by dot products, and by torch, which uses the unit too: 4 rows 2.4, 2.0, 3.5; 8 rows 2.5,
-// 3.7, 3.8; 16 rows 2.7, 7.2, 4.1; 32 rows 3.0, 14.4, 4.2. Few rows take no other way, so that a row's sums do not
-// depend on how many there are.
+// those of the other rows, as the unit wants its right side. Measured on a Xeon with AMX, one core, W of 32,000 x 768
+// in bf16, milliseconds by the unit, by dot products, and by torch, which uses the unit too: 4 rows 2.4, 2.0, 3.5; 8
+// rows 2.5, 3.7, 3.8; 16 rows 2.7, 7.2, 4.1; 32 rows 3.0, 14.4, 4.2. Few rows take no other way, so that a row's sums
+// do not depend on how many there are.
 #include "tiles.h"
 
 #include <algorithm>
@@ -10,33 +10,38 @@
 
 #include "simd.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
-#include <asm/prctl.h>
+#ifdef HYBRID_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 
 namespace hybrid {
 namespace {
 
-constexpr long kTileData = 18;  // the number of the tiles' state for ARCH_REQ_XCOMP_PERM
+constexpr long kAskPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM, which older headers lack
+constexpr long kTileData = 18;           // the number of the tiles' state
 
 struct alignas(64) Layout {  // of the tiles, as the processor reads it
-  uint8_t palette = 0, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};
-  uint8_t rows[16] = {};
+  uint8_t palette, start, reserved[14];
+  uint16_t bytes[16];
+  uint8_t rows[16];
 };
+
+// Everything is in memory before the next instruction: compilers do not know all that those of the unit read and write.
+inline void settle() { asm volatile("" ::: "memory"); }
 
 // The unit laid out for our tiles; in the end as it was before, for torch's products keep a layout of their own.
 class Tiles {
  public:
   Tiles() {
     _tile_storeconfig(&before_);
-    Layout ours;
+    Layout ours{};
     ours.palette = 1;
     for (int i = 0; i < 8; ++i) ours.bytes[i] = 64, ours.rows[i] = kTileSide;
+    settle();
     _tile_loadconfig(&ours);
   }
   ~Tiles() {
+    settle();
     if (before_.palette) _tile_loadconfig(&before_);
     else _tile_release();
   }
@@ -83,8 +88,10 @@ void put(const Sums& by_output, int64_t rows, float* sums, int64_t row) {
 
 }  // namespace
 
+bool compiled_with_tiles() { return true; }
+
 bool has_tiles() {
-  static const bool is_allowed = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, kTileData) == 0;
+  static const bool is_allowed = syscall(SYS_arch_prctl, kAskPermission, kTileData) == 0;
   return is_allowed;
 }
 
@@ -142,6 +149,7 @@ void product_by_tiles(const void* turned, int64_t rows, const void* w, int64_t w
 
 namespace hybrid {
 
+bool compiled_with_tiles() { return false; }
 bool has_tiles() { return false; }
 void turn_for_tiles(const Rows&, int64_t, int64_t, void*) {}
 void product_by_tiles(const void*, int64_t, const void*, int64_t, int64_t, float*, int64_t) {}

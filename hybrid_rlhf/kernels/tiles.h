@@ -8,17 +8,17 @@
 
 namespace hybrid {
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
-constexpr bool kMayHaveTiles = true;
-#else
-constexpr bool kMayHaveTiles = false;
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
+#define HYBRID_TILES  // the compiler has them; has_tiles says whether the process does
 #endif
 
 constexpr int64_t kTileSide = 16;     // rows of a tile
 constexpr int64_t kTileDepth = 32;    // numbers of a row in a tile
 constexpr int64_t kTileOutputs = 32;  // of one product_by_tiles: two tiles of W for each load of x
 
-// Whether the operating system lets this process use the unit; asked once.
+// Whether there is a unit, and whether the operating system lets this process use it; asked once, when the kernels are
+// loaded, for it may refuse a process whose threads have too small a stack for signals.
+bool compiled_with_tiles();
 bool has_tiles();
 
 // Numbers that x takes when it is turned: pairs of neighbours of all rows side by side, zeros up to whole tiles.

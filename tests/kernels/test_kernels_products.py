@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,6 +52,16 @@ def test_leading_dimensions_and_strides_are_kept(linear):
     assert (linear(x.mT, weight).double() - want).abs().max() < 0.05
     wide = torch.randn(6, 40).bfloat16()[:, 3:19]  # rows apart, as a shard's view has them
     assert torch.equal(linear(x.mT, wide), linear(x.mT, wide.contiguous()))
+    x, wide = torch.randn(20, 100).bfloat16()[:, 1:97], torch.randn(70, 130).bfloat16()[:, 5:101]  # of whole tiles
+    assert torch.equal(linear(x, wide), linear(x.contiguous(), wide.contiguous()))
+
+
+def test_a_process_that_may_not_use_the_matrix_unit_is_told(caplog):
+    assert cpu.has_tiles(SimpleNamespace(compiled_with_tiles=lambda: True, has_tiles=lambda: True)) is True
+    assert cpu.has_tiles(SimpleNamespace(compiled_with_tiles=lambda: False, has_tiles=lambda: False)) is False
+    assert not caplog.messages
+    assert cpu.has_tiles(SimpleNamespace(compiled_with_tiles=lambda: True, has_tiles=lambda: False)) is False
+    assert "the system lets this process not use the processor's matrix unit" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

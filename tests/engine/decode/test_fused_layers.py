@@ -22,6 +22,7 @@ PROMPTS = [[5, 9, 11], [6], [7, 8, 9, 10, 11, 12], [13, 5]]
 NOTHING_MORE = [None] * 4, [None] * 7  # biases of norms, adapters
 SETTINGS = {"eps": 1e-6, "adds_one": False, "scaling": 1.0, "activation": "silu"}
 SHAPE = {"hidden_size": 64, "intermediate_size": 136, "head_dim": 16}  # not a multiple of a piece's outputs
+SIZES = pytest.mark.parametrize("hidden, inner", [(40, 72), (96, 224)])  # the second is of whole tiles of a matrix unit
 
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])
@@ -61,9 +62,10 @@ def plain(x, weights, biases, norms, angles, columns, scaling, is_gelu, adds_one
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-5), (torch.bfloat16, 0.03)], ids=str)
 @pytest.mark.parametrize("heads, kv_heads, has_extras", [(4, 2, False), (3, 3, True), (4, 1, True)])
-def test_a_layer_is_that_of_plain_torch(kernel, dtype, bound, heads, kv_heads, has_extras):
+@SIZES
+def test_a_layer_is_that_of_plain_torch(kernel, dtype, bound, heads, kv_heads, has_extras, hidden, inner):
     g = torch.Generator().manual_seed(heads + kv_heads)
-    hidden, dim, inner, rows, columns = 40, 32, 72, 5, 9
+    dim, rows, columns = 32, 5, 9
 
     def numbers(*shape, scale=1.0):
         return (torch.randn(*shape, generator=g) * scale).to(dtype)
@@ -115,10 +117,11 @@ def plain_opt(x, weights, biases, norms, norm_biases, adapters, columns, scaling
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-5), (torch.bfloat16, 0.03)], ids=str)
-def test_a_layer_of_opt_with_adapters_is_that_of_plain_torch(kernel, dtype, bound):
+@SIZES
+def test_a_layer_of_opt_with_adapters_is_that_of_plain_torch(kernel, dtype, bound, hidden, inner):
     """The adapters, of unlike ranks and not dense, are as large as the weights; fp32 has none (nor has the kernel)."""
     g = torch.Generator().manual_seed(1)
-    hidden, heads, dim, inner, rows, columns = 40, 2, 32, 72, 5, 9
+    heads, dim, rows, columns = 2, 32, 5, 9
 
     def numbers(*shape, scale=1.0):
         return (torch.randn(*shape, generator=g) * scale).to(dtype)
@@ -145,6 +148,38 @@ def test_a_layer_of_opt_with_adapters_is_that_of_plain_torch(kernel, dtype, boun
             c[slot, :, :position].transpose(0, 1).double() for c in before], 0.2)
         for ours, theirs in ((out[row, 0], want), (keys[slot, :, position], key), (values[slot, :, position], value)):
             assert (ours.double() - theirs).abs().max() <= bound * theirs.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads, kv_heads, hidden, inner", [(4, 1, 96, 224), (1, 1, 40, 96), (3, 3, 64, 72)])
+def test_a_row_of_a_layer_does_not_depend_on_the_rows_beside_it(dtype, heads, kv_heads, hidden, inner):
+    """More rows than tiles hold; keys and values narrower than a tile; some products by tiles, and some not."""
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler")
+    g, dim, rows = torch.Generator().manual_seed(0), 16, 53
+
+    def numbers(*shape, scale=1.0):
+        return (torch.randn(*shape, generator=g) * scale).to(dtype)
+
+    sizes = [(heads * dim, hidden), (kv_heads * dim, hidden), (kv_heads * dim, hidden), (hidden, heads * dim),
+             (inner, hidden), (inner, hidden), (hidden, inner)]
+    weights = [numbers(size[0], size[1] + 8, scale=size[1] ** -0.5)[:, 3:-5] for size in sizes]  # as a shard's view
+    layer = cpu.load_decode_layer()(weights, [None] * 7, [numbers(hidden), numbers(hidden), None, None], *NOTHING_MORE,
+                                    **SETTINGS)
+    if layer.max_rows < rows:
+        pytest.skip("this processor multiplies no bf16 numbers")
+    x, cosines, sines = numbers(rows, 1, hidden), numbers(rows, 1, dim), numbers(rows, 1, dim)
+    keys, values = (numbers(rows, kv_heads, 4, dim) for _ in range(2))
+
+    def computed(start, count):
+        own, at = (keys.clone(), values.clone()), slice(start, start + count)
+        out = layer(x[at], cosines[at], sines[at], *own, torch.arange(rows)[at], torch.full((count,), 3), 4)
+        return out, own[0][at], own[1][at]
+
+    whole = computed(0, rows)
+    for start, count in ((0, 1), (1, 7), (8, 32), (40, 13)):
+        assert all(torch.equal(part, all_of[start:start + count])
+                   for part, all_of in zip(computed(start, count), whole, strict=True))
 
 
 @pytest.mark.parametrize("activation, has_gate", [("relu", True), ("mish", False)])
@@ -232,10 +267,10 @@ def needs_layers(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
-def test_layers_in_one_call_give_the_bits_of_separate_kernels(kind, dtype):
+@pytest.mark.parametrize("kind, inner", [("llama", 136), ("mistral", 136), ("qwen2", 160), ("qwen3", 136)])
+def test_layers_in_one_call_give_the_bits_of_separate_kernels(kind, inner, dtype):
     needs_layers(dtype)
-    made = engine(tiny_causal_lm(kind=kind, **SHAPE).to(dtype))
+    made = engine(tiny_causal_lm(kind=kind, **SHAPE | {"intermediate_size": inner}).to(dtype))
     with made.inference():
         assert made.describe()["fused"]["decode_layer"] == 2
     assert drawn(made, True) == drawn(made, False)
