@@ -34,6 +34,12 @@ def kernel(request):
     return cpu.load_decode_layer()
 
 
+def numbers_of(dtype, seed):
+    """Draws of any shape, one after the other."""
+    g = torch.Generator().manual_seed(seed)
+    return lambda *shape, scale=1.0: (torch.randn(*shape, generator=g) * scale).to(dtype)
+
+
 def plain(x, weights, biases, norms, angles, columns, scaling, is_gelu, adds_one):
     """The layer of one row in double precision: x (E), keys and values (C, K, D) before it -> its output and column."""
     dim = angles[0].numel()
@@ -64,12 +70,7 @@ def plain(x, weights, biases, norms, angles, columns, scaling, is_gelu, adds_one
 @pytest.mark.parametrize("heads, kv_heads, has_extras", [(4, 2, False), (3, 3, True), (4, 1, True)])
 @SIZES
 def test_a_layer_is_that_of_plain_torch(kernel, dtype, bound, heads, kv_heads, has_extras, hidden, inner):
-    g = torch.Generator().manual_seed(heads + kv_heads)
-    dim, rows, columns = 32, 5, 9
-
-    def numbers(*shape, scale=1.0):
-        return (torch.randn(*shape, generator=g) * scale).to(dtype)
-
+    dim, rows, columns, numbers = 32, 5, 9, numbers_of(dtype, seed=heads + kv_heads)
     sizes = [(heads * dim, hidden), (kv_heads * dim, hidden), (kv_heads * dim, hidden), (hidden, heads * dim),
              (inner, hidden), (inner, hidden), (hidden, inner)]
     weights = [numbers(*size, scale=size[1] ** -0.5) for size in sizes]
@@ -120,12 +121,7 @@ def plain_opt(x, weights, biases, norms, norm_biases, adapters, columns, scaling
 @SIZES
 def test_a_layer_of_opt_with_adapters_is_that_of_plain_torch(kernel, dtype, bound, hidden, inner):
     """The adapters, of unlike ranks and not dense, are as large as the weights; fp32 has none (nor has the kernel)."""
-    g = torch.Generator().manual_seed(1)
-    heads, dim, rows, columns = 2, 32, 5, 9
-
-    def numbers(*shape, scale=1.0):
-        return (torch.randn(*shape, generator=g) * scale).to(dtype)
-
+    heads, dim, rows, columns, numbers = 2, 32, 5, 9, numbers_of(dtype, seed=1)
     sizes = [(heads * dim, hidden)] * 3 + [(hidden, heads * dim), None, (inner, hidden), (hidden, inner)]
     weights = [size and numbers(*size, scale=size[1] ** -0.5) for size in sizes]
     biases = [size and numbers(size[0]) for size in sizes]
@@ -156,11 +152,7 @@ def test_a_row_of_a_layer_does_not_depend_on_the_rows_beside_it(dtype, heads, kv
     """More rows than tiles hold; keys and values narrower than a tile; some products by tiles, and some not."""
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler")
-    g, dim, rows = torch.Generator().manual_seed(0), 16, 53
-
-    def numbers(*shape, scale=1.0):
-        return (torch.randn(*shape, generator=g) * scale).to(dtype)
-
+    dim, rows, numbers = 16, 53, numbers_of(dtype, seed=0)
     sizes = [(heads * dim, hidden), (kv_heads * dim, hidden), (kv_heads * dim, hidden), (hidden, heads * dim),
              (inner, hidden), (inner, hidden), (hidden, inner)]
     weights = [numbers(size[0], size[1] + 8, scale=size[1] ** -0.5)[:, 3:-5] for size in sizes]  # as a shard's view
