@@ -10,7 +10,6 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.collate import collate_pairs, collate_sft
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
 from hybrid_rlhf.engine.decode.kv_cache import KeyValueRows
-from hybrid_rlhf.engine.idle_cache import give_back_idle
 from hybrid_rlhf.engine.train import accumulate, passes
 from hybrid_rlhf.roles import Actor, PolicyModule, Reward
 from hybrid_rlhf.trainers.reward import RewardTrainer
@@ -23,12 +22,6 @@ from tests.factories.trainers import PROMPTS, SFT_ROWS, count_of, ppo, scalar, s
 # into whole steps.
 SMOOTH = OptimizerConfig(learning_rate=1e-2, adam_epsilon=1.0)
 CLOCKED = ("time/", "memory/", "engine/tokens_per_second", "micro_batch_tokens", "value/micro_batch_tokens")
-
-
-@pytest.fixture(autouse=True)
-def nothing_idle() -> None:
-    """Engines of earlier tests hold no cache that could be given back in place of what a test expects."""
-    give_back_idle()
 
 
 def sft(stage=0, max_tokens=8192):
