@@ -12,7 +12,7 @@ import torch
 from hybrid_rlhf.inference.server import completion_replies
 from hybrid_rlhf.inference.server.served_model import Limits
 from tests.factories.tiny import save_tiny
-from tests.inference.server.tiny_server import chat, content, events, running
+from tests.inference.server.tiny_server import chat, content, events, running, until
 
 PROMPT = "Once upon a time there was a \u4e16 fox"
 
@@ -256,7 +256,7 @@ def test_many_at_once_get_what_each_gets_alone(served):
     with ThreadPoolExecutor(8) as clients:
         for found, want in zip(clients.map(ask, bodies), alone, strict=True):
             assert found == pytest.approx(want, abs=1e-4)
-    assert all(m.num_open == 0 for m in served.models)
+    assert until(lambda: all(m.num_open == 0 for m in served.models))
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from hybrid_rlhf.rewards.service import ServiceSource
 from tests.factories.chats import greedy_by_transformers
 from tests.factories.rollouts import rollout
 from tests.factories.tiny import save_tiny
-from tests.inference.server.tiny_server import alone, asked, chat, content, events, running
+from tests.inference.server.tiny_server import alone, asked, chat, content, events, running, until
 
 KEY = "correct horse battery"
 
@@ -79,7 +79,7 @@ def test_clients_at_once_get_what_each_would_get_alone_under_its_own_settings(se
         answers = list(clients.map(ask, cases))
     for answer, (text, seed, model, length, kind) in zip(answers, cases, strict=True):
         assert answer == alone(folders[model], text, seed, max_new_tokens=length, **kind)
-    assert all(m.num_open == 0 for m in served.models)
+    assert until(lambda: all(m.num_open == 0 for m in served.models))
 
 
 def test_without_a_seed_two_answers_differ(served):

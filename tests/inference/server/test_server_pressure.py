@@ -90,7 +90,7 @@ def test_a_whole_answer_is_dropped_too_when_its_client_leaves_or_its_time_is_up(
             text += part
         assert b"[DONE]" not in text
         assert b'"code": "timeout"' in text.rpartition(b"data: ")[2]
-        assert found.models[0].num_open == 0
+        assert until(lambda: found.models[0].num_open == 0)
 
 
 def test_connections_that_dawdle_are_closed(endless, monkeypatch):
