@@ -64,9 +64,10 @@ def test_links_are_not_followed_and_a_lack_of_files_is_no_answer(tmp_path, monke
     def none_left(*_):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(file_lock.os, "open", none_left)
-    with pytest.raises(OSError, match="Too many"):
-        file_lock.is_held(tmp_path / "lock")
+    with monkeypatch.context() as patched:  # undone before the folder is cleaned up, which opens it too
+        patched.setattr(file_lock.os, "open", none_left)
+        with pytest.raises(OSError, match="Too many"):
+            file_lock.is_held(tmp_path / "lock")
 
 
 def test_a_file_system_without_locks_is_taken_as_it_is(tmp_path, monkeypatch):
