@@ -37,8 +37,7 @@ class OnlineConfig:
     def __post_init__(self) -> None:
         check(self.sampling.num_samples >= 2, f"online.sampling.num_samples is {self.sampling.num_samples}; a pair is "
                                               "made of two responses or more")
-        check(self.sampling.temperature > 0, "online.sampling.temperature is 0: greedy responses to one prompt are all "
-                                             "the same; take 1")
+        self.sampling.check_groups("online")
         check(self.missing_eos_penalty >= 0,
               f"online.missing_eos_penalty is {self.missing_eos_penalty}; it must not be negative")
 
@@ -77,11 +76,17 @@ class OnlinePreferenceTrainer:
         return metrics + rollout.metrics()
 
     def _batch(self, rollout: Rollout, best: Tensor, worst: Tensor) -> tuple[PairBatch | LabelledBatch, Tensor | None]:
-        """The best rows, then the worst ones, as the learner takes them, and what the reference says of each."""
+        """The best rows, then the worst ones, as the learner takes them, and what the reference says of each.
+
+        The losses compare policy and reference as they are, at temperature 1: what the reference said at another one is
+        no part of it, and the learner asks again (None).
+        """
         pad_id, chosen = self.roles.actor.engine.pad_id, torch.cat([best, worst])
         rows = rollout.rows(chosen)
         sequences = rows.sequences(pad_id)
-        start = None if rows.ref_logprobs is None else rows.ref_logprobs.masked_fill(~rows.action_mask, 0).sum(1)
+        start = None
+        if rows.ref_logprobs is not None and rollout.temperature == 1:
+            start = rows.ref_logprobs.masked_fill(~rows.action_mask, 0).sum(1)
         if self.needs_pairs:
             return PairBatch(sequences, torch.zeros(len(best))), start
         pairs = torch.tensor(mismatches(rollout.prompts.ids, chosen.tolist()), dtype=torch.long).view(-1, 2)

@@ -165,6 +165,7 @@ class PPOConfig:
         check(not self.max_refills or size > 1,
               f"ppo.max_refills is {self.max_refills}, and ppo.sampling.num_samples is {size}: one response has no "
               "group; give 2 or more (such as 8)")
+        self.sampling.check_groups("ppo")
         passes = [n for n in (self.num_ppo_epochs, self.num_minibatches) if n is not None]  # None: not resolved yet
         check(not self.update_kl or len(passes) < 2 or max(passes) > 1 or self.minibatch_size,
               f"ppo.update_kl is {self.update_kl}, and one update on a rollout never sees how far it moved; give "

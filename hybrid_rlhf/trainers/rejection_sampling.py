@@ -48,8 +48,7 @@ class RejectionConfig:
         check(size >= 2 or self.min_score is not None,
               f"rejection.sampling.num_samples is {size}, and of one response none is the best; give 2 or more, or "
               "rejection.min_score")
-        check(size == 1 or self.sampling.temperature > 0, "rejection.sampling.temperature is 0: greedy responses to "
-                                                          "one prompt are all the same; take 1")
+        self.sampling.check_groups("rejection")
         for name in ("num_epochs", "num_minibatches"):
             check(getattr(self, name) >= 1, f"rejection.{name} is {getattr(self, name)}; it must be at least 1")
         check(self.missing_eos_penalty >= 0,

@@ -16,6 +16,7 @@ from hybrid_rlhf.roles import Actor, Reference, Roles
 from hybrid_rlhf.rollout import Prompts
 from hybrid_rlhf.trainers.offline import DPOConfig, OfflineTrainer
 from hybrid_rlhf.trainers.online_preference import OnlineConfig, OnlinePreferenceTrainer
+from hybrid_rlhf.trainers.ppo_config import PPOConfig
 from hybrid_rlhf.trainers.rejection_sampling import RejectionConfig, RejectionTrainer
 from tests.factories.pairs import plain_pair_loss
 from tests.factories.tiny import tiny_tokenizer
@@ -33,10 +34,10 @@ def roles_of(seed_of_ref=0, max_tokens=8192, rate=1e-2, **options):
                  None if seed_of_ref is None else Reference(policy(seed_of_ref, **options), max_tokens))
 
 
-def online(source, loss_type="sigmoid", size=4, **options):
+def online(source, loss_type="sigmoid", size=4, temperature=1.0, **options):
     row = LOSSES[loss_type]
     roles = roles_of(**({} if row.needs_reference else {"seed_of_ref": None}) | options)
-    config = OnlineConfig(SamplingConfig(max_new_tokens=10, num_samples=size))
+    config = OnlineConfig(SamplingConfig(max_new_tokens=10, num_samples=size, temperature=temperature))
     return OnlinePreferenceTrainer(roles, source, OfflineTrainer(roles.actor, roles.ref, DPOConfig(loss_type)), config,
                                    seed=0, needs_pairs=row.needs_pairs)
 
@@ -73,9 +74,12 @@ def norm_of(model):
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm().item()
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "hinge", "orpo", "simpo"])
-def test_a_step_of_online_dpo_is_the_loss_of_best_and_worst_by_hand(loss_type):
-    trainer = online(answers(SCORES), loss_type, **({"seed_of_ref": 3} if LOSSES[loss_type].needs_reference else {}))
+@pytest.mark.parametrize(("loss_type", "temperature"), [
+    ("sigmoid", 1.0), ("ipo", 1.0), ("hinge", 1.0), ("orpo", 1.0), ("simpo", 1.0),
+    ("sigmoid", 0.7), ("sigmoid", 1.3), ("ipo", 1.3), ("hinge", 0.7), ("orpo", 0.7), ("simpo", 1.3)])
+def test_a_step_of_online_dpo_is_the_loss_of_best_and_worst_by_hand(loss_type, temperature):
+    trainer = online(answers(SCORES), loss_type, temperature=temperature,
+                     **({"seed_of_ref": 3} if LOSSES[loss_type].needs_reference else {}))
     twin = copy.deepcopy(trainer.roles.actor.engine.model)
     metrics = trainer.step(FEW).compute()
     rollout = trainer.sampler.last_rollout
@@ -93,8 +97,17 @@ def test_a_step_of_online_dpo_is_the_loss_of_best_and_worst_by_hand(loss_type):
     assert ("kl" in metrics) == LOSSES[loss_type].needs_reference
 
 
-def test_kto_takes_the_best_as_desirable_and_the_worst_as_not():
-    trainer = online(answers(SCORES), "kto", seed_of_ref=3)
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "hinge", "kto"])
+def test_a_policy_that_is_its_reference_has_no_margin_whatever_the_temperature(loss_type, temperature):
+    metrics = online(answers(SCORES), loss_type, temperature=temperature).step(FEW).compute()
+    for name in ("chosen", "rejected", "margins"):
+        assert metrics[f"rewards/{name}"] == pytest.approx(0, abs=2e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_kto_takes_the_best_as_desirable_and_the_worst_as_not(temperature):
+    trainer = online(answers(SCORES), "kto", temperature=temperature, seed_of_ref=3)
     twin, reference = copy.deepcopy(trainer.roles.actor.engine.model), trainer.roles.ref.engine.model
     metrics = trainer.step(FEW).compute()
     rollout, rows = trainer.sampler.last_rollout, [2, 5, 1, 7]
@@ -197,6 +210,10 @@ def test_the_method_learns_to_say_a_rewarded_token(make, rate):
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: OnlineConfig(SamplingConfig(num_samples=1)), r"num_samples is 1; a pair is made of two"),
     (lambda: OnlineConfig(SamplingConfig(num_samples=2, temperature=0)), "greedy responses to one prompt"),
+    (lambda: OnlineConfig(SamplingConfig(num_samples=2, top_k=1)), "online.sampling.top_k is 1: greedy .* take 0"),
+    (lambda: PPOConfig(SamplingConfig(num_samples=2, temperature=0), estimator="grpo"),
+     "ppo.sampling.temperature is 0: greedy .* take 1"),
+    (lambda: PPOConfig(SamplingConfig(num_samples=2, top_k=1), estimator="rloo"), "ppo.sampling.top_k is 1: greedy"),
     (lambda: RejectionConfig(SamplingConfig(num_samples=1)), "of one response none is the best"),
     (lambda: RejectionConfig(num_epochs=0), "rejection.num_epochs is 0"),
     (lambda: RejectionConfig(missing_eos_penalty=-1), "must not be negative")])

@@ -49,6 +49,12 @@ class SamplingConfig:
         check(self.repetition_penalty > 0, f"repetition_penalty is {self.repetition_penalty}; it must be positive")
         check(self.num_samples >= 1, f"num_samples is {self.num_samples}; at least one response per prompt")
 
+    def check_groups(self, section: str) -> None:
+        """UserError where several responses to one prompt are to be compared and all of them will be the same."""
+        for name, value, cure in (("temperature", self.temperature, 1), ("top_k", self.top_k - 1, 0)):
+            check(self.num_samples == 1 or value != 0,
+                  f"{section}.sampling.{name} is {getattr(self, name):g}: greedy responses to one prompt are all the "
+                  f"same; take {cure}")
 
     @property
     def is_truncated(self) -> bool:
