@@ -212,8 +212,8 @@ def _trained(is_bytes: bool) -> tuple[list[str], list[tuple[str, str]]]:
 
     backend = Tokenizer(models.BPE())
     if is_bytes:
-        backend.pre_tokenizer, alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False),
-        pre_tokenizers.ByteLevel.alphabet()
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
     else:
         backend.normalizer, alphabet = normalizers.Replace(" ", "▁"), ["▁", *map(chr, range(33, 127)), "\n"]
     size = len(alphabet) + 24
