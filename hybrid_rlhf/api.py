@@ -162,6 +162,7 @@ class Training:
         """
         from hybrid_rlhf.engine import HybridEngine, SamplingConfig
         from hybrid_rlhf.models.load import max_positions
+        from hybrid_rlhf.models.tokenizer import completion_text
 
         with _one_line():
             check(self.stage != "reward", "a reward model scores and answers nothing; use .model and .tokenizer")
@@ -177,7 +178,8 @@ class Training:
             with engine.inference():
                 drawn = engine.generate(ids, SamplingConfig(max_new_tokens, temperature=temperature, **sampling), seed,
                                         limits=limits)
-            texts = self.tokenizer.batch_decode(drawn.tokens, skip_special_tokens=True)
+            texts = [completion_text(self.tokenizer, row, reason == "eos")
+                     for row, reason in zip(drawn.tokens, drawn.finish_reasons, strict=True)]
         return texts if prompts is prompt else texts[0]
 
     def _ids(self, prompt: str | list) -> list[int]:

@@ -115,12 +115,15 @@ class Conversation:
         seed = self.seed + self.num_answers
         with self.engine.inference(), closing(self.engine.stream(prompt, sampling, seed)) as tokens:
             drawn = counted(tokens)
-            yield from self._turn(drawn, calls) if self.tools else pieces(drawn, self.tokenizer)
+            yield from self._turn(drawn, calls) if self.tools else self._text(drawn)
         self.was_cut = seen >= sampling.max_new_tokens
+
+    def _text(self, tokens: Iterator[int]) -> Iterator[str]:
+        return pieces((token for token in tokens if token not in self.engine.eos_ids), self.tokenizer)
 
     def _turn(self, tokens: Iterator[int], calls: list[dict]) -> Iterator[str]:
         prompt = compose_prompt(self.tokenizer, self._with_tools()).shown
-        text = TurnText(self.tokenizer, AnswerText(self.tokenizer, (), ()), prompt)
+        text = TurnText(self.tokenizer, AnswerText(self.tokenizer, (), self.engine.eos_ids), prompt)
         for token in tokens:
             if piece := text.push([token]):
                 yield piece

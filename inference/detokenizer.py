@@ -15,12 +15,12 @@ class IncrementalDetokenizer:
     A character of several bytes can be several tokens, and some tokenizers drop the space before the first token they
     decode. So the new text is what decoding the last pieces together adds to decoding them without the new tokens, and
     is held back while it ends in a character that is not complete; but no more than a few tokens are, for what is no
-    text at all would be decoded again with every token. keeps_special: special tokens are text too. before: the tokens
-    that this text goes on from, which are no part of it.
+    text at all would be decoded again with every token. Special tokens are text too: a caller leaves out those that
+    end a response. before: the tokens that this text goes on from, which are no part of it.
     """
 
-    def __init__(self, tokenizer, keeps_special: bool = False, before: Sequence[int] = ()) -> None:
-        self._tokenizer, self._keeps_special = tokenizer, keeps_special
+    def __init__(self, tokenizer, before: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
         self._ids: list[int] = list(before[-_CONTEXT:])
         self._start, self._done = 0, len(self._ids)  # decode from _start; what lies before _done was given out
         if REPLACEMENT in self._decode(self._done):  # a character cut in two, which must not take more with it
@@ -47,7 +47,7 @@ class IncrementalDetokenizer:
         return piece
 
     def _decode(self, end: int) -> str:
-        return self._tokenizer.decode(self._ids[self._start:end], skip_special_tokens=not self._keeps_special,
+        return self._tokenizer.decode(self._ids[self._start:end], skip_special_tokens=False,
                                       clean_up_tokenization_spaces=False)
 
 

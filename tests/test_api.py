@@ -15,6 +15,7 @@ from hybrid_rlhf import DistillTrainer, DPOTrainer, GRPOTrainer, PPOTrainer, Rew
 from hybrid_rlhf.api_inputs import dotted, environments_of
 from hybrid_rlhf.rewards.functions import open_functions
 from hybrid_rlhf.training import step3_ppo
+from tests.factories.chats import without_end
 from tests.project.docs_blocks import ROOT, blocks, documents_folder
 
 PAGE = [b for b in blocks() if b.page == "docs/guide/from-python.md" and b.language == "python"]
@@ -59,7 +60,7 @@ def test_a_model_of_rows_from_memory_answers_as_plain_transformers_does(place, s
     asked = [{"role": "user", "content": "say 3"}]
     ids = sft.tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=False)
     plain = sft.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
-    said = sft.tokenizer.decode(plain[0, ids.shape[1]:], skip_special_tokens=True)
+    said = without_end(sft.tokenizer, plain[0, ids.shape[1]:].tolist())
     assert sft.generate(asked, max_new_tokens=6) == sft.generate("say 3", max_new_tokens=6) == said
     assert sft.generate(["say 3", asked], max_new_tokens=6) == [said, said]
 

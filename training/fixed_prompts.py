@@ -17,6 +17,7 @@ from hybrid_rlhf.core.distributed import is_main
 from hybrid_rlhf.data import collate
 from hybrid_rlhf.data.datasets import StageData
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
+from hybrid_rlhf.models.tokenizer import completion_text
 from hybrid_rlhf.rewards import RewardSource, part_scores
 from hybrid_rlhf.roles import Actor, Reward
 from hybrid_rlhf.rollout import Prompts
@@ -78,12 +79,11 @@ def of_reward(reward: Reward, tokenizer, data: StageData, count: int) -> Answers
         return None
     batch = collate.collate_pairs(rows, reward.engine.pad_id).sequences  # the chosen ones, then the rejected ones
 
-    def words(mask: Tensor, *, skips: bool) -> list[str]:
-        return tokenizer.batch_decode([ids[of].tolist() for ids, of in zip(batch.input_ids, mask, strict=True)],
-                                      skip_special_tokens=skips)
+    def ids_of(mask: Tensor) -> list[list[int]]:
+        return [ids[of].tolist() for ids, of in zip(batch.input_ids, mask, strict=True)]
 
-    asked = words(batch.attention_mask.bool() & ~batch.loss_mask, skips=False)  # as the model reads them
-    said = words(batch.loss_mask, skips=True)
+    asked = tokenizer.batch_decode(ids_of(batch.attention_mask.bool() & ~batch.loss_mask))  # as the model reads them
+    said = [completion_text(tokenizer, ids) for ids in ids_of(batch.loss_mask)]
 
     def answers() -> list[dict]:
         return [{"prompt": p, "completion": c, "score": s, "side": ("chosen", "rejected")[i >= len(rows)]}

@@ -23,6 +23,7 @@ from hybrid_rlhf.data.tool_columns import tools_of, with_tools
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.tokenizer import completion_text
 from hybrid_rlhf.report.terminal import ProgressLine
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.judge import JudgeSource
@@ -120,8 +121,7 @@ def _draw(ids: dict[int, list[int]], waiting: Sequence[int], model: ModelConfig,
             found = actor.engine.generate([ids[n] for n in some for _ in range(size)], sampling, seed,
                                           numbers=[n * size + k for n in some for k in range(size)])
             ended = [reason == "eos" for reason in found.finish_reasons]
-            said = [row[: len(row) - end] for row, end in zip(found.tokens, ended, strict=True)]
-            texts = tokenizer.batch_decode(said, skip_special_tokens=True)
+            texts = [completion_text(tokenizer, *row) for row in zip(found.tokens, ended, strict=True)]
             for k, number in enumerate(some):
                 own = slice(k * size, (k + 1) * size)
                 drawn.add(number, texts[own], size - sum(ended[own]))

@@ -142,6 +142,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int):  # noqa: ANN201
                                    clean_up_tokenization_spaces=False)
 
 
+def completion_text(tokenizer, ids: Sequence[int], is_ended: bool = False) -> str:  # noqa: ANN001
+    """The text of a response as reward functions, judges and people read it: without the tokens that end it (EOS, an
+    end of turn, pad; the last one if `is_ended`), and with every other special token, such as <think>, as text."""
+    endings = {tokenizer.eos_token_id, tokenizer.pad_token_id, *turn_ends(tokenizer)}
+    last = len(ids) - is_ended
+    while last and ids[last - 1] in endings:
+        last -= 1
+    return tokenizer.decode(list(ids[:last]), skip_special_tokens=False) if last else ""
+
+
 def turn_ends(tokenizer) -> list[int]:  # noqa: ANN001
     """The special tokens that the chat template writes behind an answer (Gemma's <end_of_turn>) and behind a tool call,
     as ids; none where it writes none.

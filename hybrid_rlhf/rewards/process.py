@@ -177,6 +177,6 @@ def last_tokens(tokenizer: Tokenizer, ids: Sequence[int], text: str, steps: Sequ
     """
     def place_of(end: int) -> int:
         return bisect_left(range(1, len(ids)), True, key=lambda count: tokenizer.decode(
-            ids[:count], skip_special_tokens=True).startswith(text[:end]))
+            ids[:count], skip_special_tokens=False).startswith(text[:end]))
 
     return [*(place_of(step.end) for step in steps[:-1]), len(ids) - 1] if steps else []

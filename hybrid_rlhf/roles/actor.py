@@ -18,7 +18,7 @@ from hybrid_rlhf.core.tensors import KeptSets, SequenceBatch, pad_right, to_devi
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.engine.train.accumulate import Rows, accumulate
 from hybrid_rlhf.engine.train.ema import WeightAverage
-from hybrid_rlhf.models.tokenizer import Tokenizer
+from hybrid_rlhf.models.tokenizer import Tokenizer, completion_text
 from hybrid_rlhf.roles.policy_module import PolicyModule, TokenScores
 from hybrid_rlhf.roles.router_balance import expert_shares
 from hybrid_rlhf.roles.scoring import per_action, per_sequence, prefix_groups, score_index, summed
@@ -76,9 +76,7 @@ class Actor:
             return self.episodes.play(self.engine, prompts, sampling, seed, numbers, keeps)
         generation = self.engine.generate(prompts.ids, sampling, seed, numbers=numbers, keeps=keeps)
         ended = [reason == "eos" for reason in generation.finish_reasons]
-        texts = self.tokenizer.batch_decode(
-            [row[: len(row) - int(end)] for row, end in zip(generation.tokens, ended, strict=True)],
-            skip_special_tokens=True) if ended else []  # of no texts it makes one
+        texts = [completion_text(self.tokenizer, *row) for row in zip(generation.tokens, ended, strict=True)]
         rollout = Rollout.from_responses(prompts, generation.tokens, ended, self.engine.pad_id, texts)
         rollout.sampled_logprobs = pad_right(generation.logprobs, 0.0, torch.float32)
         rollout.kept = None if generation.kept is None else KeptSets.of_rows(generation.kept)

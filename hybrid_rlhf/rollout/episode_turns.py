@@ -26,7 +26,7 @@ from hybrid_rlhf.environments.contract import Instance
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.environments.text_of_answers import shown
 from hybrid_rlhf.models.template import special_ids
-from hybrid_rlhf.models.tokenizer import Tokenizer, turn_ends
+from hybrid_rlhf.models.tokenizer import Tokenizer, completion_text, turn_ends
 from hybrid_rlhf.models.tool_calls import parse_turn
 from hybrid_rlhf.rollout.episode_record import DONE, LENGTH, MAX_TURNS, NO_ROOM, Episode
 
@@ -122,7 +122,8 @@ class EpisodeTurns:
         if schemas:
             prefix = self.tokenizer.decode(list(request.prompt[-_PREFIX:]))
             return parse_turn(self.tokenizer, self._without_stop(request.tokens), schemas, prefix)
-        return {"role": "assistant", "content": self.tokenizer.decode(request.tokens, skip_special_tokens=True)}, []
+        text = completion_text(self.tokenizer, request.tokens, request.tokens[-1] in self.turns.stops)
+        return {"role": "assistant", "content": text}, []
 
     def _without_stop(self, tokens: list[int]) -> list[int]:
         """A turn without a special token that ends it for the model's settings and not for its template (GLM's

@@ -30,7 +30,7 @@ class GivenPrompt:
 
     def offsets(self, tokenizer) -> list[int]:  # noqa: ANN001 - a transformers class
         """Where in the text each token begins; where the tokenizer changes what it reads, as near as can be told."""
-        detokenizer, found, length = IncrementalDetokenizer(tokenizer, keeps_special=True), [], 0
+        detokenizer, found, length = IncrementalDetokenizer(tokenizer), [], 0
         for token in self.ids:
             found.append(min(length, len(self.text)))
             if not (self.has_bos and len(found) == 1):

@@ -25,6 +25,7 @@ class ScriptedEngine:
     def __init__(self, *answers: str, interrupt_after: int | None = None, tokenizer=None) -> None:
         self.tokenizer = tokenizer or tokenizer_with_template()
         self.answers, self.interrupt_after = list(answers), interrupt_after
+        self.eos_ids = [self.tokenizer.eos_token_id]
         self.prompts, self.seeds, self.limits, self.inside, self.closed = [], [], [], False, 0
 
     @contextmanager
@@ -61,4 +62,11 @@ def greedy_by_transformers(folder: Path, prompt: str, num_tokens: int) -> str:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     ids = tokenizer(f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n", return_tensors="pt")["input_ids"]
     out = model.generate(ids, do_sample=False, max_new_tokens=num_tokens)
-    return tokenizer.decode(out[0, ids.shape[1]:], skip_special_tokens=True)
+    return without_end(tokenizer, out[0, ids.shape[1]:].tolist())
+
+
+def without_end(tokenizer, ids: list[int]) -> str:
+    """What people read of a response that transformers generated: without EOS and padding behind it."""
+    while ids and ids[-1] in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+        ids = ids[:-1]
+    return tokenizer.decode(ids)

@@ -12,6 +12,7 @@ from hybrid_rlhf.rewards.judge.first_words import other_tokens
 from hybrid_rlhf.rewards.judge.judge_backend import Failure
 from hybrid_rlhf.rewards.judge.judge_prompts import correction
 from hybrid_rlhf.rewards.judge.local_backend import LocalBackend
+from tests.factories.chats import without_end
 from tests.factories.judges import in_order
 from tests.factories.tiny import chatml_tokenizer, save_tiny, tiny_causal_lm, tiny_scalar_model
 from tests.factories.trl_templates import tokenizer_of
@@ -53,7 +54,7 @@ def test_replies_are_those_of_transformers_greedy_generation(folder):
     for chat, reply in zip(CHATS, replies, strict=True):
         ids = prompt_ids(chat)
         said = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=3, pad_token_id=0)
-        assert reply == tokenizer.decode(said[0, len(ids):], skip_special_tokens=True)
+        assert reply == without_end(tokenizer, said[0, len(ids):].tolist())
     assert len(set(replies)) > 1
 
 

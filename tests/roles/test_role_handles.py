@@ -118,9 +118,12 @@ class Sampler(Noted):
         return self.generation
 
 
-def texts_of(rows, skip_special_tokens):
-    assert skip_special_tokens
-    return [" ".join(map(str, row)) for row in rows]
+def text_of(row, skip_special_tokens):
+    assert not skip_special_tokens  # only what ends a response is cut
+    return " ".join(map(str, row))
+
+
+TEXTS = SimpleNamespace(decode=text_of, eos_token_id=3, pad_token_id=0)
 
 
 @pytest.fixture
@@ -133,7 +136,7 @@ def test_responses_are_numbered_over_all_processes_and_read_without_the_token_th
     kept = [[T([8, 9], dtype=torch.int32), T([3], dtype=torch.int32)],
             [T([5], dtype=torch.int32), T([6, 7], dtype=torch.int32)]]
     engine = Sampler(Generation([[8, 3], [5, 6]], ["eos", "length"], [[-0.5, -1.0], [-2.0, -0.25]], kept))
-    actor = Actor(engine, SimpleNamespace(batch_decode=texts_of))
+    actor = Actor(engine, TEXTS)
     prompts = Prompts([[1], [2]], ["one", "two"])
     made = actor.generate(prompts, SamplingConfig(temperature=0.7, top_p=0.9), 42, keeps=True)
     assert engine.told == [([[1], [2]], 0.7, 42, [7, 8], True)]
@@ -146,7 +149,7 @@ def test_responses_are_numbered_over_all_processes_and_read_without_the_token_th
 def test_what_was_drawn_greedily_is_scored_as_it_is_and_shorter_rows_are_filled_up_with_zeros():
     engine = Sampler(Generation([[8, 4, 3], [3]], ["eos", "eos"], [[-0.5, -1.0, -0.25], [-0.125]]))
     engine.pad_id = 77
-    actor = Actor(engine, SimpleNamespace(batch_decode=texts_of))
+    actor = Actor(engine, TEXTS)
     made = actor.generate(Prompts([[1], [2]], ["", ""]), SamplingConfig(temperature=0.0), 0)
     assert made.temperature == 1.0 and made.kept is None and made.completions == ["8 4", ""]
     assert made.sampled_logprobs.dtype == torch.float32
@@ -157,7 +160,7 @@ def test_what_was_drawn_greedily_is_scored_as_it_is_and_shorter_rows_are_filled_
 
 def test_of_no_prompts_no_text_is_read():
     engine = Sampler(Generation([], [], []))
-    actor = Actor(engine, SimpleNamespace(batch_decode=lambda rows, **_: [""]))  # what a tokenizer makes of none
+    actor = Actor(engine, TEXTS)
     assert actor.generate(Prompts([], []), SamplingConfig(), 0).completions == []
 
 

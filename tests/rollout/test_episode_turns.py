@@ -115,7 +115,7 @@ def template(monkeypatch) -> list:
     return parsed
 
 
-TOKENIZER = SimpleNamespace(decode=lambda ids, **options: " ".join(map(str, ids)) + "".join(map(str, options)))
+TOKENIZER = SimpleNamespace(decode=lambda ids, **options: " ".join(map(str, ids)), eos_token_id=END, pad_token_id=0)
 
 
 def played(instance, *answers: list[int], most: int = 50, ids=(1, 2), pool=None, **settings) -> tuple[Play, Turns]:
@@ -225,9 +225,9 @@ def test_a_game_s_steps_pay_their_turns_and_end_the_episode():
     play, _ = played(game, [7, END], [8, END], [9, END])
     assert play.episode.turn_rewards == [0.25, 0.0, 2.0] and play.episode.reward is None
     assert play.episode.ended == "done" and play.tokens == [7, END, 52, 8, END, 52, 9, END]
-    said = "7 3skip_special_tokens"
-    assert game.object.seen == [["asked", said], ["asked", said, "go", "8 3skip_special_tokens"],
-                                ["asked", said, "go", "8 3skip_special_tokens", "on", "9 3skip_special_tokens"]]
+    said = "7"
+    assert game.object.seen == [["asked", said], ["asked", said, "go", "8"],
+                                ["asked", said, "go", "8", "on", "9"]]
     assert [m["content"] for m in play.episode.messages][-1] == "over"  # for who reads the episode
     assert [m["role"] for m in play.episode.messages] == ["assistant", "user"] * 3
     assert play.episode.num_calls == 0

@@ -21,7 +21,7 @@ from hybrid_rlhf.engine.decode.admission import stop_ids
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.backbone import check_head
 from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.models.tokenizer import Tokenizer, load_tokenizer
+from hybrid_rlhf.models.tokenizer import Tokenizer, completion_text, load_tokenizer
 from hybrid_rlhf.rewards.judge.answer_cache import key_of
 from hybrid_rlhf.rewards.judge.budget import Budget
 from hybrid_rlhf.rewards.judge.first_words import other_tokens, sums
@@ -91,9 +91,8 @@ class LocalBackend:
         numbers = [int(key_of(chats[i])[:7], 16) for i in rows]  # of the draws: a chat's own, whoever is asked with it
         with explained("while the judge writes"), engine.inference():
             drawn = engine.generate(list(rows.values()), sampling, seed, numbers=numbers)
-        texts = tokenizer.batch_decode(
-            [row[: len(row) - (reason == "eos")] for row, reason in zip(drawn.tokens, drawn.finish_reasons, strict=True)
-             ], skip_special_tokens=True)
+        texts = [completion_text(tokenizer, row, reason == "eos")
+                 for row, reason in zip(drawn.tokens, drawn.finish_reasons, strict=True)]
         for i, ids, tokens, text in zip(rows, rows.values(), drawn.tokens, texts, strict=True):
             found[i] = text
             self.budget.pay(len(ids), len(tokens))

@@ -1,0 +1,27 @@
+"""What reward functions, judges and people read of a response: its text without the tokens that end it."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybrid_rlhf.models.tokenizer import completion_text
+from tests.factories.tiny import chatml_tokenizer
+
+PAD, END_OF_TEXT, END = 0, 1, 3
+
+
+@pytest.mark.parametrize("ending", [[], [END], [PAD], [END, PAD, PAD]])
+def test_only_the_tokens_that_end_a_response_are_left_out(ending):
+    tokenizer = chatml_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
+    ids = tokenizer("<think>\nAdd one.\n</think>\n\n2.")["input_ids"]
+    assert len(ids) < len("<think>\nAdd one.\n</think>\n\n2.")  # each marker is a token
+    assert completion_text(tokenizer, [*ids, *ending]) == "<think>\nAdd one.\n</think>\n\n2."
+
+
+def test_a_stop_token_of_the_settings_ends_a_response_that_ended_by_it():
+    tokenizer = chatml_tokenizer()
+    ids = [*tokenizer("2.")["input_ids"], END_OF_TEXT]
+    assert completion_text(tokenizer, ids, is_ended=True) == "2."
+    assert completion_text(tokenizer, ids) == "2.<|endoftext|>"
+    assert completion_text(tokenizer, [END, PAD]) == ""
