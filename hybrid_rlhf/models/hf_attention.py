@@ -4,7 +4,7 @@ instance of, the parameters of their forwards. transformers_compat.py has the re
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -86,6 +86,21 @@ def without_padding_check(model: nn.Module) -> Iterator[None]:
     finally:
         for module in modules:
             delattr(module, name)
+
+
+# Names of the cache, as an argument of forwards and in outputs: `cache` since transformers 5.24; before that
+# past_key_values, or cache_params in state-space models.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+
+
+def cache_name(module: nn.Module) -> str | None:
+    """The name under which the module's forward takes its cache; None if it takes none."""
+    return next((name for name in CACHE_NAMES if name in forward_parameters(module)), None)
+
+
+def cache_of(output: Mapping) -> object | None:
+    """The cache in a model's or generate's output."""
+    return next((output[name] for name in CACHE_NAMES if name in list(output)), None)
 
 
 def forward_parameters(module: nn.Module) -> frozenset[str]:

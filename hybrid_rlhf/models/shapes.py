@@ -21,6 +21,7 @@ from hybrid_rlhf.core import torch_compat
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.models.dropout import disable_dropout
 from hybrid_rlhf.models.folder_files import refusing
+from hybrid_rlhf.models.hf_attention import cache_of
 from hybrid_rlhf.models.load import (
     PRESETS,
     ModelConfig,
@@ -205,10 +206,8 @@ def cache_bytes(model: nn.Module) -> tuple[int, int]:
     convolution states are the second. Sliding layers count as full ones, as the decode engine keeps them.
     """
     out = model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long), use_cache=True)
-    cache = getattr(out, "past_key_values", None)
-    cache = getattr(out, "cache_params", None) if cache is None else cache
     growing = fixed = 0
-    for layer in getattr(cache, "layers", []):
+    for layer in getattr(cache_of(out), "layers", []):
         for name, value in vars(layer).items():
             size = sum(t.numel() * t.element_size() for t in _tensors(value))
             is_growing = name in ("keys", "values", "indexer_keys")

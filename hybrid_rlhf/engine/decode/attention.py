@@ -10,10 +10,11 @@ from torch.nn import functional as F
 
 from hybrid_rlhf.engine.decode.kv_cache import SlotCache, Step
 from hybrid_rlhf.kernels import Ops
+from hybrid_rlhf.models.hf_attention import CACHE_NAMES
 
 # What a model may hand on that says nothing new: positions are in the step, windows and chunks in the mask.
-SAID_ALREADY = frozenset(("position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
-                           "sliding_window", "past_key_values", "cache_position", "position_embeddings",
+SAID_ALREADY = frozenset((*CACHE_NAMES, "position_ids", "use_cache", "output_attentions", "output_hidden_states",
+                           "return_dict", "sliding_window", "cache_position", "position_embeddings",
                            "output_router_logits", "layer_idx", "shared_kv_states", "is_causal"))
 MAX_OWN_PROMPT = 1024  # tokens: up to here bf16 takes 0.2-0.4 and fp32 0.55-0.75 of torch's time
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from hybrid_rlhf.core.torch_compat import is_hooked
 from hybrid_rlhf.engine.decode.attention import SAID_ALREADY
 from hybrid_rlhf.engine.decode.kv_cache import KeyValueRows, StateRows, Step
 from hybrid_rlhf.kernels.fusions import activation_of, are_close
+from hybrid_rlhf.models.hf_attention import cache_name
 from hybrid_rlhf.models.lora_products import is_only_adapter, plain_adapter
 
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
@@ -116,23 +117,24 @@ def decode_layers(forms: list[Form], make: Callable | None) -> Iterator[int]:
 def _forward(form: Form, kernel: Callable) -> Callable:
     original, index, most, dtype = form.layer.forward, form.index, kernel.max_rows, _like(form).dtype
     has_angles = form.names.has_angles
+    cache_argument = cache_name(form.layer)
     adapters = [(m, found[0]) for m, found in zip(form.matrices(), form.adapters(), strict=True) if found]
 
-    def forward(hidden_states: Tensor, attention_mask: Tensor | None = None, past_key_values: object = None,
+    def forward(hidden_states: Tensor, attention_mask: Tensor | None = None,
                 position_embeddings: tuple[Tensor, Tensor] | None = None, **others: object):  # noqa: ANN202
-        step = getattr(past_key_values, "step", None)
+        cache: Any = others.get(cache_argument)
+        step = getattr(cache, "step", None)
         if (step is None or step.is_prefill or attention_mask is not None
                 or (position_embeddings is None) == has_angles
                 or hidden_states.dtype != dtype or len(hidden_states) > most
-            or index not in past_key_values.fused_cache_write or past_key_values.layers[index].keys is None
+                or index not in cache.fused_cache_write or cache.layers[index].keys is None
                 or any(v is not None and n not in SAID_ALREADY for n, v in others.items())
                 or not all(is_only_adapter(m, name) for m, name in adapters)):
             angles = {"position_embeddings": position_embeddings} if has_angles else {}
-            return original(hidden_states, attention_mask=attention_mask, past_key_values=past_key_values,
-                            **angles, **others)
-        rows = past_key_values.layers[index]
+            return original(hidden_states, attention_mask=attention_mask, **angles, **others)
+        rows = cache.layers[index]
         return kernel(hidden_states, *(position_embeddings or (None, None)), rows.keys, rows.values,
-                      past_key_values.row_slots(), step.positions[:, 0], step.width)
+                      cache.row_slots(), step.positions[:, 0], step.width)
 
     return forward
 

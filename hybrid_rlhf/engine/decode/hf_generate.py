@@ -13,6 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from hybrid_rlhf.models.hf_attention import cache_of
+
 
 @torch.no_grad()
 def generate_by(model: nn.Module, prompts: Sequence[Sequence[int]], choose: Callable[[Tensor, Tensor], Tensor],
@@ -36,7 +38,7 @@ def generate_by(model: nn.Module, prompts: Sequence[Sequence[int]], choose: Call
     with _nothing_inherited(model) as config_class:
         out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), logits_processor=[only_chosen],
                              stopping_criteria=[stop], generation_config=config_class(**settings))
-    return _num_bytes(out.get("past_key_values"), set())
+    return _num_bytes(cache_of(out), set())
 
 
 def _num_bytes(part: object, counted: set[int]) -> int:

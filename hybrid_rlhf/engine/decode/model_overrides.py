@@ -23,7 +23,8 @@ def counters(model: nn.Module) -> list[nn.Module]:
     """Position embeddings that count one position for the whole batch but would take each row's own (BART's family)."""
     if "position_ids" in forward_parameters(model):
         return []
-    return [m for m in model.modules() if forward_parameters(m) >= {"past_key_values_length", "position_ids"}]
+    lengths = {"cache_length", "past_key_values_length"}  # of transformers 5.24, and before
+    return [m for m in model.modules() if "position_ids" in (named := forward_parameters(m)) and lengths & named]
 
 
 @contextmanager

@@ -39,6 +39,7 @@ from hybrid_rlhf.kernels import Ops, ops_for
 from hybrid_rlhf.kernels.fusions import Fusions, find_fusions
 from hybrid_rlhf.kernels.products import own_products
 from hybrid_rlhf.models.hf_attention import (
+    cache_name,
     causal_mask_function,
     forward_parameters,
     layer_kinds,
@@ -159,7 +160,7 @@ class Runner:
     def _body(self) -> nn.Module:
         """The model without its head, where nobody reads the logits."""
         base = self.model.base_model
-        return base if self._cache_name(base) else self.model
+        return base if cache_name(base) else self.model
 
     def decode(self, cache: SlotCache, tokens: Tensor, positions: Tensor, width: int, slots: Tensor | None,
                has_idle: bool = False) -> Tensor:
@@ -174,7 +175,7 @@ class Runner:
         self.check_inside()
         cache.begin(step)
         self._attention.cache = cache
-        named = {"use_cache": True} | {name: cache for name in (self._cache_name(module),) if name}
+        named = {"use_cache": True} | {name: cache for name in (cache_name(module),) if name}
         if self._takes_positions(module):
             named["position_ids"] = step.places + self.first_position if self.first_position else step.places
         if self.path == "eager":
@@ -188,17 +189,13 @@ class Runner:
         cache.begin(step)
         self._attention.cache = cache
         named = {"position_embeddings": angles} if angles else {}
-        return layer(hidden, attention_mask=None, position_ids=step.places, past_key_values=cache, use_cache=True,
-                     **named)
+        return layer(hidden, attention_mask=None, position_ids=step.places, use_cache=True,
+                     **{cache_name(layer): cache}, **named)
 
     def check_inside(self) -> None:
         """Raise RuntimeError outside of `plugged_in`."""
         if not self._inside:
             raise RuntimeError("a step of inference outside inference(): the mode has ended")
-
-    def _cache_name(self, module: nn.Module) -> str | None:
-        known = forward_parameters(module)
-        return next((n for n in ("past_key_values", "cache_params") if n in known), None)
 
     def _takes_positions(self, module: nn.Module) -> bool:
         return "position_ids" in forward_parameters(module)
