@@ -115,8 +115,9 @@ def _write(model: nn.Module, tokenizer, folder: Path, eos_ids: list[int],  # noq
     if settings is not None:
         settings.eos_token_id = eos_ids if len(eos_ids) > 1 else eos_ids[0]
         settings.pad_token_id = tokenizer.pad_token_id
-    model.config.pad_token_id = tokenizer.pad_token_id
-    model.config.eos_token_id = tokenizer.eos_token_id
+    model.config.pad_token_id, ends = tokenizer.pad_token_id, model.config.eos_token_id
+    if not (isinstance(ends, list) and tokenizer.eos_token_id in ends):
+        model.config.eos_token_id = tokenizer.eos_token_id
     dtype = dtype_to_write(model, weights, getattr(model, "file_dtype", None) or model.dtype, model.dtype)
     save(model, in_dtype(model, weights, dtype, model.dtype), folder)
     tokenizer.save_pretrained(folder)

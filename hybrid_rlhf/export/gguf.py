@@ -18,7 +18,7 @@ import torch
 from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.core.own_files import fresh_path
 from hybrid_rlhf.models.folder_files import read_object
-from hybrid_rlhf.models.tokenizer import load_tokenizer
+from hybrid_rlhf.models.tokenizer import load_tokenizer, turn_ends
 
 
 class Row(NamedTuple):
@@ -247,6 +247,10 @@ def _add_vocabulary(writer, folder: Path, size: int) -> None:  # noqa: ANN001
     writer.add_token_list([*tokens, *(f"[PAD{i}]" for i in unused)])
     writer.add_token_types([*types, *(int(gguf.TokenType.UNUSED) for _ in unused)])
     special.add_to_gguf(writer, quiet=True)
+    # of a turn and of a tool call: llama.cpp ends an answer at these too
+    for add, end in zip((writer.add_eot_token_id, writer.add_eom_token_id), turn_ends(tokenizer), strict=False):
+        if end != tokenizer.eos_token_id:
+            add(end)
 
 
 def _byte_level_tokens(tokenizer: dict) -> tuple[list[str], list[int]]:

@@ -209,8 +209,10 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, is_new: bo
         quantize.require(f"model.load_in_{config.quantize}")
         compute = {"bnb_4bit_compute_dtype": dtype} if config.load_in_4bit else {}
         skip = ["score"] if "num_labels" in extra else None  # None: transformers' own rule, which spares the head
-        extra |= {"device_map": {"": device}, "quantization_config": transformers.BitsAndBytesConfig(
-            **quantize.SETTINGS[config.quantize], **compute, llm_int8_skip_modules=skip)}
+        extra["device_map"] = {"": device}
+        if not getattr(found, "quantization_config", None):  # files that hold quantised weights say how
+            extra["quantization_config"] = transformers.BitsAndBytesConfig(
+                **quantize.SETTINGS[config.quantize], **compute, llm_int8_skip_modules=skip)
     elif in_parts:
         reading = each_as_read(partial(weight_parts.cut_as_read, device=device))
     elif device.type == "cuda":  # tensor by tensor, as it is read: the host never holds the model
@@ -225,7 +227,7 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, is_new: bo
     complete.check_complete(model, info, path, r"^score\." if is_new else None)
     if config.dtype == "auto":
         model.file_dtype = found.dtype  # in which an export writes it, wherever it was trained
-    return quantize.settle(model, path) if config.quantize else model.to(device)
+    return quantize.settle(model, path, dtype) if config.quantize else model.to(device)
 
 
 def named_attention(config: ModelConfig, settings) -> dict[str, str]:  # noqa: ANN001 - a transformers class

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from hybrid_rlhf.core.compat import Dependency
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.models.packed_products import Dequantised, PackedLinear, RowScaled
+from hybrid_rlhf.models.transformers_compat import is_published_quantised
 
 BITSANDBYTES = Dependency("bitsandbytes", checked="0.50.2")
 FUSED_ON = ("cuda",)  # types of devices on which the sampler may take the fused 4-bit product
@@ -54,12 +55,13 @@ def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {n: m for n, m in model.named_modules() if hasattr(m, "packed_weight")}
 
 
-def settle(model: nn.Module, source: str) -> nn.Module:
-    """Give the quantised layers of a model that transformers just loaded from `source` our products, in place.
+def settle(model: nn.Module, source: str, dtype: torch.dtype) -> nn.Module:
+    """Give the quantised layers of a model that transformers just loaded from `source` our products, in place, and the
+    other weights `dtype`: of files that hold quantised weights those have the files' still.
 
     Raises RuntimeError if there are none.
     """
-    model.quantised_from = source
+    model.quantised_from, model.config.dtype = source, dtype
     bnb = _bitsandbytes()
     found = []
     for module in model.modules():
@@ -75,6 +77,9 @@ def settle(model: nn.Module, source: str) -> nn.Module:
         module.forward = MethodType(_forward, module)
     if not found:
         raise RuntimeError(f"{type(model).__name__} has no linear layer that could be quantised")
+    if is_published_quantised(model):
+        for weight in unpacked_state(model).values():
+            weight.data = weight.to(dtype) if weight.is_floating_point() else weight
     if next(model.parameters()).device.type in FUSED_ON:
         _take_fused([m for m in found if isinstance(m, bnb.nn.Linear4bit)], model.dtype)
     return model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from hybrid_rlhf.models import quantize, shards
 from hybrid_rlhf.models.dropout import dropout_in_config
 from hybrid_rlhf.models.lora import plain_name
 from hybrid_rlhf.models.merging import Weight
-from hybrid_rlhf.models.transformers_compat import as_stored
+from hybrid_rlhf.models.transformers_compat import as_plain_model, as_stored, is_published_quantised
 
 _log = logging.getLogger(__name__)
 
@@ -26,23 +26,24 @@ def save(model: nn.Module, weights: Mapping[str, Weight], folder: str | Path) ->
 
     Of a quantised model they are the plain ones, so the folder is that of a plain model.
     """
+    save_settings(model, weights, Path(folder))
+    shards.write(model, weights, Path(folder))
+    share_as(Path(folder) / "config.json")
+
+
+def save_settings(model: nn.Module, weights: Mapping[str, Weight], folder: Path) -> None:
+    """All that `save` writes but the weights: config.json, generation_config.json, and code of the model's own."""
     import transformers
 
     transformers.logging.disable_progress_bar()
-    hidden = [(owner, name, vars(owner).pop(name)) for owner, name in
-              ((model, "hf_quantizer"), (model.config, "quantization_config")) if name in vars(owner)]
-    try:
-        own, written = model.config.dtype, next(w.like.dtype for w in weights.values() if w.like.is_floating_point())
-        with dropout_in_config(model):
-            model.save_pretrained(folder, state_dict={})  # everything but the weights
-            model.config.dtype = written
-            model.config.save_pretrained(folder)
-            shards.write(model, weights, Path(folder))
-            share_as(Path(folder) / "config.json")
-        model.config.dtype = own
-    finally:
-        for owner, name, value in hidden:
-            setattr(owner, name, value)
+    held_dtype = model.config.dtype
+    with dropout_in_config(model), as_plain_model(model):
+        model.save_pretrained(folder, state_dict={})
+        model.config.dtype = next(w.like.dtype for w in weights.values() if w.like.is_floating_point())
+        model.config.save_pretrained(folder)
+    model.config.dtype = held_dtype
+    if model.can_generate():  # as published: save_pretrained refuses settings that transformers itself only warns of
+        model.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
 
 
 def share_as(settings: Path) -> None:
@@ -86,6 +87,10 @@ def original_weights(model: nn.Module) -> dict[str, torch.Tensor] | None:
 
     None, with a line that says so, where they are not to be had: the files are gone, or were quantised themselves.
     """
+    if is_published_quantised(model):
+        _log.warning("%s holds quantised weights: what is exported is what they stand for, as plain weights",
+                     model.quantised_from)
+        return None
     try:
         original = _read_again(model, model.quantised_from)
         found = {name: original.get_submodule(plain_name(name)).weight.detach()
@@ -96,7 +101,7 @@ def original_weights(model: nn.Module) -> dict[str, torch.Tensor] | None:
         _log.warning("the weights that were quantised cannot be read again (%s): adapters are merged into what the "
                      "quantisation left of them", str(error).strip().splitlines()[0])
         return None
-    return found if all(w.is_floating_point() for w in found.values()) else None
+    return found
 
 
 def _read_again(model: nn.Module, source: str) -> nn.Module:
@@ -124,23 +129,31 @@ def share_kept(model: nn.Module, weights: Mapping[str, Weight], dtype: torch.dty
     changed, or the files are gone; 0 where a number is too large for `dtype`.
     """
     try:
-        with as_stored():
-            before = _read_again(model, model.config.name_or_path).state_dict()
+        loaded = _loaded_weights(model)
     except (OSError, ValueError, RuntimeError):
         return 1.0
     left = whole = 0.0
     for name, entry in weights.items():
-        like = entry.like
-        if name == "score.weight" or name not in before or before[name].ndim != like.ndim:
-            continue  # a head may have been made at random
-        rows = min(len(like), len(before[name])) if like.ndim else None
-        if like.shape[1:] != before[name].shape[1:] or not like.is_floating_point():
+        like, before = entry.like, None if name == "score.weight" else loaded(name)  # that may have been made at random
+        if before is None or before.ndim != like.ndim or before.shape[1:] != like.shape[1:]:
             continue
+        if not like.is_floating_point():
+            continue
+        rows = slice(min(len(like), len(before))) if like.ndim else ...
         weight = entry.make()
-        rounded, old = weight.to(dtype), before[name][:rows].to(weight.device, torch.float32)
+        rounded, old = weight.to(dtype), before[rows].to(weight.device, torch.float32)
         if not rounded.isfinite().all():
             return 0.0
-        change = weight[:rows].float() - old
-        left += float(((rounded[:rows].float() - old) * change).sum())
+        change = weight[rows].float() - old
+        left += float(((rounded[rows].float() - old) * change).sum())
         whole += float((change * change).sum())
     return left / whole if whole else 1.0
+
+
+def _loaded_weights(model: nn.Module) -> Callable[[str], torch.Tensor | None]:
+    """The weights that `model` was loaded with, by name."""
+    if is_published_quantised(model):
+        layers = {f"{plain_name(name)}.weight": layer for name, layer in quantize.quantized_layers(model).items()}
+        return lambda name: quantize.dequantised(layers[name]) if name in layers else None
+    with as_stored():
+        return _read_again(model, model.config.name_or_path).state_dict().get

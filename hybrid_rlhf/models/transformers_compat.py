@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -94,8 +94,53 @@ def names_in_files(model: nn.Module, sources: Mapping[str, Hashable]) -> list[st
 
 def as_files_have_it(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights of `model` under the names and in the pieces of its files: single experts for fused ones, say."""
-    modules = TRANSFORMERS.module("transformers.core_model_loading")
-    return dict(TRANSFORMERS.part(modules, "revert_weight_conversion")(model, state))
+    revert = TRANSFORMERS.part(TRANSFORMERS.module("transformers.core_model_loading"), "revert_weight_conversion")
+    with _changed(model, _weight_conversions=_plain_conversions(model)):
+        return dict(revert(model, state))
+
+
+def _plain_conversions(model: nn.Module) -> list | None:
+    """The conversions by which `model` was read from its files, without those that unpack quantised weights, which
+    cannot be reversed; None for a model that was not read."""
+    conversions, plain = getattr(model, "_weight_conversions", None), []
+    if not is_published_quantised(model) or conversions is None:
+        return conversions
+    for conversion in conversions:
+        with suppress(NotImplementedError):
+            conversion.reverse_transform()
+            plain.append(conversion)
+    return plain
+
+
+def is_published_quantised(model: nn.Module) -> bool:
+    """Whether the files of `model` hold quantised weights, and not those that they were made from."""
+    return getattr(getattr(model, "hf_quantizer", None), "pre_quantized", False)
+
+
+@contextmanager
+def as_plain_model(model: nn.Module) -> Iterator[None]:
+    """Within the block save_pretrained writes the configuration of a quantised model as that of a plain one, and no
+    settings of generation that it would refuse."""
+    config, settings = model.config, getattr(model, "generation_config", None)
+    with (_changed(model, hf_quantizer=None, _weight_conversions=[], generation_config=settings and type(settings)()),
+          ExitStack() as stack):
+        for part in (config, *(getattr(config, name) for name in getattr(config, "sub_configs", ()))):
+            if "quantization_config" in vars(part or ()):
+                stack.callback(setattr, part, "quantization_config", vars(part).pop("quantization_config"))
+        yield
+
+
+@contextmanager
+def _changed(owner: object, **values: object) -> Iterator[None]:
+    """Within the block `owner` has these attributes."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del vars(owner)[name]
+        vars(owner).update(before)
 
 
 @contextmanager

@@ -71,8 +71,10 @@ def test_an_untrained_model_keeps_its_dtype(base, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_what_transformers_keeps_in_float32_beside_bfloat16_weights_is_exported_in_float32(dtype, tmp_path):
-    """The bias by which DeepSeek-V3 chooses its experts, on 3.3 and a little: bfloat16 has steps of 1/64 there."""
+    """The bias by which DeepSeek-V3 chooses its experts, on 3.3 and a little: bfloat16 has steps of 1/64 there. From
+    5.24 on transformers keeps the router's weight too."""
     from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
 
     bias = 3.3 + torch.arange(4) / 10_000
     model = build("deepseek_v3").bfloat16()
@@ -83,5 +85,8 @@ def test_what_transformers_keeps_in_float32_beside_bfloat16_weights_is_exported_
     assert live.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
     export(live, tiny_tokenizer(), tmp_path / "model", [3])
     found = load_file(tmp_path / "model/model.safetensors")
-    torch.testing.assert_close(found.pop("model.layers.1.mlp.gate.e_score_correction_bias"), bias, rtol=0, atol=0)
-    assert {weight.dtype for weight in found.values()} == {torch.bfloat16}
+    torch.testing.assert_close(found["model.layers.1.mlp.gate.e_score_correction_bias"], bias, rtol=0, atol=0)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16).state_dict()
+    assert {k for k, v in found.items() if v.dtype == torch.float32} == {
+        k for k, v in theirs.items() if v.dtype == torch.float32}
+    assert {weight.dtype for weight in found.values()} == {torch.bfloat16, torch.float32}

@@ -70,6 +70,21 @@ def test_the_file_holds_every_weight_and_the_vocabulary(folders, kind, tmp_path)
     assert len(tokens) == 300
 
 
+@pytest.mark.parametrize(("template", "end"), [("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+                                                "<|endoftext|>{% endfor %}", 1), (None, None)])
+def test_a_turn_s_end_that_is_not_the_eos_token_is_named(template, end, folders, tmp_path):
+    import gguf
+
+    shutil.copytree(folders["qwen2"], tmp_path / "model")
+    if template:
+        (tmp_path / "model/chat_template.jinja").write_text(template)
+    fields = gguf.GGUFReader(write_gguf(tmp_path / "model", tmp_path / "m.gguf", "f16")).fields
+    assert int(fields["tokenizer.ggml.eos_token_id"].contents()) == 3
+    eot = fields.get("tokenizer.ggml.eot_token_id")
+    assert (eot and int(eot.contents())) == end
+    assert "tokenizer.ggml.eom_token_id" not in fields
+
+
 @pytest.mark.parametrize(("dtype", "bytes_each"), [("f16", 2), ("bf16", 2), ("q8_0", 34 / 32)])
 def test_matrices_take_the_bytes_of_their_type(folders, dtype, bytes_each, tmp_path):
     import gguf

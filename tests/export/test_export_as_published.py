@@ -1,0 +1,96 @@
+"""Exports have what a published checkpoint has beside plain weights: settings of generation, ends, quantised bases."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hybrid_rlhf.export.folder import export
+from hybrid_rlhf.models import load
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.lora import LoraConfig, add_lora
+from hybrid_rlhf.models.merging import Weight, plain_weights
+from hybrid_rlhf.models.saving import share_kept
+from hybrid_rlhf.models.tokenizer import load_tokenizer
+from tests.factories import checkpoints
+from tests.factories.tiny import save_tiny, tiny_tokenizer
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def changed(folder: str, name: str, **values) -> None:
+    path = Path(folder) / name
+    path.write_text(json.dumps((read(path) if path.exists() else {}) | values), encoding="utf-8")
+
+
+def test_sampling_settings_that_transformers_would_not_save_are_exported_as_they_were(tmp_path):
+    base = save_tiny(tmp_path / "base")
+    changed(base, "generation_config.json", temperature=0.9, top_p=0.6)
+    export(load.load_causal_lm(ModelConfig(base)), tiny_tokenizer(), tmp_path / "model", [1, 3])
+    written = read(tmp_path / "model/generation_config.json")
+    assert (written["temperature"], written["top_p"], written["eos_token_id"]) == (0.9, 0.6, [1, 3])
+    assert "do_sample" not in written
+
+
+@pytest.mark.parametrize(("ends", "expected"), [([1, 3], [1, 3]), ([1, 2], 3), (1, 3)])
+def test_a_list_of_ends_in_the_configuration_stays_one_if_the_tokenizer_s_is_in_it(ends, expected, tmp_path):
+    base = save_tiny(tmp_path / "base")
+    changed(base, "config.json", eos_token_id=ends)
+    export(load.load_causal_lm(ModelConfig(base)), tiny_tokenizer(), tmp_path / "model", [1, 3])
+    assert read(tmp_path / "model/config.json")["eos_token_id"] == expected
+
+
+def test_what_rounding_keeps_of_a_tensor_without_dimensions_is_told(tmp_path):
+    """Gemma 4's towers clip to such bounds. 16 and 2^-4 in bfloat16 is 16, and 16 and 2^-3 is itself."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(checkpoints.write("gemma4", tmp_path / "base"))
+    weights = plain_weights(model)
+    name = next(n for n, w in weights.items() if w.like.ndim == 0)
+    assert share_kept(model, weights, torch.bfloat16) == 1.0  # nothing has changed
+    before = model.state_dict()[name].fill_(16.0)
+    model.save_pretrained(tmp_path / "changed")
+    model.config.name_or_path = str(tmp_path / "changed")
+    for change, kept in ((2.0**-4, 0.0), (2.0**-3, 1.0)):
+        value = before.float() + change
+        weight = Weight(value.to("meta"), lambda value=value: value, name)
+        assert share_kept(model, {name: weight}, torch.bfloat16) == kept
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_base_published_in_4_bits_is_exported_as_the_plain_weights_that_it_stands_for(dtype, tmp_path, caplog):
+    """By transformers' own dequantisation, the adapters' product B A added by hand."""
+    import bitsandbytes
+    from transformers import AutoModelForCausalLM
+
+    base = checkpoints.write("llama3_2_bnb_4bit", tmp_path / "base")
+    model = load.load_causal_lm(ModelConfig(base, load_in_4bit=True, dtype=dtype))
+    assert model.dtype == model.lm_head.weight.dtype == model.model.norm.weight.dtype == getattr(torch, dtype)
+    add_lora(model, LoraConfig(r=4, alpha=8, target_modules=["q_proj"]))
+    torch.manual_seed(0)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.2)
+    adapters = {name: weight.detach().float() for name, weight in model.named_parameters() if ".lora_" in name}
+    tokenizer = load_tokenizer(base)
+    export(model, tokenizer, tmp_path / "model", [tokenizer.eos_token_id])
+    assert "holds quantised weights: what is exported is what they stand for" in caplog.text
+    assert "quantization_config" not in read(tmp_path / "model/config.json")
+    assert read(tmp_path / "adapter/merge.json")["into"] == "dequantised"
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    written = load_file(tmp_path / "model/model.safetensors")
+    bits = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, dtype))
+    assert {type(m).__name__ for m in plain.modules()} & {"Linear4bit"} == set()
+    bound = 1e-6 if dtype == "float32" else 2**-8
+    for name, layer in bits.named_modules():
+        if isinstance(layer, bitsandbytes.nn.Linear4bit):
+            expected = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
+            if "q_proj" in name:
+                up, down = (adapters[f"{name}.lora_{x}.default.weight"] for x in "BA")
+                expected += 2 * up @ down
+            gap = (written[f"{name}.weight"].float() - expected).abs().max() / expected.abs().max()
+            assert float(gap) <= bound, name
