@@ -24,6 +24,7 @@ from hybrid_rlhf.models.dropout import without_dropout
 from hybrid_rlhf.models.heads import BackboneWithHead, head_of, zero_head
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import add_lora, is_adapter, load_adapter
+from hybrid_rlhf.models.text_part import text_backbone
 from hybrid_rlhf.models.weights import identity, read_tensor
 from hybrid_rlhf.rewards.scale import Scale
 from hybrid_rlhf.roles import Actor, Critic, Reference, Reward, Roles, Teacher
@@ -208,7 +209,7 @@ class Backbone:
 
     def scalar(self, role: str) -> nn.Module:
         """The model of a role with a head."""
-        return BackboneWithHead(self.model.base_model, self.heads[role]) if self.is_frozen else self.model
+        return BackboneWithHead(text_backbone(self.model), self.heads[role]) if self.is_frozen else self.model
 
 
 def _lay_out(engine: HybridEngine, role: str, group: tuple[str, ...], parts: RoleInputs,

@@ -152,7 +152,7 @@ def prepare(model: nn.Module, config: ModelConfig, tokenizer) -> list[int]:  # n
     trained with adapters: the chat template's markers where it had none. One line says so."""
     size = model.get_input_embeddings().num_embeddings
     load.prepare(model, config, len(tokenizer))
-    model.config.pad_token_id = tokenizer.pad_token_id
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # a composite model's is its text part's
     found = sorted({*added_ids(tokenizer), *range(size, len(tokenizer))} - {tokenizer.pad_token_id})
     if found and config.lora.r and is_main():
         few = ", ".join(tokenizer.convert_ids_to_tokens(found[:3])) + (", ..." if len(found) > 3 else "")

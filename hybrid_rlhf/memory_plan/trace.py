@@ -32,6 +32,7 @@ from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, plain_linear_layers
 from hybrid_rlhf.models.lora_products import fused_adapters
 from hybrid_rlhf.models.packed_shapes import Packed, pack
+from hybrid_rlhf.models.text_part import reads_text
 from hybrid_rlhf.models.transformers_compat import sdpa_replaced
 
 __all__ = ["Activations", "LiveBytes", "Sizes", "activations", "cache_bytes", "classifier_bytes", "logit_bytes",
@@ -252,10 +253,10 @@ def decode_work(model: ModelConfig, device: torch.device, slots: int) -> Work:
 def _packed_away(empty: nn.Module, model: ModelConfig) -> int:
     """Bytes that quantising saves: every linear layer but the head, in NF4 (half a byte, and an fp32 scale per block of
     64 numbers: QLoRA, 2305.14314) or in int8 (a byte, and an fp32 scale per row)."""
-    heads = {id(empty.get_output_embeddings()), id(getattr(empty, "score", None))}
+    heads, is_of_text = {id(empty.get_output_embeddings()), id(getattr(empty, "score", None))}, reads_text(empty)
     saved = 0
-    for module in empty.modules():
-        if model.quantize and isinstance(module, nn.Linear) and id(module) not in heads:
+    for name, module in empty.named_modules():
+        if model.quantize and isinstance(module, nn.Linear) and id(module) not in heads and is_of_text(name):
             count = module.weight.numel()
             packed = count / 2 + 4 * count / 64 if model.quantize == "4bit" else count + 4 * module.out_features
             saved += round(_bytes(module.weight) - packed)

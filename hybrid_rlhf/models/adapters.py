@@ -11,6 +11,7 @@ from torch import nn
 from hybrid_rlhf.models import peft_compat
 from hybrid_rlhf.models.added_rows import holders
 from hybrid_rlhf.models.lora import lora_layers
+from hybrid_rlhf.models.text_part import text_backbone
 
 
 class Adapters:
@@ -27,8 +28,9 @@ class Adapters:
         self.names = sorted({n for layer in self._layers.values() for n in layer.lora_A})
         self._entries, self._entry = itertools.count(1), 0  # 0: outside
         self._select([])
-        model.base_model.register_forward_pre_hook(lambda *_: self._require(self._entry))
-        model.base_model.register_forward_hook(lambda _module, _inputs, output: self._watch(output))
+        backbone = text_backbone(model)
+        backbone.register_forward_pre_hook(lambda *_: self._require(self._entry))
+        backbone.register_forward_hook(lambda _module, _inputs, output: self._watch(output))
 
     @contextmanager
     def use(self, name: str | Sequence[str] | None) -> Iterator[None]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.models.hf_attention import forward_parameters
+from hybrid_rlhf.models.text_part import causal_part, places, text_backbone
 from hybrid_rlhf.models.transformers_compat import never_packed
 from hybrid_rlhf.models.weight_parts import computing
 
@@ -29,10 +30,11 @@ def hidden_states(model: nn.Module, batch: SequenceBatch) -> Tensor:
 
 
 def _states(model: nn.Module, batch: SequenceBatch, **options: bool) -> Any:  # of transformers
+    backbone = text_backbone(model)
     if batch.position_ids is not None:
-        return model.base_model(input_ids=batch.input_ids, use_cache=False, position_ids=batch.position_ids, **options)
+        return backbone(input_ids=batch.input_ids, use_cache=False, position_ids=batch.position_ids, **options)
     with never_packed():  # which would be looked up on the device, and the host would wait for the answer
-        return model.base_model(input_ids=batch.input_ids, use_cache=False, **options)
+        return backbone(input_ids=batch.input_ids, use_cache=False, **options)
 
 
 def router_coefficient(model: nn.Module) -> float:
@@ -53,8 +55,8 @@ def own_router_loss(model: nn.Module, batch: SequenceBatch, hidden: Tensor,
     """The load-balancing loss (a scalar, without its coefficient) as the model's own forward computes it from these
     states (B, T, H) and logits, over real tokens. For causal models whose router_coefficient is not 0."""
     with _backbone_replaced(model, _Given(hidden[:1, :1], router_logits)):
-        return model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False,
-                     output_router_logits=True).aux_loss
+        return causal_part(model)(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False,
+                                  output_router_logits=True).aux_loss
 
 
 class _Output:
@@ -71,11 +73,16 @@ class _Output:
 
 
 class _Given(nn.Module):
-    """Stands in for the backbone and answers with the hidden states (and the router's logits) it was given."""
+    """Stands in for the backbone and answers with the hidden states (and the router's logits) it was given. Attributes
+    are the backbone's, for a head may read some (Falcon-H1's multiplier)."""
 
     def __init__(self, hidden: Tensor, router_logits: tuple[Tensor, ...] | None = None) -> None:
         super().__init__()
         self.hidden, self.router_logits = hidden, router_logits
+        self.replaced: tuple[nn.Module, ...] = ()  # in a tuple: a module's attribute would be a part of it
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["replaced"][0], name)
 
     @property
     def decoder(self) -> nn.Module:  # OPT and its variants call backbone.decoder
@@ -86,14 +93,15 @@ class _Given(nn.Module):
 
 
 @contextmanager
-def _backbone_replaced(model: nn.Module, stand_in: nn.Module) -> Iterator[None]:
-    name = model.base_model_prefix
-    original = getattr(model, name)
-    setattr(model, name, stand_in)
+def _backbone_replaced(model: nn.Module, stand_in: _Given) -> Iterator[None]:
+    holder, name = causal_part(model), places(model).backbone
+    original = getattr(holder, name)
+    stand_in.replaced = (original,)
+    setattr(holder, name, stand_in)
     try:
         yield
     finally:
-        setattr(model, name, original)
+        setattr(holder, name, original)
 
 
 def own_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -102,9 +110,17 @@ def own_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     def head(hidden: Tensor) -> Tensor:
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.long, device=hidden.device)
         with _backbone_replaced(model, _Given(hidden[None])):
-            return model(input_ids=ids, use_cache=False).logits[0]
+            return causal_part(model)(input_ids=ids, use_cache=False).logits[0]
 
     return head
+
+
+def text_logits(model: nn.Module, out: Any) -> Tensor:
+    """Logits (B, T, V) from what the forward of `text_forward(model)` returned."""
+    if getattr(out, "logits", None) is not None:
+        return out.logits
+    hidden = out.last_hidden_state
+    return own_head(model)(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
 
 
 @torch.no_grad()

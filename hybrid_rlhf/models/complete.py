@@ -11,6 +11,8 @@ from torch import nn
 
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.models.folder_files import CONFIG, read_object
+from hybrid_rlhf.models.text_part import text_backbone
+from hybrid_rlhf.models.weights import read_header
 
 _log = logging.getLogger(__name__)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers takes the first that is there
@@ -76,13 +78,27 @@ def check_index(path: str) -> None:
                           "model anew")
 
 
-def check_complete(model: nn.Module, info: Mapping, path: str, new: str | None = None) -> None:
+def unread(model: nn.Module, read: Collection[str], folder: Path) -> dict[str, str]:
+    """name -> file of the tensors in the safetensors of `folder` that the class of `model` declares not to read: layers
+    that predict further tokens (mtp), say. read: the names of those that it has read."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    if (folder / INDEX).exists() and not (folder / SINGLE).exists():
+        files = {name: str(folder / file) for name, file in read_object(folder / INDEX)["weight_map"].items()}
+    else:
+        files = {name: str(file) for file in (folder / SINGLE,) if file.exists() for name in read_header(file)[1]}
+    return {name: file for name, file in files.items() if name not in read and not _TABLES.search(name)
+            and any(re.search(pattern, name) for pattern in patterns)}
+
+
+def check_complete(model: nn.Module, info: Mapping, path: str, new: str | None = None,
+                   more: Collection[str] = ()) -> None:
     """UserError where tensors of `model` are not in its files or have another shape there, or where the files hold
     tensors for layers that would compute without them. What belongs to no layer (a vision tower, another head) is left
     out, with a line that says so.
 
     info: transformers' loading info, in which tied tensors and those that a class declares to be dispensable are not.
-    new: a pattern of tensors that may be missing, because they are to be made anew.
+    new: a pattern of tensors that may be missing, because they are to be made anew. more: of `unread`, which a model
+    with a new head leaves out.
     """
     name = type(model).__name__
     wrong = sorted(k for k in info["mismatched_keys"] if not (new and re.search(new, k[0])))
@@ -92,7 +108,7 @@ def check_complete(model: nn.Module, info: Mapping, path: str, new: str | None =
     missing = sorted(k for k in info["missing_keys"] if not (new and re.search(new, k)) and k not in buffers)
     unknown = sorted(k for k in info["unexpected_keys"] if not _TABLES.search(k))
     inside = [k for k in unknown if _is_of_a_layer(model, k)]
-    left_out = inside if new else unknown  # a model with a new head leaves another one out
+    left_out = [*inside, *more] if new else unknown  # a model with a new head leaves another one out
     other = f", but {few(left_out, 'tensor')} that it has no place for" if left_out else ""
     check(not missing, f"{path} lacks {few(missing, 'tensor')} of {name}{other}: they would be random numbers; give a "
                        f"complete {name}")
@@ -123,5 +139,5 @@ def _is_of_a_layer(model: nn.Module, name: str) -> bool:
         if not isinstance(child := getattr(inner, part, None), nn.Module):
             break
         inner = child
-    holders = {id(m) for m in (model, getattr(model, "base_model", None), model.get_decoder())}
+    holders = {id(m) for m in (model, getattr(model, "base_model", None), model.get_decoder(), text_backbone(model))}
     return not isinstance(inner, (nn.ModuleList, nn.ModuleDict)) and id(inner) not in holders

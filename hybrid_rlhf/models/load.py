@@ -19,7 +19,8 @@ from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.hub import stay_offline_if_unreachable
 from hybrid_rlhf.models import complete, folder_files, quantize, weight_parts, weights
 from hybrid_rlhf.models.lora import LoraConfig, check_targets
-from hybrid_rlhf.models.transformers_compat import each_as_read, shortage_passes
+from hybrid_rlhf.models.text_part import reads_text, towers
+from hybrid_rlhf.models.transformers_compat import each_as_read, names_read, shortage_passes
 
 _LOADABLE = "give a model that this release of transformers loads"
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
@@ -145,7 +146,7 @@ def load_causal_lm(config: ModelConfig, device: torch.device | str = "cpu", *, i
 
     Raises UserError for a folder that is no model, for weights that do not match, and for an encoder-decoder.
     """
-    return _load("AutoModelForCausalLM", config, torch.device(device), in_parts=in_parts)
+    return _load(None, config, torch.device(device), in_parts=in_parts)
 
 
 def load_scalar_model(config: ModelConfig, device: torch.device | str = "cpu", new_head_std: float | None = None,
@@ -163,7 +164,7 @@ def load_scalar_model(config: ModelConfig, device: torch.device | str = "cpu", n
         std = (model.score.in_features + 1) ** -0.5 if new_head_std is None else new_head_std
         nn.init.normal_(model.score.weight, std=std)
     if pad_id is not None:
-        model.config.pad_token_id = pad_id
+        model.config.get_text_config().pad_token_id = pad_id
     return model
 
 
@@ -187,14 +188,30 @@ def is_kind(kind: str, path: str, trust_remote_code: bool = False) -> bool:
     return any(kind in name for name in read_settings(path, trust_remote_code).architectures or [])
 
 
-def _load(auto_class: str, config: ModelConfig, device: torch.device, is_new: bool = False,
+def causal_class(settings) -> str:  # noqa: ANN001 - a transformers class
+    """The auto class that loads the causal language model of transformers' configuration `settings`: the one for text
+    with images or sound where `architectures` names such a class, or where there is no other. So its towers are kept.
+    """
+    import transformers
+
+    composite = transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING
+    if type(settings) not in composite:
+        return "AutoModelForCausalLM"
+    is_named = composite[type(settings)].__name__ in (settings.architectures or ())
+    is_only = type(settings) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return "AutoModelForMultimodalLM" if is_named or is_only else "AutoModelForCausalLM"
+
+
+def _load(auto_class: str | None, config: ModelConfig, device: torch.device, is_new: bool = False,
           in_parts: bool = False, **extra: object) -> nn.Module:
-    """is_new: whether the score head may be missing, because it is made anew. in_parts: as load_causal_lm has it."""
+    """auto_class: None is `causal_class`. is_new: whether the score head may be missing, because it is made anew.
+    in_parts: as load_causal_lm has it."""
     import transformers
 
     path = config.model_name_or_path
     check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
     found = configuration(config)
+    auto_class = auto_class or causal_class(found)
     complete.check_index(path)
     if folder_files.is_local(path):
         complete.check_no_adapter(path)
@@ -209,6 +226,8 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, is_new: bo
         quantize.require(f"model.load_in_{config.quantize}")
         compute = {"bnb_4bit_compute_dtype": dtype} if config.load_in_4bit else {}
         skip = ["score"] if "num_labels" in extra else None  # None: transformers' own rule, which spares the head
+        if found.get_text_config() is not found and (kept := towers(_empty(auto_class, config, found))):
+            skip = [*(skip or ["lm_head"]), *kept]
         extra["device_map"] = {"": device}
         if not getattr(found, "quantization_config", None):  # files that hold quantised weights say how
             extra["quantization_config"] = transformers.BitsAndBytesConfig(
@@ -218,16 +237,25 @@ def _load(auto_class: str, config: ModelConfig, device: torch.device, is_new: bo
     elif device.type == "cuda":  # tensor by tensor, as it is read: the host never holds the model
         extra["device_map"] = {"": device}
     # no warnings: "score.weight newly initialized" is what we want
-    with _only_errors(), shortage_passes(), reading, folder_files.refusing(
+    with _only_errors(), shortage_passes(), reading, names_read() as read, folder_files.refusing(
             f"cannot load {path} by {auto_class}", _LOADABLE, folder_files.model_files(path)):
         model, info = getattr(transformers, auto_class).from_pretrained(
             path, dtype=dtype, trust_remote_code=config.trust_remote_code, output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are told below, by name
             use_safetensors=None if config.trust_pickled_weights else True, **extra)
-    complete.check_complete(model, info, path, r"^score\." if is_new else None)
-    if config.dtype == "auto":
-        model.file_dtype = found.dtype  # in which an export writes it, wherever it was trained
+    unread = complete.unread(model, read, local_folder(path))
+    complete.check_complete(model, info, path, r"^score\." if is_new else None, unread)
+    model.unread_tensors = {} if "num_labels" in extra else unread  # which an export carries over
+    if config.dtype == "auto":  # in which an export writes it, wherever it was trained
+        model.file_dtype = found.dtype or found.get_text_config().dtype
     return quantize.settle(model, path, dtype) if config.quantize else model.to(device)
+
+
+def local_folder(path: str) -> Path:
+    """The folder with the files of the model at `path`: itself, or of a hub id the snapshot that was downloaded."""
+    from transformers.utils import cached_file
+
+    return Path(path) if folder_files.is_local(path) else Path(cached_file(path, folder_files.CONFIG)).parent
 
 
 def named_attention(config: ModelConfig, settings) -> dict[str, str]:  # noqa: ANN001 - a transformers class
@@ -272,10 +300,14 @@ def random_model(kind: str, shape: dict, seed: int, dtype: torch.dtype = torch.f
 
 
 def prepare(model: nn.Module, config: ModelConfig, vocab_size: int) -> nn.Module:
-    """Resize the embeddings if tokens were added, freeze by name, turn on checkpointing. In place."""
+    """Resize the embeddings if tokens were added, freeze towers and by name, turn on checkpointing. In place."""
     if vocab_size > model.get_input_embeddings().num_embeddings:
         with _only_errors():  # not how the new rows are drawn, at length
             model.resize_token_embeddings(vocab_size)  # new rows lie among the old ones: unlikely until trained
+    is_of_text = reads_text(model)
+    for name, parameter in model.named_parameters():  # towers stay as they are: text gives them no gradient
+        if not is_of_text(name):
+            parameter.requires_grad_(False)
     for pattern in config.freeze:
         matches = [p for n, p in model.named_parameters() if re.search(pattern, n)]
         check(bool(matches), f"model.freeze pattern {pattern!r} matches no parameter of {type(model).__name__}, "
@@ -344,7 +376,7 @@ def check_lora(config: ModelConfig, option: str | None = None) -> None:
           "model.lora.r (such as 16), or leave it out")
     if config.lora.r and config.model_name_or_path and config.lora.target_modules != "all-linear":
         found = read_settings(config.model_name_or_path, config.trust_remote_code)
-        check_targets(_empty("AutoModelForCausalLM", config, found), config.lora)
+        check_targets(_empty(causal_class(found), config, found), config.lora)
 
 
 def configured_positions(config: ModelConfig) -> int | None:

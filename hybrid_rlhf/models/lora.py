@@ -18,6 +18,7 @@ from torch import nn
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.models import added_rows, peft_compat
 from hybrid_rlhf.models.folder_files import check_files, read_object, refusing
+from hybrid_rlhf.models.text_part import reads_text, towers
 from hybrid_rlhf.models.weights import read_header
 
 if not torch.cuda.is_available():  # peft looks for deepspeed, which says on stdout that it found no accelerator
@@ -81,12 +82,12 @@ def check_targets(model: nn.Module, config: LoraConfig) -> None:
     wanted = config.target_modules
     if wanted == "all-linear":
         return
-    settings, experts = _settings(model, config), expert_weights(model)
-    if not settings.target_parameters and not any(check_target_module_exists(settings, name)
+    settings, experts, is_of_text = _settings(model, config), expert_weights(model), reads_text(model)
+    if not settings.target_parameters and not any(is_of_text(name) and check_target_module_exists(settings, name)
                                                   for name, _ in model.named_modules()):
         raise _no_target(model, config)
     found = {name: m for n, m in model.named_modules()  # of a layer that is adapted already, the last: its base
-             if ".lora_" not in n and _is_wanted(name := plain_name(n), wanted)}
+             if ".lora_" not in n and is_of_text(n) and _is_wanted(name := plain_name(n), wanted)}
     is_narrowed = bool(experts) and isinstance(wanted, str)  # an expression is over the layers of such a model alone
     for name, module in found.items():
         where = f"lora.target_modules {wanted!r}: {name} of {type(model).__name__} is"
@@ -153,19 +154,23 @@ def _add(model: nn.Module, settings: object, name: str, dtype: torch.dtype) -> N
 
 def expert_weights(model: nn.Module) -> list[str]:
     """Names of the fused expert weights (num_experts, ., .) of a mixture of experts, adapters left out of the names."""
-    holders = {n: m for n, m in model.named_modules() if isinstance(getattr(m, "num_experts", None), int)}
+    is_of_text = reads_text(model)
+    holders = {n: m for n, m in model.named_modules()
+               if isinstance(getattr(m, "num_experts", None), int) and is_of_text(n)}
     return [plain_name(f"{name}.{weight}") for name, module in holders.items()
             for weight, value in module.named_parameters(recurse=False)
             if value.ndim == 3 and len(value) == module.num_experts]
 
 
 def plain_linear_layers(model: nn.Module, with_head: bool = False) -> list[str]:
-    """Names of the linear layers, adapters left out; of a language model's head only where it is asked for."""
+    """Names of the linear layers that text passes, adapters left out; of a language model's head only where it is asked
+    for."""
     from peft.tuners.tuners_utils import Conv1D  # of GPT-2, transformers' own
 
+    is_of_text = reads_text(model)
     heads = {id(getattr(model, "score", None)), *([] if with_head else [id(model.get_output_embeddings())])}
     return [plain_name(n) for n, m in model.named_modules()
-            if isinstance(m, (nn.Linear, Conv1D)) and ".lora_" not in n and id(m) not in heads]
+            if isinstance(m, (nn.Linear, Conv1D)) and ".lora_" not in n and id(m) not in heads and is_of_text(n)]
 
 
 def plain_name(name: str) -> str:
@@ -177,11 +182,11 @@ def _targets(model: nn.Module, wanted: list[str] | str) -> tuple[list[str] | str
     """What `wanted` means, as peft takes it: linear layers and fused expert weights.
 
     Without experts peft finds the layers. With experts they are named one by one, since peft speaks of experts by the
-    names that they had before they were fused; so they are where "all-linear" leaves some out.
+    names that they had before they were fused; so they are where "all-linear" leaves some out, and beside towers.
     """
     experts = expert_weights(model)
     left_out = _left_out(model, bool(experts)) if wanted == "all-linear" else set()
-    if not experts and not left_out:
+    if not experts and not left_out and not towers(model):
         return wanted if isinstance(wanted, str) else list(wanted), []
     modules, weights = ([n for n in names if n not in left_out and _is_wanted(n, wanted)]
                         for names in (plain_linear_layers(model, with_head=wanted != "all-linear"), experts))

@@ -25,6 +25,7 @@ from hybrid_rlhf.models.hf_attention import cache_of
 from hybrid_rlhf.models.load import (
     PRESETS,
     ModelConfig,
+    causal_class,
     check_folder,
     named_attention,
     prepare,
@@ -118,10 +119,11 @@ def empty_model(config, model: ModelConfig, device: torch.device, *, is_scalar: 
     from transformers.initialization import no_init_weights
 
     settings = copy.deepcopy(config)
-    settings.pad_token_id = 0 if settings.pad_token_id is None else settings.pad_token_id
+    text = settings.get_text_config()  # a composite configuration has none of its own
+    text.pad_token_id = 0 if getattr(text, "pad_token_id", None) is None else text.pad_token_id
     if is_scalar:
         settings.num_labels = 1
-    kind = "AutoModelForSequenceClassification" if is_scalar else "AutoModelForCausalLM"
+    kind = "AutoModelForSequenceClassification" if is_scalar else causal_class(settings)
     with (no_init_weights(), torch.device("meta"), _quiet(),
           refusing(config.model_type, "--plan needs a model that transformers can build")):
         made = getattr(transformers, kind).from_config(

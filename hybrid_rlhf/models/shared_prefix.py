@@ -21,6 +21,7 @@ from hybrid_rlhf.core.out_of_memory import is_out_of_memory
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, to_device, token_budget_groups
 from hybrid_rlhf.models.hf_attention import forward_parameters
 from hybrid_rlhf.models.row_attention import NotShareableError, Packing, RowAttention
+from hybrid_rlhf.models.text_part import text_backbone
 from hybrid_rlhf.models.transformers_compat import attention_name, can_recompute_within, recomputed_within
 
 _BLOCK_TOKENS = 32  # what another block costs in attention, in tokens of padding
@@ -121,9 +122,10 @@ def distinct_states_and_router_logits(model: nn.Module, batch: SequenceBatch,
 
 def _distinct(model: nn.Module, batch: SequenceBatch, packed: Packing, **options: bool) -> Any:  # of transformers
     ids, attention = batch.input_ids.flatten()[packed.source][None], RowAttention(packed)
+    backbone = text_backbone(model)
     with attention.in_its_place(), recomputed_within(model, attention.in_its_place):
-        out = model.base_model(input_ids=ids, use_cache=False, position_ids=packed.positions[None], **options)
-    num_layers = _config(model).get_text_config().num_hidden_layers
+        out = backbone(input_ids=ids, use_cache=False, position_ids=packed.positions[None], **options)
+    num_layers = backbone.config.get_text_config().num_hidden_layers
     if attention.num_calls != num_layers:  # the other layers mix tokens in a way of their own
         raise NotShareableError(f"{type(model).__name__}: {attention.num_calls} of {num_layers} layers attend where "
                                 "we look")
@@ -141,11 +143,6 @@ def say_whole(model: nn.Module, reason: str, *, is_packed: bool) -> None:
     said.add(model)
 
 
-def _config(model: nn.Module):  # noqa: ANN202 - transformers' own
-    """The configuration of a model, or of the backbone that a head of ours sits on."""
-    return (model if hasattr(model, "config") else model.base_model).config
-
-
 @torch.no_grad()
 def sharing_is_exact(model: nn.Module, tolerance: float = 1e-3) -> bool | None:
     """Whether rows that share their beginning give the states they have alone, on this very model.
@@ -154,13 +151,14 @@ def sharing_is_exact(model: nn.Module, tolerance: float = 1e-3) -> bool | None:
     for models that attend otherwise than by transformers' "sdpa". None where memory ran out, which says nothing of the
     model.
     """
-    names = forward_parameters(model.base_model)
-    if (not {"position_ids", "attention_mask"} <= names or attention_name(_config(model)) != "sdpa"
+    backbone = text_backbone(model)
+    names = forward_parameters(backbone)
+    if (not {"position_ids", "attention_mask"} <= names or attention_name(backbone.config) != "sdpa"
             or not can_recompute_within(model)):
         return False
     weight = next(model.parameters())
     lengths = torch.tensor([14, 9, 8, 12])
-    ids = torch.arange(3, 59, device=weight.device).view(4, 14) % _config(model).get_text_config().vocab_size
+    ids = torch.arange(3, 59, device=weight.device).view(4, 14) % backbone.config.get_text_config().vocab_size
     ids[1, :6], ids[3, :5] = ids[0, :6], ids[2, :5]
     real = length_mask(lengths).to(weight.device)
     begun = length_mask(torch.tensor([6, 6, 5, 5]), 14).to(weight.device)
@@ -170,7 +168,7 @@ def sharing_is_exact(model: nn.Module, tolerance: float = 1e-3) -> bool | None:
     try:
         packed = present(packing(batch), "packing")
         shared = distinct_states(model, batch, packed).index_select(0, packed.predicting(batch)).float()
-        rows = [model.base_model(input_ids=ids[i : i + 1, :n], use_cache=False).last_hidden_state[0]
+        rows = [backbone(input_ids=ids[i : i + 1, :n], use_cache=False).last_hidden_state[0]
                 for i, n in enumerate(lengths.tolist())]
     except (NotShareableError, TypeError, ValueError, RuntimeError, IndexError) as error:
         return None if is_out_of_memory(error) else False

@@ -270,6 +270,24 @@ def each_as_read(then: Callable[[nn.Module, str], None]) -> Iterator[None]:
         os.environ |= {} if environment is None else {switch: environment}
 
 
+@contextmanager
+def names_read() -> Iterator[set[str]]:
+    """Within the block the names, as files have them, of all weights that transformers takes for a model are added to
+    the set: what is in a file and not in it, the model's class does not read."""
+    owner = TRANSFORMERS.part(TRANSFORMERS.module("transformers.core_model_loading"), "WeightTransform")
+    before, names = TRANSFORMERS.part(owner, "add_tensor"), set()
+
+    def add(transform: object, target_key: str, source_key: str, *given: object, **named: object) -> None:
+        names.add(source_key)
+        before(transform, target_key, source_key, *given, **named)
+
+    owner.add_tensor = add
+    try:
+        yield names
+    finally:
+        owner.add_tensor = before
+
+
 def never_packed() -> AbstractContextManager[None]:
     """Within the block transformers does not look at position ids for packed rows, which fake ones cannot answer: it
     would make a mask, where a real row has none, and attention with a mask is another."""

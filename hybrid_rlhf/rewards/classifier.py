@@ -111,7 +111,7 @@ def open_model(path: str, settings: ModelConfig, load_model: Callable) -> tuple[
     with explained(f"while loading the reward model {path}"):
         model = load_model(settings, device())
     load.prepare(model, settings, len(tokenizer))
-    model.config.pad_token_id = tokenizer.pad_token_id
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return model.eval().requires_grad_(False), tokenizer
 
 

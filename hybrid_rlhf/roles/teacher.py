@@ -17,6 +17,7 @@ from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
 from hybrid_rlhf.kernels import ops_for
 from hybrid_rlhf.models.backbone import own_head
+from hybrid_rlhf.models.text_part import causal_part, text_backbone
 from hybrid_rlhf.roles.policy_module import PolicyModule
 from hybrid_rlhf.roles.scoring import per_action, score
 from hybrid_rlhf.rollout import Rollout
@@ -106,8 +107,9 @@ def check_top_k(top_k: int, num_words: int) -> None:
 
 def head_tensors(model: Any) -> list[Tensor]:
     """The weights that `own_head` reads: those of the output embeddings, and whatever is not the backbone's."""
-    backbone = {id(tensor) for tensor in (*model.base_model.parameters(), *model.base_model.buffers())}
-    outside = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in backbone]
+    part, backbone = causal_part(model), text_backbone(model)
+    inside = {id(tensor) for tensor in (*backbone.parameters(), *backbone.buffers())}
+    outside = [t for t in (*part.parameters(), *part.buffers()) if id(t) not in inside]
     head = model.get_output_embeddings()
     return [*outside, *(head.parameters() if head is not None else ())]
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hybrid_rlhf.core.tensors import pad_right
+from hybrid_rlhf.models.backbone import text_logits
+from hybrid_rlhf.models.text_part import text_forward
 
 PROBE_LENGTHS = (9, 1, 6)  # a prompt of one token starts from a state that nothing has prefilled
 PROBE_STEPS = 4
@@ -54,9 +56,13 @@ def plain_logits(model: nn.Module, device: torch.device) -> Tensor:
     """Logits (3, 4, V) of the same tokens by the model's plain forward, one sequence at a time."""
     rows = []
     for sequence, length in zip(probe_sequences(model), PROBE_LENGTHS, strict=True):
-        logits = model(input_ids=torch.tensor([sequence], device=device), use_cache=False).logits[0].float()
+        logits = _logits(model, torch.tensor([sequence], device=device))[0].float()
         rows.append(logits[length - 1 : length - 1 + PROBE_STEPS])
     return torch.stack(rows)
+
+
+def _logits(model: nn.Module, ids: Tensor) -> Tensor:
+    return text_logits(model, text_forward(model)(input_ids=ids, use_cache=False))
 
 
 def relative_difference(ours: Tensor, truth: Tensor) -> float:
@@ -68,7 +74,7 @@ def relative_difference(ours: Tensor, truth: Tensor) -> float:
 def padded_logits(model: nn.Module, device: torch.device) -> Tensor:
     """Logits (3, 4, V) of the same tokens by the plain forward of all sequences together, padded on the right."""
     ids = pad_right(probe_sequences(model), 0).to(device)
-    logits = model(input_ids=ids, use_cache=False).logits.float()
+    logits = _logits(model, ids).float()
     return torch.stack([row[n - 1 : n - 1 + PROBE_STEPS] for row, n in zip(logits, PROBE_LENGTHS, strict=True)])
 
 

@@ -38,6 +38,7 @@ from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
 from hybrid_rlhf.kernels import Ops, ops_for
 from hybrid_rlhf.kernels.fusions import Fusions, find_fusions
 from hybrid_rlhf.kernels.products import own_products
+from hybrid_rlhf.models.backbone import text_logits
 from hybrid_rlhf.models.hf_attention import (
     cache_name,
     causal_mask_function,
@@ -47,6 +48,7 @@ from hybrid_rlhf.models.hf_attention import (
 )
 from hybrid_rlhf.models.lora_products import fused_adapters
 from hybrid_rlhf.models.quantize import sampling_products
+from hybrid_rlhf.models.text_part import text_backbone, text_forward
 from hybrid_rlhf.models.transformers_compat import custom_attention, own_attention, takes_custom_attention
 
 _log = logging.getLogger(__name__)
@@ -159,15 +161,16 @@ class Runner:
     @property
     def _body(self) -> nn.Module:
         """The model without its head, where nobody reads the logits."""
-        base = self.model.base_model
-        return base if cache_name(base) else self.model
+        base = text_backbone(self.model)
+        return base if cache_name(base) else text_forward(self.model)
 
     def decode(self, cache: SlotCache, tokens: Tensor, positions: Tensor, width: int, slots: Tensor | None,
                has_idle: bool = False) -> Tensor:
         """One token per row: tokens (B,), positions (B,) int64 -> logits (B, V). slots None: row b is slot b.
         has_idle: rows at position -1 do not count."""
         step = Step(positions[:, None], width, slots, has_idle=has_idle)
-        logits = self._forward(self.model, cache, step, tokens[:, None]).logits[:, -1]
+        out = self._forward(text_forward(self.model), cache, step, tokens[:, None])
+        logits = text_logits(self.model, out)[:, -1]
         return self._group.firsts(logits) if self._group and not self._gathers else logits
 
     @torch.no_grad()

@@ -20,6 +20,7 @@ from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import RankGroup
 from hybrid_rlhf.engine.train.deepspeed_compat import is_part, is_partitioned, without_hooks
 from hybrid_rlhf.engine.train.zero import gathered_weights
+from hybrid_rlhf.models.text_part import text_backbone
 
 _COLWISE = frozenset(("colwise", "colwise_gather_output", "colwise_rep"))
 _ROWWISE = frozenset(("rowwise", "rowwise_split_input", "rowwise_rep"))
@@ -45,8 +46,7 @@ def plan_of(model: nn.Module) -> dict[str, str]:
 def check_shardable(model: nn.Module, degree: int) -> None:
     """UserError, in one line, where `model` cannot be spread over `degree` ranks."""
     plan, name = plan_of(model), type(model).__name__
-    base = getattr(model, "base_model", model)
-    check(bool(getattr(base, "tp_plan", None)),
+    check(bool(getattr(text_backbone(model), "tp_plan", None)),
           f"{name} has no tensor-parallel plan in transformers; it runs with tp 1 only")
     unknown = sorted(set(plan.values()) - _COLWISE - _ROWWISE - _WHOLE - {_EXPERTS})
     check(not unknown, f"{name}: its tensor-parallel plan uses {', '.join(unknown)}, which this engine does not know; "

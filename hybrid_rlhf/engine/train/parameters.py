@@ -11,6 +11,7 @@ from hybrid_rlhf.engine.train.deepspeed_compat import size_of
 from hybrid_rlhf.models.added_rows import holders
 from hybrid_rlhf.models.lora import lora_layers
 from hybrid_rlhf.models.quantize import quantized_layers
+from hybrid_rlhf.models.text_part import reads_text
 
 
 def count_parameters(engine: HybridEngine) -> tuple[int, int]:
@@ -39,15 +40,17 @@ def share_unquantised(engine: HybridEngine) -> float:
 
 
 def without_adapter(model: nn.Module) -> tuple[float, list[str]]:
-    """Share of a transformers model's weights that are neither in a layer with an adapter nor in embeddings and the
-    head, and their names' last parts: experts of models whose weights for all of them are one matrix, say."""
+    """Share of a transformers model's weights for text that are neither in a layer with an adapter nor in embeddings
+    and the head, and their names' last parts: experts of models whose weights for all of them are one matrix, say."""
+    is_of_text = reads_text(model)
     heads = (model.get_output_embeddings(), getattr(model, "score", None))
     served = [*lora_layers(model).values(), *(m for m in heads if m is not None),
               *(m for m in model.modules() if isinstance(m, nn.Embedding))]
     served_ids = {id(p) for layer in served for p in layer.parameters()}
-    left = {name: _size(p) for name, p in model.named_parameters() if id(p) not in served_ids}
+    weights = {name: p for name, p in model.named_parameters() if is_of_text(name)}
+    left = {name: _size(p) for name, p in weights.items() if id(p) not in served_ids}
     most = {name.rsplit(".", 1)[-1] for name, size in left.items() if size >= max(left.values()) / 2}
-    return sum(left.values()) / sum(map(_size, model.parameters())), sorted(most)
+    return sum(left.values()) / sum(map(_size, weights.values())), sorted(most)
 
 
 def _size(parameter) -> int:  # noqa: ANN001
