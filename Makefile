@@ -71,7 +71,7 @@ faults: $(STAMP)
 long-run: $(STAMP)
 	$(BIN)/python benchmarks/long_run.py --json docs/results/long_run.json --page docs/results/long_run.md
 
-.PHONY: demo test test-slow test-oldest lint install clean docs
+.PHONY: demo test test-slow test-oldest test-newest lint install clean docs
 
 demo: $(STAMP)
 	$(BIN)/python train.py --stage all --seed $(SEED)
@@ -94,6 +94,19 @@ $(OLDEST)/.installed: setup.py
 	$(PYTHON) -m venv --clear $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	$(OLDEST)/bin/uv pip install --python $(OLDEST)/bin/python --resolution lowest-direct -e '.[test]'
+	@touch $@
+
+# The tests with the newest releases that setup.py admits, in .venv-newest. The bounds rise when all of them pass.
+NEWEST := .venv-newest
+test-newest: $(NEWEST)/.installed
+	PATH="$(CURDIR)/$(NEWEST)/bin:$$PATH" $(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile \
+	  -m "not slow and not gpu" $(PYTEST_ARGS)
+
+# uv's lists of releases are asked for anew, so that this means today's newest.
+$(NEWEST)/.installed: setup.py
+	$(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(NEWEST)/bin/uv pip install --python $(NEWEST)/bin/python --resolution highest --refresh -e '.[test]'
 	@touch $@
 
 lint: $(STAMP)
@@ -127,5 +140,5 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist mutants *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) build dist mutants *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

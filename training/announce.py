@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hybrid_rlhf.core.accelerator import device_line
+from hybrid_rlhf.core.compat import TESTED, releases_line
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.distributed import device, is_main
 from hybrid_rlhf.data import datasets
@@ -35,8 +36,10 @@ def before(record: runfile.RunRecord, config: object, engines: Mapping[str, Hybr
     """Print the lines of the model, of the device, of the settings that go by the method, and of the run; the report
     begins with them. engines: what is trained, by role; start: the run or model that it starts from; teacher: a line
     of what it learns from."""
-    lines = [_model_line(config, engines, start), *([teacher] if teacher else []), device_line(),
+    decoding = _decoding_line(engines["actor"]) if hasattr(config, "method") else None
+    lines = [_model_line(config, engines, start), teacher, device_line(), releases_line(), decoding,
              f"settings: {defaults.told(config)}", _run_line(config, num_steps, loader)]
+    lines = [line for line in lines if line]
     record.facts["header"] = [*record.facts.get("header", []), *lines]
     record.write()
     if is_main():
@@ -56,6 +59,20 @@ def _model_line(config: object, engines: Mapping[str, HybridEngine], start: str)
     if config.model.quantize:
         kind = f"{config.model.quantize} base ({share_unquantised(first):.0%} of it left in {kind})"
     return f"model: {start}; trained: {', '.join(counts)}{how}; {kind} on {device().type}"
+
+
+def _decoding_line(engine: HybridEngine) -> str:
+    """How the policy generates, which the first entry into inference mode finds out; a warning where models of its
+    type decode natively with the tested releases."""
+    with engine.inference():
+        pass
+    ways = engine.describe()
+    path = {"native": "native", "eager": "eager (the model's own attention)",
+            "generate": "by transformers' generate"}[ways["path"]]
+    slower = ways["not_native"] and (
+        "; warning: slower than models of this type decode with "
+        f"transformers {TESTED['transformers']} ({ways['not_native']})")
+    return f"decoding: {path}, kernels: {ways['kernels']}{slower or ''}"
 
 
 def teacher_line(path: str, engine: HybridEngine, student: HybridEngine, quantize: str | None) -> str:

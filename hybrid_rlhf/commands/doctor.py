@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hybrid_rlhf.core import nvidia
 from hybrid_rlhf.core.allocator import is_wsl
+from hybrid_rlhf.core.compat import TESTED, newer_than_tested
 from hybrid_rlhf.core.config import UserError, command_flags, parse_command
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
@@ -88,6 +89,10 @@ def _package(requirement: object, state: str, cure: str) -> Finding:
         there = version(requirement.name)
     except PackageNotFoundError:
         return Finding(requirement.name, state, "not installed", cure)
+    if newer_than_tested(requirement.name):
+        tested = TESTED[requirement.name]
+        return Finding(requirement.name, "warning", f"{there}, newer than {tested}, the newest tested",
+                       f'pip install "{requirement.name}=={tested}" if anything is slow or fails')
     if requirement.specifier.contains(there, prereleases=True):
         return Finding(requirement.name, "ok", there)
     return Finding(requirement.name, state, f"{there}, outside the tested range {requirement.specifier}", cure)

@@ -10,7 +10,7 @@ from hybrid_rlhf.core.compat import Dependency
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-JSONARGPARSE = Dependency("jsonargparse", checked="4.53.0")
+JSONARGPARSE = Dependency("jsonargparse")
 
 
 def hide(parser: ArgumentParser, is_hidden: Callable[[str], bool]) -> None:

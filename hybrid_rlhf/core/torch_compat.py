@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hybrid_rlhf.core.compat import Dependency
 
-TORCH = Dependency("torch", checked="2.13.0")
+TORCH = Dependency("torch")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 

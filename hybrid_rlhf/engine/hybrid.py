@@ -24,6 +24,7 @@ from hybrid_rlhf.engine.decode.cuda_graphs import Capture, capture_for, probe_ca
 from hybrid_rlhf.engine.decode.hf_batches import GenerateBatches
 from hybrid_rlhf.engine.decode.kv_cache import SlotCache
 from hybrid_rlhf.engine.decode.multi_turn import BatchTurns, SlotTurns, Turns
+from hybrid_rlhf.engine.decode.native_types import why_not_native
 from hybrid_rlhf.engine.decode.reading import Reader
 from hybrid_rlhf.engine.decode.request import Request
 from hybrid_rlhf.engine.decode.runner import Runner
@@ -175,11 +176,13 @@ class HybridEngine(Generic[ModuleT]):
     def describe(self) -> dict:
         """How this engine generates: path (native, eager or generate; None before the first `inference()`), kernels,
         fused (operation -> places), captured (whether decode steps are replayed), refused (path or graphs -> reason),
-        slots and kv_bytes (of the newest generation, on this rank), max_batch, tp."""
+        not_native (why a model whose type decodes natively with tested releases does not, or None), slots and kv_bytes
+        (of the newest generation, on this rank), max_batch, tp."""
         runner = self._runner
         return {"path": runner and runner.path, "kernels": runner and runner.ops.name,
                 "fused": dict(runner.fusions.counts) if runner else {}, "captured": bool(runner and runner.capture),
-                "refused": dict(runner.reasons) if runner else {}, "kv_bytes": self.kv_bytes,
+                "refused": dict(runner.reasons) if runner else {},
+                "not_native": why_not_native(runner) if runner else None, "kv_bytes": self.kv_bytes,
                 "slots": self._num_slots, "max_batch": self.max_batch, "tp": self.ranks.degree if self.ranks else 1}
 
     def generate(self, prompts: list[list[int]], sampling: SamplingConfig, seed: int = 0, *,

@@ -8,7 +8,7 @@ from torch import nn
 
 from hybrid_rlhf.core.compat import Dependency
 
-PEFT = Dependency("peft", checked="0.21.2")
+PEFT = Dependency("peft")
 
 
 def activate(layer: nn.Module, names: list[str]) -> None:

@@ -28,7 +28,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.models.packed_products import Dequantised, PackedLinear, RowScaled
 from hybrid_rlhf.models.transformers_compat import is_published_quantised
 
-BITSANDBYTES = Dependency("bitsandbytes", checked="0.50.2")
+BITSANDBYTES = Dependency("bitsandbytes")
 FUSED_ON = ("cuda",)  # types of devices on which the sampler may take the fused 4-bit product
 # Largest difference of the fused product from the dequantised one, relative to the largest number, that is rounding:
 # each rounds its sums to the dtype once, by half a step of 2^-7 (bfloat16) or 2^-10 (float16) at most.

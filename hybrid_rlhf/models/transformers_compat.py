@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hybrid_rlhf.core.compat import Dependency
 from hybrid_rlhf.core.out_of_memory import is_out_of_memory
 
-TRANSFORMERS = Dependency("transformers", checked="5.23.0")
+TRANSFORMERS = Dependency("transformers")
 _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
 
 

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from torch import nn
 
-from hybrid_rlhf.core import jsonargparse_compat, torch_compat
+from hybrid_rlhf.core import compat, jsonargparse_compat, torch_compat
 from hybrid_rlhf.core.compat import Dependency
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
@@ -28,8 +30,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = [p for folder in ("hybrid_rlhf", "training", "inference") for p in sorted((ROOT / folder).rglob("*.py"))]
 
 
-def test_a_part_that_is_gone_is_named_with_the_release_in_use_and_the_one_that_has_it() -> None:
-    torch_of_old = Dependency("torch", checked="1.0.0")
+def test_a_part_that_is_gone_is_named_with_the_release_in_use_and_the_one_that_has_it(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(compat.TESTED, "torch", "1.0.0")
+    torch_of_old = Dependency("torch")
     with pytest.raises(UserError) as caught:
         torch_of_old.part(nn.Linear(1, 1), "_gone")
     assert str(caught.value) == (f"torch {version('torch')} has no Linear._gone, which hybrid-rlhf needs and "
@@ -78,11 +82,25 @@ def test_objects_without_their_parts_are_refused_too() -> None:
         peft_compat.activate(nn.Linear(1, 1), ["default"])
 
 
-@pytest.mark.parametrize("dependency", [torch_compat.TORCH, jsonargparse_compat.JSONARGPARSE, peft_compat.PEFT,
-                                        transformers_compat.TRANSFORMERS], ids=lambda d: d.name)
-def test_the_release_that_is_named_is_the_one_that_the_tests_run_with(dependency: Dependency) -> None:
+@pytest.mark.parametrize("name", sorted(compat.TESTED))
+def test_pins_were_tested_and_untested_minor_releases_are_not_admitted(name: str) -> None:
     pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line)
-    assert pinned[dependency.name] == dependency.checked
+    tested = Version(compat.TESTED[name])
+    assert Version(pinned[name]) <= tested
+    bounds = re.search(rf'"{name}(\[\w+\])?([<>=.,\d]+)"', (ROOT / "setup.py").read_text()).group(2)
+    assert SpecifierSet(bounds).contains(tested)
+    if name in ("transformers", "deepspeed", "peft"):
+        assert not SpecifierSet(bounds).contains(f"{tested.major}.{tested.minor + 1}.0")
+
+
+@pytest.mark.parametrize(("installed", "is_newer"), [
+    ("5.24.0", False), ("5.24.1", True), ("5.24.0+cpu", False), ("5.25.0.dev0", True), ("6.0", True), ("5.9.9", False)])
+def test_a_release_newer_than_the_tested_one_is_named(installed: str, is_newer: bool,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "TESTED", {"transformers": "5.24.0"})
+    monkeypatch.setattr(compat, "version", lambda _name: installed)
+    line = f"releases: newer than tested here: transformers {installed} (tested up to 5.24.0)"
+    assert compat.releases_line() == (line if is_newer else None)
 
 
 def _foreign(tree: ast.Module) -> set[str]:

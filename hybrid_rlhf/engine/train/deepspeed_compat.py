@@ -24,7 +24,7 @@ from hybrid_rlhf.core.distributed import new_group, sums_through, world_size
 from hybrid_rlhf.core.torch_compat import hooks_kept
 from hybrid_rlhf.models.weight_parts import is_cut, part_of, take_part
 
-DEEPSPEED = Dependency("deepspeed", checked="0.19.8")
+DEEPSPEED = Dependency("deepspeed")
 
 _OF_BOTH = ("_backward_active_depth", "_remaining_grad_acc_hooks", "averaged_gradients", "clear_backward_seen_flag",
             "exit_backward", "ipg_buckets", "loss_scaler", "overflow", "override_loss_scale", "params_already_reduced")
