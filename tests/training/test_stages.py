@@ -17,6 +17,7 @@ import yaml
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.engine import HybridEngine
+from hybrid_rlhf.kernels import ops_for
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.roles import Reward
 from hybrid_rlhf.training import on_policy, step1_sft, step2_reward, step3_ppo, supervised
@@ -132,6 +133,12 @@ def test_metrics_carry_the_names_of_the_conventions(place, stage) -> None:
     assert all(TRAINED[stage] <= row.keys() for row in steps), TRAINED[stage] - steps[0].keys()
     assert {f"eval/{k}" for k in EVALUATED[stage]} <= lines[-1].keys()
     assert all(isinstance(v, (int, float)) for row in lines for v in row.values())  # none became null: all finite
+
+
+def test_the_header_of_ppo_says_how_the_policy_decodes_and_the_report_repeats_it(place) -> None:
+    line = f"decoding: native, kernels: {ops_for('cpu').name}"
+    assert line in json.loads((place.folder / "runs/ppo/run.json").read_text())["facts"]["header"]
+    assert line in (place.folder / "runs/ppo/report.md").read_text()
 
 
 def test_ppo_leaves_samples_of_every_logged_step(place) -> None:
