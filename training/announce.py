@@ -87,11 +87,29 @@ def teacher_line(path: str, engine: HybridEngine, student: HybridEngine, quantiz
 def _run_line(config: object, num_steps: int, loader: Loader) -> str:
     rows = loader.batch_size * loader.world
     sampling = config.method.sampling if hasattr(config, "method") else None
-    what = _counted(rows, "prompt" if sampling else "row")
+    noun = "prompt" if sampling else "row"
+    what = _counted(rows, noun) + (_tokens(loader, config.data.max_length) if config.data.packing else "")
     what += f" with {sampling.num_samples} responses each" if sampling and sampling.num_samples > 1 else ""
     limit = f", at most {duration(config.train.max_seconds)}" if config.train.max_seconds else ""
     return (f"run: {_counted(num_steps, 'step')} of {what} ({num_steps / len(loader):.3g} "
-            f"epoch{'s' * (num_steps != len(loader))}){limit}, to {config.output_dir}")
+            f"epoch{'s' * (num_steps != len(loader))}{_last_batch(loader, noun)}){limit}, to {config.output_dir}")
+
+
+def _last_batch(loader: Loader, what: str) -> str:
+    """What becomes of the rows of an epoch that fill no batch."""
+    if not loader.num_left:
+        return ""
+    if loader.drop_last:
+        return f"; {loader.num_left} of {len(loader.rows)} {what}s are left out of each, others in the next"
+    return f"; the last step of each has {_counted(loader.num_left, what)}"
+
+
+def _tokens(loader: Loader, max_length: int) -> str:
+    """About how many tokens a packed batch has: of 512 rows at most, spread over all."""
+    num_rows = len(loader.rows)
+    some = [len(loader.rows[i]["input_ids"]) for i in range(0, num_rows, -(-num_rows // 512))]
+    tokens = loader.batch_size * loader.world * sum(some) / len(some)
+    return f", about {tokens:,.0f} tokens packed into rows of at most {max_length}"
 
 
 def _counted(number: int, noun: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -234,8 +235,11 @@ def schedule_of(train: TrainConfig, num_updates: int) -> Callable[[int], float]:
 
 
 def total_steps(train: TrainConfig, batches_per_epoch: int) -> int:
-    """Trainer steps of a run: max_steps, or num_train_epochs passes over the data."""
-    return train.max_steps if train.max_steps > 0 else max(1, round(train.num_train_epochs * batches_per_epoch))
+    """Trainer steps of a run: max_steps, or num_train_epochs passes over the data; a step begun counts, as in
+    transformers' Trainer (2.5 epochs of 5 batches are 13 steps)."""
+    if train.max_steps > 0:
+        return train.max_steps
+    return max(1, math.ceil(train.num_train_epochs * batches_per_epoch - 1e-9))  # 0.1 * 30 is 3.0000000000000004
 
 
 def require_data(data: DataConfig, stage: str) -> None:
@@ -245,10 +249,10 @@ def require_data(data: DataConfig, stage: str) -> None:
                         "(file, folder, hub id, or demo/demonstrations)")
 
 
-def train_loader(rows: Sequence[dict], train: TrainConfig, seed: int, collate: Callable) -> Loader:
-    """Endless shuffled batches; a step's batch is all that its optimizer step sees."""
-    size = train.per_device_train_batch_size * train.gradient_accumulation_steps
-    return Loader(rows, size, collate, seed, rank=rank(), world=world_size())
+def train_loader(rows: Sequence[dict], train: TrainConfig, seed: int, collate: Callable,
+                 drop_last: bool | None = None) -> Loader:
+    """Endless shuffled batches; a step's batch is all that its optimizer step sees. drop_last: as Loader has it."""
+    return Loader(rows, train.rows_per_step, collate, seed, rank=rank(), world=world_size(), drop_last=drop_last)
 
 
 def eval_loader(rows: Sequence[dict], train: TrainConfig, seed: int, collate: Callable) -> Loader | None:

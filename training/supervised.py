@@ -87,7 +87,7 @@ def run(config: Config, command: str, reads: Reads, start: Start, collation: Col
     with main_first():  # the others find its tables in the cache
         data = datasets.build(config.data, reads, tokenizer, config.seed)
     collate, collate_held_out = collation(config, tokenizer.pad_token_id)
-    loader = builders.train_loader(data.train, config.train, config.seed, collate)
+    loader = builders.train_loader(data.train, config.train, config.seed, collate, drop_last=False)
     held_out = builders.eval_loader(data.held_out, config.train, config.seed, collate_held_out)
     steps = builders.total_steps(config.train, len(loader))
     learner = make(Opened(config, model, tokenizer, data, steps))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data import row_file
 from hybrid_rlhf.data.chat import Text
 from hybrid_rlhf.data.schema import Example
+
+Index = Sequence[tuple[int, int]]  # (table, row)
 
 
 def split_key(example: Example) -> str:
@@ -57,10 +59,12 @@ def _fraction(text: str, offset: int) -> float:
 
 
 class Blend:
-    """Rows of several tables in one order, without copying them."""
+    """Rows of several tables in one order, without copying them. index_of: the (table, row) of an epoch, where epochs
+    have other rows than the first, whose `index` is."""
 
-    def __init__(self, tables: Sequence[Sequence[dict]], index: Sequence[tuple[int, int]]) -> None:
-        self.tables, self.index = tables, index
+    def __init__(self, tables: Sequence[Sequence[dict]], index: Index,
+                 index_of: Callable[[int], Index] | None = None) -> None:
+        self.tables, self.index, self._index_of = tables, index, index_of
 
     def __len__(self) -> int:
         return len(self.index)
@@ -68,6 +72,13 @@ class Blend:
     def __getitem__(self, i: int) -> dict:
         table, row = self.index[i]
         return self.tables[table][row]
+
+    def of_epoch(self, epoch: int) -> Blend:
+        """The rows of an epoch, the first of which is number 0."""
+        return self if self._index_of is None else Blend(self.tables, self._index_of(epoch))
+
+    def num_distinct(self) -> int:
+        return len(set(self.index))
 
     def digest(self) -> str:
         """sha256 of all rows and of their order."""
@@ -81,19 +92,36 @@ def blend(tables: Sequence[Sequence[dict]], weights: Sequence[float | None], see
     """All tables as one epoch of rows, in order of the tables.
 
     Without weights each row comes once. With weights w_i the epoch keeps its size N = sum of the sizes, and table i
-    supplies N w_i / sum(w) rows of it: whole passes over the table, then a part chosen by `seed`. max_samples keeps
-    that many rows of the epoch, chosen by `seed`.
+    supplies N w_i / sum(w) rows of it: whole passes over the table, then a part chosen by `seed`, in each epoch the
+    next part, so that every row comes before any comes again. max_samples keeps that many rows of the first epoch,
+    chosen by `seed`, for all.
     """
     sizes = [len(t) for t in tables]
     given = [w is not None for w in weights]
     check(all(given) or not any(given), "data.sources: some have a weight and some do not; give it to all or none")
     counts = _shares(sizes, [float(w) for w in weights]) if any(given) else sizes
     rng = random.Random(seed)
-    index = [(t, row) for t, (size, count) in enumerate(zip(sizes, counts, strict=True)) if size
-             for row in [*range(size)] * (count // size) + sorted(rng.sample(range(size), count % size))]
+    first = [rng.sample(range(size), count % size) if size else [] for size, count in zip(sizes, counts, strict=True)]
+
+    def index_of(epoch: int) -> Index:
+        return [(t, row) for t, (size, count) in enumerate(zip(sizes, counts, strict=True)) if size
+                for row in [*range(size)] * (count // size) + _part(first[t], size, epoch, seed)]
+
+    index = index_of(0)
     if max_samples is not None and max_samples < len(index):
-        index = sorted(rng.sample(index, max_samples))
-    return Blend(tables, index)
+        return Blend(tables, sorted(rng.sample(index, max_samples)))
+    return Blend(tables, index, index_of if any(first) else None)
+
+
+def _part(first: Sequence[int], size: int, epoch: int, seed: int) -> list[int]:
+    """As many of `size` rows as `first`, which are those of the first epoch: each epoch takes the next ones of all rows
+    in one order, round and round."""
+    if not epoch:
+        return sorted(first)
+    others = sorted({*range(size)} - {*first})
+    random.Random(seed).shuffle(others)
+    order = [*first, *others]
+    return sorted(order[(epoch * len(first) + i) % size] for i in range(len(first)))
 
 
 def _shares(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:

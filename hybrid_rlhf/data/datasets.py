@@ -117,7 +117,7 @@ class OpenSource(NamedTuple):
 
 
 class _Unfolded:
-    """Rows as they are stored, with the folded columns of prompts spread out."""
+    """Rows of a blend as they are stored, with the folded columns of prompts spread out."""
 
     def __init__(self, rows: Blend) -> None:
         self.rows = rows
@@ -127,6 +127,9 @@ class _Unfolded:
 
     def __getitem__(self, i: int) -> dict:
         return decode_columns(self.rows[i])
+
+    def of_epoch(self, epoch: int) -> _Unfolded:
+        return _Unfolded(self.rows.of_epoch(epoch))
 
     def digest(self) -> str:
         return self.rows.digest()
@@ -144,6 +147,8 @@ def build(config: DataConfig, reads: Reads, tokenizer, seed: int) -> StageData: 
     tests = [*(t[1] for t in tables), *(t[0] for t in evaluated)]
     held_out = blend(tests, [None] * len(tests), seed)
     report = add_up([*(t[2] for t in tables), *(_as_held_out(t[2]) for t in evaluated)], len(train), len(held_out))
+    if (distinct := train.num_distinct()) < len(train):
+        report["distinct"] = distinct
     report["not_used"] = _passed_over(config, [*opened, *apart])
     is_refused = any("chat template" in reason for reason in report["dropped"])
     cure = ("data.split null gives every stage every row" if report["other_stages"] else

@@ -18,11 +18,12 @@ Batch = TypeVar("Batch")
 class Loader(Generic[Batch]):
     """Endless batches of `rows`, and single ordered passes.
 
-    batch_size: rows per batch and process. Every process cuts its own part out of one global batch of
-    batch_size * world rows, so the order of the data does not depend on the number of processes as long as
-    batch_size * world does not. collate: a list of rows -> a batch. drop_last: whether the rest of an epoch that
-    fills no global batch is skipped; None skips it unless the epoch would then be empty. A batch that is not full is
-    filled up from the beginning of the epoch where there are several processes, so that each has rows.
+    rows: those with of_epoch(number) are asked for the rows of each epoch, always as many. batch_size: rows per batch
+    and process. Every process cuts its own part out of one global batch of batch_size * world rows, so the order of the
+    data does not depend on the number of processes as long as batch_size * world does not. collate: a list of rows -> a
+    batch. drop_last: whether the rest of an epoch that fills no global batch is skipped. False: processes share it
+    evenly, and some may have none of it. None: it is skipped unless the epoch would then be empty, and is else filled
+    up from its beginning where there are several processes, so that each has rows.
     """
 
     def __init__(self, rows: Sequence[dict], batch_size: int, collate: Callable[[list[dict]], Batch], seed: int, *,
@@ -32,7 +33,8 @@ class Loader(Generic[Batch]):
         self.rows, self.batch_size, self.collate, self.seed = rows, batch_size, collate, seed
         self.rank, self.world, self.shuffle = rank, world, shuffle
         self.drop_last = len(rows) >= batch_size * world if drop_last is None else drop_last
-        self._shuffled: tuple[int | None, list[int]] = (None, [])
+        self.fills_up = drop_last is None and not self.drop_last and self.num_left > 0
+        self._shuffled: tuple[int | None, Sequence[dict], Sequence[int]] = (None, rows, [])
         self._fingerprint: str | None = None
         self.epoch, self.position = 0, 0  # of the batch that comes next
         check(len(self) > 0, f"{len(rows)} rows fill no batch of {batch_size * world}; lower the batch size")
@@ -43,13 +45,13 @@ class Loader(Generic[Batch]):
         return len(self.rows) // size if self.drop_last else -(-len(self.rows) // size)
 
     @property
-    def has_short_batch(self) -> bool:
-        """Whether an epoch ends with a batch that is not full, which several processes fill up and one does not."""
-        return not self.drop_last and len(self.rows) % (self.batch_size * self.world) > 0
+    def num_left(self) -> int:
+        """Rows of an epoch that fill no global batch."""
+        return len(self.rows) % (self.batch_size * self.world)
 
     def next(self) -> Batch:
         """The next batch; after the last one of an epoch the next epoch begins."""
-        batch = self._batch(self._order(self.epoch), self.position)
+        batch = self._batch(*self._order(self.epoch), self.position)
         self.position += 1
         if self.position == len(self):
             self.epoch, self.position = self.epoch + 1, 0
@@ -93,18 +95,19 @@ class Loader(Generic[Batch]):
         text = json.dumps([count, some], sort_keys=True, default=str)
         return fingerprint == hashlib.sha256(text.encode()).hexdigest()
 
-    def _order(self, epoch: int) -> Sequence[int]:
-        if not self.shuffle:
-            return range(len(self.rows))
+    def _order(self, epoch: int) -> tuple[Sequence[dict], Sequence[int]]:
+        """The rows of an epoch, and the order in which they come."""
         if self._shuffled[0] != epoch:
+            rows = self.rows.of_epoch(epoch) if hasattr(self.rows, "of_epoch") else self.rows
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
-            self._shuffled = (epoch, torch.randperm(len(self.rows), generator=generator).tolist())
-        return self._shuffled[1]
+            order = torch.randperm(len(rows), generator=generator).tolist() if self.shuffle else range(len(rows))
+            self._shuffled = (epoch, rows, order)
+        return self._shuffled[1:]
 
-    def _batch(self, order: Sequence[int], position: int) -> Batch:
+    def _batch(self, rows: Sequence[dict], order: Sequence[int], position: int) -> Batch:
         size = self.batch_size * self.world
         part = list(order[position * size : (position + 1) * size])
-        if self.world > 1 and len(part) < size:
+        if self.fills_up and self.world > 1:  # there is one batch in an epoch
             part = [part[i] if i < len(part) else order[(i - len(part)) % len(order)] for i in range(size)]
-        mine = part[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]
-        return self.collate([self.rows[i] for i in mine])
+        first, end = (len(part) * number // self.world for number in (self.rank, self.rank + 1))
+        return self.collate([rows[i] for i in part[first:end]])

@@ -47,6 +47,8 @@ def summary(report: dict, name: str | None = None) -> list[str]:
     lines = [f"{data}: {describe(report | {'rendered': {}})}"]
     if usable != report["train"]:
         lines[0] += f" (chosen from {usable} by weights and data.max_samples)"
+    elif "distinct" in report:
+        lines[0] += f" (by weights: {report['distinct']} different ones in an epoch, and others in the next)"
     lines += [f"{data}: {'; '.join(_rendered(report))}"] * bool(report.get("rendered"))
     if report.get("not_used"):
         lines.append(f"{data}: nothing for {name or 'this stage'} in {', '.join(report['not_used'])}")

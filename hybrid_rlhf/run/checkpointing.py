@@ -197,6 +197,6 @@ def _check_rows(what: str, loader, made_with: str | None) -> None:  # noqa: ANN0
 def _warn_of_short_batches(loader, num_before: int) -> None:  # noqa: ANN001
     """Where the checkpoint's number of processes and this one see other rows: one process leaves a batch short."""
     is_unlike = num_before != world_size() and 1 in (num_before, world_size())
-    if is_unlike and is_main() and getattr(loader, "has_short_batch", False):
+    if is_unlike and is_main() and getattr(loader, "fills_up", False):
         print("warning: a step takes more rows than there are, which several processes fill up and one does not: the "
               "steps from here on differ from an uninterrupted run's", file=sys.stderr)

@@ -25,7 +25,7 @@ class TrainConfig:
             the run, the batch saved for inspection.
         lr_scheduler_type: cosine, linear, constant or constant_with_warmup.
         warmup_ratio: Share of the optimizer steps during which the rate rises linearly.
-        num_train_epochs: Passes over the data; null goes by the method.
+        num_train_epochs: Passes over the data, a part of one too; a step begun is made. null goes by the method.
         max_steps: Number of steps; if positive it wins over num_train_epochs. -1 goes by the epochs, and where they are
             null too by the method.
         max_seconds: Stop after the step that reaches this time; null has no limit.

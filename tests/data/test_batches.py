@@ -115,11 +115,43 @@ def test_an_epoch_without_dropping_has_every_row_and_ranks_share_the_global_batc
     assert {len(r) for r in ranks} == {len(alone)}
     seen = Counter()
     for _ in range(len(alone)):
-        together, whole = [n for r in ranks for n in r.next()], alone.next()
-        assert together[: len(whole)] == whole
-        assert world == 1 or len(together) == batch_size * world  # every rank has rows: none waits for another
-        seen.update(together)
-    assert set(seen) == set(range(count))
+        parts, whole = [r.next() for r in ranks], alone.next()
+        assert [n for part in parts for n in part] == whole
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1  # a short batch is shared evenly
+        seen.update(whole)
+    assert seen == dict.fromkeys(range(count), 1)
+
+
+def test_a_stage_that_samples_fills_up_a_batch_of_too_few_prompts_so_that_each_process_has_some():
+    ranks = [numbers(3, 2, rank=r, world=2) for r in range(2)]
+    taken = [n for r in ranks for n in r.next()]
+    assert len(taken) == 4 and set(taken) == {0, 1, 2} and numbers(3, 4).next() == taken[:3]
+
+
+def test_each_epoch_takes_the_next_part_of_a_source_that_is_weighed_down_and_resumes_in_it():
+    """60 and 20 rows by 1 and 3: an epoch of 80 has 20 of the 60 and each of the 20 three times."""
+    tables = [[{"n": i} for i in range(60)], [{"n": 100 + i} for i in range(20)]]
+
+    def loader(rank: int = 0, world: int = 1) -> Loader:
+        return Loader(blend(tables, [1.0, 3.0], seed=5), 10 // world, lambda rows: [r["n"] for r in rows], 0,
+                      rank=rank, world=world)
+
+    whole = loader()
+    epochs = [[n for _ in range(8) for n in whole.next()] for _ in range(6)]
+    down = [sorted(n for n in epoch if n < 100) for epoch in epochs]
+    for epoch in epochs:
+        assert Counter(n for n in epoch if n >= 100) == dict.fromkeys(range(100, 120), 3)
+    assert [len(set(part)) for part in down] == [20] * 6
+    assert sorted(n for part in down[:3] for n in part) == sorted(n for part in down[3:] for n in part) == [*range(60)]
+    first = [r["n"] for r in blend(tables, [1.0, 3.0], seed=5)]
+    assert sorted(first) == sorted(epochs[0])  # what is counted at the start, and what checkpoints know the data by
+    resumed, pair = loader(), [loader(rank, 2) for rank in range(2)]
+    for each in (resumed, *pair):
+        each.load_state({"epoch": 2, "position": 3})
+    rest = [n for _ in range(5) for n in resumed.next()]
+    assert rest == epochs[2][30:] == [n for _ in range(5) for each in pair for n in each.next()]
+    few = blend(tables, [1.0, 3.0], seed=5, max_samples=30)
+    assert few.of_epoch(3) is few and len(few) == 30 and blend(tables, [3.0, 1.0], 5).num_distinct() == 80
 
 
 def test_dropping_the_last_batch_keeps_batches_whole_and_is_off_for_tiny_data():

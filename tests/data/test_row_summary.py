@@ -55,6 +55,29 @@ def test_a_file_for_one_stage_is_trained_on_whole_and_the_run_begins_with_the_co
                      "data: 60 prompts of plain text rendered as user turns (data.raw true keeps them as they are)"]
 
 
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_every_row_of_an_epoch_is_trained_with_the_last_step_on_those_that_are_left(place, capsys, packing) -> None:
+    """60 rows in batches of 16 are 4 steps, the last with 12; transformers' Trainer makes 6 of 1.5 epochs too."""
+    run(place, "sft", "demos.jsonl", *TRAIN[:2], "--train.num_fixed_prompts", "0", "--data.eval_fraction", "0",
+        "--train.num_train_epochs", "1.5", "--train.per_device_train_batch_size", "4", "--resume", "never",
+        "--train.gradient_accumulation_steps", "4", "--data.packing", packing, "--train.optim", "sgd")
+    assert "6 steps of 16 rows" in (text := capsys.readouterr().err) and "the last step of each has 12 rows" in text
+    steps = [json.loads(line) for line in (place / "sft" / "metrics.jsonl").read_text().splitlines()]
+    tokenizer = chatml_tokenizer()
+    lengths = [len(tokenizer.apply_chat_template([{"role": "user", "content": f"say {w}"}, {
+        "role": "assistant", "content": w}], return_dict=True)["input_ids"]) for w in WORDS]
+    assert len(steps) == 6 and steps[3]["num_tokens"] == sum(lengths) - 60  # the line break behind the answer's end
+    assert (steps[3]["epoch"], steps[5]["epoch"]) == (1, 1.5)
+
+
+def test_weights_say_how_many_different_rows_an_epoch_has(place) -> None:
+    sources = [{"path": f"{place}/demos.jsonl", "weight": 1.0}, {"path": f"{place}/pairs.jsonl", "weight": 3.0}]
+    data = datasets.build(DataConfig(sources, eval_fraction=0), READS["sft"], chatml_tokenizer(), 0)
+    assert summary(data.report)[0] == ("data: 120 rows read, 120 to train on, 0 held out (by weights: 90 different "
+                                       "ones in an epoch, and others in the next)")
+    assert len({place for epoch in range(2) for place in data.train.of_epoch(epoch).rows.index}) == 120
+
+
 def test_rows_that_a_split_leaves_to_other_stages_are_told_with_the_way_to_keep_them(place, capsys) -> None:
     run(place, "sft", "demos.jsonl", *TRAIN, "--data.split=[2, 4, 4]", "--data.eval_fraction", "0")
     first, _, second = [s for s in capsys.readouterr().err.splitlines() if s.startswith(("data:", "note:", "warning:"))]

@@ -15,6 +15,8 @@ from torch import nn
 from hybrid_rlhf import cli
 from hybrid_rlhf.core.accelerator import device_line
 from hybrid_rlhf.core.config import parse
+from hybrid_rlhf.data.loader import Loader
+from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.models.lora import add_lora
 from hybrid_rlhf.run.runfile import RunRecord
 from hybrid_rlhf.training import announce, builders, preferences, step1_sft, step2_reward, step3_ppo, unread_options
@@ -107,7 +109,7 @@ def test_before_the_first_step_stand_what_is_trained_of_the_model_and_how_long_t
                                       "--model.lora.target_modules=[q_proj]",
                                       "--train.learning_rate=1e-4", "--train.num_train_epochs=2.5",
                                       "--output_dir=outputs/sft"], prog="test")[0]
-    loader = type("Ten", (), {"__len__": lambda self: 10, "batch_size": 8, "world": 2})()
+    loader = Loader([{}] * 160, 8, list, 0, world=2)
     record = RunRecord(str(tmp_path), "sft", facts={"header": ["data: 20 rows"]})
     announce.before(record, config, {"policy": engine}, "base", 25, loader)
     lines = capsys.readouterr().err.splitlines()
@@ -125,6 +127,30 @@ def test_before_the_first_step_stand_what_is_trained_of_the_model_and_how_long_t
     first, *_, last = capsys.readouterr().err.splitlines()
     assert "trained: actor all 30,200 parameters, critic all 30,200 parameters" in first
     assert "10 steps of 16 rows (1 epoch)" in last
+
+
+@pytest.mark.parametrize(("stage", "count", "drop_last", "words"), [
+    ("sft", 100, False, "steps of 16 rows (1.43 epochs; the last step of each has 4 rows), to"),
+    ("sft", 5, False, "steps of 16 rows (10 epochs; the last step of each has 5 rows), to"),
+    ("ppo", 100, None, "steps of 16 prompts with 8 responses each (1.67 epochs; 4 of 100 prompts are left out of each, "
+                        "others in the next), to"),
+    ("ppo", 96, None, "steps of 16 prompts with 8 responses each (1.67 epochs), to")])
+def test_what_becomes_of_rows_that_fill_no_batch_is_said(stage, count, drop_last, words):
+    config = parse(MODULES[stage].Config, ["--data.sources=x.jsonl", f"--stage={stage}"], prog="test")[0]
+    if stage == "ppo":
+        config = replace(config, ppo=replace(config.ppo, estimator="grpo", sampling=SamplingConfig(num_samples=8),
+                                             num_ppo_epochs=1, num_minibatches=1),
+                         train=replace(config.train, per_device_train_batch_size=8))
+    loader = Loader([{}] * count, 8, list, 0, world=2, drop_last=drop_last)
+    assert words in announce._run_line(config, 10, loader)
+
+
+def test_a_packed_batch_is_counted_in_tokens():
+    config = parse(step1_sft.Config, ["--data.sources=x.jsonl", "--data.packing=true", "--data.max_length=300"],
+                   prog="test")[0]
+    loader = Loader([{"input_ids": [0] * (100 + i)} for i in range(101)], 4, list, 0, drop_last=False)
+    assert "26 steps of 4 rows, about 600 tokens packed into rows of at most 300 (1 epoch" in announce._run_line(
+        config, 26, loader)
 
 
 @pytest.mark.parametrize("stage, engine", [("sft", builders.policy_engine), ("reward", builders.scalar_engine)])
