@@ -14,6 +14,7 @@ import torch
 from hybrid_rlhf import cli
 from hybrid_rlhf import kernels as kernels_package
 from hybrid_rlhf.commands import doctor
+from hybrid_rlhf.core import compat
 
 
 @pytest.fixture
@@ -28,7 +29,8 @@ def lacking(monkeypatch):
                 raise PackageNotFoundError(name)
             return versions[name]
 
-        monkeypatch.setattr(doctor, "version", version)
+        for module in (doctor, compat):
+            monkeypatch.setattr(module, "version", version)
 
     return lack
 
@@ -57,6 +59,14 @@ def test_a_release_outside_the_tested_range_says_the_range(lacking, capsys):
     lacking(transformers="4.40.0")
     assert doctor.main(["--no_compile", "--json"]) == 3
     assert by_name(capsys)["transformers"]["found"].startswith("4.40.0, outside the tested range")
+
+
+def test_a_release_newer_than_the_tested_one_is_a_warning_with_the_one_to_install(lacking, capsys):
+    lacking(transformers="9.1.0")
+    assert doctor.main(["--no_compile", "--json"]) == 0
+    line = by_name(capsys)["transformers"]
+    assert line["state"] == "warning" and line["found"].startswith("9.1.0, newer than 5.")
+    assert line["cure"] == f'pip install "transformers=={compat.TESTED["transformers"]}" if anything is slow or fails'
 
 
 def test_a_missing_extra_is_a_note_and_not_an_error(lacking, capsys):
