@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from hybrid_rlhf.inference.response_text import AnswerText, overlap
-from hybrid_rlhf.models.template import CLOSE, OPEN, dialect_of, special_ids
+from hybrid_rlhf.models.template import dialect_of, special_ids, stripped_marks
 
 
 class TurnText:
@@ -17,7 +17,8 @@ class TurnText:
     """
 
     def __init__(self, tokenizer, text: AnswerText, prompt: str) -> None:  # noqa: ANN001
-        self._is_thinking = prompt.rstrip().endswith(OPEN)
+        self._open, self._close = stripped_marks(tokenizer)
+        self._is_thinking = prompt.rstrip().endswith(self._open)
         self._text, self._sign = text, dialect_of(tokenizer).call_sign or ""
         self._sign_id = special_ids(tokenizer).get(self._sign)
         self._has_begun = False
@@ -46,13 +47,13 @@ class TurnText:
 
     def behind_calls(self, content: str) -> str:
         """What is yet to be given out of the content of a turn with calls: text behind them."""
-        given = "".join(self._given).rpartition(CLOSE)[2].strip()
+        given = "".join(self._given).rpartition(self._close)[2].strip()
         rest = content[len(given) :].strip() if content.startswith(given) else ""
         return f"\n{rest}" if rest and given else rest
 
     def _certain(self, piece: str) -> str:
         self.held += piece
-        if self._has_begun or not piece or (not self._given and OPEN.startswith(self.held.lstrip())):
+        if self._has_begun or not piece or (not self._given and self._open.startswith(self.held.lstrip())):
             return ""
         at = self._begin()
         given, self.held = self.held[:at], self.held[at:]
@@ -77,12 +78,12 @@ class TurnText:
         """Where in the held text what is certain to be thought ends."""
         text = self.held
         if not self._given:
-            self._is_thinking |= text.lstrip().startswith(OPEN)
+            self._is_thinking |= text.lstrip().startswith(self._open)
         if not self._is_thinking:
             return 0
-        end = text.find(CLOSE)
+        end = text.find(self._close)
         self._is_thinking = end < 0
-        return end + len(CLOSE) if end >= 0 else len(text) - overlap(text, CLOSE)
+        return end + len(self._close) if end >= 0 else len(text) - overlap(text, self._close)
 
 
 def _json_begin(text: str, start: int) -> tuple[int, bool]:

@@ -13,7 +13,7 @@ from typing import Literal
 from hybrid_rlhf.core.errors import UserError, check
 from hybrid_rlhf.data.chat import Rendered, encode_all
 from hybrid_rlhf.data.turns import SkipRow, render
-from hybrid_rlhf.models.template import ASKED, CLOSE, SAID, TOOL, dialect_of, special_ids
+from hybrid_rlhf.models.template import ASKED, SAID, TOOL, dialect_of, special_ids, stripped_marks
 
 CURE = ("give data.chat_template a template that writes history as it was said: TRL has such for many models "
         "(trl.chat_template_utils.get_training_chat_template)")
@@ -57,10 +57,10 @@ def _rewriting(tokenizer, role: str, has_tools: bool) -> str:  # noqa: ANN001
     """What the template does to history, or nothing; tried on two turns with thoughts, if it shows those."""
     asked = {"role": "user", "content": ASKED, **({"tools": [TOOL]} if has_tools else {})}
     prompt = render(tokenizer, [asked], True)
-    thinks = not prompt.rstrip().endswith(CLOSE) and _shows_thought(tokenizer, asked, role)
+    thinks = not prompt.rstrip().endswith(stripped_marks(tokenizer)[1]) and _shows_thought(tokenizer, asked, role)
     talk = [asked]
     for number in (1, 2):
-        talk = [*talk, _turn(tokenizer, role, number, thinks)]
+        talk = [*talk, _turn(role, number, thinks)]
         said = render(tokenizer, talk)
         if f"Qsaid{number}" not in said:
             return "it leaves out what the assistant says"
@@ -77,20 +77,18 @@ def _rewriting(tokenizer, role: str, has_tools: bool) -> str:  # noqa: ANN001
     return ""
 
 
-def _turn(tokenizer, role: str, number: int, thinks: bool) -> dict:  # noqa: ANN001
+def _turn(role: str, number: int, thinks: bool) -> dict:
     """A turn of the assistant behind which messages of `role` may follow."""
-    field, thought = dialect_of(tokenizer).thought_field, f"Qthought{number}"
-    content = f"<think>\n{thought}\n{CLOSE}\n\n" if thinks and not field else ""
-    apart = {field: thought} if thinks and field else {}
+    content = f"<think>\nQthought{number}\n</think>\n\n" if thinks else ""
     if role == "user":
-        return {"role": "assistant", "content": f"{content}Qsaid{number}", **apart}
+        return {"role": "assistant", "content": f"{content}Qsaid{number}"}
     call = {"type": "function", "id": _id(number), "function": {"name": SAID, "arguments": {ASKED: f"Qsaid{number}"}}}
-    return {"role": "assistant", "content": content, **apart, "tool_calls": [call]}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
 def _shows_thought(tokenizer, asked: dict, role: str) -> bool:  # noqa: ANN001
     """Whether a turn that is the last has its thought before what it says."""
-    text = render(tokenizer, [asked, _turn(tokenizer, role, 1, True)])
+    text = render(tokenizer, [asked, _turn(role, 1, True)])
     return 0 <= text.find("Qthought1") < text.rfind("Qsaid1")
 
 

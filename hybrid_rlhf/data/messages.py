@@ -5,6 +5,7 @@ from __future__ import annotations
 from hybrid_rlhf.data.tool_columns import calls_of, result_of, without_nulls
 from hybrid_rlhf.data.transcripts import clean
 from hybrid_rlhf.data.turns import SkipRow
+from hybrid_rlhf.models.thoughts import THOUGHT_FIELDS
 
 _ROLES = {"human": "user", "user": "user", "prompter": "user", "gpt": "assistant", "assistant": "assistant",
           "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant", "system": "system",
@@ -34,12 +35,21 @@ def _message(row: object, column: str) -> dict:
         content = ""
     if _ROLES[role] == "tool":
         content = result_of(content)
+    thoughts = {}
     if isinstance(content, list):  # parts
-        content = "".join(_words(part) for part in content)
+        thinking = [p.get("thinking") for p in content if isinstance(p, dict) and p.get("type") == "thinking"]
+        if thinking:  # Mistral's, whose thoughts may be parts again
+            thoughts = {THOUGHT_FIELDS[0]: "".join(map(_thought, thinking))}
+        content = "".join(_words(part) for part in content
+                          if not (isinstance(part, dict) and part.get("type") == "thinking"))
     if not isinstance(content, str):
         raise TypeError(f"{column}: the content of a message must be a string, not {type(content).__name__}")
-    rest = without_nulls({k: v for k, v in row.items() if k not in _READ})
+    rest = without_nulls({k: v for k, v in row.items() if k not in _READ}) | thoughts
     return {"role": _ROLES[role], "content": clean(content), **rest, **({"tool_calls": calls} if calls else {})}
+
+
+def _thought(thinking: object) -> str:
+    return clean("".join(map(_words, thinking)) if isinstance(thinking, list) else str(thinking))
 
 
 def _words(part: object) -> str:

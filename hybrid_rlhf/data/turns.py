@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from hybrid_rlhf.data.literal import BREAK, broken, broken_messages, whole
 from hybrid_rlhf.models import template
-from hybrid_rlhf.models.template import CLOSE, OPEN, dialect_of, thought_of
+from hybrid_rlhf.models.template import dialect_of, stripped_marks
+from hybrid_rlhf.models.thoughts import MARKERS, thought_of
 
 Text = str | list  # a plain string, or messages: a list of {"role", "content"}
 MAX_TURNS = 1024
@@ -69,7 +70,7 @@ def _answer(tokenizer, messages: Sequence[dict], turn: int) -> Answer:  # noqa: 
     prompt = render(tokenizer, history, True) if history else _opening(tokenizer, message)
     _check_history(history, whole(prompt))
     said = _said(tokenizer, prompt, [*history, message])
-    said = _close_thought(tokenizer, prompt, said, message)
+    said = _with_thought(tokenizer, prompt, said, message)
     _check_answer(message, whole(said))
     return Answer(prompt, _cut_at_end(tokenizer, said, message))
 
@@ -86,18 +87,19 @@ def _opening(tokenizer, message: dict) -> str:  # noqa: ANN001
 def _said(tokenizer, prompt: str, messages: Sequence[dict]) -> str:  # noqa: ANN001
     """The last message as the template writes it behind its prompt."""
     *history, message = messages
-    said = _behind(prompt, render(tokenizer, messages))
+    marks = stripped_marks(tokenizer)
+    said = _behind(prompt, render(tokenizer, messages), marks)
     if said is None:  # the answer changes the history: written behind the question alone there is none to change
         asked = max((i for i, m in enumerate(history) if m["role"] == "user"), default=0)
         short = [m for i, m in enumerate(history) if i == asked or (i < asked and m["role"] in template.INSTRUCTIONS)]
         if short:
-            said = _behind(render(tokenizer, short, True), render(tokenizer, [*short, message]))
+            said = _behind(render(tokenizer, short, True), render(tokenizer, [*short, message]), marks)
     if said is None:
         raise SkipRow("the chat template rewrites earlier turns")
     return said
 
 
-def _behind(prompt: str, text: str) -> str | None:
+def _behind(prompt: str, text: str, marks: tuple[str, str]) -> str | None:
     """What follows the prompt in `text`; None where the text says something else before it.
 
     A generation prompt may say more than history does: thinking markers, behind which the answer goes on.
@@ -106,22 +108,26 @@ def _behind(prompt: str, text: str) -> str | None:
         return text[len(prompt) :]
     same = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), min(len(prompt), len(text)))
     tail = max(0, len(prompt) - _MARKER_LENGTH)
-    marker = tail + re.search(rf"\s*({OPEN}\s*)?({CLOSE}\s*)?$", prompt[tail:]).start()
+    opening, closing = map(re.escape, marks)
+    marker = tail + re.search(rf"\s*({opening}\s*)?({closing}\s*)?$", prompt[tail:]).start()
     edges = (i for i in range(len(prompt) - 1, marker - 1, -1)
-             if prompt[i].isspace() or prompt.startswith((OPEN, CLOSE), i))
+             if prompt[i].isspace() or prompt.startswith(marks, i))
     return next((text[edge:] for edge in edges if edge <= same), None)
 
 
-def _close_thought(tokenizer, prompt: str, said: str, message: dict) -> str:  # noqa: ANN001
-    """The answer behind a generation prompt that opens a thought: the thought, if the template left it out, and its
-    end. Raises SkipRow for a thought behind a prompt that has ended it."""
-    thought = thought_of(message)[0]
-    if thought and prompt.rstrip().endswith(CLOSE):
+def _with_thought(tokenizer, prompt: str, said: str, message: dict) -> str:  # noqa: ANN001
+    """The answer with its thought, if the template left that out, as a model of this template writes it; behind a
+    generation prompt that opens a thought, with its end. Raises SkipRow for a thought behind a prompt that has ended
+    it."""
+    thought, marks = thought_of(message)[0], dialect_of(tokenizer).thought_marks
+    opening, closing = marks or MARKERS[0]
+    if thought and prompt.rstrip().endswith(closing.strip()):
         raise SkipRow("the chat template ends the thought before the answer, and this answer has one")
-    if not prompt.rstrip().endswith(OPEN) or CLOSE in said:
+    is_open = prompt.rstrip().endswith(opening.strip())
+    if closing.strip() in said or not (is_open or (thought and marks)):
         return said
-    lead = "" if prompt.endswith("\n") else "\n"
-    return f"{lead}{broken(tokenizer, thought)}\n{CLOSE}\n\n" + said.lstrip("\n")
+    lead = opening if not is_open else "" if prompt.endswith("\n") else "\n"
+    return f"{lead}{broken(tokenizer, thought, is_own=True)}{closing}" + said.lstrip("\n")
 
 
 def _words(message: Mapping) -> str:
@@ -129,12 +135,15 @@ def _words(message: Mapping) -> str:
 
 
 def _cut_at_end(tokenizer, said: str, message: Mapping) -> str:  # noqa: ANN001
-    """The answer to its end of turn; what the template writes behind that (a newline, an end of text) is cut."""
-    words = broken(tokenizer, thought_of(message)[1].strip())
+    """The answer to its end of turn; what the template writes behind that (a newline, an end of text) is cut. Where the
+    template writes none behind the last answer, the end that its next message implies."""
+    words = broken(tokenizer, thought_of(message)[1].strip(), is_own=True)
     place = said.rfind(words) if words and not message.get("tool_calls") else 0
-    found = [(said.rfind if message.get("tool_calls") else said.find)(end, place) for end in dialect_of(tokenizer).ends]
-    ends = [at + len(end) for at, end in zip(found, dialect_of(tokenizer).ends, strict=True) if at >= 0]
-    return said[: ends[0]] if ends else said.rstrip()
+    ends = dialect_of(tokenizer).ends
+    found = [(said.rfind if message.get("tool_calls") else said.find)(end, place) for end in ends]
+    places = [at + len(end) for at, end in zip(found, ends, strict=True) if at >= 0]
+    implied = ends[-1 if message.get("tool_calls") else 0] if ends else ""
+    return said[: places[0]] if places else said.rstrip() + implied
 
 
 def _check_answer(message: Mapping, said: str) -> None:

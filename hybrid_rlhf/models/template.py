@@ -14,12 +14,12 @@ from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError
 
+from hybrid_rlhf.models.call_formats import FORMATS
 from hybrid_rlhf.models.template_trial import check_template, renderings
+from hybrid_rlhf.models.thoughts import MARKERS, THOUGHT_FIELDS, markers_in, markers_of, thought_of
 
 FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError, MemoryError,
           AssertionError)  # what a template may raise
-OPEN, CLOSE = "<think>", "</think>"
-THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 INSTRUCTIONS = ("system", "developer")
 ASKED, SAID, _THOUGHT = "Qask", "Qsay", "Qthought"  # words that no template writes by itself
 CALL = {"type": "function", "id": "call00001", "function": {"name": SAID, "arguments": {ASKED: ASKED}}}
@@ -30,16 +30,20 @@ _known: WeakKeyDictionary = WeakKeyDictionary()  # tokenizer -> (what its dialec
 
 class Dialect(NamedTuple):
     """takes_parts: content is a list of parts. takes_system, takes_developer: messages of these roles are rendered.
-    arguments_as_text: those of tool calls are JSON text. thought_field: where an assistant's thought stands, if not in
-    its content. ends: the special tokens that end an assistant's turn: of an answer, and of a tool call where that is
-    another. call_sign: what the text of a tool call begins with;
-    None where the template cannot show one."""
+    arguments_as_text: those of tool calls are JSON text. thought_field: the field of an assistant's thought that is
+    shown. thought_marks: what is written before and behind a thought; None where the template knows none. reads_inline:
+    a thought between these in the content reads as one in a field does. ends: the special tokens that end an
+    assistant's turn: of an answer, and of a tool call where that is another; where the template writes none, the one
+    that begins the next message. call_sign: what the text of a tool call begins with; None where the template cannot
+    show one."""
 
     takes_parts: bool = False
     takes_system: bool = True
     takes_developer: bool = True
     arguments_as_text: bool = False
     thought_field: str | None = None
+    thought_marks: tuple[str, str] | None = None
+    reads_inline: bool = False
     ends: tuple[str, ...] = ()
     call_sign: str | None = None
 
@@ -95,7 +99,7 @@ def adapted(messages: Sequence[Mapping], dialect: Dialect) -> list[dict]:
         found = _with_system_in_user_turn(found)
     for message in found:
         if message["role"] == "assistant":
-            _move_thought(message, dialect.thought_field)
+            _place_thought(message, dialect)
         if message.get("tool_calls"):
             message["tool_calls"] = [_call(call, dialect.arguments_as_text) for call in message["tool_calls"]]
         if dialect.takes_parts and isinstance(message.get("content"), str):
@@ -103,23 +107,30 @@ def adapted(messages: Sequence[Mapping], dialect: Dialect) -> list[dict]:
     return found
 
 
-def thought_of(message: Mapping) -> tuple[str, str]:
-    """(what an assistant thinks, what it says), by a field of its own or by the markers around the beginning of its
-    content."""
-    content = message.get("content") or ""
-    apart = next((message[name] for name in THOUGHT_FIELDS if isinstance(message.get(name), str)), "")
-    if apart or not content.lstrip().startswith(OPEN) or CLOSE not in content:
-        return apart.strip(), content
-    thought, _, said = content.lstrip().removeprefix(OPEN).partition(CLOSE)
-    return thought.strip(), said
+def stripped_marks(tokenizer) -> tuple[str, str]:  # noqa: ANN001
+    """What stands before and behind a thought, without white space."""
+    opening, closing = dialect_of(tokenizer).thought_marks or MARKERS[0]
+    return opening.strip(), closing.strip()
 
 
-def _move_thought(message: dict, field: str | None) -> None:
+def _place_thought(message: dict, dialect: Dialect) -> None:
+    """Put the thought where the template has it; an empty one, where thoughts have a field, is left out. Where the
+    template has no place for it, it is left out too: data/turns.py writes that of an answer."""
     thought, said = thought_of(message)
-    if field is not None and thought:
-        for name in THOUGHT_FIELDS:
-            message.pop(name, None)
-        message |= {field: thought, "content": said.lstrip("\n")}
+    markers = None if said == message.get("content") else markers_of(message["content"])
+    if dialect.thought_marks is None or (markers is None and not thought):
+        return
+    is_ours = dialect.thought_field is not None if markers is None else markers[0] == dialect.thought_marks[0].strip()
+    if is_ours and dialect.reads_inline:
+        return
+    for name in THOUGHT_FIELDS:
+        message.pop(name, None)
+    message["content"] = said.lstrip("\n")
+    if thought and dialect.thought_field is not None:
+        message[dialect.thought_field] = thought
+    elif thought and dialect.reads_inline:
+        opening, closing = dialect.thought_marks
+        message["content"] = f"{opening}{thought}{closing}{message['content']}"
 
 
 def _call(call: Mapping, as_text: bool) -> dict:
@@ -171,27 +182,52 @@ def _find_dialect(tokenizer) -> Dialect:  # noqa: ANN001
     takes = {f"takes_{role}": shows(({"role": role, "content": "Qrule"}, asked, said), dialect, "Qrule")
              for role in INSTRUCTIONS}
     dialect = dialect._replace(**takes)
-    dialect = dialect._replace(thought_field=_find_thought_field(tokenizer, asked, said, dialect))
+    dialect = _with_thoughts(tokenizer, asked, said, dialect)
     dialect = dialect._replace(ends=(end,) if (end := _end_of_answer(tokenizer, asked, said, dialect)) else ())
     for as_text in (False, True):
         trial = dialect._replace(arguments_as_text=as_text)
         called = shown_call(tokenizer, trial)
         if called is not None:
             trial = trial._replace(call_sign=_sign_of_call(tokenizer, trial))
-            ending = [token for token in special_ids(tokenizer) if called.endswith(token)]
-            is_other = ending and not any(end in called for end in dialect.ends)
-            return trial._replace(ends=(*dialect.ends, max(ending, key=len))) if is_other else trial
+            end = _end_of_call(tokenizer, called, asked, trial)
+            is_other = end and end not in dialect.ends and not any(token in called for token in dialect.ends)
+            return trial._replace(ends=(*dialect.ends, end)) if is_other else trial
     return dialect
 
 
-def _find_thought_field(tokenizer, asked: dict, said: dict, dialect: Dialect) -> str | None:  # noqa: ANN001
-    """The field of thoughts that the template shows; None where it reads them in the content as well."""
-    inside = tried(tokenizer, (asked, {**said, "content": f"{OPEN}\n{_THOUGHT}\n{CLOSE}\n\n{SAID}"}), dialect)
-    for field in THOUGHT_FIELDS:
-        apart = tried(tokenizer, (asked, {**said, field: _THOUGHT}), dialect)
-        if _THOUGHT in apart:
-            return None if apart.split() == inside.split() and len(inside) == len(apart) else field
-    return None
+def _with_thoughts(tokenizer, asked: dict, said: dict, dialect: Dialect) -> Dialect:  # noqa: ANN001
+    """The dialect with the place of thoughts: a field, a part of the content, markers in it; shown behind a call alone
+    by some (Gemma 4), and removed by others, whose own text names the markers."""
+    calling = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    parts = [{"type": "thinking", "thinking": _THOUGHT}, {"type": "text", "text": SAID}]
+    ways = [(field, {**turn, field: _THOUGHT}) for turn in (said, calling) for field in THOUGHT_FIELDS]
+    shown = ((name, message, tried(tokenizer, (asked, message), dialect)) for name, message in
+             (*ways, (None, {**said, "content": parts})))
+    field, message, text = next((way for way in shown if _THOUGHT in way[2] and not re.search(
+        r"""['"]thinking['"]: """, way[2])), (None, said, ""))
+    before, _, behind = text.partition(_THOUGHT)
+    template = tokenizer.chat_template
+    named = markers_in(template if isinstance(template, str) else str(template))
+    opening = next((pair[0].strip() for pair in MARKERS if before.rstrip().endswith(pair[0].strip())), None)
+    if opening and SAID in behind and "tool_calls" not in message:
+        named = (before[before.rindex(opening):], behind.partition(SAID)[0])
+    if named is None:
+        return dialect._replace(thought_field=field)
+    inside = {**said, "content": f"{named[0]}{_THOUGHT}{named[1]}{SAID}"}
+    as_content = tried(tokenizer, (asked, inside), dialect)
+    reads = "".join(text.split()) == "".join(as_content.split()) if text else inside["content"] in as_content
+    return dialect._replace(thought_field=field, thought_marks=named, reads_inline=reads)
+
+
+def call_words(tokenizer) -> set[str]:  # noqa: ANN001
+    """The special tokens that mark tool calls and nothing else: what the template writes in a call and in no plain
+    conversation, and the markers of known formats."""
+    dialect, words = dialect_of(tokenizer), {form.marker for form in FORMATS.values()}
+    asked, said = {"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}
+    if getattr(tokenizer, "chat_template", None) and (called := shown_call(tokenizer, dialect)):
+        plain = tried(tokenizer, ({"role": "system", "content": ASKED}, asked, said, asked, said), dialect)
+        words |= {token for token in special_ids(tokenizer) if token in called and token not in plain}
+    return words.difference(dialect.ends, dialect.thought_marks or ())
 
 
 def shown_call(tokenizer, dialect: Dialect) -> str | None:  # noqa: ANN001
@@ -214,20 +250,37 @@ def _sign_of_call(tokenizer, dialect: Dialect) -> str:  # noqa: ANN001
     bracket that opens JSON."""
     before, text = _around_call(tokenizer, dialect)
     shared = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(before))
-    opening = text[len(text[:shared].rstrip("<[{")) :].partition(SAID)[0].rpartition(CLOSE)[2].strip()
+    closing = (dialect.thought_marks or MARKERS[0])[1].strip()
+    opening = text[len(text[:shared].rstrip("<[{")) :].partition(SAID)[0].rpartition(closing)[2].strip()
     marker = re.search(r"<[^<>\s]+>|\[[A-Z_]+\]", opening)
     return marker[0] if marker else opening[:1] if opening.startswith(("[", "{")) else opening.partition(" ")[0]
 
 
 def _end_of_answer(tokenizer, asked: dict, said: dict, dialect: Dialect) -> str | None:  # noqa: ANN001
     """The special token behind an answer. Of several in a row the last one that history shows too, since a template
-    may write an end of text (Phi-3) behind what is only the end of a turn."""
+    may write an end of text (Phi-3) behind what is only the end of a turn. Where none is behind the last answer, the
+    one that begins the next message (GLM's <|user|>)."""
     last, history = (tried(tokenizer, m, dialect).rpartition(SAID)[2] for m in ((asked, said), (asked, said, asked)))
     shared = next((i for i, (a, b) in enumerate(zip(last, history, strict=False)) if a != b), min(map(len, (last,
                   history))))
     run = _leading_specials(tokenizer, last)
+    if not run:
+        run = [(token, 0) for token, _ in _leading_specials(tokenizer, history) if token != tokenizer.bos_token]
     kept = [token for token, end in run if end <= shared]
     return kept[-1] if kept else run[0][0] if run else None
+
+
+def _end_of_call(tokenizer, called: str, asked: dict, dialect: Dialect) -> str | None:  # noqa: ANN001
+    """The special token behind a tool call; where none is behind the last one, the one that begins the tool's answer
+    (GLM's <|observation|>)."""
+    ending = [token for token in special_ids(tokenizer) if called.endswith(token)]
+    if ending or any(token in called for token in dialect.ends):
+        return max(ending, key=len, default=None)
+    calling = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    answer = {"role": "tool", "name": SAID, "tool_call_id": CALL["id"], "content": SAID}
+    text = tried(tokenizer, ({**asked, "tools": [TOOL]}, calling, answer), dialect)
+    run = _leading_specials(tokenizer, text.partition(called)[2])
+    return run[0][0] if run else None
 
 
 def _leading_specials(tokenizer, text: str) -> list[tuple[str, int]]:  # noqa: ANN001

@@ -18,10 +18,11 @@ from hybrid_rlhf.core.text_safety import shortened
 from hybrid_rlhf.models import template
 from hybrid_rlhf.models.call_formats import CallFormat, format_of
 from hybrid_rlhf.models.python_calls import read_python
-from hybrid_rlhf.models.template import ASKED, CALL, SAID, THOUGHT_FIELDS, TOOL, dialect_of, special_ids
+from hybrid_rlhf.models.template import ASKED, CALL, SAID, TOOL, dialect_of, special_ids
+from hybrid_rlhf.models.thoughts import MARKERS, THOUGHT_FIELDS
 from hybrid_rlhf.models.transformers_compat import read_response, response_template
 
-_OPENED = re.compile(r"(?:<think>|\[THINK\]|<\|channel>thought)\s*\Z")
+_OPENED = re.compile(rf"(?:{'|'.join(re.escape(opening.strip()) for opening, _ in MARKERS)})\s*\Z")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _MARKS = re.compile(r"[<>\[\]{}|;]")  # what markers of formats begin or end with
 _DECODER = json.JSONDecoder()

@@ -60,7 +60,7 @@ def read_by(tokenizer: Tokenizer, prompt: Text, answer: Text, is_ended: bool, ra
     if is_ended or not answer:
         return chat.encode_all(tokenizer, [whole])[0].ids
     start = whole.spans[-1][0]
-    words = answer if whole.is_plain else broken(tokenizer, answer)
+    words = answer if whole.is_plain else broken(tokenizer, answer, is_own=True)
     end = next((at + len(w) for w in (words, words.strip()) if (at := whole.text.rfind(w, start)) >= 0), None)
     cut = whole.text if end is None else whole.text[:end]
     ids = chat.encode_all(tokenizer, [Rendered(cut, [(start, len(cut))], whole.is_plain)], append_eos=False)[0].ids

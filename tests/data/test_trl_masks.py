@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid_rlhf.data.chat import compose_all, compose_messages, encode_all
-from tests.factories.trl_templates import TOOLS, template_of, tokenizer_of
+from hybrid_rlhf.data.chat import SkipRow, compose_all, compose_messages, encode_all
+from tests.factories.trl_templates import CONVERSATIONS, TOOLS, names, template_of, tokenizer_of
 
 SAID = "'<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}"
 MARKED_SAID = ("'<|end_header_id|>\\n\\n' }}{%- if message['role'] == 'assistant' %}{%- generation %}"
@@ -107,3 +107,47 @@ def test_the_marks_change_nothing_of_llama_s_template():
     rendered = [tokenizer.apply_chat_template(PLAIN, tools=TOOLS, chat_template=template, tokenize=False)
                 for template in (template_of("llama3_1"), llama_marked())]
     assert rendered[0] == rendered[1]
+
+
+# Where our tokens are not those of TRL's template for training, and why:
+OURS_BY_DECISION = {
+    "deepseek": "the prompt opens a thought that TRL's template does not write",
+    "nemotron": "the prompt opens a thought that TRL's template does not write",
+    "qwen3": "earlier turns are rewritten: a row for each answer, behind the prompt that generation sees",
+    "gptoss": "a thought in the content goes into the field that the template has for it",
+    "muse": "a thought in the content goes into the field that the template has for it",
+    "diffusion_gemma": "a thought in the content goes into the field that the template has for it",
+    "qwen3_8": "a thought in the content goes into the field that the template has for it"}
+ONLY_THOUGHTS = ("gptoss", "muse", "diffusion_gemma", "qwen3_8")
+FEW = {"one turn": CONVERSATIONS["one turn"], "three turns": CONVERSATIONS["three turns"],
+       "thoughts": CONVERSATIONS["thoughts"]}
+
+
+@pytest.mark.parametrize("name", names(training=True))
+@pytest.mark.parametrize("kind", FEW)
+def test_every_template_for_training_of_trl_trains_what_we_do_but_for_what_is_decided(name, kind):
+    """What TRL trains beside: white space and an end of text behind a turn, which no rollout has; what the generation
+    prompt says already; answers of a rewritten history, each of which has its own row here."""
+    tokenizer, messages = tokenizer_of(name.removesuffix("_training")), FEW[kind]
+    if (name, kind) == ("qwen3_5_nothink_training", "thoughts"):
+        with pytest.raises(SkipRow, match="ends the thought"):
+            compose_messages(tokenizer, messages)
+        return
+    rows = encode_all(tokenizer, compose_messages(tokenizer, messages))
+    given = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages] \
+        if name.startswith(("smolvlm", "idefics3", "llava")) else messages
+    found = tokenizer.apply_chat_template(given, chat_template=template_of(name), return_dict=True,
+                                          return_assistant_tokens_mask=True)
+    ids, mask, row = list(found["input_ids"]), list(found["assistant_masks"]), rows[-1]
+    if ids[: len(row.ids)] != row.ids:
+        assert name.startswith(tuple(OURS_BY_DECISION))
+        assert kind == "thoughts" or not name.startswith(ONLY_THOUGHTS)
+        return
+    trained = {i for i, is_trained in enumerate(row.loss_mask) if is_trained}
+    theirs = {i for i, is_trained in enumerate(mask) if is_trained}
+    assert trained <= theirs
+    first = min(trained) if len(rows) > 1 else 0  # what lies before belongs to the rows of the answers before
+    rest = tokenizer.decode([ids[i] for i in sorted(theirs - trained) if i >= first])
+    for word in ("<|endoftext|>", "<|start|>assistant", "<think>", "</think>"):
+        rest = rest.replace(word, "")
+    assert rest.strip() == ""

@@ -18,7 +18,7 @@ import write_templates  # noqa: E402
 
 FOLDING = {"gemma"}  # refuses a system message
 PARTS = {"smolvlm", "idefics3", "llava_next"}
-REWRITING = {"deepseek_r1_distill", "deepseekv3", "glm4moe", "gptoss", "nemotron_3_5_lightning", "nemotron_3_nano",
+REWRITING = {"deepseek_r1_distill", "deepseekv3", "gptoss", "nemotron_3_5_lightning", "nemotron_3_nano",
              "nemotron_3_super", "nemotron_3_ultra", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}
 WITHOUT_TOOLS = {"cohere", "cohere2", "deepseek_r1_distill", "deepseekv3", "gemma", "gemma3", "idefics3", "lfm2",
                  "llama3", "llava_next", "phi3", "phi3_5", "qwen2_5_vl", "smolvlm"}

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from hybrid_rlhf.models.template import CLOSE, OPEN
+from hybrid_rlhf.models.thoughts import MARKERS
 from hybrid_rlhf.rewards.judge.rubric import YES_NO, Rubric
 
 MAX_READ = 100_000  # characters of a reply
@@ -96,10 +96,11 @@ def read_ranking(reply: str, letters: Sequence[str]) -> tuple[list[float], str]:
 def without_thoughts(reply: str) -> str:
     """What a reply says behind the thoughts that it begins with; nothing where it ends in the midst of them. A chat
     template may have opened the thought already, so that the reply has its end alone."""
-    _, mark, said = reply.rpartition(CLOSE)
-    if not mark and said.lstrip().startswith(OPEN):
+    openings, closings = ([marker.strip() for marker in side] for side in zip(*MARKERS, strict=True))
+    end = max(reply.rfind(mark) + len(mark) if mark in reply else 0 for mark in closings)
+    if not end and reply.lstrip().startswith(tuple(openings)):
         return ""
-    return said.lstrip() if mark else reply
+    return reply[end:].lstrip() if end else reply
 
 
 def _object(reply: str) -> tuple[dict[str, Any], str]:
