@@ -233,6 +233,7 @@ def _asked(config: Config, models: dict[str, str], tokenizers: dict, sources: _S
                                                     "environment; leave one of them out")
         episodes_setup.first_rows(environments, [{name: values[i] for name, values in columns.items()}
                                                  for i in range(len(columns["prompt"]))])
+    reward_sources.leave_unread(report, sources.others, environments)
     evaluation_prompts.tell(len(next(iter(asked.values()))), why or rows.replace("_", " "), report)
     return asked, {"rows": rows.replace("_", " "), "reference_of_kl": reference}
 

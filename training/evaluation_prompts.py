@@ -76,7 +76,7 @@ def _key(row: dict) -> str:
 def tell(count: int, why: str, report: dict) -> None:
     """Say on stderr how many prompts are asked, and warn where they are few. why: which they are."""
     parts = [f"evaluate: {count} of {report['read']} prompts are asked ({why})", *row_counts.drops(report)]
-    print("; ".join(parts), file=sys.stderr)
+    print("; ".join(parts), *(f"data: {line}" for line in row_counts.unread(report)), sep="\n", file=sys.stderr)
     if count < FEW:
         print(f"warning: {count} prompts tell only very large differences between models apart; give {FEW} or more, "
               "better hundreds", file=sys.stderr)

@@ -252,6 +252,7 @@ def open_run(config: Config) -> RunContext:
         more = {reads.stage: datasets.build(config.data, reads, tokenizer, config.seed) for reads in method.also_reads}
     given = {"environments": None} if environments and not config.environment.isolate else {}
     reward_sources.check_columns(others, {**data.train[0], **given}, bool(environments))
+    reward_sources.leave_unread(data.report, others, environments)
     if environments is not None:
         episodes_setup.check_rows(environments, data, tokenizer, model, longest, lengths_of)
     loader = builders.train_loader(data.train, config.train, config.seed, collate.collate_prompts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
@@ -204,6 +204,14 @@ def check_columns(sources: list[RewardSource], row: Mapping, has_episodes: bool 
     elif own and not isinstance(row.get("prompt", ""), str) and is_main():
         print(f"reward: {', '.join(own)} get completions as lists of one message, as the data's prompts are messages: "
               "the text is completion[0]['content']", file=sys.stderr)
+
+
+def leave_unread(report: dict, sources: Sequence[RewardSource], environments: Environments | None) -> None:
+    """Keep of the report's unread columns those that no function is given, and no environment's reset."""
+    has_reset = environments is not None and any(kind.make is not None for kind in environments.kinds)
+    functions = [s for s in sources if isinstance(s, FunctionSource)]
+    report["unread"] = {column: number for column, number in report.get("unread", {}).items()
+                        if not has_reset and not any(function.takes(column) for function in functions)}
 
 
 def combine(config: RewardConfig, model: ModelSource | None, others: list[RewardSource], scale: Scale | None,

@@ -75,7 +75,7 @@ def _are_counts(value: object) -> bool:
     """Whether these are the counts that `store` wrote."""
     if not isinstance(value, dict):
         return False
-    by_reason = [value.get(name) for name in ("dropped", "rendered")]
+    by_reason = [value.get(name) for name in ("dropped", "rendered", "unread")]
     if not all(isinstance(counts, dict) for counts in by_reason):
         return False
     numbers = [value.get(name) for name in ("read", "other_stages", "truncated", "train", "held_out")]

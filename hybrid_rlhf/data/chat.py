@@ -14,6 +14,7 @@ from typing import NamedTuple
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.data.literal import BREAK, whole
+from hybrid_rlhf.data.messages import is_untrained
 from hybrid_rlhf.data.turns import SkipRow, Text, answers_of, render, render_prompt
 from hybrid_rlhf.models.template import dialect_of
 from hybrid_rlhf.models.tokenizer import CHATML_MARKERS, turn_ends
@@ -158,18 +159,24 @@ def compose_all(tokenizer, prompt: Text, completion: Text) -> list[Rendered]:  #
 
 
 def compose_messages(tokenizer, messages: Sequence[dict], first: int = 0) -> list[Rendered]:  # noqa: ANN001
-    """A conversation as text whose spans are the assistant turns from message `first` on, each to its end marker.
+    """A conversation as text whose spans are the assistant turns from message `first` on, each to its end marker, but
+    for those that are marked as not trained.
 
     One text, where the template writes history as it was said and ends every turn; else one for each answer, behind
     the prompt that generation sees at that turn. What follows the last answer is cut.
     """
-    answers = answers_of(tokenizer, messages, first)
+    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    trained = [i for i in turns if not is_untrained(messages[i])]
+    if turns and not trained:
+        raise SkipRow("no answer that is to be trained")
+    answers = answers_of(tokenizer, messages[: trained[-1] + 1] if trained else messages, first)
     text = "".join(answers[-1])
     is_one = len(answers) == 1 or (dialect_of(tokenizer).ends and all(text.startswith("".join(a)) for a in answers))
-    spans = [(len(a.prompt), len(a.prompt) + len(a.said)) for a in answers]
+    shown = [(a, (len(a.prompt), len(a.prompt) + len(a.said))) for i, a in zip(turns, answers, strict=False)
+             if i in trained]
     if is_one:
-        return [Rendered(text, spans, False)]
-    return [Rendered("".join(a), [span], False) for a, span in zip(answers, spans, strict=True)]
+        return [Rendered(text, [span for _, span in shown], False)]
+    return [Rendered("".join(a), [span], False) for a, span in shown]
 
 
 def encode_all(tokenizer, rendered: Sequence[Rendered], append_eos: bool = True) -> list[Encoded]:  # noqa: ANN001

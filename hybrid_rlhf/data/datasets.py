@@ -244,7 +244,8 @@ def _tokenize(config: DataConfig, each: OpenSource, reads: Reads, tokenizer, len
             num_characters = 0
     finish()
     numbers = {**seen, "truncated": counts.truncated, "dropped": dict(counts.dropped),
-               "rendered": dict(counts.rendered), "train": len(rows[0]), "held_out": len(rows[1])}
+               "rendered": dict(counts.rendered), "unread": dict(counts.unread), "train": len(rows[0]),
+               "held_out": len(rows[1])}
     return rows[0], rows[1], numbers
 
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import NamedTuple
 
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.chat import Encoded, Rendered, SkipRow, Text
 from hybrid_rlhf.data.literal import BREAK, broken
-from hybrid_rlhf.data.schema import Example
+from hybrid_rlhf.data.schema import UNTRAINED, Example
 from hybrid_rlhf.data.tool_columns import with_tools
 from hybrid_rlhf.models.template import dialect_of, folds_system
 
@@ -40,11 +41,13 @@ class Lengths(NamedTuple):
 
 @dataclass
 class Counts:
-    """What became of the rows. dropped: reason -> number. rendered: how they were rendered -> number."""
+    """What became of the rows. dropped: reason -> number. rendered: how they were rendered -> number. unread: column
+    that no reader uses -> rows in which it has text."""
 
     truncated: int = 0
     dropped: Counter = field(default_factory=Counter)
     rendered: Counter = field(default_factory=Counter)
+    unread: Counter = field(default_factory=Counter)
 
 
 class Work(NamedTuple):
@@ -58,6 +61,8 @@ def prepared(example: Example, tokenizer, lengths: Lengths, counts: Counts) -> E
     """The row as it is rendered: where the tokenizer has a chat template, a string prompt is a user's turn and a string
     answer the assistant's, unless `raw` keeps them as they are. Plain texts, which nobody asks for, always stay."""
     is_plain = example.text is not None or example.is_text_pair
+    counts.rendered.update(example.notes)
+    counts.unread.update(example.unread)
     if example.columns.get("chat_template_kwargs"):
         counts.rendered[KWARGS_LEFT_OUT] += 1
     if not is_plain and isinstance(example.prompt, str):
@@ -85,6 +90,9 @@ def demonstration(example: Example, tokenizer, lengths: Lengths) -> Iterator[Wor
     if example.text is not None:
         _need_words(example.text, "empty text")
         yield Work([Rendered(example.text, [(0, len(example.text))], True)], finish)
+    elif lengths.train_on == "all" and UNTRAINED in example.notes:
+        raise UserError("data.train_on is all, and some answers are marked as not to be trained (weight 0); choose "
+                        "response")
     elif example.messages is not None:
         _need_words(_last_words(example.messages))
         messages = example.messages[: lengths.max_length]  # what lies behind is cut anyway: a turn is a token at least

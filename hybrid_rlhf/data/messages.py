@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+from hybrid_rlhf.data.files import loads
 from hybrid_rlhf.data.tool_columns import calls_of, result_of, without_nulls
 from hybrid_rlhf.data.transcripts import clean
 from hybrid_rlhf.data.turns import SkipRow
@@ -11,7 +14,12 @@ _ROLES = {"human": "user", "user": "user", "prompter": "user", "gpt": "assistant
           "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant", "system": "system",
           "tool": "tool", "function": "tool", "observation": "tool", "function_call": "assistant",
           "developer": "developer"}
-_READ = ("role", "from", "content", "value", "tool_calls", "function_call")  # what is left is handed on as it is
+# whether a message is trained, as OpenAI, axolotl, LLaMA-Factory's and ms-swift's users write it
+_TRAINED = ("weight", "train", "training", "trainable", "loss_mask", "loss")
+_READ = ("role", "from", "content", "value", "tool_calls", "function_call", *_TRAINED)  # the rest is handed on as it is
+MEDIA = frozenset(f"{kind}{ending}" for kind in ("image", "video", "audio") for ending in (
+    "", "s", "_url", "_urls", "_path", "_paths"))
+WITH_MEDIA = "a row with images, video or audio (only text is read)"
 
 
 def messages_of(rows: list, column: str) -> list[dict]:
@@ -21,7 +29,34 @@ def messages_of(rows: list, column: str) -> list[dict]:
     """
     if not rows:
         raise SkipRow(f"empty {column}")
+    if all(isinstance(row, dict) and {"input", "output"} <= row.keys() for row in rows):  # Capybara's turns
+        rows = [{"role": role, "content": row[key]} for row in rows
+                for role, key in (("user", "input"), ("assistant", "output"))]
     return [_message(row, column) for row in rows]
+
+
+def parsed_messages(text: str, column: str) -> list[dict] | None:
+    """The messages that `text` is the JSON of, as a table has them; None for any other text. Raises ValueError for
+    messages as Python prints them, which is what a table has of them that was written without care."""
+    if not text.lstrip().startswith(("[", "{")):
+        return None
+    try:
+        rows = loads(text)
+    except (ValueError, RecursionError):
+        if re.match(r"\s*\[\s*\{\s*'(role|from|content|value)':", text):
+            raise ValueError(f"{column} holds messages as Python prints them; write JSON") from None
+        return None
+    rows = [rows] if isinstance(rows, dict) else rows
+    is_of_messages = isinstance(rows, list) and rows and all(
+        isinstance(row, dict) and ({"role", "content"} <= row.keys() or {"from", "value"} <= row.keys())
+        and row.get("role", row.get("from")) in tuple(_ROLES) for row in rows)
+    return messages_of(rows, column) if is_of_messages else None
+
+
+def has_media(row: dict) -> bool:
+    """Whether a key of a row, or of a message, holds pictures, videos or sounds."""
+    return any(value and (str(name).lower() in MEDIA or (isinstance(value, dict) and str(value.get("type")) in MEDIA))
+               for name, value in row.items())
 
 
 def _message(row: object, column: str) -> dict:
@@ -30,6 +65,8 @@ def _message(row: object, column: str) -> dict:
     role, content = row.get("role", row.get("from")), row.get("content", row.get("value"))
     if role not in _ROLES:
         raise ValueError(f"{column}: unknown role {role!r:.40}; there are {', '.join(_ROLES)}")
+    if has_media(row):
+        raise SkipRow(WITH_MEDIA)
     calls = calls_of(row, content, column)
     if role == "function_call" or (content is None and calls):
         content = ""
@@ -45,7 +82,22 @@ def _message(row: object, column: str) -> dict:
     if not isinstance(content, str):
         raise TypeError(f"{column}: the content of a message must be a string, not {type(content).__name__}")
     rest = without_nulls({k: v for k, v in row.items() if k not in _READ}) | thoughts
-    return {"role": _ROLES[role], "content": clean(content), **rest, **({"tool_calls": calls} if calls else {})}
+    more = {} if _is_trained(row, column) or _ROLES[role] != "assistant" else {"weight": 0}
+    return {"role": _ROLES[role], "content": clean(content), **rest, **({"tool_calls": calls} if calls else {}), **more}
+
+
+def is_untrained(message: dict) -> bool:
+    """Whether a message that was read is marked as not to be trained."""
+    return message.get("weight") == 0
+
+
+def _is_trained(row: dict, column: str) -> bool:
+    """Whether none of a message's marks says that it is not trained. Raises ValueError for a mark between the two."""
+    marks = {name: row[name] for name in _TRAINED if row.get(name) is not None}
+    for name, value in marks.items():
+        if value not in (0, 1):
+            raise ValueError(f"{column}: {name} of a message must be 0 or 1 (false or true), not {value!r:.40}")
+    return all(marks.values())
 
 
 def _thought(thinking: object) -> str:

@@ -50,6 +50,8 @@ def preview(config: DataConfig, reads: Reads, tokenizer, console: Console | None
 def look(config: DataConfig, reads: Reads, tokenizer, seed: int = 0, count: int = 3) -> Preview:  # noqa: ANN001
     """The stage's data and `count` of its training rows as text. Raises UserError as `build` does."""
     data = build(config, reads, tokenizer, seed)
+    if reads.kind == "prompt":  # what reward functions take of the columns, they say when the run begins
+        data.report.pop("unread", None)
     rows = [Shown(f"{reads.stage} example {number + 1}: {title}", pieces(tokenizer, ids, mask))
             for number in range(min(count, len(data.train))) for title, ids, mask in _parts(data.train[number])]
     return Preview(reads.stage, data, rows)
@@ -123,6 +125,7 @@ def _counts(stage: str, report: dict) -> Table:
     from rich.table import Table
 
     table = Table(title=f"rows of stage {stage}", title_justify="left", show_header=False)
-    for name, number in [*counts(report), *((f"dropped: {why}", n) for why, n in dropped(report))]:
+    unread = ((f"column not read: {escape_control(str(c))}", n) for c, n in report.get("unread", {}).items())
+    for name, number in [*counts(report), *((f"dropped: {why}", n) for why, n in dropped(report)), *unread]:
         table.add_row(name, str(number))
     return table

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from hybrid_rlhf.core.config import check, nearest
+from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.data import sources
 from hybrid_rlhf.data.chat import SkipRow, Text
 from hybrid_rlhf.data.files import loads
@@ -71,6 +71,8 @@ def _asked(row: dict, form: Format, where: str, columns: Sequence[str] | None, w
     except SkipRow as reason:
         lost[str(reason)] += 1
         return None
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{where}: {error}; fix the row") from error
     taken = _TAKEN.union(columns or ())
     kept = {name: value for name, value in example.columns.items() if name not in taken}
     return Asked(_plain(example), _different(said, lost), kept)

@@ -7,16 +7,18 @@ from collections.abc import Sequence
 
 from hybrid_rlhf.core.text_safety import escape_control
 
+SHOWN = 12  # columns in a line
 LOST = 0.1  # share of the rows whose loss is worth a line of its own
 
 
 def add_up(parts: Sequence[dict], num_train: int, num_held_out: int) -> dict:
     """The sources' counts added up; train and held_out count the rows after blending."""
     total = {name: sum(p[name] for p in parts) for name in ("read", "other_stages", "truncated")}
-    dropped, rendered = (dict(sum((Counter(p[name]) for p in parts), Counter())) for name in ("dropped", "rendered"))
+    dropped, rendered, unread = (dict(sum((Counter(p[name]) for p in parts), Counter()))
+                                 for name in ("dropped", "rendered", "unread"))
     usable = sum(p["train"] for p in parts)
     return {**total, "dropped": dropped, "rendered": rendered, "usable": usable, "train": num_train,
-            "held_out": num_held_out}
+            "held_out": num_held_out, **({"unread": unread} if unread else {})}
 
 
 def describe(report: dict) -> str:
@@ -36,9 +38,19 @@ def drops(report: dict) -> list[str]:
     return [f"{n} dropped: {escape_control(reason)}" for reason, n in sorted(report["dropped"].items())]
 
 
+def unread(report: dict) -> list[str]:
+    """A line of the columns with text that nothing of the run reads, if there are any."""
+    names = [escape_control(str(name)) for name in report.get("unread", {})]
+    if not names:
+        return []
+    shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return [f"columns that are not read: {shown} (to read one, name it in the source's columns, such as {{context: "
+            f"{names[0]}}})"]
+
+
 def summary(report: dict, name: str | None = None) -> list[str]:
-    """What became of the rows, as lines for the start of a run: one, one more for how they were rendered, and one more
-    where over a tenth is lost.
+    """What became of the rows, as lines for the start of a run: one, one more for how they were rendered, one of the
+    columns that are not read, and one more where over a tenth is lost.
 
     Lost is what is dropped, what loses its tail and what data.split leaves to other stages. name: of rows beside the
     stage's own.
@@ -50,6 +62,7 @@ def summary(report: dict, name: str | None = None) -> list[str]:
     elif "distinct" in report:
         lines[0] += f" (by weights: {report['distinct']} different ones in an epoch, and others in the next)"
     lines += [f"{data}: {'; '.join(_rendered(report))}"] * bool(report.get("rendered"))
+    lines += [f"{data}: {line}" for line in unread(report)]
     if report.get("not_used"):
         lines.append(f"{data}: nothing for {name or 'this stage'} in {', '.join(report['not_used'])}")
     faulty, elsewhere = sum(report["dropped"].values()) + report["truncated"], report["other_stages"]

@@ -1,22 +1,25 @@
 """The formats people keep their rows in, as one table; every reader gives one of a few canonical kinds of row.
 
-A new format is one reader and one row in FORMATS. `prompt`, `completion`, `chosen` and `rejected` are strings, taken
-as they are, or messages: a list of {"role", "content"}. Instruction formats, which were never meant to be run
-together, become messages.
+A new format is one reader and one row in TABLE. `prompt`, `completion`, `chosen` and `rejected` are strings, taken
+as they are, or messages: a list of {"role", "content"}, or the JSON text of one. Instruction formats, which were never
+meant to be run together, become messages. What a row asks is read by question.py, alike for every format.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import transcripts
 from hybrid_rlhf.data.chat import SkipRow, Text
 from hybrid_rlhf.data.files import loads
-from hybrid_rlhf.data.messages import messages_of
+from hybrid_rlhf.data.messages import WITH_MEDIA, has_media, is_untrained, messages_of, parsed_messages
+from hybrid_rlhf.data.question import PARTS, Question, beside, looks_like_a_prompt, question_of
 from hybrid_rlhf.data.tool_columns import tools_of, with_tools
 from hybrid_rlhf.data.transcripts import assistant, clean, user
 
@@ -30,6 +33,8 @@ class Example:
     written: the prompt as the row has it, where it is rendered in another form.
     tools: the schemas of what may be called, which messages carry already.
     columns: the row's other columns, handed on to reward functions.
+    used: the columns that the prompt is of; unread: the others with text that no reader uses.
+    notes: how the row was read, where that may surprise -> how often in it.
     """
 
     prompt: Text | None = None
@@ -41,16 +46,25 @@ class Example:
     written: Text | None = None
     tools: list[dict] = field(default_factory=list)
     columns: dict = field(default_factory=dict)
+    used: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    notes: dict[str, int] = field(default_factory=dict)
 
 
 class Format(NamedTuple):
-    """required: columns that tell the format; asks: those the prompt comes from (not handed on with it)."""
+    """required: columns that tell the format (in TABLE with their other names, a|b); read: what makes an Example of a
+    row, with the columns of required."""
 
     name: str
     required: tuple[str, ...]
     kind: str
-    read: Callable[[dict], Example]
-    asks: tuple[str, ...] = ("prompt",)
+    read: Callable[..., Example]
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        """The columns that the prompt comes from, which are not handed on with it."""
+        found = tuple(c for c in self.required if c in (*PARTS, *CONVERSATIONS, "text"))
+        return (*found, "input") if "instruction" in found else found
 
 
 # kind of row -> the trainings it can serve: answers to imitate, pairs to compare, prompts to answer.
@@ -66,6 +80,14 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 
 
+CONVERSATIONS = ("messages", "conversations", "conversation")
+_KNOWN = ("tools", "margin", "chat_template_kwargs", "environment")  # read elsewhere
+BY_SIGN = (-1, 1)  # of a preference: negative for the first answer
+JOINED = "prompts joined from the columns "
+REPEATED = "rows whose answers begin with the prompt, which is taken off"
+UNTRAINED = "answers that are marked as not to be trained, and are not (weight 0)"
+
+
 def detect(columns: Iterable[str], where: str) -> Format:
     """The first format of the table whose required columns are all there.
 
@@ -75,7 +97,7 @@ def detect(columns: Iterable[str], where: str) -> Format:
     for row in FORMATS:
         if all(c in found for c in row.required):
             return row
-    known = " | ".join("+".join(f.required) for f in FORMATS)
+    known = " | ".join(dict.fromkeys("+".join(c.partition("|")[0] for c in f.required) for f in TABLE))
     named = [name[:60] for name in found[:20]] + [f"and {len(found) - 20} more"] * (len(found) > 20)
     raise UserError(f"{where}: columns {', '.join(named) or '(none)'} fit no known format; what would fit: "
                     f"{known}; name yours by columns, such as {{prompt: {named[0] if named else 'question'}}}")
@@ -88,38 +110,41 @@ def read_row(row: dict, form: Format, where: str) -> Example:
             raise UserError(f"{where}: column {column} is missing ({form.name} needs {', '.join(form.required)})")
         if row[column] is None:
             raise SkipRow(f"no {column}")
+    if has_media(row):
+        raise SkipRow(WITH_MEDIA)
     try:
-        example = form.read(row)
+        example = form.read(row, *form.required)
         is_plain = example.text is not None or example.is_text_pair
         example.tools = [] if is_plain else tools_of(row.get("tools"))
         example.prompt, example.messages = (with_tools(part, example.tools)
                                             for part in (example.prompt, example.messages))
+        known = {*form.required, *example.used, *_KNOWN}
+        example.unread = tuple(k for k, value in row.items() if k not in known and _has_text(value))
+        question = next(filter(looks_like_a_prompt, example.unread), None) if example.is_text_pair else None
+        if question is not None:
+            raise ValueError(f"{' and '.join(form.required)} are texts without a prompt, beside the column {question}; "
+                             f"give the source's columns as {{prompt: {question}}} if that is it, else rename it")
     except (ValueError, TypeError) as error:
         raise UserError(f"{where}: {error}; fix the row") from error
+    if len(example.used) > 1:
+        example.notes[JOINED + ", ".join(example.used)] = 1
+    said = example.messages or [m for answer, _ in example.answers if isinstance(answer, list) for m in answer]
+    if untrained := sum(map(is_untrained, said)):
+        example.notes[UNTRAINED] = untrained
     example.columns = {k: v for k, v in row.items() if k not in form.asks}
     return example
 
 
-def _prompt(value: object, column: str = "prompt") -> Text:
-    text = _text(value, column)
-    return transcripts.parse(text, is_prompt=True) if transcripts.is_transcript(text) else text
-
-
-def _conversation(value: object, column: str) -> Text:
-    text = _text(value, column)
-    return transcripts.parse(text) if transcripts.is_transcript(text) else text
-
-
-def _answer(row: dict, column: str) -> Text:
-    """An answer; beside a prompt that is a transcript, without the space that followed "Assistant:"."""
-    text = _text(row[column], column)
-    return text.strip() if isinstance(text, str) and transcripts.is_transcript(row["prompt"]) else text
+def _has_text(value: object) -> bool:
+    if isinstance(value, dict | list):
+        return any(_has_text(inner) for inner in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, str) and bool(value.strip())
 
 
 def _text(value: object, column: str) -> Text:
-    """A string, or messages."""
+    """A string, or messages, which may be JSON text."""
     if isinstance(value, str):
-        return clean(value)
+        return parsed_messages(value, column) or clean(value)
     if isinstance(value, dict):
         return messages_of([value], column)
     if isinstance(value, list):
@@ -164,116 +189,164 @@ def _truth(value: object, column: str) -> bool:
     return known[key]
 
 
-def _paired(prompt: Text, better: Text, worse: Text, margin: float = 0.0) -> Example:
-    if better == worse:
+def _example(row: dict, asked: Question, texts: list[Text], scores: Sequence[float], margin: float = 0.0) -> Example:
+    """The row's question, once, and its answers in the form that goes with it."""
+    if len(texts) == 2 and texts[0] == texts[1] and scores[0] != scores[1]:
         raise SkipRow("the two answers are the same")
-    return Example(prompt, [(better, 1.0), (worse, 0.0)], margin=margin)
+    rests, written = _without_question(row, asked, texts), row.get("prompt")
+    texts, notes = (rests, {REPEATED: 1}) if rests else (texts, {})
+    if isinstance(asked.text, list) and not isinstance(written, list):
+        texts = [text if not isinstance(text, str) else text.strip() if transcripts.is_transcript(written) else
+                 text.removeprefix(" ") if written else [assistant(text)] for text in texts]
+    return Example(asked.text, list(zip(texts, scores, strict=True)), margin=margin, used=asked.used, notes=notes)
 
 
-def _read_preference(row: dict) -> Example:
-    chosen, rejected = _answer(row, "chosen"), _answer(row, "rejected")
+def _without_question(row: dict, asked: Question, texts: list[Text]) -> list[Text]:
+    """The answers without the question that all of them begin with; nothing where they do not.
+
+    Of messages it is the first ones; of strings, where there are several, the start of each, up to where words part.
+    """
+    turns = [user(asked.text)] if isinstance(asked.text, str) else asked.text or []
+    if turns and all(isinstance(t, list) and t[: len(turns)] == turns and len(t) > len(turns) for t in texts):
+        return [text[len(turns) :] for text in texts]
+    written = row["prompt"] if isinstance(row.get("prompt"), str) else asked.joined
+    for start in dict.fromkeys((written, written.rstrip(), written.strip())) if len(texts) > 1 else ():
+        rests = [t[len(start) :] if isinstance(t, str) and t.startswith(start) else "" for t in texts]
+        if start.strip() and all(r.strip() and (r[0].isspace() or not start[-1].isalnum()) for r in rests):
+            return rests
+    return []
+
+
+def _read_pair(row: dict, *columns: str) -> Example:
+    *asks, better, worse = columns
+    texts = [_text(row[c], c) for c in (better, worse)]
     margin = _number(row["margin"], "margin") if row.get("margin") is not None else 0.0
-    if all(isinstance(a, list) and a and a[0]["role"] != "assistant" for a in (chosen, rejected)):
-        return _paired(*transcripts.common_prompt(chosen, rejected), margin)  # whole conversations beside the prompt
-    return _paired(_prompt(row["prompt"]), chosen, rejected, margin)
+    asked = _last_question(row, asks[0]) if asks and asks[0] in CONVERSATIONS else question_of(row, asks or ("prompt",))
+    if asked.text is None:
+        are_turns = [isinstance(text, list) or transcripts.is_transcript(text) for text in texts]
+        if not any(are_turns):
+            prompt, *rests = transcripts.common_text(*texts)
+            return Example(prompt, list(zip(rests, (1.0, 0.0), strict=True)), margin=margin, is_text_pair=True)
+        if not all(are_turns):
+            raise SkipRow("one answer is a transcript, the other is not")
+        texts = [transcripts.parse(text) if isinstance(text, str) else text for text in texts]
+        if texts[0] == texts[1]:
+            raise SkipRow("the two answers are the same")
+    are_whole = [isinstance(text, list) and text[0]["role"] != "assistant" for text in texts]
+    if asked.text is None or all(are_whole):  # both begin with the question
+        shared, *texts = transcripts.common_prompt(*texts)
+        is_more = isinstance(asked.text, list) and asked.text[-len(shared) :] == shared  # by a system message, say
+        asked = asked if is_more else beside(shared, row)
+    elif any(are_whole):
+        raise SkipRow("one answer begins with the prompt, the other does not")
+    return _example(row, asked, texts, (1.0, 0.0), margin)
 
 
-def _read_implicit(row: dict) -> Example:
-    chosen, rejected = (_conversation(row[c], c) for c in ("chosen", "rejected"))
-    margin = _number(row["margin"], "margin") if row.get("margin") is not None else 0.0
-    if isinstance(chosen, str) != isinstance(rejected, str):
-        raise SkipRow("one answer is a transcript, the other is not")
-    if isinstance(chosen, list):
-        return _paired(*transcripts.common_prompt(chosen, rejected), margin)
-    return replace(_paired(*transcripts.common_text(chosen, rejected), margin), is_text_pair=True)
+def _last_question(row: dict, column: str) -> Question:
+    """What a conversation asks last; an answer behind it is another copy of the better one."""
+    messages = messages_of(_sequence(row[column], column), column)
+    while messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    return beside(messages, row, (column,))
 
 
-def _read_ranked(row: dict) -> Example:
-    completions = [_text(c, "completions") for c in _sequence(row["completions"], "completions")]
-    scores = [_number(s, "scores") for s in _sequence(row["scores"], "scores")]
-    if len(completions) != len(scores):
-        raise ValueError(f"{len(completions)} completions but {len(scores)} scores")
-    if not completions:
-        raise SkipRow("no completions")
-    return Example(_prompt(row["prompt"]), list(zip(completions, scores, strict=True)))
+def _read_ranked(row: dict, ask: str, column: str, marks: str) -> Example:
+    texts = [_text(c, column) for c in _sequence(row[column], column)]
+    scores = [_number(s, marks) for s in _sequence(row[marks], marks)]
+    if len(texts) != len(scores):
+        raise ValueError(f"{len(texts)} {column} but {len(scores)} {marks}")
+    if not texts:
+        raise SkipRow(f"no {column}")
+    return _example(row, question_of(row, (ask,)), texts, scores)
 
 
-def _read_paired(row: dict) -> Example:
-    return _paired([user(_string(row["question"], "question"))],
-                   *([assistant(_string(row[c], c))] for c in ("response_j", "response_k")))
+def _read_graded(text: str, score: str, sign: float, row: dict, ask: str, column: str) -> Example:
+    """Answers as objects with the keys `text` and `score`; sign: -1 for ranks, of which a lower one is better."""
+    items = [item if isinstance(item, dict) else {} for item in _sequence(row[column], column)]
+    if not items:
+        raise SkipRow(f"no {column}")
+    return _example(row, question_of(row, (ask,)), [_text(item.get(text), column) for item in items],
+                    [sign * _number(item.get(score), f"{score} in {column}") for item in items])
 
 
-def _read_judged(row: dict) -> Example:
-    outputs = [[assistant(_string(row[c], c))] for c in ("output_1", "output_2")]
-    best = _number(row["label"], "label")
-    if best not in (1, 2):
-        raise ValueError(f"label must be 1 or 2 (the better output), not {row['label']!r:.40}")
-    return _paired([user(_string(row["input"], "input"))], *(outputs if best == 1 else outputs[::-1]))
+def _read_choice(values: tuple[float, float], row: dict, ask: str, first: str, second: str, choice: str) -> Example:
+    """Two answers and which is the better one. values: of the column `choice`, for the first and for the second."""
+    number = _number(row[choice], choice)
+    number = math.copysign(1, number) if number and values == BY_SIGN else number
+    if number not in values:
+        if values == BY_SIGN:
+            raise SkipRow("the two answers are rated the same")
+        raise ValueError(f"{choice} must be {values[0]} or {values[1]} (the better answer), not {row[choice]!r:.40}")
+    texts = [_text(row[c], c) for c in (first, second)]
+    return _example(row, question_of(row, (ask,)), texts if number == values[0] else texts[::-1], (1.0, 0.0))
 
 
-def _read_unpaired(answer: str) -> Callable[[dict], Example]:
-    def read(row: dict) -> Example:
-        label = float(_truth(row["label"], "label"))
-        return Example(_prompt(row["prompt"]), [(_answer(row, answer), label)])
-
-    return read
+def _read_answer(row: dict, ask: str, answer: str, label: str | None = None) -> Example:
+    score = 1.0 if label is None else float(_truth(row[label], label))
+    return _example(row, question_of(row, (ask, "input") if ask == "instruction" else (ask,)),
+                    [_text(row[answer], answer)], [score])
 
 
-def _read_completion(answer: str) -> Callable[[dict], Example]:
-    return lambda row: Example(_prompt(row["prompt"]), [(_answer(row, answer), 1.0)])
+def _read_spans(row: dict, ask: str, column: str) -> Example:
+    """SQuAD's answers: {"text": [...], "answer_start": [...]}, or a list of {"text"}; the first one is the answer."""
+    value: Any = row[column]
+    texts = value.get("text") if isinstance(value, dict) else [each.get("text") for each in _sequence(value, column)
+                                                               if isinstance(each, dict)]
+    if not texts:
+        raise SkipRow("no answer")
+    return _example(row, question_of(row, (ask,)), [_string(_sequence(texts, column)[0], column)], [1.0])
 
 
-def _read_instruction(answer: str) -> Callable[[dict], Example]:
-    def read(row: dict) -> Example:
-        request = [_string(row["instruction"], "instruction"), _string(row.get("input") or "", "input")]
-        return Example([user("\n\n".join(part for part in request if part.strip()))],
-                       [([assistant(_string(row[answer], answer))], 1.0)])
-
-    return read
-
-
-def _read_question(row: dict) -> Example:
-    return Example([user(_string(row["question"], "question"))],
-                   [([assistant(_string(row["answer"], "answer"))], 1.0)])
+def _read_conversation(row: dict, column: str) -> Example:
+    asked = beside(messages_of(_sequence(row[column], column), column), row)
+    messages = asked.text
+    last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=len(messages))
+    used = tuple(name for name in (*asked.used, *row) if name in asked.used)
+    return Example(messages[:last] or None, messages=messages, used=used)
 
 
-def _read_conversation(column: str) -> Callable[[dict], Example]:
-    def read(row: dict) -> Example:
-        messages = messages_of(_sequence(row[column], column), column)
-        system = row.get("system") if column == "conversations" else None
-        if isinstance(system, str) and system.strip() and messages and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": clean(system)}, *messages]
-        last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=len(messages))
-        return Example(messages[:last] or None, messages=messages)
-
-    return read
+def _read_text(row: dict, column: str) -> Example:
+    return Example(text=_string(row[column], column))
 
 
-def _read_text(row: dict) -> Example:
-    return Example(text=_string(row["text"], "text"))
-
-
-def _read_prompt(row: dict) -> Example:
-    return Example(_prompt(row["prompt"]))
+def _read_prompt(row: dict, column: str) -> Example:
+    asked = question_of(row, (column,))
+    return Example(asked.text, used=asked.used)
 
 
 # In order: the most telling columns first.
-FORMATS: tuple[Format, ...] = (
-    Format("paired answers", ("question", "response_j", "response_k"), "preference", _read_paired, ("question",)),
-    Format("judged outputs", ("input", "output_1", "output_2", "label"), "preference", _read_judged, ("input",)),
-    Format("ranked", ("prompt", "completions", "scores"), "preference", _read_ranked),
-    Format("preference", ("prompt", "chosen", "rejected"), "preference", _read_preference),
-    Format("preference with implicit prompt", ("chosen", "rejected"), "preference", _read_implicit, ()),
-    Format("unpaired", ("prompt", "completion", "label"), "unpaired", _read_unpaired("completion")),
-    Format("unpaired response", ("prompt", "response", "label"), "unpaired", _read_unpaired("response")),
-    Format("prompt-completion", ("prompt", "completion"), "demonstration", _read_completion("completion")),
-    Format("prompt-response", ("prompt", "response"), "demonstration", _read_completion("response")),
-    Format("Alpaca", ("instruction", "output"), "demonstration", _read_instruction("output"), ("instruction", "input")),
-    Format("GPTeacher", ("instruction", "response"), "demonstration", _read_instruction("response"),
-           ("instruction", "input")),
-    Format("messages", ("messages",), "conversation", _read_conversation("messages"), ("messages",)),
-    Format("ShareGPT", ("conversations",), "conversation", _read_conversation("conversations"), ("conversations",)),
+TABLE: tuple[Format, ...] = (
+    Format("paired answers", ("question", "response_j", "response_k"), "preference", _read_pair),
+    Format("judged outputs", ("input", "output_1", "output_2", "label"), "preference",
+           partial(_read_choice, (1, 2))),
+    Format("HelpSteer", ("prompt|context", "response_1|response1", "response_2|response2",
+                         "preference_strength|overall_preference"), "preference", partial(_read_choice, BY_SIGN)),
+    Format("SHP", ("history", "human_ref_A", "human_ref_B", "labels"), "preference",
+           partial(_read_choice, (1, 0))),
+    Format("ranked", ("prompt|instruction|question|input", "completions|generations", "scores|ratings"), "preference",
+           _read_ranked),
+    Format("preference", ("prompt|instruction|question|query|problem|input|conversations|messages",
+                          "chosen|chosen_response", "rejected|rejected_response"), "preference", _read_pair),
+    Format("preference with implicit prompt", ("chosen|chosen_response", "rejected|rejected_response"), "preference",
+           _read_pair),
+    Format("UltraFeedback", ("instruction", "completions"), "preference",
+           partial(_read_graded, "response", "fine-grained_score", 1)),
+    Format("Nectar", ("prompt", "answers"), "preference", partial(_read_graded, "answer", "rank", -1)),
+    Format("unpaired", ("prompt|instruction|question|input", "completion", "label"), "unpaired", _read_answer),
+    Format("unpaired response", ("prompt", "response", "label"), "unpaired", _read_answer),
+    Format("prompt-completion", ("prompt", "completion"), "demonstration", _read_answer),
+    Format("prompt-response", ("prompt", "response"), "demonstration", _read_answer),
+    Format("Alpaca", ("instruction", "output"), "demonstration", _read_answer),
+    Format("GPTeacher", ("instruction", "response|completion|generation"), "demonstration", _read_answer),
+    Format("messages", ("messages",), "conversation", _read_conversation),
+    Format("ShareGPT", ("conversations|conversation",), "conversation", _read_conversation),
     Format("prompt only", ("prompt",), "prompt", _read_prompt),
-    Format("question-answer", ("question", "answer"), "demonstration", _read_question, ("question",)),
-    Format("language modelling", ("text",), "text", _read_text, ("text",)),
+    Format("question-answer", ("question", "answer"), "demonstration", _read_answer),
+    Format("question-answers", ("question", "answers"), "demonstration", _read_spans),
+    Format("question-response", ("question|query|problem|input", "response|solution|output|completion|answer"),
+           "demonstration", _read_answer),
+    Format("language modelling", ("text",), "text", _read_text),
+    Format("question only", ("question|problem|instruction",), "prompt", _read_prompt),
 )
+FORMATS = tuple(row._replace(required=names) for row in TABLE
+                for names in product(*(column.split("|") for column in row.required)))

@@ -110,7 +110,7 @@ def _read(source: Source) -> Sequence[dict]:
         check(not _looks_local(source.path), _missing(source.path))
         rows = _hub(source)
     check(len(rows) > 0, f"{source.path} is empty: no row in split {source.split}; give another file or split")
-    return _renamed(rows, source)
+    return _renamed(_without_media(rows), source)
 
 
 @cache
@@ -251,6 +251,18 @@ def _hub(source: Source) -> Sequence[dict]:
 
     with _hub_errors_told(source), _quiet():
         return datasets.load_dataset(source.path, source.name, split=source.split)
+
+
+def _without_media(rows: Sequence[dict]) -> Sequence[dict]:
+    """The rows with {"type": "image"} for what a column holds that is declared as images, video or audio: nothing here
+    reads them, and decoding them takes time and other libraries."""
+    for name, feature in getattr(rows, "features", {}).items():
+        if any(f"{kind}(" in repr(feature) for kind in ("Image", "Video", "Audio")):
+            column = rows.select_columns(name).with_format("arrow")[:][name]
+            there = [{"type": "image"} if value.is_valid and (not hasattr(value, "__len__") or len(value)) else None
+                     for value in column]
+            rows = rows.remove_columns(name).add_column(name, there)
+    return rows
 
 
 @contextmanager

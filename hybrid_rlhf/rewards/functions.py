@@ -96,6 +96,13 @@ class FunctionSource:
         own = [episode.environment for episode in rollout.episodes]
         return {"environments": own} if is_taken and any(e is not None for e in own) else {}
 
+    def takes(self, column: str) -> bool:
+        """Whether the function is given a column of the data, and, if it is one of ours, reads it."""
+        named, takes_all = parameters(self.function)
+        if type(self.function) in BUILTINS.values():
+            named, takes_all = [getattr(self.function, "column", ""), "answer"], False
+        return column not in self.options and (takes_all or column in named)
+
     def check_columns(self, columns: Iterable[str]) -> None:
         """UserError for a function that needs a column which the data does not have. columns: those there are."""
         known = {*OURS, *columns, *self.options}

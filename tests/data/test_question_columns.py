@@ -1,0 +1,239 @@
+"""The question of a row is read from whichever columns carry it, and no text of a row vanishes without a line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.data.chat import SkipRow, compose_messages, encode_all
+from hybrid_rlhf.data.datasets import DataConfig, build
+from hybrid_rlhf.data.row_counts import summary
+from hybrid_rlhf.data.schema import FORMATS, TABLE, Example, detect, read_row
+from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
+from hybrid_rlhf.training import reward_sources
+from hybrid_rlhf.training.registry import READS
+from tests.factories.tiny import chatml_tokenizer, own_cache
+
+
+def u(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def a(text: str, **more) -> dict:
+    return {"role": "assistant", "content": text, **more}
+
+
+def reading(row: dict) -> Example:
+    return read_row(row, detect(row, "rows"), "rows row 1")
+
+
+def said(part: object) -> str:
+    return part if isinstance(part, str) else " ".join(m["content"] for m in part or ())
+
+
+@pytest.fixture
+def built(tmp_path, monkeypatch):
+    own_cache(monkeypatch, tmp_path / "cache")
+
+    def build_rows(rows: list[dict], stage: str, **changes):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return build(DataConfig([str(path)], eval_fraction=0.0, **changes), READS[stage], chatml_tokenizer(), 0)
+
+    return build_rows
+
+
+# the answers of each reader, and what makes them training rows
+READERS = {
+    "sft": {"response": "Purple."}, "reward": {"chosen": "Purple.", "rejected": "Green?"},
+    "ranked": {"completions": ["Purple.", "Green?"], "scores": [1, 0]}, "kto": {"completion": "Purple.", "label": True},
+    "ppo": {"response": "Purple."},
+}
+
+
+@pytest.mark.parametrize("stage", READERS)
+def test_a_system_column_and_a_context_are_read_by_every_reader_in_the_same_way(built, stage):
+    row = {"system_prompt": "Be terse.", "instruction": "Which colour?", "context": "It is purple."} | READERS[stage]
+    data = built([row], "reward" if stage == "ranked" else stage)
+    made = data.train[0]
+    ids = made.get("prompt_ids") or made.get("chosen_ids") or made["input_ids"]
+    text = ("<|im_start|>system\nBe terse.<|im_end|>\n<|im_start|>user\nWhich colour?\n\nIt is purple.<|im_end|>\n"
+            "<|im_start|>assistant\n")
+    assert chatml_tokenizer().decode(ids).startswith(text)
+    assert "data: 1 prompts joined from the columns system_prompt, instruction, context" in summary(data.report)
+
+
+@pytest.mark.parametrize(("row", "prompt"), [
+    ({"prompt": "Which colour?", "context": "Plums are purple."}, "Which colour?\n\nPlums are purple."),
+    ({"prompt": "Plums are purple. Which colour?", "context": "Plums are  purple."}, "Plums are purple. Which colour?"),
+    ({"prompt": [u("Which?"), a("What?"), u("Plums.")], "context": "C"}, [u("Which?\n\nC"), a("What?"), u("Plums.")]),
+    ({"prompt": [u("Which?")], "question": "another"}, [u("Which?")]),  # messages are whole: named, not joined
+    ({"prompt": [{"role": "system", "content": "S"}, u("Which?")], "system": "T"},
+     [{"role": "system", "content": "S"}, u("Which?")]),
+    ({"prompt": "Which?", "system": " "}, "Which?"),
+    ({"question": "Which?", "query": "Which?", "answer": "x"}, [u("Which?")]),
+    ({"instruction": "Add 1 to it.", "input": "1", "output": "2"}, [u("Add 1 to it.\n\n1")]),
+    # all of an Alpaca text, answer included, as sets of code have it: never a part of the question
+    ({"instruction": "Add.", "input": "1 2", "output": "3", "prompt": "Add. 1 2 Response: 3"}, [u("Add.\n\n1 2")]),
+    ({"context": [u("Hi"), a("Yo")], "prompt": "Why?"}, [u("Hi"), a("Yo"), u("Why?")]),
+])
+def test_what_the_question_is_of_some_columns(row, prompt):
+    assert reading(row).prompt == prompt
+
+
+TEXT = st.text("abc", min_size=3, max_size=8)
+
+
+@settings(max_examples=300, deadline=None)
+@given(form=st.sampled_from([f for f in FORMATS if f.kind != "text"]), extra=st.sampled_from(
+    sorted({c for f in FORMATS for c in f.required} | {"system", "system_prompt", "passage", "category", "Title"})),
+    data=st.data())
+def test_any_further_text_is_in_the_prompt_or_an_answer_or_named(form, extra, data):
+    values = {"scores": [1, 0], "ratings": [1, 0], "label": 1, "labels": 1, "preference_strength": 1,
+              "overall_preference": 1, "completions": ["answer one", "answer two"], "generations": ["one", "two"],
+              "messages": [u("ask this"), a("reply")], "conversations": [u("ask this"), a("reply")],
+              "conversation": [u("ask this"), a("reply")], "answers": {"text": ["answer"]}}
+    if form.name == "UltraFeedback":
+        values["completions"] = [{"response": "one", "fine-grained_score": 1}]
+    if form.name == "Nectar":
+        values["answers"] = [{"answer": "one", "rank": 1}]
+    row = {name: values.get(name, f"the {name}") for name in form.required}
+    text = data.draw(TEXT)
+    if extra in row:
+        return
+    row[extra] = text
+    try:
+        example = read_row(row, form, "rows row 1")
+    except (SkipRow, UserError):
+        return
+    read = [example.prompt, example.messages, *(answer for answer, _ in example.answers)]
+    assert any(text in said(part) for part in read) or extra in example.unread
+
+
+def test_a_column_that_nothing_reads_is_named_once_with_what_to_do(built):
+    rows = [{"question": "q", "answer": "a", "title": "T", "level": 3, "category": c} for c in ("x", "y", "")]
+    lines = summary(built(rows, "sft").report)
+    assert [line for line in lines if "not read" in line] == [
+        "data: columns that are not read: title, category (to read one, name it in the source's columns, such as "
+        "{context: title})"]
+    assert not [line for line in summary(built([{"question": "q", "answer": "a"}], "sft").report) if "not read" in line]
+
+
+def named(answer):
+    def function(completions, title, **_ignored):
+        return [answer] * len(completions)
+
+    def of_title(completions, title):
+        return [answer] * len(completions)
+
+    return function, of_title
+
+
+def test_a_column_that_a_reward_function_is_given_is_read(built):
+    takes_all, of_title = named(1.0)
+    for sources, unread in (([], ["title", "by"]), ([FunctionSource("f", takes_all)], []),
+                            ([FunctionSource("f", of_title)], ["by"]),
+                            (open_functions(["builtin:exact_match"], {"exact_match": {"column": "by"}}, 1.0),
+                             ["title"])):
+        report = built([{"prompt": "q", "title": "T", "by": "B"}], "ppo").report
+        reward_sources.leave_unread(report, sources, None)
+        assert list(report["unread"]) == unread
+
+
+START, REST = st.text("ab .\n", min_size=1, max_size=8), st.text("ab .\n", max_size=8)
+
+
+@settings(max_examples=500, deadline=None)
+@given(START, REST, REST, st.sampled_from(["both", "one", "none"]))
+def test_the_prompt_is_taken_off_both_answers_or_off_neither(prompt, one, other, begins):
+    starts = (prompt * (begins != "none"), prompt * (begins == "both"))
+    row = {"prompt": prompt, "chosen": starts[0] + one, "rejected": starts[1] + other}
+    try:
+        example = reading(row)
+    except (SkipRow, UserError):
+        assert row["chosen"] == row["rejected"]
+        return
+    cut = [len(row[c]) - len(answer) for c, (answer, _) in zip(("chosen", "rejected"), example.answers, strict=True)]
+    assert all(row[c].endswith(answer) for c, (answer, _) in zip(("chosen", "rejected"), example.answers, strict=True))
+    assert cut[0] == cut[1] and cut[0] in (0, len(prompt), len(prompt.rstrip()), len(prompt.strip()))
+    if begins == "both" and one[:1] in (" ", "\n") and other[:1] in (" ", "\n") and one.strip() and other.strip():
+        assert cut[0] > 0 or not prompt.strip()
+
+
+@pytest.mark.parametrize(("prompt", "chosen", "rejected", "answers"), [
+    ("Say hi.", "Say hi. Hello", "Say hi.\nBye", [" Hello", "\nBye"]),
+    ("你好？", "你好？你好！", "你好？不", ["你好！", "不"]),
+    ("Hello", "Hello! Yes?", "Hello! No?", ["Hello! Yes?", "Hello! No?"]),  # a greeting, not the prompt again
+    ("Hi", "Hi there", "Hi", ["Hi there", "Hi"]),
+    ("Hi", "Hi Hi there", "Hi Hi you", [" Hi there", " Hi you"]),  # once
+])
+def test_where_the_prompt_is_taken_off(prompt, chosen, rejected, answers):
+    row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    assert [answer for answer, _ in reading(row).answers] == answers
+
+
+def test_messages_that_begin_with_the_prompt_are_what_follows_it():
+    system = {"role": "system", "content": "S"}
+    for prompt in ("p", [u("p")], [system, u("p")]):
+        example = reading({"prompt": prompt, "chosen": [u("p"), a("c")], "rejected": [u("p"), a("r")]})
+        assert example.answers == [([a("c")], 1.0), ([a("r")], 0.0)]
+        assert example.prompt == ([u("p")] if prompt == "p" else prompt)
+    example = reading({"prompt": "p", "completion": [u("p"), a("c")]})
+    assert (example.prompt, example.answers) == ("p", [([a("c")], 1.0)])
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False},
+                                  {"trainable": False}, {"loss_mask": 0}, {"loss": False}])
+def test_an_answer_that_is_marked_is_read_and_not_trained(built, mark):
+    turns = [u("red"), a("blue", **mark), u("green"), a("cat"), u("dog"), a("sun", **mark)]
+    data = built([{"messages": turns}, {"messages": turns[:2]}], "sft")
+    row, tokenizer = data.train[0], chatml_tokenizer()
+    trained = [i for i, m in zip(row["input_ids"], row["loss_mask"], strict=True) if m]
+    assert tokenizer.decode(trained) == "cat<|im_end|>" and "blue" in tokenizer.decode(row["input_ids"])
+    assert len(data.train) == 1 and data.report["dropped"] == {"no answer that is to be trained": 1}
+    assert "3 answers that are marked as not to be trained, and are not (weight 0)" in summary(data.report)[1]
+    with pytest.raises(UserError, match=r"data.train_on is all, and some answers are marked"):
+        built([{"messages": turns}], "sft", train_on="all")
+
+
+def test_marks_that_train_change_nothing_and_reach_no_template():
+    marked = [u("red") | {"weight": None}, a("blue", weight=1, train=True), u("dog"), a("sun", loss_mask=1.0)]
+    plain = [{k: m[k] for k in ("role", "content")} for m in marked]
+    assert reading({"messages": marked}).messages == plain
+    tokenizer = chatml_tokenizer()
+    (once,) = encode_all(tokenizer, compose_messages(tokenizer, reading({"messages": marked}).messages))
+    assert tokenizer.decode([i for i, m in zip(once.ids, once.loss_mask, strict=True) if m]) == (
+        "blue<|im_end|>sun<|im_end|>")
+
+
+def test_rows_with_images_are_dropped_and_counted_and_alone_they_are_one_line(built):
+    rows = [{"prompt": "red", "completion": "blue", "image": image} for image in (None, "x.png")]
+    data = built(rows, "sft")
+    assert len(data.train) == 1
+    assert data.report["dropped"] == {"a row with images, video or audio (only text is read)": 1}
+    with pytest.raises(UserError, match=r"no usable row for stage sft: .*1 dropped: a row with images, video or audio"):
+        built(rows[1:], "sft")
+
+
+def test_images_of_a_table_are_dropped_without_being_decoded(tmp_path, monkeypatch):
+    import datasets
+
+    own_cache(monkeypatch, tmp_path / "cache")
+    picture = {"bytes": b"no picture", "path": None}  # decoding it would fail
+    table = datasets.Dataset.from_dict(
+        {"prompt": ["red", "dog", "sun"], "completion": ["blue", "cat", "red"], "scan": [picture, None, None],
+         "pages": [[], [], [picture]]},
+        features=datasets.Features({"prompt": datasets.Value("string"), "completion": datasets.Value("string"),
+                                    "scan": datasets.Image(), "pages": datasets.List(datasets.Image())}))
+    table.to_parquet(str(tmp_path / "rows.parquet"))
+    data = build(DataConfig([str(tmp_path / "rows.parquet")], eval_fraction=0.0), READS["sft"], chatml_tokenizer(), 0)
+    assert data.report["dropped"] == {"a row with images, video or audio (only text is read)": 2}
+    assert "cat" in chatml_tokenizer().decode(data.train[0]["input_ids"]) and len(data.train) == 1
+
+
+def test_no_two_rows_of_the_table_have_one_name():
+    assert len({row.name for row in TABLE}) == len(TABLE)

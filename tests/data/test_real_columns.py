@@ -1,0 +1,269 @@
+"""Rows as published data sets have them: each is read as worked out by hand, or refused by a rule."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.data.chat import SkipRow
+from hybrid_rlhf.data.schema import Example, detect, read_row
+
+
+def s(text: str) -> dict:
+    return {"role": "system", "content": text}
+
+
+def u(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def a(text: str) -> dict:
+    return {"role": "assistant", "content": text}
+
+
+def human(text: str) -> dict:
+    return {"from": "human", "value": text}
+
+
+def gpt(text: str) -> dict:
+    return {"from": "gpt", "value": text}
+
+
+def reading(row: dict) -> Example:
+    return read_row(row, detect(row, "rows"), "rows row 1")
+
+
+HH = "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Why?\n\nAssistant:"
+# name: (row, prompt, answers with their scores (None: a conversation, [] of a prompt), columns that nothing reads)
+ANSWERED = {
+    "LLaMA-Factory alpaca": (
+        {"instruction": "Add.", "input": "1 2", "output": "3", "system": "Be brief.", "history": [["Hi", "Yo"]]},
+        [s("Be brief."), u("Hi"), a("Yo"), u("Add.\n\n1 2")], [([a("3")], 1)], ()),
+    "LLaMA-Factory alpaca pairs": (
+        {"instruction": "Add.", "input": "1 2", "chosen": "3", "rejected": "4"},
+        [u("Add.\n\n1 2")], [([a("3")], 1), ([a("4")], 0)], ()),
+    "LLaMA-Factory sharegpt pairs": (
+        {"conversations": [human("Hi"), gpt("Yo"), human("Why?")], "chosen": gpt("So."), "rejected": gpt("No."),
+         "system": "Be brief."},
+        [s("Be brief."), u("Hi"), a("Yo"), u("Why?")], [([a("So.")], 1), ([a("No.")], 0)], ()),
+    "databricks/databricks-dolly-15k": (
+        {"instruction": "When did it begin?", "context": "It began in 1910.", "response": "1910.",
+         "category": "closed_qa"},
+        [u("When did it begin?\n\nIt began in 1910.")], [([a("1910.")], 1)], ("category",)),
+    "rajpurkar/squad": (
+        {"id": "57", "title": "Plums", "context": "A plum is purple.", "question": "What colour is it?",
+         "answers": {"text": ["purple", "purple."], "answer_start": [10, 10]}},
+        [u("A plum is purple.\n\nWhat colour is it?")], [([a("purple")], 1)], ("id", "title")),
+    "SQuAD as JSON": (
+        {"context": "A plum is purple.", "question": "What colour?", "answers": [{"text": "purple",
+         "answer_start": 10}]},
+        [u("A plum is purple.\n\nWhat colour?")], [([a("purple")], 1)], ()),
+    "Open-Orca/OpenOrca": (
+        {"id": "flan.1", "system_prompt": "You are terse.", "question": "2+2?", "response": "4"},
+        [s("You are terse."), u("2+2?")], [([a("4")], 1)], ("id",)),
+    "Open-Orca/OpenOrca without system text": (
+        {"id": "niv.1", "system_prompt": "", "question": "2+2?", "response": "4"}, [u("2+2?")], [([a("4")], 1)],
+         ("id",)),
+    "Intel/orca_dpo_pairs": (
+        {"system": "You are terse.", "question": "2+2?", "chosen": "4", "rejected": "5"},
+        [s("You are terse."), u("2+2?")], [([a("4")], 1), ([a("5")], 0)], ()),
+    "argilla/distilabel-intel-orca-dpo-pairs": (
+        {"system": "", "input": "2+2?", "chosen": "4", "rejected": "5", "generations": ["4", "5"], "order": ["A", "B"],
+         "labelling_model": "gpt", "labelling_prompt": [u("Rate.")], "raw_labelling_response": "9", "rating": [9.0,
+             1.0],
+         "rationale": "r", "status": "tie", "original_chosen": "4", "original_rejected": "5", "chosen_score": 9.0,
+         "in_gsm8k_train": False},
+        [u("2+2?")], [([a("4")], 1), ([a("5")], 0)],
+        ("generations", "order", "labelling_model", "labelling_prompt", "raw_labelling_response", "rationale", "status",
+         "original_chosen", "original_rejected")),
+    "openbmb/UltraFeedback": (
+        {"source": "evol", "instruction": "Name one.", "models": ["m", "n"], "correct_answers": ["None"],
+         "incorrect_answers": ["None"],
+         "completions": [{"model": "m", "principle": "p", "custom_system_prompt": "c", "response": "A plum.",
+                          "critique": "c", "overall_score": 9.0, "fine-grained_score": 3.5},
+                         {"model": "n", "principle": "p", "custom_system_prompt": "c", "response": "A fig.",
+                          "critique": "c", "overall_score": 7.0, "fine-grained_score": 4.5}]},
+        [u("Name one.")], [([a("A plum.")], 3.5), ([a("A fig.")], 4.5)],
+        ("source", "models", "correct_answers", "incorrect_answers")),
+    "HuggingFaceH4/ultrafeedback_binarized": (
+        {"prompt": "Name one.", "prompt_id": "0a", "chosen": [u("Name one."), a("A plum.")],
+         "rejected": [u("Name one."), a("No.")], "messages": [u("Name one."), a("A plum.")], "score_chosen": 8.0,
+         "score_rejected": 2.0},
+        [u("Name one.")], [([a("A plum.")], 1), ([a("No.")], 0)], ("prompt_id", "messages")),
+    "argilla/ultrafeedback-binarized-preferences": (
+        {"source": "evol", "instruction": "Name one.", "chosen_response": "A plum.", "rejected_response": "No.",
+         "chosen_avg_rating": 5.0, "rejected_avg_rating": 2.0, "chosen_model": "m"},
+        [u("Name one.")], [([a("A plum.")], 1), ([a("No.")], 0)], ("source", "chosen_model")),
+    "distilabel, texts generated": (
+        {"instruction": "Name one.", "generation": "A plum.", "model_name": "m"},
+        [u("Name one.")], [([a("A plum.")], 1)], ("model_name",)),
+    "distilabel, texts rated": (
+        {"input": "Name one.", "generations": ["A plum.", "No."], "ratings": [5.0, 1.0], "rationales": ["r", "q"]},
+        [u("Name one.")], [([a("A plum.")], 5), ([a("No.")], 1)], ("rationales",)),
+    "allenai/tulu-3-sft-mixture": (
+        {"id": "1", "messages": [u("Hi"), a("Yo")], "source": "ai2"}, [u("Hi")], None, ("id", "source")),
+    "allenai/llama-3.1-tulu-3-8b-preference-mixture": (
+        {"id": "1", "source": "ai2", "prompt": "Hi", "chosen": [u("Hi"), a("Yo")], "rejected": [u("Hi"), a("No")],
+         "chosen_model": "m", "rejected_model": "n", "chosen_rating": 5.0, "rejected_rating": 1.0},
+        [u("Hi")], [([a("Yo")], 1), ([a("No")], 0)], ("id", "source", "chosen_model", "rejected_model")),
+    "allenai/RLVR-GSM": (
+        {"messages": [u("2+2?")], "ground_truth": "4", "dataset": "gsm8k"}, [u("2+2?")], None,
+        ("ground_truth", "dataset")),
+    "teknium/OpenHermes-2.5": (
+        {"conversations": [{"from": "human", "value": "Hi", "weight": None}, {"from": "gpt", "value": "Yo",
+         "weight": None}],
+         "system_prompt": "Be brief.", "source": "s", "category": None, "skip_prompt_formatting": False, "id": None},
+        [s("Be brief."), u("Hi")], None, ("source",)),
+    "NousResearch/hermes-function-calling-v1": (
+        {"id": "1", "conversations": [{"from": "system", "value": "Call."}, human("Hi"), gpt("Yo")], "category": "c",
+         "task": "t", "subcategory": "s"},
+        [s("Call."), u("Hi")], None, ("id", "category", "task", "subcategory")),
+    "Open-Orca/SlimOrca": (
+        {"conversations": [{"from": "system", "value": "S", "weight": None}, {"from": "human", "value": "Hi",
+         "weight": 0.0},
+                           {"from": "gpt", "value": "Yo", "weight": 1.0}]},
+        [s("S"), u("Hi")], None, ()),
+    "nvidia/HelpSteer2": (
+        {"prompt": "Hi", "response": "Yo", "helpfulness": 4, "correctness": 4, "coherence": 4, "complexity": 1,
+         "verbosity": 1}, "Hi", [("Yo", 1)], ()),
+    "nvidia/HelpSteer2, preference": (
+        {"split": "train", "prompt": "Hi", "response_1": "Yo", "response_2": "No", "preference_strength": 2,
+         "preference_statement": "Response 2 is better", "preference_elaboration": "e"},
+        "Hi", [("No", 1), ("Yo", 0)], ("split", "preference_statement", "preference_elaboration")),
+    "nvidia/HelpSteer3": (
+        {"domain": "stem", "language": "english", "context": [u("Hi"), a("Yes?"), u("Why?")], "response1": "So.",
+         "response2": "No.", "overall_preference": -3, "individual_preference": [{"score": -3, "reasoning": "r"}]},
+        [u("Hi"), a("Yes?"), u("Why?")], [([a("So.")], 1), ([a("No.")], 0)],
+        ("domain", "language", "individual_preference")),
+    "Anthropic/hh-rlhf": (
+        {"chosen": HH + " Because.", "rejected": HH + " No."}, [u("Hi"), a("Yes?"), u("Why?")],
+        [([a("Because.")], 1), ([a("No.")], 0)], ()),
+    "Dahoas/full-hh-rlhf": (
+        {"prompt": HH, "response": " Because.", "chosen": " Because.", "rejected": " No."},
+        [u("Hi"), a("Yes?"), u("Why?")], [("Because.", 1), ("No.", 0)], ("response",)),
+    "stanfordnlp/SHP": (
+        {"post_id": "p", "domain": "askbaking_train", "history": "Why flour?", "human_ref_A": "No.",
+         "human_ref_B": "It binds.", "labels": 0, "score_A": 2, "score_B": 9},
+        [u("Why flour?")], [([a("It binds.")], 1), ([a("No.")], 0)], ("post_id", "domain")),
+    "berkeley-nest/Nectar": (
+        {"prompt": "\n\nHuman: Hi\n\nAssistant: ", "turns": 1, "num_responses": 2, "source": ["s"],
+         "good_natured": True,
+         "answers": [{"answer": "No", "model": "m", "rank": 2.0}, {"answer": "Yo", "model": "n", "rank": 1.0}]},
+        [u("Hi")], [("No", -2), ("Yo", -1)], ("source",)),
+    "anon8231489123/ShareGPT_Vicuna_unfiltered": (
+        {"id": "x", "conversations": [human("Hi"), gpt("Yo"), human("Bye"), gpt("Ciao")]},
+        [u("Hi"), a("Yo"), u("Bye")], None, ("id",)),
+    "Magpie-Align/Magpie-Pro-300K-Filtered": (
+        {"uuid": "1", "model": "m", "gen_input_configs": {"temperature": 1.0, "input_generator": "g"},
+         "instruction": "Hi",
+         "response": "Yo", "conversations": [human("Hi"), gpt("Yo")], "task_category": "chat", "difficulty": "easy"},
+        [u("Hi")], [([a("Yo")], 1)],
+        ("uuid", "model", "gen_input_configs", "conversations", "task_category", "difficulty")),
+    "AI-MO/NuminaMath-CoT": (
+        {"source": "aops", "problem": "2+2?", "solution": "It is 4.", "messages": [u("2+2?"), a("It is 4.")]},
+        [u("2+2?")], None, ("source", "solution")),
+    "AI-MO/NuminaMath-1.5": (
+        {"problem": "2+2?", "solution": "It is 4.", "answer": "4", "problem_type": "Algebra"},
+        [u("2+2?")], [([a("It is 4.")], 1)], ("answer", "problem_type")),
+    "openai/gsm8k": ({"question": "2+2?", "answer": "It is 4.\n#### 4"}, [u("2+2?")], [([a("It is 4.\n#### 4")], 1)],
+        ()),
+    "meta-math/MetaMathQA": (
+        {"type": "GSM_Rephrased", "query": "What is 2+2?", "original_question": "2+2?", "response": "4"},
+        [u("What is 2+2?")], [([a("4")], 1)], ("type", "original_question")),
+    "LDJnr/Capybara": (
+        {"source": "s", "conversation": [{"input": "Hi", "output": "Yo"}, {"input": "Bye", "output": "Ciao"}]},
+        [u("Hi"), a("Yo"), u("Bye")], None, ("source",)),
+    "trl-lib/Capybara": ({"source": "s", "messages": [u("Hi"), a("Yo")], "num_turns": 1}, [u("Hi")], None, ("source",)),
+    "OpenAssistant/oasst1": (  # a message a row, of a tree that only other rows complete
+        {"message_id": "1", "parent_id": "0", "text": "Hi", "role": "prompter", "lang": "en"}, None, "Hi",
+        ("message_id", "parent_id", "role", "lang")),
+    "trl-lib/kto-mix-14k": (
+        {"prompt": [u("Hi")], "completion": [a("Yo")], "label": False}, [u("Hi")], [([a("Yo")], 0)], ()),
+    "TRL prompt only": ({"prompt": "Hi"}, "Hi", [], ()),
+    "TRL prompt only, conversational": ({"prompt": [u("Hi")]}, [u("Hi")], [], ()),
+    "TRL prompt and completion": ({"prompt": "The sky is", "completion": " blue."}, "The sky is", [(" blue.", 1)], ()),
+    "TRL prompt and completion, conversational": (
+        {"prompt": [u("Hi")], "completion": [a("Yo")]}, [u("Hi")], [([a("Yo")], 1)], ()),
+    "TRL preference": ({"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}, "The sky is",
+                       [(" blue.", 1), (" green.", 0)], ()),
+    "TRL preference, conversational": (
+        {"prompt": [u("Hi")], "chosen": [a("Yo")], "rejected": [a("No")]}, [u("Hi")], [([a("Yo")], 1), ([a("No")], 0)],
+        ()),
+    "TRL preference, implicit prompt": ({"chosen": "The sky is blue.", "rejected": "The sky is green."}, "The sky is",
+                                        [(" blue.", 1), (" green.", 0)], ()),
+    "TRL preference, implicit prompt, conversational": (
+        {"chosen": [u("Hi"), a("Yo")], "rejected": [u("Hi"), a("No")]}, [u("Hi")], [([a("Yo")], 1), ([a("No")], 0)],
+         ()),
+    "TRL unpaired": ({"prompt": "The sky is", "completion": " blue.", "label": True}, "The sky is", [(" blue.", 1)],
+        ()),
+    "TRL stepwise supervision": (  # its steps are not answers: the prompts are read
+        {"prompt": "2+2?", "completions": ["Two and two.", "4"], "labels": [True, True]}, "2+2?", [], ("completions",)),
+    "TRL language modelling": ({"text": "The sky."}, None, "The sky.", ()),
+    "zwhe99/DeepMath-103K": (
+        {"question": "2+2?", "final_answer": "4", "difficulty": 3.0, "topic": "Algebra", "r1_solution_1": "So 4."},
+        [u("2+2?")], [], ("final_answer", "topic", "r1_solution_1")),
+    "a table that holds messages as JSON": (
+        {"prompt": json.dumps([s("S"), u("Hi")]), "chosen": json.dumps([a("Yo")]), "rejected": json.dumps([gpt("No")])},
+        [s("S"), u("Hi")], [([a("Yo")], 1), ([a("No")], 0)], ()),
+    "JSON that is an answer": (
+        {"prompt": "Two plums as JSON.", "completion": '[{"name": "plum"}, {"name": "plum"}]'}, "Two plums as JSON.",
+        [('[{"name": "plum"}, {"name": "plum"}]', 1)], ()),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_a_published_row_is_read_as_worked_out_by_hand(name):
+    row, prompt, answers, unread = ANSWERED[name]
+    example = reading(row)
+    assert example.prompt == prompt and example.unread == unread
+    if answers is None:
+        assert [m["content"] for m in example.messages[: len(prompt)]] == [m["content"] for m in prompt]
+    elif isinstance(answers, str):
+        assert example.text == answers
+    else:
+        assert example.answers == answers and example.messages is None
+
+
+REFUSED = {
+    "a picture beside text": ({"messages": [u("What is it?"), a("A plum.")], "images": ["plum.png"]},
+        "images, video or audio"),
+    "LLaVA": ({"id": "1", "image": "plum.png", "conversations": [human("<image>\nWhat?"), gpt("A plum.")]},
+        "images, video or audio"),
+    "HuggingFaceH4/llava-instruct-mix-vsft": (
+        {"messages": [u([{"type": "text", "text": "What?"}, {"type": "image"}]), a("A plum.")],
+         "images": [{"bytes": "x"}]},
+        "images, video or audio"),
+    "openbmb/RLAIF-V-Dataset": (
+        {"ds_name": "d", "image": {"bytes": "x"}, "question": "What?", "chosen": "A plum.", "rejected": "A fig."},
+         "images"),
+    "image_url parts": (
+        {"prompt": [u([{"type": "image_url", "image_url": {"url": "x"}}])], "answer": "A plum."},
+         "parts that are no text"),
+    "images of a message": ({"messages": [{**u("What?"), "images": ["x"]}, a("A plum.")]}, "images, video or audio"),
+    "sounds": ({"prompt": "What?", "audio": {"array": [0.0]}}, "images, video or audio"),
+    "half repeated": ({"prompt": [u("Hi")], "chosen": [u("Hi"), a("Yo")], "rejected": [a("No")]}, "the other does not"),
+    "SQuAD 2 without answer": ({"context": "c", "question": "q", "answers": {"text": [], "answer_start": []}},
+        "no ans"),
+    "HelpSteer3, a tie": ({"context": [u("q")], "response1": "x", "response2": "y", "overall_preference": 0}, "same"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_row_that_cannot_be_read_is_dropped_with_its_reason(name):
+    row, reason = REFUSED[name]
+    with pytest.raises(SkipRow, match=reason):
+        reading(row)
+
+
+@pytest.mark.parametrize(("row", "message"), [
+    ({"chosen": "Purple.", "rejected": "Green.", "user_prompt": "Colour?"}, "beside the column user_prompt; "),
+    ({"chosen": "Purple.", "rejected": "Green.", "Question": "Colour?"}, "beside the column Question; give "),
+    ({"prompt": "p", "completion": "[{'role': 'assistant', 'content': 'x'}]"}, "holds messages as Python prints them"),
+    ({"messages": [u("Hi"), {**a("Yo"), "weight": 0.5}]}, "weight of a message must be 0 or 1 .*not 0.5"),
+])
+def test_a_row_that_would_be_read_wrongly_is_one_line(row, message):
+    with pytest.raises(UserError, match=f"^rows row 1: .*{message}") as error:
+        reading(row)
+    assert "\n" not in str(error.value)
