@@ -19,7 +19,7 @@ from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.idle_cache import give_back_idle
 from hybrid_rlhf.environments.contract import Environments
 from hybrid_rlhf.environments.settings import EnvironmentConfig
-from hybrid_rlhf.export.folder import export
+from hybrid_rlhf.export.folder import export, try_export
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.rewards import RewardSource
@@ -191,6 +191,8 @@ def run(make_trainer: Callable[[RunContext], Trainer], config: Config, command: 
     builders.seed_everything(config.seed)
     opened = open_run(config)
     trainer, roles = make_trainer(opened), opened.roles
+    with explained("while trying the export"), roles.actor.engine.active():
+        try_export(roles.actor.engine.model, opened.tokenizer, roles.actor.engine.eos_ids)
     record = builders.start(config, command, opened.data, opened.more)
     engines = {role: handle.engine for role, handle in (("actor", roles.actor), ("critic", roles.critic)) if handle}
     with on_record(record):  # a failing export is on the record too

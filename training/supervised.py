@@ -17,7 +17,7 @@ from hybrid_rlhf.data.datasets import DataConfig, StageData
 from hybrid_rlhf.data.preview import Preview, look
 from hybrid_rlhf.data.source import Reads
 from hybrid_rlhf.engine import HybridEngine, ZeroConfig
-from hybrid_rlhf.export.folder import export
+from hybrid_rlhf.export.folder import export, try_export
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import TrainConfig, Trainer, fit, on_record
@@ -91,6 +91,8 @@ def run(config: Config, command: str, reads: Reads, start: Start, collation: Col
     held_out = builders.eval_loader(data.held_out, config.train, config.seed, collate_held_out)
     steps = builders.total_steps(config.train, len(loader))
     learner = make(Opened(config, model, tokenizer, data, steps))
+    with explained("while trying the export"), learner.engine.active():
+        try_export(learner.model, tokenizer, learner.ends)
     record = builders.start(config, command, data)
     with on_record(record):  # a failing export is on the record too
         announce.before(record, config, {learner.role: learner.engine}, base, steps, loader)

@@ -142,7 +142,7 @@ def _write_model(source: Path, base: str | None, folder: Path) -> tuple[dict[str
     from hybrid_rlhf.models.load import ModelConfig, configuration, load_causal_lm, load_scalar_model, prepare
     from hybrid_rlhf.models.lora import expert_weights, load_adapter, task_of
     from hybrid_rlhf.models.merging import plain_weights
-    from hybrid_rlhf.models.saving import save
+    from hybrid_rlhf.models.saving import save, save_beside
     from hybrid_rlhf.models.tokenizer import load_tokenizer
     from hybrid_rlhf.models.transformers_compat import as_stored
 
@@ -166,7 +166,7 @@ def _write_model(source: Path, base: str | None, folder: Path) -> tuple[dict[str
     weights = plain_weights(model, torch.float32)
     dtype = dtype_to_write(model, weights, dtype, torch.float32) if base else dtype
     save(model, in_dtype(model, weights, dtype, torch.float32), folder)
-    tokenizer.save_pretrained(folder)
+    save_beside(model, tokenizer, folder)
     return live, type(model).__name__, dtype
 
 
@@ -227,10 +227,10 @@ def main(argv: list[str] | None = None) -> int:
             print(path)
         if options.push_to_hub:
             print(push(Path(options.output_dir), options.push_to_hub, is_public=options.public))
-    except UserError as error:
-        print(error_line(error), file=sys.stderr)
-        return 2
     except ExportDiffers as error:  # ours, or a model that no folder can hold: nothing was left behind
         print(f"error: {error}; nothing was written", file=sys.stderr)
         return 1
+    except UserError as error:
+        print(error_line(error), file=sys.stderr)
+        return 2
     return 0

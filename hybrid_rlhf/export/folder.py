@@ -4,7 +4,7 @@ It has the dtype of the files that training began with, unless one was asked for
 take away what was learned. Adapters are merged in fp32 into the original weights, also where the base was held in fewer
 bits: what was written is then the live model without its quantisation error, and may be quantised again. It is loaded
 again and compared with the live model, over the weights that it was merged into, before it gets its name: one that
-differs is not left behind.
+differs gets another. Names and shapes are tried before a run's first step, so that no finished run cannot be exported.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +24,14 @@ from torch import Tensor, nn
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.disk import refusal
 from hybrid_rlhf.core.distributed import barrier
-from hybrid_rlhf.core.own_files import whole
+from hybrid_rlhf.core.own_files import put, whole
 from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned, shape_of, without_hooks
 from hybrid_rlhf.engine.train.zero import for_main
+from hybrid_rlhf.models import shards
+from hybrid_rlhf.models.backbone import text_logits
+from hybrid_rlhf.models.folder_files import refusing
 from hybrid_rlhf.models.lora import adapter_parameters, lora_layers, save_adapter
-from hybrid_rlhf.models.merging import Weight, plain_weights
+from hybrid_rlhf.models.merging import Weight, merged_name, plain_weights
 from hybrid_rlhf.models.quantize import multiplying_by, quantized_layers
 from hybrid_rlhf.models.saving import (
     held_in,
@@ -35,9 +39,12 @@ from hybrid_rlhf.models.saving import (
     reload_like,
     reload_mapped,
     save,
+    save_beside,
+    save_settings,
     share_as,
     share_kept,
 )
+from hybrid_rlhf.models.text_part import text_forward
 from hybrid_rlhf.models.transformers_compat import kept_in_fp32
 from hybrid_rlhf.models.weight_parts import Gather, layer_by_layer
 
@@ -49,8 +56,27 @@ LEAST_KEPT = 0.9  # of what was learned, in the dtype of the base
 _log = logging.getLogger(__name__)
 
 
-class ExportDiffers(RuntimeError):
+class ExportDiffers(UserError):
     """The folder just written does not give the live model's numbers."""
+
+
+@torch.no_grad()
+def try_export(model: nn.Module, tokenizer, eos_ids: list[int]) -> None:  # noqa: ANN001
+    """UserError where `export` would fail by what this model is: all that it does but for the weights' numbers, in a
+    folder that is removed. Of the adapters one of each kind and shape is merged."""
+    with refusing(f"a trained {type(model).__name__} could not be exported",
+                  "take another model, or another release of transformers"), TemporaryDirectory() as place:
+        weights = plain_weights(model, shape_of=shape_of)
+        _set_ends(model, tokenizer, eos_ids)
+        save_settings(model, weights, Path(place))
+        save_beside(model, tokenizer, Path(place))
+        type(model.config).from_pretrained(place)
+        shards.check_names(model, weights)
+        if not is_partitioned(model):
+            adapted = [(weights[merged_name(name, layer)], type(layer)) for name, layer in lora_layers(model).items()]
+            for weight in {(kind, weight.like.shape): weight for weight, kind in adapted}.values():
+                weight.make()
+            _logits(model)
 
 
 def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) -> Path:  # noqa: ANN001
@@ -60,7 +86,8 @@ def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) 
     tokenizer, as peft reads them; of a quantised base, merge.json in it says into which weights ("original", or
     "dequantised" where those are gone) and how far the live model's logits are from the written one's (relative). Only
     the main process writes; all must call, for under ZeRO 3 each holds a part. Raises ExportDiffers if the reloaded
-    folder's outputs differ from the live model's, and UserError where the disk has no room: what was there stays.
+    folder's outputs differ from the live model's: the adapter is there then, and the folder as `folder`_differs. Raises
+    UserError where the disk has no room: what was there stays.
     """
     folder = Path(folder)
     targets = [folder, *([folder.with_name(folder.name.replace("model", "adapter"))] if lora_layers(model) else [])]
@@ -68,7 +95,9 @@ def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) 
     def write(gather: Gather) -> None:
         try:
             with whole(*targets) as places:
-                _write_all(model, tokenizer, places, eos_ids, gather)
+                _write_all(model, tokenizer, places, targets, eos_ids, gather)
+        except ExportDiffers:
+            raise
         except Exception as error:
             if (found := refusal(error)) is None:
                 raise
@@ -80,21 +109,30 @@ def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) 
     return folder
 
 
-def _write_all(model: nn.Module, tokenizer, places: list[Path], eos_ids: list[int],  # noqa: ANN001
-               gather: Gather) -> None:
-    """The model's folder, compared with the live model, and behind it that of an adapter."""
+def _write_all(model: nn.Module, tokenizer, places: list[Path], targets: list[Path],  # noqa: ANN001
+               eos_ids: list[int], gather: Gather) -> None:
+    """The model's folder and that of an adapter in `places`; then the first is compared with the live model. Where they
+    differ, both are kept, the first under another name than that of `targets`."""
     held = _live_logits(model, gather)
     originals = original_weights(model) if quantized_layers(model) else None
     with multiplying_by(model, originals) if originals else nullcontext():
         dtype = _write(model, tokenizer, places[0], eos_ids, gather)
+        for adapter in places[1:]:
+            with gather(adapter_parameters(model)):
+                save_adapter(model, adapter)
+            share_as(adapter / "adapter_config.json")
+            tokenizer.save_pretrained(adapter)  # by which peft's AutoPeftModel makes room for added tokens
         live = _live_logits(model, gather) if originals else held
-        gap = _difference(held, _compare(live, model, places[0], dtype))
-    for adapter in places[1:]:
-        with gather(adapter_parameters(model)):
-            save_adapter(model, adapter)
-        share_as(adapter / "adapter_config.json")
-        tokenizer.save_pretrained(adapter)  # by which peft's AutoPeftModel makes room for added tokens
-        if quantized_layers(model):
+        try:
+            gap = _difference(held, _compare(live, model, places[0], dtype))
+        except ExportDiffers as error:
+            differing = targets[0].with_name(f"{targets[0].name}_differs")
+            for place, target in zip(places, (differing, *targets[1:]), strict=True):
+                put(place, target)
+            raise ExportDiffers(f"{targets[0]}: {error}; nothing is lost: what was written is in {differing}, "
+                                "the last checkpoint holds the weights that were trained") from error
+    if quantized_layers(model):
+        for adapter in places[1:]:
             facts = {"into": "original" if originals else "dequantised", "difference": gap}
             (adapter / MERGE_FILE).write_text(json.dumps(facts) + "\n", encoding="utf-8")
 
@@ -111,17 +149,23 @@ def _write(model: nn.Module, tokenizer, folder: Path, eos_ids: list[int],  # noq
     """Returns the dtype of the weights."""
     weights = {name: replace(weight, make=partial(_gathered, weight, gather))
                for name, weight in plain_weights(model, shape_of=shape_of).items()}
+    _set_ends(model, tokenizer, eos_ids)
+    dtype = dtype_to_write(model, weights, getattr(model, "file_dtype", None) or model.dtype, model.dtype)
+    save(model, in_dtype(model, weights, dtype, model.dtype), folder)
+    save_beside(model, tokenizer, folder)
+    return dtype
+
+
+def _set_ends(model: nn.Module, tokenizer, eos_ids: list[int]) -> None:  # noqa: ANN001
+    """Name the tokens that end an answer, and the one that pads, in the settings of `model`."""
     settings = getattr(model, "generation_config", None)
     if settings is not None:
         settings.eos_token_id = eos_ids if len(eos_ids) > 1 else eos_ids[0]
         settings.pad_token_id = tokenizer.pad_token_id
-    model.config.pad_token_id, ends = tokenizer.pad_token_id, model.config.eos_token_id
-    if not (isinstance(ends, list) and tokenizer.eos_token_id in ends):
-        model.config.eos_token_id = tokenizer.eos_token_id
-    dtype = dtype_to_write(model, weights, getattr(model, "file_dtype", None) or model.dtype, model.dtype)
-    save(model, in_dtype(model, weights, dtype, model.dtype), folder)
-    tokenizer.save_pretrained(folder)
-    return dtype
+    config = model.config if hasattr(model.config, "eos_token_id") else model.config.get_text_config()
+    config.pad_token_id = tokenizer.pad_token_id
+    if not (isinstance(config.eos_token_id, list) and tokenizer.eos_token_id in config.eos_token_id):
+        config.eos_token_id = tokenizer.eos_token_id
 
 
 def _gathered(weight: Weight, gather: Gather) -> Tensor:
@@ -145,10 +189,10 @@ def dtype_to_write(model: nn.Module, weights: Mapping[str, Weight], wanted: torc
 
 def in_dtype(model: nn.Module, weights: Mapping[str, Weight], dtype: torch.dtype,
              held: torch.dtype) -> dict[str, Weight]:
-    """`weights` with their numbers in `dtype`, but for those that are in another than `held`, or that transformers
-    would load in fp32 (a router's bias)."""
-    is_kept = kept_in_fp32(model, dtype)
-    return {k: w if w.like.dtype != held or is_kept(k) else
+    """`weights` with their numbers in `dtype`, but for those that are in another than `held`, that transformers would
+    load in fp32 (a router's bias), or that the base's files have in more bits than `dtype`."""
+    is_kept, wider = kept_in_fp32(model, dtype), shards.wider_in_files(model, weights, dtype)
+    return {k: w if w.like.dtype != held or is_kept(k) or k in wider else
             replace(w, like=w.like.to(dtype), make=lambda make=w.make: make().to(dtype)) for k, w in weights.items()}
 
 
@@ -162,10 +206,13 @@ def _logits(model: nn.Module) -> Tensor:
     ids = ids.to(next(model.parameters()).device)
     was_training = model.training
     model.eval()
-    rows = [ids.roll(shift, 1) for shift in range(SCORED)] if hasattr(model, "score") else [ids]
-    logits = torch.cat([model(input_ids=row, use_cache=False).logits for row in rows]).float().cpu()
+    if hasattr(model, "score"):
+        rows = [ids.roll(shift, 1) for shift in range(SCORED)]
+        logits = torch.cat([model(input_ids=row, use_cache=False).logits for row in rows])
+    else:
+        logits = text_logits(model, text_forward(model)(input_ids=ids, use_cache=False))
     model.train(was_training)
-    return logits
+    return logits.float().cpu()
 
 
 def _live_logits(model: nn.Module, gather: Gather) -> Tensor:
@@ -192,6 +239,6 @@ def _compare(live: Tensor, model: nn.Module, folder: Path, dtype: torch.dtype) -
     bound = max(BOUNDS[dtype], BOUNDS[model.dtype])
     difference = _difference(live, again)
     if not difference <= bound:
-        raise ExportDiffers(f"{folder}: reloaded outputs differ from the live model's by {difference:.3g} (relative); "
-                            f"at most {bound} is rounding: please report it")
+        raise ExportDiffers(f"reloaded outputs differ from the live model's by {difference:.3g} (relative); at most "
+                            f"{bound} is rounding: please report it")
     return again

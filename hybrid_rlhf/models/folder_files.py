@@ -51,13 +51,20 @@ def check_files(folder: Path) -> None:
             continue
         if path.is_symlink():
             target = Path(os.path.realpath(path))
-            check(any(target.is_relative_to(home) for home in homes) or _is_blob(target),
+            check(_is_inside(target, homes),
                   f"{path} is a link that leads out of its folder, to {target}; copy the file itself there, or give "
                   f"the folder that it leads to ({target.parent})")
             check(path.exists(), f"{path} is a link to what is not there; {_ANEW}")
         is_folder = path == inner
         check(path.is_dir() if is_folder else stat.S_ISREG(path.stat().st_mode),
               f"{path} is no {'folder' if is_folder else 'file'}; {_ANEW}")
+
+
+def files_inside(folder: Path) -> list[Path]:
+    """The files of a model folder, links to files elsewhere left out."""
+    homes = _homes(folder)
+    return [path for path in sorted(folder.iterdir())
+            if path.is_file() and _is_inside(Path(os.path.realpath(path)), homes)]
 
 
 def _homes(folder: Path) -> list[Path]:
@@ -69,10 +76,11 @@ def _homes(folder: Path) -> list[Path]:
     return [home, *(Path(os.path.realpath(os.path.expanduser(place))) for place in (*blobs, cache))]
 
 
-def _is_blob(target: Path) -> bool:
-    """Whether a file is in the blobs of a hub cache, wherever that is."""
-    return any(parent.name == "blobs" and any(above.name.startswith("models--") for above in parent.parents)
-               for parent in target.parents)
+def _is_inside(target: Path, homes: Collection[Path]) -> bool:
+    """Whether a file is in one of these folders, or in the blobs of a hub cache, wherever that is."""
+    return any(target.is_relative_to(home) for home in homes) or any(
+        parent.name == "blobs" and any(above.name.startswith("models--") for above in parent.parents)
+        for parent in target.parents)
 
 
 def read_object(path: Path) -> dict:

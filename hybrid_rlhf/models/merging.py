@@ -43,11 +43,16 @@ def plain_weights(model: nn.Module, dtype: torch.dtype | None = None,
         found[place] = Weight(like, partial(_dequantised, layer, like.dtype), place, tuple(layer.parameters()))
     found |= _tables_with_rows(model, found)
     for name, layer in lora_layers(model).items():
-        place = f"{plain_name(name)}.{layer.parameter_name if _is_fused(layer) else 'weight'}"
+        place = merged_name(name, layer)
         like = found[place].like
         reads = (*layer.parameters(), *added_rows.rows_of(layer.get_base_layer()))
         found[place] = Weight(like, partial(_merged, layer, like.dtype), place, reads)
     return found
+
+
+def merged_name(name: str, layer: nn.Module) -> str:
+    """What the weight of an adapted layer is called in the plain model."""
+    return f"{plain_name(name)}.{layer.parameter_name if _is_fused(layer) else 'weight'}"
 
 
 def _held(value: Tensor, dtype: torch.dtype | None, shape: torch.Size) -> Weight:

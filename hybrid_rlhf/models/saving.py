@@ -13,10 +13,16 @@ from torch import nn
 
 from hybrid_rlhf.core.out_of_memory import is_out_of_memory
 from hybrid_rlhf.models import quantize, shards
+from hybrid_rlhf.models.carried import carry_files
 from hybrid_rlhf.models.dropout import dropout_in_config
 from hybrid_rlhf.models.lora import plain_name
 from hybrid_rlhf.models.merging import Weight
-from hybrid_rlhf.models.transformers_compat import as_plain_model, as_stored, is_published_quantised
+from hybrid_rlhf.models.transformers_compat import (
+    as_plain_model,
+    as_stored,
+    in_configurations,
+    is_published_quantised,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -36,14 +42,19 @@ def save_settings(model: nn.Module, weights: Mapping[str, Weight], folder: Path)
     import transformers
 
     transformers.logging.disable_progress_bar()
-    held_dtype = model.config.dtype
-    with dropout_in_config(model), as_plain_model(model):
-        model.save_pretrained(folder, state_dict={})
-        model.config.dtype = next(w.like.dtype for w in weights.values() if w.like.is_floating_point())
+    written = next(w.like.dtype for w in weights.values() if w.like.is_floating_point())
+    with dropout_in_config(model), as_plain_model(model), in_configurations(model, dtype=written):
+        model.save_pretrained(folder, state_dict={})  # as one of the live model's dtype
+        model.config.dtype = written
         model.config.save_pretrained(folder)
-    model.config.dtype = held_dtype
     if model.can_generate():  # as published: save_pretrained refuses settings that transformers itself only warns of
         model.generation_config.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+
+
+def save_beside(model: nn.Module, tokenizer, folder: Path) -> None:  # noqa: ANN001 - a transformers class
+    """What stands in a model's folder beside it: `tokenizer`, and what the folder of its base has."""
+    tokenizer.save_pretrained(folder)
+    carry_files(model, tokenizer, folder)
 
 
 def share_as(settings: Path) -> None:

@@ -7,12 +7,16 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
+from hybrid_rlhf.models.carried import base_folder, carried_tensors
 from hybrid_rlhf.models.merging import Weight
 from hybrid_rlhf.models.transformers_compat import as_files_have_it, names_in_files
+from hybrid_rlhf.models.weights import dtypes
 
 MAX_BYTES = 2 * 10**9  # of one file
 _log = logging.getLogger(__name__)
@@ -20,14 +24,15 @@ _log = logging.getLogger(__name__)
 
 def write(model: nn.Module, weights: Mapping[str, Weight], folder: Path) -> None:
     """`weights` (those tied to each other once) as model.safetensors, or as model-00001-of-0000N.safetensors and an
-    index where they take more than MAX_BYTES; under the names and in the pieces that files of this architecture have.
+    index where they take more than MAX_BYTES; under the names and in the pieces that files of this architecture have,
+    and behind them what those files held beside.
     """
     from safetensors.torch import save_file
 
-    kept = {name: weights[name] for name in names_in_files(model, {k: w.source for k, w in weights.items()})}
+    kept = _kept(model, weights)
     places: dict[str, Path] = {}
     count = size = 0
-    for shard in _shards(_as_in_files(model, kept)):
+    for shard in _shards(chain(_as_in_files(model, kept), carried_tensors(model))):
         path = folder / f"part-{len(set(places.values()))}"
         save_file(shard, path, {"format": "pt"})
         places |= dict.fromkeys(shard, path)
@@ -42,6 +47,23 @@ def write(model: nn.Module, weights: Mapping[str, Weight], folder: Path) -> None
     index = {"metadata": {"total_parameters": count, "total_size": size},
              "weight_map": {name: named[part] for name, part in places.items()}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def wider_in_files(model: nn.Module, weights: Mapping[str, Weight], dtype: torch.dtype) -> set[str]:
+    """Which of `weights` the files that `model` was loaded from have in fp32, where `dtype` has fewer bits."""
+    base = base_folder(model) if dtype.itemsize < 4 else None
+    wide = {name for name, kind in dtypes(base).items() if kind == "F32"} if base else set()
+    return {name for name in weights if wide and wide.intersection(n for n, _ in _shapes(model, [name], weights))}
+
+
+def check_names(model: nn.Module, weights: Mapping[str, Weight]) -> None:
+    """Raise what `write` would of the names and shapes of `weights`."""
+    kept = _kept(model, weights)
+    _shapes(model, list(kept), kept)
+
+
+def _kept(model: nn.Module, weights: Mapping[str, Weight]) -> dict[str, Weight]:
+    return {name: weights[name] for name in names_in_files(model, {k: w.source for k, w in weights.items()})}
 
 
 def _shards(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -119,15 +120,38 @@ def is_published_quantised(model: nn.Module) -> bool:
 
 @contextmanager
 def as_plain_model(model: nn.Module) -> Iterator[None]:
-    """Within the block save_pretrained writes the configuration of a quantised model as that of a plain one, and no
-    settings of generation that it would refuse."""
-    config, settings = model.config, getattr(model, "generation_config", None)
+    """Within the block save_pretrained writes the configuration of a quantised model as that of a plain one, without
+    the names of code that is not saved, and no settings of generation, which it might refuse."""
+    settings = getattr(model, "generation_config", None)
+    hidden = ["quantization_config", *([] if has_own_code(model) else ["auto_map"])]
     with (_changed(model, hf_quantizer=None, _weight_conversions=[], generation_config=settings and type(settings)()),
           ExitStack() as stack):
-        for part in (config, *(getattr(config, name) for name in getattr(config, "sub_configs", ()))):
-            if "quantization_config" in vars(part or ()):
-                stack.callback(setattr, part, "quantization_config", vars(part).pop("quantization_config"))
+        for part, name in product(_configurations(model), hidden):
+            if name in vars(part):
+                stack.callback(setattr, part, name, vars(part).pop(name))
         yield
+
+
+@contextmanager
+def in_configurations(model: nn.Module, **values: object) -> Iterator[None]:
+    """Within the block the configuration of `model` has these values, and so have those of its parts that have any."""
+    with ExitStack() as stack:
+        for part, (name, value) in product(_configurations(model), values.items()):
+            if part is model.config or getattr(part, name, None) is not None:
+                stack.callback(setattr, part, name, getattr(part, name))
+                setattr(part, name, value)
+        yield
+
+
+def _configurations(model: nn.Module) -> list:
+    """The configuration of `model` and those of its parts (text, images)."""
+    parts = (getattr(model.config, name, None) for name in getattr(model.config, "sub_configs", ()))
+    return [model.config, *(part for part in parts if part is not None)]
+
+
+def has_own_code(model: nn.Module) -> bool:
+    """Whether the class of `model` came with its files."""
+    return type(model).__module__.startswith("transformers_modules")
 
 
 @contextmanager

@@ -64,6 +64,11 @@ def sizes(folder: str | Path) -> list[int]:
             for entry in read_header(path)[1].values()]
 
 
+def dtypes(folder: str | Path) -> dict[str, str]:
+    """What the safetensors of a folder call the dtype of each tensor. Raises UserError for a damaged file."""
+    return {name: entry["dtype"] for path in _files(folder) for name, entry in read_header(path)[1].items()}
+
+
 def identity(path: str) -> str:
     """What tells the weights at a folder or hub id from others: their fingerprint, or the id."""
     return fingerprint(path) or f"hub:{path}"

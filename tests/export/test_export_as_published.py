@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybrid_rlhf.export.folder import export
+from hybrid_rlhf.engine.decode.admission import stop_ids
+from hybrid_rlhf.export.folder import export, try_export
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
@@ -94,3 +95,26 @@ def test_a_base_published_in_4_bits_is_exported_as_the_plain_weights_that_it_sta
                 expected += 2 * up @ down
             gap = (written[f"{name}.weight"].float() - expected).abs().max() / expected.abs().max()
             assert float(gap) <= bound, name
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma4", "glm4_6"])
+def test_an_untrained_export_is_the_published_folder_again(name, tmp_path):
+    """Class, names, dtypes and bits of every tensor, towers and multi-token prediction among them, and every file. From
+    5.24 on transformers keeps a router's weight in float32."""
+    if (reason := checkpoints.missing(name)) is not None:
+        pytest.skip(reason)
+    base, made = Path(checkpoints.write(name, tmp_path / "base")), tmp_path / "model"
+    model, tokenizer = load.load_causal_lm(ModelConfig(str(base))), load_tokenizer(str(base))
+    try_export(model, tokenizer, stop_ids(model, tokenizer))
+    export(model, tokenizer, made, stop_ids(model, tokenizer))
+    theirs, ours = ({k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+                    for folder in (base, made))
+    assert ours.keys() == theirs.keys()
+    assert [k for k, v in theirs.items() if not torch.equal(ours[k].double(), v.double())] == []
+    assert {k for k, v in theirs.items() if ours[k].dtype != v.dtype} <= {"model.layers.1.mlp.gate.weight"}
+    before, after = read(base / "config.json"), read(made / "config.json")
+    assert after["architectures"] == before["architectures"]
+    ends = (set(read(folder / "generation_config.json")["eos_token_id"]) for folder in (base, made))
+    assert set.issubset(*ends)
+    files = ({file.name for file in folder.iterdir() if "safetensors" not in file.name} for folder in (base, made))
+    assert set.difference(*files) <= {"special_tokens_map.json", "added_tokens.json"}  # in the tokenizer's own file

@@ -57,7 +57,7 @@ DEPENDENCIES = {
     "fastapi": (f"{H}.inference.server",),
     "gguf": (f"{H}.export.gguf",),
     "httpx": (f"{H}.studio.pass_through",),
-    "huggingface_hub": (f"{H}.commands.export",),
+    "huggingface_hub": (f"{H}.commands.export", f"{H}.models.carried"),
     "jsonargparse": (f"{H}.cli", f"{H}.core.config", f"{H}.core.jsonargparse_compat"),
     "matplotlib": (f"{H}.report.plots",),
     "packaging": (f"{H}.commands.doctor",),
