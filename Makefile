@@ -27,6 +27,11 @@ architectures: $(STAMP)
 	$(BIN)/python benchmarks/architecture_sweep.py --json docs/results/architectures.json \
 	  --page docs/results/architectures.md --against docs/results/architectures.json
 
+# Today's checkpoints as published, tiny, through SFT, GRPO, chat and export: docs/results/checkpoints.md. Some minutes.
+.PHONY: checkpoints
+checkpoints: $(STAMP)
+	$(BIN)/python benchmarks/checkpoints.py --json docs/results/checkpoints.json --page docs/results/checkpoints.md
+
 # Everything that a CPU can show beside its peers, under 30 minutes: docs/results/benchmarks.md.
 .PHONY: bench
 bench: $(STAMP)

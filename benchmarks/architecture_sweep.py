@@ -6,8 +6,10 @@
 Each type is built with random weights and examined in a process of its own: five ragged prompts in groups of two share
 three slots, greedy, in fp32. Compared are the logits of every draw with the model's plain forward over the whole
 sequence, and the tokens with transformers' generate, one prompt at a time. Then the same model is given to the engine
-with one thing broken at a time, which its load-time probe has to notice. Exit code 1 if a type that the engine takes is
-wrong, or fails in any other way than by a refusal, or comes out worse than the rows of an earlier --json say.
+with one thing broken at a time, which its load-time probe has to notice. At last it trains: loss and gradient of the
+prompts by the policy's module (states of the backbone, the head in chunks) are compared with those of its own forward.
+Exit code 1 if a type that the engine takes is wrong, or fails in any other way than by a refusal, or comes out worse
+than the rows of an earlier --json say.
 """
 
 from __future__ import annotations
@@ -30,12 +32,16 @@ from tiny_configs import PROMPTS, all_types, first_lines, tiny_model, versions
 from torch import Tensor, nn
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
 from hybrid_rlhf.engine.decode import runner as runner_module
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.decode.scheduler import stream
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.kernels import REFERENCE, cpu, ops_for
 from hybrid_rlhf.kernels.ops import Ops
+from hybrid_rlhf.models.backbone import check_head
+from hybrid_rlhf.models.dropout import disable_dropout
+from hybrid_rlhf.roles.policy_module import PolicyModule
 
 GROUP = 2
 GREEDY = SamplingConfig(max_new_tokens=8, temperature=0)
@@ -49,7 +55,8 @@ EOS, SLOTS, MEMORY = 2, 3, 8 << 30
 class Row:
     """One type. difference: largest of |engine - plain forward| over the spread of the true logits. tokens: what the
     greedy tokens equal. layers: decoder layers that decode steps pass through in one call. control: fault -> whether
-    the probe noticed it.
+    the probe noticed it. trains: yes, the line that refuses it, or what is wrong. gradient: |ours - plain torch's| over
+    |plain torch's| of all weights together.
     """
 
     type: str
@@ -60,6 +67,8 @@ class Row:
     layers: int = 0
     cache_bytes: int | None = None
     control: dict[str, bool] = field(default_factory=dict)
+    trains: str = ""
+    gradient: float | None = None
     seconds: float = 0.0
 
     @property
@@ -69,7 +78,8 @@ class Row:
     @property
     def is_wrong(self) -> bool:
         runs = self.path in ("native", "eager", "generate")
-        return self.path == "failed" or (runs and (self.tokens == "neither" or not self.difference < BOUND))
+        return (self.path == "failed" or self.trains.startswith("wrong") or (
+            runs and (self.tokens == "neither" or not self.difference < BOUND)))
 
 
 def worse(row: Row, before: Row) -> list[str]:
@@ -80,6 +90,7 @@ def worse(row: Row, before: Row) -> list[str]:
         (PATHS.index(row.path) > PATHS.index(before.path), f"path {before.path} -> {row.path}: {row.reason}"),
         (before.tokens and _place(row) > _place(before), f"tokens equal {before.tokens} -> {row.tokens}"),
         (row.layers < before.layers, f"whole layers {before.layers} -> {row.layers}"),
+        (before.trains == "yes" != row.trains, f"trained before: {row.trains}"),
         (row.is_on_slots and lost, f"no longer noticed when broken: {', '.join(lost)}"),
     ]
     return [reason for is_so, reason in reasons if is_so]
@@ -115,6 +126,7 @@ def examine(name: str) -> Row:
             drawn = engine.generate(requests, GREEDY).tokens
     except UserError as error:
         row.reason = str(error)
+        train(row, model)
         return row
     about = engine.describe()
     row.path, row.cache_bytes, row.layers = about["path"], about["kv_bytes"], about["fused"].get("decode_layer", 0)
@@ -122,6 +134,7 @@ def examine(name: str) -> Row:
     compare(row, model, requests, drawn, logits)
     if row.is_on_slots:
         row.control = {fault: is_noticed(model, break_it) for fault, break_it in FAULTS.items()}
+    train(row, model)
     return row
 
 
@@ -192,6 +205,49 @@ def is_noticed(model: nn.Module, break_it: Callable) -> bool:
             return True
 
 
+# -- its training ------------------------------------------------------------------------------------------------------
+
+
+def train(row: Row, model: nn.Module) -> None:
+    """Fill in whether one step of the product's training takes the gradient that plain torch does."""
+    rows = [p for p in PROMPTS if len(p) > 1]
+    mask = length_mask([len(p) for p in rows])
+    batch = SequenceBatch(pad_right(rows, 0), mask, mask)
+    disable_dropout(model)
+    model.train()
+    try:
+        check_head(model)
+        module = PolicyModule(model)
+        module.can_share()
+        ours = gradient_of(model, lambda: -module(batch).logprobs.mean())
+    except UserError as error:
+        row.trains = f"refused: {error}"
+        return
+    except Exception as error:
+        row.trains = f"wrong: {first_lines(error)}"
+        return
+    plain = gradient_of(model, lambda: plain_loss(model, rows))
+    row.gradient = float((ours[1] - plain[1]).norm() / plain[1].norm())
+    is_same = abs(ours[0] - plain[0]) < BOUND * abs(plain[0]) and row.gradient < BOUND
+    row.trains = "yes" if is_same else f"wrong: loss {ours[0]:.6g}, of plain torch {plain[0]:.6g}"
+
+
+def gradient_of(model: nn.Module, loss_of: Callable[[], Tensor]) -> tuple[float, Tensor]:
+    """The loss, and the gradient of all parameters in one row (zeros for those that it does not reach)."""
+    model.zero_grad()
+    loss = loss_of()
+    loss.backward()
+    return float(loss.detach()), torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.float().flatten()
+                                   for p in model.parameters()])
+
+
+def plain_loss(model: nn.Module, rows: list[list[int]]) -> Tensor:
+    """Each row by itself through the model's own forward: no padding, no chunks."""
+    losses = [nn.functional.cross_entropy(model(input_ids=torch.tensor([row]), use_cache=False).logits[0, :-1].float(),
+                                          torch.tensor(row[1:]), reduction="sum") for row in rows]
+    return torch.stack(losses).sum() / sum(len(row) - 1 for row in rows)
+
+
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +284,7 @@ def counts(rows: list[Row]) -> dict[str, int]:
     paths, slots = Counter(row.path for row in rows), [row for row in rows if row.is_on_slots]
     return {"rows": len(rows), **{path: paths[path] for path in PATHS},
             "types_on_slots": len({row.type.split(":")[0] for row in slots}), "wrong": sum(r.is_wrong for r in rows),
+            "trains": sum(row.trains == "yes" for row in rows),
             "whole_layers": sum(row.layers > 0 for row in rows),
             "equal_to_generate": sum(row.tokens == "generate" for row in slots),
             "control_noticed": sum(any(row.control.values()) for row in slots),
@@ -237,17 +294,19 @@ def counts(rows: list[Row]) -> dict[str, int]:
 def tables_of(rows: list[Row]) -> list[str]:
     """What they come to, and the types."""
     about = versions() | {"kernels": ops_for("cpu").name} | counts(rows)
-    columns = "type", "path", "difference", "greedy tokens equal", "whole layers", "cache bytes", "control", "reason"
+    columns = ("type", "path", "difference", "greedy tokens equal", "whole layers", "cache bytes", "control", "trains",
+               "reason")
     return [table_of(("of all types", ""), about.items()), table_of(columns, [(
         row.type, row.path, None if row.difference is None else f"{row.difference:.1e}", row.tokens, row.layers or None,
         row.cache_bytes or None, ", ".join(f for f, is_seen in row.control.items() if is_seen) or (
-            "none" if row.control else None), row.reason) for row in rows])]
+            "none" if row.control else None), row.trains, row.reason) for row in rows])]
 
 
 def sweep(types: list[str], limit: float) -> Iterator[Row]:
     for name in types:
         row = guarded(name, limit)
-        print(f"{name}: {row.path} {row.difference} {row.tokens} {row.reason}", file=sys.stderr)
+        print(f"{name}: {row.path} {row.difference} {row.tokens} {row.reason} trains: {row.trains} {row.gradient}",
+              file=sys.stderr)
         yield row
 
 
@@ -271,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_tables(options.page, *tables_of(rows))
     for row in rows:
         if row.is_wrong:
-            print(f"wrong: {row.type} ({row.path}): {row.difference} {row.tokens} {row.reason}")
+            print(f"wrong: {row.type} ({row.path}): {row.difference} {row.tokens} {row.reason} {row.trains}")
     losses = [(row.type, loss) for row in rows if row.type in earlier for loss in worse(row, earlier[row.type])]
     for name, loss in losses:
         print(f"worse than before: {name}: {loss}")

@@ -79,7 +79,10 @@ def _found(model: nn.Module) -> Router | None:
     if not coefficient:
         return None
     num_choices = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
-    if num_choices is None or not _is_plain(model, Router(coefficient, num_choices)):
+    is_plain = num_choices is not None and _is_plain(model, Router(coefficient, num_choices))
+    if is_plain is None:
+        return None
+    if not is_plain:
         _log.warning("%s balances its experts by a loss of its own, taken within each micro-batch: how a minibatch is "
                      "cut moves it a little", type(model).__name__)
         num_choices = None
@@ -87,8 +90,8 @@ def _found(model: nn.Module) -> Router | None:
 
 
 @torch.no_grad()
-def _is_plain(model: nn.Module, router: Router) -> bool:
-    """Whether the model's own loss is the formula above, tried on numbers."""
+def _is_plain(model: nn.Module, router: Router) -> bool | None:
+    """Whether the model's own loss is the formula above, tried on numbers; None where it has none, being dense."""
     config, weight = model.config.get_text_config(), model.get_output_embeddings().weight
     num_experts = next((v for n in ("num_local_experts", "num_experts", "n_routed_experts")
                         if (v := getattr(config, n, None))), None)
@@ -104,5 +107,7 @@ def _is_plain(model: nn.Module, router: Router) -> bool:
         own = own_router_loss(model, batch, hidden, logits)
     except (TypeError, ValueError, RuntimeError, IndexError):
         return False
+    if own is None:
+        return None
     found = router.loss(model, batch, hidden, logits)
     return bool(torch.isclose(found.float(), torch.as_tensor(own).float(), rtol=1e-4))

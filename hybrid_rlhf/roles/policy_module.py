@@ -88,9 +88,9 @@ class PolicyModule(nn.Module):
         router_loss = choices = None
         needs_router = self.router is not None and (with_choices or torch.is_grad_enabled())
         rows, hidden, logits, counts = self.states(batch, needs_router)
-        if self.router and logits is not None and with_choices:
+        if self.router and logits and with_choices:  # no logits: of layers that are dense, or choose by a table
             choices = self.router.choices(logits, counts)
-        elif self.router and logits is not None:
+        elif self.router and logits:
             router_loss = self.router.loss(self.model, batch, hidden, logits, expert_shares, counts)
         config: Any = self.model.config  # of transformers
         size = chunk_rows(config.get_text_config().vocab_size, rows.dtype)

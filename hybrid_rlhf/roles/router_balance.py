@@ -43,7 +43,8 @@ def _counted(engine: HybridEngine, batch: SequenceBatch, max_tokens: int) -> Ten
         for _, found in accumulate.score(
                 engine, batch.attention_mask.sum(1), max_tokens,
                 lambda index: engine(bare.rows(index).to(engine.device), with_choices=True).choices):
-            counts.append(found.cpu())
+            if found is not None:
+                counts.append(found.cpu())
     engine.module.train(was_training)
     own = torch.stack(counts).double().sum(0).tolist() if counts else []
     everywhere = torch.tensor([each for each in gather_over_ranks(own) if each], dtype=torch.float64).sum(0)

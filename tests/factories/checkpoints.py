@@ -32,7 +32,8 @@ class Checkpoint:
     checkpoint_templates. names: what transformers' names of the weights are replaced by, in that order. change: what
     the file has beside or instead of the model's weights. in_config: the template is a line of the tokenizer's
     configuration. files: further ones, by name. is_untied: the output head is in the files although the configuration,
-    as transformers reads it, ties it to the embeddings.
+    as transformers reads it, ties it to the embeddings. loads_in_4bit: it is packed by bitsandbytes, and has to be
+    trained with model.load_in_4bit.
     """
 
     source: str
@@ -45,6 +46,7 @@ class Checkpoint:
     shards: str | None = None
     in_config: bool = False
     is_untied: bool = False
+    loads_in_4bit: bool = False
     files: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -371,7 +373,7 @@ CHECKPOINTS: dict[str, Checkpoint] = {
                                          eos_token_id=[Id("<|end_of_text|>"), Id("<|eom_id|>"), Id("<|eot_id|>")],
                                          max_length=131072, pad_token_id=Id("<|finetune_right_pad_id|>"),
                                          temperature=0.6, top_p=0.9, transformers_version="4.52.0.dev0"),
-                                    change=packing.bnb_4bit),
+                                    change=packing.bnb_4bit, loads_in_4bit=True),
     "qwen2_5_awq": Checkpoint("Qwen/Qwen2.5-7B-Instruct-AWQ", configs.AWQ, "qwen2", "trl:qwen2_5",
                               _QWEN_ENDS | dict(repetition_penalty=1.05, temperature=0.7, top_k=20, top_p=0.8),
                               in_config=True, shards=_SHARDED, change=packing.awq),

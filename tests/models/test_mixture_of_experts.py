@@ -19,6 +19,7 @@ from hybrid_rlhf.roles import Actor, PolicyModule, Reference, Reward, Roles
 from hybrid_rlhf.trainers.ppo import PPOTrainer
 from hybrid_rlhf.trainers.reward import RewardTrainer
 from hybrid_rlhf.trainers.sft import SFTTrainer
+from tests.factories.architectures import random_model
 from tests.factories.merged import merged_state_dict
 from tests.factories.shortage import little_memory
 from tests.factories.tiny import tiny_causal_lm, tiny_tokenizer
@@ -152,6 +153,16 @@ def test_checkpointing_changes_nothing_and_a_model_without_experts_has_no_router
     dense = tiny_causal_lm()
     assert router_coefficient(dense) == 0 and router_coefficient(mixture()) == 0.1
     assert "aux_loss" not in SFTTrainer(actor(dense)).step(BATCH).compute()
+
+
+@pytest.mark.parametrize("max_tokens", [8192, 40], ids=["whole", "in parts"])
+@pytest.mark.parametrize("kind, changes", [("doge", dict(is_moe=False)), ("qwen3_moe", dict(mlp_only_layers=[0, 1]))])
+def test_layers_without_experts_train_in_a_type_that_has_them(kind, changes, max_tokens, caplog):
+    model = random_model(kind, dict(changes, vocab_size=300, num_experts_per_tok=2))
+    assert router_coefficient(model) == 0.001
+    assert hidden_states_and_router_logits(model, BATCH)[1] in ((), None)
+    assert "aux_loss" not in SFTTrainer(actor(model, max_tokens)).step(BATCH).compute()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("saves", [False, True], ids=["kept", "checkpointed"])
