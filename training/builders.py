@@ -112,8 +112,9 @@ def check_lengths(model: ModelConfig, **lengths: int) -> None:
     which = model.preset or model.model_name_or_path
     for option, length in lengths.items():
         name = option.replace("__", ".")
-        check(limit is None or length <= limit,
-              f"{name} is {length}, but {which} has {limit} positions; lower {name} to {limit} or less")
+        if limit is not None and length > limit:
+            named = f"{limit} positions" if model.preset else load.describe_positions(load.configuration(model))
+            raise UserError(f"{name} is {length}, but {which} has {named}; lower {name} to {limit} or less")
 
 
 def check_model(model: ModelConfig, engine: ZeroConfig, optim: str = "adamw") -> None:

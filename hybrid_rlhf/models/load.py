@@ -357,7 +357,7 @@ def _empty(auto_class: str, config: ModelConfig, settings, **named: object) -> n
 
 def max_positions(model: nn.Module) -> int | None:
     """The longest sequence the model has positions for, or None where there is no bound."""
-    size = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    size = positions_of(model.config)
     # RoBERTa and its kin count from the padding's position on: 514 positions are those of 512 tokens.
     paddings = (getattr(module, "padding_idx", None) for name, module in model.named_modules()
                 if name.endswith("position_embeddings"))
@@ -383,7 +383,25 @@ def configured_positions(config: ModelConfig) -> int | None:
     """The number of positions of the model that `config` names, from its configuration alone."""
     if config.preset:
         return PRESETS[config.preset][1]["max_position_embeddings"]
-    return getattr(configuration(config).get_text_config(), "max_position_embeddings", None)
+    return positions_of(configuration(config))
+
+
+def positions_of(settings) -> int | None:  # noqa: ANN001 - a transformers class
+    """The positions of a configuration, or None where there is no bound. Of LongRoPE (Phi-3, Phi-4-mini) those before
+    the switch: with a longer row transformers takes other frequencies for all rows of a batch, and for the later tokens
+    of a sequence than for those in its cache, so that no two forwards would agree."""
+    text = settings.get_text_config()
+    size, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
+    sections = [rope, *(each for each in rope.values() if isinstance(each, dict))]  # of all layers, or of each kind
+    switches = [each["original_max_position_embeddings"] for each in sections if each.get("rope_type") == "longrope"]
+    return min(switches, default=size)
+
+
+def describe_positions(settings) -> str:  # noqa: ANN001 - a transformers class
+    """`4096 positions`, for messages, and why where they are fewer than the configuration says."""
+    size = positions_of(settings)
+    is_fewer = size != getattr(settings.get_text_config(), "max_position_embeddings", None)
+    return f"{size} positions" + " before the frequencies of its LongRoPE change" * is_fewer
 
 
 def configuration(config: ModelConfig):  # noqa: ANN201 - a transformers class

@@ -9,6 +9,7 @@ from torch import nn
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.engine.decode.kv_cache import free_bytes
 from hybrid_rlhf.engine.decode.runner import Runner
+from hybrid_rlhf.models.load import describe_positions, positions_of
 from hybrid_rlhf.models.tokenizer import turn_ends
 
 
@@ -52,12 +53,13 @@ def check_turns(runner: Runner, capacity: int) -> None:
     allowed = _positions(runner)
     if allowed is not None and capacity > allowed:
         raise UserError(f"an episode of up to {capacity} tokens, of the longest prompt (with the tools, and what reset "
-                        f"has added to it) and max_new_tokens, exceeds the model's {allowed} positions; lower "
+                        f"has added to it) and max_new_tokens, exceeds the model's "
+                        f"{describe_positions(runner.model.config)}; lower "
                         "max_new_tokens, or make the prompts shorter")
 
 
 def _positions(runner: Runner) -> int | None:
-    return getattr(runner.model.config.get_text_config(), "max_position_embeddings", None)
+    return positions_of(runner.model.config)
 
 
 def check_lengths(runner: Runner, prompts: list[list[int]], limits: Sequence[int]) -> None:
@@ -73,8 +75,8 @@ def check_lengths(runner: Runner, prompts: list[list[int]], limits: Sequence[int
                             f"{type(runner.model).__name__}; remove it")
     length, limit = max(((len(p), n) for p, n in zip(prompts, limits, strict=True)), key=sum, default=(0, 0))
     if allowed is not None and length + limit > allowed:
-        raise UserError(f"a prompt of {length} tokens and max_new_tokens {limit} exceed the model's {allowed} "
-                        "positions; shorten one of them")
+        raise UserError(f"a prompt of {length} tokens and max_new_tokens {limit} exceed the model's "
+                        f"{describe_positions(runner.model.config)}; shorten one of them")
 
 
 def stop_ids(model: nn.Module, tokenizer) -> list[int]:  # noqa: ANN001
