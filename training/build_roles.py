@@ -228,18 +228,20 @@ def _lay_out(engine: HybridEngine, role: str, group: tuple[str, ...], parts: Rol
 
 def build(parts: RoleInputs, starts: dict[str, Start], layout: Layout, tokenizer,  # noqa: ANN001
           num_updates: Mapping[str, int], scale: Scale | None, reward_tokenizer=None,  # noqa: ANN001
-          takes_head: bool = True) -> tuple[Roles, Reward | None]:
+          takes_head: bool = True, is_mixed: bool = False) -> tuple[Roles, Reward | None]:
     """The roles in their engines; actor and critic under an optimizer, dropout off everywhere.
 
     num_updates: of each trained role, over the run. scale: what scores are put on, which a critic with the reward's
     head is too (None: nothing). reward_tokenizer: the reward model's own, where it reads text. takes_head: as
-    in on_policy.Method.
+    in on_policy.Method. is_mixed: whether the reward model's score is weighed, or one of several: a critic with its
+    head, and one with another model's, then finds the scale of the first scores.
     """
     engines: dict[str, HybridEngine] = {}
     head = starts["reward"].head if "reward" in starts else None
     check("reward" not in starts or load.has_score(head, parts.model.trust_remote_code),
           f"roles.reward: {head} has no scalar head; a reward model is needed (--stage reward)")
-    is_copy = head is not None and "critic" in starts and starts["critic"].head == head
+    is_copy = head is not None and "critic" in starts and starts["critic"].head == head and not is_mixed
+    is_rescaled = "critic" in starts and starts["critic"].head is not None and not is_copy
     for group in layout.bases:
         own = reward_tokenizer if reward_tokenizer is not None and group == ("reward",) else tokenizer
         with explained(f"while loading the model of {' and '.join(group)}"):
@@ -257,7 +259,7 @@ def build(parts: RoleInputs, starts: dict[str, Start], layout: Layout, tokenizer
     tokens = {role: layout_of(parts, role).micro_batch_tokens for role in ROLES}
     return (Roles(Actor(engines["actor"], tokenizer, tokens["actor"]),
                   Reference(engines["ref"], tokens["ref"]) if "ref" in engines else None,
-                  Critic(engines["critic"], tokens["critic"], is_new=starts["critic"].head is None)
+                  Critic(engines["critic"], tokens["critic"], starts["critic"].head is None, is_rescaled)
                   if "critic" in engines else None,
                   Teacher(engines["teacher"], tokens["teacher"]) if "teacher" in engines else None),
             Reward(engines["reward"], tokens["reward"]) if "reward" in engines else None)

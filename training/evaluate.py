@@ -209,6 +209,7 @@ def run(config: Config, command: str = "") -> dict[str, float]:
             answered = [judges.answers(name, path, tokenizers[name], asked[name], players[name])
                         for name, path in models.items()]
             how |= scored_answers.tell_unjudged(judges.unjudged, config.reward.judge.on_failure)
+            how |= scored_answers.tell_unscored(answered)
         metrics = _tell(config, answered, next(iter(asked.values()), None), how, agreements)
         record.finish(metrics, tokenizer=next(iter(tokenizers.values()), None))
     return metrics
@@ -378,7 +379,7 @@ def _tell(config: Config, answered: list[Answered], prompts: Prompts | None, how
         facts = {"prompts": f"{len(prompts)} ({how['rows']})", "answers_per_prompt": given.sampling.num_samples,
                  "temperature": given.sampling.temperature, "seed": config.seed,
                  "reward_sources": ", ".join(answered[0].parts), "reference_of_kl": how["reference_of_kl"]}
-        facts |= {name: what for name, what in how.items() if name == scored_answers.NO_VERDICT}
+        facts |= {name: how[name] for name in (scored_answers.NO_VERDICT, scored_answers.UNSCORED) if name in how}
         shown = compare.examples([words_of(p) for p in prompts.columns["prompt"]], answered, given.num_examples)
         compare.show(found, shown[:3])  # before it is written: a full disk takes away neither
     if agreements:
@@ -386,7 +387,7 @@ def _tell(config: Config, answered: list[Answered], prompts: Prompts | None, how
     more = agreement.section(agreements, _method(config)) if agreements else None
     written = compare.write(Path(config.output_dir), found, shown, facts, more)
     print(f"written to {' and '.join(map(str, written))}")
-    return {f"score/{model.name}": float(model.scores.mean()) for model in answered} | {
+    return {f"score/{model.name}": float(np.nanmean(model.scores)) for model in answered} | {
         f"agreement/{row.source}": row.accuracy for row in agreements if row.accuracy is not None}
 
 

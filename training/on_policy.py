@@ -265,7 +265,7 @@ def open_run(config: Config) -> RunContext:
     warmup = _critic_warmup_steps(method, starts, steps)
     num_updates = {"actor": (steps - warmup) * method.num_updates, "critic": steps * method.num_updates}
     roles, reward = build(parts_of(config), starts, layout, tokenizer, num_updates, scale, reader,
-                          method.takes_head)
+                          method.takes_head, is_mixed=bool(others or config.reward.weights))
     roles.actor.episodes = player
     model_source = reward and ModelSource(reward, tokenizer=reader, raw=config.data.raw)
     source, scale = reward_sources.combine(config.reward, model_source, others, scale, tokenizer)

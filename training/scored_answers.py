@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from hybrid_rlhf.core.config import check, nearest
@@ -15,7 +16,8 @@ from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.examples import with_score
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.rewards import Reporting, RewardSource, checked_scores
+from hybrid_rlhf.report.compare import Answered
+from hybrid_rlhf.rewards import Reporting, RewardSource, part_scores
 from hybrid_rlhf.roles import Actor, Reference
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.training import builders
@@ -23,7 +25,7 @@ from hybrid_rlhf.training import builders
 # name -> module:function(prompt messages or text, completion) -> bool, an independent judge of truth
 CHECKERS = {"demo": "hybrid_rlhf.data.demo:is_correct"}
 
-NO_VERDICT = "answers_without_a_verdict_of_the_judge"  # a fact of evaluate.json and evaluate.md
+NO_VERDICT, UNSCORED = "answers_without_a_verdict_of_the_judge", "answers_without_a_score"  # facts of evaluate.json
 
 
 def check_checker(name: str | None, option: str) -> None:
@@ -59,7 +61,7 @@ def judge(rollout: Rollout, source: RewardSource, reference: Reference | None) -
     """Fill in scores, the parts of them, and the reference's log-probabilities (None: it cannot read these tokens)."""
     if reference is not None:
         rollout.ref_logprobs = reference.logprobs(rollout)  # (B, R)
-    rollout.scores = checked_scores(source, rollout)  # (B,)
+    rollout.scores = part_scores(source, rollout)  # (B,), NaN where every source skipped
     rollout.source_scores = rollout.source_scores or {source.name: rollout.scores}
 
 
@@ -80,6 +82,21 @@ def tell_unjudged(shares: dict[str, float], fate: str) -> dict[str, str]:
     what += f" (their score: {'that of others' if fate == 'mean' else 'none'})"
     print(f"evaluate: answers without a verdict of the judge: {what}", file=sys.stderr)
     return {NO_VERDICT: what}
+
+
+def tell_unscored(answered: Sequence[Answered]) -> dict[str, str]:
+    """A line where every source skipped some answers, which no score and no win counts; and the facts of it. UserError
+    where a model has no score that can be compared."""
+    counts = {model.name: int(np.isnan(model.scores).sum()) for model in answered}
+    for model in answered:
+        names = " or ".join(dict.fromkeys((answered[0].name, model.name)))
+        check(not np.isnan(model.scores + answered[0].scores).all(),
+              f"every reward source skipped all answers of {names} to the same prompts; give one that scores them")
+    if not any(counts.values()):
+        return {}
+    what = ", ".join(f"{name} {count}" for name, count in counts.items())
+    print(f"evaluate: answers that every reward source skipped, left out of scores and wins: {what}", file=sys.stderr)
+    return {UNSCORED: what}
 
 
 def in_words(prompts: Prompts, template: str, tokenizer, raw: bool = False) -> Prompts:  # noqa: ANN001

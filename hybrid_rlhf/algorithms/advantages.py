@@ -22,7 +22,8 @@ class Estimator(NamedTuple):
     """One way to advantages. The row alone says whether a critic is built and whether groups are required.
 
     fn(rewards (B, R), action_mask (B, R), *, values (B, R) or None, gamma, lam, reduce, group_size, step_ends (B, R)
-    bool or None) -> (advantages (B, R), returns (B, R)), both zero outside the actions. Groups are contiguous rows.
+    bool or None) -> (advantages (B, R), returns (B, R)), both zero outside the actions. Groups are contiguous rows;
+    a row without an action, such as a response without a score, is no part of its group's mean and spread.
     step_ends: where the rewards of steps stand, of a process reward model, say.
     kl_in, aggregation: where the method's paper puts the KL penalty (reward or loss) and how it averages the loss
     (a row of policy.AGGREGATIONS); what ppo.kl_in and ppo.aggregation are where they are not given. With kl_in loss
@@ -80,8 +81,8 @@ def reinforce_pp_baseline(rewards: Tensor, action_mask: Tensor, *, values: Tenso
                           lam: float = 0.95, reduce: Reduce = identity, group_size: int = 1,
                           step_ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """REINFORCE++ with the group's mean as baseline: R_i - mean R, whitened over the actions of all ranks."""
-    totals = _group_totals(rewards, action_mask, group_size)
-    advantages, returns = _at_actions(totals - totals.mean(1, keepdim=True), totals, action_mask)
+    totals, is_scored = _group_totals(rewards, action_mask, group_size)
+    advantages, returns = _at_actions(totals - _mean(totals, is_scored), totals, action_mask)
     return whiten(advantages, action_mask, reduce), returns
 
 
@@ -91,10 +92,12 @@ def rloo(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = None, 
          step_ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """REINFORCE leave-one-out (arXiv 2402.14740): R_i less the mean of the others' R, at every action of response i.
 
-    R_i is the sum of row i's rewards, the KL penalty included if it is there. Raises ValueError for groups of one.
+    R_i is the sum of row i's rewards, the KL penalty included if it is there; without others its advantage is 0. Raises
+    ValueError for groups of one.
     """
-    totals = _group_totals(rewards, action_mask, group_size)
-    others = (totals.sum(1, keepdim=True) - totals) / (group_size - 1)
+    totals, is_scored = _group_totals(rewards, action_mask, group_size)
+    num_others = is_scored.sum(1, keepdim=True) - 1
+    others = torch.where(num_others > 0, (totals.sum(1, keepdim=True) - totals) / num_others.clamp(min=1), totals)
     return _at_actions(totals - others, totals, action_mask)
 
 
@@ -103,9 +106,11 @@ def grpo(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = None, 
          reduce: Reduce = identity, group_size: int = 1,
          step_ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Group-relative advantages (arXiv 2402.03300): (R_i - mean R) / (std R + 1e-4), std over n - 1 as in TRL."""
-    totals = _group_totals(rewards, action_mask, group_size)
-    centred = totals - totals.mean(1, keepdim=True)
-    return _at_actions(centred / (totals.std(1, keepdim=True) + 1e-4), totals, action_mask)
+    totals, is_scored = _group_totals(rewards, action_mask, group_size)
+    centred = (totals - _mean(totals, is_scored)).masked_fill(~is_scored, 0)
+    spread = (centred.square().sum(1, keepdim=True) / (is_scored.sum(1, keepdim=True) - 1).clamp(min=1)).sqrt()
+    spread = torch.where(is_scored.all(1, keepdim=True), totals.std(1, keepdim=True), spread)
+    return _at_actions(centred / (spread + 1e-4), totals, action_mask)
 
 
 @torch.no_grad()
@@ -113,8 +118,8 @@ def dr_grpo(rewards: Tensor, action_mask: Tensor, *, values: Tensor | None = Non
             lam: float = 0.95, reduce: Reduce = identity, group_size: int = 1,
             step_ends: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """GRPO done right (arXiv 2503.20783): R_i - mean R, not divided by the spread of the group."""
-    totals = _group_totals(rewards, action_mask, group_size)
-    return _at_actions(totals - totals.mean(1, keepdim=True), totals, action_mask)
+    totals, is_scored = _group_totals(rewards, action_mask, group_size)
+    return _at_actions(totals - _mean(totals, is_scored), totals, action_mask)
 
 
 @torch.no_grad()
@@ -152,14 +157,21 @@ def _check_groups(rewards: Tensor, group_size: int) -> None:
         raise ValueError(f"{len(rewards)} responses in groups of {group_size}: whole groups of two or more are needed")
 
 
-def _group_totals(rewards: Tensor, action_mask: Tensor, group_size: int) -> Tensor:
-    """(groups, group_size): the total reward of each response. Raises ValueError for rows that are no whole groups.
+def _group_totals(rewards: Tensor, action_mask: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """(groups, group_size): the total reward of each response, and bool, whether it has an action. Raises ValueError
+    for rows that are no whole groups.
 
     In fp64: in fp32 the mean of equal scores is not always that score. Of eight times 73.3 it is 7e-6 off, and GRPO,
     which divides by a spread as small, made of that an advantage of 0.07.
     """
     _check_groups(rewards, group_size)
-    return rewards.double().masked_fill(~action_mask, 0).sum(1).view(-1, group_size)
+    totals = rewards.double().masked_fill(~action_mask, 0).sum(1)
+    return totals.view(-1, group_size), action_mask.any(1).view(-1, group_size)
+
+
+def _mean(totals: Tensor, is_scored: Tensor) -> Tensor:
+    """(groups, 1): over those that are scored; the others' totals are 0."""
+    return totals.sum(1, keepdim=True) / is_scored.sum(1, keepdim=True).clamp(min=1)
 
 
 def _at_actions(advantages: Tensor, totals: Tensor, action_mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -266,6 +266,9 @@ CHECKS: tuple[tuple[Callable[[History], list[Alarm]], ...], ...] = (
           "{0.end:.0%} of the responses are empty ({0.start:.0%} at the start). If they were from the start, look at "
           "the prompts as the model sees them (--preview); if they became so, the reward favours empty answers: set "
           "ppo.sampling.min_new_tokens."),),
+    (Rule("unscored answers", ("completions/unscored_ratio",), lambda unscored: unscored.end > 0.5,
+          "every reward source skipped {0.end:.0%} of the responses (None), which teach nothing. Give a source that "
+          "scores them."),),
     # where few answers are right, as yes and no, there were few different ones from the start
     (Rule("same answers", ("completions/distinct_answers", "completions/top3_share"),
           lambda distinct, top: distinct.end < 0.5 * distinct.start and top.end > top.start + 0.25,

@@ -30,9 +30,9 @@ Interval = tuple[float, float]
 class Answered:
     """One model's answers to P prompts, S to each, in the prompts' order.
 
-    scores (P, S); parts: (P, S) of each reward source, NaN where it skipped; completions: P lists of S texts. Of each
-    answer, P * S numbers: lengths in tokens, ended (whether by itself), nats (log-probability over the reference's, or
-    None where the reference cannot read the tokens), is_right (or None without a checker).
+    scores (P, S), NaN where every source skipped; parts: (P, S) of each source; completions: P lists of S texts. Of
+    each answer, P * S numbers: lengths in tokens, ended (whether by itself), nats (log-probability over the
+    reference's, or None where the reference cannot read the tokens), is_right (or None without a checker).
     """
 
     name: str
@@ -94,8 +94,18 @@ def bootstrap(values: np.ndarray, method: Method) -> Interval:
 
 def win_rates(scores: np.ndarray, other: np.ndarray) -> np.ndarray:
     """(P,): of each prompt, how often an answer scores higher than the other model's answer of the same number; a tie
-    counts as half."""
-    return ((scores > other) + 0.5 * (scores == other)).mean(1)
+    counts as half, and NaN is no number to compare with."""
+    return _means(np.where(np.isnan(scores + other), np.nan, (scores > other) + 0.5 * (scores == other)))
+
+
+def _means(values: np.ndarray) -> np.ndarray:
+    """(P,): of each row those numbers that are not NaN; NaN for a row of none."""
+    count = (~np.isnan(values)).sum(1)
+    return np.where(count > 0, np.nansum(values, 1) / np.maximum(count, 1), np.nan)
+
+
+def _known(values: np.ndarray) -> np.ndarray:
+    return values[~np.isnan(values)]
 
 
 def distinct(completions: Sequence[str], n: int) -> float:
@@ -112,8 +122,8 @@ def compare(models: Sequence[Answered], method: Method) -> Comparison:
 
 def _row(model: Answered, first: Answered | None, method: Method) -> dict:
     texts = [text for answers in model.completions for text in answers]
-    row = {"model": model.name, "path": model.path, "score": float(model.scores.mean()),
-           "score_interval": bootstrap(model.scores.mean(1), method)}
+    row = {"model": model.name, "path": model.path, "score": float(np.nanmean(model.scores)),
+           "score_interval": bootstrap(_known(_means(model.scores)), method)}
     if model.is_right is not None:
         right = np.asarray(model.is_right, float).reshape(model.scores.shape)
         row |= {"accuracy": float(right.mean()), "accuracy_interval": wilson(right.mean(1).sum(), len(right),
@@ -128,20 +138,22 @@ def _row(model: Answered, first: Answered | None, method: Method) -> dict:
 
 
 def _beside(model: Answered, first: Answered, method: Method) -> dict:
-    """What changed from the first model to this one, on the same prompts."""
-    rates = win_rates(model.scores, first.scores)
-    gains = model.scores.mean(1) - first.scores.mean(1)
+    """What changed from the first model to this one, on the same prompts: those where both have a score."""
+    rates = _known(win_rates(model.scores, first.scores))
+    gains = _known(_means(model.scores) - _means(first.scores))
     low, high = wilson(float(rates.sum()), len(rates), method.confidence)
     gained = bootstrap(gains, method)
     return {"win_rate": float(rates.mean()), "win_rate_interval": (low, high),
-            "ties": float((model.scores == first.scores).mean()), "score_gain": float(gains.mean()),
+            "ties": float((model.scores == first.scores)[~np.isnan(model.scores + first.scores)].mean()),
+            "score_gain": float(gains.mean()),
             "score_gain_interval": gained, "is_better": low > 0.5, "is_worse": high < 0.5}
 
 
 def examples(prompts: Sequence[str], models: Sequence[Answered], count: int) -> list[dict]:
     """The first `count` prompts with each model's first answer and its score."""
     return [{"prompt": prompts[p], "answers": {m.name: {"completion": m.completions[p][0],
-                                                         "score": float(m.scores[p, 0])} for m in models}}
+                                                         "score": None if np.isnan(m.scores[p, 0]) else
+                                                         float(m.scores[p, 0])} for m in models}}
             for p in range(min(count, len(prompts)))]
 
 
@@ -197,7 +209,7 @@ def page(found: Comparison, shown: list[dict], facts: dict, more: Section | None
     lines += ["## Answers side by side", ""] if shown else []
     for each in shown:
         lines += [f"**{escaped(each['prompt'])}**", "", "| model | score | answer |", "|---|---|---|",
-                  *(f"| {escaped(name)} | {a['score']:.3f} | {escaped(a['completion'])} |"
+                  *(f"| {escaped(name)} | {_number(a['score'], None, 3)} | {escaped(a['completion'])} |"
                     for name, a in each["answers"].items()), ""]
     return "\n".join(lines)
 
@@ -244,4 +256,5 @@ def show(found: Comparison, shown: list[dict]) -> None:
     for each in shown:
         console.print(Text(one_line(each["prompt"], console.width), style="cyan"))
         for name, answer in each["answers"].items():
-            console.print(Text(one_line(f"  {name}: {answer['completion']} ({answer['score']:.2f})", console.width)))
+            score = _number(answer["score"], None, 2) or "no score"
+            console.print(Text(one_line(f"  {name}: {answer['completion']} ({score})", console.width)))

@@ -44,6 +44,7 @@ MEANINGS: dict[str, str] = {
     "completions/max_length": "tokens of the longest response",
     "completions/clipped_ratio": "share of responses that were cut off at max_new_tokens",
     "completions/empty_ratio": "share of responses without text",
+    "completions/unscored_ratio": "share of responses that every reward source skipped",
     "completions/distinct_2": "distinct pairs of neighbouring tokens, as a share of all pairs",
     "completions/distinct_answers": "distinct answers to different prompts, as a share of all",
     "completions/top3_share": "share of the three most common responses",

@@ -34,13 +34,16 @@ class Roles:
         return {name: dict(role.engine.oom_limits) for name, role in vars(self).items() if role}
 
     def state(self) -> dict:
-        """For a checkpoint: what is trained of each role, under its name, `oom_limits`, and the scale of a new critic's
-        values. Tensors are no copies."""
-        scale = {"value_scale": [self.critic.mean, self.critic.std]} if self.critic and self.critic.is_new else {}
+        """For a checkpoint: what is trained of each role, under its name, `oom_limits`, and the scale that a critic's
+        values have found. Tensors are no copies."""
+        critic, scale = self.critic, {}
+        if critic and (critic.is_new or critic.is_rescaled):
+            own = [critic.head_mean, critic.head_std] if critic.is_rescaled else []
+            scale = {"value_scale": [critic.mean, critic.std, *own]}
         return role_state.states(vars(self)) | {"oom_limits": self.oom_limits()} | scale
 
     def load_state(self, state: Mapping) -> None:
         """Go on where `state` was taken (other keys are left alone); ValueError where it is of other weights."""
         role_state.load_states(vars(self), state)
-        if self.critic and self.critic.is_new:
+        if self.critic and (self.critic.is_new or (self.critic.is_rescaled and "value_scale" in state)):
             self.critic.set_scale(*state["value_scale"])

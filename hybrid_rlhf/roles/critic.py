@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.core.distributed import sum_over_ranks
+from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.tensors import predicting
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.engine.train.accumulate import Rows, accumulate
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.roles.role_state import training_of
-from hybrid_rlhf.roles.scoring import per_action, prefix_groups
+from hybrid_rlhf.roles.scoring import last_numbers, per_action, prefix_groups
 from hybrid_rlhf.rollout import Rollout
 
 
@@ -23,37 +24,50 @@ from hybrid_rlhf.rollout import Rollout
 class Critic:
     """The value of each state: the reward that the rest of the response will have.
 
-    is_new: whether its head is of zeros and has to find the scale of the scores (`begin`). mean, std: the value of a
-    state is mean + std times what the head says; a critic that is not new has its scale in its weights.
+    is_new: whether its head is of zeros. is_rescaled: whether its head comes from a model whose scores are on another
+    scale than those to be optimised, such as a reward model that is one of several sources. Either finds the scale of
+    the first scores (`begin`). mean, std: of these; the value of a state is mean + std times what the head says of it,
+    which for a head that is not new is first put on mean 0 and std 1 of what it says of the first responses (head_mean,
+    head_std). A critic that is neither has its scale in its weights.
     """
 
     engine: HybridEngine[ScalarModel]
     max_tokens: int = 8192
     is_new: bool = False
+    is_rescaled: bool = False
     mean: float = 0.0
     std: float = 1.0
+    head_mean: float = 0.0
+    head_std: float = 1.0
 
     def __post_init__(self) -> None:
         self.engine.name = "critic"
 
-    def begin(self, scores: Tensor) -> None:
-        """Before the first update of a new critic: its values are the mean of `scores` (B,), the first shaped scores
-        of all processes, and it learns in their standard deviations. Does nothing for any other critic.
+    def begin(self, scores: Tensor, rollout: Rollout | None = None) -> None:
+        """Before the first update of a critic that has to find its scale: its values get mean and standard deviation of
+        `scores` (B,), the first shaped scores of all processes (NaN: none), and it learns in these standard deviations.
+        Does nothing for any other critic. rollout: whose scores these are, needed for a head that is not new.
 
         From zero it would need hundreds of updates to reach scores of 60, and until then advantages are the mean score
         times lambda to the number of tokens left, beside which the difference between two responses is lost.
         """
-        if not self.is_new or training_of(self).num_steps:
+        if not (self.is_new or self.is_rescaled) or training_of(self).num_steps:
             return
-        scores = scores.double()
-        total, count = sum_over_ranks(torch.stack([scores.sum(), torch.tensor(float(len(scores)))])).tolist()
-        squares = float(sum_over_ranks((scores - total / count).square().sum()))
-        self.set_scale(total / count, (squares / count) ** 0.5 or 1.0)
+        is_scored = ~scores.isnan()
+        mean, std, count = _moments(scores[is_scored])
+        if not count:
+            return
+        head_mean, head_std = 0.0, 1.0
+        if not self.is_new:  # without its scale, should this be the second time
+            self.engine.module.mean, self.engine.module.std = 0.0, 1.0
+            batch = present(rollout, "the rollout").sequences(self.engine.pad_id)
+            head_mean, head_std, _ = _moments(last_numbers(self.engine, batch, self.max_tokens)[is_scored])
+        self.set_scale(mean, std or 1.0, head_mean, head_std or 1.0)
 
-    def set_scale(self, mean: float, std: float) -> None:
-        """Values are mean + std times what the head says."""
-        self.mean, self.std = mean, std
-        self.engine.module.mean, self.engine.module.std = -mean / std, 1 / std
+    def set_scale(self, mean: float, std: float, head_mean: float = 0.0, head_std: float = 1.0) -> None:
+        """Values are mean + std * (what the head says - head_mean) / head_std."""
+        self.mean, self.std, self.head_mean, self.head_std = mean, std, head_mean, head_std
+        self.engine.module.mean, self.engine.module.std = head_mean - mean * head_std / std, head_std / std
 
     def values(self, rollout: Rollout) -> Tensor:
         """(B, R): the value before each action."""
@@ -72,3 +86,12 @@ class Critic:
         with self.engine.staying():  # for the trial of prefixes and the update
             return accumulate(self.engine, self.max_tokens, Rows(
                 batch.attention_mask.sum(1), micro_batch_loss, prefix_groups(self.engine, batch)))
+
+
+def _moments(values: Tensor) -> tuple[float, float, float]:
+    """Mean, standard deviation and number of the `values` (n,) of all processes; zeros where there are none."""
+    values = values.double()
+    total, count = sum_over_ranks(torch.stack([values.sum(), torch.tensor(float(len(values)))])).tolist()
+    mean = total / max(count, 1)
+    squares = float(sum_over_ranks((values - mean).square().sum()))
+    return mean, (squares / max(count, 1)) ** 0.5, count

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from hybrid_rlhf.core.metrics import Metrics
-from hybrid_rlhf.core.tensors import SequenceBatch, last_true
+from hybrid_rlhf.core.tensors import SequenceBatch
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.engine.train.accumulate import Rows, accumulate
 from hybrid_rlhf.models.heads import ScalarModel
-from hybrid_rlhf.roles.scoring import prefix_groups, score
+from hybrid_rlhf.roles.scoring import at_last, last_numbers, prefix_groups
 from hybrid_rlhf.rollout import Rollout
 
 
@@ -27,13 +26,9 @@ class Reward:
     def __post_init__(self) -> None:
         self.engine.name = "reward model"
 
-    @torch.no_grad()
     def score(self, batch: SequenceBatch) -> Tensor:
         """(B,) fp32 scores on the CPU, without gradients."""
-        out = torch.zeros(len(batch))
-        for index, scores in score(self.engine, batch, self.max_tokens, lambda rows: _last(self.engine(rows), rows)):
-            out[index] = scores.cpu()
-        return out
+        return last_numbers(self.engine, batch, self.max_tokens)
 
     def score_rollout(self, rollout: Rollout) -> Tensor:
         """(B,) scores of prompt and response together."""
@@ -53,13 +48,8 @@ class Reward:
 
         def micro_batch_loss(index: Tensor) -> tuple[Tensor, dict]:
             rows = batch.rows(pairs[index].T.reshape(-1)).to(self.engine.device)
-            return loss_fn(*_last(self.engine(rows), rows).chunk(2), index)
+            return loss_fn(*at_last(self.engine(rows), rows).chunk(2), index)
 
         return accumulate(self.engine, self.max_tokens, Rows(
             lengths[pairs].amax(1) * 2, micro_batch_loss,  # a pair costs two rows of its longer side
             None if groups is None else groups[pairs[:, 0]]))
-
-
-def _last(scores: Tensor, rows: SequenceBatch) -> Tensor:
-    """(B, T) -> (B,): each row's number at its last real token."""
-    return scores.gather(1, last_true(rows.attention_mask)[:, None])[:, 0]

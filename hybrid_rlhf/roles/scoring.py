@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.core.tensors import SequenceBatch, scatter, summed_by_row
+from hybrid_rlhf.core.tensors import SequenceBatch, last_true, scatter, summed_by_row
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.engine.train import accumulate
 from hybrid_rlhf.engine.train.deepspeed_compat import is_partitioned
@@ -56,6 +56,20 @@ def per_sequence(engine: HybridEngine, batch: SequenceBatch, max_tokens: int) ->
     for index, sums in score(engine, batch, max_tokens, lambda rows: summed(engine(rows), rows)):
         out[index] = sums.cpu()
     return out
+
+
+@torch.no_grad()
+def last_numbers(engine: HybridEngine, batch: SequenceBatch, max_tokens: int) -> Tensor:
+    """(B,) fp32 on the CPU: what a scalar model says at each row's last real token, without gradients."""
+    out = torch.zeros(len(batch))
+    for index, numbers in score(engine, batch, max_tokens, lambda rows: at_last(engine(rows), rows)):
+        out[index] = numbers.cpu()
+    return out
+
+
+def at_last(numbers: Tensor, rows: SequenceBatch) -> Tensor:
+    """(B, T) -> (B,): each row's number at its last real token."""
+    return numbers.gather(1, last_true(rows.attention_mask)[:, None])[:, 0]
 
 
 def summed(tokens: TokenScores, rows: SequenceBatch) -> Tensor:

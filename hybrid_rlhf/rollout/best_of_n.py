@@ -35,14 +35,13 @@ class BestOfNSampler:
     def sample(self, prompts: Prompts, metrics: Metrics) -> tuple[Rollout, Tensor]:
         """num_samples responses to each prompt, and their scores (B,) to rank by: NaN where every source skipped."""
         rollout = collect(prompts, self.roles, self.source, self.sampling, self.seed * 1_000_003 + self.num_steps,
-                          metrics, self.old_logprobs, may_skip=True, keeps=self.keeps)
+                          metrics, self.old_logprobs, keeps=self.keeps)
         self.num_steps, self.last_rollout = self.num_steps + 1, rollout
         return rollout, missing_eos(rollout.scores, rollout.has_eos, self.missing_eos_penalty)
 
     def evaluate(self, batches: Iterable[Prompts]) -> Metrics:
         """Scores, KL and lengths of fresh responses to held-out prompts (always the same draw)."""
-        return collect_held_out(batches, self.roles, self.source, self.sampling, self.seed, may_skip=True,
-                                keeps=self.keeps)
+        return collect_held_out(batches, self.roles, self.source, self.sampling, self.seed, keeps=self.keeps)
 
     def samples(self, count: int = 4) -> list[dict]:
         """The first responses of the last round, for people; the score of a skipped one is None."""

@@ -21,7 +21,7 @@ from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.core.tensors import KeptSets
 from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.engine.device_memory import peak_in
-from hybrid_rlhf.rewards import Reporting, RewardSource, checked_scores, part_scores
+from hybrid_rlhf.rewards import Reporting, RewardSource, part_scores
 from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.rollout.old_logprobs import OldLogprobs
@@ -29,19 +29,21 @@ from hybrid_rlhf.rollout.old_logprobs import OldLogprobs
 _log = logging.getLogger(__name__)
 _MUCH = 1 << 30  # bytes
 _said_much: WeakSet[HybridEngine] = WeakSet()
+_said_skipped: WeakSet[HybridEngine] = WeakSet()
 
 
 @torch.no_grad()
 def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: SamplingConfig, seed: int,
-            metrics: Metrics, old_logprobs: OldLogprobs | None = None, *, may_skip: bool = False,
-            with_values: bool = True, keeps: bool = False) -> Rollout:
+            metrics: Metrics, old_logprobs: OldLogprobs | None = None, *, with_values: bool = True,
+            keeps: bool = False) -> Rollout:
     """Sample `sampling.num_samples` responses to each prompt, then score them with every role and the reward source.
 
     seed makes the sampling a function of the step. old_logprobs: whose log-probabilities are the old ones (None: a
-    training forward's). may_skip: whether a response that every source skipped has the score NaN; else it is an error.
-    with_values: whether a critic's values are computed; else that is left to the caller. keeps: whether all
-    log-probabilities are among the words that truncated sampling drew from. metrics receives the time and
+    training forward's). with_values: whether a critic's values are computed; else that is left to the caller. keeps:
+    whether all log-probabilities are among the words that truncated sampling drew from. metrics receives the time and
     the peak memory of each phase, and what the engine has to say of itself.
+
+    The score of a response that every source skipped is NaN, for the caller to leave out.
     """
     old_logprobs, start = old_logprobs or OldLogprobs("recompute"), time.perf_counter()
     activity.doing(f"sampling {len(prompts) * sampling.num_samples} responses")
@@ -61,8 +63,9 @@ def collect(prompts: Prompts, roles: Roles, source: RewardSource, sampling: Samp
             with peak("ref/score"):
                 rollout.ref_logprobs = roles.ref.logprobs(rollout)  # (B, R)
         with peak("reward/score"):
-            rollout.scores = _scores(source, rollout, may_skip)  # (B,)
+            rollout.scores = _scores(source, rollout)  # (B,)
         rollout.source_scores = rollout.source_scores or {source.name: rollout.scores}  # a mixture has told its parts
+    _tell_skipped(rollout.scores, roles.actor.engine)
     if isinstance(source, Reporting):
         source.report(metrics)
     if sampling.num_samples > 1:
@@ -107,10 +110,20 @@ def measure_values(rollout: Rollout, roles: Roles, metrics: Metrics) -> None:
         rollout.values = present(roles.critic, "the critic").values(rollout)  # (B, R)
 
 
-def _scores(source: RewardSource, rollout: Rollout, may_skip: bool) -> Tensor:
-    """(B,). Where the source fails, nothing of the step has been learnt yet: a run can be taken up before it."""
+def _tell_skipped(scores: Tensor, engine: HybridEngine) -> None:
+    """One line, the first time that every source skips a response."""
+    if bool(scores.isnan().any()) and engine not in _said_skipped:
+        _said_skipped.add(engine)
+        _log.warning("every reward source skipped %d of %d responses (None): such are left out of the update and of "
+                     "their prompt's baseline; completions/unscored_ratio counts them", int(scores.isnan().sum()),
+                     len(scores))
+
+
+def _scores(source: RewardSource, rollout: Rollout) -> Tensor:
+    """(B,), NaN where every source skipped. Where the source fails, nothing of the step has been learnt yet: a run can
+    be taken up before it."""
     try:
-        return (part_scores if may_skip else checked_scores)(source, rollout)
+        return part_scores(source, rollout)
     except UserError as error:
         error.is_before_update = True
         raise
@@ -118,12 +131,12 @@ def _scores(source: RewardSource, rollout: Rollout, may_skip: bool) -> Tensor:
 
 @torch.no_grad()
 def collect_held_out(batches: Iterable[Prompts], roles: Roles, source: RewardSource, sampling: SamplingConfig,
-                     seed: int, *, may_skip: bool = False, keeps: bool = False) -> Metrics:
+                     seed: int, *, keeps: bool = False) -> Metrics:
     """Scores, KL and lengths of fresh responses to held-out prompts, over all processes (always the same draw)."""
     metrics = Metrics()
     for i, prompts in enumerate(batches):
-        metrics += collect(prompts, roles, source, sampling, seed + i, Metrics(), may_skip=may_skip,
-                           with_values=False, keeps=keeps).metrics()
+        metrics += collect(prompts, roles, source, sampling, seed + i, Metrics(), with_values=False,
+                           keeps=keeps).metrics()
     return metrics.over_ranks()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hybrid_rlhf.core.distributed import sum_over_ranks
+from hybrid_rlhf.core.distributed import gather_over_ranks, max_over_ranks, sum_over_ranks
 from hybrid_rlhf.core.errors import present
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.tensors import KeptSets, SequenceBatch, length_mask, masked_sum, pad_right, to_device
@@ -214,9 +214,22 @@ class Rollout:
                                    for f in fields(self) if f.init and f.name != "prompts"})
 
     def has_reward_variance(self, group_size: int) -> Tensor:
-        """(groups,) bool: whether the rewards of a prompt's responses differ. Groups are contiguous rows."""
-        grouped = self.shaped_scores.view(-1, group_size)
-        return grouped.amax(1) > grouped.amin(1)
+        """(groups,) bool: whether the rewards of a prompt's responses differ, of those that have one. Groups are
+        contiguous rows."""
+        grouped, is_skipped = (x.view(-1, group_size) for x in (self.shaped_scores, self.shaped_scores.isnan()))
+        return grouped.masked_fill(is_skipped, -torch.inf).amax(1) > grouped.masked_fill(is_skipped, torch.inf).amin(1)
+
+    def scored(self) -> Rollout:
+        """The responses that have a score, numbered anew over all processes; this itself where all have one. Every
+        process calls it."""
+        is_scored = ~self.scores.isnan()
+        if not max_over_ranks(int(not is_scored.all())):
+            return self
+        found = self.rows(is_scored.nonzero()[:, 0])
+        if found.numbers is not None:
+            numbers = sorted(n for part in gather_over_ranks(found.numbers.tolist()) for n in part)
+            found.numbers = torch.searchsorted(torch.tensor(numbers, dtype=torch.long), found.numbers)
+        return found
 
     def to(self, device: torch.device | str) -> Rollout:
         part = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
@@ -279,6 +292,7 @@ class Rollout:
         metrics.add_spread("completions/min_length", lengths, "min")
         metrics.add_spread("completions/max_length", lengths, "max")
         metrics.add("completions/clipped_ratio", (~self.has_eos).float().mean(), size)
+        metrics.add("completions/unscored_ratio", 1 - len(scored) / max(size, 1), size)
         if self.completions:
             metrics.add("completions/empty_ratio", sum(not text.strip() for text in self.completions) / size, size)
         self._add_variety(metrics)

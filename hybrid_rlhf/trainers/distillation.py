@@ -183,7 +183,7 @@ class DistillTrainer:
         metrics = Metrics()
         for i, prompts in enumerate(batches):
             rollout = collect(prompts, self.roles, self.source, self.config.sampling, self.seed + i, Metrics(),
-                              may_skip=True, keeps=self.kind is None)
+                              keeps=self.kind is None)
             rollout.source_weights = {}
             self._ask(rollout, metrics)
             if self.kind is not None:

@@ -83,14 +83,14 @@ class PPOTrainer:
         self._set_schedules(prompts)
         rollout = self._sample(prompts, metrics)
         if self.roles.critic:
-            self.roles.critic.begin(rollout.shaped_scores)
+            self.roles.critic.begin(rollout.shaped_scores, rollout)
             measure_values(rollout, self.roles, metrics)
         self.last_rollout = rollout
         self.estimate(rollout, metrics)
         if self.distill.coef and not self.is_warming_up:
             self._ask_teacher(rollout, metrics)
         with metrics.timer("train"):
-            updated = self.update(rollout)
+            updated = self.update(rollout.scored())
         rollout.teacher = None  # the rollout stays for its samples, and these are gigabytes
         metrics.add("kl_coef", self.kl_coef.value)
         if self.roles.ref and not self.is_warming_up:  # the start's KL is 0, and no reason to change the coefficient
@@ -140,8 +140,8 @@ class PPOTrainer:
 
     @torch.no_grad()
     def estimate(self, rollout: Rollout, metrics: Metrics) -> None:
-        """Fill in rewards, advantages and returns, once per rollout."""
-        config, mask = self.config, rollout.action_mask
+        """Fill in rewards, advantages and returns, once per rollout; they are 0 where a response has no score."""
+        config, mask = self.config, rollout.action_mask & ~rollout.shaped_scores.isnan()[:, None]
         if rollout.values is not None and not torch.isfinite(rollout.values[mask]).all():  # no update would be made
             raise NotFinite(f"the critic's values are not finite; {CRITIC_CURE}")
         reference = present(rollout.ref_logprobs, "ref_logprobs") if self.roles.ref else rollout.logprobs
@@ -178,6 +178,8 @@ class PPOTrainer:
         early_stop_kl the passes end after a minibatch that finds the actor too far from where it sampled.
         """
         metrics, config, (first, total) = Metrics(), self.config, place_over_ranks(len(rollout))
+        if not total:  # no response has a score
+            return metrics
         limit, is_stopped, kl = config.early_stop_kl or None, False, 0.0
         minibatches = (m for _ in activity.epochs(self._num_epochs)
                        for m in rollout.shuffled(self._minibatch_size(total), self.rng, first, total))

@@ -45,7 +45,8 @@ class PPOConfig:
         dual_clip: Bound of the loss of tokens with a negative advantage, in advantages (3, say); null has none.
         cliprange_value: Clip range of the value's move.
         vf_coef: Factor of the value loss.
-        entropy_coef: Factor of the entropy bonus.
+        entropy_coef: Factor of the entropy bonus, a mean over all tokens of the minibatch whatever `aggregation` is, as
+            in TRL.
         gamma: Discount.
         lam: GAE's lambda.
         whiten_advantages: Whether advantages get mean 0 and variance 1 over the rollout; null: with a critic.

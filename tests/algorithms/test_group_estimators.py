@@ -110,3 +110,15 @@ def test_only_gae_needs_a_critic():
 def test_a_group_is_one_response_where_nothing_is_said_and_so_is_refused(name):
     with pytest.raises(ValueError, match="4 responses in groups of 1"):
         ESTIMATORS[name].fn(REWARDS, MASK)
+
+
+@pytest.mark.parametrize(("name", "advantages"), [
+    # of 1, 3 and 5 the mean is 3 and the deviation 2; a lone score has nothing to be compared with
+    ("grpo", [-2 / 2.0001, 0, 0, 2 / 2.0001] + [0] * 8), ("dr_grpo", [-2, 0, 0, 2] + [0] * 8),
+    ("rloo", [1 - 4, 0, 0, 5 - 2] + [0] * 8), ("process_grpo", [-2 / 2.0001, 0, 0, 2 / 2.0001] + [0] * 8),
+    # -2, 0 and 2 once each, and 0 of the lone one: the variance over four actions is 2
+    ("reinforce_pp_baseline", [-2 / 2 ** 0.5, 0, 0, 2 / 2 ** 0.5] + [0] * 8)])
+def test_a_response_without_a_score_is_no_part_of_its_group(name, advantages):
+    rewards = torch.tensor([1, math.nan, 3, 5] + [math.nan, 7, math.nan, math.nan] + [math.nan] * 4)[:, None]
+    found, _ = ESTIMATORS[name].fn(rewards, ~rewards.isnan(), group_size=4)
+    torch.testing.assert_close(found[:, 0], torch.tensor(advantages, dtype=torch.float32))

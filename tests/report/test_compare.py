@@ -64,6 +64,20 @@ def test_a_tie_is_half_a_win_and_a_prompt_counts_once_whatever_its_answers() -> 
     assert not row["is_better"] and not row["is_worse"]
 
 
+def test_answers_without_a_score_are_in_no_mean_and_no_win() -> None:
+    nan = np.nan
+    a, b = [[1.0, nan], [3.0, 3.0], [2.0, 2.0]], [[2.0, 1.0], [nan, nan], [2.0, nan]]
+    found = compare.compare([answered("a", a), answered("b", b)], Method(num_resamples=100))
+    first, row = found.rows
+    assert (first["score"], row["score"]) == (11 / 5, 5 / 3)
+    assert row["win_rate"] == (1 + 0.5) / 2 and row["ties"] == 0.5  # prompts one and three, an answer each
+    assert row["score_gain"] == pytest.approx((0.5 + 0.0) / 2)  # 1.5 - 1 and 2 - 2
+    shown = compare.examples(["p", "q", "r"], [answered("a", a), answered("b", b)], 3)
+    assert [each["answers"]["b"]["score"] for each in shown] == [2.0, None, 2.0]
+    assert "| b |  | an answer |" in compare.page(found, shown, {})
+    compare.show(found, shown)
+
+
 def test_distinct_n_counts_different_n_grams_of_all_answers() -> None:
     texts = ["the cat. The cat", "a cat"]  # words: the cat . the cat | a cat
     assert compare.distinct(texts, 1) == pytest.approx(4 / 7)

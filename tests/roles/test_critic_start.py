@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.models.heads import ScalarModel
-from hybrid_rlhf.roles import Critic
+from hybrid_rlhf.roles import Critic, Roles
 from hybrid_rlhf.roles.sharing import Start
 from hybrid_rlhf.rollout import Prompts, Rollout
 from hybrid_rlhf.training import on_policy
@@ -74,6 +75,25 @@ def test_a_critic_that_has_learned_keeps_its_scale_and_scores_that_do_not_differ
     copied = Critic(trained(HybridEngine(ScalarModel(tiny_scalar_model(), 2.0, 0.5), pad_id=0)))
     copied.begin(torch.tensor([50.0, 70.0]))
     assert (copied.mean, copied.engine.module.mean, copied.engine.module.std) == (0.0, 2.0, 0.5)
+
+
+def test_a_critic_from_a_reward_model_says_of_the_first_responses_what_their_scores_are_on_average():
+    """Scores of 50, 70 and 60 of three responses, and none of the second."""
+    model = tiny_scalar_model(7)
+    critic = Critic(trained(HybridEngine(ScalarModel(model, 2.0, 0.5), pad_id=0)), is_rescaled=True)
+    prompts = Prompts([[5, 6], [7], [8], [9, 10]], ["x"] * 4)
+    rollout = Rollout.from_responses(prompts, [[8, 3], [9, 10, 3], [4, 3], [11, 12]], [True] * 4, 0, [""] * 4)
+    critic.begin(torch.tensor([50.0, math.nan, 70.0, 60.0]), rollout)
+    rows = [torch.tensor([p + r]) for p, r in (([5, 6], [8, 3]), ([8], [4, 3]), ([9, 10], [11, 12]))]
+    with torch.no_grad():
+        said = [model.score(model.base_model(row).last_hidden_state[0])[:, 0] for row in rows]  # at every token
+    last = torch.stack([numbers[-1] for numbers in said])
+    assert (critic.mean, critic.std) == (60.0, pytest.approx((200 / 3) ** 0.5))
+    wanted = 60 + critic.std * (said[2][1:3] - last.mean()) / last.std(correction=0)  # before each of two actions
+    torch.testing.assert_close(critic.values(rollout)[3, :2], wanted, rtol=1e-4, atol=1e-3)
+    again = Critic(trained(HybridEngine(ScalarModel(model), pad_id=0)), is_rescaled=True)
+    again.set_scale(*Roles(None, critic=critic).state()["value_scale"])  # as a checkpoint has it
+    torch.testing.assert_close(again.values(rollout), critic.values(rollout))
 
 
 def test_the_scale_of_the_values_goes_on_with_the_run_and_bounds_their_move():

@@ -57,8 +57,8 @@ def place(tmp_path_factory):
 
 
 def _keeping(build, built: list):
-    def wrapped(*given):
-        roles, reward = build(*given)
+    def wrapped(*given, **named):
+        roles, reward = build(*given, **named)
         engines = {name: role.engine for name, role in {**vars(roles), "reward": reward}.items() if role}
         before = {role: {n: p.detach().clone() for n, p in e.module.named_parameters()} for role, e in engines.items()}
         built.append(SimpleNamespace(engines=engines, before=before, layout=given[2], roles=roles, reward=reward))

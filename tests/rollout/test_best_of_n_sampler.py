@@ -38,7 +38,7 @@ def test_each_round_has_a_seed_of_its_own_and_a_response_without_an_end_ranks_lo
         assert ranks[:2].tolist() == [1.0, 1.5] and ranks[2].isnan() and rollout is sampler.last_rollout
         given, named = asked[number]
         assert given == (PROMPTS, "roles", "source", SAMPLING, 7 * 1_000_003 + number, metrics, sampler.old_logprobs)
-        assert named == {"may_skip": True, "keeps": True}
+        assert named == {"keeps": True}
     assert sampler.num_steps == 2 and sampler.samples(1) == sampler.samples()[:1]
     assert [each["completion"] for each in sampler.samples()] == ["a", "c"]
 
@@ -60,7 +60,7 @@ def test_held_out_prompts_are_always_drawn_alike(asked):
     sampler = BestOfNSampler("roles", "source", SAMPLING, 7, keeps=True)
     sampler.sample(PROMPTS, Metrics())
     assert sampler.evaluate([PROMPTS]) == "found"
-    assert asked[1] == (([PROMPTS], "roles", "source", SAMPLING, 7), {"may_skip": True, "keeps": True})
+    assert asked[1] == (([PROMPTS], "roles", "source", SAMPLING, 7), {"keeps": True})
 
 
 def test_a_run_goes_on_with_its_rounds_its_gate_and_its_source():

@@ -27,12 +27,18 @@ TWO = Prompts([[5], [6]], ["five", "six"])
 PAIRS = SamplingConfig(num_samples=2)
 
 
+class Engine:
+    """What is told something once: can be remembered weakly."""
+
+    device, kv_bytes = torch.device("cpu"), 77
+
+
 class Group:
     """An actor, a reference and a critic. Responses are 8 3 and 9 in turn; `told` has what was asked."""
 
     def __init__(self, fails: str = "", kept: KeptSets | None = None) -> None:
         self.told, self.fails, self.kept = [], fails, kept
-        engine = SimpleNamespace(device=torch.device("cpu"), kv_bytes=77)
+        engine = Engine()
         self.actor = SimpleNamespace(engine=engine, staying=lambda: self.block("staying"),
                                      inference=lambda: self.block("inference"), generate=self.generate,
                                      logprobs=self.say("actor", -1.0))
@@ -117,7 +123,7 @@ def test_figures_of_groups_weigh_as_many_prompts_as_they_are_of():
         collect(prompts, group, group, PAIRS, 0, metrics)
     assert metrics.compute()["prompts/best_score"] == 3.0 and metrics.compute()["prompts/with_spread"] == 2 / 3
     skipping = SimpleNamespace(name="none", score=lambda rollout: [None] * len(rollout))
-    collect(TWO, group, skipping, PAIRS, 0, metrics, may_skip=True)
+    collect(TWO, group, skipping, PAIRS, 0, metrics)
     assert metrics.compute()["prompts/best_score"] == 3.0 and metrics.compute()["prompts/with_spread"] == 2 / 5
     (metrics.add("prompts/num_responses", 7.0, 5.0)).compute()
     assert metrics.compute()["prompts/num_responses"] == 4.5  # five prompts with two, five with seven
@@ -162,12 +168,16 @@ def test_values_can_be_measured_later_and_without_a_critic_that_is_a_fault(peaks
         measure_values(made, group, metrics)
 
 
-def test_a_source_that_fails_does_so_before_the_update_and_only_some_methods_may_skip():
+def test_a_source_that_fails_does_so_before_the_update_and_a_response_without_a_score_is_told_once(caplog):
     group = Group()
     skipping = SimpleNamespace(name="some", score=lambda rollout: [1.0, None, 2.0, 3.0])
-    made = collect(TWO, group, skipping, PAIRS, 0, Metrics(), may_skip=True)
-    assert made.scores.isnan().tolist() == [False, True, False, False]
-    with pytest.raises(BadScore, match="response 1 was skipped by every source") as found:
+    for _ in range(2):
+        made = collect(TWO, group, skipping, PAIRS, 0, Metrics())
+        assert made.scores.isnan().tolist() == [False, True, False, False]
+    assert [r.message.split(":")[0] for r in caplog.records] == [
+        "every reward source skipped 1 of 4 responses (None)"]
+    skipping.score = lambda rollout: [1.0, "two", 2.0, 3.0]
+    with pytest.raises(BadScore, match="score 'two' for response 1") as found:
         collect(TWO, group, skipping, PAIRS, 0, Metrics())
     assert found.value.is_before_update
 
@@ -200,12 +210,6 @@ def test_the_words_kept_are_counted_in_bytes_and_where_they_are_many_it_is_said_
         assert caplog.text.count("about 3 for each token") == times
 
 
-class Engine:
-    """What the words were kept by: it can be remembered weakly."""
-
-    device, kv_bytes = torch.device("cpu"), 0
-
-
 def test_held_out_prompts_are_drawn_by_seeds_of_their_own_and_need_no_values():
     group, seeds = Group(), []
     generate = group.actor.generate
@@ -220,9 +224,7 @@ def test_held_out_prompts_are_drawn_by_seeds_of_their_own_and_need_no_values():
     assert found["reward"] == pytest.approx((0 + 2 + 5 + 5 + 0 + 2) / 6)
     assert found["kl"] == pytest.approx(0.5 * (2 + 1) / 2) and "prompts/best_score" not in found
     skipping = SimpleNamespace(name="some", score=lambda rollout: [1.0, None])
-    with pytest.raises(BadScore):
-        collect_held_out([Prompts([[7]], [""])], group, skipping, PAIRS, 0)
-    assert collect_held_out([Prompts([[7]], [""])], group, skipping, PAIRS, 0, may_skip=True).compute()["reward"] == 1.0
+    assert collect_held_out([Prompts([[7]], [""])], group, skipping, PAIRS, 0).compute()["reward"] == 1.0
     assert seeds[-1] == (0, False)
 
 

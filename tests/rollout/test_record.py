@@ -11,6 +11,7 @@ import torch
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.tensors import KeptSets
 from hybrid_rlhf.rollout import Prompts, Rollout, dynamic_sampling
+from hybrid_rlhf.rollout import record as record_module
 from hybrid_rlhf.rollout.dynamic_sampling import resample_groups
 from hybrid_rlhf.rollout.episode_record import DONE, MAX_TURNS, NO_ROOM, Episode, measure, readable
 from hybrid_rlhf.rollout.record import _correlation
@@ -127,6 +128,7 @@ def test_what_every_method_reports_of_its_samples():
         "rewards/b/correlation": 1.0,  # of 1, 2 and 5, 10
         "score/clip_fraction": 0.25, "completions/mean_length": 2.0, "completions/min_length": 1.0,
         "completions/max_length": 4.0, "completions/clipped_ratio": 0.25, "completions/empty_ratio": 0.25,
+        "completions/unscored_ratio": 0.25,
         "completions/distinct_2": 3 / 4,  # 5 6, 6 5, 5 6 and 8 9
         "completions/distinct_answers": 3 / 4,  # of four prompts
         "completions/top3_share": 1.0, "kl": 1.0, "objective/kl": 1.0})  # half a nat at 4 + 1 + 1 + 2 actions of 4
@@ -220,3 +222,15 @@ def test_what_draws_an_episode_again():
     assert episode.replay_record([1, 2], [10, 11, 12, 13, 14]) == {
         "seed": 7, "number": 2, "prompt_ids": [1, 2], "turns": [
             {"added": [], "limit": 4, "said": [10, 11]}, {"added": [12], "limit": 6, "said": [13, 14]}]}
+
+
+def test_responses_without_a_score_leave_and_the_others_are_numbered_anew_over_all_processes(monkeypatch):
+    made = record([5], [6], [7], [8], scores=[1.0, NAN, 3.0, NAN])
+    assert made.scored().scores.tolist() == [1.0, 3.0] and made.scored().numbers is None
+    whole = record([5], [6], scores=[1.0, 2.0])
+    assert whole.scored() is whole
+    monkeypatch.setattr(record_module, "max_over_ranks", lambda is_any: 1)  # another process has some without
+    monkeypatch.setattr(record_module, "gather_over_ranks", lambda own: [[0, 5, 6], own])
+    made.numbers = T([1, 2, 3, 4])
+    assert made.scored().numbers.tolist() == [1, 2]  # of 0 1 3 5 6: 1 and 3
+    assert whole.scored().scores.tolist() == [1.0, 2.0]

@@ -240,3 +240,42 @@ def test_a_step_that_earned_nothing_reaches_the_estimator_as_a_step():
     rollout.step_ends = torch.ones(2, 2, dtype=torch.bool)
     run.estimate(rollout, Metrics())
     torch.testing.assert_close(rollout.advantages, torch.tensor([[0.5, -0.25], [-0.5, -0.25]]) / 0.5001)
+
+
+SKIPPED = [1.0, None, 3.0, 5.0, None, 7.0, None, None] + [None] * 4 + [0.0, 2.0, 4.0, None]
+
+
+def test_a_response_that_every_source_skips_is_left_out_of_baseline_and_loss_and_counted():
+    """The step is the one on the other responses alone, with the advantages that stand here by hand."""
+    source = Source(lambda rollout: SKIPPED[: len(rollout)])
+    trainer = online(settings(sampling=GROUPED, estimator="dr_grpo", kl_coef=0.0, aggregation="sequence"), source)
+    twin = copy.deepcopy(trainer.roles.actor.engine.model)
+    metrics = trainer.step(PROMPTS.rows(range(4))).compute()
+    rollout = trainer.last_rollout
+    wanted = {0: -2.0, 2: 0.0, 3: 2.0, 5: 0.0, 12: -2.0, 13: 0.0, 14: 2.0}  # row -> score less the mean of its group's
+    losses = []
+    for row, advantage in wanted.items():
+        prompt, answer = rollout.prompts.ids[row], rollout.response_ids[row][rollout.action_mask[row]]
+        logits = twin(torch.tensor([[*prompt, *answer.tolist()]])).logits[0, len(prompt) - 1: -1]
+        logprobs = logits.log_softmax(-1).gather(1, answer[:, None])[:, 0]
+        losses.append(-advantage * (logprobs - logprobs.detach()).exp().mean())
+    (sum(losses) / len(wanted)).backward()
+    norm = torch.cat([p.grad.flatten() for p in twin.parameters()]).norm().item()
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-3)
+    assert metrics["completions/unscored_ratio"] == 9 / 16 and metrics["reward"] == pytest.approx(22 / 7)
+    assert metrics["completions/mean_length"] == pytest.approx(rollout.action_mask.sum().item() / 16)
+    assert metrics["frac_reward_zero_std"] == 0.5  # a lone score and none are no spread
+    assert len(rollout) == 16
+
+
+def test_a_critic_learns_from_scored_responses_alone_and_a_step_without_any_changes_nothing():
+    trainer = ppo(settings(), Source(lambda rollout: [None, 3.0, 5.0, None][: len(rollout)]))
+    trainer.roles.critic.is_new = True
+    metrics = trainer.step(PROMPTS.rows(range(4))).compute()
+    assert (trainer.roles.critic.mean, trainer.roles.critic.std) == (4, 1)  # of 3 and 5
+    assert metrics["grad_norm"] > 0 and not trainer.last_rollout.advantages[[0, 3]].any()
+    before = [weights(role.engine) for role in (trainer.roles.actor, trainer.roles.critic)]
+    trainer.source.score = lambda rollout: [None] * len(rollout)
+    metrics = trainer.step(PROMPTS.rows(range(4))).compute()
+    assert metrics["completions/unscored_ratio"] == 1 and "grad_norm" not in metrics and "reward" not in metrics
+    assert same(before[0], trainer.roles.actor.engine) and same(before[1], trainer.roles.critic.engine)
