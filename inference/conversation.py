@@ -20,6 +20,7 @@ from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.data.chat import SkipRow, compose_prompt, encode_prompt
 from hybrid_rlhf.data.tool_columns import with_tools
 from hybrid_rlhf.data.transcripts import clean
+from hybrid_rlhf.data.turns import is_begun
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.inference.detokenizer import pieces
@@ -74,7 +75,7 @@ class Conversation:
 
     def answer(self, text: str | None) -> Iterator[str]:
         """Say `text` and yield the answer in pieces as it is drawn, then the tool calls in it, a line each. None: say
-        nothing, the answers to tool calls are there (`answer_call`).
+        nothing: the answers to tool calls are there (`answer_call`), or the last answer goes on.
 
         Leaving early (an interrupt, closing the iterator) keeps the part of the answer that was given. If nothing was
         given, the question is taken back too. Raises UserError if the conversation leaves the model no room.
@@ -93,10 +94,11 @@ class Conversation:
             is_complete = True
         finally:
             if given or is_complete:
-                said = {"role": "assistant", "content": "".join(given)}
+                begun = self.messages.pop()["content"] if is_begun(self.messages) else ""
+                said = {"role": "assistant", "content": begun + "".join(given)}
                 self.messages.append({**said, "tool_calls": calls} if calls else said)
                 self.num_answers += 1
-            else:
+            elif not is_begun(self.messages):
                 self.messages.pop()
         yield from (f"{chr(10) if i or given else ''}{shown_call(call)}" for i, call in enumerate(calls))
 

@@ -15,8 +15,9 @@ from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.data.literal import BREAK, whole
 from hybrid_rlhf.data.messages import is_untrained
-from hybrid_rlhf.data.turns import SkipRow, Text, answers_of, render, render_prompt
+from hybrid_rlhf.data.turns import SkipRow, Text, answers_of, is_begun, render, render_prompt
 from hybrid_rlhf.models.template import dialect_of
+from hybrid_rlhf.models.thoughts import THOUGHT_FIELDS
 from hybrid_rlhf.models.tokenizer import CHATML_MARKERS, turn_ends
 
 __all__ = [
@@ -131,10 +132,11 @@ def as_turn(tokenizer, prompt: Text, raw: bool = False) -> Text:  # noqa: ANN001
         else prompt
 
 
-def compose_prompt(tokenizer, prompt: Text) -> Rendered:  # noqa: ANN001
-    """A prompt as the text that a model continues: a string as it is, messages with the generation marker."""
+def compose_prompt(tokenizer, prompt: Text, continues: bool = True) -> Rendered:  # noqa: ANN001
+    """A prompt as the text that a model continues: a string as it is, messages with the generation marker, or to the
+    end of the answer's beginning, where the last message is one; unless it `continues`, that is an answer before."""
     is_plain = isinstance(prompt, str)
-    return Rendered(prompt if is_plain else render_prompt(tokenizer, prompt), [], is_plain)
+    return Rendered(prompt if is_plain else render_prompt(tokenizer, prompt, continues), [], is_plain)
 
 
 def compose(tokenizer, prompt: Text, completion: Text) -> Rendered:  # noqa: ANN001
@@ -150,26 +152,32 @@ def compose(tokenizer, prompt: Text, completion: Text) -> Rendered:  # noqa: ANN
 
 
 def compose_all(tokenizer, prompt: Text, completion: Text) -> list[Rendered]:  # noqa: ANN001
-    """The same as one text or several, as of `compose_messages`."""
+    """The same as one text or several, as of `compose_messages`. An answer that the prompt has begun goes on."""
     if isinstance(prompt, str) and isinstance(completion, str):
         return [Rendered(prompt + completion, [(len(prompt), len(prompt + completion))], True)]
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     after = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
+    if is_begun(before) and after and after[0]["role"] == "assistant":
+        begun = {k: v for k, v in before[-1].items() if k in ("role", "content", "tools", *THOUGHT_FIELDS)}
+        after[0] = {**begun, **after[0], "content": begun["content"] + after[0]["content"]}
+        return compose_messages(tokenizer, before[:-1] + after, len(before) - 1, begun)
     return compose_messages(tokenizer, before + after, first=len(before))
 
 
-def compose_messages(tokenizer, messages: Sequence[dict], first: int = 0) -> list[Rendered]:  # noqa: ANN001
+def compose_messages(tokenizer, messages: Sequence[dict], first: int = 0,  # noqa: ANN001
+                     begun: dict | None = None) -> list[Rendered]:
     """A conversation as text whose spans are the assistant turns from message `first` on, each to its end marker, but
     for those that are marked as not trained.
 
     One text, where the template writes history as it was said and ends every turn; else one for each answer, behind
-    the prompt that generation sees at that turn. What follows the last answer is cut.
+    the prompt that generation sees at that turn. What follows the last answer is cut. begun: the beginning of
+    message `first` that belongs to its prompt.
     """
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     trained = [i for i in turns if not is_untrained(messages[i])]
     if turns and not trained:
         raise SkipRow("no answer that is to be trained")
-    answers = answers_of(tokenizer, messages[: trained[-1] + 1] if trained else messages, first)
+    answers = answers_of(tokenizer, messages[: trained[-1] + 1] if trained else messages, first, begun)
     text = "".join(answers[-1])
     is_one = len(answers) == 1 or (dialect_of(tokenizer).ends and all(text.startswith("".join(a)) for a in answers))
     shown = [(a, (len(a.prompt), len(a.prompt) + len(a.said))) for i, a in zip(turns, answers, strict=False)

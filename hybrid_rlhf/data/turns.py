@@ -15,7 +15,7 @@ from typing import NamedTuple
 from hybrid_rlhf.data.literal import BREAK, broken, broken_messages, whole
 from hybrid_rlhf.models import template
 from hybrid_rlhf.models.template import dialect_of, stripped_marks
-from hybrid_rlhf.models.thoughts import MARKERS, thought_of
+from hybrid_rlhf.models.thoughts import MARKERS, THOUGHT_FIELDS, thought_of
 
 Text = str | list  # a plain string, or messages: a list of {"role", "content"}
 MAX_TURNS = 1024
@@ -34,27 +34,50 @@ class Answer(NamedTuple):
     said: str
 
 
-def render(tokenizer, messages: Sequence[dict], add_generation_prompt: bool = False) -> str:  # noqa: ANN001
+def render(tokenizer, messages: Sequence[dict], add_generation_prompt: bool = False,  # noqa: ANN001
+           continues: bool = False) -> str:
     """Messages as text, in the dialect of the tokenizer's template (models/template.py). Raises SkipRow if it does.
 
     Content never makes a special token: where it reads like one it is broken (data/literal.py).
     """
     try:
         adapted = template.adapted(messages, dialect_of(tokenizer))
-        return template.apply(tokenizer, broken_messages(tokenizer, adapted), add_generation_prompt)
+        return template.apply(tokenizer, broken_messages(tokenizer, adapted), add_generation_prompt, continues)
     except template.FAULTS as error:
         raise SkipRow(f"the chat template refuses it ({' '.join(str(error).split())[:200]})") from error
 
 
-def render_prompt(tokenizer, messages: Sequence[dict]) -> str:  # noqa: ANN001
-    """The text that generation continues. Raises SkipRow where the template leaves out what a message says."""
-    text = render(tokenizer, messages, add_generation_prompt=True)
+def is_begun(messages: Sequence[dict]) -> bool:
+    """Whether the last message is the beginning of the assistant's answer."""
+    return bool(messages) and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+
+
+def render_prompt(tokenizer, messages: Sequence[dict], continues: bool = True) -> str:  # noqa: ANN001
+    """The text that generation continues: behind an answer's beginning, where the last message is one and `continues`.
+    Raises SkipRow where the template leaves out what a message says."""
+    is_open = continues and is_begun(messages)
+    text = _begun(tokenizer, messages) if is_open else render(tokenizer, messages, True)
     _check_history(messages, whole(text))
     return text
 
 
-def answers_of(tokenizer, messages: Sequence[dict], first: int = 0) -> list[Answer]:  # noqa: ANN001
-    """The answers of a conversation from message `first` on, each behind the prompt that generation sees there."""
+def _begun(tokenizer, messages: Sequence[dict]) -> str:  # noqa: ANN001
+    """The text to the end of the last message's words. A thought that it begins and does not end stands behind the
+    generation prompt, where the model writes one; a template would take it for words and write an empty one before."""
+    content, (opening, closing) = messages[-1]["content"].lstrip(), stripped_marks(tokenizer)
+    if dialect_of(tokenizer).thought_marks and content.startswith(opening) and closing not in content:
+        prompt = render(tokenizer, messages[:-1], True)
+        is_open = prompt.rstrip().endswith(opening)
+        text = content.removeprefix(opening).lstrip("\n") if is_open else content
+        if not prompt.rstrip().endswith(closing):
+            return prompt + broken(tokenizer, text, is_own=True)
+    return render(tokenizer, messages, continues=True)
+
+
+def answers_of(tokenizer, messages: Sequence[dict], first: int = 0,  # noqa: ANN001
+               begun: dict | None = None) -> list[Answer]:
+    """The answers of a conversation from message `first` on, each behind the prompt that generation sees there.
+    begun: the beginning of message `first`, where that is part of its prompt."""
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
         raise SkipRow("no assistant turn")
@@ -62,7 +85,22 @@ def answers_of(tokenizer, messages: Sequence[dict], first: int = 0) -> list[Answ
         raise SkipRow(f"more than {MAX_TURNS} answers in one conversation")
     if len(turns) * sum(len(m["content"]) for m in messages) > MAX_RENDERED:
         raise SkipRow("a conversation too long for its number of answers")
-    return [_answer(tokenizer, messages, turn) for turn in turns]
+    return [_answer(tokenizer, messages, turn) if turn > first or begun is None else
+            _rest(tokenizer, messages[:turn], messages[turn], begun) for turn in turns]
+
+
+def _rest(tokenizer, history: Sequence[dict], message: dict, begun: dict) -> Answer:  # noqa: ANN001
+    """The answer behind its beginning: the words that follow, and what the template writes behind an answer."""
+    prompt = render_prompt(tokenizer, [*history, begun])
+    rest = {**message, "content": message["content"].removeprefix(begun["content"])}
+    text = render(tokenizer, [*history, message])
+    if text.startswith(prompt) and broken(tokenizer, rest["content"].strip(), is_own=True) in text[len(prompt) :]:
+        return Answer(prompt, _cut_at_end(tokenizer, text[len(prompt) :], rest))
+    if message.get("tool_calls") or any(message.get(name) != begun.get(name) for name in THOUGHT_FIELDS):
+        raise SkipRow("the chat template writes an answer otherwise than its beginning")
+    behind = render(tokenizer, [*history, {"role": "assistant", "content": template.SAID}]).rpartition(template.SAID)[2]
+    said = broken(tokenizer, rest["content"], is_own=True)
+    return Answer(prompt, said + _cut_at_end(tokenizer, behind, {"content": ""}))
 
 
 def _answer(tokenizer, messages: Sequence[dict], turn: int) -> Answer:  # noqa: ANN001
@@ -138,11 +176,13 @@ def _cut_at_end(tokenizer, said: str, message: Mapping) -> str:  # noqa: ANN001
     """The answer to its end of turn; what the template writes behind that (a newline, an end of text) is cut. Where the
     template writes none behind the last answer, the end that its next message implies."""
     words = broken(tokenizer, thought_of(message)[1].strip(), is_own=True)
-    place = said.rfind(words) if words and not message.get("tool_calls") else 0
-    ends = dialect_of(tokenizer).ends
-    found = [(said.rfind if message.get("tool_calls") else said.find)(end, place) for end in ends]
+    ends, calls = dialect_of(tokenizer).ends, message.get("tool_calls")
+    place = said.rfind(words) if words and not calls else 0
+    if not any(end in said[place:] for end in ends):  # the words were found in an end: "d" in <|im_end|>
+        place = 0
+    found = [(said.rfind if calls else said.find)(end, place) for end in ends]
     places = [at + len(end) for at, end in zip(found, ends, strict=True) if at >= 0]
-    implied = ends[-1 if message.get("tool_calls") else 0] if ends else ""
+    implied = ends[-1 if calls else 0] if ends else ""
     return said[: places[0]] if places else said.rstrip() + implied
 
 

@@ -79,11 +79,14 @@ def special_ids(tokenizer) -> dict[str, int]:  # noqa: ANN001
     return {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
-def apply(tokenizer, messages: Sequence[Mapping], add_generation_prompt: bool = False) -> str:  # noqa: ANN001
-    """Messages, `adapted` to the template, as text. Raises one of FAULTS where the template refuses them."""
+def apply(tokenizer, messages: Sequence[Mapping], add_generation_prompt: bool = False,  # noqa: ANN001
+          continues: bool = False) -> str:
+    """Messages, `adapted` to the template, as text; continues: to where the last one's content ends, as transformers'
+    continue_final_message. Raises one of FAULTS where the template refuses them."""
     tools = next((m["tools"] for m in messages if m.get("tools")), None)
     bare = [{k: v for k, v in m.items() if k != "tools"} for m in messages]
-    return tokenizer.apply_chat_template(bare, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt)
+    return tokenizer.apply_chat_template(bare, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt,
+                                         continue_final_message=continues)
 
 
 def adapted(messages: Sequence[Mapping], dialect: Dialect) -> list[dict]:

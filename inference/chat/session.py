@@ -86,9 +86,12 @@ class Session:
         return next((model.open_calls()[0]["function"]["name"] for model in callers if model.open_calls()), None)
 
     def answered(self) -> list[str]:
-        """The models whose tool calls have their answers, and who have not gone on."""
-        return [name for name, model in self.chat_models.items()
-                if model.messages and model.messages[-1]["role"] == "tool"]
+        """The models whose tool calls have their answers, and who have not gone on; of none, those whose last answer
+        can go on."""
+        last = {name: model.messages[-1] for name, model in self.chat_models.items() if model.messages}
+        called = [name for name, message in last.items() if message["role"] == "tool"]
+        return called or [name for name in self.asked or [self.current]
+                          if name in last and last[name]["role"] == "assistant" and not last[name].get("tool_calls")]
 
     def load(self, path: str) -> int:
         """Go on from a conversation that /save wrote (or any jsonl row with messages); returns how many were read. The

@@ -120,6 +120,11 @@ def tool(session: Session, rest: str) -> Effect:
     return Effect(f"/tool TEXT answers {waiting} too") if waiting else Effect(goes_on=True)
 
 
+def go_on(session: Session, _rest: str) -> Effect:
+    check(bool(session.answered()), "there is no answer to continue")
+    return Effect(goes_on=True)
+
+
 def show_help(_session: Session, _rest: str) -> Effect:
     width = max(len(name) + len(row.help.split("  ")[0]) for name, row in COMMANDS.items()) + 1
     rows = []
@@ -142,6 +147,7 @@ COMMANDS = {
     "/set": Command(set_values, "temperature=0.7 top_p=0.9  change settings; /set alone shows them"),
     "/model": Command(model, "NAME  who answers, of the models given; alone, who there is"),
     "/compare": Command(compare, "on|off|QUESTION  all models answer, side by side"),
+    "/continue": Command(go_on, "  the last answer goes on from where it ended"),
     "/tool": Command(tool, "TEXT  what the function that the model has called returns"),
     "/score": Command(score, "on|off  the reward model's score of each answer"),
     "/save": Command(save, "FILE  write the conversation as a jsonl row, which --stage sft reads"),

@@ -14,6 +14,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.strict_json import loads, why
 from hybrid_rlhf.data.tool_columns import tools_of, with_tools
 from hybrid_rlhf.data.transcripts import clean
+from hybrid_rlhf.data.turns import is_begun
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 
 MAX_MESSAGES, MAX_STOPS, MAX_CHOICES, MAX_SCORES, MAX_TOOLS, MAX_TOP = 4096, 4, 8, 256, 128, 20
@@ -112,6 +113,7 @@ class _ChatBody(BaseModel):
     tools: list[_Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    continue_final_message: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
     functions: Any = None
@@ -138,7 +140,8 @@ class _ScoreBody(BaseModel):
 class ChatRequest:
     """One question. sampling: without limits of tokens. limit: the most tokens (None: the server's). stops: strings.
     tools: schemas of what the model may call, which the first message carries too. num_top: the likeliest tokens to
-    tell beside each token and its log-probability (None: neither)."""
+    tell beside each token and its log-probability (None: neither). continues: whether the answer goes on from the last
+    message, where that is the assistant's."""
 
     model: str | None
     messages: list[dict]
@@ -152,6 +155,7 @@ class ChatRequest:
     wants_usage: bool
     tools: list[dict]
     num_top: int | None
+    continues: bool = True
 
     goes_on = False  # whether an answer is more of the prompt's text, and not a turn of its own
 
@@ -188,6 +192,9 @@ def read_chat(found: dict) -> ChatRequest:
     sampling = sampling_of(body)
     tools = _tools(body, found.get("tools"))
     messages = with_tools(_messages(body.messages, "messages"), tools)
+    if body.continue_final_message and not is_begun(messages):
+        raise ApiError(400, "continue_final_message goes on from an assistant's message, and the last one is none; "
+                            "leave it out", param="continue_final_message")
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs true; send it too", param="top_logprobs")
@@ -198,7 +205,8 @@ def read_chat(found: dict) -> ChatRequest:
     if body.stream:
         check_stream_logprobs(num_top, sampling, "top_logprobs")
     return ChatRequest(body.model, messages, sampling, limit, body.min_tokens or 0, stops_of(body, MAX_STOPS),
-                       seed_of(body), body.n or 1, bool(body.stream), wants_usage(body), tools, num_top)
+                       seed_of(body), body.n or 1, bool(body.stream), wants_usage(body), tools, num_top,
+                       body.continue_final_message is not False)
 
 
 def refuse_given(body: BaseModel, names: Sequence[str]) -> None:

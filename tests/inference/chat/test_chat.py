@@ -52,6 +52,14 @@ def test_each_turn_sees_the_turns_before_it_through_the_saved_template(monkeypat
     assert talk.engine.seeds == [0, 1]
 
 
+def test_continue_goes_on_from_where_the_last_answer_ended(monkeypatch, capsys):
+    talk = conversation("one,", " two")
+    code, out, err = typed(monkeypatch, capsys, talk, "/continue", "count", "/continue")
+    assert (code, out) == (2, "one,\n two\n") and "no answer to continue" in err
+    assert talk.engine.prompts[1] == f"{talk.engine.prompts[0]}one,"
+    assert talk.messages[-1] == {"role": "assistant", "content": "one, two"} and len(talk.messages) == 2
+
+
 def test_reset_forgets_all_but_the_system_message(monkeypatch, capsys):
     talk = conversation("cat", "dog", system="be brief")
     typed(monkeypatch, capsys, talk, "one?", "/reset", "two?")

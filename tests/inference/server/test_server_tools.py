@@ -163,6 +163,16 @@ HISTORY = [{"role": "user", "content": "How warm is it?"},
            {"role": "tool", "tool_call_id": "call_abc", "content": "7 degrees"}]
 
 
+def test_a_last_message_of_the_assistant_s_is_continued_unless_the_request_says_otherwise(served):
+    script, begun = script_of(served, "qwen"), [HISTORY[0], {"role": "assistant", "content": "Step by step.\n<think>"}]
+    for told, options in (({}, {"continue_final_message": True}), ({"continue_final_message": True},) * 2,
+                          ({"continue_final_message": False}, {"add_generation_prompt": True})):
+        ask(served, "Cold.<|im_end|>", messages=begun, **told)
+        assert script.prompts[-1] == script.tokenizer.apply_chat_template(begun, tools=TOOLS, tokenize=False, **options)
+    answer = ask(served, "Cold.<|im_end|>", messages=HISTORY, continue_final_message=True)
+    assert answer.status_code == 400 and "continue_final_message" in answer.json()["error"]["message"]
+
+
 def test_the_prompt_is_what_transformers_renders_with_these_tools(served):
     ask(served, "Cold.<|im_end|>", messages=HISTORY)
     script = script_of(served, "qwen")
