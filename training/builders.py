@@ -34,6 +34,7 @@ from hybrid_rlhf.models.dropout import without_dropout
 from hybrid_rlhf.models.heads import ScalarModel
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import adapter_dtype, add_lora
+from hybrid_rlhf.models.text_part import towers
 from hybrid_rlhf.models.tokenizer import added_ids, load_tokenizer, train_tokenizer, turn_ends
 from hybrid_rlhf.models.weights import identity
 from hybrid_rlhf.roles import PolicyModule
@@ -155,6 +156,8 @@ def prepare(model: nn.Module, config: ModelConfig, tokenizer) -> list[int]:  # n
     size = model.get_input_embeddings().num_embeddings
     load.prepare(model, config, len(tokenizer))
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # a composite model's is its text part's
+    if (kept := towers(model)) and is_main():
+        print(f"{type(model).__name__}: the text part is trained; {', '.join(kept)} stay as they are", file=sys.stderr)
     found = sorted({*added_ids(tokenizer), *range(size, len(tokenizer))} - {tokenizer.pad_token_id})
     if found and config.lora.r and is_main():
         few = ", ".join(tokenizer.convert_ids_to_tokens(found[:3])) + (", ..." if len(found) > 3 else "")

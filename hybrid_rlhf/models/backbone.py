@@ -129,7 +129,7 @@ def check_head(model: nn.Module) -> None:
     ids = torch.arange(8, device=next(model.parameters()).device)[None] % model.config.get_text_config().vocab_size
     mask = torch.ones_like(ids, dtype=torch.bool)
     with _evaluating(model):
-        whole = model(input_ids=ids, use_cache=False).logits[0]
+        whole = causal_part(model)(input_ids=ids, use_cache=False).logits[0]
         pieces = own_head(model)(hidden_states(model, SequenceBatch(ids, mask, mask))[0])
     if not torch.allclose(whole, pieces, rtol=1e-4, atol=1e-4):
         raise RuntimeError(f"{type(model).__name__}: its logits are not a function of its last hidden states "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,6 +23,7 @@ from hybrid_rlhf.models.lora import LoraConfig, check_targets
 from hybrid_rlhf.models.text_part import reads_text, towers
 from hybrid_rlhf.models.transformers_compat import each_as_read, names_read, shortage_passes
 
+_log = logging.getLogger(__name__)
 _LOADABLE = "give a model that this release of transformers loads"
 ATTENTIONS = ("auto", "sdpa", "eager", "flash_attention_2")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -134,8 +136,11 @@ def check_folder(path: str, needs: Iterable[str] = ("weights", "tokenizer"), tak
                              "code on load; convert it to model.safetensors, or set model.trust_pickled_weights")
     if "tokenizer" in needs:
         known = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
-        check(any((folder / n).exists() for n in known),
-              f"{path} has no tokenizer: none of {', '.join(known)} (or give model.tokenizer_name_or_path)")
+        what = ("has its tokenizer as tekken.json, which is read by Mistral's own library alone; give a tokenizer.json "
+                "of the same vocabulary by model.tokenizer_name_or_path (Mistral Small 3.1's for 3.2)"
+                if (folder / "tekken.json").exists() else
+                f"has no tokenizer: none of {', '.join(known)} (or give model.tokenizer_name_or_path)")
+        check(any((folder / n).exists() for n in known), f"{path} {what}")
 
 
 def load_causal_lm(config: ModelConfig, device: torch.device | str = "cpu", *, in_parts: bool = False) -> nn.Module:
@@ -157,7 +162,7 @@ def load_scalar_model(config: ModelConfig, device: torch.device | str = "cpu", n
     new_head_std: standard deviation of a newly made head's weights (None: 1 / sqrt(hidden size + 1)).
     """
     is_new = new_head_std is not None or not has_score(config.model_name_or_path, config.trust_remote_code)
-    model = _load("AutoModelForSequenceClassification", config, torch.device(device), is_new=is_new,
+    model = _load(scalar_class(configuration(config)), config, torch.device(device), is_new=is_new,
                   in_parts=in_parts, num_labels=1)
     check(hasattr(model, "score"), f"{type(model).__name__} has no linear score head; use a decoder-only model")
     if is_new:
@@ -202,6 +207,29 @@ def causal_class(settings) -> str:  # noqa: ANN001 - a transformers class
     return "AutoModelForMultimodalLM" if is_named or is_only else "AutoModelForCausalLM"
 
 
+def scalar_class(settings) -> str:  # noqa: ANN001 - a transformers class
+    """The auto class that loads a sequence classification model of transformers' configuration `settings`. A type
+    without a class of its own gets transformers' generic one, over its backbone; UserError where that has none."""
+    import transformers
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    kind, wanted = type(settings), transformers.AutoModelForSequenceClassification
+    if kind not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        backbone = transformers.MODEL_MAPPING.get(kind, None)
+        check(backbone is not None and backbone.__name__.endswith("Model") and not settings.is_encoder_decoder,
+              f"a reward model or critic of type {settings.model_type}: transformers has no class for it; take another "
+              "model, or for a critic roles.critic.kind adapter with model.lora.r")
+        family = next(c for c in backbone.__mro__ if c.__name__.endswith("PreTrainedModel"))
+        name = f"{backbone.__name__.removesuffix('Model')}ForSequenceClassification"
+        made = type(name, (GenericForSequenceClassification, family), {  # of another module it would be foreign code,
+            "__module__": backbone.__module__, "config_class": kind,  # whose buffers transformers leaves as they are
+            "base_model_prefix": backbone.base_model_prefix})
+        wanted.register(kind, made, exist_ok=True)  # else nothing is done for transformers' own configurations
+        _log.warning("transformers has no sequence classification class for %s: the model is a %s, which this library "
+                     "loads, and transformers alone does not", settings.model_type, name)
+    return wanted.__name__
+
+
 def _load(auto_class: str | None, config: ModelConfig, device: torch.device, is_new: bool = False,
           in_parts: bool = False, **extra: object) -> nn.Module:
     """auto_class: None is `causal_class`. is_new: whether the score head may be missing, because it is made anew.
@@ -222,6 +250,8 @@ def _load(auto_class: str | None, config: ModelConfig, device: torch.device, is_
     extra |= named_attention(config, found)
     in_parts, reading = in_parts and world_size() > 1, nullcontext()
     dtype = resolve_dtype(config.dtype, device)
+    if (how := complete.dequantising(found, path)) is not None:
+        extra["quantization_config"] = getattr(transformers, how)(dequantize=True)
     if config.quantize:
         quantize.require(f"model.load_in_{config.quantize}")
         compute = {"bnb_4bit_compute_dtype": dtype} if config.load_in_4bit else {}

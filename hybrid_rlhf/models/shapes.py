@@ -31,8 +31,10 @@ from hybrid_rlhf.models.load import (
     prepare,
     read_settings,
     resolve_dtype,
+    scalar_class,
 )
 from hybrid_rlhf.models.lora import LoraConfig, adapter_dtype, add_lora, lora_layers
+from hybrid_rlhf.models.text_part import text_forward
 from hybrid_rlhf.models.transformers_compat import never_packed
 
 
@@ -123,7 +125,7 @@ def empty_model(config, model: ModelConfig, device: torch.device, *, is_scalar: 
     text.pad_token_id = 0 if getattr(text, "pad_token_id", None) is None else text.pad_token_id
     if is_scalar:
         settings.num_labels = 1
-    kind = "AutoModelForSequenceClassification" if is_scalar else causal_class(settings)
+    kind = scalar_class(settings) if is_scalar else causal_class(settings)
     with (no_init_weights(), torch.device("meta"), _quiet(),
           refusing(config.model_type, "--plan needs a model that transformers can build")):
         made = getattr(transformers, kind).from_config(
@@ -207,7 +209,7 @@ def cache_bytes(model: nn.Module) -> tuple[int, int]:
     For plain attention the first is layers x key-value heads x head size x 2 x bytes of an element; recurrent and
     convolution states are the second. Sliding layers count as full ones, as the decode engine keeps them.
     """
-    out = model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long), use_cache=True)
+    out = text_forward(model)(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long), use_cache=True)
     growing = fixed = 0
     for layer in getattr(cache_of(out), "layers", []):
         for name, value in vars(layer).items():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import isfinite
 from typing import NamedTuple, TypeVar
@@ -19,7 +20,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from hybrid_rlhf.core.distributed import max_over_ranks, world_size
+from hybrid_rlhf.core.distributed import is_main, max_over_ranks, world_size
 from hybrid_rlhf.core.errors import CRITIC_CURE, NotFinite, UserError
 from hybrid_rlhf.core.metrics import Metrics, Observed, on_host
 from hybrid_rlhf.core.out_of_memory import explained
@@ -28,6 +29,7 @@ from hybrid_rlhf.engine.device_memory import peak_in, release
 from hybrid_rlhf.engine.hybrid import HybridEngine
 from hybrid_rlhf.engine.idle_cache import give_back_idle
 from hybrid_rlhf.engine.train.passes import attempt, forget
+from hybrid_rlhf.models.complete import few
 
 Found = TypeVar("Found")
 
@@ -68,7 +70,8 @@ def _accumulated(engine: HybridEngine, max_tokens: int, minibatch: Sequence[Rows
         budget, metrics = token_budget(engine, UPDATE, max_tokens), Metrics()
         engine.module.train()
         try:
-            with engine.active(), peak_in(metrics, f"{engine.name.split()[0]}/{UPDATE}", engine.device):
+            with (engine.active(), peak_in(metrics, f"{engine.name.split()[0]}/{UPDATE}", engine.device),
+                  _naming_unreached(engine)):
                 seen, shortage = _passes(engine, budget, minibatch)
                 is_short = bool(max_over_ranks(int(shortage is not None)))
                 norm = None if is_short else _optimizer_step(engine)
@@ -85,6 +88,24 @@ def _accumulated(engine: HybridEngine, max_tokens: int, minibatch: Sequence[Rows
             halve_budget(engine, UPDATE, *shortage)
         agree_on_limit(engine, UPDATE)
         release()
+
+
+@contextmanager
+def _naming_unreached(engine: HybridEngine) -> Iterator[None]:
+    """In an engine's first step the trained weights that no backward pass within the block reaches are named, in one
+    line. Experts, which the router may have passed by, are not."""
+    reached: set[str] = set()
+    weights = {} if engine.training.num_steps else {
+        name: weight for name, weight in engine.training.parameters.items() if "expert" not in name}
+    hooks = [weight.register_hook(lambda _gradient, name=name: reached.add(name)) for name, weight in weights.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if (left := sorted(weights.keys() - reached)) and reached and is_main():
+        _log.warning("the %s's loss does not depend on %s, which are trained and get no gradient: freeze them "
+                     "(model.freeze), or leave them out of lora.target_modules", engine.name, few(left, "weight"))
 
 
 def _passes(engine: HybridEngine, budget: int, minibatch: Sequence[Rows]

@@ -25,7 +25,8 @@ class Noted:
         self.device = torch.device("cpu")
         self.module = SimpleNamespace(parameters=lambda: [torch.zeros(10)], train=lambda: self.told.append("train"))
         self.training = SimpleNamespace(
-            learning_rate=0.5, num_skipped=0, num_skipped_in_a_row=0, max_skipped_in_a_row=4, loss_scale=None,
+            learning_rate=0.5, num_steps=0, parameters={}, num_skipped=0, num_skipped_in_a_row=0,
+            max_skipped_in_a_row=4, loss_scale=None,
             discard_gradients=lambda: self.told.append("discard"), step=lambda: self.told.append("step") or 2.0,
             backward=lambda loss, is_last: self.told.append((float(loss), is_last)))
         self.num_forwards = lambda own: own
