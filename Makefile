@@ -20,7 +20,7 @@ CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || e
 WORKERS ?= $(shell test $(CORES) -gt 4 && echo 4 || echo $(CORES))
 export TOKENIZERS_PARALLELISM ?= false
 
-# Every causal-LM type of transformers on the decode engine: docs/results/architectures.md. About five minutes. It ends
+# Every causal-LM type of transformers, decoded and trained: docs/results/architectures.md. About ten minutes. It ends
 # with code 1 where a type comes out worse than the page said.
 .PHONY: architectures
 architectures: $(STAMP)

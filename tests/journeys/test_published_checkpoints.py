@@ -32,7 +32,7 @@ from tests.factories.trainers import SFT_ROWS, trained
 SAMPLE = ["qwen3_5", "gemma3", "gemma4", "llama4", "mistral_small_3_1", "gpt_oss", "llama3_2_bnb_4bit"]
 REFUSED = {"mistral_small_3_2": "tekken.json", "ministral3_fp8": "fp8", "gpt_oss_mxfp4": "mxfp4", "deepseek_v3": "fp8",
            "qwen2_5_awq": "awq", "qwen2_5_gptq": "gptq"}
-AWAITED = {"qwen3_5", "gemma3", "gemma4", "llama4", "mistral_small_3_1", "mistral_small_3_2"}
+AWAITED = {"llama4", "mistral_small_3_2"}
 SLOW = [name for name in CHECKPOINTS if name not in (*SAMPLE, *REFUSED)]
 
 

@@ -20,12 +20,13 @@ from architecture_sweep import Row, read_rows, worse
 
 from hybrid_rlhf.engine.decode import runner
 from hybrid_rlhf.kernels import REFERENCE, ops_for
+from hybrid_rlhf.roles import policy_module
 
 WHOLE = ("llama", "mistral", "qwen2", "qwen3", "cwm", "opt")
 NATIVE = ("gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt:post_norm", "olmo2", "cohere2", "smollm3",
           "llama4_text", "deepseek_v2", "longcat_flash", "glm4_moe", "mixtral", "qwen3_moe", "gpt_oss", "mamba",
           "mamba2", "jamba", "lfm2", "qwen3_next", "falcon_h1", "zamba2")
-OTHERS = {"bloom": "eager", "falcon:alibi": "eager", "recurrent_gemma": "generate", "rwkv": "generate"}
+OTHERS = {"bloom": "eager", "falcon:alibi": "eager", "doge": "eager", "recurrent_gemma": "generate", "rwkv": "generate"}
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 PUBLISHED = read_rows(RESULTS / "architectures.json")
@@ -33,7 +34,7 @@ PUBLISHED = read_rows(RESULTS / "architectures.json")
 FAMILIES = ("llama", "falcon:alibi", "deepseek_v2", "mamba2")
 SAMPLE = (*FAMILIES, *random.Random(20).sample(sorted(PUBLISHED.keys() - {*WHOLE, *NATIVE, *OTHERS}), 8))
 NATIVE_ROW = Row("llama", "native", difference=1e-6, tokens="generate", layers=2, cache_bytes=64,
-                 control={"mask": True, "positions": True, "states": False})
+                 control={"mask": True, "positions": True, "states": False}, trains="yes")
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +54,7 @@ def test_a_type_generates_what_its_plain_forward_says_and_a_fault_is_noticed(swe
     assert not row.is_wrong, row
     # RecurrentGemma's own generate does not give what its forward says; ours does
     assert row.tokens == ("plain forward" if name == "recurrent_gemma" else "generate")
+    assert row.trains == "yes" and row.gradient < 1e-4
     assert not row.is_on_slots or any(row.control.values())
     if ops_for("cpu").decode_attention is not REFERENCE.decode_attention:
         assert (row.layers == 2) == (name in WHOLE)
@@ -79,7 +81,22 @@ def test_the_page_has_a_row_for_every_type_that_was_examined():
     assert f"| rows | {len(rows)} |" in page and len(rows) >= 195
 
 
+def test_a_step_that_takes_another_gradient_than_plain_torch_s_is_told(monkeypatch):
+    model = architecture_sweep.tiny_model("llama")
+    states = policy_module.hidden_states
+    for shift, said in ((0.0, "yes"), (0.1, "wrong: loss ")):
+        row = Row("llama")
+        monkeypatch.setattr(policy_module, "hidden_states", lambda *a, shift=shift: states(*a) + shift)
+        monkeypatch.setattr(policy_module.PolicyModule, "can_share", lambda _self: False)
+        architecture_sweep.train(row, model)
+        assert row.trains.startswith(said) and row.is_wrong == (shift > 0)
+    monkeypatch.setattr(model.model, "forward", lambda *_a, **_b: 1 / 0)
+    architecture_sweep.train(row, model)
+    assert row.trains == "wrong: ZeroDivisionError: division by zero" and row.is_wrong
+
+
 @pytest.mark.parametrize(("changed", "loss"), [
+    (dict(trains="wrong: loss 3"), "trained before: wrong: loss 3"),
     (dict(path="eager", reason="native: its mask"), "path native -> eager: native: its mask"),
     (dict(path="failed", reason="no answer"), "path native -> failed: no answer"),
     (dict(tokens="plain forward (generate raises it)"), "tokens equal generate -> plain forward (generate raises it)"),
