@@ -28,7 +28,7 @@ from hybrid_rlhf.inference.response_text import AnswerText
 from hybrid_rlhf.inference.turn_text import TurnText
 from hybrid_rlhf.models.complete import few
 from hybrid_rlhf.models.folder_files import check_config, read_object
-from hybrid_rlhf.models.load import ModelConfig, check_folder, load_causal_lm, max_positions
+from hybrid_rlhf.models.load import as_published, check_folder, load_causal_lm, max_positions
 from hybrid_rlhf.models.template import special_ids
 from hybrid_rlhf.models.tokenizer import load_tokenizer
 from hybrid_rlhf.models.tool_calls import parse_turn
@@ -212,7 +212,7 @@ def load_to_chat(path: str) -> nn.Module:
     """The causal model at `path`, on the device."""
     keep_within_card()
     with explained(f"while loading {path}", "close what else uses the device, or take a smaller model"):
-        return load_causal_lm(ModelConfig(model_name_or_path=path), device())
+        return load_causal_lm(as_published(path), device())
 
 
 def _check_rows(path: str, tokenizer, size: int, eos_ids: Collection[int]) -> None:  # noqa: ANN001

@@ -6,6 +6,7 @@ import argparse
 import gc
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -139,19 +140,22 @@ def _write_model(source: Path, base: str | None, folder: Path) -> tuple[dict[str
 
     from hybrid_rlhf.export import verify
     from hybrid_rlhf.export.folder import dtype_to_write, in_dtype
-    from hybrid_rlhf.models.load import ModelConfig, configuration, load_causal_lm, load_scalar_model, prepare
+    from hybrid_rlhf.models.load import as_published, configuration, load_causal_lm, load_scalar_model, prepare
     from hybrid_rlhf.models.lora import expert_weights, load_adapter, task_of
     from hybrid_rlhf.models.merging import plain_weights
     from hybrid_rlhf.models.saving import save, save_beside
     from hybrid_rlhf.models.tokenizer import load_tokenizer
     from hybrid_rlhf.models.transformers_compat import as_stored
 
-    place = ModelConfig(model_name_or_path=base or str(source), dtype="float32")
+    place = as_published(base or str(source), dtype="float32")
     settings = configuration(place)
     is_reward = any("SequenceClassification" in name for name in settings.architectures or [])
     is_reward = is_reward or bool(base and task_of(source) == "SEQ_CLS")
-    with as_stored():
+    with nullcontext() if place.quantize else as_stored():
         model = (load_scalar_model if is_reward else load_causal_lm)(place).eval()
+    if place.quantize:
+        print(f"{place.model_name_or_path} holds quantised weights: what is exported is what they stand for, as plain "
+              "weights", file=sys.stderr)
     if expert_weights(model):
         print(f"files have the experts of {type(model).__name__} one by one: all "
               f"{sum(p.nbytes for p in model.parameters()) / 2**30:.1f} GiB of it are held in memory", file=sys.stderr)
@@ -162,7 +166,7 @@ def _write_model(source: Path, base: str | None, folder: Path) -> tuple[dict[str
             model.score.float()  # the adapter's own head takes its place
         load_adapter(model, source, "default", torch.float32)
     live = verify.answers(model, tokenizer)
-    dtype = getattr(settings, "dtype", None) or torch.float32
+    dtype = settings.dtype or settings.get_text_config().dtype or torch.float32
     weights = plain_weights(model, torch.float32)
     dtype = dtype_to_write(model, weights, dtype, torch.float32) if base else dtype
     save(model, in_dtype(model, weights, dtype, torch.float32), folder)
@@ -184,7 +188,7 @@ def _modelfile(folder: Path, weights: str) -> Path:
     """A Modelfile beside the weights, with the template where Ollama's language can say it."""
     from hybrid_rlhf.data.chat import render
     from hybrid_rlhf.export import ollama
-    from hybrid_rlhf.models.tokenizer import load_tokenizer
+    from hybrid_rlhf.models.tokenizer import load_tokenizer, turn_ends
 
     tokenizer = load_tokenizer(str(folder))
     bos = tokenizer.bos_token or ""
@@ -194,7 +198,8 @@ def _modelfile(folder: Path, weights: str) -> Path:
     if turns and starts_with_bos and turns.opening == bos:  # llama.cpp puts it there
         turns = replace(turns, opening="")
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    text = ollama.modelfile(f"./{weights}", turns, [tokenizer.eos_token],
+    ends = tokenizer.convert_ids_to_tokens(turn_ends(tokenizer))
+    text = ollama.modelfile(f"./{weights}", turns, list(dict.fromkeys([tokenizer.eos_token, *ends])),
                             {"num_ctx": min(4096, settings["max_position_embeddings"])})
     return ollama.write_modelfile(folder, text)
 

@@ -26,7 +26,7 @@ def check_plain_weights(settings: object, path: str, quantize: str | None) -> No
     """UserError for weights that are kept in a format that cannot be trained here; `settings` is the model's
     configuration. Those of bitsandbytes are taken in the bits that `quantize` (4bit or 8bit) asks for, and those of
     DEQUANTISED as plain ones."""
-    kept, method = _quantisation(settings)
+    method, bits = packed_as(settings)
     if method is None or (method in DEQUANTISED and quantize is None):
         return
     check(method not in DEQUANTISED, f"{path} holds weights quantised by {method}, which are dequantised as they are "
@@ -34,7 +34,6 @@ def check_plain_weights(settings: object, path: str, quantize: str | None) -> No
     if method != "bitsandbytes":
         raise UserError(f"{path} holds weights quantised by {method}, which can be neither trained nor exported here; "
                         "give the model that they were made from (model.load_in_4bit holds it in 4 bits)")
-    bits = "8bit" if kept.get("load_in_8bit") else "4bit"
     check(quantize == bits, f"{path} holds weights quantised by bitsandbytes in {bits}; give the model that they were "
                             f"made from, or set model.load_in_{bits} to train adapters over them")
 
@@ -42,19 +41,20 @@ def check_plain_weights(settings: object, path: str, quantize: str | None) -> No
 DEQUANTISED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}  # whose transformers settings can dequantise
 
 
-def _quantisation(settings: object) -> tuple[dict, str | None]:
-    """What a model's configuration says of how its weights are quantised, and by which method, if they are."""
+def packed_as(settings: object) -> tuple[str | None, str | None]:
+    """The method that the weights of a model's configuration are quantised by, and of bitsandbytes 4bit or 8bit."""
     kept = getattr(settings, "quantization_config", None)
     if kept is None:
-        return {}, None
+        return None, None
     kept = dict(kept if isinstance(kept, Mapping) else vars(kept))
-    return kept, getattr(kept.get("quant_method"), "value", kept.get("quant_method")) or "bitsandbytes"
+    method = getattr(kept.get("quant_method"), "value", kept.get("quant_method")) or "bitsandbytes"
+    return method, ("8bit" if kept.get("load_in_8bit") else "4bit") if method == "bitsandbytes" else None
 
 
 def dequantising(settings: object, path: str) -> str | None:
     """The class of transformers whose settings dequantise the weights at `path` as they are read, or None where they
     are no such weights. Says so."""
-    method = _quantisation(settings)[1]
+    method = packed_as(settings)[0]
     if method in DEQUANTISED:
         _log.warning("%s holds weights quantised by %s: they are dequantised, and trained and exported as plain ones",
                      path, method)

@@ -362,6 +362,12 @@ def read_settings(path: str, trust_remote_code: bool = False):  # noqa: ANN201 -
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)  # None would ask
 
 
+def as_published(path: str, dtype: str = "auto") -> ModelConfig:
+    """How the model at `path` is loaded to be used as it is: in 4 or 8 bits, where its files hold it in those."""
+    bits = complete.packed_as(read_settings(path))[1]
+    return ModelConfig(path, dtype=dtype, load_in_4bit=bits == "4bit", load_in_8bit=bits == "8bit")
+
+
 def read_generation(path: str):  # noqa: ANN201 - a transformers class
     """transformers' settings of generation at a hub id or folder, or None where it has no file of them."""
     from transformers import GenerationConfig

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,10 +39,10 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--system", help="system message")
     flags.add_argument("--tools", type=expanded, metavar="FILE",
                        help="a JSON list of functions that the model may call (OpenAI's schemas); /tool answers a call")
-    flags.add_argument("--max_new_tokens", type=int, default=256, help="longest answer in tokens (%(default)s)")
-    flags.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (%(default)s)")
-    flags.add_argument("--top_p", type=float, default=1.0, help="nucleus of tokens to draw from (%(default)s)")
-    flags.add_argument("--top_k", type=int, default=0, help="draw from the k likeliest, 0 from all (%(default)s)")
+    flags.add_argument("--max_new_tokens", type=int, help="longest answer in tokens (the model's own setting, or 256)")
+    flags.add_argument("--temperature", type=float, help="0 is greedy (the model's own setting, or 0.7)")
+    flags.add_argument("--top_p", type=float, help="nucleus of tokens to draw from (the model's own setting, or 1)")
+    flags.add_argument("--top_k", type=int, help="draw from the k likeliest, 0: all (the model's own setting, or 0)")
     flags.add_argument("--seed", type=int, default=0, help="the same seed and questions give the same answers")
     return flags
 
@@ -167,13 +168,19 @@ def open_session(options: argparse.Namespace) -> Session:
     from hybrid_rlhf.engine.decode.sampling import SamplingConfig  # torch: not before the flags are right
     from hybrid_rlhf.inference.chat.session import Session, read_tools
     from hybrid_rlhf.inference.chat_models import model_folder, open_chat_models
+    from hybrid_rlhf.inference.published_sampling import announced, published_sampling
 
     named = {model.name: model.path for model in named_models(options.model)}
-    sampling = SamplingConfig(max_new_tokens=options.max_new_tokens, temperature=options.temperature,
-                              top_p=options.top_p, top_k=options.top_k)
+    asked = {name: value for name in ("max_new_tokens", "temperature", "top_p", "top_k")
+             if (value := getattr(options, name)) is not None}
+    sampling = SamplingConfig(**{"temperature": 0.7} | asked)
     tools = read_tools(options.tools) if options.tools else []
     session = Session(open_chat_models(named, sampling, options.seed, options.system))
     session.set_tools(tools)
+    for name, model in session.chat_models.items():
+        if own := published_sampling(str(model_folder(named[name])), but=asked):
+            model.sampling = replace(model.sampling, **own)
+            notice(announced(name, own, "a flag or /set says otherwise"))
     if options.reward_model:
         from hybrid_rlhf.inference.scorer import Scorer
 

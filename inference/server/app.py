@@ -98,7 +98,7 @@ class Server:
 
     async def chat(self, request: Request) -> Response:
         arrived = time.monotonic()
-        asked = read_chat(await self._body(request))
+        asked = read_chat(self._settled(await self._body(request)))
         model = self._model(asked.model)
 
         async def work(send: Send, submit: Callable[[Job], None]) -> None:
@@ -111,7 +111,7 @@ class Server:
 
     async def complete(self, request: Request) -> Response:
         arrived = time.monotonic()
-        asked = read_completion(await self._body(request))
+        asked = read_completion(self._settled(await self._body(request)))
         model = self._model(asked.model)
 
         async def work(send: Send, submit: Callable[[Job], None]) -> None:
@@ -155,6 +155,13 @@ class Server:
         if kind != "application/json":  # a form or plain text is what a foreign web page may send unasked
             raise ApiError(415, "the body must be JSON (Content-Type: application/json)")
         return read_json(await read_body(request.receive, request.headers, self.limits.max_body_bytes, BODY_SECONDS))
+
+    def _settled(self, found: dict) -> dict:
+        """A body with the sampling settings that its model is published with, where it has none of its own."""
+        name = found.get("model") or next(iter(self.models), None)
+        model = self.models.get(name) if isinstance(name, str) else None
+        defaults = model.sampling if model else {}
+        return found | {key: value for key, value in defaults.items() if found.get(key) is None}
 
     def _model(self, name: str | None) -> Served:
         if name is None and self.models:

@@ -88,14 +88,18 @@ def open_model(named: NamedModel, options: argparse.Namespace) -> Served:
     from hybrid_rlhf.engine.decode.sampling import SamplingConfig
     from hybrid_rlhf.inference.chat_models import model_folder
     from hybrid_rlhf.inference.conversation import open_conversation
+    from hybrid_rlhf.inference.published_sampling import announced, published_sampling
     from hybrid_rlhf.inference.server.app import Served
     from hybrid_rlhf.inference.server.worker import ModelQueue
 
-    opened = open_conversation(str(model_folder(named.path)), SamplingConfig(), needs_template=False)
+    path = str(model_folder(named.path))
+    opened = open_conversation(path, SamplingConfig(), needs_template=False)
     if not opened.tokenizer.chat_template:
         print(f"note: {named.name} has no chat template: it serves /v1/completions, and no chat", file=sys.stderr)
     capacity = min(options.max_context, opened.max_positions or options.max_context)
-    return Served(named.name, ModelQueue(opened.engine, options.max_batch, capacity), opened.tokenizer)
+    if own := published_sampling(path, but=["max_new_tokens"]):
+        print(announced(named.name, own, "a request says otherwise"), file=sys.stderr)
+    return Served(named.name, ModelQueue(opened.engine, options.max_batch, capacity), opened.tokenizer, own)
 
 
 def run(argv: list[str] | None) -> int:

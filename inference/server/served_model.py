@@ -30,11 +30,13 @@ class Limits:
 
 @dataclass
 class Served:
-    """One model under its name. num_open: its requests, running or waiting; seconds: what the last ones took."""
+    """One model under its name. sampling: settings of a request that has none; num_open: its requests, running or
+    waiting; seconds: what the last ones took."""
 
     name: str
     lane: ModelQueue
     tokenizer: object
+    sampling: dict[str, float] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     num_open: int = 0
     seconds: deque[float] = field(default_factory=lambda: deque([1.0], maxlen=32))

@@ -118,3 +118,31 @@ def test_an_untrained_export_is_the_published_folder_again(name, tmp_path):
     assert set.issubset(*ends)
     files = ({file.name for file in folder.iterdir() if "safetensors" not in file.name} for folder in (base, made))
     assert set.difference(*files) <= {"special_tokens_map.json", "added_tokens.json"}  # in the tokenizer's own file
+
+
+@pytest.mark.parametrize("is_adapter", [False, True])
+def test_the_export_command_takes_a_base_published_in_4_bits_and_adapters_over_it(is_adapter, tmp_path, capsys):
+    from hybrid_rlhf.commands.export import main
+    from hybrid_rlhf.models.lora import save_adapter
+
+    model = checkpoints.write("llama3_2_bnb_4bit", tmp_path / "base")
+    if is_adapter:
+        live = load.load_causal_lm(ModelConfig(model, load_in_4bit=True))
+        add_lora(live, LoraConfig(r=2))
+        torch.nn.init.normal_(live.model.layers[0].mlp.up_proj.lora_B["default"].weight, std=0.3)
+        save_adapter(live, tmp_path / "adapter")
+        model = str(tmp_path / "adapter")
+    assert main(["--model", model, "--output_dir", str(tmp_path / "out"), "--gguf", "f16"]) == 0
+    assert "holds quantised weights: what is exported is what they stand for" in capsys.readouterr().err
+    assert (tmp_path / "out/out-f16.gguf").exists()
+    assert "quantization_config" not in read(tmp_path / "out/config.json")
+    assert all(v.is_floating_point() for v in load_file(tmp_path / "out/model.safetensors").values())
+
+
+def test_chat_opens_a_model_published_in_4_bits(tmp_path):
+    from hybrid_rlhf.engine.decode.sampling import SamplingConfig
+    from hybrid_rlhf.inference.conversation import open_conversation
+
+    talk = open_conversation(checkpoints.write("llama3_2_bnb_4bit", tmp_path / "base"),
+                             SamplingConfig(max_new_tokens=4))
+    assert "".join(talk.answer("Hello?")) or talk.num_answers == 1
