@@ -67,7 +67,7 @@ def _asked(row: dict, form: Format, where: str, columns: Sequence[str] | None, w
         example = read_row(row, form, where)
         if not example.prompt or example.is_text_pair:
             raise SkipRow(NO_PROMPT)
-        said = _texts(row, example, columns) if with_responses else []
+        said = _texts(row, example, columns, form.required) if with_responses else []
     except SkipRow as reason:
         lost[str(reason)] += 1
         return None
@@ -78,11 +78,11 @@ def _asked(row: dict, form: Format, where: str, columns: Sequence[str] | None, w
     return Asked(_plain(example), _different(said, lost), kept)
 
 
-def _texts(row: dict, example: Example, columns: Sequence[str] | None) -> list[str | None]:
-    """The responses of a row; None for one that is no single text."""
+def _texts(row: dict, example: Example, columns: Sequence[str] | None, read: Sequence[str]) -> list[str | None]:
+    """The responses of a row; None for one that is no single text. read: the columns that the format reads."""
     if columns is not None:
         return [text for name in columns for text in _of_value(row.get(name), name)]
-    listed = [text for name in LISTS for text in _of_value(row.get(name), name)]
+    listed = [text for name in LISTS if name not in read for text in _of_value(row.get(name), name)]
     return listed or [spoken(answer) for answer, _ in example.answers]
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from typing import Any, NamedTuple
 
 from hybrid_rlhf.core.config import UserError
@@ -19,7 +19,7 @@ from hybrid_rlhf.data import transcripts
 from hybrid_rlhf.data.chat import SkipRow, Text
 from hybrid_rlhf.data.files import loads
 from hybrid_rlhf.data.messages import WITH_MEDIA, has_media, is_untrained, messages_of, parsed_messages
-from hybrid_rlhf.data.question import PARTS, Question, beside, looks_like_a_prompt, question_of
+from hybrid_rlhf.data.question import PARTS, Question, beside, flat, looks_like_a_prompt, question_of
 from hybrid_rlhf.data.tool_columns import tools_of, with_tools
 from hybrid_rlhf.data.transcripts import assistant, clean, user
 
@@ -33,7 +33,7 @@ class Example:
     written: the prompt as the row has it, where it is rendered in another form.
     tools: the schemas of what may be called, which messages carry already.
     columns: the row's other columns, handed on to reward functions.
-    used: the columns that the prompt is of; unread: the others with text that no reader uses.
+    used: the columns that the prompt is of; unread: those with text that is in nothing that was read.
     notes: how the row was read, where that may surprise -> how often in it.
     """
 
@@ -118,8 +118,7 @@ def read_row(row: dict, form: Format, where: str) -> Example:
         example.tools = [] if is_plain else tools_of(row.get("tools"))
         example.prompt, example.messages = (with_tools(part, example.tools)
                                             for part in (example.prompt, example.messages))
-        known = {*form.required, *example.used, *_KNOWN}
-        example.unread = tuple(k for k, value in row.items() if k not in known and _has_text(value))
+        example.unread = _unread(row, example, {*form.required} - {*form.asks} | {*example.used, *_KNOWN})
         question = next(filter(looks_like_a_prompt, example.unread), None) if example.is_text_pair else None
         if question is not None:
             raise ValueError(f"{' and '.join(form.required)} are texts without a prompt, beside the column {question}; "
@@ -128,16 +127,24 @@ def read_row(row: dict, form: Format, where: str) -> Example:
         raise UserError(f"{where}: {error}; fix the row") from error
     if len(example.used) > 1:
         example.notes[JOINED + ", ".join(example.used)] = 1
-    said = example.messages or [m for answer, _ in example.answers if isinstance(answer, list) for m in answer]
-    if untrained := sum(map(is_untrained, said)):
+    turns = example.messages or [m for answer, _ in example.answers if isinstance(answer, list) for m in answer]
+    if untrained := sum(map(is_untrained, turns)):
         example.notes[UNTRAINED] = untrained
     example.columns = {k: v for k, v in row.items() if k not in form.asks}
     return example
 
 
+def _unread(row: dict, example: Example, known: set[str]) -> tuple[str, ...]:
+    """The columns beside those known that hold text, unless it is in what was read."""
+    found = [name for name, value in row.items() if name not in known and _has_text(value)]
+    parts = (example.text, example.prompt, example.messages, *(answer for answer, _ in example.answers))
+    whole = "\n".join(map(flat, parts))
+    return tuple(name for name in found if not isinstance(row[name], str) or row[name].strip() not in whole)
+
+
 def _has_text(value: object) -> bool:
     if isinstance(value, dict | list):
-        return any(_has_text(inner) for inner in (value.values() if isinstance(value, dict) else value))
+        return any(map(_has_text, islice(value.values() if isinstance(value, dict) else value, 100)))
     return isinstance(value, str) and bool(value.strip())
 
 
@@ -193,7 +200,8 @@ def _example(row: dict, asked: Question, texts: list[Text], scores: Sequence[flo
     """The row's question, once, and its answers in the form that goes with it."""
     if len(texts) == 2 and texts[0] == texts[1] and scores[0] != scores[1]:
         raise SkipRow("the two answers are the same")
-    rests, written = _without_question(row, asked, texts), row.get("prompt")
+    written = row["prompt"] if "prompt" in asked.used else None
+    rests = _without_question(written, asked, texts)
     texts, notes = (rests, {REPEATED: 1}) if rests else (texts, {})
     if isinstance(asked.text, list) and not isinstance(written, list):
         texts = [text if not isinstance(text, str) else text.strip() if transcripts.is_transcript(written) else
@@ -201,7 +209,7 @@ def _example(row: dict, asked: Question, texts: list[Text], scores: Sequence[flo
     return Example(asked.text, list(zip(texts, scores, strict=True)), margin=margin, used=asked.used, notes=notes)
 
 
-def _without_question(row: dict, asked: Question, texts: list[Text]) -> list[Text]:
+def _without_question(written: object, asked: Question, texts: list[Text]) -> list[Text]:
     """The answers without the question that all of them begin with; nothing where they do not.
 
     Of messages it is the first ones; of strings, where there are several, the start of each, up to where words part.
@@ -209,8 +217,8 @@ def _without_question(row: dict, asked: Question, texts: list[Text]) -> list[Tex
     turns = [user(asked.text)] if isinstance(asked.text, str) else asked.text or []
     if turns and all(isinstance(t, list) and t[: len(turns)] == turns and len(t) > len(turns) for t in texts):
         return [text[len(turns) :] for text in texts]
-    written = row["prompt"] if isinstance(row.get("prompt"), str) else asked.joined
-    for start in dict.fromkeys((written, written.rstrip(), written.strip())) if len(texts) > 1 else ():
+    text = written if isinstance(written, str) else turns[-1]["content"] if turns else ""
+    for start in dict.fromkeys((text, text.rstrip(), text.strip())) if len(texts) > 1 else ():
         rests = [t[len(start) :] if isinstance(t, str) and t.startswith(start) else "" for t in texts]
         if start.strip() and all(r.strip() and (r[0].isspace() or not start[-1].isalnum()) for r in rests):
             return rests
@@ -298,10 +306,8 @@ def _read_spans(row: dict, ask: str, column: str) -> Example:
 
 
 def _read_conversation(row: dict, column: str) -> Example:
-    asked = beside(messages_of(_sequence(row[column], column), column), row)
-    messages = asked.text
+    messages, used = beside(messages_of(_sequence(row[column], column), column), row, (column,))
     last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=len(messages))
-    used = tuple(name for name in (*asked.used, *row) if name in asked.used)
     return Example(messages[:last] or None, messages=messages, used=used)
 
 

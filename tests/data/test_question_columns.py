@@ -176,6 +176,12 @@ def test_where_the_prompt_is_taken_off(prompt, chosen, rejected, answers):
     assert [answer for answer, _ in reading(row).answers] == answers
 
 
+def test_a_prompt_that_two_conversations_do_not_begin_with_is_named():
+    pair = {"chosen": [u("Hi"), a("Yo")], "rejected": [u("Hi"), a("No")]}
+    assert reading({"prompt": "Hi", **pair}).unread == ()
+    assert reading({"prompt": "Be brief.", **pair}).unread == ("prompt",)
+
+
 def test_messages_that_begin_with_the_prompt_are_what_follows_it():
     system = {"role": "system", "content": "S"}
     for prompt in ("p", [u("p")], [system, u("p")]):

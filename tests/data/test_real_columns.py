@@ -57,8 +57,8 @@ ANSWERED = {
          "answers": {"text": ["purple", "purple."], "answer_start": [10, 10]}},
         [u("A plum is purple.\n\nWhat colour is it?")], [([a("purple")], 1)], ("id", "title")),
     "SQuAD as JSON": (
-        {"context": "A plum is purple.", "question": "What colour?", "answers": [{"text": "purple",
-         "answer_start": 10}]},
+        {"context": "A plum is purple.", "question": "What colour?",
+         "answers": [{"text": "purple", "answer_start": 10}]},
         [u("A plum is purple.\n\nWhat colour?")], [([a("purple")], 1)], ()),
     "Open-Orca/OpenOrca": (
         {"id": "flan.1", "system_prompt": "You are terse.", "question": "2+2?", "response": "4"},
@@ -71,19 +71,18 @@ ANSWERED = {
         [s("You are terse."), u("2+2?")], [([a("4")], 1), ([a("5")], 0)], ()),
     "argilla/distilabel-intel-orca-dpo-pairs": (
         {"system": "", "input": "2+2?", "chosen": "4", "rejected": "5", "generations": ["4", "5"], "order": ["A", "B"],
-         "labelling_model": "gpt", "labelling_prompt": [u("Rate.")], "raw_labelling_response": "9", "rating": [9.0,
-             1.0],
-         "rationale": "r", "status": "tie", "original_chosen": "4", "original_rejected": "5", "chosen_score": 9.0,
-         "in_gsm8k_train": False},
+         "labelling_model": "gpt", "labelling_prompt": [u("Rate.")], "raw_labelling_response": "9",
+         "rating": [9.0, 1.0], "rationale": "Only one is right.", "status": "tie", "original_chosen": "4",
+         "original_rejected": "5", "chosen_score": 9.0, "in_gsm8k_train": False},
         [u("2+2?")], [([a("4")], 1), ([a("5")], 0)],
-        ("generations", "order", "labelling_model", "labelling_prompt", "raw_labelling_response", "rationale", "status",
-         "original_chosen", "original_rejected")),
+        ("generations", "order", "labelling_model", "labelling_prompt", "raw_labelling_response", "rationale",
+         "status")),
     "openbmb/UltraFeedback": (
         {"source": "evol", "instruction": "Name one.", "models": ["m", "n"], "correct_answers": ["None"],
          "incorrect_answers": ["None"],
-         "completions": [{"model": "m", "principle": "p", "custom_system_prompt": "c", "response": "A plum.",
+         "completions": [{"model": "mistral-7b", "principle": "p", "custom_system_prompt": "c", "response": "A plum.",
                           "critique": "c", "overall_score": 9.0, "fine-grained_score": 3.5},
-                         {"model": "n", "principle": "p", "custom_system_prompt": "c", "response": "A fig.",
+                         {"model": "llama-2-7b", "principle": "p", "custom_system_prompt": "c", "response": "A fig.",
                           "critique": "c", "overall_score": 7.0, "fine-grained_score": 4.5}]},
         [u("Name one.")], [([a("A plum.")], 3.5), ([a("A fig.")], 4.5)],
         ("source", "models", "correct_answers", "incorrect_answers")),
@@ -94,10 +93,10 @@ ANSWERED = {
         [u("Name one.")], [([a("A plum.")], 1), ([a("No.")], 0)], ("prompt_id", "messages")),
     "argilla/ultrafeedback-binarized-preferences": (
         {"source": "evol", "instruction": "Name one.", "chosen_response": "A plum.", "rejected_response": "No.",
-         "chosen_avg_rating": 5.0, "rejected_avg_rating": 2.0, "chosen_model": "m"},
+         "chosen_avg_rating": 5.0, "rejected_avg_rating": 2.0, "chosen_model": "mistral-7b"},
         [u("Name one.")], [([a("A plum.")], 1), ([a("No.")], 0)], ("source", "chosen_model")),
     "distilabel, texts generated": (
-        {"instruction": "Name one.", "generation": "A plum.", "model_name": "m"},
+        {"instruction": "Name one.", "generation": "A plum.", "model_name": "mistral-7b"},
         [u("Name one.")], [([a("A plum.")], 1)], ("model_name",)),
     "distilabel, texts rated": (
         {"input": "Name one.", "generations": ["A plum.", "No."], "ratings": [5.0, 1.0], "rationales": ["r", "q"]},
@@ -106,24 +105,22 @@ ANSWERED = {
         {"id": "1", "messages": [u("Hi"), a("Yo")], "source": "ai2"}, [u("Hi")], None, ("id", "source")),
     "allenai/llama-3.1-tulu-3-8b-preference-mixture": (
         {"id": "1", "source": "ai2", "prompt": "Hi", "chosen": [u("Hi"), a("Yo")], "rejected": [u("Hi"), a("No")],
-         "chosen_model": "m", "rejected_model": "n", "chosen_rating": 5.0, "rejected_rating": 1.0},
+         "chosen_model": "mistral-7b", "rejected_model": "llama-2-7b", "chosen_rating": 5.0, "rejected_rating": 1.0},
         [u("Hi")], [([a("Yo")], 1), ([a("No")], 0)], ("id", "source", "chosen_model", "rejected_model")),
     "allenai/RLVR-GSM": (
         {"messages": [u("2+2?")], "ground_truth": "4", "dataset": "gsm8k"}, [u("2+2?")], None,
         ("ground_truth", "dataset")),
     "teknium/OpenHermes-2.5": (
-        {"conversations": [{"from": "human", "value": "Hi", "weight": None}, {"from": "gpt", "value": "Yo",
-         "weight": None}],
-         "system_prompt": "Be brief.", "source": "s", "category": None, "skip_prompt_formatting": False, "id": None},
+        {"conversations": [{**human("Hi"), "weight": None}, {**gpt("Yo"), "weight": None}],
+         "system_prompt": "Be brief.", "source": "airoboros", "category": None, "skip_prompt_formatting": False},
         [s("Be brief."), u("Hi")], None, ("source",)),
     "NousResearch/hermes-function-calling-v1": (
         {"id": "1", "conversations": [{"from": "system", "value": "Call."}, human("Hi"), gpt("Yo")], "category": "c",
          "task": "t", "subcategory": "s"},
         [s("Call."), u("Hi")], None, ("id", "category", "task", "subcategory")),
     "Open-Orca/SlimOrca": (
-        {"conversations": [{"from": "system", "value": "S", "weight": None}, {"from": "human", "value": "Hi",
-         "weight": 0.0},
-                           {"from": "gpt", "value": "Yo", "weight": 1.0}]},
+        {"conversations": [{"from": "system", "value": "S", "weight": None}, {**human("Hi"), "weight": 0.0},
+                           {**gpt("Yo"), "weight": 1.0}]},
         [s("S"), u("Hi")], None, ()),
     "nvidia/HelpSteer2": (
         {"prompt": "Hi", "response": "Yo", "helpfulness": 4, "correctness": 4, "coherence": 4, "complexity": 1,
@@ -142,40 +139,42 @@ ANSWERED = {
         [([a("Because.")], 1), ([a("No.")], 0)], ()),
     "Dahoas/full-hh-rlhf": (
         {"prompt": HH, "response": " Because.", "chosen": " Because.", "rejected": " No."},
-        [u("Hi"), a("Yes?"), u("Why?")], [("Because.", 1), ("No.", 0)], ("response",)),
+        [u("Hi"), a("Yes?"), u("Why?")], [("Because.", 1), ("No.", 0)], ()),
     "stanfordnlp/SHP": (
         {"post_id": "p", "domain": "askbaking_train", "history": "Why flour?", "human_ref_A": "No.",
          "human_ref_B": "It binds.", "labels": 0, "score_A": 2, "score_B": 9},
         [u("Why flour?")], [([a("It binds.")], 1), ([a("No.")], 0)], ("post_id", "domain")),
     "berkeley-nest/Nectar": (
-        {"prompt": "\n\nHuman: Hi\n\nAssistant: ", "turns": 1, "num_responses": 2, "source": ["s"],
+        {"prompt": "\n\nHuman: Hi\n\nAssistant: ", "turns": 1, "num_responses": 2, "source": ["sharegpt"],
          "good_natured": True,
-         "answers": [{"answer": "No", "model": "m", "rank": 2.0}, {"answer": "Yo", "model": "n", "rank": 1.0}]},
+         "answers": [{"answer": "No", "model": "mistral-7b", "rank": 2.0},
+                     {"answer": "Yo", "model": "llama-2-7b", "rank": 1.0}]},
         [u("Hi")], [("No", -2), ("Yo", -1)], ("source",)),
     "anon8231489123/ShareGPT_Vicuna_unfiltered": (
         {"id": "x", "conversations": [human("Hi"), gpt("Yo"), human("Bye"), gpt("Ciao")]},
         [u("Hi"), a("Yo"), u("Bye")], None, ("id",)),
     "Magpie-Align/Magpie-Pro-300K-Filtered": (
-        {"uuid": "1", "model": "m", "gen_input_configs": {"temperature": 1.0, "input_generator": "g"},
+        {"uuid": "1", "model": "mistral-7b", "gen_input_configs": {"temperature": 1.0, "input_generator": "g"},
          "instruction": "Hi",
          "response": "Yo", "conversations": [human("Hi"), gpt("Yo")], "task_category": "chat", "difficulty": "easy"},
         [u("Hi")], [([a("Yo")], 1)],
         ("uuid", "model", "gen_input_configs", "conversations", "task_category", "difficulty")),
     "AI-MO/NuminaMath-CoT": (
         {"source": "aops", "problem": "2+2?", "solution": "It is 4.", "messages": [u("2+2?"), a("It is 4.")]},
-        [u("2+2?")], None, ("source", "solution")),
+        [u("2+2?")], None, ("source",)),  # the solution is in the messages
     "AI-MO/NuminaMath-1.5": (
         {"problem": "2+2?", "solution": "It is 4.", "answer": "4", "problem_type": "Algebra"},
-        [u("2+2?")], [([a("It is 4.")], 1)], ("answer", "problem_type")),
+        [u("2+2?")], [([a("It is 4.")], 1)], ("problem_type",)),
     "openai/gsm8k": ({"question": "2+2?", "answer": "It is 4.\n#### 4"}, [u("2+2?")], [([a("It is 4.\n#### 4")], 1)],
         ()),
     "meta-math/MetaMathQA": (
-        {"type": "GSM_Rephrased", "query": "What is 2+2?", "original_question": "2+2?", "response": "4"},
+        {"type": "GSM_Rephrased", "query": "What is 2+2?", "original_question": "How much is 2+2?", "response": "4"},
         [u("What is 2+2?")], [([a("4")], 1)], ("type", "original_question")),
     "LDJnr/Capybara": (
-        {"source": "s", "conversation": [{"input": "Hi", "output": "Yo"}, {"input": "Bye", "output": "Ciao"}]},
+        {"source": "airoboros", "conversation": [{"input": "Hi", "output": "Yo"}, {"input": "Bye", "output": "Ciao"}]},
         [u("Hi"), a("Yo"), u("Bye")], None, ("source",)),
-    "trl-lib/Capybara": ({"source": "s", "messages": [u("Hi"), a("Yo")], "num_turns": 1}, [u("Hi")], None, ("source",)),
+    "trl-lib/Capybara": ({"source": "airoboros", "messages": [u("Hi"), a("Yo")], "num_turns": 1}, [u("Hi")], None,
+                         ("source",)),
     "OpenAssistant/oasst1": (  # a message a row, of a tree that only other rows complete
         {"message_id": "1", "parent_id": "0", "text": "Hi", "role": "prompter", "lang": "en"}, None, "Hi",
         ("message_id", "parent_id", "role", "lang")),

@@ -36,6 +36,7 @@ def message(text: str) -> list[dict]:
      ["a", "b", "c"]),
     ({"question": "p", "response_j": "a", "response_k": "b"}, None, ["a", "b"]),
     ({"instruction": "p", "output": "a"}, None, ["a"]),
+    ({"instruction": "p", "completions": [{"response": "a", "fine-grained_score": 1.0}]}, None, ["a"]),
     ({"prompt": "p", "completion": "a", "label": False}, None, ["a"]),
     ({"prompt": "p"}, None, []),
 ])
