@@ -89,8 +89,8 @@ def give_template(tokenizer, data: DataConfig, reads: Reads) -> None:  # noqa: A
     plain text (not data.raw). Text that goes on needs none and gets no new tokens."""
     is_sft = reads.kind == "demonstration" and reads != PTX
     is_dialogue = is_sft and not data.raw and datasets.has_plain_prompts(data, reads)
-    if data.chat_template or is_dialogue or datasets.is_conversational(data, reads):
-        chat.ensure_template(tokenizer, data.chat_template)
+    if data.chat_template or data.chat_template_kwargs or is_dialogue or datasets.is_conversational(data, reads):
+        chat.ensure_template(tokenizer, data.chat_template, kwargs=data.chat_template_kwargs)
 
 
 def seed_everything(seed: int) -> None:

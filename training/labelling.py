@@ -19,10 +19,12 @@ from hybrid_rlhf.data import chat, responses
 from hybrid_rlhf.data.chat import SkipRow
 from hybrid_rlhf.data.labels import prompt_key
 from hybrid_rlhf.data.responses import Asked
-from hybrid_rlhf.data.tool_columns import tools_of, with_tools
+from hybrid_rlhf.data.tool_columns import kwargs_of, tools_of, with_tools
+from hybrid_rlhf.data.turns import with_kwargs
 from hybrid_rlhf.engine import SamplingConfig
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.template_kwargs import KWARGS
 from hybrid_rlhf.models.tokenizer import completion_text
 from hybrid_rlhf.report.terminal import ProgressLine
 from hybrid_rlhf.rewards import RewardSource
@@ -99,6 +101,7 @@ def _prompt_ids(asked: Sequence[Asked], tokenizer, longest: int, raw: bool, lost
     for number, each in enumerate(asked):
         try:
             turns = with_tools(chat.as_turn(tokenizer, each.prompt, raw), tools_of(each.columns.get("tools")))
+            turns = with_kwargs(turns, kwargs_of(each.columns.get(KWARGS)))
             ids = chat.encode_prompt(tokenizer, turns or "")
         except SkipRow as reason:
             lost[str(reason)] += 1

@@ -7,29 +7,31 @@ the assistant there is tokenized once. That is what the model would read, if the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from hybrid_rlhf.core.errors import UserError, check
 from hybrid_rlhf.data.chat import Rendered, encode_all
-from hybrid_rlhf.data.turns import SkipRow, render
+from hybrid_rlhf.data.turns import SkipRow, render, with_kwargs
 from hybrid_rlhf.models.template import ASKED, SAID, TOOL, dialect_of, special_ids, stripped_marks
 
 CURE = ("give data.chat_template a template that writes history as it was said: TRL has such for many models "
         "(trl.chat_template_utils.get_training_chat_template)")
 
 
-def added_tokens(tokenizer, message: dict, added: Sequence[dict], is_ended: bool) -> list[int]:  # noqa: ANN001
+def added_tokens(tokenizer, message: dict, added: Sequence[dict], is_ended: bool,  # noqa: ANN001
+                 kwargs: Mapping | None = None) -> list[int]:
     """The tokens between the assistant's turn `message`, as `parse_turn` reads it, and the model's next turn, where the
     messages `added` (of roles tool and user) follow; the generation prompt of the next turn is their end.
 
     is_ended: the turn ended by the template's own end of turn, which the model sampled; else that marker is the first
     of the added tokens. Where a template writes no end of turn (GLM), the header of the next message is what ends it.
     Tool messages need neither name nor id: they answer the calls in their order, unless their tool_call_id says which.
-    Text of `added` never becomes a special token. Raises UserError where the template refuses these messages, or
-    rewrites the end of the turn (`check_keeps_history` finds that out before).
+    Text of `added` never becomes a control token. kwargs: variables of the template in this conversation. Raises
+    UserError where the template refuses these messages, or rewrites the end of the turn (`check_keeps_history` finds
+    that out before).
     """
-    text, is_marked = _behind_turn(tokenizer, message, added)
+    text, is_marked = _behind_turn(tokenizer, message, added, kwargs or {})
     ids = encode_all(tokenizer, [Rendered(text, [], False)])[0].ids
     if not is_marked:
         return ids[is_ended and ids[0] in special_ids(tokenizer).values():]
@@ -104,19 +106,19 @@ def _end_of_turn(tokenizer, text: str, word: str) -> tuple[int, int]:  # noqa: A
     return min(found) if found else (len(text.rstrip()),) * 2
 
 
-def _behind_turn(tokenizer, message: dict, added: Sequence[dict]) -> tuple[str, bool]:  # noqa: ANN001
+def _behind_turn(tokenizer, message: dict, added: Sequence[dict], kwargs: Mapping) -> tuple[str, bool]:  # noqa: ANN001
     """What the template writes from the end of the turn on, and whether that begins with a marker."""
     word = "Qsaid"
     while any(word in str(m) for m in added):
         word += "d"
     calls = list(message.get("tool_calls") or ()) or _calls_for(added)
     try:
-        before, text = _short(tokenizer, calls, added, word)
+        before, text = _short(tokenizer, calls, added, word, kwargs)
     except SkipRow:
         if len(calls) < 2:
             raise UserError(_refused(added)) from None
         try:  # a template for one call at a time
-            before, text = _short(tokenizer, calls[-1:], added, word)
+            before, text = _short(tokenizer, calls[-1:], added, word, kwargs)
         except SkipRow:
             raise UserError(_refused(added)) from None
     check(word in text, f"the chat template leaves out what the assistant says before {_roles(added)}; {CURE}")
@@ -142,13 +144,14 @@ def _calls_for(added: Sequence[dict]) -> list[dict]:
     return [{"function": {"name": m.get("name") or "tool"}} for m in added if m["role"] == "tool"]
 
 
-def _short(tokenizer, calls: list[dict], added: Sequence[dict], word: str) -> tuple[list[dict], str]:  # noqa: ANN001
+def _short(tokenizer, calls: list[dict], added: Sequence[dict], word: str,  # noqa: ANN001
+           kwargs: Mapping) -> tuple[list[dict], str]:
     """A short conversation with a turn of these calls (or one that says `word`), and its text with `added` behind."""
     ids = [call.get("id") or _id(i) for i, call in enumerate(calls)]
     made = [{"type": "function", "id": ids[i], "function": {"name": call["function"]["name"],
              "arguments": {ASKED: word}}} for i, call in enumerate(calls)]
     said = {"role": "assistant", "content": "", "tool_calls": made} if made else {"role": "assistant", "content": word}
-    before = [{"role": "user", "content": ASKED}, said]
+    before: list = with_kwargs([{"role": "user", "content": ASKED}, said], kwargs)
     messages, count = [], 0
     for each in added:
         if each["role"] == "tool" and calls:

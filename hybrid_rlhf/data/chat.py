@@ -6,7 +6,7 @@ boundary); the response then begins with the token that straddles.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +16,8 @@ from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.data.literal import BREAK, whole
 from hybrid_rlhf.data.messages import is_untrained
 from hybrid_rlhf.data.turns import SkipRow, Text, answers_of, is_begun, render, render_prompt
-from hybrid_rlhf.models.template import dialect_of
+from hybrid_rlhf.models.template import CARRIED, dialect_of
+from hybrid_rlhf.models.template_kwargs import set_defaults
 from hybrid_rlhf.models.thoughts import THOUGHT_FIELDS
 from hybrid_rlhf.models.tokenizer import CHATML_MARKERS, turn_ends
 
@@ -73,25 +74,35 @@ class Encoded(NamedTuple):
     num_prompt_tokens: int
 
 
-def ensure_template(tokenizer, template: str | None = None, set_eos: bool = False) -> bool:  # noqa: ANN001
+def ensure_template(tokenizer, template: str | None = None, set_eos: bool = False,  # noqa: ANN001
+                    kwargs: Mapping | None = None) -> bool:
     """Give `tokenizer` a chat template: `template` (text, or a file's path), its own, or ChatML if it has none.
 
     ChatML brings its two markers as special tokens, behind BOS where the tokenizer puts one before every text. With
     set_eos, or where there is none, and only where ChatML had to be written, <|im_end|> becomes the end-of-sequence
-    token. Returns whether tokens were added (embeddings must then grow). Raises UserError for a template that does not
-    compile.
+    token. kwargs: values of the template's variables, which become its defaults. Returns whether tokens were added
+    (embeddings must then grow). Raises UserError for a template that does not compile, and for variables that it does
+    not read.
     """
+    num_tokens = len(tokenizer)
+    _choose_template(tokenizer, template, set_eos)
+    if kwargs:
+        set_defaults(tokenizer, kwargs, "data.chat_template_kwargs")
+    return len(tokenizer) > num_tokens
+
+
+def _choose_template(tokenizer, template: str | None, set_eos: bool) -> None:  # noqa: ANN001
     if template is not None:
         tokenizer.chat_template = _checked(_template_text(template))
-        return False
+        return
     if tokenizer.chat_template:
-        return False
+        return
     tokenizer.chat_template = ("{{- bos_token -}}" if _begins_with_bos(tokenizer) else "") + CHATML
     missing = [m for m in CHATML_MARKERS if m not in tokenizer.get_vocab()]
-    num_added = tokenizer.add_tokens(missing, special_tokens=True) if missing else 0
+    if missing:
+        tokenizer.add_tokens(missing, special_tokens=True)
     if set_eos or tokenizer.eos_token is None:
         tokenizer.eos_token = CHATML_MARKERS[1]
-    return num_added > 0
 
 
 def _begins_with_bos(tokenizer) -> bool:  # noqa: ANN001
@@ -158,7 +169,7 @@ def compose_all(tokenizer, prompt: Text, completion: Text) -> list[Rendered]:  #
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     after = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
     if is_begun(before) and after and after[0]["role"] == "assistant":
-        begun = {k: v for k, v in before[-1].items() if k in ("role", "content", "tools", *THOUGHT_FIELDS)}
+        begun = {k: v for k, v in before[-1].items() if k in ("role", "content", *CARRIED, *THOUGHT_FIELDS)}
         after[0] = {**begun, **after[0], "content": begun["content"] + after[0]["content"]}
         return compose_messages(tokenizer, before[:-1] + after, len(before) - 1, begun)
     return compose_messages(tokenizer, before + after, first=len(before))

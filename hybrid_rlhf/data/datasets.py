@@ -17,6 +17,7 @@ from hybrid_rlhf.data.examples import MAKERS, Counts, Lengths, Work, decode_colu
 from hybrid_rlhf.data.row_counts import add_up, describe, summary
 from hybrid_rlhf.data.schema import KINDS, Example, Format, detect, read_row
 from hybrid_rlhf.data.source import Reads, Source, as_sources
+from hybrid_rlhf.models.template_kwargs import check_kwargs
 
 __all__ = ["DataConfig", "StageData", "build", "describe", "open_sources", "raw_texts", "summary"]
 _CHUNK = 1000  # sequences tokenized in one call
@@ -47,6 +48,8 @@ class DataConfig:
         max_samples: At most this many training rows, chosen by the seed.
         cache_dir: Where tokenized rows are kept (default $HYBRID_RLHF_CACHE or ~/.cache/hybrid_rlhf/data).
         chat_template: A jinja template, or a file of one, in place of the tokenizer's own.
+        chat_template_kwargs: Values of the template's variables, such as {enable_thinking: false}; the saved model's
+            template has them as its defaults. A column of this name has those of a row.
         score_template: How conditional_sft writes an answer's score into its prompt (into the last user turn).
     """
 
@@ -64,6 +67,7 @@ class DataConfig:
     max_samples: int | None = None
     cache_dir: str | None = None
     chat_template: str | None = None
+    chat_template_kwargs: dict[str, object] | None = None
     score_template: str = "Score {score:g}. {prompt}"
 
     def __post_init__(self) -> None:
@@ -82,6 +86,8 @@ class DataConfig:
               "{prompt} and {score}, or {score:g} and its like")
         check(self.max_samples is None or self.max_samples >= 1,
               f"data.max_samples is {self.max_samples}; it must be at least 1, or null")
+        if self.chat_template_kwargs is not None:
+            check_kwargs(self.chat_template_kwargs, "data.chat_template_kwargs")
         given = [s.weight is not None for s in self.sources]
         check(all(given) or not any(given), "data.sources: some have a weight and some do not; give it to all or none")
 

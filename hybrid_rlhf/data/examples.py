@@ -14,8 +14,10 @@ from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.chat import Encoded, Rendered, SkipRow, Text
 from hybrid_rlhf.data.literal import BREAK, broken
 from hybrid_rlhf.data.schema import UNTRAINED, Example
-from hybrid_rlhf.data.tool_columns import with_tools
+from hybrid_rlhf.data.tool_columns import kwargs_of, with_tools
+from hybrid_rlhf.data.turns import with_kwargs
 from hybrid_rlhf.models.template import dialect_of, folds_system
+from hybrid_rlhf.models.template_kwargs import KWARGS, split_kwargs
 
 TOO_LONG = "longer than max_length"
 PROMPT_TOO_LONG = "prompt longer than max_prompt_length"
@@ -26,7 +28,8 @@ RAW = "prompts of plain text kept as they are (data.raw)"
 NO_TEMPLATE = "prompts of plain text kept as they are, since the tokenizer has no chat template"
 MARKED = "of these prompts hold special tokens as text; data.raw true is for prompts that are rendered already"
 TOOLS_LEFT_OUT = "prompts kept as they are, beside which the column tools is not read"
-KWARGS_LEFT_OUT = "rows whose chat_template_kwargs are not read (data.chat_template takes a template that has them set)"
+KWARGS_LEFT_OUT = "rows of plain text, beside which the column chat_template_kwargs is not read"
+KWARGS_UNREAD = "rows whose chat_template_kwargs hold what the chat template does not read"
 FOLDED = "system messages put into the first user turn, since the chat template takes none"
 TURN_BY_TURN = "conversations as one row per answer, since the chat template rewrites earlier turns"
 
@@ -63,8 +66,7 @@ def prepared(example: Example, tokenizer, lengths: Lengths, counts: Counts) -> E
     is_plain = example.text is not None or example.is_text_pair
     counts.rendered.update(example.notes)
     counts.unread.update(example.unread)
-    if example.columns.get("chat_template_kwargs"):
-        counts.rendered[KWARGS_LEFT_OUT] += 1
+    kwargs = kwargs_of(example.columns.get(KWARGS))
     if not is_plain and isinstance(example.prompt, str):
         has_turns = bool(tokenizer.chat_template) and not lengths.raw
         counts.rendered[TURNS if has_turns else RAW if lengths.raw else NO_TEMPLATE] += 1
@@ -74,11 +76,19 @@ def prepared(example: Example, tokenizer, lengths: Lengths, counts: Counts) -> E
             answers = [(answer.removeprefix(" ") if isinstance(answer, str) else answer, score)
                        for answer, score in example.answers]
             turns = with_tools(chat.as_turn(tokenizer, example.prompt), example.tools)
-            written = turns if example.tools else example.prompt  # what is sampled later needs its tools again
+            # what is sampled later needs its tools and variables again
+            written = with_kwargs(turns, kwargs) if example.tools or kwargs else example.prompt
             example = replace(example, prompt=turns, answers=answers, written=written)
         elif example.tools:
             counts.rendered[TOOLS_LEFT_OUT] += 1
+    if kwargs:
+        example = replace(example, prompt=with_kwargs(example.prompt, kwargs),
+                          messages=with_kwargs(example.messages, kwargs))
     messages = example.messages or example.prompt
+    if kwargs and not isinstance(messages, list):
+        counts.rendered[KWARGS_LEFT_OUT] += 1
+    elif split_kwargs(tokenizer, kwargs)[1]:
+        counts.rendered[KWARGS_UNREAD] += 1
     if isinstance(messages, list) and folds_system(messages, dialect_of(tokenizer)):
         counts.rendered[FOLDED] += 1
     return example

@@ -36,6 +36,14 @@ def tools_of(tools: object, column: str = "tools") -> list[dict]:
     return [_wrapped(without_nulls(tool)) for tool in schemas]
 
 
+def kwargs_of(kwargs: object) -> dict:
+    """The variables of the chat template that a row sets: a mapping, or its JSON text. SkipRow for what is none."""
+    found = without_nulls(_parsed(kwargs) or {})
+    if not isinstance(found, dict):
+        raise SkipRow("chat_template_kwargs that are no mapping")
+    return found
+
+
 def calls_of(message: dict, content: object, column: str) -> list[dict]:
     """The tool calls of a message: its `tool_calls`; OpenAI's older `function_call`; or `content`, where the role of
     the message is LLaMA-Factory's function_call. Each may be JSON text.

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from hybrid_rlhf.data.literal import BREAK, broken, broken_messages, whole
 from hybrid_rlhf.models import template
 from hybrid_rlhf.models.template import dialect_of, stripped_marks
+from hybrid_rlhf.models.template_kwargs import KWARGS
 from hybrid_rlhf.models.thoughts import MARKERS, THOUGHT_FIELDS, thought_of
 
 Text = str | list  # a plain string, or messages: a list of {"role", "content"}
@@ -25,6 +26,13 @@ _MARKER_LENGTH = 64  # characters of a generation prompt that thinking markers m
 
 class SkipRow(Exception):  # noqa: N818 - not a fault: the row is dropped and counted
     """A row that cannot be rendered; the message is the reason to count it under."""
+
+
+def with_kwargs(messages: Text | None, kwargs: Mapping) -> Text | None:
+    """Messages of which the first carries variables of the chat template; a string as it is."""
+    if not isinstance(messages, list) or not messages or not kwargs:
+        return messages
+    return [{**messages[0], KWARGS: dict(kwargs)}, *messages[1:]]
 
 
 class Answer(NamedTuple):
@@ -131,6 +139,7 @@ def _said(tokenizer, prompt: str, messages: Sequence[dict]) -> str:  # noqa: ANN
         asked = max((i for i, m in enumerate(history) if m["role"] == "user"), default=0)
         short = [m for i, m in enumerate(history) if i == asked or (i < asked and m["role"] in template.INSTRUCTIONS)]
         if short:
+            short[0] = {**short[0], **template.carried(history)}
             said = _behind(render(tokenizer, short, True), render(tokenizer, [*short, message]), marks)
     if said is None:
         raise SkipRow("the chat template rewrites earlier turns")

@@ -15,12 +15,14 @@ from weakref import WeakKeyDictionary
 from jinja2 import TemplateError
 
 from hybrid_rlhf.models.call_formats import FORMATS
+from hybrid_rlhf.models.template_kwargs import KWARGS, split_kwargs
 from hybrid_rlhf.models.template_trial import check_template, renderings
 from hybrid_rlhf.models.thoughts import MARKERS, THOUGHT_FIELDS, markers_in, markers_of, thought_of
 
 FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError, MemoryError,
           AssertionError)  # what a template may raise
 INSTRUCTIONS = ("system", "developer")
+CARRIED = ("tools", KWARGS)  # what a conversation's first message carries
 ASKED, SAID, _THOUGHT = "Qask", "Qsay", "Qthought"  # words that no template writes by itself
 CALL = {"type": "function", "id": "call00001", "function": {"name": SAID, "arguments": {ASKED: ASKED}}}
 TOOL = {"type": "function", "function": {"name": SAID, "description": SAID, "parameters": {
@@ -83,16 +85,23 @@ def apply(tokenizer, messages: Sequence[Mapping], add_generation_prompt: bool = 
           continues: bool = False) -> str:
     """Messages, `adapted` to the template, as text; continues: to where the last one's content ends, as transformers'
     continue_final_message. Raises one of FAULTS where the template refuses them."""
-    tools = next((m["tools"] for m in messages if m.get("tools")), None)
-    bare = [{k: v for k, v in m.items() if k != "tools"} for m in messages]
-    return tokenizer.apply_chat_template(bare, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt,
-                                         continue_final_message=continues)
+    beside = carried(messages)
+    bare = [{k: v for k, v in m.items() if k not in CARRIED} for m in messages]
+    kwargs, _ = split_kwargs(tokenizer, beside.get(KWARGS) or {})
+    return tokenizer.apply_chat_template(bare, tools=beside.get("tools"), tokenize=False,
+                                         add_generation_prompt=add_generation_prompt,
+                                         continue_final_message=continues, **kwargs)
+
+
+def carried(messages: Sequence[Mapping]) -> dict:
+    """What the messages carry of their conversation: the tools that it may call, variables of the template."""
+    return {name: m[name] for m in reversed(messages) for name in CARRIED if m.get(name)}
 
 
 def adapted(messages: Sequence[Mapping], dialect: Dialect) -> list[dict]:
     """Messages as the dialect takes them: roles it knows, and content in the form it reads.
 
-    The tools that a conversation may call travel as `tools` of its first message.
+    The tools that a conversation may call travel as `tools` of its first message, and so do variables of the template.
     """
     found = [dict(m) for m in messages]
     for message in found:
@@ -157,9 +166,8 @@ def _with_system_in_user_turn(messages: list[dict]) -> list[dict]:
     first = next(i for i, m in enumerate(messages) if m["role"] == "user")
     system = [m for m in messages[:first] if m["role"] == "system"]
     user = {**messages[first], "content": "\n\n".join(m["content"] for m in (*system, messages[first]) if m["content"])}
-    tools = next((m["tools"] for m in system if m.get("tools")), None)
     rest = [m for m in messages[:first] if m["role"] != "system"] + [user, *messages[first + 1 :]]
-    return rest if tools is None else [{**rest[0], "tools": tools}, *rest[1:]]
+    return [{**rest[0], **carried(system)}, *rest[1:]]
 
 
 def tried(tokenizer, messages: Sequence[Mapping], dialect: Dialect, generation: bool = False) -> str:  # noqa: ANN001

@@ -25,7 +25,8 @@ from hybrid_rlhf.environments.calls import CallPool, Outcome
 from hybrid_rlhf.environments.contract import Instance
 from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.environments.text_of_answers import shown
-from hybrid_rlhf.models.template import special_ids
+from hybrid_rlhf.models.template import carried, special_ids
+from hybrid_rlhf.models.template_kwargs import KWARGS
 from hybrid_rlhf.models.tokenizer import Tokenizer, completion_text, turn_ends
 from hybrid_rlhf.models.tool_calls import parse_turn
 from hybrid_rlhf.rollout.episode_record import DONE, LENGTH, MAX_TURNS, NO_ROOM, Episode
@@ -174,7 +175,8 @@ class EpisodeTurns:
         assert request is not None
         if len(play.episode.turn_ends) >= self.config.max_turns:
             return self._end(play, MAX_TURNS)
-        ids = added_tokens(self.tokenizer, said, added, request.tokens[-1] in turn_ends(self.tokenizer))
+        ids = added_tokens(self.tokenizer, said, added, request.tokens[-1] in turn_ends(self.tokenizer),
+                           carried(play.asked).get(KWARGS))
         ids = ids[ids[:1] == request.tokens[-1:]:]  # a header that the model has begun
         limit = self._limit(play, len(ids))
         if limit < 1:

@@ -39,6 +39,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--system", help="system message")
     flags.add_argument("--tools", type=expanded, metavar="FILE",
                        help="a JSON list of functions that the model may call (OpenAI's schemas); /tool answers a call")
+    flags.add_argument("--chat_template_kwargs", metavar="JSON",
+                       help="""values of the chat template's variables, such as '{"enable_thinking": false}'""")
     flags.add_argument("--max_new_tokens", type=int, help="longest answer in tokens (the model's own setting, or 256)")
     flags.add_argument("--temperature", type=float, help="0 is greedy (the model's own setting, or 0.7)")
     flags.add_argument("--top_p", type=float, help="nucleus of tokens to draw from (the model's own setting, or 1)")
@@ -181,6 +183,8 @@ def open_session(options: argparse.Namespace) -> Session:
         if own := published_sampling(str(model_folder(named[name])), but=asked):
             model.sampling = replace(model.sampling, **own)
             notice(announced(name, own, "a flag or /set says otherwise"))
+    for name, names in session.set_template(options.chat_template_kwargs).items():
+        notice(f"{name}: its chat template does not read {', '.join(names)}")
     if options.reward_model:
         from hybrid_rlhf.inference.scorer import Scorer
 

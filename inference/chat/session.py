@@ -76,6 +76,24 @@ class Session:
         for model in self.chat_models.values():
             model.tools = tools
 
+    def set_template(self, text: str | None) -> dict[str, list[str]]:
+        """Values of the variables of every model's chat template, as JSON; returns what a model's does not read."""
+        from hybrid_rlhf.core.strict_json import loads
+        from hybrid_rlhf.models.template_kwargs import check_kwargs, set_defaults, split_kwargs
+
+        where = "--chat_template_kwargs"
+        try:
+            kwargs = loads(text or "{}")
+        except (ValueError, RecursionError):
+            kwargs = text
+        check_kwargs(kwargs, where)
+        unread = {}
+        for name, model in self.chat_models.items():
+            values, rest = split_kwargs(model.tokenizer, kwargs)
+            set_defaults(model.tokenizer, values, where)
+            unread |= {name: rest} if rest else {}
+        return unread
+
     def answer_call(self, text: str) -> str | None:
         """Answer the first open tool call of each model that was asked; returns a function that waits for its answer
         still. UserError where none has called any."""

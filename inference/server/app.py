@@ -218,6 +218,7 @@ class Server:
         if asked.tools or asked.has_calls:
             model.check_tools("tools" if asked.tools else "messages")
         try:
+            model.tell_unread(asked.messages)
             rendered = compose_prompt(model.encoder, asked.messages, asked.continues)
         except SkipRow as error:
             raise ApiError(400, f"these messages make no prompt: {error}; "

@@ -14,8 +14,9 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.strict_json import loads, why
 from hybrid_rlhf.data.tool_columns import tools_of, with_tools
 from hybrid_rlhf.data.transcripts import clean
-from hybrid_rlhf.data.turns import is_begun
+from hybrid_rlhf.data.turns import is_begun, with_kwargs
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
+from hybrid_rlhf.models.template_kwargs import KWARGS
 
 MAX_MESSAGES, MAX_STOPS, MAX_CHOICES, MAX_SCORES, MAX_TOOLS, MAX_TOP = 4096, 4, 8, 256, 128, 20
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -114,6 +115,7 @@ class _ChatBody(BaseModel):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
     functions: Any = None
@@ -192,6 +194,8 @@ def read_chat(found: dict) -> ChatRequest:
     sampling = sampling_of(body)
     tools = _tools(body, found.get("tools"))
     messages = with_tools(_messages(body.messages, "messages"), tools)
+    if body.chat_template_kwargs:
+        messages = with_kwargs(messages, _as_json(body.chat_template_kwargs, KWARGS))
     if body.continue_final_message and not is_begun(messages):
         raise ApiError(400, "continue_final_message goes on from an assistant's message, and the last one is none; "
                             "leave it out", param="continue_final_message")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybrid_rlhf.core.config import UserError
@@ -13,7 +15,11 @@ from hybrid_rlhf.data.least_tokens import LeastTokens
 from hybrid_rlhf.inference.server.protocol import ApiError
 from hybrid_rlhf.inference.server.worker import ModelQueue
 from hybrid_rlhf.inference.token_text import TokenText
+from hybrid_rlhf.models.template_kwargs import KWARGS, split_kwargs
 from hybrid_rlhf.models.tool_calls import check_tools
+
+MAX_TOLD = 100  # names of variables that a model is told to read in vain
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class Served:
     sampling: dict[str, float] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
     num_open: int = 0
+    unread: set[str] = field(default_factory=set)
     seconds: deque[float] = field(default_factory=lambda: deque([1.0], maxlen=32))
 
     def __post_init__(self) -> None:
@@ -55,6 +62,13 @@ class Served:
         except UserError as error:
             raise ApiError(400, f"{self.name} cannot call tools: {error}; or leave tools out", param=param,
                            code="unsupported_parameter") from None
+
+    def tell_unread(self, messages: Sequence[dict]) -> None:
+        """One line, once, for variables of a request that the chat template does not read."""
+        for name in split_kwargs(self.encoder, messages[0].get(KWARGS) or {})[1]:
+            if name not in self.unread and len(self.unread) < MAX_TOLD:
+                self.unread.add(name)
+                _log.warning("%s: its chat template does not read %s of chat_template_kwargs", self.name, name[:100])
 
     def wait(self) -> int:
         """Seconds after which there may be room again."""

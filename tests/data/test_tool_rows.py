@@ -12,7 +12,7 @@ from rich.console import Console
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.chat import compose_messages, encode_all, ensure_template
 from hybrid_rlhf.data.datasets import DataConfig, build, describe, raw_texts
-from hybrid_rlhf.data.examples import KWARGS_LEFT_OUT, TOOLS_LEFT_OUT
+from hybrid_rlhf.data.examples import KWARGS_UNREAD, TOOLS_LEFT_OUT
 from hybrid_rlhf.data.preview import preview
 from hybrid_rlhf.data.row_counts import summary
 from hybrid_rlhf.data.schema import detect, read_row
@@ -181,7 +181,7 @@ def test_a_prompt_of_text_has_its_tools_in_every_stage_and_it_is_said_where_it_c
     for changes in ({"raw": True}, {"tokenizer": tiny_tokenizer()}):
         assert f"1 {TOOLS_LEFT_OUT}" in describe(built([row], **changes).report)
     data = built([{**ROW, "chat_template_kwargs": {"enable_thinking": False}}, {**ROW, "chat_template_kwargs": None}])
-    assert f"data: 1 {KWARGS_LEFT_OUT}" in summary(data.report)
+    assert f"data: 1 {KWARGS_UNREAD}" in summary(data.report)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "phi3_5", "llama3", "chatml"])

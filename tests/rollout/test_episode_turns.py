@@ -95,7 +95,7 @@ def template(monkeypatch) -> list:
     from 60 on, of a - 60 each; 59 is a call that cannot be read. What was parsed is noted."""
     parsed = []
 
-    def added_tokens(tokenizer, message, added, is_ended):
+    def added_tokens(tokenizer, message, added, is_ended, kwargs=None):
         assert tokenizer is TOKENIZER and message["role"] == "assistant"
         return ([] if is_ended else [END]) + [50 + len(m["content"]) for m in added]
 

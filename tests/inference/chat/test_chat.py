@@ -52,6 +52,19 @@ def test_each_turn_sees_the_turns_before_it_through_the_saved_template(monkeypat
     assert talk.engine.seeds == [0, 1]
 
 
+def test_variables_of_the_template_are_set_and_what_a_model_does_not_read_is_named():
+    from tests.factories.trl_templates import tokenizer_of
+
+    plain, thinks = conversation("cat"), conversation("cat", tokenizer=tokenizer_of("qwen3"))
+    session = Session({"plain": plain, "thinks": thinks})
+    assert session.set_template('{"enable_thinking": false}') == {"plain": ["enable_thinking"]}
+    "".join(thinks.answer("one?"))
+    assert thinks.engine.prompts[-1].endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    for wrong in ("enable_thinking", "[1]", '{"a b": 1}'):
+        with pytest.raises(UserError, match="--chat_template_kwargs must be a mapping"):
+            session.set_template(wrong)
+
+
 def test_continue_goes_on_from_where_the_last_answer_ended(monkeypatch, capsys):
     talk = conversation("one,", " two")
     code, out, err = typed(monkeypatch, capsys, talk, "/continue", "count", "/continue")

@@ -173,6 +173,17 @@ def test_a_last_message_of_the_assistant_s_is_continued_unless_the_request_says_
     assert answer.status_code == 400 and "continue_final_message" in answer.json()["error"]["message"]
 
 
+def test_variables_of_a_request_are_the_template_s_and_one_that_it_does_not_read_is_told_once(served, caplog):
+    script, values = script_of(served, "thinks"), {"enable_thinking": False}
+    for _ in range(2):
+        ask(served, "Cold.<|im_end|>", "thinks", messages=HISTORY[:1],
+            chat_template_kwargs={**values, "tokenize": True})
+    assert script.prompts[-1] == script.tokenizer.apply_chat_template(
+        HISTORY[:1], tools=TOOLS, tokenize=False, add_generation_prompt=True, **values)
+    assert sum("does not read tokenize" in record.message for record in caplog.records) == 1
+    assert ask(served, "Cold.<|im_end|>", "thinks", chat_template_kwargs=[1]).status_code == 400
+
+
 def test_the_prompt_is_what_transformers_renders_with_these_tools(served):
     ask(served, "Cold.<|im_end|>", messages=HISTORY)
     script = script_of(served, "qwen")
