@@ -345,7 +345,7 @@ def check_vocabulary(student: str, teacher: str, data: DataConfig, all_reads: Se
 
 
 def score_statistics_of(reward: str) -> dict[str, float]:
-    """mean and std that the reward run measured on demonstrations; empty for a reward model that is no run of ours."""
+    """mean and std that the reward run measured on held-out pairs; empty for a reward model that is no run of ours."""
     if not (Path(reward) / runfile.RUN_FILE).exists():
         return {}
     return runfile.read_run(reward).facts.get("score_statistics", {})

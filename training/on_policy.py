@@ -337,7 +337,7 @@ def _score_scale(config: Config, sources: Sources) -> Scale | None:
     found = builders.score_statistics_of(sources.reward) if is_wanted else {}
     if not found:
         return None
-    check(found["std"] > 0, f"roles.reward.model_name_or_path: {sources.reward} gave all demonstrations one score "
+    check(found["std"] > 0, f"roles.reward.model_name_or_path: {sources.reward} gave all pairs' answers one score "
                             f"({found['mean']:.3g}), so it cannot tell responses apart; train it again, for longer or "
                             "at another rate")
     return Scale(found["mean"], found["std"], config.method.score_clip)

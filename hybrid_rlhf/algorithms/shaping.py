@@ -27,7 +27,7 @@ def shape_rewards(scores: Tensor, kl: Tensor, kl_coef: float, action_mask: Tenso
 
 
 def normalise(scores: Tensor, mean: float, std: float) -> Tensor:
-    """Scores (B,) on a scale of mean 0 and std 1, by the statistics measured in stage 2 on SFT responses.
+    """Scores (B,) on a scale of mean 0 and std 1, by the statistics that stage 2 measured.
 
     Raises ValueError if std is not positive: a source that gives everything one score cannot be put on a scale.
     """

@@ -14,7 +14,7 @@ from hybrid_rlhf.algorithms.shaping import normalise
 class Scale:
     """(score - mean) / std, bounded to +-bound (None: not at all).
 
-    mean, std: of the scores that stage 2 measured on SFT responses. A bound in standard deviations means something on
+    mean, std: of the scores that stage 2 measured on held-out pairs. A bound in standard deviations means something on
     this scale alone, so scores that nobody normalised are never bounded.
     """
 

@@ -60,7 +60,7 @@ class PPOConfig:
             moves less far; 0 leaves the rate alone; null goes by the method (0.01 with a critic and two updates or
             more on a rollout, else 0).
         normalise_scores: Whether a reward model's scores are put on the scale (mean 0, std 1) that its stage 2 measured
-            on SFT responses.
+            on both answers of held-out pairs.
         score_clip: Bound of a score that was put on that scale, in its standard deviations; scores of functions,
             services and models of others are never bounded. null has none.
         missing_eos_penalty: Subtracted from the score of a response that did not end by itself; null takes 1 where a

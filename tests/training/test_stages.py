@@ -16,6 +16,7 @@ import yaml
 
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
+from hybrid_rlhf.data.datasets import StageData
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.kernels import ops_for
 from hybrid_rlhf.models.heads import ScalarModel
@@ -289,5 +290,17 @@ def test_the_first_update_of_ppo_is_on_policy(place) -> None:
 
 def test_the_reward_run_records_the_scale_of_its_scores(place) -> None:
     statistics = json.loads((place.folder / "runs" / "reward" / "run.json").read_text())["facts"]["score_statistics"]
-    assert statistics["std"] > 0 and statistics["count"] > 0
+    assert statistics["std"] > 0 and statistics["count"] > 0 and statistics["on"].startswith("both answers of ")
+
+
+@pytest.mark.parametrize(("num_held_out", "count", "on"), [
+    (8, 16, "both answers of held-out pairs"), (3, 10, "both answers of pairs, training ones among them")])
+def test_the_scale_of_scores_is_that_of_good_and_bad_answers_together(capsys, num_held_out, count, on) -> None:
+    """A role that scores a row by its first token: chosen 5, rejected 1."""
+    pair = {"chosen_ids": [5, 3], "rejected_ids": [1, 3], "num_prompt_tokens": 0}
+    role = SimpleNamespace(score=lambda batch: batch.input_ids[:, 0].float())
+    data = StageData([pair] * 2, [pair] * num_held_out, {})
+    found = step2_reward.score_statistics(role, SimpleNamespace(pad_token_id=0), data)
+    assert found == {"mean": 3.0, "std": 2.0, "count": count, "on": on}
+    assert ("stage ppo will normalise scores" in capsys.readouterr().err) == (num_held_out == 3)
     assert tiny_tokenizer().pad_token_id == 0  # what ROWS above takes for granted

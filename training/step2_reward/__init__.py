@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from hybrid_rlhf.core.config import UserError, check
+from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import is_main
 from hybrid_rlhf.data import collate, datasets
 from hybrid_rlhf.data.datasets import DataConfig
@@ -21,7 +21,7 @@ from hybrid_rlhf.training import builders, fixed_prompts, supervised, unread_opt
 from hybrid_rlhf.training.registry import READS
 
 FEW_STATISTICS = 16  # rows; the spread of fewer scores is a guess
-NUM_STATISTICS = 512  # sequences whose scores give the mean and spread that stage 3 normalises by
+NUM_STATISTICS = 512  # pairs whose scores give the mean and spread that stage 3 normalises by
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def previews(config: Config) -> Iterator[Preview]:
 
 
 def run(config: Config, command: str = "") -> dict[str, float]:
-    """Train, measure the score's mean and spread on demonstrations, export, and return the final metrics."""
+    """Train, measure the score's mean and spread on held-out pairs, export, and return the final metrics."""
     return supervised.run(config, command, READS["reward"], start_model, _collation, _open)
 
 
@@ -103,42 +103,27 @@ def _open(opened: supervised.Opened) -> supervised.Learner:
     scored = fixed_prompts.of_reward(role, tokenizer, opened.data, config.train.num_fixed_prompts)
 
     def facts() -> dict:
-        return {"score_statistics": score_statistics(role, config, tokenizer, opened.data),
+        return {"score_statistics": score_statistics(role, tokenizer, opened.data),
                 "base_weights": identity(opened.model.model_name_or_path)}
 
     return supervised.Learner(RewardTrainer(role, config.reward.center_coef), "reward", engine, model,
                               [tokenizer.eos_token_id], scored, facts)
 
 
-def score_statistics(role: Reward, config: Config, tokenizer, data: datasets.StageData) -> dict:  # noqa: ANN001
-    """Mean and standard deviation of the score on demonstrations where the data has any, else on pairs.
+def score_statistics(role: Reward, tokenizer, data: datasets.StageData) -> dict:  # noqa: ANN001
+    """Mean and standard deviation of the score over both sides of the pairs that were held out.
 
-    Stage 3 normalises by them, so that demonstrations score 0 on average (InstructGPT, 2203.02155, section 3.5). They
-    are measured on rows that the model was not trained on, where there are any: those of another stage's share, or,
-    where data.split is null and the demonstrations may be those of the pairs, those held out.
+    Stage 3 normalises by them. They come nearest to the policy's own samples, of which 1909.08593 normalises: chosen
+    answers alone differ less in score, so that the same KL penalty weighs less (docs/results/score_statistics.md).
     """
-    try:
-        sample = replace(config.data, max_samples=NUM_STATISTICS)
-        rows, where = _unseen(datasets.build(sample, READS["sft"], tokenizer, config.seed), bool(config.data.split))
-        batch, where = collate.collate_sft(rows, tokenizer.pad_token_id), f"{where}demonstrations"
-    except UserError:  # no source holds demonstrations
-        rows, where = _unseen(data, False)
-        batch, where = collate.collate_pairs(rows, tokenizer.pad_token_id).sequences, f"{where}pairs"
-    if len(rows) < FEW_STATISTICS:  # whose spread is a guess: good and bad answers together are too wide rather
-        few = f"{len(rows)} {where}"
+    rows, where = [data.held_out[i] for i in range(min(len(data.held_out), NUM_STATISTICS))], "held-out pairs"
+    if 2 * len(rows) < FEW_STATISTICS:
+        few, where = len(rows), "pairs, training ones among them"
         rows = [part[i] for part in (data.held_out, data.train) for i in range(len(part))][:NUM_STATISTICS]
-        batch, where = collate.collate_pairs(rows, tokenizer.pad_token_id).sequences, "pairs, training ones among them"
         if is_main():
             print(f"warning: stage ppo will normalise scores by the mean and spread of {len(rows)} {where}, for "
-                  f"there are only {few}; raise data.eval_fraction or give more rows", file=sys.stderr)
-    scores = role.score(batch)
+                  f"there are only {few} held-out pairs; raise data.eval_fraction or give more rows", file=sys.stderr)
+    scores = role.score(collate.collate_pairs(rows, tokenizer.pad_token_id).sequences)
     spread = float(scores.std(correction=0))
-    return {"mean": float(scores.mean()), "std": spread if spread > 1e-6 else 1.0, "count": len(scores), "on": where}
-
-
-def _unseen(data: datasets.StageData, is_unseen: bool) -> tuple[list[dict], str]:
-    """At most NUM_STATISTICS rows, the held-out ones unless the training rows are unseen too, and what they are."""
-    is_held_out = bool(len(data.held_out)) and not is_unseen
-    rows = data.held_out if is_held_out else data.train
-    return [rows[i] for i in range(min(len(rows), NUM_STATISTICS))], (
-        "held-out " if is_held_out else "" if is_unseen else "training ")
+    return {"mean": float(scores.mean()), "std": spread if spread > 1e-6 else 1.0, "count": len(scores),
+            "on": f"both answers of {where}"}
