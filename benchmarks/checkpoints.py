@@ -44,7 +44,7 @@ WORDS = ["red", "blue", "green", "wild", "old", "new", "kind", "sly"]
 SECONDS = 240.0  # for one command
 COMMON = ("--model.lora.r", "4", "--train.max_steps", "2", "--train.per_device_train_batch_size", "2",
           "--train.num_fixed_prompts", "0")
-SFT = ("--data.max_length", "2048", "--train.learning_rate", "0.01", "--data.sources", "sft.jsonl")
+SFT = ("--data.max_length", "2048", "--train.learning_rate", "0.003", "--data.sources", "sft.jsonl")
 GRPO = ("--data.max_prompt_length", "1500", "--roles.actor.learning_rate", "0.01", "--data.sources", "prompts.jsonl",
         "--ppo.sampling.max_new_tokens", "6", "--ppo.sampling.num_samples", "2", "--reward.functions",
         "builtin:length_penalty", "--reward.options", "{length_penalty: {max_tokens: 4, buffer: 2}}")
@@ -238,7 +238,8 @@ def of_tensors(folder: str) -> list[str]:
     stray = sorted(name for name in changed if _TOWERS.search(name) or not (
         is_packed or any(f".{part}" in name for part in adapted)))
     return [f"{what} {shortened(which)}" for what, which in (
-        ("loses", sorted(names - after.keys())), ("adds", sorted(after.keys() - names)), ("changes", stray)) if which]
+        ("loses", sorted(names - after.keys())), ("adds", sorted(after.keys() - names - before.keys())),
+        ("changes", stray)) if which]
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -371,14 +372,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # a fork inherits no thread pool
     import_everything()
     names = options.cases[:1] if options.quick else options.cases
-    before = os.getcwd()
+    before, file = os.getcwd(), options.json and str(Path(options.json).resolve())
     with tempfile.TemporaryDirectory(prefix="checkpoints-") as scratch:
         os.chdir(scratch)
         try:
-            found = list(rows_of(names, options.stages))
+            found = [Row(**row) for row in write_rows(map(asdict, rows_of(names, options.stages)), file)]
         finally:
             os.chdir(before)
-    write_rows(map(asdict, found), options.json)
     print(*(f"{what} {count}" for what, count in counts(found).items()), sep=", ")
     if options.page:
         write_tables(options.page, *tables_of(found))

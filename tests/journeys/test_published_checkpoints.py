@@ -32,13 +32,10 @@ from tests.factories.trainers import SFT_ROWS, trained
 SAMPLE = ["qwen3_5", "gemma3", "gemma4", "llama4", "mistral_small_3_1", "gpt_oss", "llama3_2_bnb_4bit"]
 DEQUANTISED = ["ministral3_fp8", "gpt_oss_mxfp4", "deepseek_v3"]  # saved as plain ones: not as they were
 REFUSED = {"mistral_small_3_2": "tekken.json", "qwen2_5_awq": "awq", "qwen2_5_gptq": "gptq"}
-AWAITED: set[str] = set()
-SLOW = [name for name in CHECKPOINTS if name not in (*SAMPLE, *DEQUANTISED, *REFUSED)]
+SLOW = [name for name in CHECKPOINTS if name not in (*SAMPLE, *REFUSED)]
 
 
-def write(name: str, folder: Path, monkeypatch, request) -> None:
-    if name in AWAITED:
-        request.applymarker(pytest.mark.xfail(reason="not in yet"))
+def write(name: str, folder: Path, monkeypatch) -> None:
     if (lacking := checkpoints.missing(name)) is not None:
         pytest.skip(lacking)
     pytest.importorskip("trl", reason="its chat templates")
@@ -47,15 +44,15 @@ def write(name: str, folder: Path, monkeypatch, request) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_published_checkpoint_is_decoded_trained_and_saved_as_it_was(name, tmp_path, monkeypatch, request):
-    write(name, tmp_path, monkeypatch, request)
+def test_a_published_checkpoint_is_decoded_trained_and_saved_as_it_was(name, tmp_path, monkeypatch):
+    write(name, tmp_path, monkeypatch)
     trained_and_saved(name)
     assert published.differences(CHECKPOINTS[name].architecture, "sft/model") == ""
 
 
 @pytest.mark.parametrize("name", DEQUANTISED)
-def test_fp8_and_mxfp4_are_trained_and_saved_as_plain_models_of_their_class(name, tmp_path, monkeypatch, request):
-    write(name, tmp_path, monkeypatch, request)
+def test_fp8_and_mxfp4_are_trained_and_saved_as_plain_models_of_their_class(name, tmp_path, monkeypatch):
+    write(name, tmp_path, monkeypatch)
     trained_and_saved(name)
     made = getattr(transformers, CHECKPOINTS[name].architecture)
     model, loading = made.from_pretrained("sft/model", output_loading_info=True)
@@ -82,10 +79,10 @@ def trained_and_saved(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_checkpoint_that_cannot_be_trained_is_refused_in_one_line(name, tmp_path, monkeypatch, request, capsys):
+def test_a_checkpoint_that_cannot_be_trained_is_refused_in_one_line(name, tmp_path, monkeypatch, capsys):
     from hybrid_rlhf.cli import main
 
-    write(name, tmp_path, monkeypatch, request)
+    write(name, tmp_path, monkeypatch)
     published.write_data()
     assert main(["sft", "--model", "base", "--data.sources", "sft.jsonl", "--output_dir", "sft"]) == 2
     said = capsys.readouterr().err
