@@ -72,7 +72,8 @@ def carried_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     from safetensors import safe_open
 
     unread = getattr(model, "unread_tensors", {})
-    carried = {} if is_published_quantised(model) else {k: file for k, file in unread.items() if Path(file).exists()}
+    is_packed = is_published_quantised(model) or getattr(model, "dequantised_by", None) is not None
+    carried = {} if is_packed else {k: file for k, file in unread.items() if Path(file).exists()}
     if left_out := unread.keys() - carried.keys():
         _log.warning("the export lacks %s of %s that %s does not read", few(sorted(left_out), "tensor"),
                      model.config.name_or_path, type(model).__name__)

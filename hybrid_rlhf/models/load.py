@@ -276,8 +276,10 @@ def _load(auto_class: str | None, config: ModelConfig, device: torch.device, is_
     unread = complete.unread(model, read, local_folder(path))
     complete.check_complete(model, info, path, r"^score\." if is_new else None, unread)
     model.unread_tensors = {} if "num_labels" in extra else unread  # which an export carries over
+    model.dequantised_by = extra["quantization_config"] if how else None  # an export reads the files again
     if config.dtype == "auto":  # in which an export writes it, wherever it was trained
-        model.file_dtype = found.dtype or found.get_text_config().dtype
+        stored = found.dtype or found.get_text_config().dtype
+        model.file_dtype = stored or weights.float_dtype(local_folder(path))
     return quantize.settle(model, path, dtype) if config.quantize else model.to(device)
 
 

@@ -144,7 +144,9 @@ def _add(model: nn.Module, settings: object, name: str, dtype: torch.dtype) -> N
         if hasattr(model, "_peft_wrapper"):
             model._peft_wrapper.add_adapter(name, settings, autocast_adapter_dtype=in_fp32)
         else:
+            config = dict(vars(model.config))
             wrapped = peft.get_peft_model(model, settings, adapter_name=name, autocast_adapter_dtype=in_fp32)
+            vars(model.config).update(config)  # of which it changes what an export is to have (pretraining_tp)
             object.__setattr__(model, "_peft_wrapper", wrapped)  # not as a submodule: the wrapper holds the model
     for layer in lora_layers(model).values():  # beside a base in bytes peft's are fp32
         for part in (layer.lora_A, layer.lora_B):

@@ -121,12 +121,15 @@ def _read_again(model: nn.Module, source: str) -> nn.Module:
 
     settings = copy.copy(model.config)
     vars(settings).pop("quantization_config", None)
+    packed = {"quantization_config": how} if (how := getattr(model, "dequantised_by", None)) else {}
+    if packed:
+        settings.quantization_config = type(settings).from_pretrained(source).quantization_config
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # of a head that is new in the live model too
     try:
         return type(model).from_pretrained(
             source, config=settings, dtype="auto", use_safetensors=True,
-            ignore_mismatched_sizes=True)  # of embeddings that have grown
+            ignore_mismatched_sizes=True, **packed)  # of embeddings that have grown
     finally:
         transformers.logging.set_verbosity(level)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from hybrid_rlhf.core.config import UserError, check
@@ -67,6 +69,13 @@ def sizes(folder: str | Path) -> list[int]:
 def dtypes(folder: str | Path) -> dict[str, str]:
     """What the safetensors of a folder call the dtype of each tensor. Raises UserError for a damaged file."""
     return {name: entry["dtype"] for path in _files(folder) for name, entry in read_header(path)[1].items()}
+
+
+def float_dtype(folder: str | Path) -> torch.dtype | None:
+    """The dtype of most of the tensors in the safetensors of a folder that hold plain numbers; None where none does."""
+    plain = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    kinds = Counter(kind for kind in dtypes(folder).values() if kind in plain)
+    return plain[kinds.most_common(1)[0][0]] if kinds else None
 
 
 def identity(path: str) -> str:

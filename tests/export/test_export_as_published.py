@@ -120,6 +120,41 @@ def test_an_untrained_export_is_the_published_folder_again(name, tmp_path):
     assert set.difference(*files) <= {"special_tokens_map.json", "added_tokens.json"}  # in the tokenizer's own file
 
 
+def test_what_rounding_keeps_is_told_of_a_base_that_was_dequantised_as_it_was_read(tmp_path):
+    """Published in FP8, of a model in float32: (c - w) d / d^2, with c the changed weight w + d in bfloat16."""
+    model = load.load_causal_lm(ModelConfig(checkpoints.write("ministral3_fp8", tmp_path / "base"), dtype="float32"))
+    name, = (name for name in plain_weights(model) if name.endswith("layers.0.mlp.down_proj.weight"))
+    before = model.state_dict()[name].clone()
+    change = 2.0**-12 * before
+    weight = Weight(before.to("meta"), lambda: before + change, name)
+    rounded = (before + change).bfloat16().float()
+    expected = float(((rounded - before) * change).sum() / (change * change).sum())
+    assert share_kept(model, {name: weight}, torch.bfloat16) == pytest.approx(expected, rel=1e-3)
+    assert expected != pytest.approx(1.0, rel=0.01)
+
+
+def test_an_export_of_packed_files_has_their_dtype_and_no_packed_tensors(tmp_path, caplog):
+    for name, left_out in (("gpt_oss_mxfp4", False), ("deepseek_v3", True)):
+        model = load.load_causal_lm(ModelConfig(base := checkpoints.write(name, tmp_path / name)))
+        tokenizer = load_tokenizer(base)
+        export(model, tokenizer, tmp_path / f"{name}_made/model", [tokenizer.eos_token_id])
+        written = load_file(tmp_path / f"{name}_made/model/model.safetensors")
+        assert {v.dtype for v in written.values()} <= {torch.bfloat16, torch.float32}
+        assert written["model.embed_tokens.weight"].dtype == torch.bfloat16
+        assert not [k for k in written if k.startswith("model.layers.61.") or "scale" in k]
+        assert ("the export lacks " in caplog.text) == left_out
+        assert "quantization_config" not in read(tmp_path / f"{name}_made/model/config.json")
+
+
+def test_adapters_change_no_setting_of_the_base_s(tmp_path):
+    base = checkpoints.write("smollm3", tmp_path / "base")
+    model, tokenizer = load.load_causal_lm(ModelConfig(base)), load_tokenizer(base)
+    add_lora(model, LoraConfig(r=2))
+    export(model, tokenizer, tmp_path / "model", [tokenizer.eos_token_id])
+    written, published = (read(folder / "config.json") for folder in (tmp_path / "model", tmp_path / "base"))
+    assert written["pretraining_tp"] == published["pretraining_tp"] == 2
+
+
 @pytest.mark.parametrize("is_adapter", [False, True])
 def test_the_export_command_takes_a_base_published_in_4_bits_and_adapters_over_it(is_adapter, tmp_path, capsys):
     from hybrid_rlhf.commands.export import main
