@@ -13,6 +13,7 @@ from hybrid_rlhf.core.accelerator import device_line
 from hybrid_rlhf.core.compat import TESTED, releases_line
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.distributed import device, is_main
+from hybrid_rlhf.core.out_of_memory import explained
 from hybrid_rlhf.data import datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
@@ -64,7 +65,7 @@ def _model_line(config: object, engines: Mapping[str, HybridEngine], start: str)
 def _decoding_line(engine: HybridEngine) -> str:
     """How the policy generates, which the first entry into inference mode finds out; a warning where models of its
     type decode natively with the tested releases."""
-    with engine.inference():
+    with explained("while generating"), engine.inference():
         pass
     ways = engine.describe()
     path = {"native": "native", "eager": "eager (the model's own attention)",

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.core import hub, nvidia
-from hybrid_rlhf.core.config import check, nearest
+from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.core.distributed import world_size
 from hybrid_rlhf.core.hub import stay_offline_if_unreachable
 from hybrid_rlhf.models import complete, folder_files, quantize, weight_parts, weights
@@ -136,11 +136,12 @@ def check_folder(path: str, needs: Iterable[str] = ("weights", "tokenizer"), tak
                              "code on load; convert it to model.safetensors, or set model.trust_pickled_weights")
     if "tokenizer" in needs:
         known = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
-        what = ("has its tokenizer as tekken.json, which is read by Mistral's own library alone; give a tokenizer.json "
-                "of the same vocabulary by model.tokenizer_name_or_path (Mistral Small 3.1's for 3.2)"
-                if (folder / "tekken.json").exists() else
-                f"has no tokenizer: none of {', '.join(known)} (or give model.tokenizer_name_or_path)")
-        check(any((folder / n).exists() for n in known), f"{path} {what}")
+        if not any((folder / n).exists() for n in known):
+            check(not (folder / "tekken.json").exists(),
+                  f"{path} has its tokenizer as tekken.json, which Mistral's own library alone reads; give a "
+                  "tokenizer.json of the same vocabulary by model.tokenizer_name_or_path (Mistral Small 3.1's for 3.2)")
+            raise UserError(f"{path} has no tokenizer: none of {', '.join(known)} (or give "
+                            "model.tokenizer_name_or_path)")
 
 
 def load_causal_lm(config: ModelConfig, device: torch.device | str = "cpu", *, in_parts: bool = False) -> nn.Module:
