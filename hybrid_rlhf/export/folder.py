@@ -124,7 +124,7 @@ def _write_all(model: nn.Module, tokenizer, places: list[Path], targets: list[Pa
             tokenizer.save_pretrained(adapter)  # by which peft's AutoPeftModel makes room for added tokens
         live = _live_logits(model, gather) if originals else held
         try:
-            gap = _difference(held, _compare(live, model, places[0], dtype))
+            gap = difference_of(held, _compare(live, model, places[0], dtype), has_experts(model))
         except ExportDiffers as error:
             differing = targets[0].with_name(f"{targets[0].name}_differs")
             for place, target in zip(places, (differing, *targets[1:]), strict=True):
@@ -221,8 +221,19 @@ def _live_logits(model: nn.Module, gather: Gather) -> Tensor:
         return _logits(model)
 
 
-def _difference(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max() / one.abs().max().clamp(min=1e-6))
+def has_experts(model: nn.Module) -> bool:
+    """Whether the tokens of `model` are routed to experts."""
+    return any(name.endswith("experts") for name, _ in model.named_modules())
+
+
+def difference_of(one: Tensor, other: Tensor, is_routed: bool) -> float:
+    """The largest difference of logits (..., V), relative to the largest logit. is_routed: a quarter of the tokens may
+    differ by more, since rounding chooses another expert for some; what is wrong with the weights is so for most.
+    """
+    by_token = (one - other).abs().amax(-1).flatten()
+    if is_routed and bool(by_token.isfinite().all()):
+        by_token = by_token.sort().values[: max(1, by_token.numel() * 3 // 4)]
+    return float(by_token.max() / one.abs().max().clamp(min=1e-6))
 
 
 def _compare(live: Tensor, model: nn.Module, folder: Path, dtype: torch.dtype) -> Tensor:
@@ -237,7 +248,7 @@ def _compare(live: Tensor, model: nn.Module, folder: Path, dtype: torch.dtype) -
     else:
         again = _logits(reload_like(model, folder))
     bound = max(BOUNDS[dtype], BOUNDS[model.dtype])
-    difference = _difference(live, again)
+    difference = difference_of(live, again, has_experts(model))
     if not difference <= bound:
         raise ExportDiffers(f"reloaded outputs differ from the live model's by {difference:.3g} (relative); at most "
                             f"{bound} is rounding: please report it")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from hybrid_rlhf.export.folder import export
+from hybrid_rlhf.export.folder import difference_of, export, has_experts
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
@@ -90,3 +90,23 @@ def test_what_transformers_keeps_in_float32_beside_bfloat16_weights_is_exported_
     assert {k for k, v in found.items() if v.dtype == torch.float32} == {
         k for k, v in theirs.items() if v.dtype == torch.float32}
     assert {weight.dtype for weight in found.values()} == {torch.bfloat16, torch.float32}
+
+
+@pytest.mark.parametrize(("is_routed", "wrong", "difference"), [
+    (False, 1, 0.5), (True, 1, 0.01), (True, 3, 0.5)], ids=["dense", "one token of four", "most tokens"])
+def test_of_a_model_with_experts_a_quarter_of_the_tokens_may_differ(is_routed, wrong, difference):
+    live = torch.ones(1, 4, 5)
+    live[0, 0, 0] = 2.0  # the largest logit
+    again = live + 0.02
+    again[0, :wrong, 1] += 0.98
+    assert difference_of(live, again, is_routed) == pytest.approx(difference, rel=1e-4)
+
+
+def test_a_number_that_is_none_differs_in_a_model_with_experts_too():
+    again = torch.ones(1, 4, 5)
+    again[0, 0, 0] = torch.nan
+    assert not difference_of(torch.ones(1, 4, 5), again, True) <= 1.0
+
+
+def test_models_with_experts_are_told_from_dense_ones():
+    assert [has_experts(build(kind)) for kind in ("llama", "qwen3_moe", "gpt_oss")] == [False, True, True]
