@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -64,8 +64,10 @@ class ExportDiffers(UserError):
 def try_export(model: nn.Module, tokenizer, eos_ids: list[int]) -> None:  # noqa: ANN001
     """UserError where `export` would fail by what this model is: all that it does but for the weights' numbers, in a
     folder that is removed. Of the adapters one of each kind and shape is merged."""
-    with refusing(f"a trained {type(model).__name__} could not be exported",
-                  "take another model, or another release of transformers"), TemporaryDirectory() as place:
+    with (refusing(f"a trained {type(model).__name__} could not be exported",
+                   "take another model, or another release of transformers"),
+          _disk_told("the export cannot be tried in the folder for temporary files (TMPDIR)"),
+          TemporaryDirectory() as place):
         weights = plain_weights(model, shape_of=shape_of)
         _set_ends(model, tokenizer, eos_ids)
         save_settings(model, weights, Path(place))
@@ -93,20 +95,26 @@ def export(model: nn.Module, tokenizer, folder: str | Path, eos_ids: list[int]) 
     targets = [folder, *([folder.with_name(folder.name.replace("model", "adapter"))] if lora_layers(model) else [])]
 
     def write(gather: Gather) -> None:
-        try:
-            with whole(*targets) as places:
-                _write_all(model, tokenizer, places, targets, eos_ids, gather)
-        except ExportDiffers:
-            raise
-        except Exception as error:
-            if (found := refusal(error)) is None:
-                raise
-            raise UserError(f"cannot write {folder}: {found.words}; {found.remedy}, and the same command goes on "
-                            "from the last checkpoint") from error
+        with _disk_told(f"cannot write {folder}", ", and the same command goes on from the last checkpoint"), whole(
+                *targets) as places:
+            _write_all(model, tokenizer, places, targets, eos_ids, gather)
 
     for_main(model, write)
     barrier()
     return folder
+
+
+@contextmanager
+def _disk_told(what: str, more: str = "") -> Iterator[None]:
+    """Within the block a disk that is full or refuses is a UserError: `what`, why, and what to do, with `more`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if (found := refusal(error)) is None:
+            raise
+        raise UserError(f"{what}: {found.words}; {found.remedy}{more}") from error
 
 
 def _write_all(model: nn.Module, tokenizer, places: list[Path], targets: list[Path],  # noqa: ANN001

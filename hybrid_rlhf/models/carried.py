@@ -1,5 +1,5 @@
-"""What an export takes over unchanged from the folder that its model was loaded from: every file that holds no weights
-and has not been written anew (a processor's settings, a licence), and the tensors that the model's class does not read.
+"""What an export takes over unchanged from the folder that its model was loaded from: every file that describes
+it and has not been written anew (a processor's settings, a licence), and the tensors that its class does not read.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
@@ -17,11 +18,12 @@ from hybrid_rlhf.models.folder_files import CONFIG, files_inside, is_local, read
 from hybrid_rlhf.models.transformers_compat import has_own_code, is_published_quantised
 
 _log = logging.getLogger(__name__)
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz", ".pkl",
-            ".index.json")
+# What describes a model beside its weights: settings, templates, vocabularies, licences.
+_TAKEN = ("*.json", "*.jinja", "*.txt", "*.model", "*.md", "*.py", "LICENSE*", "NOTICE*", "USE_POLICY*")
+_LARGEST = 64 * 2**20  # bytes of such a file; a larger one is data
 # Written anew, or of what is not exported: a training's state, an adapter, the form of quantised weights.
 _REPLACED = ("README.md", CONFIG, "generation_config.json", "special_tokens_map.json", "added_tokens.json", "Modelfile",
-             "adapter_config.json", "trainer_state.json", "quantize_config.json", "quant_config.json",
+             "adapter_config.json", "trainer_state.json", "run.json", "quantize_config.json", "quant_config.json",
              "hf_quant_config.json")
 _VOCABULARIES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "tekken.json",
                  "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json")
@@ -33,7 +35,8 @@ def carry_files(model: nn.Module, tokenizer, folder: Path) -> None:  # noqa: ANN
     if (base := base_folder(model)) is None:
         return
     for path in files_inside(base):
-        is_left_out = path.name.startswith(".") or path.name.endswith(_WEIGHTS) or path.name in _REPLACED or (
+        is_taken = any(fnmatch(path.name, pattern) for pattern in _TAKEN) and path.stat().st_size <= _LARGEST
+        is_left_out = not is_taken or path.name.endswith(".index.json") or path.name in _REPLACED or (
             path.suffix == ".py" and not has_own_code(model)) or (
             path.name in _VOCABULARIES and not _is_tokenizer_of(base, model, tokenizer, folder)) or (
             path.name == "chat_template.json" and (folder / "chat_template.jinja").exists())  # which would go before
@@ -59,7 +62,7 @@ def _downloaded(path: str) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, ignore_patterns=["*/*", *(f"*{ending}" for ending in _WEIGHTS)]))
+        return Path(snapshot_download(path, allow_patterns=list(_TAKEN), ignore_patterns=["*/*", "*.index.json"]))
     except (OSError, ValueError, RuntimeError) as error:
         _log.warning("an export will lack the files of %s beside its model (such as a processor's): %s", path,
                      str(error).strip().splitlines()[0])

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from hybrid_rlhf.core.compat import Dependency
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.models.packed_products import Dequantised, PackedLinear, RowScaled
-from hybrid_rlhf.models.transformers_compat import is_published_quantised
+from hybrid_rlhf.models.transformers_compat import is_published_quantised, kept_in_fp32
 
 BITSANDBYTES = Dependency("bitsandbytes")
 FUSED_ON = ("cuda",)  # types of devices on which the sampler may take the fused 4-bit product
@@ -78,8 +78,9 @@ def settle(model: nn.Module, source: str, dtype: torch.dtype) -> nn.Module:
     if not found:
         raise RuntimeError(f"{type(model).__name__} has no linear layer that could be quantised")
     if is_published_quantised(model):
-        for weight in unpacked_state(model).values():
-            weight.data = weight.to(dtype) if weight.is_floating_point() else weight
+        is_kept = kept_in_fp32(model, dtype)
+        for name, weight in unpacked_state(model).items():
+            weight.data = weight.to(dtype) if weight.is_floating_point() and not is_kept(name) else weight
     if next(model.parameters()).device.type in FUSED_ON:
         _take_fused([m for m in found if isinstance(m, bnb.nn.Linear4bit)], model.dtype)
     return model

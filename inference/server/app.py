@@ -157,7 +157,10 @@ class Server:
         return read_json(await read_body(request.receive, request.headers, self.limits.max_body_bytes, BODY_SECONDS))
 
     def _settled(self, found: dict) -> dict:
-        """A body with the sampling settings that its model is published with, where it has none of its own."""
+        """A body with the sampling settings that its model is published with, where it has none of its own. Requests
+        for log-probabilities or the echo of a prompt measure the model as it is, without those."""
+        if found.get("logprobs") or found.get("echo"):
+            return found
         name = found.get("model") or next(iter(self.models), None)
         model = self.models.get(name) if isinstance(name, str) else None
         defaults = model.sampling if model else {}

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.export import folder as export_folder
 from hybrid_rlhf.export.folder import ExportDiffers, export, try_export
-from hybrid_rlhf.models import load, shards
+from hybrid_rlhf.models import carried, load, shards
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig, add_lora
 from hybrid_rlhf.models.tokenizer import load_tokenizer
@@ -21,7 +22,8 @@ KEPT = {"preprocessor_config.json": "{}", "processor_config.json": "{}", "video_
         "LICENSE": "as it is", "NOTICE.txt": "so is this", "tokenizer.model": "pieces", "vocab.json": "{}",
         "tekken.json": "{}", "params.json": "{}"}
 LEFT = ("optimizer.pt", "training_args.bin", "old-f16.gguf", "modeling_own.py", ".gitattributes", "trainer_state.json",
-        "quantize_config.json", "special_tokens_map.json", "consolidated.safetensors.index.json", "rng_state_0.pth")
+        "quantize_config.json", "special_tokens_map.json", "consolidated.safetensors.index.json", "rng_state_0.pth",
+        "rust_model.ot", "64.tflite", "train.parquet", "rows.jsonl", "events.out.tfevents.1")
 
 
 @pytest.fixture
@@ -55,6 +57,23 @@ def test_every_file_of_the_base_that_is_no_weights_and_not_replaced_is_exported(
     assert ids == load_tokenizer(str(base))("a little red fox").input_ids
 
 
+def test_a_file_larger_than_any_that_describes_a_model_is_data_and_stays(base, tmp_path, monkeypatch):
+    (base / "rows.json").write_text("[" + "0," * 40 + "0]")
+    monkeypatch.setattr(carried, "_LARGEST", 60)
+    export(load.load_causal_lm(ModelConfig(str(base))), load_tokenizer(str(base)), tmp_path / "model", [3])
+    assert names(tmp_path / "model") == WRITTEN | KEPT.keys()
+
+
+def test_a_full_folder_for_temporary_files_is_named_before_the_first_step(base, monkeypatch):
+    def full(*_given):
+        raise OSError(28, "No space left on device")
+
+    model, tokenizer = load.load_causal_lm(ModelConfig(str(base))), load_tokenizer(str(base))
+    monkeypatch.setattr(export_folder, "save_beside", full)
+    with pytest.raises(UserError, match=r"the export cannot be tried in .*TMPDIR\): No space left on device; "):
+        try_export(model, tokenizer, [3])
+
+
 def test_another_tokenizer_s_model_gets_no_vocabulary_of_the_base_s(base, tmp_path):
     export(load.load_causal_lm(ModelConfig(str(base))), tiny_tokenizer(290), tmp_path / "model", [3])
     assert names(tmp_path / "model") == (WRITTEN | KEPT.keys()) - {
@@ -85,9 +104,9 @@ def test_names_of_code_that_is_not_exported_leave_the_configuration(base, tmp_pa
 def test_a_hub_s_model_is_exported_with_the_files_of_its_snapshot(base, tmp_path, monkeypatch):
     import huggingface_hub
 
-    def download(name: str, ignore_patterns: list[str]) -> str:
-        assert name == "someone/model"
-        assert {"*/*", "*.safetensors", "*.bin"} <= set(ignore_patterns)
+    def download(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        assert name == "someone/model" and "*/*" in ignore_patterns
+        assert "*.json" in allow_patterns and not any(fnmatch("m.safetensors", p) for p in allow_patterns)
         return str(base)
 
     model = load.load_causal_lm(ModelConfig(str(base)))

@@ -68,7 +68,8 @@ def test_a_request_to_the_server_has_them_where_it_has_none(tmp_path, capsys):
     server, hello = Server([served], None, Limits(), None), {"messages": [{"role": "user", "content": "a"}]}
     for body, expected in ((hello, (0.6, 0.9)), (hello | {"model": "m", "temperature": None}, (0.6, 0.9)),
                            (hello | {"temperature": 0, "top_p": 0.5}, (0.0, 0.5)),
-                           (hello | {"model": "other"}, (1.0, 1.0)), (hello | {"model": 3}, None)):
+                           (hello | {"model": "other"}, (1.0, 1.0)), (hello | {"model": 3}, None),
+                           (hello | {"logprobs": True}, (1.0, 1.0)), (hello | {"echo": True}, (1.0, 1.0))):
         if expected:
             sampling = read_chat(server._settled(body)).sampling
             assert (sampling.temperature, sampling.top_p) == expected
