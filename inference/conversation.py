@@ -20,11 +20,10 @@ from hybrid_rlhf.core.own_files import write_file
 from hybrid_rlhf.data.chat import SkipRow, compose_prompt, encode_prompt
 from hybrid_rlhf.data.tool_columns import with_tools
 from hybrid_rlhf.data.transcripts import clean
-from hybrid_rlhf.data.turns import is_begun
+from hybrid_rlhf.data.turns import is_begun, without_blank
 from hybrid_rlhf.engine.decode.sampling import SamplingConfig
 from hybrid_rlhf.engine.hybrid import HybridEngine
-from hybrid_rlhf.inference.detokenizer import pieces
-from hybrid_rlhf.inference.response_text import AnswerText
+from hybrid_rlhf.inference.response_text import AnswerText, pieces
 from hybrid_rlhf.inference.turn_text import TurnText
 from hybrid_rlhf.models.complete import few
 from hybrid_rlhf.models.folder_files import check_config, read_object
@@ -82,6 +81,7 @@ class Conversation:
         """
         if text is not None:
             self.messages.append({"role": "user", "content": clean(text)})
+        self.messages[:] = without_blank(self.messages)
         self.was_cut, self.call_errors = False, []
         given: list[str] = []
         calls: list[dict] = []
@@ -121,16 +121,12 @@ class Conversation:
         self.was_cut = seen >= sampling.max_new_tokens
 
     def _text(self, tokens: Iterator[int]) -> Iterator[str]:
-        return pieces((token for token in tokens if token not in self.engine.eos_ids), self.tokenizer)
+        return pieces(AnswerText(self.tokenizer, (), self.engine.eos_ids), tokens)
 
     def _turn(self, tokens: Iterator[int], calls: list[dict]) -> Iterator[str]:
         prompt = compose_prompt(self.tokenizer, self._with_tools()).shown
         text = TurnText(self.tokenizer, AnswerText(self.tokenizer, (), self.engine.eos_ids), prompt)
-        for token in tokens:
-            if piece := text.push([token]):
-                yield piece
-        if piece := text.push([], is_last=True):
-            yield piece
+        yield from pieces(text, tokens)
         turn = parse_turn(self.tokenizer, text.ids, self.tools, prompt)
         self.call_errors = turn.errors
         number = sum(len(message.get("tool_calls", ())) for message in self.messages)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
 _MOST_HELD = 64  # tokens that wait for the end of a character; it has four bytes at most
@@ -49,13 +49,3 @@ class IncrementalDetokenizer:
     def _decode(self, end: int) -> str:
         return self._tokenizer.decode(self._ids[self._start:end], skip_special_tokens=False,
                                       clean_up_tokenization_spaces=False)
-
-
-def pieces(tokens: Iterator[int], tokenizer) -> Iterator[str]:
-    """The text of a stream of token ids, piece by piece; together they are the text of the whole."""
-    text = IncrementalDetokenizer(tokenizer)
-    for token in tokens:
-        if piece := text.push(token):
-            yield piece
-    if piece := text.flush():
-        yield piece

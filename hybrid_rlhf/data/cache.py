@@ -38,7 +38,8 @@ def key(rows: Iterable[dict], tokenizer, settings: dict) -> str:  # noqa: ANN001
 def _code() -> str:
     """Whatever turns rows into tokens: a change of it makes old tables unreachable."""
     here = Path(__file__).parent
-    models = (here.parent / "models" / f"{name}.py" for name in ("template", "thoughts", "tokenizer"))
+    names = ("template", "template_kwargs", "template_trial", "call_formats", "thoughts", "tokenizer")
+    models = (here.parent / "models" / f"{name}.py" for name in names)
     files = [*sorted(here.glob("*.py")), *models]
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("tokenizers", "transformers", "jinja2")]
     return "\n".join([*versions, *(f.read_text(encoding="utf-8") for f in files)])

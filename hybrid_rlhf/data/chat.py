@@ -15,7 +15,7 @@ from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.data.literal import BREAK, whole
 from hybrid_rlhf.data.messages import is_untrained
-from hybrid_rlhf.data.turns import SkipRow, Text, answers_of, is_begun, render, render_prompt
+from hybrid_rlhf.data.turns import SkipRow, Text, answers_of, is_begun, render, render_prompt, without_blank
 from hybrid_rlhf.models.template import CARRIED, dialect_of
 from hybrid_rlhf.models.template_kwargs import set_defaults
 from hybrid_rlhf.models.thoughts import THOUGHT_FIELDS
@@ -166,7 +166,7 @@ def compose_all(tokenizer, prompt: Text, completion: Text) -> list[Rendered]:  #
     """The same as one text or several, as of `compose_messages`. An answer that the prompt has begun goes on."""
     if isinstance(prompt, str) and isinstance(completion, str):
         return [Rendered(prompt + completion, [(len(prompt), len(prompt + completion))], True)]
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(without_blank(prompt))
     after = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
     if is_begun(before) and after and after[0]["role"] == "assistant":
         begun = {k: v for k, v in before[-1].items() if k in ("role", "content", *CARRIED, *THOUGHT_FIELDS)}

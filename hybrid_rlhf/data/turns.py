@@ -56,13 +56,23 @@ def render(tokenizer, messages: Sequence[dict], add_generation_prompt: bool = Fa
 
 
 def is_begun(messages: Sequence[dict]) -> bool:
-    """Whether the last message is the beginning of the assistant's answer."""
+    """Whether the last message is the beginning of the assistant's answer, which says or thinks something."""
+    return _is_answer(messages) and bool(_words(messages[-1]) or thought_of(messages[-1])[0])
+
+
+def without_blank(messages: Sequence[dict]) -> Sequence[dict]:
+    """Messages without a last one of the assistant that says and thinks nothing: its answer is yet to begin."""
+    return messages[:-1] if _is_answer(messages) and not is_begun(messages) else messages
+
+
+def _is_answer(messages: Sequence[dict]) -> bool:
     return bool(messages) and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
 
 
 def render_prompt(tokenizer, messages: Sequence[dict], continues: bool = True) -> str:  # noqa: ANN001
     """The text that generation continues: behind an answer's beginning, where the last message is one and `continues`.
     Raises SkipRow where the template leaves out what a message says."""
+    messages = without_blank(messages) if continues else messages
     is_open = continues and is_begun(messages)
     text = _begun(tokenizer, messages) if is_open else render(tokenizer, messages, True)
     _check_history(messages, whole(text))
@@ -171,7 +181,8 @@ def _with_thought(tokenizer, prompt: str, said: str, message: dict) -> str:  # n
     if thought and prompt.rstrip().endswith(closing.strip()):
         raise SkipRow("the chat template ends the thought before the answer, and this answer has one")
     is_open = prompt.rstrip().endswith(opening.strip())
-    if closing.strip() in said or not (is_open or (thought and marks)):
+    words = broken(tokenizer, thought_of(message)[1].strip(), is_own=True)
+    if closing.strip() in said[: said.rfind(words)] or not (is_open or (thought and marks)):
         return said
     lead = opening if not is_open else "" if prompt.endswith("\n") else "\n"
     return f"{lead}{broken(tokenizer, thought, is_own=True)}{closing}" + said.lstrip("\n")

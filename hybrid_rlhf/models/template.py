@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from hybrid_rlhf.models.call_formats import FORMATS
 from hybrid_rlhf.models.template_kwargs import KWARGS, split_kwargs
 from hybrid_rlhf.models.template_trial import check_template, renderings
-from hybrid_rlhf.models.thoughts import MARKERS, THOUGHT_FIELDS, markers_in, markers_of, thought_of
+from hybrid_rlhf.models.thoughts import MARKERS, THOUGHT_FIELDS, markers_in, markers_of, thought_of, words_of
 
 FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError, MemoryError,
           AssertionError)  # what a template may raise
@@ -37,7 +37,8 @@ class Dialect(NamedTuple):
     a thought between these in the content reads as one in a field does. ends: the special tokens that end an
     assistant's turn: of an answer, and of a tool call where that is another; where the template writes none, the one
     that begins the next message. call_sign: what the text of a tool call begins with; None where the template cannot
-    show one."""
+    show one. lead: what an answer without a thought writes before its words (gpt-oss's <|channel|>final<|message|>),
+    where that holds a special token. behind: all special tokens in a row behind the last answer."""
 
     takes_parts: bool = False
     takes_system: bool = True
@@ -48,6 +49,8 @@ class Dialect(NamedTuple):
     reads_inline: bool = False
     ends: tuple[str, ...] = ()
     call_sign: str | None = None
+    lead: str = ""
+    behind: tuple[str, ...] = ()
 
 
 def dialect_of(tokenizer) -> Dialect:  # noqa: ANN001
@@ -195,6 +198,7 @@ def _find_dialect(tokenizer) -> Dialect:  # noqa: ANN001
     dialect = dialect._replace(**takes)
     dialect = _with_thoughts(tokenizer, asked, said, dialect)
     dialect = dialect._replace(ends=(end,) if (end := _end_of_answer(tokenizer, asked, said, dialect)) else ())
+    dialect = _with_frame(tokenizer, asked, said, dialect)
     for as_text in (False, True):
         trial = dialect._replace(arguments_as_text=as_text)
         called = shown_call(tokenizer, trial)
@@ -270,15 +274,25 @@ def _sign_of_call(tokenizer, dialect: Dialect) -> str:  # noqa: ANN001
 def _end_of_answer(tokenizer, asked: dict, said: dict, dialect: Dialect) -> str | None:  # noqa: ANN001
     """The special token behind an answer. Of several in a row the last one that history shows too, since a template
     may write an end of text (Phi-3) behind what is only the end of a turn. Where none is behind the last answer, the
-    one that begins the next message (GLM's <|user|>)."""
+    first one that history shows there (GLM's <|user|>)."""
     last, history = (tried(tokenizer, m, dialect).rpartition(SAID)[2] for m in ((asked, said), (asked, said, asked)))
     shared = next((i for i, (a, b) in enumerate(zip(last, history, strict=False)) if a != b), min(map(len, (last,
                   history))))
     run = _leading_specials(tokenizer, last)
     if not run:
-        run = [(token, 0) for token, _ in _leading_specials(tokenizer, history) if token != tokenizer.bos_token]
+        run = [(token, 0) for token, _ in _leading_specials(tokenizer, history) if token != tokenizer.bos_token][:1]
     kept = [token for token, end in run if end <= shared]
     return kept[-1] if kept else run[0][0] if run else None
+
+
+def _with_frame(tokenizer, asked: dict, said: dict, dialect: Dialect) -> Dialect:  # noqa: ANN001
+    """The dialect with the special tokens around an answer's words; those that mark an empty thought are none."""
+    prompt, text = tried(tokenizer, (asked,), dialect, generation=True), tried(tokenizer, (asked, said), dialect)
+    lead = text[len(prompt) :].partition(SAID)[0] if text.startswith(prompt) else ""
+    marks = words_of() | {mark.strip() for mark in dialect.thought_marks or ()}
+    is_frame = any(token in lead for token in special_ids(tokenizer)) and not any(mark in lead for mark in marks)
+    behind = tuple(token for token, _ in _leading_specials(tokenizer, text.rpartition(SAID)[2]))
+    return dialect._replace(lead=lead if is_frame else "", behind=behind)
 
 
 def _end_of_call(tokenizer, called: str, asked: dict, dialect: Dialect) -> str | None:  # noqa: ANN001

@@ -144,12 +144,22 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int):  # noqa: ANN201
 
 def completion_text(tokenizer, ids: Sequence[int], is_ended: bool = False) -> str:  # noqa: ANN001
     """The text of a response as reward functions, judges and people read it: without the tokens that end it (EOS, an
-    end of turn, pad; the last one if `is_ended`), and with every other special token, such as <think>, as text."""
-    endings = {tokenizer.eos_token_id, tokenizer.pad_token_id, *turn_ends(tokenizer)}
+    end of turn, pad; the last one if `is_ended`) and those that frame it, and with every other special token, such as
+    <think>, as text."""
+    lead, behind = answer_frame(tokenizer)
+    endings = {tokenizer.eos_token_id, tokenizer.pad_token_id, *turn_ends(tokenizer), *behind}
     last = len(ids) - is_ended
     while last and ids[last - 1] in endings:
         last -= 1
-    return tokenizer.decode(list(ids[:last]), skip_special_tokens=False) if last else ""
+    return tokenizer.decode(list(ids[:last]), skip_special_tokens=False).removeprefix(lead) if last else ""
+
+
+def answer_frame(tokenizer) -> tuple[str, frozenset[int]]:  # noqa: ANN001
+    """What the chat template writes around an answer's words, which is no part of them: the text before, and the
+    special tokens behind, as ids."""
+    dialect = dialect_of(tokenizer)
+    ids = special_ids(tokenizer) if dialect.behind else {}
+    return dialect.lead, frozenset(ids[token] for token in dialect.behind)
 
 
 def turn_ends(tokenizer) -> list[int]:  # noqa: ANN001

@@ -99,7 +99,8 @@ def check_tools(tokenizer) -> None:  # noqa: ANN001
 
 def _ends(tokenizer) -> frozenset[int]:  # noqa: ANN001
     known = special_ids(tokenizer)
-    return frozenset({known[end] for end in dialect_of(tokenizer).ends} | ({tokenizer.eos_token_id} - {None}))
+    dialect = dialect_of(tokenizer)
+    return frozenset({known[end] for end in dialect.ends + dialect.behind} | ({tokenizer.eos_token_id} - {None}))
 
 
 def _reader_of(tokenizer) -> _Reader | None:  # noqa: ANN001

@@ -197,8 +197,8 @@ def read_chat(found: dict) -> ChatRequest:
     if body.chat_template_kwargs:
         messages = with_kwargs(messages, _as_json(body.chat_template_kwargs, KWARGS))
     if body.continue_final_message and not is_begun(messages):
-        raise ApiError(400, "continue_final_message goes on from an assistant's message, and the last one is none; "
-                            "leave it out", param="continue_final_message")
+        raise ApiError(400, "continue_final_message goes on from an assistant's message, and the last one is none "
+                            "or says nothing; leave it out", param="continue_final_message")
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs true; send it too", param="top_logprobs")

@@ -102,7 +102,8 @@ class Asking:
     def text(self, prompt: Sequence[int]) -> AnswerText | TurnText:
         """The text of one choice behind `prompt`, of which nothing has come."""
         before = prompt if self.asked.goes_on else ()
-        text = AnswerText(self.model.tokenizer, self.asked.stops, self.ends, before)
+        text = AnswerText(self.model.tokenizer, self.asked.stops, self.ends, before,
+                          is_turn=not self.asked.goes_on)
         return TurnText(self.model.tokenizer, text, self.prompt) if self.asked.tools else text
 
     async def parse(self, ids: list[int]) -> ParsedTurn:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.core.text_safety import escape_control
-from hybrid_rlhf.inference.detokenizer import pieces
+from hybrid_rlhf.inference.response_text import AnswerText, pieces
 from tests.factories.tiny import tiny_causal_lm, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,14 +31,14 @@ def test_pieces_together_are_the_text_whatever_the_bytes(raw):
             return bytes(ids).decode("utf-8", errors="replace")
 
     oracle = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    assert "".join(pieces(iter(raw), Bytes())) == oracle.decode(raw) + oracle.decode(b"", final=True)
+    assert "".join(pieces(AnswerText(Bytes(), (), ()), raw)) == oracle.decode(raw) + oracle.decode(b"", final=True)
 
 
 @pytest.mark.parametrize("text", ["naïve café", "日本語のテキスト", "a 👩‍👩‍👧 b 🎉", "مرحبا", "tab\tand\nline"])
 def test_no_piece_ends_inside_a_character(text):
     tokenizer = tiny_tokenizer()  # byte-level: each of these characters is several tokens
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    given_out = list(pieces(iter(ids), tokenizer))
+    given_out = list(pieces(AnswerText(tokenizer, (), ()), ids))
     assert "".join(given_out) == text
     assert not any("\ufffd" in piece for piece in given_out)
     assert len(given_out) > 1
@@ -47,7 +47,7 @@ def test_no_piece_ends_inside_a_character(text):
 def test_an_answer_cut_inside_a_character_ends_with_the_replacement_sign():
     tokenizer = tiny_tokenizer()
     ids = tokenizer("x🎉", add_special_tokens=False)["input_ids"][:-1]
-    assert "".join(pieces(iter(ids), tokenizer)) == "x\ufffd"
+    assert "".join(pieces(AnswerText(tokenizer, (), ()), ids)) == "x\ufffd"
 
 
 def test_the_space_that_a_decoder_drops_at_the_start_is_not_lost_between_tokens():
@@ -55,7 +55,7 @@ def test_the_space_that_a_decoder_drops_at_the_start_is_not_lost_between_tokens(
         def decode(self, ids, **_):
             return "".join(["▁Hello", "▁big", "▁world", "!"][i] for i in ids).replace("▁", " ").removeprefix(" ")
 
-    assert list(pieces(iter([0, 1, 2, 3]), Metaspace())) == ["Hello", " big", " world", "!"]
+    assert list(pieces(AnswerText(Metaspace(), (), ()), [0, 1, 2, 3])) == ["Hello", " big", " world", "!"]
 
 
 @pytest.mark.parametrize(("text", "shown"), [

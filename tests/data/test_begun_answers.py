@@ -41,7 +41,7 @@ def test_a_prompt_is_what_transformers_continues(name):
 @settings(max_examples=60, deadline=None)
 def test_beginning_and_rest_are_the_whole_answer(first, rest):
     tokenizer = chatml_tokenizer()
-    if not rest.strip():
+    if not rest.strip() or not first.strip():
         return
     row = encode(tokenizer, begun(first), rest)
     assert tokenizer.decode(row.ids) == (f"<|im_start|>user\n{ASKED['content']}<|im_end|>\n"
@@ -92,3 +92,11 @@ def test_an_answer_that_is_begun_behind_its_thought_goes_on():
     row = encode(tokenizer, prompt, "o.")
     assert row.ids[: row.num_prompt_tokens] == encode_prompt(tokenizer, prompt) == by_transformers(tokenizer, prompt)
     assert tokenizer.decode(row.ids[row.num_prompt_tokens :]) == "o.<|return|>"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma4", "glm4moe", "llama3"])
+def test_an_answer_that_says_nothing_yet_is_not_begun(name):
+    tokenizer = tokenizer_of(name)
+    prompt = list(tokenizer.apply_chat_template([ASKED], add_generation_prompt=True, return_dict=False))
+    assert encode_prompt(tokenizer, begun("")) == encode_prompt(tokenizer, begun(" \n")) == prompt
+    assert encode(tokenizer, begun(" "), "2.") == encode(tokenizer, [ASKED], "2.")

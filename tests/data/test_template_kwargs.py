@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.core.errors import UserError
+from hybrid_rlhf.data import cache
 from hybrid_rlhf.data.added_turns import added_tokens
 from hybrid_rlhf.data.chat import encode_prompt, ensure_template
 from hybrid_rlhf.data.datasets import DataConfig, build
 from hybrid_rlhf.data.examples import KWARGS_UNREAD
 from hybrid_rlhf.data.source import Reads
+from hybrid_rlhf.models import template
 from hybrid_rlhf.models.template_kwargs import _literal, names_read
 from tests.factories.tiny import chatml_tokenizer
 from tests.factories.trl_templates import template_of, tokenizer_of
@@ -130,3 +134,11 @@ def test_rows_whose_variables_are_not_read_are_counted(tmp_path, qwen):
 def test_the_next_turn_of_an_episode_has_the_variables_of_its_prompt(qwen):
     ids = added_tokens(qwen, {"role": "assistant", "content": "A fox."}, ASKED, True, OFF)
     assert qwen.decode(ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_tables_are_made_anew_when_code_that_templates_are_rendered_by_changes():
+    file = Path(template.__file__)
+    names = re.findall(r"^from hybrid_rlhf\.models\.(\w+) import", file.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(names) > 2
+    for name in ("template", *names):
+        assert file.with_name(f"{name}.py").read_text(encoding="utf-8") in cache._code()

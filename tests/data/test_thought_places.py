@@ -99,3 +99,12 @@ def test_a_template_without_thoughts_has_markers_as_the_row_writes_them():
 def test_a_marker_without_its_end_or_behind_the_beginning_is_no_thought():
     for content in ("<think>Add one.", "2. <think>Add one.</think>", "</think>2.", "[THINK]Add one.</think>2."):
         assert thought_of({"content": content}) == ("", content)
+
+
+def test_an_answer_that_names_the_end_of_a_thought_is_not_part_of_one():
+    tokenizer = tokenizer_of("nemotron_3_nano")
+    said = "Write </think> behind it."
+    rows = [compose_messages(tokenizer, [ASKED, {"role": "assistant", "content": said, **thought}])[0]
+            for thought in ({}, {"reasoning_content": "So."})]
+    texts = [row.text[slice(*row.spans[0])] for row in rows]
+    assert texts == [f"\n</think>\n{said}<|im_end|>", f"So.\n</think>\n{said}<|im_end|>"]

@@ -15,7 +15,7 @@ from hybrid_rlhf.data.datasets import DataConfig, build, describe
 from hybrid_rlhf.data.literal import BREAK
 from hybrid_rlhf.data.schema import detect, read_row
 from hybrid_rlhf.data.sources import Source
-from hybrid_rlhf.models.template import special_ids
+from hybrid_rlhf.models.template import dialect_of, special_ids
 from hybrid_rlhf.training.registry import READS
 from tests.factories.tiny import chatml_tokenizer, tiny_tokenizer
 from tests.factories.trl_templates import tokenizer_of
@@ -243,3 +243,19 @@ def test_a_run_that_reads_plain_prompts_otherwise_than_its_parent_says_so(tmp_pa
 
     assert "sft was trained with data.raw true and this run has false" in said("rows.jsonl", False)
     assert said("rows.jsonl", True) == said("chat.jsonl", False) == ""
+
+
+OLD_CHATML = ("{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content']}}"
+              "{% if (loop.last and add_generation_prompt) or not loop.last %}{{ '<|im_end|>' + '\n'}}{% endif %}"
+              "{% endfor %}{% if add_generation_prompt and messages[-1]['role'] != 'assistant' %}"
+              "{{ '<|im_start|>assistant\n' }}{% endif %}")
+EOS_BETWEEN = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% if not loop.last %}{{ eos_token }}"
+               "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ eos_token }}<|im_start|>assistant\n{% endif %}")
+
+
+@pytest.mark.parametrize("template", [OLD_CHATML, EOS_BETWEEN])
+def test_an_answer_ends_as_history_ends_it_where_the_last_has_no_end(tokenizer, template):
+    tokenizer.chat_template = template
+    row = encode(tokenizer, "Hi", [{"role": "assistant", "content": "Yo"}])
+    assert dialect_of(tokenizer).ends == ("<|im_end|>",) and dialect_of(tokenizer_of("glm4moe")).ends[0] == "<|user|>"
+    assert trained(tokenizer, row.ids, row.loss_mask) == "Yo<|im_end|>"
