@@ -15,7 +15,7 @@ from hybrid_rlhf.data.blend import Blend, blend, deal, is_held_out, split_key
 from hybrid_rlhf.data.chat import SkipRow
 from hybrid_rlhf.data.examples import MAKERS, Counts, Lengths, Work, decode_columns, prepared
 from hybrid_rlhf.data.row_counts import add_up, describe, summary
-from hybrid_rlhf.data.schema import KINDS, Example, Format, detect, read_row
+from hybrid_rlhf.data.schema import KINDS, Example, Format, detect, format_of, read_row
 from hybrid_rlhf.data.source import Reads, Source, as_sources
 from hybrid_rlhf.models.template_kwargs import check_kwargs
 
@@ -174,7 +174,7 @@ def open_sources(config: DataConfig, reads: Reads) -> list[OpenSource]:
     check(bool(meant), f"no data source for stage {reads.stage}: data.sources "
                        + ("is empty; give a path or a list of them" if not config.sources else
                           f"names other stages only; add {reads.stage} to `stages` of one"))
-    opened = [OpenSource(s, rows, detect(rows[0], s.path)) for s in meant for rows in [sources.read(s)]]
+    opened = [OpenSource(s, rows, format_of(rows, s.path)) for s in meant for rows in [sources.read(s)]]
     serving = [o for o in opened if reads.kind in KINDS[o.form.kind]]
     for each in opened:
         needed = each.source.stages or not serving
@@ -195,7 +195,7 @@ def examples(config: DataConfig, each: OpenSource, reads: Reads, counts: Counter
     for number, row in enumerate(each.rows, 1):
         counts["read"] += 1
         try:
-            example = read_row(row, each.form, f"{each.source.path} row {number}")
+            example = read_row(row, each.form, f"{each.source.path} row {number}", config.raw)
         except SkipRow as reason:
             lost[str(reason)] += 1
             continue

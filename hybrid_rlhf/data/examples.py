@@ -13,7 +13,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.chat import Encoded, Rendered, SkipRow, Text
 from hybrid_rlhf.data.literal import BREAK, broken
-from hybrid_rlhf.data.schema import UNTRAINED, Example
+from hybrid_rlhf.data.schema import REPEATED, UNTRAINED, Example
 from hybrid_rlhf.data.tool_columns import kwargs_of, with_tools
 from hybrid_rlhf.data.turns import with_kwargs
 from hybrid_rlhf.models.template import dialect_of, folds_system
@@ -73,8 +73,8 @@ def prepared(example: Example, tokenizer, lengths: Lengths, counts: Counts) -> E
         if has_turns:
             if BREAK in broken(tokenizer, example.prompt):
                 counts.rendered[MARKED] += 1
-            answers = [(answer.removeprefix(" ") if isinstance(answer, str) else answer, score)
-                       for answer, score in example.answers]
+            answers = [(answer if not isinstance(answer, str) else answer.lstrip() if REPEATED in example.notes else
+                        answer.removeprefix(" "), score) for answer, score in example.answers]
             turns = with_tools(chat.as_turn(tokenizer, example.prompt), example.tools)
             # what is sampled later needs its tools and variables again
             written = with_kwargs(turns, kwargs) if example.tools or kwargs else example.prompt
@@ -108,6 +108,8 @@ def demonstration(example: Example, tokenizer, lengths: Lengths) -> Iterator[Wor
         messages = example.messages[: lengths.max_length]  # what lies behind is cut anyway: a turn is a token at least
         yield from _each(chat.compose_messages(tokenizer, messages), lengths)
     else:
+        if not example.answers:
+            raise SkipRow("no answer")
         completion, score = max(example.answers, key=lambda a: a[1])
         if len(example.answers) == 1 and score <= 0:
             raise SkipRow("labelled as a bad answer")

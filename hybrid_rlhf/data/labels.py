@@ -14,7 +14,7 @@ from hybrid_rlhf.core.config import check
 from hybrid_rlhf.data import sources
 from hybrid_rlhf.data.blend import is_held_out, split_key
 from hybrid_rlhf.data.chat import SkipRow, Text
-from hybrid_rlhf.data.schema import KINDS, Example, Format, detect, read_row
+from hybrid_rlhf.data.schema import KINDS, Example, Format, format_of, read_row
 from hybrid_rlhf.data.source import Source
 
 NO_PROMPT, TURNS = "no prompt", "an answer of several turns"
@@ -61,7 +61,7 @@ def read_labels(source: Source, limit: int | None, seed: int, held_out: float | 
     Raises UserError for what holds no labels (formats of kind preference or unpaired do), or none that can be used.
     """
     rows = sources.read(source)
-    form = detect(rows[0], source.path)
+    form = format_of(rows, source.path)
     check("graded answer" in KINDS[form.kind],
           f"{source.path} is {form.name} data ({', '.join(form.required)}), which holds no labels; give "
           "prompt+chosen+rejected, prompt+completions+scores or prompt+completion+label")

@@ -16,6 +16,8 @@ _ROLES = {"human": "user", "user": "user", "prompter": "user", "gpt": "assistant
           "developer": "developer"}
 # whether a message is trained, as OpenAI, axolotl, LLaMA-Factory's and ms-swift's users write it
 _TRAINED = ("weight", "train", "training", "trainable", "loss_mask", "loss")
+_MARKS = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
+_OFTEN_MESSAGES = ("prompt", "chosen", "rejected", "messages")
 _READ = ("role", "from", "content", "value", "tool_calls", "function_call", *_TRAINED)  # the rest is handed on as it is
 MEDIA = frozenset(f"{kind}{ending}" for kind in ("image", "video", "audio") for ending in (
     "", "s", "_url", "_urls", "_path", "_paths"))
@@ -35,28 +37,38 @@ def messages_of(rows: list, column: str) -> list[dict]:
     return [_message(row, column) for row in rows]
 
 
-def parsed_messages(text: str, column: str) -> list[dict] | None:
-    """The messages that `text` is the JSON of, as a table has them; None for any other text. Raises ValueError for
-    messages as Python prints them, which is what a table has of them that was written without care."""
+def parsed_messages(text: str, column: str, is_answer: bool = False) -> list[dict] | None:
+    """The messages that the whole of `text` is the JSON of, as a table has them, an answer's with one of the assistant;
+    None for any other text. Raises ValueError for messages as Python prints them, in a column that often has them."""
     if not text.lstrip().startswith(("[", "{")):
         return None
     try:
         rows = loads(text)
     except (ValueError, RecursionError):
-        if re.match(r"\s*\[\s*\{\s*'(role|from|content|value)':", text):
+        if column in _OFTEN_MESSAGES and re.fullmatch(
+                r"\s*\[\s*\{\s*'(role|from|content|value)':.*\}\s*\]\s*", text, re.DOTALL):
             raise ValueError(f"{column} holds messages as Python prints them; write JSON") from None
         return None
     rows = [rows] if isinstance(rows, dict) else rows
     is_of_messages = isinstance(rows, list) and rows and all(
         isinstance(row, dict) and ({"role", "content"} <= row.keys() or {"from", "value"} <= row.keys())
         and row.get("role", row.get("from")) in tuple(_ROLES) for row in rows)
-    return messages_of(rows, column) if is_of_messages else None
+    found = messages_of(rows, column) if is_of_messages else []
+    return found if not is_answer or any(m["role"] == "assistant" for m in found) else None
 
 
 def has_media(row: dict) -> bool:
     """Whether a key of a row, or of a message, holds pictures, videos or sounds."""
-    return any(value and (str(name).lower() in MEDIA or (isinstance(value, dict) and str(value.get("type")) in MEDIA))
+    return any(value and ((str(name).lower() in MEDIA and _is_filled(value))
+                          or (isinstance(value, dict) and str(value.get("type")) in MEDIA))
                for name, value in row.items())
+
+
+def _is_filled(value: object) -> bool:
+    """Whether there is more than None and empty strings in it."""
+    if isinstance(value, dict | list):
+        return any(map(_is_filled, value.values() if isinstance(value, dict) else value))
+    return value is not None and (not isinstance(value, str) or value.strip().lower() not in ("", "none", "null"))
 
 
 def _message(row: object, column: str) -> dict:
@@ -93,10 +105,10 @@ def is_untrained(message: dict) -> bool:
 
 def _is_trained(row: dict, column: str) -> bool:
     """Whether none of a message's marks says that it is not trained. Raises ValueError for a mark between the two."""
-    marks = {name: row[name] for name in _TRAINED if row.get(name) is not None}
-    for name, value in marks.items():
-        if value not in (0, 1):
-            raise ValueError(f"{column}: {name} of a message must be 0 or 1 (false or true), not {value!r:.40}")
+    marks = {name: _MARKS.get(str(row[name]).strip().lower()) for name in _TRAINED if row.get(name) is not None}
+    for name, mark in marks.items():
+        if mark is None:
+            raise ValueError(f"{column}: {name} of a message must be 0 or 1 (false or true), not {row[name]!r:.40}")
     return all(marks.values())
 
 

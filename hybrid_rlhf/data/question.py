@@ -85,6 +85,12 @@ def _part(value: object, column: str, is_needed: bool) -> Text | None:
     return None
 
 
+def without_system(row: Mapping) -> Mapping:
+    """A row without its system text, if the prompt is a string: neither a transcript nor the JSON of messages."""
+    is_plain = isinstance(_part(row["prompt"], "prompt", is_needed=True), str)
+    return {k: v for k, v in row.items() if not is_plain or k not in SYSTEM}
+
+
 def flat(text: Text | None) -> str:
     """All that is said, as one string."""
     return text if isinstance(text, str) else "\n".join(m["content"] for m in text or ())

@@ -12,7 +12,7 @@ from hybrid_rlhf.data.chat import SkipRow, Text
 from hybrid_rlhf.data.files import loads
 from hybrid_rlhf.data.labels import EMPTY, NO_PROMPT, TURNS, prompt_key, spoken
 from hybrid_rlhf.data.messages import messages_of
-from hybrid_rlhf.data.schema import KINDS, Example, Format, detect, read_row
+from hybrid_rlhf.data.schema import KINDS, Example, Format, format_of, read_row
 from hybrid_rlhf.data.source import Source
 
 LISTS = ("completions", "responses")  # columns of several responses, whatever the row's format
@@ -43,7 +43,7 @@ def read_asked(given: Sequence[Source], columns: Sequence[str] | None, with_resp
     singles: dict[str, Asked] = {}
     for source in given:
         rows = sources.read(source)
-        form = detect(rows[0], source.path)
+        form = format_of(rows, source.path)
         check("prompt" in KINDS[form.kind], f"{source.path} is {form.name} data ({', '.join(form.required)}), which "
                                             "has no prompts; give other data")
         for name in columns or ():

@@ -8,18 +8,20 @@ meant to be run together, become messages. What a row asks is read by question.p
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.data import transcripts
 from hybrid_rlhf.data.chat import SkipRow, Text
 from hybrid_rlhf.data.files import loads
 from hybrid_rlhf.data.messages import WITH_MEDIA, has_media, is_untrained, messages_of, parsed_messages
-from hybrid_rlhf.data.question import PARTS, Question, beside, flat, looks_like_a_prompt, question_of
+from hybrid_rlhf.data.question import PARTS, Question, beside, flat, looks_like_a_prompt, question_of, without_system
 from hybrid_rlhf.data.tool_columns import tools_of, with_tools
 from hybrid_rlhf.data.transcripts import assistant, clean, user
 
@@ -29,6 +31,7 @@ class Example:
     """One canonical row. Which fields are set depends on its kind (KINDS).
 
     answers: (completion, score) pairs, of which a higher score is better; only their order counts.
+    rests: the same without the prompt, where they are strings that all begin with it.
     is_text_pair: the prompt is only the beginning that two plain texts share, and nobody's question.
     written: the prompt as the row has it, where it is rendered in another form.
     tools: the schemas of what may be called, which messages carry already.
@@ -39,6 +42,7 @@ class Example:
 
     prompt: Text | None = None
     answers: list[tuple[Text, float]] = field(default_factory=list)
+    rests: list[tuple[Text, float]] = field(default_factory=list)
     messages: list[dict] | None = None
     text: str | None = None
     margin: float = 0.0
@@ -53,12 +57,13 @@ class Example:
 
 class Format(NamedTuple):
     """required: columns that tell the format (in TABLE with their other names, a|b); read: what makes an Example of a
-    row, with the columns of required."""
+    row, with the columns of required; is_repeating: whether a source's answers begin with the prompt."""
 
     name: str
     required: tuple[str, ...]
     kind: str
     read: Callable[..., Example]
+    is_repeating: bool = False
 
     @property
     def asks(self) -> tuple[str, ...]:
@@ -80,8 +85,11 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 
 
+ANSWERS = ("answer", "answers")  # one, several or none
 CONVERSATIONS = ("messages", "conversations", "conversation")
 _KNOWN = ("tools", "margin", "chat_template_kwargs", "environment")  # read elsewhere
+LOOKED_AT = 100  # rows that tell what a single one does not
+SEVERAL_WORDS = 3  # a question, not a name
 BY_SIGN = (-1, 1)  # of a preference: negative for the first answer
 JOINED = "prompts joined from the columns "
 REPEATED = "rows whose answers begin with the prompt, which is taken off"
@@ -103,26 +111,44 @@ def detect(columns: Iterable[str], where: str) -> Format:
                     f"{known}; name yours by columns, such as {{prompt: {named[0] if named else 'question'}}}")
 
 
-def read_row(row: dict, form: Format, where: str) -> Example:
-    """One row in canonical form. Raises SkipRow for a row to drop and count, UserError for one of the wrong type."""
+def format_of(rows: Iterable[dict], where: str) -> Format:
+    """The format of a source, by its first row, and whether its answers repeat the prompt, as all of the first rows
+    must: a single answer may greet back. Raises UserError for pairs of text beside a column that looks like a prompt.
+    """
+    form, read = detect(next(iter(rows)), where), []
+    for row in islice(rows, LOOKED_AT) if form.kind == "preference" else ():
+        with suppress(SkipRow, UserError):  # met again when the row is read
+            read.append(read_row(row, form, where))
+    pairs = [example for example in read if example.is_text_pair]
+    asking = Counter(name for example in pairs for name in example.unread if looks_like_a_prompt(name)
+                     and len(str(example.columns[name]).split()) >= SEVERAL_WORDS)
+    for name, number in asking.items():
+        check(2 * number <= len(pairs), f"{where}: {' and '.join(form.required)} are texts without a prompt, beside "
+              f"the column {name}; give the source's columns as {{prompt: {name}}} if that is it, else rename it")
+    asked = [example for example in read if example.prompt and not example.is_text_pair]
+    return form._replace(is_repeating=bool(asked) and all(example.rests for example in asked))
+
+
+def read_row(row: dict, form: Format, where: str, is_raw: bool = False) -> Example:
+    """One row in canonical form. is_raw: a string prompt stays one, without the system column. Raises SkipRow for a row
+    to drop and count, UserError for one of the wrong type."""
     for column in form.required:
         if column not in row:
             raise UserError(f"{where}: column {column} is missing ({form.name} needs {', '.join(form.required)})")
-        if row[column] is None:
+        if row[column] is None and not (column in ANSWERS and form.kind == "demonstration"):
             raise SkipRow(f"no {column}")
     if has_media(row):
         raise SkipRow(WITH_MEDIA)
     try:
-        example = form.read(row, *form.required)
-        is_plain = example.text is not None or example.is_text_pair
-        example.tools = [] if is_plain else tools_of(row.get("tools"))
+        shown = without_system(row) if is_raw and "prompt" in form.required else row
+        example = form.read(shown, *form.required)
+        if form.is_repeating and example.rests:
+            example.answers, example.notes[REPEATED] = example.rests, 1
+        has_turns = example.text is None and not example.is_text_pair
+        example.tools = tools_of(row.get("tools")) if has_turns else []
         example.prompt, example.messages = (with_tools(part, example.tools)
                                             for part in (example.prompt, example.messages))
         example.unread = _unread(row, example, {*form.required} - {*form.asks} | {*example.used, *_KNOWN})
-        question = next(filter(looks_like_a_prompt, example.unread), None) if example.is_text_pair else None
-        if question is not None:
-            raise ValueError(f"{' and '.join(form.required)} are texts without a prompt, beside the column {question}; "
-                             f"give the source's columns as {{prompt: {question}}} if that is it, else rename it")
     except (ValueError, TypeError) as error:
         raise UserError(f"{where}: {error}; fix the row") from error
     if len(example.used) > 1:
@@ -149,9 +175,9 @@ def _has_text(value: object) -> bool:
 
 
 def _text(value: object, column: str) -> Text:
-    """A string, or messages, which may be JSON text."""
+    """An answer: a string, or messages, which may be JSON text."""
     if isinstance(value, str):
-        return parsed_messages(value, column) or clean(value)
+        return parsed_messages(value, column, is_answer=True) or clean(value)
     if isinstance(value, dict):
         return messages_of([value], column)
     if isinstance(value, list):
@@ -201,22 +227,22 @@ def _example(row: dict, asked: Question, texts: list[Text], scores: Sequence[flo
     if len(texts) == 2 and texts[0] == texts[1] and scores[0] != scores[1]:
         raise SkipRow("the two answers are the same")
     written = row["prompt"] if "prompt" in asked.used else None
-    rests = _without_question(written, asked, texts)
-    texts, notes = (rests, {REPEATED: 1}) if rests else (texts, {})
-    if isinstance(asked.text, list) and not isinstance(written, list):
-        texts = [text if not isinstance(text, str) else text.strip() if transcripts.is_transcript(written) else
-                 text.removeprefix(" ") if written else [assistant(text)] for text in texts]
-    return Example(asked.text, list(zip(texts, scores, strict=True)), margin=margin, used=asked.used, notes=notes)
-
-
-def _without_question(written: object, asked: Question, texts: list[Text]) -> list[Text]:
-    """The answers without the question that all of them begin with; nothing where they do not.
-
-    Of messages it is the first ones; of strings, where there are several, the start of each, up to where words part.
-    """
     turns = [user(asked.text)] if isinstance(asked.text, str) else asked.text or []
+    notes = {}
     if turns and all(isinstance(t, list) and t[: len(turns)] == turns and len(t) > len(turns) for t in texts):
-        return [text[len(turns) :] for text in texts]
+        texts, notes = [text[len(turns) :] for text in texts], {REPEATED: 1}
+    rests = _without_question(written, turns, texts)
+    if isinstance(asked.text, list) and not isinstance(written, list):
+        texts, rests = ([text if not isinstance(text, str) else text.strip() if transcripts.is_transcript(written) else
+                         text.removeprefix(" ") if written else [assistant(text)] for text in part]
+                        for part in (texts, [text.lstrip() for text in rests]))
+    answers, shorter = (list(zip(part, scores, strict=True)) if part else [] for part in (texts, rests))
+    return Example(asked.text, answers, shorter, margin=margin, used=asked.used, notes=notes)
+
+
+def _without_question(written: object, turns: list[dict], texts: list[Text]) -> list[str]:
+    """Several strings without the question that each begins with, up to where words part; nothing where one does not.
+    """
     text = written if isinstance(written, str) else turns[-1]["content"] if turns else ""
     for start in dict.fromkeys((text, text.rstrip(), text.strip())) if len(texts) > 1 else ():
         rests = [t[len(start) :] if isinstance(t, str) and t.startswith(start) else "" for t in texts]
@@ -243,11 +269,22 @@ def _read_pair(row: dict, *columns: str) -> Example:
     are_whole = [isinstance(text, list) and text[0]["role"] != "assistant" for text in texts]
     if asked.text is None or all(are_whole):  # both begin with the question
         shared, *texts = transcripts.common_prompt(*texts)
+        prompt = _messages_between(row["prompt"], shared) if asks == ["prompt"] else []
         is_more = isinstance(asked.text, list) and asked.text[-len(shared) :] == shared  # by a system message, say
-        asked = asked if is_more else beside(shared, row)
+        asked = beside(prompt, row, asks) if prompt else asked if is_more else beside(shared, row)
     elif any(are_whole):
         raise SkipRow("one answer begins with the prompt, the other does not")
     return _example(row, asked, texts, (1.0, 0.0), margin)
+
+
+def _messages_between(prompt: object, shared: list[dict]) -> list[dict]:
+    """The messages of a prompt and those that two conversations share, once where the latter repeat some; nothing for a
+    prompt of text."""
+    turns = messages_of(prompt, "prompt") if isinstance(prompt, list) else parsed_messages(str(prompt), "prompt") or []
+    if all(turn in shared or turn["role"] == shared[0]["role"] == "system" for turn in turns):
+        return shared if turns else []
+    same = next(n for n in range(min(len(turns), len(shared)), -1, -1) if turns[len(turns) - n :] == shared[:n])
+    return [*turns, *shared[same:]]
 
 
 def _last_question(row: dict, column: str) -> Question:
@@ -291,18 +328,20 @@ def _read_choice(values: tuple[float, float], row: dict, ask: str, first: str, s
 
 def _read_answer(row: dict, ask: str, answer: str, label: str | None = None) -> Example:
     score = 1.0 if label is None else float(_truth(row[label], label))
-    return _example(row, question_of(row, (ask, "input") if ask == "instruction" else (ask,)),
-                    [_text(row[answer], answer)], [score])
+    text = _first_answer(row[answer], answer) if answer in ANSWERS else row[answer]
+    texts = [] if text is None else [_text(text, answer)]
+    return _example(row, question_of(row, (ask, "input") if ask == "instruction" else (ask,)), texts,
+                    [score] * len(texts))
 
 
-def _read_spans(row: dict, ask: str, column: str) -> Example:
-    """SQuAD's answers: {"text": [...], "answer_start": [...]}, or a list of {"text"}; the first one is the answer."""
-    value: Any = row[column]
-    texts = value.get("text") if isinstance(value, dict) else [each.get("text") for each in _sequence(value, column)
-                                                               if isinstance(each, dict)]
-    if not texts:
-        raise SkipRow("no answer")
-    return _example(row, question_of(row, (ask,)), [_string(_sequence(texts, column)[0], column)], [1.0])
+def _first_answer(value: object, column: str) -> object:
+    """The first of several answers: a string, a list of them, SQuAD's {"text": [...], "answer_start": [...]}, or a list
+    of {"text"}; None without any. Anything else, such as messages, stays."""
+    if column == "answers" and isinstance(value, str) and value.lstrip().startswith("["):  # from a csv
+        value = _sequence(value, column)
+    if isinstance(value, list) and not (value and isinstance(value[0], dict) and "text" not in value[0]):
+        value = value[0] if value else None
+    return _first_answer(value["text"], column) if isinstance(value, dict) and "text" in value else value
 
 
 def _read_conversation(row: dict, column: str) -> Example:
@@ -348,7 +387,7 @@ TABLE: tuple[Format, ...] = (
     Format("ShareGPT", ("conversations|conversation",), "conversation", _read_conversation),
     Format("prompt only", ("prompt",), "prompt", _read_prompt),
     Format("question-answer", ("question", "answer"), "demonstration", _read_answer),
-    Format("question-answers", ("question", "answers"), "demonstration", _read_spans),
+    Format("question-answers", ("question", "answers"), "demonstration", _read_answer),
     Format("question-response", ("question|query|problem|input", "response|solution|output|completion|answer"),
            "demonstration", _read_answer),
     Format("language modelling", ("text",), "text", _read_text),

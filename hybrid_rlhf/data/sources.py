@@ -259,10 +259,15 @@ def _without_media(rows: Sequence[dict]) -> Sequence[dict]:
     for name, feature in getattr(rows, "features", {}).items():
         if any(f"{kind}(" in repr(feature) for kind in ("Image", "Video", "Audio")):
             column = rows.select_columns(name).with_format("arrow")[:][name]
-            there = [{"type": "image"} if value.is_valid and (not hasattr(value, "__len__") or len(value)) else None
-                     for value in column]
+            there = [{"type": "image"} if _is_filled(value) else None for value in column]
             rows = rows.remove_columns(name).add_column(name, there)
     return rows
+
+
+def _is_filled(scalar) -> bool:  # noqa: ANN001
+    """Whether a scalar of arrow, or any in it, is no null; pictures are not looked at."""
+    parts = scalar.values() if hasattr(scalar, "keys") else scalar if hasattr(scalar, "__iter__") else None
+    return scalar.is_valid and (parts is None or any(map(_is_filled, parts)))
 
 
 @contextmanager

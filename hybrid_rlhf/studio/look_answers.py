@@ -24,7 +24,7 @@ from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.core.text_safety import error_line, escape_control
 from hybrid_rlhf.data.chat import SkipRow
 from hybrid_rlhf.data.preview import counts, dropped
-from hybrid_rlhf.data.schema import KINDS, detect, read_row
+from hybrid_rlhf.data.schema import KINDS, format_of, read_row
 from hybrid_rlhf.data.source import Source
 from hybrid_rlhf.data.sources import first_rows
 from hybrid_rlhf.studio.option_help import options_of
@@ -96,7 +96,7 @@ def data(asked: dict) -> dict:
 
 def _fit(stage: str, rows: list[dict], path: str, answer: dict) -> tuple[str, str]:
     """(why rows serve a stage, their format). UserError where they do not."""
-    form = detect(rows[0].keys(), path)
+    form = format_of(rows, path)
     answer["format"] = form.name
     needs = GOALS["ppo"].needs if stage == "all" else (STAGES[stage].reads.kind,)
     lacks = [need for need in needs if need not in KINDS[form.kind]]

@@ -12,7 +12,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.chat import SkipRow, compose_messages, encode_all
 from hybrid_rlhf.data.datasets import DataConfig, build
 from hybrid_rlhf.data.row_counts import summary
-from hybrid_rlhf.data.schema import FORMATS, TABLE, Example, detect, read_row
+from hybrid_rlhf.data.schema import FORMATS, TABLE, Example, format_of, read_row
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
 from hybrid_rlhf.training import reward_sources
 from hybrid_rlhf.training.registry import READS
@@ -28,7 +28,7 @@ def a(text: str, **more) -> dict:
 
 
 def reading(row: dict) -> Example:
-    return read_row(row, detect(row, "rows"), "rows row 1")
+    return read_row(row, format_of([row], "rows"), "rows row 1")
 
 
 def said(part: object) -> str:
@@ -176,6 +176,48 @@ def test_where_the_prompt_is_taken_off(prompt, chosen, rejected, answers):
     assert [answer for answer, _ in reading(row).answers] == answers
 
 
+GREETING = {"prompt": "Hello!", "chosen": "Hello! How can I help you today?", "rejected": "Hello! What do you want?"}
+REPEATING = {"prompt": "Say hi.", "chosen": "Say hi. Hey", "rejected": "Say hi.\n\nBye"}
+
+
+def test_a_prompt_is_taken_off_only_where_the_first_rows_of_a_source_repeat_it(built):
+    tokenizer = chatml_tokenizer()
+
+    def chosen(rows):
+        data = built(rows, "reward")
+        return [tokenizer.decode(row["chosen_ids"]).split("assistant\n")[1] for row in data.train]
+
+    other = {"prompt": "red", "chosen": "blue", "rejected": "cat"}
+    assert "Hello! How can I help you today?<|im_end|>" in chosen([GREETING, other])
+    assert chosen([other, REPEATING, REPEATING])[1] == "Say hi. Hey<|im_end|>"
+    assert chosen([REPEATING] * 3) == ["Hey<|im_end|>"] * 3
+    asked = {"question" if k == "prompt" else k: v for k, v in REPEATING.items()}
+    assert chosen([asked] * 2) == ["Hey<|im_end|>"] * 2  # a question is a turn whatever data.raw
+    assert [answer for answer, _ in reading(asked).answers] == [[a("Hey")], [a("Bye")]]
+
+
+def test_under_raw_a_string_prompt_stays_one_beside_a_system_column(built):
+    row = {"system": "Be terse.", "prompt": "The sky is", "completion": " blue."}
+    data = built([row], "sft", raw=True)
+    assert chatml_tokenizer().decode(data.train[0]["input_ids"]).startswith("The sky is blue.")
+    assert data.report["unread"] == {"system": 1}
+    row["prompt"] = [u("red")]
+    assert "Be terse." in chatml_tokenizer().decode(built([row], "sft", raw=True).train[0]["input_ids"])
+
+
+def test_a_name_in_a_column_of_users_is_no_prompt():
+    pairs = [{"chosen": "Purple.", "rejected": "Green.", "user": user} for user in ("ann", "bo", "Ann of the Hill")]
+    assert format_of(pairs, "rows").name == "preference with implicit prompt"
+    with pytest.raises(UserError, match=r"^rows: .* texts without a prompt, beside the column user"):
+        format_of([pairs[0], pairs[2], pairs[2]], "rows")
+
+
+def test_a_question_without_answer_is_a_prompt_and_no_demonstration(built):
+    rows = [{"question": "red", "answers": []}, {"question": "dog", "answers": ["cat"]}]
+    assert len(built(rows, "ppo").train) == 2
+    assert built(rows, "sft").report["dropped"] == {"no answer": 1}
+
+
 def test_a_prompt_that_two_conversations_do_not_begin_with_is_named():
     pair = {"chosen": [u("Hi"), a("Yo")], "rejected": [u("Hi"), a("No")]}
     assert reading({"prompt": "Hi", **pair}).unread == ()
@@ -193,7 +235,8 @@ def test_messages_that_begin_with_the_prompt_are_what_follows_it():
 
 
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False},
-                                  {"trainable": False}, {"loss_mask": 0}, {"loss": False}])
+                                  {"trainable": False}, {"loss_mask": 0}, {"loss": False},
+                                  {"loss": "false"}])
 def test_an_answer_that_is_marked_is_read_and_not_trained(built, mark):
     turns = [u("red"), a("blue", **mark), u("green"), a("cat"), u("dog"), a("sun", **mark)]
     data = built([{"messages": turns}, {"messages": turns[:2]}], "sft")
@@ -207,7 +250,7 @@ def test_an_answer_that_is_marked_is_read_and_not_trained(built, mark):
 
 
 def test_marks_that_train_change_nothing_and_reach_no_template():
-    marked = [u("red") | {"weight": None}, a("blue", weight=1, train=True), u("dog"), a("sun", loss_mask=1.0)]
+    marked = [u("red") | {"weight": None}, a("blue", weight="true", train=True), u("dog"), a("sun", loss_mask=1.0)]
     plain = [{k: m[k] for k in ("role", "content")} for m in marked]
     assert reading({"messages": marked}).messages == plain
     tokenizer = chatml_tokenizer()
@@ -232,7 +275,7 @@ def test_images_of_a_table_are_dropped_without_being_decoded(tmp_path, monkeypat
     picture = {"bytes": b"no picture", "path": None}  # decoding it would fail
     table = datasets.Dataset.from_dict(
         {"prompt": ["red", "dog", "sun"], "completion": ["blue", "cat", "red"], "scan": [picture, None, None],
-         "pages": [[], [], [picture]]},
+         "pages": [[], [None], [picture]]},
         features=datasets.Features({"prompt": datasets.Value("string"), "completion": datasets.Value("string"),
                                     "scan": datasets.Image(), "pages": datasets.List(datasets.Image())}))
     table.to_parquet(str(tmp_path / "rows.parquet"))

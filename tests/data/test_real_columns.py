@@ -8,7 +8,7 @@ import pytest
 
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.chat import SkipRow
-from hybrid_rlhf.data.schema import Example, detect, read_row
+from hybrid_rlhf.data.schema import Example, format_of, read_row
 
 
 def s(text: str) -> dict:
@@ -32,7 +32,7 @@ def gpt(text: str) -> dict:
 
 
 def reading(row: dict) -> Example:
-    return read_row(row, detect(row, "rows"), "rows row 1")
+    return read_row(row, format_of([row], "rows"), "rows row 1")
 
 
 HH = "\n\nHuman: Hi\n\nAssistant: Yes?\n\nHuman: Why?\n\nAssistant:"
@@ -203,6 +203,30 @@ ANSWERED = {
     "zwhe99/DeepMath-103K": (
         {"question": "2+2?", "final_answer": "4", "difficulty": 3.0, "topic": "Algebra", "r1_solution_1": "So 4."},
         [u("2+2?")], [], ("final_answer", "topic", "r1_solution_1")),
+    "SQuAD 2 without answer": (
+        {"context": "c", "question": "q", "answers": {"text": [], "answer_start": []}}, [u("c\n\nq")], [], ()),
+    "stanfordnlp/web_questions": ({"url": "w", "question": "Who?", "answers": ["Ann", "Bo"]}, [u("Who?")],
+                                  [([a("Ann")], 1)], ("url",)),
+    "google-research-datasets/nq_open": ({"question": "Who?", "answer": ["Ann"]}, [u("Who?")], [([a("Ann")], 1)], ()),
+    "one answer as SQuAD has them": ({"question": "Who?", "answers": {"text": "Ann"}}, [u("Who?")], [([a("Ann")], 1)],
+                                     ()),
+    "one answer, of none": ({"question": "Who?", "answer": None}, [u("Who?")], [], ()),
+    "a prompt before what both conversations share": (
+        {"prompt": [u("Hi"), a("Yes?")], "chosen": [u("Why?"), a("So.")], "rejected": [u("Why?"), a("No.")]},
+        [u("Hi"), a("Yes?"), u("Why?")], [([a("So.")], 1), ([a("No.")], 0)], ()),
+    "a prompt that overlaps with what they share": (
+        {"prompt": [s("S"), u("Hi")], "chosen": [u("Hi"), a("Yes?"), u("Why?"), a("So.")],
+         "rejected": [u("Hi"), a("Yes?"), u("Why?"), a("No.")]},
+        [s("S"), u("Hi"), a("Yes?"), u("Why?")], [([a("So.")], 1), ([a("No.")], 0)], ()),
+    "an answer that is one message of a user as JSON": (
+        {"prompt": "A message as JSON.", "completion": '{"role": "user", "content": "hi"}'}, "A message as JSON.",
+        [('{"role": "user", "content": "hi"}', 1)], ()),
+    "an answer that begins as Python prints messages": (
+        {"prompt": "What is it?", "completion": "[{'role': 'x'}] is a list of dicts"}, "What is it?",
+        [("[{'role': 'x'}] is a list of dicts", 1)], ()),
+    "a prompt that begins so": ({"prompt": "[{'role': 'x'}] is what?"}, "[{'role': 'x'}] is what?", [], ()),
+    "no pictures": ({"prompt": "Hi", "images": [], "image": {"bytes": None, "path": None}, "audio": "none",
+                     "videos": [None, ""]}, "Hi", [], ("audio",)),
     "a table that holds messages as JSON": (
         {"prompt": json.dumps([s("S"), u("Hi")]), "chosen": json.dumps([a("Yo")]), "rejected": json.dumps([gpt("No")])},
         [s("S"), u("Hi")], [([a("Yo")], 1), ([a("No")], 0)], ()),
@@ -243,8 +267,6 @@ REFUSED = {
     "images of a message": ({"messages": [{**u("What?"), "images": ["x"]}, a("A plum.")]}, "images, video or audio"),
     "sounds": ({"prompt": "What?", "audio": {"array": [0.0]}}, "images, video or audio"),
     "half repeated": ({"prompt": [u("Hi")], "chosen": [u("Hi"), a("Yo")], "rejected": [a("No")]}, "the other does not"),
-    "SQuAD 2 without answer": ({"context": "c", "question": "q", "answers": {"text": [], "answer_start": []}},
-        "no ans"),
     "HelpSteer3, a tie": ({"context": [u("q")], "response1": "x", "response2": "y", "overall_preference": 0}, "same"),
 }
 
@@ -257,12 +279,13 @@ def test_a_row_that_cannot_be_read_is_dropped_with_its_reason(name):
 
 
 @pytest.mark.parametrize(("row", "message"), [
-    ({"chosen": "Purple.", "rejected": "Green.", "user_prompt": "Colour?"}, "beside the column user_prompt; "),
-    ({"chosen": "Purple.", "rejected": "Green.", "Question": "Colour?"}, "beside the column Question; give "),
-    ({"prompt": "p", "completion": "[{'role': 'assistant', 'content': 'x'}]"}, "holds messages as Python prints them"),
+    ({"chosen": "Purple.", "rejected": "Green.", "user_prompt": "What is it?"}, "beside the column user_prompt; "),
+    ({"chosen": "Purple.", "rejected": "Green.", "Question": "What is it?"}, "beside the column Question; give "),
+    ({"prompt": "p", "chosen": "[{'role': 'assistant', 'content': 'x'}]", "rejected": "x"},
+     "holds messages as Python prints them"),
     ({"messages": [u("Hi"), {**a("Yo"), "weight": 0.5}]}, "weight of a message must be 0 or 1 .*not 0.5"),
 ])
 def test_a_row_that_would_be_read_wrongly_is_one_line(row, message):
-    with pytest.raises(UserError, match=f"^rows row 1: .*{message}") as error:
+    with pytest.raises(UserError, match=f"^rows( row 1)?: .*{message}") as error:
         reading(row)
     assert "\n" not in str(error.value)
