@@ -125,7 +125,7 @@ DATA = {
     "deep.json": (b"[" * 200_000, False, "nested too deeply"), "empty.jsonl": (b"", False, "is empty"),
     "blank.jsonl": (b"\n\n  \n", False, "is empty"), "list.json": (b"[1, 2]", False, "a JSON object is needed"),
     "no.jsonl": (b"{", False, "line 1: not valid JSON"), "nul.jsonl": (b'{"a": "\0"}', False, "a NUL byte"),
-    "odd.jsonl": (b'{"question": "q", "solution": "s"}', False, "columns question, solution fit no known format"),
+    "odd.jsonl": (b'{"riddle": "q", "solution": "s"}', False, "columns riddle, solution fit no known format"),
     "columns.csv": (",".join(f"c{i}" for i in range(20_000)).encode() + b"\n1", False, "20,000 columns"),
     "wrong.jsonl": (b'{"prompt": 3, "completion": "c"}', False, "row 1: prompt must be a string"),
     "dropped.jsonl": (b'{"prompt": null, "completion": "c"}', True, "row 1 would be dropped (no prompt)"),

@@ -71,10 +71,12 @@ def _accumulated(engine: HybridEngine, max_tokens: int, minibatch: Sequence[Rows
         engine.module.train()
         try:
             with (engine.active(), peak_in(metrics, f"{engine.name.split()[0]}/{UPDATE}", engine.device),
-                  _naming_unreached(engine)):
+                  _naming_unreached(engine) as reached):
                 seen, shortage = _passes(engine, budget, minibatch)
                 is_short = bool(max_over_ranks(int(shortage is not None)))
                 norm = None if is_short else _optimizer_step(engine)
+                if is_short:
+                    reached.clear()
         except BaseException:
             training.discard_gradients()
             raise
@@ -91,15 +93,16 @@ def _accumulated(engine: HybridEngine, max_tokens: int, minibatch: Sequence[Rows
 
 
 @contextmanager
-def _naming_unreached(engine: HybridEngine) -> Iterator[None]:
+def _naming_unreached(engine: HybridEngine) -> Iterator[set[str]]:
     """In an engine's first step the trained weights that no backward pass within the block reaches are named, in one
-    line. Experts, which the router may have passed by, are not."""
+    line. Experts, which the router may have passed by, are not. Yields the names of those reached; cleared, as after a
+    step that did not fit in memory, it says nothing."""
     reached: set[str] = set()
     weights = {} if engine.training.num_steps else {
         name: weight for name, weight in engine.training.parameters.items() if "expert" not in name}
     hooks = [weight.register_hook(lambda _gradient, name=name: reached.add(name)) for name, weight in weights.items()]
     try:
-        yield
+        yield reached
     finally:
         for hook in hooks:
             hook.remove()

@@ -20,8 +20,10 @@ class Noisy(nn.Module):
 
     def __init__(self, noise: float, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
-        self.weight, self.noise = nn.Parameter(torch.zeros(1, dtype=dtype)), noise
-        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=2))
+        self.embeddings, self.head = nn.Embedding(2, 1, dtype=dtype), nn.Linear(1, 2, dtype=dtype)
+        self.get_input_embeddings, self.get_output_embeddings = lambda: self.embeddings, lambda: self.head
+        self.noise = noise
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=2, model_type="noisy"))
 
     def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
         logits = torch.tensor([0.0, 1.0]).expand(*input_ids.shape, 2)
