@@ -96,6 +96,11 @@ REPEATED = "rows whose answers begin with the prompt, which is taken off"
 UNTRAINED = "answers that are marked as not to be trained, and are not (weight 0)"
 
 
+# Formats that a message suggests; docs/guide/your-own-data.md has all.
+_SUGGESTED = ("messages", "prompt+completion", "instruction+output", "question+answer", "prompt+chosen+rejected",
+              "prompt+completion+label", "prompt", "text")
+
+
 def detect(columns: Iterable[str], where: str) -> Format:
     """The first format of the table whose required columns are all there.
 
@@ -105,7 +110,7 @@ def detect(columns: Iterable[str], where: str) -> Format:
     for row in FORMATS:
         if all(c in found for c in row.required):
             return row
-    known = " | ".join(dict.fromkeys("+".join(c.partition("|")[0] for c in f.required) for f in TABLE))
+    known = " | ".join(_SUGGESTED)
     named = [name[:60] for name in found[:20]] + [f"and {len(found) - 20} more"] * (len(found) > 20)
     raise UserError(f"{where}: columns {', '.join(named) or '(none)'} fit no known format; what would fit: "
                     f"{known}; name yours by columns, such as {{prompt: {named[0] if named else 'question'}}}")
