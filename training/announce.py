@@ -18,8 +18,9 @@ from hybrid_rlhf.data import datasets
 from hybrid_rlhf.data.datasets import DataConfig
 from hybrid_rlhf.data.loader import Loader
 from hybrid_rlhf.data.source import Source
-from hybrid_rlhf.engine import HybridEngine
+from hybrid_rlhf.engine import HybridEngine, SamplingConfig
 from hybrid_rlhf.engine.train.parameters import count_parameters, share_unquantised, without_adapter
+from hybrid_rlhf.export import gguf
 from hybrid_rlhf.report.summary import PAGE
 from hybrid_rlhf.report.terminal import duration
 from hybrid_rlhf.run import runfile
@@ -37,7 +38,7 @@ def before(record: runfile.RunRecord, config: object, engines: Mapping[str, Hybr
     """Print the lines of the model, of the device, of the settings that go by the method, and of the run; the report
     begins with them. engines: what is trained, by role; start: the run or model that it starts from; teacher: a line
     of what it learns from."""
-    decoding = _decoding_line(engines["actor"]) if hasattr(config, "method") else None
+    decoding = _decoding_line(engines["actor"], config.method.sampling) if hasattr(config, "method") else None
     lines = [_model_line(config, engines, start), teacher, device_line(), releases_line(), decoding,
              f"settings: {defaults.told(config)}", _run_line(config, num_steps, loader)]
     lines = [line for line in lines if line]
@@ -62,9 +63,9 @@ def _model_line(config: object, engines: Mapping[str, HybridEngine], start: str)
     return f"model: {start}; trained: {', '.join(counts)}{how}; {kind} on {device().type}"
 
 
-def _decoding_line(engine: HybridEngine) -> str:
+def _decoding_line(engine: HybridEngine, sampling: SamplingConfig) -> str:
     """How the policy generates, which the first entry into inference mode finds out; a warning where models of its
-    type decode natively with the tested releases."""
+    type decode natively with the tested releases; and how it samples, which generation_config.json has no part in."""
     with explained("while generating"), engine.inference():
         pass
     ways = engine.describe()
@@ -73,7 +74,14 @@ def _decoding_line(engine: HybridEngine) -> str:
     slower = ways["not_native"] and (
         "; warning: slower than models of this type decode with "
         f"transformers {TESTED['transformers']} ({ways['not_native']})")
-    return f"decoding: {path}, kernels: {ways['kernels']}{slower or ''}"
+    settings = {name: getattr(sampling, name) for name in ("temperature", "max_new_tokens", "top_p", "top_k", "min_p")}
+    plain = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    drawn = ", ".join(f"{name} {value:g}" for name, value in settings.items() if value != plain.get(name))
+    defaults_of_chat = engine.model.generation_config.to_diff_dict()
+    published = [name for name, value in settings.items() if name in ("temperature", *plain)
+                 and defaults_of_chat.get(name) not in (None, value)]
+    ignored = f" (generation_config.json's {', '.join(published)} are for chat alone)" if published else ""
+    return f"decoding: {path}, kernels: {ways['kernels']}; {drawn}{ignored}{slower or ''}"
 
 
 def teacher_line(path: str, engine: HybridEngine, student: HybridEngine, quantize: str | None) -> str:
@@ -174,7 +182,9 @@ def _next(config: object, record: runfile.RunRecord) -> str:
     folder = Path(record.output_dir)
     stage = STAGES[record.stage].followed_by if record.stage in STAGES else None
     if stage is None:
-        return f"export --model {shlex.quote(str(folder))} --output_dir {shlex.quote(f'{folder}-export')} --gguf f16"
+        kind = _model_type(folder / builders.MODEL_FOLDER)
+        return (f"export --model {shlex.quote(str(folder))} --output_dir {shlex.quote(f'{folder}-export')}"
+                + " --gguf f16" * (kind is None or kind in gguf.ROWS))
     words = ["--stage", stage, "--data.sources", _sources(config.data, stage)]
     words += [word for option in CARRIED for word in _carried(config, option)]
     target = folder.parent / stage
@@ -186,6 +196,12 @@ def _next(config: object, record: runfile.RunRecord) -> str:
     if stage == "ppo" and not _is_found(folder, target, "reward"):
         words += ["--roles.reward.model_name_or_path", str(folder)]
     return shlex.join([*words, "--output_dir", str(target)])
+
+
+def _model_type(folder: Path) -> str | None:
+    """model_type of the model in `folder`; None where there is none."""
+    path = folder / "config.json"
+    return json.loads(path.read_text(encoding="utf-8")).get("model_type") if path.exists() else None
 
 
 def _is_found(path: str | Path, target: Path, name: str) -> bool:

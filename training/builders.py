@@ -157,7 +157,7 @@ def prepare(model: nn.Module, config: ModelConfig, tokenizer) -> list[int]:  # n
     load.prepare(model, config, len(tokenizer))
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # a composite model's is its text part's
     if (kept := towers(model)) and is_main():
-        print(f"{type(model).__name__}: the text part is trained; {', '.join(kept)} stay as they are", file=sys.stderr)
+        print(f"{type(model).__name__}: the text part is trained; frozen: {', '.join(kept)}", file=sys.stderr)
     found = sorted({*added_ids(tokenizer), *range(size, len(tokenizer))} - {tokenizer.pad_token_id})
     if found and config.lora.r and is_main():
         few = ", ".join(tokenizer.convert_ids_to_tokens(found[:3])) + (", ..." if len(found) > 3 else "")

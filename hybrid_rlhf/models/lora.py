@@ -83,6 +83,11 @@ def check_targets(model: nn.Module, config: LoraConfig) -> None:
     if wanted == "all-linear":
         return
     settings, experts, is_of_text = _settings(model, config), expert_weights(model), reads_text(model)
+    for target in wanted if isinstance(wanted, list) else ():
+        ends = [n for n, _ in model.named_modules() if f".{n}".endswith(f".{target}")]
+        check(not ends or any(map(is_of_text, ends)), f"lora.target_modules: {target!r} is a layer of "
+              f"{type(model).__name__}'s towers alone ({ends[0] if ends else ''}), which are frozen; name layers of "
+              f"its text part: {_linear_names(model)}")
     if not settings.target_parameters and not any(is_of_text(name) and check_target_module_exists(settings, name)
                                                   for name, _ in model.named_modules()):
         raise _no_target(model, config)

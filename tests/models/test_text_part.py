@@ -95,8 +95,9 @@ def test_adapters_are_on_the_text_part_alone(name, wanted, folder):
 
 def test_target_modules_that_only_a_tower_has_are_refused(folder):
     model = load_causal_lm(ModelConfig(folder("gemma3")))
-    with pytest.raises(UserError, match=r"\['fc1'\] matches no layer of Gemma3ForConditionalGeneration"):
-        add_lora(model, LoraConfig(r=2, target_modules=["fc1"]))
+    for targets in (["fc1"], ["q_proj", "fc1"]):  # beside one that the text part has, too
+        with pytest.raises(UserError, match=r"'fc1' is a layer of Gemma3ForConditionalGeneration's towers alone \("):
+            add_lora(model, LoraConfig(r=2, target_modules=targets))
 
 
 def test_in_4_bits_the_towers_stay_as_they_are(folder):
