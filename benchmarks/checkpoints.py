@@ -197,6 +197,7 @@ def path_of(folder: str) -> str:
 # -- what was saved ----------------------------------------------------------------------------------------------------
 
 _TOWERS = re.compile(r"visual|vision|audio|mtp|projector|embed_vision|embed_audio|layers\.(61|92)\.")
+_UNREAD = re.compile(r"mtp|layers\.(61|92)\.")
 _PACKED = re.compile(r"\.weight\.(absmax|nested_|quant_)|_scale_inv$|\.activation_scale$|_scales$")
 _WRITTEN = re.compile(r".*\.safetensors(\.index\.json)?|(generation_)?config\.json|tokenizer(_config)?\.json|"
                       r"(added_tokens|special_tokens_map)\.json|chat_template\.jinja")
@@ -233,6 +234,8 @@ def of_tensors(folder: str) -> list[str]:
     before, after = tensors("base"), tensors(folder)
     is_packed = any(_PACKED.search(name) for name in before) or any(name.endswith("_blocks") for name in before)
     names = {name.removesuffix("_blocks") for name in before if not _PACKED.search(name)}
+    if is_packed:  # layers that the class does not read are packed too, and are left out, with a line
+        names -= {name for name in names if _UNREAD.search(name)}
     adapted = {name.split(".")[-3] for name in tensors("sft/adapter")}
     changed = [name for name in before.keys() & after.keys() if not same(before[name], after[name])]
     stray = sorted(name for name in changed if _TOWERS.search(name) or not (

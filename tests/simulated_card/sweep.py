@@ -29,8 +29,8 @@ from tests.simulated_card import runs, simulated_card
 from tests.simulated_card.card import place
 
 CASES = {"full": [], "lora": [*runs.LORA], "qlora": [*runs.LORA, "--model.load_in_4bit", "true"]}
-PHASES = r"while loading|while preparing|while generating|while scoring|while updating|while saving|while exporting|" \
-         r"while evaluating|in the .*optimizer|in the .*update|in the .*score"
+PHASES = r"while loading|while preparing|while generating|while scoring|while updating|while saving|" \
+         r"while trying the export|while exporting|while evaluating|in the .*optimizer|in the .*update|in the .*score"
 CURE = r"--preset|--plan|shorten|lower|micro_batch|smaller|gradient_checkpointing|max_new_tokens|fewer"
 
 INTRO = """# Out of memory, allocation by allocation
