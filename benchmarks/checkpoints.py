@@ -320,16 +320,16 @@ def of_logits(architecture: str, folder: str) -> list[str]:
     made = getattr(transformers, architecture)
     ids = torch.arange(5, 45)[None]
     base = made.from_pretrained("base", dtype=torch.float32)
-    is_packed = getattr(base, "is_loaded_in_4bit", False)
-    base = (base if is_packed else base.float()).eval()
+    if getattr(base, "is_loaded_in_4bit", False):  # whose products transformers computes in bfloat16
+        base = base.dequantize()
+    base = base.float().eval()
     untrained = reading_text(base)(input_ids=ids).logits.float()
     with patch("peft.utils.transformers_weight_conversion._convert_peft_config_moe"):  # peft 0.21.2 takes the names of
         adapted = peft.PeftModel.from_pretrained(base, "sft/adapter").eval()  # shared experts for those of old adapters
     model, loading = made.from_pretrained(folder, dtype="auto", output_loading_info=True)
-    if not is_packed:  # a rounding may choose other experts: the oracle is rounded as the files are
-        adapted = adapted.merge_and_unload()
-        for weight in adapted.parameters():
-            weight.data = weight.to(model.dtype).float()
+    adapted = adapted.merge_and_unload()
+    for weight in adapted.parameters():  # a rounding may choose other experts: the oracle is rounded as the files are
+        weight.data = weight.to(model.dtype).float()
     trained, saved = (reading_text(each)(input_ids=ids).logits.float() for each in (adapted, model.float().eval()))
     learnt = float((trained - untrained).abs().max())
     off = float((saved[..., : untrained.shape[-1]] - trained).abs().max())
