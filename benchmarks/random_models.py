@@ -45,8 +45,8 @@ class Tokenizer:
     def __len__(self) -> int:
         return self.size
 
-    def batch_decode(self, rows: list, **_options: object) -> list[str]:
-        return [""] * len(rows)
+    def decode(self, ids: list[int], **_options: object) -> str:
+        return ""
 
 
 def tokenizer_of(size: int):  # noqa: ANN201
