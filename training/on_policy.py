@@ -171,7 +171,8 @@ def previews(config: Config) -> Iterator[Preview]:
     config = prepared(config)
     model = replace(config.model, model_name_or_path=builders.model_folder(find_actor(config)))
     for reads in (config.method.reads, *config.method.also_reads):
-        yield look(config.data, reads, builders.open_tokenizer(model, config.data, reads, config.seed))
+        yield look(config.data, reads, builders.open_tokenizer(model, config.data, reads, config.seed),
+                   stage=config.stage if reads is config.method.reads else "")
 
 
 def prepared(config: Config) -> Config:

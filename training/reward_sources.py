@@ -203,7 +203,7 @@ def check_columns(sources: list[RewardSource], row: Mapping, has_episodes: bool 
               "says last is completion[-1]['content']", file=sys.stderr)
     elif own and not isinstance(row.get("prompt", ""), str) and is_main():
         print(f"reward: {', '.join(own)} get completions as lists of one message, as the data's prompts are read as "
-              "messages (those of a question column too): the text is completion[0]['content']", file=sys.stderr)
+              "messages: the text is completion[0]['content']", file=sys.stderr)
 
 
 def leave_unread(report: dict, sources: Sequence[RewardSource], environments: Environments | None) -> None:

@@ -13,6 +13,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data import chat
 from hybrid_rlhf.data.chat import Encoded, Rendered, SkipRow, Text
 from hybrid_rlhf.data.literal import BREAK, broken
+from hybrid_rlhf.data.question import flat
 from hybrid_rlhf.data.schema import REPEATED, UNTRAINED, Example
 from hybrid_rlhf.data.tool_columns import kwargs_of, with_tools
 from hybrid_rlhf.data.turns import with_kwargs
@@ -76,14 +77,13 @@ def prepared(example: Example, tokenizer, lengths: Lengths, counts: Counts) -> E
             answers = [(answer if not isinstance(answer, str) else answer.lstrip() if REPEATED in example.notes else
                         answer.removeprefix(" "), score) for answer, score in example.answers]
             turns = with_tools(chat.as_turn(tokenizer, example.prompt), example.tools)
-            # what is sampled later needs its tools and variables again
-            written = with_kwargs(turns, kwargs) if example.tools or kwargs else example.prompt
-            example = replace(example, prompt=turns, answers=answers, written=written)
+            # what is sampled later needs its tools again
+            example = replace(example, prompt=turns, answers=answers, written=None if example.tools else example.prompt)
         elif example.tools:
             counts.rendered[TOOLS_LEFT_OUT] += 1
     if kwargs:
         example = replace(example, prompt=with_kwargs(example.prompt, kwargs),
-                          messages=with_kwargs(example.messages, kwargs))
+                          messages=with_kwargs(example.messages, kwargs), written=None)  # sampling needs them again
     messages = example.messages or example.prompt
     if kwargs and not isinstance(messages, list):
         counts.rendered[KWARGS_LEFT_OUT] += 1
@@ -219,7 +219,7 @@ def prompt(example: Example, tokenizer, lengths: Lengths) -> Iterator[Work]:  # 
         return {"prompt_ids": ids, "text": rendered.shown, "rest": rest}
 
     written = example.prompt if example.written is None else example.written
-    if not written:
+    if not written or (isinstance(example.prompt, list) and not flat(example.prompt).strip()):
         raise SkipRow("empty prompt")
     rendered = chat.compose_prompt(tokenizer, example.prompt)
     yield Work([rendered], finish)

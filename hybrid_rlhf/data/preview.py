@@ -47,14 +47,16 @@ def preview(config: DataConfig, reads: Reads, tokenizer, console: Console | None
     return found.data
 
 
-def look(config: DataConfig, reads: Reads, tokenizer, seed: int = 0, count: int = 3) -> Preview:  # noqa: ANN001
-    """The stage's data and `count` of its training rows as text. Raises UserError as `build` does."""
+def look(config: DataConfig, reads: Reads, tokenizer, seed: int = 0, count: int = 3, stage: str = "",  # noqa: ANN001
+         ) -> Preview:
+    """The stage's data and `count` of its training rows as text. Raises UserError as `build` does. stage: its name, for
+    one that reads as another does, such as grpo as ppo."""
     data = build(config, reads, tokenizer, seed)
     if reads.kind == "prompt":  # what reward functions take of the columns, they say when the run begins
         data.report.pop("unread", None)
-    rows = [Shown(f"{reads.stage} example {number + 1}: {title}", pieces(tokenizer, ids, mask))
+    rows = [Shown(f"{stage or reads.stage} example {number + 1}: {title}", pieces(tokenizer, ids, mask))
             for number in range(min(count, len(data.train))) for title, ids, mask in _parts(data.train[number])]
-    return Preview(reads.stage, data, rows)
+    return Preview(stage or reads.stage, data, rows)
 
 
 def show(found: Preview, console: Console | None = None) -> None:
@@ -126,6 +128,7 @@ def _counts(stage: str, report: dict) -> Table:
 
     table = Table(title=f"rows of stage {stage}", title_justify="left", show_header=False)
     unread = ((f"column not read: {escape_control(str(c))}", n) for c, n in report.get("unread", {}).items())
-    for name, number in [*counts(report), *((f"dropped: {why}", n) for why, n in dropped(report)), *unread]:
+    rendered = sorted(report.get("rendered", {}).items())
+    for name, number in [*counts(report), *rendered, *((f"dropped: {why}", n) for why, n in dropped(report)), *unread]:
         table.add_row(name, str(number))
     return table

@@ -33,7 +33,7 @@ class Example:
     answers: (completion, score) pairs, of which a higher score is better; only their order counts.
     rests: the same without the prompt, where they are strings that all begin with it.
     is_text_pair: the prompt is only the beginning that two plain texts share, and nobody's question.
-    written: the prompt as the row has it, where it is rendered in another form.
+    written: the prompt as the row has it, where it is rendered in another form: text that becomes a user's turn.
     tools: the schemas of what may be called, which messages carry already.
     columns: the row's other columns, handed on to reward functions.
     used: the columns that the prompt is of; unread: those with text that is in nothing that was read.
@@ -93,6 +93,7 @@ SEVERAL_WORDS = 3  # a question, not a name
 BY_SIGN = (-1, 1)  # of a preference: negative for the first answer
 JOINED = "prompts joined from the columns "
 REPEATED = "rows whose answers begin with the prompt, which is taken off"
+EMPTY = "rows with an empty question"
 UNTRAINED = "answers that are marked as not to be trained, and are not (weight 0)"
 
 
@@ -153,16 +154,29 @@ def read_row(row: dict, form: Format, where: str, is_raw: bool = False) -> Examp
         example.tools = tools_of(row.get("tools")) if has_turns else []
         example.prompt, example.messages = (with_tools(part, example.tools)
                                             for part in (example.prompt, example.messages))
+        example.written = _as_text(row, example)
         example.unread = _unread(row, example, {*form.required} - {*form.asks} | {*example.used, *_KNOWN})
     except (ValueError, TypeError) as error:
         raise UserError(f"{where}: {error}; fix the row") from error
     if len(example.used) > 1:
         example.notes[JOINED + ", ".join(example.used)] = 1
+    if example.prompt is not None and not example.is_text_pair and not flat(example.prompt).strip():
+        example.notes[EMPTY] = 1
     turns = example.messages or [m for answer, _ in example.answers if isinstance(answer, list) for m in answer]
     if untrained := sum(map(is_untrained, turns)):
         example.notes[UNTRAINED] = untrained
     example.columns = {k: v for k, v in row.items() if k not in form.asks}
     return example
+
+
+def _as_text(row: dict, example: Example) -> str | None:
+    """The question as text, where its columns are text and it is one user turn without tools: what reward functions
+    get, as of a prompt of text."""
+    if not isinstance(example.prompt, list) or len(example.prompt) != 1 or example.tools:
+        return None
+    text = example.prompt[0]["content"]
+    is_text = all(isinstance(row[name], str) and clean(row[name]) in text for name in example.used)
+    return text if example.used and is_text and example.prompt[0]["role"] == "user" else None
 
 
 def _unread(row: dict, example: Example, known: set[str]) -> tuple[str, ...]:

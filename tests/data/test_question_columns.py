@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.chat import SkipRow, compose_messages, encode_all
 from hybrid_rlhf.data.datasets import DataConfig, build
+from hybrid_rlhf.data.examples import decode_columns
 from hybrid_rlhf.data.row_counts import summary
 from hybrid_rlhf.data.schema import FORMATS, TABLE, Example, format_of, read_row
 from hybrid_rlhf.rewards.functions import FunctionSource, open_functions
@@ -286,3 +287,22 @@ def test_images_of_a_table_are_dropped_without_being_decoded(tmp_path, monkeypat
 
 def test_no_two_rows_of_the_table_have_one_name():
     assert len({row.name for row in TABLE}) == len(TABLE)
+
+
+@pytest.mark.parametrize(("row", "prompt"), [
+    ({"question": "red", "answer": "blue"}, "red"),
+    ({"instruction": "red", "input": "dog", "output": "cat"}, "red\n\ndog"),
+    ({"question": "red", "answer": "blue", "system": "cat"}, [{"role": "system", "content": "cat"}, u("red")]),
+    ({"question": [u("red")], "answer": "blue"}, [u("red")]),
+    ({"question": "red", "history": [["dog", "cat"]], "answer": "blue"}, [u("dog"), a("cat"), u("red")]),
+    ({"question": "red", "answer": "blue", "chat_template_kwargs": {"style": "terse"}},
+     [u("red") | {"chat_template_kwargs": {"style": "terse"}}]),
+])
+def test_reward_functions_get_text_where_the_question_s_columns_are_text(built, row, prompt):
+    assert [decode_columns(each)["prompt"] for each in built([row], "ppo").train] == [prompt]
+
+
+def test_an_empty_question_is_counted_and_as_a_prompt_dropped(built):
+    rows = [{"question": " ", "answer": "blue"}, {"question": "red", "answer": "blue"}]
+    assert built(rows, "sft").report["rendered"]["rows with an empty question"] == 1
+    assert built(rows, "ppo").report["dropped"] == {"empty prompt": 1}

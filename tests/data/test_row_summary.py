@@ -170,6 +170,10 @@ def test_prompts_of_ppo_are_shown_before_there_is_a_reward_model(place, capsys) 
     argv = ["--stage", "ppo", "--output_dir", f"{place}/ppo", "--data.sources", f"{place}/prompts.jsonl"]
     assert main([*argv, "--model.model_name_or_path", f"{place}/model", "--preview"]) == 0
     assert "ppo example 1: prompt of" in capsys.readouterr().out
+    argv = ["--stage", "grpo", *argv[2:], "--model.model_name_or_path", f"{place}/model", "--preview"]
+    assert main(argv) == 0
+    shown = capsys.readouterr().out
+    assert "grpo example 1: prompt of" in shown and "rows of stage grpo" in shown and "user turn" in shown
 
 
 @pytest.fixture
