@@ -61,6 +61,12 @@ smollm2: $(STAMP)
 smollm2-results: $(STAMP)
 	$(BIN)/python benchmarks/smollm2.py $(if $(INSTRUCTIONS),--instructions $(INSTRUCTIONS))
 
+# Film reviews on that model, three stages and an independent judge: docs/results/evening.md. DATA holds rt_polarity.
+.PHONY: evening
+evening: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check vaderSentiment
+	$(BIN)/python benchmarks/evening.py --data $(DATA) --json docs/results/evening.json --page docs/results/evening.md
+
 # Thirty kills of runs that are started again and compared bit for bit: docs/results/crash.md. A few minutes.
 .PHONY: crash
 crash: $(STAMP)

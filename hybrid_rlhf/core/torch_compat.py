@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -27,7 +28,15 @@ def fake_mode() -> Any:  # a private class of torch
     process, and in torch 2.11 that is freed with the thread, so that the next thread's mode reads freed memory.
     """
     mode = TORCH.part(TORCH.module("torch._subclasses.fake_tensor"), "FakeTensorMode")
-    return type("FakeMode", (mode,), {"avoid_device_init": False})()
+
+    def dispatch(self, func, types, given=(), named=None):  # noqa: ANN001, ANN202 - torch's signature
+        if str(func) != "aten._grouped_mm.default" or given[0].dtype == torch.bfloat16:
+            return mode.__torch_dispatch__(self, func, types, given, named)
+        # the products of experts, of which torch knows the shape for bfloat16 alone
+        halves = [value.bfloat16() if index < 2 else value for index, value in enumerate(given)]
+        return mode.__torch_dispatch__(self, func, types, halves, named).to(given[0].dtype)
+
+    return type("FakeMode", (mode,), {"avoid_device_init": False, "__torch_dispatch__": dispatch})()
 
 
 def dispatch_mode() -> type:

@@ -35,17 +35,18 @@ clock = time.perf_counter  # what tells seconds; benchmarks on shared machines t
 def machine_rates(dtype: torch.dtype) -> Rates:
     """What this processor does with models of `dtype`, by the threads that torch has now."""
     name, ops = str(dtype).removeprefix("torch."), ops_for("cpu")
-    start = _product_start(F.linear, dtype)
-    products = {name: _products(F.linear, dtype, start)}
+    dtypes = {d: getattr(torch, d) for d in (name, "float32")}  # routers and state spaces multiply in float32
+    starts = {d: _product_start(F.linear, kind) for d, kind in dtypes.items()}
+    products = {d: _products(F.linear, kind, starts[d]) for d, kind in dtypes.items()}
     has_own = ops.linear is not None and dtype in ops.linear_dtypes
     few = {name: _products(ops.linear, dtype, 0.0, NUM_WEIGHTS)} if has_own and ops.linear else {}
     launch, gradient_launch = _launches()
     threads = torch.get_num_threads()
     device = f"this CPU, {threads} thread{'s' * (threads > 1)}"
     return Rates(device, _copies(), products, few, attention={name: _attention(ops, dtype)},
-                 passes={d: _passes(getattr(torch, d)) for d in dict.fromkeys((name, "float32"))},
+                 passes={d: _passes(kind) for d, kind in dtypes.items()},
                  cache=_decode_attention(ops, dtype), draws=_draws(ops, dtype), scores=_scores(ops, dtype),
-                 launch=CODE * launch, gradient_launch=CODE * gradient_launch, product_start={name: start},
+                 launch=CODE * launch, gradient_launch=CODE * gradient_launch, product_start=starts,
                  has_layers=has_own and ops.decode_layer is not None, reached=REACHED)
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import reduce
 from importlib import import_module
 from importlib.metadata import version
@@ -148,3 +149,18 @@ print(len(made))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout) == (0, "40\n"), done.stderr
+
+
+@pytest.mark.skipif(not hasattr(nn.functional, "grouped_mm"), reason="this torch has no products of experts")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_experts_have_the_shapes_that_are_computed(dtype) -> None:
+    """torch's own shape function refuses float32, in which they are computed on a CPU; with their backward."""
+    def grads(mode):
+        with mode:
+            rows, experts = torch.ones(6, 8, dtype=dtype), torch.ones(2, 8, 16, dtype=dtype)
+            rows.requires_grad_(), experts.requires_grad_()
+            out = nn.functional.grouped_mm(rows, experts, offs=torch.tensor([2, 6], dtype=torch.int32))
+            (out * out).sum().backward()
+        return [(t.shape, t.dtype) for t in (out, rows.grad, experts.grad)]
+
+    assert grads(torch_compat.fake_mode()) == grads(nullcontext())

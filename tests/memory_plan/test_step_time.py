@@ -182,6 +182,12 @@ def test_this_machines_rates_are_measured_in_a_second_or_so() -> None:
     assert found.launch > 0 and found.cache > 0 and found.draws > 0
 
 
+def test_a_model_in_bfloat16_has_products_in_float32_too() -> None:
+    """Routers and state spaces multiply in float32: Qwen3.5, GLM-4.6, Granite 4-H, Falcon-H1."""
+    product = Operation(PRODUCT, torch.float32, 64, 1e6, 1e3)
+    assert 0 < machine_rates.machine_rates(torch.bfloat16).seconds(product) < 1
+
+
 @pytest.mark.parametrize(("cards", "said"), [
     ("4090", ["RTX 4090", "seconds, predicted and not measured: from published figures", "hours"]),
     ("24GiB", ["RTX 3090", "RTX 4090"]), ("20GiB", ["time is not predicted: no card of 20.0 GiB"]),
