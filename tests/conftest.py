@@ -6,8 +6,11 @@ import fcntl
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
+hypothesis.settings.register_profile("any load", deadline=None)  # a test's time is the machine's
+hypothesis.settings.load_profile("any load")
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 
