@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 
 from hybrid_rlhf import trl_words
 from hybrid_rlhf.api_inputs import Rows, dotted, environments_of, rewards_of, rows_of, words
-from hybrid_rlhf.core.allocator import grow_segments
+from hybrid_rlhf.core.allocator import bound_product_caches, grow_segments
 from hybrid_rlhf.core.config import UserError, check, nearest, parse
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
@@ -45,6 +45,7 @@ class Training:
                  eval_dataset: object = None, peft_config: object = None) -> None:
         quiet_libraries()
         grow_segments()  # of use where nothing is on the card yet
+        bound_product_caches()  # and no product was computed
         with _one_line():
             check(int(os.environ.get("WORLD_SIZE", 1)) == 1,
                   "a run in several processes needs its functions by name in each; use train.py --stage under torchrun")

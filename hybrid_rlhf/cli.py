@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from hybrid_rlhf import __version__
-from hybrid_rlhf.core.allocator import grow_segments
+from hybrid_rlhf.core.allocator import bound_product_caches, grow_segments
 from hybrid_rlhf.core.config import UserError, check, nearest, parse
 from hybrid_rlhf.core.disk import refusal
 from hybrid_rlhf.core.lasting_streams import lasting_streams
@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = [word for word in given if not word.startswith("--local_rank=")]  # deepspeed's launcher adds it
     quiet_libraries()
     grow_segments()  # before anything of torch's is there
+    bound_product_caches()
     if argv == ["--version"]:
         print(f"hybrid-rlhf {__version__}")
         return 0
