@@ -72,16 +72,32 @@ def pieces(rows: list[list[int]], length: int) -> list[list[list[int]]]:
     return found
 
 
+class TrlRaggedSFT:
+    """step() does an optimizer step on the next `batch` rows of token ids, in order, padded to the longest of them."""
+
+    def __init__(self, model: Path, tokenizer, rows: list[list[int]], batch: int, out: Path,  # noqa: ANN001
+                 dtype: torch.dtype = torch.bfloat16) -> None:
+        from datasets import Dataset
+        from transformers import AutoModelForCausalLM
+        from trl import SFTConfig, SFTTrainer
+
+        policy = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        trainer = SFTTrainer(model=policy, args=SFTConfig(**quiet(out, batch, False), max_length=None),
+                             processing_class=tokenizer,
+                             train_dataset=Dataset.from_list([{"input_ids": row} for row in rows]))
+        self.step = Turns(trainer).step
+
+
 class TrlReward:
     """step() does an optimizer step on the next `batch` pairs of token ids (chosen, rejected), in order."""
 
     def __init__(self, model: Path, tokenizer, pairs: list[tuple[list[int], list[int]]], batch: int,  # noqa: ANN001
-                 out: Path) -> None:
+                 out: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         from datasets import Dataset
         from transformers import AutoModelForSequenceClassification
         from trl import RewardConfig, RewardTrainer
 
-        scalar = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.bfloat16)
+        scalar = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=dtype)
         rows = [{"chosen_ids": chosen, "rejected_ids": rejected} for chosen, rejected in pairs]
         trainer = RewardTrainer(model=scalar, args=RewardConfig(**quiet(out, batch, False)), processing_class=tokenizer,
                                 train_dataset=Dataset.from_list(rows))

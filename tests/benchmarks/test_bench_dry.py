@@ -18,6 +18,7 @@ import offline_step
 import plan_time
 import ppo_step
 import pytest
+import ragged_memory
 import reward_step
 import rollout
 import scaling
@@ -134,6 +135,21 @@ def test_memory_of_generating_and_of_ppo(tmp_path, monkeypatch) -> None:
     assert list(rows) == ["generation", "ppo"]
     assert set(rows["ppo"]["must_hold_mb"]) == {"base", "kv", "activations"}
     assert rows["ppo"]["planned_mb"] > 0 and "actor/update" in rows["ppo"]["phases_mb"]
+
+
+def test_memory_over_rows_of_unequal_lengths(tmp_path, monkeypatch) -> None:
+    def peak(function, environment: dict | None = None, **settings: object) -> list[int]:
+        """Ours in this process; TRL's and an environment of its own in none."""
+        return [10**9] if environment or function is ragged_memory.trl else function(**settings)
+
+    monkeypatch.setattr(ragged_memory, "run_apart", peak)
+    monkeypatch.setattr("hybrid_rlhf.core.allocator.keep_freed_blocks", lambda: True)
+    monkeypatch.setattr("hybrid_rlhf.core.allocator.bound_product_caches", lambda: None)
+    page = tmp_path / "ragged_memory.md"
+    rows = rows_of(ragged_memory, tmp_path, "--cases", "products", "sft_fp32", "ppo_bf16", "--page", str(page))
+    assert rows["sft_fp32"]["steps"] == 3 and rows["sft_fp32"]["peer"] == 1000 and rows["ppo_bf16"]["peer"] is None
+    assert all(10**7 < 1e6 * row["ours"] < 10**11 for row in rows.values())
+    assert page.read_text().count("TRL SFTTrainer") == 1
 
 
 def test_rollouts_beside_transformers(tmp_path) -> None:
