@@ -63,7 +63,7 @@ def stage(name: str, dtype: str, place: str, steps: int) -> list[int]:
 
     def watched(*given: object) -> dict[str, float]:
         values = step(*given)  # whose phases set the mark back, and have read it
-        marks = [value for key, value in values.items() if key.startswith("memory/")]
+        marks = [value for key, value in values.items() if key.startswith("memory/") and key.count("/") == 2]
         sizes.append(int(max([memory_status("VmHWM"), *marks])))
         return values
 

@@ -24,7 +24,7 @@ from hybrid_rlhf.export import gguf
 from hybrid_rlhf.report.summary import PAGE
 from hybrid_rlhf.report.terminal import duration
 from hybrid_rlhf.run import runfile
-from hybrid_rlhf.training import builders, defaults
+from hybrid_rlhf.training import builders, defaults, machine_defaults
 from hybrid_rlhf.training.registry import STAGES
 
 # Settings that a later stage is given as the earlier one had them: without them it would need another machine.
@@ -57,10 +57,12 @@ def _model_line(config: object, engines: Mapping[str, HybridEngine], start: str)
     if config.model.lora.r and config.model.lora.target_modules == "all-linear":
         share, names = without_adapter(first.module.model)
         how += f" (none for {', '.join(names)}: {share:.0%} of the weights)" if share > 0.1 else ""
-    kind = str(next(first.module.parameters()).dtype).removeprefix("torch.")
+    dtype = next(first.module.parameters()).dtype
+    kind = str(dtype).removeprefix("torch.")
     if config.model.quantize:
         kind = f"{config.model.quantize} base ({share_unquantised(first):.0%} of it left in {kind})"
-    return f"model: {start}; trained: {', '.join(counts)}{how}; {kind} on {device().type}"
+    why = machine_defaults.reason(config, dtype, count_parameters(first)[1])
+    return f"model: {start}; trained: {', '.join(counts)}{how}; {kind} on {device().type}{why}"
 
 
 def _decoding_line(engine: HybridEngine, sampling: SamplingConfig) -> str:

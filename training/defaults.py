@@ -13,10 +13,9 @@ from pathlib import Path
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.options import value_of, with_value
 from hybrid_rlhf.data.datasets import DataConfig
-from hybrid_rlhf.models import shapes
-from hybrid_rlhf.models.load import ModelConfig, configuration, configured_positions
+from hybrid_rlhf.models.load import ModelConfig, configured_positions
 from hybrid_rlhf.run import runfile
-from hybrid_rlhf.training import builders, unread_options
+from hybrid_rlhf.training import builders, machine_defaults, unread_options
 from hybrid_rlhf.training.registry import MAX_STEPS, STAGES, By, Rate
 
 # Below so many parameters every rate of the table is multiplied by the factor: GRPO of all weights takes 1e-5 for 135
@@ -56,8 +55,10 @@ def resolve(config: object, start: ModelConfig | None = None) -> object:
 
     start: the model that the run starts from, where an earlier stage of the same command has not left it yet.
     """
-    config = _within_positions(config, start)
-    row, recorded, found = of_method(config), _recorded(config), {}
+    config, recorded = _within_positions(config, start), _recorded(config)
+    if config.model.dtype == "auto" and not recorded:
+        config = machine_defaults.with_dtype(config, start or _start(config))
+    row, found = of_method(config), {}
     missing = _missing(config, row, recorded)
     if not missing:
         return config
@@ -142,10 +143,6 @@ def _start(config: object) -> ModelConfig:
 
 
 def _is_small(model: ModelConfig) -> bool:
-    """By its configuration alone. A model that cannot be read is none: what opens it says what is wrong."""
-    try:
-        settings = shapes.read_config(model) if model.preset else configuration(model)
-        empty = shapes.count_parameters(settings, trust_remote_code=model.trust_remote_code)
-    except UserError:
-        return False
-    return empty < SMALL_MODEL
+    """A model that cannot be read is none."""
+    count = machine_defaults.num_weights(model)
+    return count is not None and count < SMALL_MODEL

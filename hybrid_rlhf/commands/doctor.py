@@ -18,6 +18,7 @@ from hybrid_rlhf.core.compat import TESTED, newer_than_tested
 from hybrid_rlhf.core.config import UserError, command_flags, parse_command
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.lasting_streams import lasting_streams
+from hybrid_rlhf.core.processor import bf16_line, bf16_unit
 from hybrid_rlhf.core.text_safety import error_line
 
 MISSING = 3  # exit code: something that every run needs is not there
@@ -44,8 +45,8 @@ class Finding:
 def examine(*, compile_kernels: bool = True) -> list[Finding]:
     """Every finding, in the order of the report. compile_kernels: build the C++ kernels if they are not cached."""
     checks: list[Callable[[], Iterator[Finding]]] = [_python, _packages, _compiler,
-                                                     lambda: _kernels(compile_kernels), _device, _launcher, _memory,
-                                                     _disk]
+                                                     lambda: _kernels(compile_kernels), _processor, _device,
+                                                     _launcher, _memory, _disk]
     return [finding for check in checks for finding in check()]
 
 
@@ -119,6 +120,11 @@ def _kernels(compile_kernels: bool) -> Iterator[Finding]:
     name = ops_for("cpu").name
     yield Finding("CPU kernels", "warning" if name.startswith("reference") else "ok", f"{name}, cache: {folder}",
                   "fix what the line says, then run doctor again" if name.startswith("reference") else "")
+
+
+def _processor() -> Iterator[Finding]:
+    dtype = "bfloat16 with fp32 masters" if bf16_unit() else "float32"
+    yield Finding("processor", "ok", f"{bf16_line()}: model.dtype auto trains in {dtype} on it")
 
 
 def _device() -> Iterator[Finding]:

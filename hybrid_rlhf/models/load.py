@@ -50,8 +50,9 @@ class ModelConfig:
         preset: Instead of that: a random model from scratch (tiny, demo, small), with a tokenizer trained on the data.
         tokenizer_name_or_path: Tokenizer, where it is not the model's own.
         vocab_size: Size of the tokenizer that a preset trains.
-        dtype: auto (bfloat16 on an accelerator, float16 on NVIDIA cards before Ampere, float32 on CPU), float32,
-            bfloat16 or float16.
+        dtype: auto (bfloat16 on an accelerator, float16 on NVIDIA cards before Ampere; on a CPU float32, or bfloat16
+            with fp32 masters to train 20 million weights or more where the processor multiplies it), float32, bfloat16
+            or float16.
         attn_implementation: auto (transformers' choice; eager where scores are soft-capped), sdpa, eager or
             flash_attention_2 (an accelerator, 16-bit weights and the package flash_attn).
         gradient_checkpointing: Recompute activations in the backward pass instead of keeping them.

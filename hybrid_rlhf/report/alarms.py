@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ MIN_FOLLOWED = 1 / 3  # of the rise that this correlation promises
 MAX_CLIPPED = 0.5  # share of responses that did not end
 MAX_KL, MAX_KL_PER_TOKEN = 5.0, 0.5  # nats; both must be passed, as a long response moves further in all
 MAX_KL_RISE, MAX_KL_RISE_PER_TOKEN, RISE_STEPS = 5.0, 0.1, 5  # the same, of a rise within so many steps
+FREE = "memory/free"  # the metric; what a part of a step took is memory/ROLE/PHASE
+MIN_GROWTH_STEPS, MIN_GROWN = 50, 0.025  # steps until growth is told; a share, from each quarter of them to the next
 MAX_LOWERED = 0.2  # a factor on the rate, in more than a quarter of the steps
 _FOOLED = "the reward no longer measures what is meant. Raise ppo.kl_coef, stop earlier, or fix the reward."
 
@@ -187,6 +190,28 @@ def unheld(history: History) -> list[Alarm]:
                              "or set ppo.kl_coef.")]
 
 
+def memory_growth(history: History) -> list[Alarm]:
+    """The most memory of a step goes on rising, from quarter to quarter of the steps, though those before have met
+    every length, and will take what is free in a hundred times as many steps."""
+    rows = [(row["step"], max(peaks), row[FREE]) for row in history if is_number(row.get(FREE))
+            if (peaks := [v for k, v in row.items() if k.startswith("memory/") and k != FREE and is_number(v)])]
+    if not rows or rows[-1][0] - rows[0][0] < MIN_GROWTH_STEPS:
+        return []
+    ends = [len(rows) * i // 4 for i in range(5)]
+    peaks = [max(peak for _, peak, _ in rows[i:j]) for i, j in pairwise(ends)]
+    (middle, _, _), (step, _, free), grown = rows[ends[2] - 1], rows[-1], peaks[3] - peaks[1]
+    if any(later < (1 + MIN_GROWN) * earlier for earlier, later in pairwise(peaks)):
+        return []
+    left = free * (step - middle) / grown
+    if left > 100 * step:
+        return []
+    return [Alarm("memory grows", f"a step took {peaks[1] / 2**30:.2f} GiB at most up to step {middle} and "
+                                  f"{peaks[3] / 2**30:.2f} up to step {step}: {grown / (grown + free):.0%} of what was "
+                                  f"free. At this pace the other {free / 2**30:.1f} GiB are full in about {left:.0f} "
+                                  "steps. Save more often (train.save_steps): the same command goes on from a "
+                                  "checkpoint with fresh memory; --memory bounds what a step takes.")]
+
+
 def no_signal(history: History) -> list[Alarm]:
     """Every response of every step had one score, but for rounding."""
     reward, spread = series(history, "reward"), series(history, "reward_std")
@@ -228,7 +253,7 @@ def answered(answers: Sequence[dict]) -> list[Alarm]:
 _LENGTH, _CLIPPED = ("completions/mean_length",), ("completions/clipped_ratio",)
 # Of those in one row only the first counts that goes off.
 CHECKS: tuple[tuple[Callable[[History], list[Alarm]], ...], ...] = (
-    (not_finite,), (hacking,), (drift,), (spike,), (lowered,), (unheld,),
+    (not_finite,), (memory_growth,), (hacking,), (drift,), (spike,), (lowered,), (unheld,),
     (Rule("the judge says nothing", ("judge/failed",), lambda failed: failed.end > 0.2,
           "{0.end:.0%} of the responses have no verdict of the judge ({0.start:.0%} at the start), and were given the "
           "mean of others. Raise reward.judge.max_new_tokens, take a judge that follows the template, or "

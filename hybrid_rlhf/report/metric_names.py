@@ -102,6 +102,7 @@ MEANINGS: dict[str, str] = {
     "engine/kv_bytes": "memory of the sampler's keys and values (in metrics.jsonl: bytes)",
     "engine/kept_bytes": "memory of the words that truncated sampling drew from (in metrics.jsonl: bytes)",
     "engine/logprob_drift": "nats per token between the sampler's log-probabilities and the trained model's",
+    "memory/free": "memory of the computer that programs can still have (in metrics.jsonl: bytes)",
     "time/*": "seconds of this part of the step",
     "memory/*": "most memory in use during this part (in metrics.jsonl: bytes)",
 }

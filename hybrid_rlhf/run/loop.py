@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Protocol
 
 from hybrid_rlhf.core import activity
-from hybrid_rlhf.core.distributed import is_main, max_over_ranks
+from hybrid_rlhf.core.distributed import device, is_main, max_over_ranks
 from hybrid_rlhf.core.errors import NotFinite, UserError, check
 from hybrid_rlhf.core.failure import lost_process, on_failure
+from hybrid_rlhf.core.host_memory import free_host_bytes
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.startup import restore_gc
+from hybrid_rlhf.report.alarms import FREE
 from hybrid_rlhf.run import bad_batch, joined_state
 from hybrid_rlhf.run.checkpointing import Saver
 from hybrid_rlhf.run.reporter import Reporter
@@ -118,6 +120,8 @@ def _step(saver: Saver, step: int, reporter: Reporter) -> dict[str, float]:
         if error.is_before_update:
             saver.save_undone(step - 1, reporter)
         raise
+    if (free := free_host_bytes()) is not None and device().type == "cpu":
+        metrics.add(FREE, free)
     return metrics.add("time/step", time.perf_counter() - began).over_ranks().compute()
 
 

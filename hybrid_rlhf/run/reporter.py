@@ -10,6 +10,7 @@ from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.distributed import is_main
 from hybrid_rlhf.core.random_state import undisturbed
 from hybrid_rlhf.core.strict_json import to_json
+from hybrid_rlhf.report.alarms import memory_growth
 from hybrid_rlhf.report.first_step import first_lines
 from hybrid_rlhf.report.notebook import display
 from hybrid_rlhf.report.summary import conclude
@@ -38,6 +39,7 @@ class Reporter:
         self.progress.first = first
         self._files: dict[str, Lines] = {}
         self._trackers: list = []
+        self._memory: list[dict] | None = []  # of every fifth step, until it was told that it grows
 
     @undisturbed()
     def __enter__(self) -> Reporter:
@@ -76,9 +78,19 @@ class Reporter:
         if is_logged:
             self._track(step, values)
         self.progress.step(step, values, is_logged=is_logged, samples=newest)
+        self._warn_of_growth(step, values)
         for line in first_lines([{"step": step, **values}]):  # of the first step only
             if line.startswith("Verdict: ") and not line.startswith("Verdict: healthy"):
                 self.say(f"warning: before the first update: {line.removeprefix('Verdict: ')}")
+
+    def _warn_of_growth(self, step: int, values: dict[str, float]) -> None:
+        """Once, while there is memory left; every fifth step counts."""
+        if self._memory is None or step % 5:
+            return
+        self._memory.append({"step": step, **{k: v for k, v in values.items() if k.startswith("memory/")}})
+        if found := memory_growth(self._memory):
+            self.say(f"warning: {found[0].name}: {found[0].text}")
+            self._memory = None
 
     @undisturbed()
     def answered(self, step: int, answers: Callable[[], list[dict]] | None) -> None:

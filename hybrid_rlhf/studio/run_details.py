@@ -55,7 +55,7 @@ def _measured(history: History) -> dict:
     rest = history.total("time/step") - sum(times.values())
     if rest > 0:
         times["other" if times else "step"] = rest
-    peaks = [name for name in names if name.startswith("memory/")]
+    peaks = [name for name in names if name.startswith("memory/") and name.count("/") == 2]
     return {"phases": [{"name": name, "seconds": round(seconds, 3)} for name, seconds in times.items()],
             "memory": [{"name": name.removeprefix("memory/"), "bytes": int(history.highest(name))} for name in peaks],
             "metrics": described(names), "notes": history.notes}

@@ -302,3 +302,30 @@ def test_the_first_step_says_what_is_wrong_with_tools(row, told):
              "completions/clipped_ratio": 0.1, "prompts/num_responses": 8, "prompts/best_score": 1.0,
              "prompts/with_spread": 0.5}
     assert any(told in line for line in first_lines([{**first, **row}])) and told not in str(first_lines([first]))
+
+
+def memory(*gib: float, free: float = 8.0) -> list[dict]:
+    """A step for each figure: the peaks of two phases, the second a tenth lower, and what is free on the machine."""
+    return [{"step": i, "memory/actor/update": size * 2**30, "memory/actor/generate": 0.9 * size * 2**30,
+             "memory/free": free * 2**30} for i, size in enumerate(gib, 1)]
+
+
+def test_memory_that_goes_on_rising_is_told_with_what_is_left() -> None:
+    """100 steps from 1 GiB by 10 MiB a step: 1.49 GiB at the 50th, 1.99 at the last, and 8 GiB for 100 MiB in ten."""
+    alarm, = find(memory(*(1 + i / 100 for i in range(100))))
+    assert alarm.name == "memory grows"
+    assert "1.49 GiB at most up to step 50 and 1.99 up to step 100: 6% of what was free" in alarm.text
+    assert "the other 8.0 GiB are full in about 800 steps" in alarm.text  # 8 / 0.5 * 50
+
+
+@pytest.mark.parametrize("gib", [
+    [1.0] * 20 + [1.6] * 80,  # it warms up
+    [1.0] * 60 + [1.5] * 40,  # one long row, of which nothing stays
+    [1 + i / 20 for i in range(40)],  # so few steps may not have met every length
+    [1 + i / 10_000 for i in range(100)]])  # 1%
+def test_memory_that_stays_or_has_just_begun_rings_nothing(gib) -> None:
+    assert names(memory(*gib)) == []
+
+
+def test_memory_that_would_last_for_ages_rings_nothing() -> None:
+    assert names(memory(*(1 + i / 100 for i in range(100)), free=800.0)) == []

@@ -204,7 +204,7 @@ def predicted_bytes(plan: Plan) -> dict[str, int]:
 def measured_bytes(metrics: list[dict]) -> dict[str, int]:
     """The same names: peaks of scoring and generation over all roles, of updates by role."""
     found: dict[str, int] = {}
-    for name, value in ((k, v) for m in metrics for k, v in m.items() if k.startswith("memory/")):
+    for name, value in ((k, v) for m in metrics for k, v in m.items() if k.startswith("memory/") and k.count("/") == 2):
         _, role, phase = name.split("/")
         key = f"{role}/update" if phase == "update" else phase
         found[key] = max(found.get(key, 0), int(value))

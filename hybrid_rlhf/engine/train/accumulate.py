@@ -95,11 +95,12 @@ def _accumulated(engine: HybridEngine, max_tokens: int, minibatch: Sequence[Rows
 @contextmanager
 def _naming_unreached(engine: HybridEngine) -> Iterator[set[str]]:
     """In an engine's first step the trained weights that no backward pass within the block reaches are named, in one
-    line. Experts, which the router may have passed by, are not. Yields the names of those reached; cleared, as after a
-    step that did not fit in memory, it says nothing."""
+    line. Experts, which the router may have passed by, and embeddings whose gradient comes by rows are not. Yields the
+    names of those reached; cleared, as after a step that did not fit in memory, it says nothing."""
     reached: set[str] = set()
     weights = {} if engine.training.num_steps else {
-        name: weight for name, weight in engine.training.parameters.items() if "expert" not in name}
+        name: weight for name, weight in engine.training.parameters.items()
+        if "expert" not in name and not engine.training.takes_rows(weight)}
     hooks = [weight.register_hook(lambda _gradient, name=name: reached.add(name)) for name, weight in weights.items()]
     try:
         yield reached

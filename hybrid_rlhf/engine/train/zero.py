@@ -153,6 +153,11 @@ class ZeroTraining:
                                                        self._masters.add_rows))
             return self.engine(*inputs, **named)
 
+    def takes_rows(self, weight: nn.Parameter) -> bool:
+        """Whether the gradient of `weight`, an input embedding's, may come by rows, past the weight's own hooks."""
+        modules = self.engine.module.modules() if self._masters else ()
+        return any(type(m) is nn.Embedding and m.weight is weight for m in modules)
+
     def backward(self, loss: Tensor, is_last: bool) -> None:
         """Add the gradient of `loss` (this process's share of the minibatch's loss); reduce over processes at the last.
 
