@@ -231,10 +231,11 @@ def test_others_wait_for_a_process_in_every_update_and_in_scoring_by_parts(stage
     (0, ["the actor's loss does not depend on 1 weight (unused), which are trained and get no gradient: freeze them "
          "(model.freeze), or leave them out of lora.target_modules"]), (1, [])])
 def test_weights_that_the_first_step_gives_no_gradient_are_named_once(num_steps, told, caplog):
-    engine, names = Noted(), ("used", "zero", "unused", "experts.3")
+    engine, names = Noted(), ("used", "zero", "unused", "experts.3", "embedding")
     weights = {name: torch.ones(1, requires_grad=True) for name in names}
     engine.training.parameters, engine.training.num_steps = weights, num_steps
     engine.training.backward = lambda loss, is_last: loss.backward()
+    engine.training.takes_rows = lambda weight: weight is weights["embedding"]
     # a gradient of zeros, as the first one of an adapter's A, is a gradient; an expert may not have been chosen
     rows = Rows(T([5, 3]), lambda index: ((index * weights["used"] + 0.0 * weights["zero"]).sum(), {}))
     accumulate.accumulate(engine, 5, rows)

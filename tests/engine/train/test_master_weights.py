@@ -8,6 +8,7 @@ from torch import nn
 
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engine.train import adamw_master, embedding_rows
+from hybrid_rlhf.engine.train.accumulate import Rows, accumulate
 from hybrid_rlhf.run import checkpoint
 from tests.factories.tiny import optimizer_step
 
@@ -218,3 +219,16 @@ def test_on_a_card_sums_go_with_the_step_or_the_failed_pass_and_the_numbers_stay
     assert held(dropped) == (0, 0)
     again = optimizer_step(dropped, [(x[:6], y[:6]), (x[6:], y[6:])], lambda piece: loss(dropped, *piece))
     assert again == optimizer_step(kept, [(x[:6], y[:6]), (x[6:], y[6:])], lambda piece: loss(kept, *piece))
+
+
+def test_an_embedding_whose_gradient_comes_by_rows_is_not_named_as_one_without(caplog):
+    def named(dtype):
+        module = Tied(is_tied=False).to(dtype)
+        engine = HybridEngine(module).prepare_training(OptimizerConfig(), lambda step: 1.0, ZeroConfig(0))
+        rows = Rows(torch.tensor([9, 9]), lambda index: (engine(torch.ones(len(index), 9, dtype=torch.long)).sum(), {}))
+        caplog.clear()
+        accumulate(engine, 100, rows)
+        assert not torch.equal(module.embedding.weight, Tied(is_tied=False).to(dtype).embedding.weight)
+        return caplog.messages
+
+    assert named(torch.bfloat16) == named(torch.float32) == []
