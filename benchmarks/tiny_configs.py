@@ -41,6 +41,7 @@ SETTINGS: dict[str, dict] = {
     # experts and latent attention
     **{kind: LATENT | EXPERTS | dict(first_k_dense_replace=1) for kind in ("deepseek_v2", "glm4_moe_lite")},
     **{kind: LATENT | EXPERTS | INDEXED | dict(first_k_dense_replace=1) for kind in ("deepseek_v32", "glm_moe_dsa")},
+    "sarvam_mla": LATENT | EXPERTS | dict(first_k_dense_replace=1),
     "axk1": LATENT | EXPERTS, "axk2": LATENT | EXPERTS | INDEXED, "youtu": LATENT, "minicpm3": LATENT,
     "longcat_flash": LATENT | dict(num_layers=1, num_hidden_layers=None, ffn_hidden_size=48, expert_ffn_hidden_size=16,
                                    n_routed_experts=4, zero_expert_num=2, moe_topk=2),
@@ -64,6 +65,7 @@ SETTINGS: dict[str, dict] = {
     "llama4_text": dict(attention_chunk_size=4, num_local_experts=4, intermediate_size_mlp=48,
                         layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0]),
     "smollm3": dict(no_rope_layers=[1, 0], layer_types=["full_attention"] * 2),
+    **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), dict(unpadded_vocab_size=97)),
     # states
     "falcon_mamba": dict(state_size=8), "mamba2": dict(num_heads=4, head_dim=16, n_groups=1, state_size=8,
                                                        chunk_size=8),
