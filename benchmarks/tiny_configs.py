@@ -65,7 +65,7 @@ SETTINGS: dict[str, dict] = {
     "llama4_text": dict(attention_chunk_size=4, num_local_experts=4, intermediate_size_mlp=48,
                         layer_types=["chunked_attention", "full_attention"], no_rope_layers=[1, 0]),
     "smollm3": dict(no_rope_layers=[1, 0], layer_types=["full_attention"] * 2),
-    **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), dict(unpadded_vocab_size=97)),
+    **{kind: dict(unpadded_vocab_size=97) for kind in ("inkling2_text", "inkling2_loop_text")},
     # states
     "falcon_mamba": dict(state_size=8), "mamba2": dict(num_heads=4, head_dim=16, n_groups=1, state_size=8,
                                                        chunk_size=8),
