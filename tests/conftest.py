@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import sys
 from pathlib import Path
 
 import hypothesis
 import pytest
 
+from hybrid_rlhf.core.startup import restore_gc  # which notes the usual thresholds
+
 hypothesis.settings.register_profile("any load", deadline=None)  # a test's time is the machine's
 hypothesis.settings.load_profile("any load")
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+gc.set_threshold(100_000, 1_000, 1_000)  # until everything has been imported, as in core/startup.py
+
+
+def pytest_collection_finish() -> None:
+    """Python's collector leaves alone the ten thousand tests and what they import, which stay."""
+    restore_gc()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

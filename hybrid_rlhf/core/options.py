@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from functools import reduce
+from functools import cache, reduce
 from typing import Any, ClassVar, Protocol, TypeVar
 
 _WITH_NONE = ("quantize",)  # none: not quantised, whatever the model's own setting; null: as that says
@@ -31,6 +31,7 @@ def with_value(config: SettingsT, option: str, value: object) -> SettingsT:
     return dataclasses.replace(config, **{name: with_value(getattr(config, name), inner, value) if inner else value})
 
 
+@cache
 def type_of(config_class: type, option: str) -> Any | None:
     """The type of a dotted option, or of a section; None where there is none."""
     kind: Any = config_class
@@ -39,6 +40,7 @@ def type_of(config_class: type, option: str) -> Any | None:
     return kind
 
 
+@cache
 def free_mappings(config_class: type, prefix: str = "") -> list[str]:
     """The dotted options whose values are mappings of anything."""
     hints = typing.get_type_hints(config_class)

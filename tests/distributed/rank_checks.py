@@ -1,4 +1,4 @@
-"""What two processes find out together; test_dist.py starts them once, by torchrun, and judges the numbers.
+"""What two processes find out together; two_processes.py starts them once, by torchrun, and judges the numbers.
 
 Every check trains or samples here, compares with plain torch or transformers on one process's whole batch, and returns
 what it measured. The first process writes all of it to the file it is given.
@@ -239,22 +239,21 @@ def check_stages(argv_of: dict[str, list[str]]) -> dict:
     return {name: main(argv) for name, argv in argv_of.items()}
 
 
-def run(out: Path, stages: Path, *names: str) -> None:
+def run(out: Path, stages: Path) -> None:
     failure.join()
     results, seconds = {}, {}
     checks = {"layouts": check_layouts, "experts": check_experts, "memory": check_memory, "adapters": check_adapters,
               "inference": check_inference, "shards": check_shards, "state": check_state, "rewards": check_rewards,
               "teachers": check_teachers,
               "stages": lambda: check_stages(json.loads(stages.read_text()))}
-    for name in names or checks:
+    for name, check in checks.items():
         start = time.perf_counter()
-        results[name] = gather_over_ranks(checks[name]())
+        results[name] = gather_over_ranks(check())
         seconds[name] = time.perf_counter() - start
     if rank() == 0:
         out.write_text(json.dumps(results | {"seconds": seconds}, indent=1))
-    if not names:
-        end_short_of_memory()
+    end_short_of_memory()
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
+    run(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.hosts import two_hosts
-from tests.distributed.two_processes import SLOW_RUNS, argv_of, metrics
+from tests.distributed.two_processes import RUNS, argv_of, metrics
 from tests.factories.processes import ROOT, TORCHRUN, ended, free_port, launch, start
 from tests.factories.tiny import save_tiny
 
@@ -58,34 +58,23 @@ def _same_sft(place: Path, where: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_hosts_are_two_torchruns_that_meet_at_an_address(slow_place):
-    """Both are this machine: two node groups over loopback, one process each."""
-    argv = argv_of(slow_place, SLOW_RUNS, "hosts", 4)["sft"]
-    meet = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "127.0.0.1", "--master_port", free_port()]
-    nodes = [start([*TORCHRUN, *meet, "--node_rank", str(i), "train.py", *argv]) for i in range(2)]
-    for done in [ended(node) for node in nodes]:
-        assert done.returncode == 0, done.stderr
-    _same_sft(slow_place, "hosts")
-
-
-@pytest.mark.slow
-def test_two_hosts_are_two_network_namespaces_with_a_cable_between_them(slow_place):
-    argv = argv_of(slow_place, SLOW_RUNS, "namespaces", 4)["sft"]
-    meet = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "10.77.0.1", "--master_port", free_port()]
+def test_two_hosts_are_two_torchruns_that_meet_at_an_address(place):
+    """Two network namespaces with a cable between them; where none are permitted, two node groups over loopback."""
+    argv = argv_of(place, RUNS, "hosts", 4)["sft"]
     with two_hosts() as hosts:
-        if hosts is None:
-            pytest.skip("no network namespaces are permitted here")
+        meet = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "10.77.0.1" if hosts else "127.0.0.1",
+                "--master_port", free_port()]
         nodes = [start([*before, *TORCHRUN, *meet, "--node_rank", str(i), "train.py", *argv], **env)
-                 for i, (before, env) in enumerate(hosts)]
+                 for i, (before, env) in enumerate(hosts or [([], {})] * 2)]
         for done in [ended(node) for node in nodes]:
             assert done.returncode == 0, done.stderr
-    _same_sft(slow_place, "namespaces")
+    _same_sft(place, "hosts")
 
 
 @pytest.mark.slow
-def test_deepspeed_s_own_launcher_starts_the_same_run(slow_place):
+def test_deepspeed_s_own_launcher_starts_the_same_run(place):
     launcher = Path(sys.executable).with_name("deepspeed")
     done = ended(start([str(launcher), "--num_gpus", "2", "--master_port", free_port(), "train.py",
-                        *argv_of(slow_place, SLOW_RUNS, "deepspeed", 4)["sft"]], DS_ACCELERATOR="cpu"))
+                        *argv_of(place, RUNS, "deepspeed", 4)["sft"]], DS_ACCELERATOR="cpu"))
     assert done.returncode == 0, done.stderr
-    _same_sft(slow_place, "deepspeed")
+    _same_sft(place, "deepspeed")

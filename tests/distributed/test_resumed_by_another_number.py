@@ -27,9 +27,11 @@ BFLOAT16 = ["--model.dtype", "bfloat16"]  # without a stage: 0 with masters on o
 
 
 def cases() -> dict[str, tuple[str, str, list[str]]]:
-    """name -> (stage, way, settings)."""
+    """name -> (stage, way, settings): both stages at every stage of ZeRO, which goes up for one and down for the
+    other."""
     found = {f"{stage}, zero {zero}, {way}": (stage, way, ["--engine.zero_stage", str(zero)])
-             for stage in STAGES for zero in range(4) for way in ("1 to 2", "2 to 1")}
+             for i, stage in enumerate(STAGES) for zero in range(4)
+             for way in ("1 to 2", "2 to 1")[(i + zero) % 2 :][:1]}
     found |= {f"{stage}, zero {zero}, 2 to 4": (stage, "2 to 4", ["--engine.zero_stage", str(zero)])
               for stage, zero in (("sft", 1), ("ppo", 3))}
     return found | {f"sft, bfloat16, {way}": ("sft", way, BFLOAT16) for way in ("1 to 2", "2 to 1")}

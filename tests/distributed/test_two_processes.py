@@ -9,11 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.rank_checks import LAYOUTS
-from tests.distributed.two_processes import RUNS, SLOW_RUNS, metrics
+from tests.distributed.two_processes import RUNS, metrics
 
 # The first test waits for every run of both processes.
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900)]
-ALL_RUNS = [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_RUNS if name not in RUNS)]
 
 
 @pytest.mark.parametrize("layout", [*(f"zero {stage}" for stage in range(4)), *LAYOUTS,
@@ -116,9 +115,8 @@ def test_processes_start_from_the_same_weights_and_draw_dropout_masks_of_their_o
     assert first["weight"] == second["weight"] and first["mask"] != second["mask"]
 
 
-@pytest.mark.slow
-def test_refilled_groups_are_those_of_one_process(slow_place, slow_found):
-    one, two = (metrics(slow_place / where / "grpo") for where in ("one", "two"))
+def test_refilled_groups_are_those_of_one_process(place, found):
+    one, two = (metrics(place / where / "grpo") for where in ("one", "two"))
     assert any(0 < row.get("frac_reward_zero_std", 0) < 1 for row in one)
     assert any(row.get("refill/rounds", 0) > 0 for row in one)
     for name in ("refill/rounds", "refill/filled", "frac_reward_zero_std"):
@@ -139,14 +137,13 @@ def test_a_student_of_two_processes_takes_plain_torch_s_steps_towards_its_teache
 
 
 @pytest.fixture
-def left(request, name) -> Path:
+def left(place, found, name) -> Path:
     """The folder with run `name`, which ended well on both processes."""
-    slow = "" if name in RUNS else "slow_"
-    assert [m[name] for m in request.getfixturevalue(f"{slow}found")["stages"]] == [0, 0]
-    return request.getfixturevalue(f"{slow}place")
+    assert [m[name] for m in found["stages"]] == [0, 0]
+    return place
 
 
-@pytest.mark.parametrize("name", ALL_RUNS)
+@pytest.mark.parametrize("name", RUNS)
 def test_a_stage_of_two_processes_under_zero_3_reports_what_one_process_reports(left, name):
     one, two = (metrics(left / where / name) for where in ("one", "two"))
     assert len(one) == len(two) == 4  # three steps and an evaluation, each written once
@@ -157,7 +154,7 @@ def test_a_stage_of_two_processes_under_zero_3_reports_what_one_process_reports(
 
 
 @pytest.mark.parametrize("folder", ["model", "model_ema"])
-@pytest.mark.parametrize("name", ALL_RUNS)
+@pytest.mark.parametrize("name", RUNS)
 def test_a_stage_of_two_processes_exports_the_weights_of_one_process(left, name, folder):
     if folder == "model_ema" and name not in ("ppo", "lora_ppo"):
         assert not (left / "two" / name / folder).exists()

@@ -11,9 +11,9 @@ from tests.factories.stage_options import used
 from tests.factories.tiny import save_tiny
 
 WORDS = ["red", "blue", "green sea", "cat", "a small dog", "fox", "sun", "the moon", "tree", "old book", "wind"]
-RUNS = {"sft": "sft", "reward": "reward", "ppo": "ppo"}  # run -> stage
-SLOW_RUNS = {"sft": "sft", "reward": "reward", "lora_reward": "reward", "lora_ppo": "ppo", "grpo": "grpo", "dpo": "dpo",
-             "online_dpo": "online_dpo", "rejection": "rejection", "distill": "distill", "distill_parts": "distill"}
+RUNS = {"sft": "sft", "reward": "reward", "ppo": "ppo", "lora_reward": "reward", "lora_ppo": "ppo", "grpo": "grpo",
+        "dpo": "dpo", "online_dpo": "online_dpo", "rejection": "rejection", "distill": "distill",
+        "distill_parts": "distill"}  # run -> stage
 # what cannot be the same: the clock's figures, a process's own cache, and the budget that is given
 CLOCKED = ("time/", "memory/", "engine/tokens_per_second", "engine/kv_bytes", "engine/kept_bytes", "micro_batch_tokens",
            "value/micro_batch_tokens")
@@ -70,14 +70,14 @@ def write_data(folder: Path) -> None:
     save_tiny(folder / "teacher", seed=5, hidden_size=48, initializer_range=0.2)
 
 
-def prepare(folder: Path, runs: dict[str, str], *checks: str) -> None:
-    """What one process and two leave of `runs` in `folder`; the two make `checks` of rank_checks.py, by default all."""
+def prepare(folder: Path) -> None:
+    """What one process and two leave of RUNS in `folder`; the two make all checks of rank_checks.py."""
     write_data(folder)
-    argv = argv_of(folder, runs, "two", 4, "--engine.zero_stage", "3", "--engine.micro_batch_tokens", "60")
-    argv.get("ppo", []).extend(["--roles.actor.tp", "2"])
+    argv = argv_of(folder, RUNS, "two", 4, "--engine.zero_stage", "3", "--engine.micro_batch_tokens", "60")
+    argv["ppo"] += ["--roles.actor.tp", "2"]
     (folder / "argv.json").write_text(json.dumps(argv))
-    running = launch("tests/distributed/rank_checks.py", f"{folder}/out.json", f"{folder}/argv.json", *checks)
-    for argv in argv_of(folder, runs, "one", 8).values():
+    running = launch("tests/distributed/rank_checks.py", f"{folder}/out.json", f"{folder}/argv.json")
+    for argv in argv_of(folder, RUNS, "one", 8).values():
         assert main(argv) == 0
     done = ended(running)
     (folder / "log.txt").write_text(f"{done.returncode}\n{done.stdout}\n{done.stderr}")
