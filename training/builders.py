@@ -6,7 +6,7 @@ import dataclasses
 import math
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +27,7 @@ from hybrid_rlhf.data.source import Reads
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engine.decode.admission import stop_ids
 from hybrid_rlhf.engine.decode.tensor_parallel import check_configured
+from hybrid_rlhf.engine.train.parameters import count_parameters
 from hybrid_rlhf.export.folder import has_quantized_values
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.backbone import check_head
@@ -37,6 +38,7 @@ from hybrid_rlhf.models.lora import adapter_dtype, add_lora
 from hybrid_rlhf.models.text_part import towers
 from hybrid_rlhf.models.tokenizer import added_ids, load_tokenizer, train_tokenizer, turn_ends
 from hybrid_rlhf.models.weights import identity
+from hybrid_rlhf.report.pace import EXPORT, REPORT, SAVE
 from hybrid_rlhf.roles import PolicyModule
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import TrainConfig
@@ -44,6 +46,9 @@ from hybrid_rlhf.training.plain_prompts import tell_other_form
 from hybrid_rlhf.training.registry import PTX, STAGES
 
 MODEL_FOLDER = "model"
+# Assumed until measured: bytes a second of writing weights, seconds of a report with its plots, and seconds of a CPU's
+# optimizer for each trained weight.
+DISK, REPORT_SECONDS, UPDATE_SECONDS = 5e8, 1.3, 4e-9
 # What to do where there was memory for the training and is none for the export.
 EXPORT_LATER = ("the training is kept in the last checkpoint: close what else uses the memory, and the same command "
                 f"goes on with the export. For the next run, {SMALLER}")
@@ -257,6 +262,14 @@ def train_loader(rows: Sequence[dict], train: TrainConfig, seed: int, collate: C
                  drop_last: bool | None = None) -> Loader:
     """Endless shuffled batches; a step's batch is all that its optimizer step sees. drop_last: as Loader has it."""
     return Loader(rows, train.rows_per_step, collate, seed, rank=rank(), world=world_size(), drop_last=drop_last)
+
+
+def guesses(engines: Iterable[HybridEngine]) -> dict[str, float]:
+    """Seconds of what a run does beside its steps (report/pace.py) until they are measured, and of a step's updates: by
+    the numbers that are written, four bytes each, and moved."""
+    trained, total = (sum(column) for column in zip(*map(count_parameters, engines), strict=True))
+    update = trained * UPDATE_SECONDS if device().type == "cpu" else 0.0
+    return {SAVE: 12 * trained / DISK, EXPORT: 4 * total / DISK, REPORT: REPORT_SECONDS, "update": update}
 
 
 def eval_loader(rows: Sequence[dict], train: TrainConfig, seed: int, collate: Callable) -> Loader | None:

@@ -26,6 +26,7 @@ from hybrid_rlhf.training import builders, on_policy
 
 NUM_PROMPTS, MIN_RESPONSES = 32, 8
 PROMPTS_AT_ONCE, MAX_SECONDS = 8, 30.0  # of sampling; at least PROMPTS_AT_ONCE are asked
+STEP_PROMPTS = (4, 8, 24)  # of the steps taken for their time: the first warms up
 WIDTH = 118  # of a sample's lines
 
 
@@ -46,7 +47,7 @@ def check(make_trainer: Callable[[on_policy.RunContext], Trainer], config: on_po
         lines = [*(f"{name:<18}{text}" for name, text in figures(signal).items()), *_calls(rollout), *_samples(rollout),
                  ""]
         print("\n".join([*lines, *(f"verdict: {text}" for text in verdict(signal))]), flush=True)
-    _say("now one training step, for the time that it takes ...")
+    _say("now training steps, for the time that they take ...")
     text = _time_step(trainer, opened)
     if is_main():
         print(f"\n{'a training step':<18}{text}")
@@ -54,14 +55,18 @@ def check(make_trainer: Callable[[on_policy.RunContext], Trainer], config: on_po
 
 
 def _time_step(trainer: Trainer, opened: on_policy.RunContext) -> str:
-    """How long a step takes, and the run. The step is made on PROMPTS_AT_ONCE prompts; more take longer in proportion,
-    which is a little too much, for the optimizer's part does not grow."""
-    batch = opened.loader.next()
-    few = batch.rows(range(min(len(batch), PROMPTS_AT_ONCE)))
-    began = time.perf_counter()
-    trainer.step(few)
-    seconds = max_over_ranks(round(1000 * (time.perf_counter() - began))) / 1000 * len(batch) / len(few)
-    part = f" (measured on {len(few)} of its {len(batch)} prompts)" if len(few) < len(batch) else ""
+    """How long a step takes, and the run: measured on all prompts of a step, or on a part of many. Each further prompt
+    then takes as long as those by which the last two parts differ."""
+    batch, taken = opened.loader.next(), []
+    if hasattr(trainer, "warmup_steps"):  # in which the actor would not be trained
+        trainer.num_steps = trainer.warmup_steps
+    for size in (min(len(batch), size) for size in STEP_PROMPTS):
+        began = time.perf_counter()
+        trainer.step(batch.rows(range(size)))
+        taken.append(max_over_ranks(round(1000 * (time.perf_counter() - began))) / 1000)
+    rest = (len(batch) - size) / (size - STEP_PROMPTS[1]) if len(batch) > size else 0.0
+    seconds = taken[-1] + max(0.0, taken[-1] - taken[-2]) * rest
+    part = f" (measured on {size} of its {len(batch)} prompts)" if size < len(batch) else ""
     total = f"; the run has {opened.num_steps}: about {duration(seconds * opened.num_steps)}"
     return f"{'about ' * bool(part)}{number(seconds)} s{part}{total * (opened.num_steps > 1)}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -15,9 +16,10 @@ import torch
 from hybrid_rlhf.algorithms.preference import LOSSES
 from hybrid_rlhf.core.accelerator import WSL_SHARE
 from hybrid_rlhf.core.allocator import is_wsl
-from hybrid_rlhf.core.config import check
+from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import device
 from hybrid_rlhf.core.options import with_value
+from hybrid_rlhf.data import datasets
 from hybrid_rlhf.engine.decode.kv_cache import free_bytes
 from hybrid_rlhf.memory_plan import table
 from hybrid_rlhf.memory_plan.amounts import Cards
@@ -49,9 +51,10 @@ from hybrid_rlhf.training import (
     time_options,
 )
 from hybrid_rlhf.training.build_roles import RoleInputs, find_starts, layout_of, load_config_for
-from hybrid_rlhf.training.registry import DEMONSTRATIONS
+from hybrid_rlhf.training.registry import DEMONSTRATIONS, STAGES
 
 MAX_BATCH = 64  # sequences that HybridEngine decodes at once
+NUM_MEASURED = 256  # rows whose lengths stand for all
 NUM_SKIPPED = 8  # as OldLogprobs has it
 
 
@@ -64,13 +67,14 @@ def carry_out(config: object, *, memory: int | None, only_plan: bool, cards: Car
     """
     place = Place.of(cards) if cards else Place.here(memory)
     config, plans, chosen = look_ahead(config, place)
+    lengths = mean_lengths(config) if only_plan and not isinstance(config, all_stages.Config) else None
     stream = stream or (sys.stdout if only_plan else sys.stderr)
     if memory is None:
         for i, plan in enumerate(plans):
             table.show(plan, chosen.flags if chosen.fits else (), stream)
-            others = [("as advised", chosen.plans[i])] if chosen.fits and chosen.flags else []
-            time_options.tell([("as given", plan), *others, *_by_preset(config, place)], place.device, place.card,
-                              stream)
+            others = [("as advised", chosen.config, chosen.plans[i])] if chosen.fits and chosen.flags else []
+            time_options.tell([(name, with_lengths(settings, each, lengths)) for name, settings, each in (
+                ("as given", config, plan), *others, *_by_preset(config, place))], place.device, place.card, stream)
         return config, 0 if all(p.short <= 0 for p in plans) else DOES_NOT_FIT
     for plan in chosen.plans:
         table.show(plan, (), stream)
@@ -93,15 +97,49 @@ def look_ahead(config: object, place: Place) -> tuple[object, list[Plan], Choice
     return config, plans, chosen
 
 
-def _by_preset(config: object, place: Place) -> list[tuple[str, Plan]]:
-    """The plan with the preset for this place's memory, where it differs. Only of runs with adapters, as presets have:
-    of others, one more model would be traced in full for a row that few ask for."""
+def _by_preset(config: object, place: Place) -> list[tuple[str, object, Plan]]:
+    """Settings and plan with the preset for this place's memory, where it differs. Only of runs with adapters, as
+    presets have: of others, one more model would be traced in full for a row that few ask for."""
     if isinstance(config, all_stages.Config) or not config.model.lora.r:
         return []
     memory = place.card.memory if place.card else place.available
     name = closest(None if place.device.type == "cpu" else (memory or 0) / 2**30)
     changed = reduce(lambda c, option: with_value(c, *option), preset_of(name).settings.items(), config)
-    return [(f"--preset {name}", plans_of(changed, place)[0])] if changed != config else []
+    return [(f"--preset {name}", changed, plans_of(changed, place)[0])] if changed != config else []
+
+
+def mean_lengths(config: object) -> tuple[int, int] | None:
+    """Tokens of a row of the data (of a prompt, of one side of a pair) on the average, and how many rows there are to
+    train on; None, with a line that says why, where that is not known before the run."""
+    stage = importlib.import_module(STAGES[config.stage].module)
+    is_online = hasattr(config, "method")
+    reads = (config.method.reads if is_online else stage.reads_of(config) if hasattr(stage, "reads_of")
+             else STAGES[config.stage].reads)
+    try:
+        builders.require_data(config.data, config.stage)
+        model = (on_policy.actor_model(config, on_policy.find_sources(config)) if is_online
+                 else stage.start_model(config)[1])
+        tokenizer = builders.open_tokenizer(model, config.data, reads, config.seed)
+        rows = datasets.build(config.data, reads, tokenizer, config.seed).train
+    except UserError as error:
+        print(f"the data's lengths are not known ({error}): the time is of the longest", file=sys.stderr)
+        return None
+    count = min(len(rows), NUM_MEASURED)
+    sides = [side for row in (rows[i * len(rows) // count] for i in range(count))
+             for side in (row.get(name) for name in ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids")) if side]
+    return -(-sum(map(len, sides)) // len(sides)), len(rows)
+
+
+def with_lengths(config: object, plan: Plan, lengths: tuple[int, int] | None) -> Plan:
+    """`plan` with the time of rows as long as `mean_lengths` says."""
+    if lengths is None:
+        return plan
+    mean, count = lengths
+    option = "max_prompt_length" if hasattr(config, "method") else "max_length"
+    shorter = replace(config, data=replace(config.data, **{option: mean}))
+    batches = max(1, count // config.train.rows_per_step)
+    steps = plan.steps or builders.total_steps(config.train, batches)
+    return replace(plan, timed=tuple(_ROLES[type(config)](shorter, None)), steps=steps)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.core.distributed import is_main, main_first
 from hybrid_rlhf.core.out_of_memory import explained
@@ -22,6 +23,7 @@ from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.export.folder import export, try_export
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.report.pace import EXPORT
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.rewards.scale import Scale
@@ -204,7 +206,8 @@ def run(make_trainer: Callable[[RunContext], Trainer], config: Config, command: 
         source = opened.source if isinstance(opened.source, ModelSource) else None
         said = prompts and fixed_prompts.of_policy(roles.actor, prompts, config.method.sampling, source,
                                                    ends=[config.data.append_eos] * len(prompts))
-        metrics = fit(trainer, opened.loader, opened.held_out, config.train, record, opened.num_steps, said)
+        metrics = fit(trainer, opened.loader, opened.held_out, config.train, record, opened.num_steps, said,
+                      builders.guesses(engines.values()))
         _leave(roles, opened, config, builders.MODEL_FOLDER)
         average = getattr(trainer, "average", None)  # of the weights, where the method keeps one
         if average is not None:
@@ -228,7 +231,7 @@ def _teacher_line(opened: RunContext) -> str | None:
 def _leave(roles: Roles, opened: RunContext, config: Config, folder: str) -> None:
     engine = roles.actor.engine
     give_back_idle()  # the cache that was kept for the next rollout
-    with explained("while exporting", builders.EXPORT_LATER), engine.active():
+    with activity.slow(EXPORT), explained("while exporting", builders.EXPORT_LATER), engine.active():
         export(engine.model, opened.tokenizer, Path(config.output_dir) / folder, engine.eos_ids)
 
 
@@ -265,8 +268,9 @@ def open_run(config: Config) -> RunContext:
     scale = _score_scale(config, sources)
     warmup = _critic_warmup_steps(method, starts, steps)
     num_updates = {"actor": (steps - warmup) * method.num_updates, "critic": steps * method.num_updates}
-    roles, reward = build(parts_of(config), starts, layout, tokenizer, num_updates, scale, reader,
-                          method.takes_head, is_mixed=bool(others or config.reward.weights))
+    with activity.slow("loading the models"):
+        roles, reward = build(parts_of(config), starts, layout, tokenizer, num_updates, scale, reader,
+                              method.takes_head, is_mixed=bool(others or config.reward.weights))
     roles.actor.episodes = player
     model_source = reward and ModelSource(reward, tokenizer=reader, raw=config.data.raw)
     source, scale = reward_sources.combine(config.reward, model_source, others, scale, tokenizer)

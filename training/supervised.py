@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from torch import nn
 
+from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.config import check
 from hybrid_rlhf.core.distributed import main_first
 from hybrid_rlhf.core.out_of_memory import explained
@@ -19,6 +20,7 @@ from hybrid_rlhf.data.source import Reads
 from hybrid_rlhf.engine import HybridEngine, ZeroConfig
 from hybrid_rlhf.export.folder import export, try_export
 from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.report.pace import EXPORT
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import TrainConfig, Trainer, fit, on_record
 from hybrid_rlhf.training import announce, builders, defaults
@@ -90,15 +92,17 @@ def run(config: Config, command: str, reads: Reads, start: Start, collation: Col
     loader = builders.train_loader(data.train, config.train, config.seed, collate, drop_last=False)
     held_out = builders.eval_loader(data.held_out, config.train, config.seed, collate_held_out)
     steps = builders.total_steps(config.train, len(loader))
-    learner = make(Opened(config, model, tokenizer, data, steps))
+    with activity.slow("loading the model"):
+        learner = make(Opened(config, model, tokenizer, data, steps))
     with explained("while trying the export"), learner.engine.active():
         try_export(learner.model, tokenizer, learner.ends)
     record = builders.start(config, command, data)
     with on_record(record):  # a failing export is on the record too
         announce.before(record, config, {learner.role: learner.engine}, base, steps, loader)
-        metrics = fit(learner.trainer, loader, held_out, config.train, record, steps, learner.answers)
+        metrics = fit(learner.trainer, loader, held_out, config.train, record, steps, learner.answers,
+                      builders.guesses([learner.engine]))
         facts = learner.facts()
-        with explained("while exporting", builders.EXPORT_LATER), learner.engine.active():
+        with activity.slow(EXPORT), explained("while exporting", builders.EXPORT_LATER), learner.engine.active():
             export(learner.model, tokenizer, Path(config.output_dir) / builders.MODEL_FOLDER, learner.ends)
         record.finish(metrics, tokenizer=tokenizer, base_model=base, data=data.report,
                       **(builders.adapted_weights(model) | facts))

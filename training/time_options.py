@@ -39,7 +39,10 @@ def predicted(plans: Sequence[tuple[str, Plan]], device: torch.device, cards: Ca
 
 
 def times_of(plan: Plan, device: torch.device, given: Rates) -> StepTime:
-    return replace(step_time(plan.roles, device, given), steps=plan.steps)
+    samples = any(role.generation for role in plan.roles)
+    by = ("as long as the data's on the average" + ", responses as the settings allow" * samples if plan.timed
+          else "as long as the settings allow")
+    return replace(step_time(plan.timed or plan.roles, device, given), steps=plan.steps, lengths=by)
 
 
 def rates_for(device: torch.device, cards: Cards | None, dtype: torch.dtype) -> tuple[list[Rates], str]:

@@ -1,18 +1,26 @@
-"""What this process is doing at the moment, in words: long phases say it, the live view of a run shows it."""
+"""What this process is doing at the moment, in words: long phases say it, the progress of a run shows it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 _listeners: list[Callable[[str], None]] = []
 _now = "starting"
+_parts = (0, 0)
+SLOW = 2.0  # seconds after which a phase is named
 
 
-def doing(text: str) -> None:
-    """Say what begins now ("sampling", "epoch 2 of 4"); "" when it is over. Costs nothing where nobody listens."""
-    global _now
-    _now = text
+def doing(text: str, done: int = 0, count: int = 0) -> None:
+    """Say what begins now ("sampling", "epoch 2 of 4"); "" when it is over. done: of the `count` parts of a step's
+    training. Costs nothing where nobody listens."""
+    global _now, _parts
+    _now, _parts = text, (done, count)
     for listener in _listeners:
         listener(text)
 
@@ -22,11 +30,34 @@ def now() -> str:
     return _now
 
 
+def parts_done() -> tuple[int, int]:
+    """How many parts of a step's training are done, and how many there are; 0 of 0 outside of it."""
+    return _parts
+
+
+def parts(what: str, items: Iterable[Item], count: int) -> Iterator[Item]:
+    """`items`, the `count` parts of a step's training, each said as it begins: "`what` 1 of 4"."""
+    for number, item in enumerate(items):
+        doing(f"{what} {number + 1} of {count}", number, count)
+        yield item
+
+
 def epochs(count: int) -> Iterator[int]:
     """1 to `count`, each said as it begins."""
-    for number in range(1, count + 1):
-        doing(f"training, epoch {number} of {count}")
-        yield number
+    return parts("training, epoch", range(1, count + 1), count)
+
+
+@contextmanager
+def slow(text: str) -> Iterator[None]:
+    """A block outside of a run's progress; where it takes more than a moment, a line on stderr says what it does."""
+    doing(text)
+    timer = threading.Timer(SLOW, lambda: print(f"{text} ...", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager

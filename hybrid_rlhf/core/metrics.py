@@ -70,6 +70,8 @@ _VALUE: dict[str, Callable[[Any], float | None]] = {
     "nth": _distinct_nth}
 
 
+RECOMPUTED = "engine/logprobs_recomputed"  # of steps whose sampler was too far from the training forward
+
 Observed = Mapping[str, tuple[float | Tensor, float | Tensor]]  # name -> (mean, weight)
 
 

@@ -37,6 +37,16 @@ def load_state(saved: Mapping) -> None:
 
 
 @contextmanager
+def preserved() -> Iterator[None]:
+    """After the block every generator draws what it would have drawn without it."""
+    before = state()
+    try:
+        yield
+    finally:
+        load_state(before)
+
+
+@contextmanager
 def undisturbed() -> Iterator[None]:
     """The block (or, as a decorator, the function) draws from Python's global generator without moving it: rich does,
     at unlike times in a terminal and in a file, before and after a run is taken up again."""

@@ -62,6 +62,11 @@ class Loader(Generic[Batch]):
         while True:
             yield self.next()
 
+    def typical(self, count: int) -> Batch:
+        """A batch of `count` rows (of all, where there are fewer) from everywhere in the data; moves nothing."""
+        rows, count = self._order(self.epoch)[0], min(count, len(self.rows))
+        return self.collate([rows[i * len(rows) // count] for i in range(count)])
+
     def once(self) -> Iterator[Batch]:
         """Every row once, in order and without moving the position: for evaluation.
 

@@ -115,7 +115,8 @@ class Line:
 @dataclass(frozen=True)
 class Plan:
     """What a run needs on one process's device. available: bytes that it may use (None: unknown). host: bytes that
-    offloading keeps in the CPU's memory, for this process. roles: what it was made of; steps: of the run, if known."""
+    offloading keeps in the CPU's memory, for this process. roles: what it was made of; steps: of the run, if known;
+    timed: the roles at the lengths that the data has on the average, where they are known."""
 
     title: str
     phases: tuple[str, ...]
@@ -125,6 +126,7 @@ class Plan:
     host: int = 0
     roles: tuple[Role, ...] = field(default=(), repr=False)
     steps: int | None = None
+    timed: tuple[Role, ...] = field(default=(), repr=False)
 
     def total(self, phase: str) -> int:
         """Roles score one after another, so of what scoring takes and gives back the largest counts."""

@@ -1,6 +1,6 @@
 """Seconds of a step by phase, predicted from the operations that the memory plan traces and a device's rates.
 
-Every sequence is taken to be as long as the settings allow, so that runs on shorter texts take less. Not counted: what
+Every sequence is taken to be as long as its role says: the longest allowed, or the data's mean. Not counted: what
 processes send each other, what offloading moves, data, rewards that are functions or services, checkpoints.
 """
 
@@ -34,7 +34,7 @@ LAYER_CALLS = 30  # operations of a decode step around its layers where each of 
 class StepTime:
     """Seconds of a step by phase. device: what it was predicted for; tokens: that a step samples, or trains on where it
     samples none; steps: of the run, if known. decode: seconds of one decode step, and those of the bytes that it must
-    read, at the bandwidth of the device. sequences: what a step consists of, for people."""
+    read, at the bandwidth of the device. sequences: what a step consists of, for people; lengths: whose these are."""
 
     device: str
     phases: dict[str, float]
@@ -42,6 +42,7 @@ class StepTime:
     steps: int | None = None
     decode: tuple[float, float] | None = None
     sequences: str = ""
+    lengths: str = "as long as the settings allow"
 
     @property
     def whole(self) -> float:

@@ -22,7 +22,7 @@ def show_times(rows: Sequence[tuple[str, StepTime]], source: str, stream: TextIO
         print("  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))),
               file=stream)
     first = rows[0][1]
-    print(f"seconds, predicted and not measured: {source}; a step of {first.sequences}, as long as the settings allow"
+    print(f"seconds, predicted and not measured: {source}; a step of {first.sequences}, {first.lengths}"
           + (f"; a run of {first.steps} steps" if first.steps else ""), file=stream)
     print(f"most of a step is {first.longest}: {first.phases[first.longest] / first.whole:.0%}"
           + (f" on {first.device}" if len({time.device for _, time in rows}) > 1 else ""), file=stream)

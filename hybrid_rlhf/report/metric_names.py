@@ -101,6 +101,7 @@ MEANINGS: dict[str, str] = {
     "engine/tokens_per_second": "tokens sampled in a second",
     "engine/kv_bytes": "memory of the sampler's keys and values (in metrics.jsonl: bytes)",
     "engine/kept_bytes": "memory of the words that truncated sampling drew from (in metrics.jsonl: bytes)",
+    "engine/logprobs_recomputed": "1 where the sampler's log-probabilities were too far off and recomputed",
     "engine/logprob_drift": "nats per token between the sampler's log-probabilities and the trained model's",
     "memory/free": "memory of the computer that programs can still have (in metrics.jsonl: bytes)",
     "time/*": "seconds of this part of the step",

@@ -26,6 +26,7 @@ from hybrid_rlhf.report.terminal import (
     Progress,
     duration,
     held,
+    metric,
     number,
     sample_lines,
     short,
@@ -44,7 +45,7 @@ class Display(Protocol):
     """What a Reporter tells what it knows. is_live: whether every step's samples are shown."""
 
     is_live: bool
-    first: int
+    pace: Pace
 
     def __enter__(self) -> object: ...
     def __exit__(self, *exc: object) -> None: ...
@@ -53,6 +54,7 @@ class Display(Protocol):
     def alarms(self, texts: list[str]) -> None: ...
     def warnings(self, texts: list[str]) -> None: ...
     def announce(self, text: str) -> None: ...
+    def tell(self, text: str) -> None: ...
     def pictures(self, paths: Sequence[Path]) -> None: ...
 
 
@@ -85,7 +87,7 @@ class CellProgress:
     """As terminal.Progress, in the cell that runs: the last logged steps as a table, below it what goes on, and at the
     end steps from all of the run, and its curves. A thread writes it anew, at most twice a second."""
 
-    is_live, first = True, 0
+    is_live = True
 
     def __init__(self, ipython: object, stage: str, keys: tuple[str, ...], total: int,
                  max_seconds: float | None = None) -> None:
@@ -149,6 +151,8 @@ class CellProgress:
         """Say something soon; may be called by a signal handler, so it waits for nothing."""
         self._note("", text)
 
+    tell = announce
+
     def pictures(self, paths: Sequence[Path]) -> None:
         """The run's curves, shown when it is over."""
         self._pictures = list(paths)
@@ -161,7 +165,7 @@ class CellProgress:
         self._doing, self._is_new = text, True
 
     def _cells(self, values: dict[str, float]) -> list[str]:
-        return [number(values[k]) if k in values else "" for k in self._columns]
+        return [metric(k, values[k]) if k in values else "" for k in self._columns]
 
     def _watch(self) -> None:
         written = 0.0
@@ -187,9 +191,9 @@ class CellProgress:
     def _status(self) -> str:
         """The line with the time; it begins with the stage's name when the run is over."""
         if self._is_over.is_set():
-            return summary_line(self.stage, self.first, self._step, self.pace.passed)
+            return summary_line(self.stage, self.pace.first, self._step, self.pace.passed)
         left = self.pace.seconds_left()
-        told = "" if left == float("inf") else f", {duration(left)} left"
+        told = f", {duration(left)} left" if 0.5 <= left < float("inf") else ""
         doing = f"; {self._doing}" if self._doing else ""
         return f"{self._step}/{self.total}, {duration(self.pace.passed)} passed{told}{doing}"
 

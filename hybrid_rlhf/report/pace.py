@@ -1,41 +1,148 @@
-"""How far a run is, and how long it still takes."""
+"""How long what is left of a run takes: what its header, its lines and its bar say of time is asked here.
+
+Before the first step by what was rehearsed, within it by the share of its training that is done, then by the steps that
+were taken, each by its tokens; and the phases ahead that are no steps, by their last time or by a guess.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from hybrid_rlhf.core import activity
+
+# Phases of a run that are no steps, as people read them.
+ANSWER, EVALUATE, SAVE = "answering the fixed prompts", "evaluating on held-out rows", "saving a checkpoint"
+REPORT, EXPORT = "writing the report", "exporting the model"
+COLD = 5.0  # seconds of a first step from which the warming up of compilers and caches is no great part of it
+RECENT = 10  # so many steps at least, and half of all that were taken, say how long the next ones take
+FORWARD = 1 / 3  # of a step's time for as many rows, where nothing is sampled: evaluation has no backward pass
+
+
+@dataclass
+class Forecast:
+    """What is known of a run before its first step.
+
+    ahead: step -> how often each phase still comes once that step is done. guesses: seconds of a phase until it has
+    been measured. tokens: of a step, on the average (0: not known); source: where they are from, for people. warmup:
+    steps at the beginning that train the critic alone. eval_batches, eval_share: batches of an evaluation, and the
+    rows of one over those of a step.
+    """
+
+    ahead: Callable[[int], Mapping[str, int]] = lambda _step: {}
+    guesses: Mapping[str, float] = field(default_factory=dict)
+    tokens: float = 0.0
+    source: str = ""
+    warmup: int = 0
+    eval_batches: int = 0
+    eval_share: float = 1.0
 
 
 class Pace:
-    """total: steps of the run; max_seconds: or as long as that."""
+    """total: steps of the run; max_seconds: or as long as that. first: steps that were done before this process."""
 
     def __init__(self, total: int, max_seconds: float | None = None) -> None:
-        self.total, self.max_seconds = total, max_seconds
-        self._marks: list[tuple[int, float]] = []  # when steps ended: the first and the last of this process
-        self._started = time.perf_counter()
+        self.total, self.max_seconds, self.first, self.forecast = total, max_seconds, 0, Forecast()
+        self.rehearsed, self.is_rehearsed = float("inf"), False  # seconds of a step; whether one was tried for them
+        self._steps: list[tuple[float, float]] = []  # (seconds, tokens) of each step of this process
+        self._last, self.tokens = 0, 0  # tokens: of the step that goes on, where they are known
+        self._measured: dict[str, float] = {}  # phase -> seconds
+        self._over: set[str] = set()  # phases since the last step
+        self.phase = ""  # that goes on
+        self._sampled = self._trained = 0.0  # seconds of a step before its training and in it, where they are told
+        self._training_since: float | None = None
+        self._started = self._event = time.perf_counter()
 
     def begin(self) -> None:
         """The clock starts."""
-        self._started = time.perf_counter()
+        self._started = self._event = time.perf_counter()
+        self._last = self.first
 
     def mark(self, step: int) -> None:
-        """`step` has ended."""
-        self._marks = [*self._marks[:1], (step, time.perf_counter())]
+        """`step` has ended, of as many tokens as `tokens` says."""
+        if step == self._last:
+            return
+        now, count = time.perf_counter(), max(1, step - self._last)
+        self._steps += [((now - self._event) / count, self.tokens)] * count
+        if self._training_since is not None:
+            self._trained = now - self._training_since
+        if step == self.forecast.warmup and self._steps:  # from now on the actor is trained too
+            self.rehearsed, self.is_rehearsed, self._steps = self._steps[-1][0] + self._trained, True, []
+        self._last, self._event, self._training_since, self._over = step, now, None, set()
+
+    def begin_phase(self, name: str) -> None:
+        """A phase that is no step begins."""
+        self.phase, self._event = name, time.perf_counter()
+
+    def end_phase(self) -> None:
+        """That phase is over."""
+        now = time.perf_counter()
+        self._measured[self.phase] = now - self._event
+        self._over.add(self.phase)
+        self.phase, self._event = "", now
+
+    @property
+    def phase_age(self) -> float:
+        """Seconds since the phase that goes on began."""
+        return time.perf_counter() - self._event
+
+    def hear(self) -> None:
+        """Something else begins within a step: of its training so many parts are done (core/activity.py)."""
+        done, count = activity.parts_done()
+        now = time.perf_counter()
+        if count and self._training_since is None:
+            self._training_since, self._sampled = now, now - self._event
+        elif count and done and not self._steps and self.rehearsed == float("inf"):
+            self._trained = (now - self._training_since) * count / done
+            self.rehearsed = self._sampled + self._trained
 
     @property
     def passed(self) -> float:
         """Seconds since the beginning."""
         return time.perf_counter() - self._started
 
+    def step_seconds(self) -> float:
+        """Of a step to come. Infinite where nothing is known but one short step, or a part of one: compilers and caches
+        warm up in it."""
+        steps = self._steps[1:][-max(RECENT, len(self._steps) // 2):]
+        if not steps:
+            only = self._steps[0][0] if self._steps and self.rehearsed == float("inf") else self.rehearsed
+            return only if self.is_rehearsed or only > COLD else float("inf")
+        seconds, tokens = (sum(column) for column in zip(*steps, strict=True))
+        return seconds / tokens * self.forecast.tokens if tokens and self.forecast.tokens else seconds / len(steps)
+
+    def phase_seconds(self, name: str) -> float | None:
+        """Of a phase: as measured, by the steps, or as guessed; None where nothing is known."""
+        if name in self._measured:
+            return self._measured[name]
+        step, forecast = self.step_seconds(), self.forecast
+        if name != EVALUATE or step == float("inf"):
+            return forecast.guesses.get(name)
+        if self._sampled:  # decoding fewer sequences takes less time, but not in proportion
+            return forecast.eval_batches * self._sampled * forecast.eval_share ** 0.5
+        return forecast.eval_batches * step * forecast.eval_share * FORWARD
+
+    def phases_left(self) -> dict[str, float]:
+        """Seconds of each phase ahead, all its times together, as far as they are known."""
+        ahead = self.forecast.ahead(self._last)
+        counts = {name: count - (name in self._over) for name, count in ahead.items()}
+        return {name: count * (self.phase_seconds(name) or 0.0) for name, count in counts.items() if count > 0}
+
     def seconds_left(self) -> float:
-        """Estimate from the mean time of a step, the first one of this process excepted: compilers and caches warm up
-        in it. Infinite before the second; never more than max_seconds leaves."""
-        now, left = time.perf_counter(), float("inf")
-        if len(self._marks) > 1:
-            (first, began), (last, ended) = self._marks
-            left = max(0.0, (ended - began) / (last - first) * (self.total - last) - (now - ended))
-        elif self._marks and self._marks[-1][0] == self.total:
-            left = 0.0
-        return left if self.max_seconds is None else max(0.0, min(left, self.max_seconds - (now - self._started)))
+        """Until all is over. Infinite where nothing is known; never more than max_seconds leaves for the steps."""
+        now, step = time.perf_counter(), self.step_seconds()
+        left = self.total - self._last
+        warmup = min(left, max(0, self.forecast.warmup - self._last))
+        steps = left * step + (left - warmup) * self._trained * bool(warmup) if left else 0.0
+        others, gone = sum(self.phases_left().values()), now - self._event
+        if self.phase:
+            others -= min(gone, others, self.phase_seconds(self.phase) or 0.0)
+        else:
+            steps = max(0.0, steps - gone)
+        if self.max_seconds is not None:
+            steps = max(0.0, min(steps, self.max_seconds - (now - self._started)))
+        return steps + others
 
     def share(self, step: int) -> float:
         """How much of the run is done after `step`, 0 to 1, by steps or by time, whichever is more."""

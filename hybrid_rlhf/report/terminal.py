@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ _STEP, _COLUMN = 8, 11  # least widths of the table's first and other columns
 NUM_SAMPLES = 2  # in the live view
 PHASES = ("generate", "score", "train", "switch")
 SECONDS = 10.0  # between lines of a ProgressLine
+SILENCE = 30.0  # seconds at most between two lines of a run that no terminal shows
 
 
 class ProgressLine:
@@ -39,7 +41,8 @@ class Progress:
 
     Logged steps stay on the terminal as rows of one table; below them live the current step, the newest samples, where
     the step's time went, memory by role, and a bar with the time left. Where stderr is no terminal every logged step
-    is one plain line.
+    is one plain line, and so is the first step of this process; a thread says what goes on where SILENCE seconds
+    would pass without a line, or a phase that is no step takes more than a moment.
     """
 
     def __init__(self, stage: str, keys: tuple[str, ...], total: int, max_seconds: float | None = None) -> None:
@@ -49,10 +52,10 @@ class Progress:
         self.console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self.is_live = is_main() and self.console.is_terminal and not self.console.is_dumb_terminal
         self._live, self._step, self._values, self._samples = None, 0, {}, []
-        self.first = 0  # steps that were done before this process began
         self._doing, self._shown = "", 0  # _shown: the step of the table's last row
         self._columns: tuple[str, ...] = ()
         self._notice, self._hearing = "", ExitStack()
+        self._printed, self._is_over = time.monotonic(), threading.Event()
 
     def __enter__(self) -> Progress:
         self.pace.begin()
@@ -63,25 +66,29 @@ class Progress:
             self._live = Live(console=self.console, get_renderable=self._frame, refresh_per_second=4, transient=True,
                               redirect_stdout=sys.stdout.isatty())
             self._live.start()
+        elif is_main():
+            threading.Thread(target=self._tick, daemon=True).start()
         self._hearing.enter_context(activity.listening(self._hear))
         return self
 
     def __exit__(self, *_exc: object) -> None:
         self._hearing.close()
+        self._is_over.set()
         if self._live is not None:
             self._live.stop()
-        if self._step > self.first:
-            self._print(summary_line(self.stage, self.first, self._step, self.pace.passed))
+        if self._step > self.pace.first:
+            self._print(summary_line(self.stage, self.pace.first, self._step, self.pace.passed))
 
     def step(self, step: int, values: dict[str, float], *, is_logged: bool, samples: list[dict] = ()) -> None:
         """`step` is done; a logged one stays on the terminal."""
         self._step, self._values, self._doing = step, values, ""
         self.pace.mark(step)
         self._samples = samples or self._samples
-        if not is_main() or not is_logged:
+        is_told = is_logged or step == self.pace.first + 1 or time.monotonic() - self._printed >= SILENCE
+        if not is_main() or not is_told:
             return
         if self._live is None:
-            now = "  ".join(f"{short(k)} {number(values[k])}" for k in self.keys if k in values)
+            now = "  ".join(f"{short(k)} {metric(k, values[k])}" for k in self.keys if k in values)
             self._print(f"{self.stage} {step}/{self.total}  {now}{self._left('  ')}")
             return
         if not self._columns:
@@ -100,7 +107,7 @@ class Progress:
         taken = {short(k) for k in first}  # kl and objective/kl would both be called kl
         order = (first + [k for k in named if k not in first and short(k) not in taken])[:6]
         self._print(f"{self.stage} {step}/{self.total}  held out: "
-                    + "  ".join(f"{name} {number(named[k])}" for k, name in _names(order).items()), style="green")
+                    + "  ".join(f"{name} {metric(k, named[k])}" for k, name in _names(order).items()), style="green")
 
     def alarms(self, texts: list[str]) -> None:
         """What went wrong, a line each."""
@@ -119,20 +126,36 @@ class Progress:
                 os.write(2, f"{text}\n".encode())  # not print: its buffer cannot be entered twice
         self._notice = text
 
+    def tell(self, text: str) -> None:
+        """Say something that stays."""
+        self._print(text)
+
     def pictures(self, paths: Sequence[Path]) -> None:
         """The run's curves are drawn; a terminal shows none."""
 
     def _left(self, before: str) -> str:
         seconds = self.pace.seconds_left()
-        return "" if seconds == float("inf") else f"{before}{duration(seconds)} left"
+        return f"{before}{duration(seconds)} left" if 0.5 <= seconds < float("inf") else ""
 
     def _hear(self, text: str) -> None:
         self._doing = text
+
+    def _tick(self) -> None:
+        """Plain lines of what goes on, where nothing else says it."""
+        while not self._is_over.wait(0.5):
+            quiet, phase = time.monotonic() - self._printed, self.pace.phase
+            is_new = bool(phase) and activity.SLOW <= self.pace.phase_age <= quiet
+            if (phase or self._doing) and (is_new or quiet >= SILENCE):
+                expected = f", about {roughly(seconds)}" if (seconds := self.pace.phase_seconds(phase)) else ""
+                print(f"{self.stage} {self._step}/{self.total}  {phase or self._doing}{expected * is_new}; "
+                      f"{duration(self.pace.passed)} passed{self._left(', ')}", file=sys.stderr, flush=True)
+                self._printed = time.monotonic()  # not by rich, which may draw from the run's random numbers
 
     def _print(self, text: str, style: str = "") -> None:
         from rich.text import Text
 
         if is_main():
+            self._printed = time.monotonic()
             self.console.print(Text(text, style=style), soft_wrap=self._live is None)
 
     def _row(self, first: str, cells: list[str]) -> str:
@@ -140,7 +163,7 @@ class Progress:
         return first.rjust(_STEP) + "".join(f" {c:>{w}}" for c, w in zip(cells, widths, strict=True))
 
     def _cells(self, first: object, values: dict[str, float]) -> str:
-        return self._row(str(first), [number(values[k]) if k in values else "" for k in self._columns])
+        return self._row(str(first), [metric(k, values[k]) if k in values else "" for k in self._columns])
 
     def _frame(self):  # noqa: ANN202 - a rich renderable
         """What is below the table now."""
@@ -262,6 +285,13 @@ def short(name: str) -> str:
     return name.rsplit("/", 1)[-1]
 
 
+def metric(name: str, value: float) -> str:
+    """A metric's value; of a KL below zero, which only an estimate from samples can be, that it is noise."""
+    if short(name) != "kl" or value >= 0:
+        return number(value)
+    return "about 0" if value > -0.05 else f"{number(value)} (noise)"
+
+
 def number(value: float) -> str:
     """Four significant digits; integers in full."""
     return str(int(value)) if float(value).is_integer() and abs(value) < 1e9 else f"{value:.4g}"
@@ -276,6 +306,14 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}:{minutes:02}:{rest:02}"
     return f"{minutes}:{rest:02}" if minutes else f"{rest} s"
+
+
+def roughly(seconds: float) -> str:
+    """40 s, 14 minutes, 2 h 5 min: of an estimate."""
+    minutes = round(seconds / 60)
+    if seconds < 100 or minutes < 90:
+        return f"{round(seconds)} s" if seconds < 100 else f"{minutes} minutes"
+    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def memory(num_bytes: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,12 +9,10 @@ import torch
 from torch import Tensor
 
 from hybrid_rlhf.core.distributed import sum_over_ranks
-from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.core.metrics import RECOMPUTED, Metrics
 from hybrid_rlhf.core.tensors import masked_mean
 from hybrid_rlhf.roles import Actor
 from hybrid_rlhf.rollout import Rollout
-
-_log = logging.getLogger(__name__)
 
 OLD_LOGPROBS = ("auto", "sampler", "recompute")
 
@@ -35,7 +32,8 @@ class OldLogprobs:
     _is_recomputing: bool = field(default=False, init=False)
 
     def logprobs(self, rollout: Rollout, actor: Actor, metrics: Metrics) -> Tensor:
-        """(B, R) old log-probabilities; metrics receives engine/logprob_drift."""
+        """(B, R) old log-probabilities; metrics receives engine/logprob_drift and, where auto
+        recomputes, that it did."""
         if self.mode == "recompute":
             recomputed = actor.logprobs(rollout)
             _mismatch(rollout, recomputed, metrics)
@@ -45,11 +43,9 @@ class OldLogprobs:
         if self.mode == "sampler":
             return rollout.sampled_logprobs
         recomputes = not drift <= self.max_drift  # a mismatch that is not a number counts as one
-        if recomputes != self._is_recomputing:
-            _log.warning("engine/logprob_drift is %.3g, %s %.3g: old log-probabilities are now %s", drift,
-                         "more than" if recomputes else "within", self.max_drift,
-                         "recomputed by a training forward" if recomputes else "the sampler's")
         self._is_recomputing = recomputes
+        if recomputes:  # the run's summary counts these steps
+            metrics.add(RECOMPUTED, 1.0)
         return actor.logprobs(rollout) if recomputes else rollout.sampled_logprobs
 
     def state(self) -> dict[str, bool]:

@@ -7,9 +7,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hybrid_rlhf.core import activity, random_state
+from hybrid_rlhf.core import random_state
 from hybrid_rlhf.core.config import UserError, check, nearest
 from hybrid_rlhf.core.distributed import is_main, world_size
+from hybrid_rlhf.report.pace import EVALUATE, SAVE
 from hybrid_rlhf.run import checkpoint
 from hybrid_rlhf.run.checkpoint import SaveError
 from hybrid_rlhf.run.reporter import Reporter
@@ -119,8 +120,12 @@ class Saver:
         position: the states of loader and generators, where they are not those of now.
         Raises SaveError when that has happened config.max_failed_saves times in a row.
         """
+        with reporter.phase(SAVE):
+            return self._save(step, reporter, owes_evaluation=owes_evaluation, position=position)
+
+    def _save(self, step: int, reporter: Reporter, *, owes_evaluation: bool,
+              position: tuple[dict, dict] | None) -> Path | None:
         began = time.monotonic()
-        activity.doing("saving a checkpoint")
         try:
             try:
                 positions = reporter.state()
@@ -158,11 +163,11 @@ class Saver:
 
     def evaluate(self, step: int, reporter: Reporter) -> bool:
         """Evaluate after `step`; returns whether it is the best so far by config.save_best."""
-        activity.doing("evaluating on held-out rows")
         batches = self.held_out.once()
         if self.config.max_eval_batches is not None:
             batches = (b for _, b in zip(range(self.config.max_eval_batches), batches, strict=False))
-        found = {f"eval/{name}": value for name, value in self.trainer.evaluate(batches).compute().items()}
+        with reporter.phase(EVALUATE):
+            found = {f"eval/{name}": value for name, value in self.trainer.evaluate(batches).compute().items()}
         reporter.evaluated(step, found)
         self.values |= found
         return self._is_best(found)

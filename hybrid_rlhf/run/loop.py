@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from hybrid_rlhf.core import activity
-from hybrid_rlhf.core.distributed import device, is_main, max_over_ranks
+from hybrid_rlhf.core.distributed import device, is_main, max_over_ranks, world_size
 from hybrid_rlhf.core.errors import NotFinite, UserError, check
 from hybrid_rlhf.core.failure import lost_process, on_failure
 from hybrid_rlhf.core.host_memory import free_host_bytes
 from hybrid_rlhf.core.metrics import Metrics
+from hybrid_rlhf.core.random_state import preserved
 from hybrid_rlhf.core.startup import restore_gc
+from hybrid_rlhf.engine.train.accumulate import rehearsal
 from hybrid_rlhf.report.alarms import FREE
+from hybrid_rlhf.report.pace import ANSWER, EVALUATE, EXPORT, REPORT, SAVE, Forecast
 from hybrid_rlhf.run import bad_batch, joined_state
 from hybrid_rlhf.run.checkpointing import Saver
 from hybrid_rlhf.run.reporter import Reporter
 from hybrid_rlhf.run.runfile import RunRecord
 from hybrid_rlhf.run.signals import interruptible
 from hybrid_rlhf.run.train_config import TrainConfig
+
+SAMPLED = 256  # rows whose lengths stand for all
+ENOUGH = 2.0  # seconds of a step from which a quarter of it is rehearsed and not all
 
 __all__ = ["Batches", "Stopped", "TrainConfig", "Trainer", "fit", "on_record"]
 
@@ -58,14 +66,16 @@ class Stopped(Exception):  # noqa: N818 - not a fault: the user asked for it
 
 
 def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: TrainConfig, record: RunRecord,
-        total_steps: int, answers: Callable[[], list[dict]] | None = None) -> dict[str, float]:
+        total_steps: int, answers: Callable[[], list[dict]] | None = None,
+        guesses: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
     """Run up to step `total_steps` (or for config.max_seconds); returns the last step's metrics, the final evaluation's
     and time/per_step, seconds per step with evaluations and checkpoints.
 
     Goes on from record.resumes_from where there is one. Writes metrics.jsonl, samples.jsonl, answers.jsonl (what
-    `answers` gives before the first step and after the last) and checkpoints/ under record.output_dir. The first
-    Ctrl-C, SIGTERM or SIGHUP finishes the step, saves a checkpoint and raises Stopped; the second stops at once.
-    However the loop ends but well, the record says so.
+    `answers` gives before the first step and after the last) and checkpoints/ under record.output_dir. guesses: seconds
+    of what is no step (report/pace.py), for the estimate of the time. The first Ctrl-C, SIGTERM or SIGHUP finishes the
+    step, saves a checkpoint and raises Stopped; the second stops at once. However the loop ends but well, the
+    record says so.
     """
     check(total_steps >= 1, f"the run has {total_steps} steps; it needs at least one")
     restore_gc()
@@ -79,6 +89,7 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
             reporter.answered(0, answers if step == 0 else None)
             if saver.owes_evaluation:
                 saver.evaluate(step, reporter)
+            _forecast(saver, reporter, bool(answers), guesses)
             for step in range(first + 1, total_steps + 1):
                 saver.observe(_step(saver, step, reporter) | {"epoch": step / len(loader)})
                 reporter.step(step, saver.values, trainer.samples)
@@ -99,6 +110,52 @@ def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: Tra
     return saver.values | {"time/per_step": (time.perf_counter() - started) / max(1, step - first)}
 
 
+def _forecast(saver: Saver, reporter: Reporter, has_answers: bool, guesses: Mapping[str, float]) -> None:
+    """Say how long the run takes: by the rows that are to come and, where the trainer can be rehearsed, by a part of a
+    step over rows of typical length that changes nothing. Other trainers tell within the first step."""
+    loader, held_out, config, pace = saver.loader, saver.held_out, saver.config, reporter.progress.pace
+    if not hasattr(loader, "typical"):
+        return
+
+    def ahead(step: int) -> dict[str, int]:
+        def times(every: int) -> int:
+            return (saver.total_steps - 1) // every - max(step - 1, pace.first) // every + 1 if every else 1
+
+        return {EVALUATE: times(config.eval_steps) * bool(held_out), SAVE: times(config.save_steps),
+                ANSWER: int(has_answers), REPORT: 1, EXPORT: 1}
+
+    rows = loader.batch_size
+    tokens = _num_tokens(loader.typical(SAMPLED)) / min(SAMPLED, len(loader.rows)) * rows
+    batches = -(-len(held_out.rows) // (held_out.batch_size * held_out.world)) if held_out else 0
+    batches = batches if config.max_eval_batches is None else min(batches, config.max_eval_batches)
+    pace.forecast = Forecast(ahead, guesses, tokens, "from your rows' lengths" * bool(tokens),
+                             getattr(saver.trainer, "warmup_steps", 0), batches,
+                             (held_out.batch_size if held_out else 0) / rows)
+    if getattr(saver.trainer, "can_rehearse", False) and world_size() == 1:
+        pace.is_rehearsed, pace.rehearsed = True, guesses.get("update", 0.0) + _rehearse(saver.trainer, loader, tokens)
+    reporter.estimate()
+
+
+def _rehearse(trainer: Trainer, loader, tokens: float) -> float:  # noqa: ANN001
+    """Seconds of a step of so many tokens without its update: of a quarter of its rows and, where that is soon over, of
+    all of them, for the first passes of a process take longer."""
+    for share in (4, 1):
+        batch = loader.typical(max(2, -(-loader.batch_size // share)))
+        with rehearsal(), preserved():
+            began = time.perf_counter()
+            copy.copy(trainer).step(batch)
+            seconds = (time.perf_counter() - began) * tokens / _num_tokens(batch)
+        if seconds > ENOUGH:
+            break
+    return seconds
+
+
+def _num_tokens(batch: object) -> int:
+    """Tokens of a batch of rows that are trained on; 0 where it has none yet, or is of another kind."""
+    mask = getattr(getattr(batch, "sequences", batch), "attention_mask", None)
+    return 0 if mask is None else int(mask.sum())
+
+
 def _where(path: Path | None, record: RunRecord) -> str:
     """How the run goes on; the path last, for people to copy."""
     never = " without --resume never" if record.config.get("resume") == "never" else ""
@@ -112,6 +169,7 @@ def _step(saver: Saver, step: int, reporter: Reporter) -> dict[str, float]:
     activity.doing(f"step {step}")
     saver.mark()
     batch = saver.loader.next()
+    reporter.progress.pace.tokens = _num_tokens(batch)
     try:
         metrics = saver.trainer.step(batch)
     except NotFinite as error:

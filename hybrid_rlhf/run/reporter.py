@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.distributed import is_main
+from hybrid_rlhf.core.metrics import RECOMPUTED
 from hybrid_rlhf.core.random_state import undisturbed
 from hybrid_rlhf.core.strict_json import to_json
 from hybrid_rlhf.report.alarms import memory_growth
 from hybrid_rlhf.report.first_step import first_lines
 from hybrid_rlhf.report.notebook import display
+from hybrid_rlhf.report.pace import ANSWER, REPORT
 from hybrid_rlhf.report.summary import conclude
-from hybrid_rlhf.report.terminal import one_line
+from hybrid_rlhf.report.terminal import number, one_line, roughly
 from hybrid_rlhf.report.trackers import start_trackers
 from hybrid_rlhf.run.json_lines import Lines
 from hybrid_rlhf.run.runfile import TRACKERS, RunRecord
@@ -36,7 +39,9 @@ class Reporter:
         self.record, self.every, self.total = record, config.logging_steps, total_steps
         self._positions = positions or {}
         self.progress = display(record.stage, keys, total_steps, config.max_seconds)
-        self.progress.first = first
+        self.progress.pace.first = first
+        self._has_estimate, self._hearing = first >= total_steps, ExitStack()
+        self._num_steps = self._num_recomputed = 0
         self._files: dict[str, Lines] = {}
         self._trackers: list = []
         self._memory: list[dict] | None = []  # of every fifth step, until it was told that it grows
@@ -50,9 +55,15 @@ class Reporter:
             path, position = (folder / name, self._positions.get(name)) if is_main() else (os.devnull, None)
             self._files[name] = Lines(path, self.say, position)
         self.progress.__enter__()
+        self._hearing.enter_context(activity.listening(self._hear))
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._hearing.close()
+        if self._num_recomputed and is_main():
+            self.progress.tell(f"{self.record.stage}: the old log-probabilities of {self._num_recomputed} of "
+                               f"{self._num_steps} steps are a training forward's, for the sampler's were more than "
+                               "max_logprob_drift off (engine/logprob_drift in metrics.jsonl)")
         self.progress.__exit__(*exc)
         for file in self._files.values():
             file.close()
@@ -62,8 +73,9 @@ class Reporter:
         """The run ended well: its alarms go to report.md and to the terminal."""
         if is_main():
             warnings: list[str] = []
-            found = conclude(Path(self.record.output_dir), self.record.stage, METRICS, warnings.append,
-                             self.progress.pictures)
+            with self.phase(REPORT):
+                found = conclude(Path(self.record.output_dir), self.record.stage, METRICS, warnings.append,
+                                 self.progress.pictures)
             self.progress.alarms([f"{alarm.name}: {alarm.text}" for alarm in found])
             self.progress.warnings(warnings)
 
@@ -71,12 +83,15 @@ class Reporter:
     def step(self, step: int, values: dict[str, float], samples: Callable[[], list[dict]]) -> None:
         """One trainer step is done. samples is called only for steps that are logged."""
         self._write(METRICS, {"step": step, **values})
+        self._num_steps, self._num_recomputed = self._num_steps + 1, self._num_recomputed + (RECOMPUTED in values)
         is_logged = step % self.every == 0 or step in (1, self.total)
         newest = samples() if is_logged or self.progress.is_live else []
         for sample in newest if is_logged else ():
             self._write(SAMPLES, {"step": step, **sample})
         if is_logged:
             self._track(step, values)
+        self.progress.pace.mark(step)
+        self.estimate()
         self.progress.step(step, values, is_logged=is_logged, samples=newest)
         self._warn_of_growth(step, values)
         for line in first_lines([{"step": step, **values}]):  # of the first step only
@@ -95,9 +110,10 @@ class Reporter:
     @undisturbed()
     def answered(self, step: int, answers: Callable[[], list[dict]] | None) -> None:
         """What the model says after `step` to the prompts that are always the same."""
-        activity.doing("answering the fixed prompts" if answers else "")
-        for row in answers() if answers else []:
-            self._write(ANSWERS, {"step": step, **row})
+        if answers:
+            with self.phase(ANSWER):
+                for row in answers():
+                    self._write(ANSWERS, {"step": step, **row})
 
     @undisturbed()
     def evaluated(self, step: int, values: dict[str, float]) -> None:
@@ -105,6 +121,35 @@ class Reporter:
         self._write(METRICS, {"step": step, **values})
         self._track(step, values)
         self.progress.evaluated(step, values)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A block of the run that is no step: named where it takes long, and its time kept for the next estimate."""
+        activity.doing(name)
+        self.progress.pace.begin_phase(name)
+        try:
+            yield
+        finally:
+            self.progress.pace.end_phase()
+            activity.doing("")
+
+    @undisturbed()
+    def estimate(self) -> None:
+        """One line of how long the run takes, as soon as anything is known of it."""
+        pace = self.progress.pace
+        if self._has_estimate or pace.step_seconds() == float("inf"):
+            return
+        seconds, step, others = pace.seconds_left(), pace.step_seconds(), pace.phases_left()
+        self._has_estimate, count, rest = True, self.total - pace.first, sum(others.values())
+        rest = f"; {roughly(rest)} of it for {', '.join(others)}" if rest >= 0.5 else ""
+        source = f", {pace.forecast.source}" * bool(pace.forecast.source)
+        if is_main():
+            self.progress.tell(f"time: about {roughly(seconds)} ({count} step{'s' * (count != 1)} of about "
+                               f"{number(float(f'{step:.2g}'))} s{source}{rest})")
+
+    def _hear(self, _text: str) -> None:
+        self.progress.pace.hear()
+        self.estimate()
 
     def say(self, text: str) -> None:
         """A line for people, from the main process."""

@@ -63,6 +63,7 @@ class OfflineTrainer:
     """
 
     progress_keys = ("loss", "rewards/accuracies", "rewards/margins", "learning_rate")
+    can_rehearse = True  # a step's only effects are its optimizer's and those on this object
 
     def __init__(self, policy: Actor, reference: Reference | None, config: DPOConfig) -> None:
         self.row = LOSSES[config.loss_type]

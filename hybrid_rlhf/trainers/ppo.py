@@ -105,16 +105,20 @@ class PPOTrainer:
                 batch, self.distill.kind, self.distill.top_k)
 
     @property
+    def warmup_steps(self) -> int:
+        return self.config.critic_warmup_steps or 0
+
+    @property
     def is_warming_up(self) -> bool:
         """Whether this step trains the critic alone."""
-        return self.num_steps < (self.config.critic_warmup_steps or 0)
+        return self.num_steps < self.warmup_steps
 
     def _set_schedules(self, prompts: Prompts) -> None:
         """The learning rates of this step are those of its place in the run: what earlier steps left out by stopping
         early, or for want of responses, does not put off the end of the decay."""
         total = place_over_ranks(len(prompts) * self.config.sampling.num_samples)[1]
         num_updates = self._num_epochs * -(-total // self._minibatch_size(total))  # of one step
-        num_trained = max(0, self.num_steps - (self.config.critic_warmup_steps or 0))  # steps of the actor
+        num_trained = max(0, self.num_steps - self.warmup_steps)  # steps of the actor
         schedule_at(self.roles.actor, num_trained * num_updates)
         if self.roles.critic:
             schedule_at(self.roles.critic, self.num_steps * num_updates)
@@ -181,9 +185,10 @@ class PPOTrainer:
         if not total:  # no response has a score
             return metrics
         limit, is_stopped, kl = config.early_stop_kl or None, False, 0.0
-        minibatches = (m for _ in activity.epochs(self._num_epochs)
+        minibatches = (m for _ in range(self._num_epochs)
                        for m in rollout.shuffled(self._minibatch_size(total), self.rng, first, total))
-        for minibatch in minibatches:
+        count = self._num_epochs * -(-total // self._minibatch_size(total))
+        for minibatch in activity.parts("training, minibatch", minibatches, count):
             observed = self._update_on(minibatch)
             metrics += observed
             if limit is not None or config.update_kl:

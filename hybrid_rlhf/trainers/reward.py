@@ -20,6 +20,7 @@ class RewardTrainer:
     """Fits scores so that chosen beats rejected. center_coef pulls the pair's mean score towards zero."""
 
     progress_keys = ("loss", "accuracy", "margin", "learning_rate")
+    can_rehearse = True  # a step's only effects are its optimizer's and those on this object
 
     def __init__(self, reward: Reward, center_coef: float = 0.0) -> None:
         self.reward, self.center_coef = reward, center_coef

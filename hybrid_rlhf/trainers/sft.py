@@ -19,6 +19,7 @@ class SFTTrainer:
     """Supervised fine-tuning of a policy. The loss is the mean over all marked tokens of the whole batch."""
 
     progress_keys = ("loss", "mean_token_accuracy", "learning_rate")
+    can_rehearse = True  # a step's only effects are its optimizer's and those on this object
 
     def __init__(self, policy: Actor) -> None:
         self.policy = policy

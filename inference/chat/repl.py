@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.config import UserError, check, command_flags, parse_command
 from hybrid_rlhf.core.exit_codes import exit_code
 from hybrid_rlhf.core.given_paths import expanded
@@ -199,7 +200,7 @@ def run(argv: list[str] | None) -> int:
     if all(Path(path.rpartition("=")[2]).is_dir() for path in options.model):
         # bars are for downloads, and read once, when the libraries are imported
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    with relaxed_gc():
+    with relaxed_gc(), activity.slow("loading the model"):
         session = open_session(options)
     if options.prompt is not None:
         session.is_comparing = len(session.chat_models) > 1

@@ -24,6 +24,7 @@ import rollout
 import scaling
 import sft_step
 import steps
+import time_left
 import torch
 
 pytestmark = pytest.mark.slow
@@ -189,6 +190,14 @@ def test_predicted_seconds_beside_measured_ones(tmp_path) -> None:
         assert set(row["predicted"]) == {"generate", "score", "update"} == set(row["measured"])
         assert all(row["predicted"][p] > 0 and row["measured"][p] > 0 for p in row["ratios"])
     assert "| tiny | float32 | lora |" in (tmp_path / "plan_time.md").read_text()
+
+
+def test_seconds_that_a_run_says_are_left_beside_real_ones(tmp_path) -> None:
+    row = rows_of(time_left, tmp_path, "--models", "tiny", "--stages", "sft", "--page",
+                  str(tmp_path / "time_left.md"))["tiny sft"]
+    assert all(row[at]["said"] > 0 and row[at]["real"] > 0 for at in ("before", "after10"))
+    assert row["ratios"]["before"] == row["before"]["said"] / row["before"]["real"]
+    assert "| tiny | sft | 11 |" in (tmp_path / "time_left.md").read_text()
 
 
 @pytest.mark.slow

@@ -101,9 +101,9 @@ def killed() -> None:
 
 
 def left(folder: Path) -> dict:
-    """What a run leaves, without what the clock says."""
+    """What a run leaves, without what the clock and the machine's memory say."""
     def rows(name: str) -> list[dict]:
-        return [{k: v for k, v in json.loads(line).items() if not k.startswith("time/")}
+        return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "memory/"))}
                 for line in (folder / name).read_text().splitlines()]
 
     lines = {name: rows(name) for name in ("metrics.jsonl", "samples.jsonl")}

@@ -47,7 +47,8 @@ def test_into_a_pipe_go_plain_lines_and_nothing_to_stdout(capsys, clock):
         progress.evaluated(2, {"eval/kl": 1.5, "eval/reward": 0.5, "eval/objective/kl": 1.5, "eval/x/std": 0.25})
     out, err = capsys.readouterr()
     assert out == ""
-    first, second, last = err.splitlines()
+    once, first, second, last = err.splitlines()
+    assert once == "ppo 1/10  reward 0.1235  kl 2  mean_length 13.25  4:30 left", "the first step, logged or not"
     assert first == "ppo 2/10  reward 0.1235  kl 2  mean_length 13.25  4:00 left"
     assert second == "ppo 2/10  held out: reward 0.5  kl 1.5  x/std 0.25", "kl is said once"
     assert last.startswith("ppo: 2 steps in 1:00, ") and last.endswith("iB of memory at most")
@@ -193,6 +194,12 @@ def test_a_narrow_terminal_gets_the_first_columns():
 ])
 def test_durations_read_as_people_say_them(seconds, text):
     assert terminal.duration(seconds) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (99, "99 s"), (100, "2 minutes"), (840, "14 minutes"),
+                                               (5340, "89 minutes"), (7500, "2 h 5 min")])
+def test_an_estimate_reads_as_people_say_it(seconds, text):
+    assert terminal.roughly(seconds) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [

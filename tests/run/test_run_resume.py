@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -264,7 +265,7 @@ def test_when_updates_are_made_again_checkpoints_are_removed_as_before(go, tmp_p
 
 
 def test_a_step_without_an_update_begins_no_new_count_and_checkpoints_may_be_removed_by_hand(tmp_path):
-    reporter = SimpleNamespace(state=dict, say=lambda text: None)
+    reporter = SimpleNamespace(state=dict, say=lambda text: None, phase=lambda name: nullcontext())
     saver = Saver(SimpleNamespace(state=dict), SimpleNamespace(state=dict), None,
                   SimpleNamespace(output_dir=str(tmp_path), stage="sft", config={}, versions={}), TrainConfig(), 9)
     saver.save(1, reporter)

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from hybrid_rlhf.core.errors import NotFinite, UserError
+from hybrid_rlhf.core.random_state import preserved
 from hybrid_rlhf.data.collate import collate_pairs, collate_sft
+from hybrid_rlhf.engine.train.accumulate import rehearsal
 from hybrid_rlhf.models.dropout import disable_dropout
 from hybrid_rlhf.rewards import BadScore
 from hybrid_rlhf.rewards.scale import Scale
@@ -240,3 +242,23 @@ def test_time_is_reported_for_every_phase_and_the_samples_are_readable():
     assert all(metrics[f"time/{phase}"] > 0 for phase in ("generate", "score", "train"))
     sample = trainer.samples(1)[0]
     assert sample["prompt"] == "x" and isinstance(sample["completion"], str) and isinstance(sample["score"], float)
+
+
+def test_a_rehearsed_step_changes_no_weight_no_moment_and_no_number_drawn():
+    def steps(rehearses):
+        torch.manual_seed(0)
+        engine = trained(policy(attention_dropout=0.3))
+        trainer, batch, losses = SFTTrainer(Actor(engine, None, 9)), collate_sft(SFT_ROWS, 0), []
+        for _ in range(2):
+            if rehearses:
+                with rehearsal(), preserved():
+                    copy.copy(trainer).step(batch)
+            losses.append(trainer.step(batch).compute())
+        return losses, weights(engine), trainer.num_tokens
+
+    plain, rehearsed = steps(False), steps(True)
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], rehearsed[1], strict=True))
+    assert plain[2] == rehearsed[2] == 32
+    for one, other in zip(plain[0], rehearsed[0], strict=True):
+        assert {k: v for k, v in one.items() if not k.startswith(CLOCKED)} == {
+            k: v for k, v in other.items() if not k.startswith(CLOCKED)}

@@ -72,10 +72,10 @@ def test_the_verdict_comes_before_the_step_and_a_large_step_is_measured_on_a_par
     rows = place / "many.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"say {w} {i}"}) + "\n" for w in WORDS for i in range(8)))
     lines = checked(place, capsys, "grpo", "alternating", "--ppo.sampling.max_new_tokens", "4", "--train.max_steps",
-                    "3", "--train.per_device_train_batch_size", "16", f"--data.sources=[{{path: {rows}}}]").splitlines()
+                    "3", "--train.per_device_train_batch_size", "32", f"--data.sources=[{{path: {rows}}}]").splitlines()
     assert lines[-3].startswith("verdict: ") and not lines[-2]
-    assert re.fullmatch(r"a training step +about [\d.]+ s \(measured on 8 of its 16 prompts\); the run has 3: about .*",
-                        lines[-1])
+    assert re.fullmatch(r"a training step +about [\d.]+ s \(measured on 24 of its 32 prompts\); the run has 3: "
+                        "about .*", lines[-1])
 
 
 def test_a_task_that_is_solved_is_said_to_be(place, capsys):

@@ -38,7 +38,20 @@ _log = logging.getLogger(__name__)
 # What starting a forward and backward costs, in tokens times weights: about 20 ms of the device's products. Reading the
 # weights once more comes to about 64 tokens everywhere.
 _PASS_WEIGHTS = {"cpu": 5e9}
+_is_rehearsal = False
 UPDATE, SCORE = "update", "score"  # the phases: with gradients and without
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """Within the block steps make their passes, for the time that these take, and change no weight: their gradients are
+    discarded, as those of a step that ran out of memory are."""
+    global _is_rehearsal
+    _is_rehearsal = True
+    try:
+        yield
+    finally:
+        _is_rehearsal = False
 
 
 class Rows(NamedTuple):
@@ -73,6 +86,10 @@ def _accumulated(engine: HybridEngine, max_tokens: int, minibatch: Sequence[Rows
             with (engine.active(), peak_in(metrics, f"{engine.name.split()[0]}/{UPDATE}", engine.device),
                   _naming_unreached(engine) as reached):
                 seen, shortage = _passes(engine, budget, minibatch)
+                if _is_rehearsal:
+                    reached.clear()
+                    training.discard_gradients()
+                    return metrics
                 is_short = bool(max_over_ranks(int(shortage is not None)))
                 norm = None if is_short else _optimizer_step(engine)
                 if is_short:

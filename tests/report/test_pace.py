@@ -1,0 +1,119 @@
+"""How long what is left takes: steps by their tokens, what is known before and within the first one, and phases."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from hybrid_rlhf.core import activity
+from hybrid_rlhf.report.pace import EVALUATE, EXPORT, SAVE, Forecast, Pace
+
+INF = float("inf")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def step(pace: Pace, clock: list[float], number: int, seconds: float, tokens: int = 0) -> None:
+    pace.tokens = tokens
+    clock[0] += seconds
+    pace.mark(number)
+
+
+def test_steps_to_come_cost_their_tokens_at_the_seconds_a_token_of_those_taken(clock):
+    pace = Pace(10)
+    pace.forecast = Forecast(tokens=100.0)
+    pace.begin()
+    for number, (seconds, tokens) in enumerate(((50.0, 90), (3.0, 300), (1.0, 100)), start=1):
+        step(pace, clock, number, seconds, tokens)
+    assert pace.step_seconds() == pytest.approx(1.0)  # 4 s for 400 tokens, the first step left out
+    assert pace.seconds_left() == pytest.approx(7.0)
+
+
+def test_half_of_the_steps_and_ten_at_least_say_how_long_the_next_take(clock):
+    pace = Pace(100)
+    pace.begin()
+    for number in range(1, 31):
+        step(pace, clock, number, 9.0 if number <= 15 else 1.0)
+    assert pace.step_seconds() == 1.0  # 15 of the 30
+    pace = Pace(100)
+    pace.begin()
+    for number in range(1, 13):
+        step(pace, clock, number, 9.0 if number <= 2 else 1.0)
+    assert pace.step_seconds() == 1.0  # ten of twelve
+
+
+def test_a_short_first_step_says_nothing_and_a_rehearsed_one_before_it_does(clock):
+    pace = Pace(4)
+    pace.begin()
+    step(pace, clock, 1, 4.0)
+    assert pace.seconds_left() == INF
+    pace = Pace(4)
+    pace.is_rehearsed, pace.rehearsed = True, 2.0
+    pace.begin()
+    assert pace.seconds_left() == 8.0
+    step(pace, clock, 1, 30.0)
+    assert pace.seconds_left() == 6.0
+
+
+def test_a_long_first_step_is_known_once_a_part_of_its_training_is_done(clock):
+    pace = Pace(3)
+    pace.begin()
+    clock[0] += 20.0  # sampling and scoring
+    for _ in activity.parts("training, minibatch", range(4), 4):
+        pace.hear()
+        clock[0] += 5.0
+    assert pace.rehearsed == 20.0 + 4 * 5.0 and pace.seconds_left() == 3 * 40.0 - 40.0
+    activity.doing("")
+    pace.mark(1)
+    assert pace.seconds_left() == 80.0
+
+
+def test_steps_after_the_critic_s_warm_up_train_the_actor_too(clock):
+    pace = Pace(5)
+    pace.forecast = Forecast(warmup=2)
+    pace.begin()
+    for number in (1, 2):
+        clock[0] += 6.0
+        activity.doing("training", 0, 1)
+        pace.hear()
+        clock[0] += 4.0
+        pace.mark(number)
+        assert pace.seconds_left() == {1: 10.0 + 3 * (10.0 + 4.0), 2: 3 * 14.0}[number]
+    activity.doing("")
+
+
+def test_phases_ahead_are_part_of_what_is_left_until_they_are_over(clock):
+    pace = Pace(2)
+    pace.is_rehearsed, pace.rehearsed = True, 6.0
+    pace.forecast = Forecast(lambda _step: {EVALUATE: 1, SAVE: 1, EXPORT: 1}, {SAVE: 7.0, EXPORT: 3.0},
+                             eval_batches=4, eval_share=0.5)
+    pace.begin()
+    assert pace.seconds_left() == 2 * 6.0 + 4 * 0.5 * 6.0 / 3 + 7.0 + 3.0
+    for number in (1, 2):
+        step(pace, clock, number, 6.0)
+    assert pace.seconds_left() == 4.0 + 7.0 + 3.0, "never 0 before work of seconds"
+    pace.begin_phase(EVALUATE)
+    clock[0] += 1.5
+    assert pace.seconds_left() == 2.5 + 7.0 + 3.0 and pace.phase_age == 1.5
+    clock[0] += 8.5
+    pace.end_phase()
+    assert pace.seconds_left() == 7.0 + 3.0 and pace.phase_seconds(EVALUATE) == 10.0
+
+
+def test_sampling_fewer_prompts_takes_less_but_not_in_proportion(clock):
+    pace = Pace(2)
+    pace.forecast = Forecast(eval_batches=3, eval_share=0.25)
+    pace.begin()
+    clock[0] += 8.0
+    activity.doing("training", 0, 1)
+    pace.hear()
+    clock[0] += 12.0
+    pace.mark(1)
+    activity.doing("")
+    assert pace.phase_seconds(EVALUATE) == 3 * 8.0 * 0.25 ** 0.5
