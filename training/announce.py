@@ -235,4 +235,5 @@ def _carried(config: object, option: str) -> list[str]:
     value, default = getattr(config, section), getattr(type(config)(), section)
     for part in name.split("."):
         value, default = getattr(value, part), getattr(default, part)
-    return [] if value == default else [f"--{option}", json.dumps(value) if not isinstance(value, str) else value]
+    is_usual = value == default or (option == "model.lora.r" and not value)
+    return [] if is_usual else [f"--{option}", json.dumps(value) if not isinstance(value, str) else value]

@@ -98,7 +98,7 @@ def _adapter_on(run: str, base: str) -> tuple[str | None, str]:
 def check_roles(parts: RoleInputs, sources: Sources) -> tuple[dict[str, Start], Layout]:
     """Starts and layout, checked. Raises UserError for what cannot be built; reads no weights to speak of."""
     starts = find_starts(sources, parts.model, parts.roles)
-    layout, line = resolve(parts.roles, starts, parts.model.lora.r > 0)
+    layout, line = resolve(parts.roles, starts, bool(parts.model.lora.r))
     for role in starts:
         held = load_config_for(parts, starts[role])
         builders.check_dtype(held)
@@ -137,7 +137,7 @@ class Backbone:
                  tokenizer) -> None:  # noqa: ANN001
         self.starts, self.kind, self.lora = starts, layout.kind, parts.model.lora
         trained = [r for r in group if r in TRAINED]
-        self.is_frozen = not trained or self.lora.r > 0 or (trained == ["critic"] and layout.kind == "head")
+        self.is_frozen = not trained or bool(self.lora.r) or (trained == ["critic"] and layout.kind == "head")
         layouts = [layout_of(parts, role) for role in trained or group]
         self.in_parts = any(each.cuts_weights if trained else each.zero_stage == 3 for each in layouts)
         settings = load_config_for(parts, starts[group[0]])

@@ -58,6 +58,9 @@ def resolve(config: object, start: ModelConfig | None = None) -> object:
     config, recorded = _within_positions(config, start), _recorded(config)
     if config.model.dtype == "auto" and not recorded:
         config = machine_defaults.with_dtype(config, start or _start(config))
+    if config.model.lora.r is None:
+        rank = recorded.get("model", {}).get("lora", {}).get("r")
+        config = machine_defaults.with_rank(config, start or _start(config), rank)
     row, found = of_method(config), {}
     missing = _missing(config, row, recorded)
     if not missing:

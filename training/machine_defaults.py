@@ -1,20 +1,25 @@
-"""Defaults that go by the machine: the dtype of the weights that are trained on a CPU."""
+"""Defaults that go by the machine: the dtype of weights that are trained on a CPU, and whether all are trained."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import torch
 
+from hybrid_rlhf.algorithms.preference import LOSSES
 from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.core.distributed import device, world_size
 from hybrid_rlhf.core.processor import bf16_line, bf16_unit
+from hybrid_rlhf.engine.decode.kv_cache import free_bytes
 from hybrid_rlhf.engine.train.optimizers import MASTERED
 from hybrid_rlhf.models import shapes
 from hybrid_rlhf.models.load import ModelConfig, configuration
 
 # Below so many weights a step is not products but calls of them, which bfloat16 does not shorten.
 LEAST_FOR_BF16 = 20_000_000
+RANK, SHARE = 16, 0.75  # of adapters; of the free memory, for weights and optimizers: the rest is for activations
+TRAINED, FROZEN = 16, 4  # bytes of a weight in fp32, with its gradient and moments, or in bf16 with its master; at most
 
 
 def with_dtype(config: object, start: ModelConfig) -> object:
@@ -26,6 +31,33 @@ def with_dtype(config: object, start: ModelConfig) -> object:
             or (num_weights(start) or 0) < LEAST_FOR_BF16):
         return config
     return replace(config, model=replace(config.model, dtype="bfloat16"))
+
+
+def with_rank(config: object, start: ModelConfig, recorded: int | None = None) -> object:
+    """The settings with model.lora.r filled in: as `recorded` by the run that goes on; else 0, all weights, or RANK
+    with a line where training them would not fit into what is free. Settings by which less is trained, or held in one
+    place, stay: quantised bases, model.freeze, engine.offload, several processes."""
+    if recorded is None:
+        recorded, free, count = 0, free_bytes(device()), num_weights(start)
+        is_other = config.model.quantize or config.model.freeze or config.engine.offload or world_size() > 1
+        if free is not None and count is not None and not is_other and (
+                needed := training_bytes(config, count)) > SHARE * free:
+            recorded = RANK
+            print(f"model.lora.r {RANK}: training all weights would take about {needed / 2**30:.0f} GiB, and "
+                  f"{free / 2**30:.0f} are free; 0 trains them all the same", file=sys.stderr)
+    return replace(config, model=replace(config.model, lora=replace(config.model.lora, r=recorded)))
+
+
+def training_bytes(config: object, count: int) -> int:
+    """What weights, gradients and optimizers of a run take that trains all `count` weights of its models. A stage that
+    samples is taken to have a reference or a teacher."""
+    trained, frozen = 1, 0
+    if hasattr(config, "roles"):
+        trained += hasattr(config, "ppo") and config.ppo.needs_critic
+        frozen = 1 + (hasattr(config, "reward") and config.reward.has_model(config.roles, config.environment))
+    elif hasattr(config, "dpo"):
+        frozen = int(LOSSES[config.dpo.loss_type].needs_reference)
+    return count * (TRAINED * trained + FROZEN * frozen)
 
 
 def num_weights(model: ModelConfig) -> int | None:

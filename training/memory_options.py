@@ -66,6 +66,8 @@ def carry_out(config: object, *, memory: int | None, only_plan: bool, cards: Car
     (0: go on, or done with --plan).
     """
     place = Place.of(cards) if cards else Place.here(memory)
+    if (cards or memory) and config.model.lora.r is None:  # the default goes by what is free here
+        config = with_value(config, "model.lora.r", 0)
     config, plans, chosen = look_ahead(config, place)
     lengths = mean_lengths(config) if only_plan and not isinstance(config, all_stages.Config) else None
     stream = stream or (sys.stdout if only_plan else sys.stderr)
@@ -226,7 +228,7 @@ def _preferences(config: preferences.Config, start: ModelConfig | None) -> list[
     read = per_group * config.train.rows_per_step
     policy = Role("policy", model, length, rows, predicted=length - 1, trains=True, scores=not row.needs_pairs,
                   scored=0 if row.needs_pairs else read, trained=read,
-                  is_shared=row.needs_reference and model.lora.r > 0, **_laid_out(config))
+                  is_shared=row.needs_reference and bool(model.lora.r), **_laid_out(config))
     if not row.needs_reference:
         return [policy]
     base = "policy" if model.lora.r else None
@@ -238,7 +240,7 @@ def _on_policy(config: on_policy.Config, start: ModelConfig | None) -> list[Role
     """Those that there are of actor, reference, critic, reward model and teacher, at their longest sequences, on the
     bases that they share."""
     starts = on_policy_starts(config, start)
-    layout, _ = resolve(config.roles, starts, config.model.lora.r > 0)
+    layout, _ = resolve(config.roles, starts, bool(config.model.lora.r))
     parts, method = on_policy.parts_of(config), config.method
     sampling, together = method.sampling, method.num_together
     sampled = config.data.max_prompt_length + sampling.max_new_tokens

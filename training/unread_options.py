@@ -124,7 +124,7 @@ SWITCHED: dict[str, list[tuple[tuple[str, ...], Callable[[object], bool], str]]]
     "model": [
         (("model.vocab_size",), lambda c: c.model.preset is not None and c.model.tokenizer_name_or_path is None,
          "it is the size of the tokenizer that model.preset trains; leave it out"),
-        (("model.lora.alpha", "model.lora.dropout", "model.lora.target_modules"), lambda c: c.model.lora.r > 0,
+        (("model.lora.alpha", "model.lora.dropout", "model.lora.target_modules"), lambda c: bool(c.model.lora.r),
          "model.lora.r is 0, so there are no adapters; give model.lora.r 16")],
     "train": [
         (("train.adam_beta1", "train.adam_beta2", "train.adam_epsilon"), lambda c: c.train.optim != "sgd",

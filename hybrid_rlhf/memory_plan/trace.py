@@ -305,7 +305,7 @@ def logit_bytes(model: ModelConfig, device: torch.device, num_tokens: int, *, tr
     """Most bytes that log-probabilities of `num_tokens` tokens take beside their hidden states; with a teacher, its
     hidden states and the divergence from it too."""
     config = shapes.read_config(model)
-    is_frozen = model.lora.r > 0 and model.lora.target_modules == "all-linear"  # which adapts no head
+    is_frozen = bool(model.lora.r) and model.lora.target_modules == "all-linear"  # which adapts no head
     empty = _headed(_plain(model) if is_frozen else model, device)
     taught = _headed(_plain(teacher), device) if teacher else None
     if is_frozen:

@@ -411,7 +411,7 @@ def check_lora(config: ModelConfig, option: str | None = None) -> None:
 
     Reads the configuration only: the layers are those of an empty model.
     """
-    check(not config.quantize or config.lora.r > 0,
+    check(not config.quantize or config.lora.r,
           f"{option or f'model.load_in_{config.quantize}'}: a quantised base cannot be fully fine-tuned; set "
           "model.lora.r (such as 16), or leave it out")
     if config.lora.r and config.model_name_or_path and config.lora.target_modules != "all-linear":

@@ -29,10 +29,11 @@ _HEAD = "score.weight"
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters. With r = 0 all weights are trained.
+    """Low-rank adapters. With r = 0, and null until a run resolves it, all weights are trained.
 
     Attributes:
-        r: Rank of the update; 0 turns LoRA off.
+        r: Rank of the update; 0 trains all weights. null: 0, or 16 where training all weights of a run would take more
+            than three quarters of the memory that is free.
         alpha: Scale: the update is multiplied by alpha / r. None means 2 r.
         dropout: Dropout on the adapter's input while SFT and reward models train (the other stages compare two forwards
             of one policy and take none); not for fused experts.
@@ -41,13 +42,13 @@ class LoraConfig:
             peft refuses (a state-space layer's out_proj).
     """
 
-    r: int = 0
+    r: int | None = None
     alpha: float | None = None
     dropout: float = 0.0
     target_modules: list[str] | str = "all-linear"
 
     def __post_init__(self) -> None:
-        check(self.r >= 0, f"lora.r is {self.r}; it must be 0 (off) or a positive rank such as 8")
+        check(self.r is None or self.r >= 0, f"lora.r is {self.r}; it must be 0 (off) or a positive rank such as 8")
         check(0.0 <= self.dropout < 1.0, f"lora.dropout is {self.dropout}; it must lie in [0, 1)")
         if isinstance(self.target_modules, str):
             _check_expression(self.target_modules)

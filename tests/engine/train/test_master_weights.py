@@ -173,7 +173,7 @@ def test_an_embeddings_gradient_by_rows_is_the_dense_one(is_tied, pieces, monkey
         predicted(plain, piece).backward()
         for name, parameter in plain.named_parameters():
             wanted[name] = wanted.get(name, 0) + parameter.grad.float()
-    engine = HybridEngine(module).prepare_training(OptimizerConfig(), lambda step: 1.0, ZeroConfig(0))
+    engine = HybridEngine(module).prepare_training(OptimizerConfig(0.1), lambda step: 1.0, ZeroConfig(0))
     optimizer, found, calls = engine.training._masters, {}, []
 
     def noted(max_norm):
@@ -224,7 +224,7 @@ def test_on_a_card_sums_go_with_the_step_or_the_failed_pass_and_the_numbers_stay
 def test_an_embedding_whose_gradient_comes_by_rows_is_not_named_as_one_without(caplog):
     def named(dtype):
         module = Tied(is_tied=False).to(dtype)
-        engine = HybridEngine(module).prepare_training(OptimizerConfig(), lambda step: 1.0, ZeroConfig(0))
+        engine = HybridEngine(module).prepare_training(OptimizerConfig(0.1), lambda step: 1.0, ZeroConfig(0))
         rows = Rows(torch.tensor([9, 9]), lambda index: (engine(torch.ones(len(index), 9, dtype=torch.long)).sum(), {}))
         caplog.clear()
         accumulate(engine, 100, rows)
