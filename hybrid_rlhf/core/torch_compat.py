@@ -29,7 +29,7 @@ def fake_mode() -> Any:  # a private class of torch
     """
     mode = TORCH.part(TORCH.module("torch._subclasses.fake_tensor"), "FakeTensorMode")
 
-    def dispatch(self, func, types, given=(), named=None):  # noqa: ANN001, ANN202 - torch's signature
+    def dispatch(self: Any, func: Any, types: Any, given: Any = (), named: Any = None) -> Any:  # torch's signature
         if str(func) != "aten._grouped_mm.default" or given[0].dtype == torch.bfloat16:
             return mode.__torch_dispatch__(self, func, types, given, named)
         # the products of experts, of which torch knows the shape for bfloat16 alone
