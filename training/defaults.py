@@ -56,10 +56,12 @@ def resolve(config: object, start: ModelConfig | None = None) -> object:
     start: the model that the run starts from, where an earlier stage of the same command has not left it yet.
     """
     config, recorded = _within_positions(config, start), _recorded(config)
-    if config.model.dtype == "auto" and not recorded:
-        config = machine_defaults.with_dtype(config, start or _start(config))
+    before = recorded.get("model", {})
+    if config.model.dtype == "auto":
+        config = (with_value(config, "model.dtype", before.get("dtype", "auto")) if recorded
+                  else machine_defaults.with_dtype(config, start or _start(config)))
     if config.model.lora.r is None:
-        rank = recorded.get("model", {}).get("lora", {}).get("r")
+        rank = before.get("lora", {}).get("r")
         config = machine_defaults.with_rank(config, start or _start(config), rank)
     row, found = of_method(config), {}
     missing = _missing(config, row, recorded)

@@ -76,6 +76,16 @@ def test_a_run_that_began_in_float32_goes_on_in_it(config, monkeypatch, tmp_path
     assert defaults.resolve(replace(config, resume="never")).model.dtype == "bfloat16"
 
 
+def test_a_run_that_began_in_bfloat16_goes_on_by_the_same_command(config, monkeypatch) -> None:
+    on(monkeypatch, "AMX")
+    runfile.start(config.output_dir, "sft", defaults.resolve(config), "train.py --stage sft")
+    record = runfile.read_run(config.output_dir)
+    record.close("finished")
+    assert runfile.finished(config.output_dir, "sft", defaults.resolve(config))
+    on(monkeypatch, None)  # nor does the processor change it: the checkpoints are of that dtype
+    assert defaults.resolve(config).model.dtype == "bfloat16"
+
+
 @pytest.mark.parametrize(("free", "rank"), [(507_565_398, 0), (507_565_397, 16), (None, 0)])
 def test_all_weights_are_trained_where_they_fit_and_adapters_where_not(config, monkeypatch, capsys, free, rank) -> None:
     """SFT of 23,792,128 weights takes 16 bytes of each, 380,674,048; three quarters of 507,565,397.3 are that."""
