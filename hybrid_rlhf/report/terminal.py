@@ -55,7 +55,7 @@ class Progress:
         self._doing, self._shown = "", 0  # _shown: the step of the table's last row
         self._columns: tuple[str, ...] = ()
         self._notice, self._hearing = "", ExitStack()
-        self._printed, self._is_over = time.monotonic(), threading.Event()
+        self._printed, self._is_over = time.perf_counter(), threading.Event()
 
     def __enter__(self) -> Progress:
         self.pace.begin()
@@ -84,7 +84,7 @@ class Progress:
         self._step, self._values, self._doing = step, values, ""
         self.pace.mark(step)
         self._samples = samples or self._samples
-        is_told = is_logged or step == self.pace.first + 1 or time.monotonic() - self._printed >= SILENCE
+        is_told = is_logged or step == self.pace.first + 1 or time.perf_counter() - self._printed >= SILENCE
         if not is_main() or not is_told:
             return
         if self._live is None:
@@ -143,19 +143,19 @@ class Progress:
     def _tick(self) -> None:
         """Plain lines of what goes on, where nothing else says it."""
         while not self._is_over.wait(0.5):
-            quiet, phase = time.monotonic() - self._printed, self.pace.phase
+            quiet, phase = time.perf_counter() - self._printed, self.pace.phase
             is_new = bool(phase) and activity.SLOW <= self.pace.phase_age <= quiet
             if (phase or self._doing) and (is_new or quiet >= SILENCE):
                 expected = f", about {roughly(seconds)}" if (seconds := self.pace.phase_seconds(phase)) else ""
                 print(f"{self.stage} {self._step}/{self.total}  {phase or self._doing}{expected * is_new}; "
                       f"{duration(self.pace.passed)} passed{self._left(', ')}", file=sys.stderr, flush=True)
-                self._printed = time.monotonic()  # not by rich, which may draw from the run's random numbers
+                self._printed = time.perf_counter()  # not by rich, which may draw from the run's random numbers
 
     def _print(self, text: str, style: str = "") -> None:
         from rich.text import Text
 
         if is_main():
-            self._printed = time.monotonic()
+            self._printed = time.perf_counter()
             self.console.print(Text(text, style=style), soft_wrap=self._live is None)
 
     def _row(self, first: str, cells: list[str]) -> str:

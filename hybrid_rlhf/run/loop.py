@@ -30,7 +30,7 @@ from hybrid_rlhf.run.signals import interruptible
 from hybrid_rlhf.run.train_config import TrainConfig
 
 SAMPLED = 256  # rows whose lengths stand for all
-ENOUGH = 2.0  # seconds of a step from which a quarter of it is rehearsed and not all
+ENOUGH = 2.0  # seconds of a step from which half of it is rehearsed and not all
 
 __all__ = ["Batches", "Stopped", "TrainConfig", "Trainer", "fit", "on_record"]
 
@@ -137,16 +137,16 @@ def _forecast(saver: Saver, reporter: Reporter, has_answers: bool, guesses: Mapp
 
 
 def _rehearse(trainer: Trainer, loader, tokens: float) -> float:  # noqa: ANN001
-    """Seconds of a step of so many tokens without its update: of a quarter of its rows and, where that is soon over, of
-    all of them, for the first passes of a process take longer."""
-    for share in (4, 1):
+    """Seconds of a step of so many tokens without its update, by passes over half of its rows, or over all where that
+    is soon over; a quarter of them goes before, for the first passes of a process take longer."""
+    seconds = float("inf")
+    for is_first in (True, False):
+        share = 4 if is_first else 2 if seconds > ENOUGH else 1
         batch = loader.typical(max(2, -(-loader.batch_size // share)))
         with rehearsal(), preserved():
             began = time.perf_counter()
             copy.copy(trainer).step(batch)
             seconds = (time.perf_counter() - began) * tokens / _num_tokens(batch)
-        if seconds > ENOUGH:
-            break
     return seconds
 
 
