@@ -11,6 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
+import torch
+
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.distributed import device, is_main, max_over_ranks, world_size
 from hybrid_rlhf.core.errors import NotFinite, UserError, check
@@ -146,6 +148,8 @@ def _rehearse(trainer: Trainer, loader, tokens: float) -> float:  # noqa: ANN001
         with rehearsal(), preserved():
             began = time.perf_counter()
             copy.copy(trainer).step(batch)
+            if device().type == "cuda":  # which is told what to do, and has yet to do it
+                torch.cuda.synchronize(device())
             seconds = (time.perf_counter() - began) * tokens / _num_tokens(batch)
     return seconds
 
