@@ -133,7 +133,8 @@ def _forecast(saver: Saver, reporter: Reporter, has_answers: bool, guesses: Mapp
     pace.forecast = Forecast(ahead, guesses, tokens, "from your rows' lengths" * bool(tokens),
                              getattr(saver.trainer, "warmup_steps", 0), batches,
                              (held_out.batch_size if held_out else 0) / rows)
-    if getattr(saver.trainer, "can_rehearse", False) and world_size() == 1:
+    has_steps = pace.first < saver.total_steps
+    if has_steps and getattr(saver.trainer, "can_rehearse", False) and world_size() == 1:
         pace.is_rehearsed, pace.rehearsed = True, guesses.get("update", 0.0) + _rehearse(saver.trainer, loader, tokens)
     reporter.estimate()
 
