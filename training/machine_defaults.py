@@ -36,10 +36,13 @@ def with_dtype(config: object, start: ModelConfig) -> object:
 def with_rank(config: object, start: ModelConfig, recorded: int | None = None) -> object:
     """The settings with model.lora.r filled in: as `recorded` by the run that goes on; else 0, all weights, or RANK
     with a line where training them would not fit into what is free. Settings by which less is trained, or held in one
-    place, stay: quantised bases, model.freeze, engine.offload, several processes."""
+    place, stay: quantised bases, model.freeze, offloading, a smaller optimizer, several processes."""
     if recorded is None:
         recorded, free, count = 0, free_bytes(device()), num_weights(start)
-        is_other = config.model.quantize or config.model.freeze or config.engine.offload or world_size() > 1
+        roles = vars(config.roles).values() if hasattr(config, "roles") else ()
+        is_other = (config.model.quantize or config.model.freeze or config.train.optim not in MASTERED
+                    or config.engine.offload or any(getattr(role, "offload", False) for role in roles)
+                    or world_size() > 1)
         if free is not None and count is not None and not is_other and (
                 needed := training_bytes(config, count)) > SHARE * free:
             recorded = RANK

@@ -195,7 +195,7 @@ def memory_growth(history: History) -> list[Alarm]:
     every length, and will take what is free in a hundred times as many steps."""
     rows = [(row["step"], max(peaks), row[FREE]) for row in history if is_number(row.get(FREE))
             if (peaks := [v for k, v in row.items() if k.startswith("memory/") and k != FREE and is_number(v)])]
-    if not rows or rows[-1][0] - rows[0][0] < MIN_GROWTH_STEPS:
+    if len(rows) < 4 or rows[-1][0] - rows[0][0] < MIN_GROWTH_STEPS:
         return []
     ends = [len(rows) * i // 4 for i in range(5)]
     peaks = [max(peak for _, peak, _ in rows[i:j]) for i, j in pairwise(ends)]

@@ -102,6 +102,7 @@ def test_a_rank_that_is_given_or_recorded_is_not_chosen_again(config, monkeypatc
     assert defaults.resolve(chosen).model.lora.r == 0
     frozen = replace(config, model=replace(config.model, freeze=["layers"]))  # what is trained is the user's choice
     assert defaults.resolve(frozen).model.lora.r == 0
+    assert defaults.resolve(replace(config, train=TrainConfig(optim="sgd"))).model.lora.r == 0  # in half the memory
     runfile.start(config.output_dir, "sft", chosen, "train.py --stage sft")
     assert defaults.resolve(config).model.lora.r == 0
 
