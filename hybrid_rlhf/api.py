@@ -263,7 +263,10 @@ def _one_line():  # noqa: ANN202
     try:
         yield
     except UserError as error:
-        raise UserError(str(error)) from None
+        bare = UserError(str(error))
+        for note in getattr(error, "__notes__", []):
+            bare.add_note(note)
+        raise bare from None
 
 
 def _free_memory() -> None:

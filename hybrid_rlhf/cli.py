@@ -20,7 +20,7 @@ from hybrid_rlhf.core.lasting_streams import lasting_streams
 from hybrid_rlhf.core.options import value_of
 from hybrid_rlhf.core.quiet import quiet_libraries
 from hybrid_rlhf.core.startup import relaxed_gc
-from hybrid_rlhf.core.text_safety import error_line
+from hybrid_rlhf.core.text_safety import error_line, escape_control
 from hybrid_rlhf.training.registry import STAGES, variant_options
 
 SWITCHES = ("preview", "check_signal", "plan", "memory", "cards")  # what a stage may be asked in place of a run
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
         except KeyboardInterrupt:
-            return _fail(130, "stopped")
+            return _fail(130, f"stopped\ngo on: {_again(argv)} (it begins again)")
     with lasting_streams():
         return _main(argv)
 
@@ -79,21 +79,34 @@ def _main(argv: list[str]) -> int:
         with relaxed_gc():
             return _train(argv)
     except UserError as error:
-        return _fail(2, error_line(error))
-    except KeyboardInterrupt:
-        return _fail(130, "stopped")
+        return _fail(2, "\n".join([error_line(error), *_notes(error)]))
+    except KeyboardInterrupt as error:
+        notes = _notes(error) or [f"go on: {_again(argv)}"]  # before the run began, or between two
+        return _fail(130, "\n".join(["stopped", *notes]))
     except Exception as error:
         if lost := _lost_process(error):  # first: its text may name any error of the system's
             return _fail(1, lost)
         if short := _shortage(error):  # where nobody below knew a better advice
-            return _fail(2, short)
+            return _fail(2, "\n".join([short, *_notes(error)]))
         if found := refusal(error):  # wherever a file was written
             where = f" ({error.filename})" if getattr(error, "filename", None) else ""
-            return _fail(2, error_line(UserError(f"{found.words}{where}; {found.remedy}, and the same command goes on "
-                                                 "from the last checkpoint")))
+            line = error_line(UserError(f"{found.words}{where}; {found.remedy}, and the same command goes on from the "
+                                        "last checkpoint"))
+            return _fail(2, "\n".join([line, *_notes(error)]))
         if not _is_one_of_several():
             raise
         return _fail(1, traceback.format_exc())
+
+
+def _notes(error: BaseException) -> list[str]:
+    """What a run has added to the error that ended it: what is where, and how the run goes on."""
+    return [escape_control(note) for note in getattr(error, "__notes__", [])]
+
+
+def _again(argv: Sequence[str]) -> str:
+    """The command line that started this process."""
+    program = sys.argv[0]
+    return shlex.join([*(["python", program] if program.endswith(".py") else ["hybrid-rlhf"]), *argv])
 
 
 def _lost_process(error: Exception) -> str | None:
@@ -169,7 +182,7 @@ def _train(argv: list[str]) -> int:
     if switches["check_signal"]:
         stage.check_signal(config)
         return 0
-    return _run(stage, config, command=shlex.join([prog, *argv]))
+    return _run(stage, config, command=_again(argv))
 
 
 def read_settings(name: str, words: list[str], prog: str = "hybrid-rlhf", default: str | None = None
@@ -233,6 +246,7 @@ def _prepare_device(*, is_bounded: bool) -> None:
 
 def _run(stage: ModuleType, config: object, command: str) -> int:
     from hybrid_rlhf.core.distributed import shutdown
+    from hybrid_rlhf.core.errors import shown
     from hybrid_rlhf.run.loop import Stopped
     from hybrid_rlhf.run.signals import stops_as_by_hand
     from hybrid_rlhf.training import announce
@@ -243,7 +257,7 @@ def _run(stage: ModuleType, config: object, command: str) -> int:
             stage.run(config, command=command)
             announce.after(config, sys.argv[0])
     except Stopped as stopped:
-        print(stopped, file=sys.stderr)
+        print(shown(stopped), file=sys.stderr)
         code = 130
     # At exit, not here: a second run in this process needs the group, which DeepSpeed holds on to. And only where the
     # run ended well: a process that failed would wait for others that wait for it.

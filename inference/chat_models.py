@@ -72,12 +72,13 @@ def model_folder(path: str) -> Path:
 def _tell_unfinished(run: Path) -> None:
     """A line on stderr where the model in a run's folder is not that of the run that its record tells of."""
     try:
-        status = json.loads((run / "run.json").read_text(encoding="utf-8"))["status"]
-    except (OSError, ValueError, LookupError, TypeError):
+        record = json.loads((run / "run.json").read_text(encoding="utf-8"))
+        status, step = record["status"], record.get("facts", {}).get("model_step")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return
     if status != "finished":
-        print(f"note: the run in {run} is not finished ({status}); the model there is of a run before it",
-              file=sys.stderr)
+        of = "a run before it" if step is None else f"step {step} of {record['facts'].get('num_steps')}"
+        print(f"note: the run in {run} is not finished ({status}); the model there is of {of}", file=sys.stderr)
 
 
 def open_chat_models(places: dict[str, str], sampling: SamplingConfig, seed: int = 0,

@@ -23,7 +23,6 @@ from hybrid_rlhf.environments.settings import EnvironmentConfig
 from hybrid_rlhf.export.folder import export, try_export
 from hybrid_rlhf.models import load
 from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.report.pace import EXPORT
 from hybrid_rlhf.rewards import RewardSource
 from hybrid_rlhf.rewards.model import ModelSource
 from hybrid_rlhf.rewards.scale import Scale
@@ -31,7 +30,7 @@ from hybrid_rlhf.roles import Roles
 from hybrid_rlhf.roles.sharing import TRAINED, Layout, RolesConfig, Start
 from hybrid_rlhf.roles.teacher import WHOLE_HEAD, check_top_k
 from hybrid_rlhf.run import runfile
-from hybrid_rlhf.run.loop import Trainer, fit, on_record
+from hybrid_rlhf.run.loop import Leaving, Trainer, fit, on_record
 from hybrid_rlhf.training import (
     announce,
     builders,
@@ -198,7 +197,20 @@ def run(make_trainer: Callable[[RunContext], Trainer], config: Config, command: 
         try_export(roles.actor.engine.model, opened.tokenizer, roles.actor.engine.eos_ids)
     record = builders.start(config, command, opened.data, opened.more)
     engines = {role: handle.engine for role, handle in (("actor", roles.actor), ("critic", roles.critic)) if handle}
-    with on_record(record):  # a failing export is on the record too
+
+    def leave() -> None:
+        _leave(roles, opened, config, builders.MODEL_FOLDER)
+        average = getattr(trainer, "average", None)  # of the weights, where the method keeps one
+        if average is not None:
+            with average.in_model():
+                _leave(roles, opened, config, f"{builders.MODEL_FOLDER}_ema")
+
+    def facts() -> dict:
+        return {"base_model": opened.sources.actor, "reward_model": opened.sources.reward, "data": opened.data.report,
+                **builders.adapted_weights(actor_model(config, opened.sources)),
+                **{f"{stage}_data": data.report for stage, data in opened.more.items()}}
+
+    with on_record(record):
         announce.before(record, config, engines, opened.sources.actor, opened.num_steps, opened.loader,
                         _teacher_line(opened))
         prompts = fixed_prompts.first_prompts(opened.data, config.train.num_fixed_prompts)
@@ -206,18 +218,9 @@ def run(make_trainer: Callable[[RunContext], Trainer], config: Config, command: 
         source = opened.source if isinstance(opened.source, ModelSource) else None
         said = prompts and fixed_prompts.of_policy(roles.actor, prompts, config.method.sampling, source,
                                                    ends=[config.data.append_eos] * len(prompts))
-        metrics = fit(trainer, opened.loader, opened.held_out, config.train, record, opened.num_steps, said,
-                      builders.guesses(engines.values()))
-        _leave(roles, opened, config, builders.MODEL_FOLDER)
-        average = getattr(trainer, "average", None)  # of the weights, where the method keeps one
-        if average is not None:
-            with average.in_model():
-                _leave(roles, opened, config, f"{builders.MODEL_FOLDER}_ema")
-        record.finish(metrics, tokenizer=opened.tokenizer, base_model=opened.sources.actor,
-                      reward_model=opened.sources.reward, data=opened.data.report,
-                      **builders.adapted_weights(actor_model(config, opened.sources)),
-                      **{f"{stage}_data": data.report for stage, data in opened.more.items()})
-    return metrics
+        return fit(trainer, opened.loader, opened.held_out, config.train, record, opened.num_steps, said,
+                   builders.guesses(engines.values()),
+                   Leaving(opened.tokenizer, leave, facts, lambda: roles.actor.engine.training.num_steps))
 
 
 def _teacher_line(opened: RunContext) -> str | None:
@@ -231,7 +234,7 @@ def _teacher_line(opened: RunContext) -> str | None:
 def _leave(roles: Roles, opened: RunContext, config: Config, folder: str) -> None:
     engine = roles.actor.engine
     give_back_idle()  # the cache that was kept for the next rollout
-    with activity.slow(EXPORT), explained("while exporting", builders.EXPORT_LATER), engine.active():
+    with explained("while exporting", builders.EXPORT_LATER), engine.active():
         export(engine.model, opened.tokenizer, Path(config.output_dir) / folder, engine.eos_ids)
 
 

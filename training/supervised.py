@@ -20,9 +20,8 @@ from hybrid_rlhf.data.source import Reads
 from hybrid_rlhf.engine import HybridEngine, ZeroConfig
 from hybrid_rlhf.export.folder import export, try_export
 from hybrid_rlhf.models.load import ModelConfig
-from hybrid_rlhf.report.pace import EXPORT
 from hybrid_rlhf.run import runfile
-from hybrid_rlhf.run.loop import TrainConfig, Trainer, fit, on_record
+from hybrid_rlhf.run.loop import Leaving, TrainConfig, Trainer, fit, on_record
 from hybrid_rlhf.training import announce, builders, defaults
 
 
@@ -97,16 +96,19 @@ def run(config: Config, command: str, reads: Reads, start: Start, collation: Col
     with explained("while trying the export"), learner.engine.active():
         try_export(learner.model, tokenizer, learner.ends)
     record = builders.start(config, command, data)
-    with on_record(record):  # a failing export is on the record too
-        announce.before(record, config, {learner.role: learner.engine}, base, steps, loader)
-        metrics = fit(learner.trainer, loader, held_out, config.train, record, steps, learner.answers,
-                      builders.guesses([learner.engine]))
-        facts = learner.facts()
-        with activity.slow(EXPORT), explained("while exporting", builders.EXPORT_LATER), learner.engine.active():
+
+    def leave() -> None:
+        with explained("while exporting", builders.EXPORT_LATER), learner.engine.active():
             export(learner.model, tokenizer, Path(config.output_dir) / builders.MODEL_FOLDER, learner.ends)
-        record.finish(metrics, tokenizer=tokenizer, base_model=base, data=data.report,
-                      **(builders.adapted_weights(model) | facts))
-    return metrics
+
+    def facts() -> dict:
+        return {"base_model": base, "data": data.report} | builders.adapted_weights(model) | learner.facts()
+
+    with on_record(record):
+        announce.before(record, config, {learner.role: learner.engine}, base, steps, loader)
+        return fit(learner.trainer, loader, held_out, config.train, record, steps, learner.answers,
+                   builders.guesses([learner.engine]),
+                   Leaving(tokenizer, leave, facts, lambda: learner.engine.training.num_steps))
 
 
 def start_from_sft(config: Config, what: str) -> tuple[str, ModelConfig]:

@@ -56,8 +56,11 @@ def find(path: str) -> tuple[Path, RunRecord | None]:
     run = next((p for p in (folder, folder.parent) if (p / RUN_FILE).exists()), None)
     record = read_run(run) if run else None
     if run == folder:
-        check(record.is_finished, f"export: the {record.stage} run in {path} is not finished ({record.status}); "
-                                  "run it again, it goes on where it stopped")
+        check(record.is_finished or record.left_early,
+              f"export: the {record.stage} run in {path} is not finished ({record.status}); run it again, it goes on "
+              "where it stopped")
+        if record.left_early:
+            print(f"note: the {record.stage} run in {path} {record.left_early}", file=sys.stderr)
         folder = folder / "model"
     check((folder / "config.json").exists() or is_adapter(folder),
           f"export: {path} holds neither a model (config.json) nor an adapter (adapter_config.json); "

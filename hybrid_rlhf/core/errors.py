@@ -21,7 +21,7 @@ class UserError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows of it, in a notebook too: the line alone."""
-        return [error_line(self)]
+        return [error_line(self), *getattr(self, "__notes__", [])]
 
 
 class NotFinite(UserError):
@@ -39,6 +39,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return ""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def shown(error: BaseException) -> str:
+    """An error's message and its notes, a line each."""
+    return "\n".join([str(error), *getattr(error, "__notes__", [])])
 
 
 def check(condition: object, message: str) -> None:

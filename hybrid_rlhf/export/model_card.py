@@ -32,6 +32,9 @@ def card_text(name: str, run: dict) -> str:
     lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", "", f"# {name}", "",
              f"A {'reward model' if stage == 'reward' else 'language model'} trained by hybrid_rlhf, stage `{stage}`"
              f"{f', from `{_shown(base)}`' if base else ', from random weights'}."]
+    if "model_step" in run["facts"]:
+        lines += ["", f"The run {run['status']} early: this is its model after step {run['facts']['model_step']} of "
+                      f"{run['facts'].get('num_steps')}."]
     lines += ["", "Licence: " + (f"`{licence}`, the base model's." if licence else
                                  "the base model's and the data's; neither was found beside them, so look before you "
                                  "share this.")]

@@ -37,7 +37,8 @@ td.said { white-space: pre-wrap; overflow-wrap: anywhere; max-width: 34rem; }
 @dataclass(frozen=True)
 class Chapter:
     """All that is told of one run. history: rows of metrics.jsonl. pictures: PNG files; no_pictures: why there are
-    none. before, after: samples, of the same prompts where the run asked. record: the contents of run.json."""
+    none. before, after: samples, of the same prompts where the run asked. record: the contents of run.json. state: how
+    far the run is, where it has not ended well."""
 
     stage: str
     alarms: list[Alarm]
@@ -47,6 +48,7 @@ class Chapter:
     before: list[dict]
     after: list[dict]
     record: dict
+    state: str = ""
 
     @property
     def header(self) -> list[str]:
@@ -133,6 +135,7 @@ def _chapter(run: Chapter, heading: str) -> str:
     taken = run.last_step["step"] if run.last_step else 0
     steps = f"{taken} step{'s' * (taken != 1)}"
     steps += f" in {duration(run.record['seconds'])}" if run.record.get("seconds") else ""
+    parts += [f'<p class="alarm"><strong>{escape(run.state)}</strong></p>'] if run.state else []
     parts.append(f'<p class="quiet">{"<br>".join(map(escape, [*run.header, steps]))}</p>')
     parts += [f"<p>{escape(line)}</p>" for line in run.first_step]
     parts += [f'<p class="alarm"><strong>{escape(a.name)}</strong>: {escape(a.text)}</p>' for a in run.alarms] or [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from hybrid_rlhf.core.config import UserError
@@ -22,13 +23,13 @@ _SILENT = "None of the alarms went off."
 
 def conclude(folder: Path, stage: str, metrics: str = METRICS,
              warn: Callable[[str], None] = lambda _text: None,
-             show: Callable[[list[Path]], None] = lambda _paths: None) -> list[Alarm]:
+             show: Callable[[list[Path]], None] = lambda _paths: None, state: str = "") -> list[Alarm]:
     """Read the run's history, look for alarms, and write plots/, report.md and report.html; returns the alarms.
 
     The run has yet to leave its model: `warn` is told what cannot be drawn or written, and nothing is raised for it.
-    `show` is given the pictures that were drawn.
+    `show` is given the pictures that were drawn. state: how far the run is, where it has not ended well.
     """
-    found = chapter(folder, stage, metrics, warn)
+    found = replace(chapter(folder, stage, metrics, warn), state=state)
     show(found.pictures)
     for name, text in ((REPORT, page(found)), (PAGE, html(f"{folder.resolve().name}: stage {stage}", [found]))):
         try:
@@ -91,7 +92,8 @@ def read_history(path: Path) -> list[dict]:
 
 def page(run: Chapter) -> str:
     """The report as Markdown."""
-    lines = [f"# Report of stage {run.stage}", "", *(f"- {_cell(line, 400)}" for line in run.header)]
+    lines = [f"# Report of stage {run.stage}", "", *([f"**{_cell(run.state, 600)}**", ""] if run.state else []),
+             *(f"- {_cell(line, 400)}" for line in run.header)]
     lines += [""] * bool(run.header) + [f"{line}\n" for line in run.first_step]
     lines += ["## Alarms", "", *alarm_lines(run.alarms), "", "## Curves", ""]
     lines += [f"![{path.stem.replace('_', ' ')}](plots/{path.name})" for path in run.pictures] or [

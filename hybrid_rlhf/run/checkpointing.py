@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hybrid_rlhf.core import random_state
@@ -25,14 +25,16 @@ _SMALL_IS_GOOD = ("loss", "perplexity", "kl")
 
 
 class Saver:
-    """Saves the whole state of a run, and restores it. values: the newest metrics. owes_evaluation: whether the
-    held-out batches are yet to be evaluated after the step that was restored."""
+    """Saves the whole state of a run, and restores it. step, values: the last step that was taken and its metrics;
+    num_updates: those of the weights until then. owes_evaluation: whether the held-out batches are yet to be evaluated
+    after the step that was restored."""
 
     def __init__(self, trainer, loader, held_out, record: RunRecord, config: TrainConfig,  # noqa: ANN001
                  total_steps: int) -> None:
         self.trainer, self.loader, self.held_out, self.record, self.config = trainer, loader, held_out, record, config
         self.total_steps, self.folder = total_steps, Path(record.output_dir) / FOLDER
-        self.values: dict[str, float] = {}
+        self.step, self.values = 0, {}
+        self.num_updates, self.num_updates_of = 0, lambda: 0
         self.owes_evaluation = False
         self._best: float | None = None
         self._failed, self._newest = 0, 0  # _newest: the step of the newest checkpoint
@@ -63,7 +65,8 @@ class Saver:
         except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             raise UserError(f"the checkpoint {self.record.resumes_from} does not fit this run: {error}; give --resume "
                             "never to start again") from error
-        self._newest = step
+        self._newest = self.step = step
+        self.num_updates = self.num_updates_of()
         return step
 
     def mark(self) -> None:
@@ -79,6 +82,7 @@ class Saver:
             self._spared = None
         elif self._spared is None:
             self._spared = self._names()
+        self.step, self.num_updates = self.step + 1, self.num_updates_of()
         self.values, self._skipped = values, self._skipped | counts
 
     def before_skips(self) -> Path | None:
@@ -161,13 +165,19 @@ class Saver:
                 "total_steps": self.total_steps, "versions": self.record.versions, "data": _fingerprint(self.loader),
                 "held_out": _fingerprint(self.held_out)}
 
-    def evaluate(self, step: int, reporter: Reporter) -> bool:
-        """Evaluate after `step`; returns whether it is the best so far by config.save_best."""
-        batches = self.held_out.once()
+    def evaluate(self, step: int, reporter: Reporter, interrupts: Sequence[int] = ()) -> bool | None:
+        """Evaluate after `step`; returns whether it is the best so far by config.save_best, None where one process is
+        interrupted in it: nothing was evaluated then."""
+        batches, before = self.held_out.once(), random_state.state()
         if self.config.max_eval_batches is not None:
             batches = (b for _, b in zip(range(self.config.max_eval_batches), batches, strict=False))
-        with reporter.phase(EVALUATE):
-            found = {f"eval/{name}": value for name, value in self.trainer.evaluate(batches).compute().items()}
+        try:
+            with reporter.phase(EVALUATE):
+                metrics = self.trainer.evaluate(_until(interrupts, batches)).compute()
+        except _Interrupted:
+            random_state.load_state(before)
+            return None
+        found = {f"eval/{name}": value for name, value in metrics.items()}
         reporter.evaluated(step, found)
         self.values |= found
         return self._is_best(found)
@@ -183,6 +193,17 @@ class Saver:
             return False
         self._best = value
         return True
+
+
+class _Interrupted(Exception):  # noqa: N818 - not a fault
+    """The user stops the run while it evaluates."""
+
+
+def _until(interrupts: Sequence[int], batches: Iterable) -> Iterator:
+    for batch in batches:
+        if interrupts and world_size() == 1:  # several would have to agree
+            raise _Interrupted
+        yield batch
 
 
 def _fingerprint(loader) -> str | None:  # noqa: ANN001

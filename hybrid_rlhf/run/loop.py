@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -16,7 +14,6 @@ import torch
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.distributed import device, is_main, max_over_ranks, world_size
 from hybrid_rlhf.core.errors import NotFinite, UserError, check
-from hybrid_rlhf.core.failure import lost_process, on_failure
 from hybrid_rlhf.core.host_memory import free_host_bytes
 from hybrid_rlhf.core.metrics import Metrics
 from hybrid_rlhf.core.random_state import preserved
@@ -26,6 +23,7 @@ from hybrid_rlhf.report.alarms import FREE
 from hybrid_rlhf.report.pace import ANSWER, EVALUATE, EXPORT, REPORT, SAVE, Forecast
 from hybrid_rlhf.run import bad_batch, joined_state
 from hybrid_rlhf.run.checkpointing import Saver
+from hybrid_rlhf.run.ending import Leaving, Stopped, leaves, on_record
 from hybrid_rlhf.run.reporter import Reporter
 from hybrid_rlhf.run.runfile import RunRecord
 from hybrid_rlhf.run.signals import interruptible
@@ -34,7 +32,7 @@ from hybrid_rlhf.run.train_config import TrainConfig
 SAMPLED = 256  # rows whose lengths stand for all
 ENOUGH = 2.0  # seconds of a step from which half of it is rehearsed and not all
 
-__all__ = ["Batches", "Stopped", "TrainConfig", "Trainer", "fit", "on_record"]
+__all__ = ["Batches", "Leaving", "Stopped", "TrainConfig", "Trainer", "fit", "on_record"]
 
 
 class Trainer(Protocol):
@@ -59,57 +57,69 @@ class Batches(Protocol):
     def load_state(self, state: Mapping) -> None: ...
 
 
-class Stopped(Exception):  # noqa: N818 - not a fault: the user asked for it
-    """The user stopped the run and a checkpoint was saved; the message says where. Entry points exit with 130."""
-
-    def _render_traceback_(self) -> list[str]:
-        """What IPython shows of it, in a notebook too: the line alone."""
-        return [str(self)]
-
-
 def fit(trainer: Trainer, loader: Batches, held_out: Batches | None, config: TrainConfig, record: RunRecord,
         total_steps: int, answers: Callable[[], list[dict]] | None = None,
-        guesses: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+        guesses: Mapping[str, float] = MappingProxyType({}), leaving: Leaving | None = None) -> dict[str, float]:
     """Run up to step `total_steps` (or for config.max_seconds); returns the last step's metrics, the final evaluation's
     and time/per_step, seconds per step with evaluations and checkpoints.
 
     Goes on from record.resumes_from where there is one. Writes metrics.jsonl, samples.jsonl, answers.jsonl (what
-    `answers` gives before the first step and after the last) and checkpoints/ under record.output_dir. guesses: seconds
-    of what is no step (report/pace.py), for the estimate of the time. The first Ctrl-C, SIGTERM or SIGHUP finishes the
-    step, saves a checkpoint and raises Stopped; the second stops at once. However the loop ends but well, the
+    `answers` gives before the first step and after the last), checkpoints/ and a report under record.output_dir, and
+    what `leaving` says, after which the record is finished. guesses: seconds of what is no step (report/pace.py), for
+    the estimate of the time. The first Ctrl-C, SIGTERM or SIGHUP finishes the step, saves a checkpoint, leaves what a
+    run leaves and raises Stopped; the second stops at once. However the run ends, the
     record says so.
     """
     check(total_steps >= 1, f"the run has {total_steps} steps; it needs at least one")
     restore_gc()
     started, saver = time.perf_counter(), Saver(trainer, loader, held_out, record, config, total_steps)
+    saver.num_updates_of = leaving.num_updates if leaving else saver.num_updates_of
     with on_record(record):
         saved = joined_state.read(record.resumes_from) if record.resumes_from else None
-        first = step = saver.restore(saved)
+        first = saver.restore(saved)
         positions = saved and saved["reporter"]
         with (Reporter(record, trainer.progress_keys, total_steps, config, first, positions) as reporter,
-              interruptible(reporter.say) as interrupts):
-            reporter.answered(0, answers if step == 0 else None)
-            if saver.owes_evaluation:
-                saver.evaluate(step, reporter)
-            _forecast(saver, reporter, bool(answers), guesses)
-            for step in range(first + 1, total_steps + 1):
-                saver.observe(_step(saver, step, reporter) | {"epoch": step / len(loader)})
-                reporter.step(step, saver.values, trainer.samples)
-                is_stopped, is_overdue = _news(bool(interrupts), saver)
-                is_last = step == total_steps or _any(_over(started, config.max_seconds))
-                is_evaluated = held_out is not None and (is_last or _is_due(step, config.eval_steps))
-                is_best = is_evaluated and not is_stopped and saver.evaluate(step, reporter)
-                if is_stopped or is_last or is_best or is_overdue or _is_due(step, config.save_steps):
-                    path = saver.save(step, reporter, owes_evaluation=is_evaluated and is_stopped)
-                    if is_best and path:
-                        saver.keep_best(path, reporter)
-                if is_stopped or (is_last and _any(bool(interrupts))):  # the second: during evaluation or saving
-                    raise Stopped(f"stopped after step {step} of {total_steps}; {_where(path, record)}")
-                if is_last:
-                    break
-            reporter.answered(step, answers)
-            reporter.conclude()
-    return saver.values | {"time/per_step": (time.perf_counter() - started) / max(1, step - first)}
+              interruptible(lambda: _announce_stop(saver, reporter)) as interrupts):
+            with leaves(leaving, saver, reporter, answers):
+                _train(saver, reporter, interrupts, answers, guesses)
+                saver.values |= {"time/per_step": (time.perf_counter() - started) / max(1, saver.step - first)}
+            if _any(bool(interrupts)):
+                raise Stopped(f"stopped after the last step, {saver.step}: the run is finished")
+    return saver.values
+
+
+def _train(saver: Saver, reporter: Reporter, interrupts: list[int],
+           answers: Callable[[], list[dict]] | None, guesses: Mapping[str, float]) -> None:
+    """Take all steps that are left, with evaluations and checkpoints. Raises Stopped."""
+    config, started, loader, total_steps = saver.config, time.perf_counter(), saver.loader, saver.total_steps
+    reporter.answered(saver.step, answers if saver.step == 0 else None)
+    is_cut = saver.owes_evaluation and saver.evaluate(saver.step, reporter, interrupts) is None
+    if is_cut or (saver.step < total_steps and _any(bool(interrupts))):
+        raise Stopped(f"stopped after step {saver.step} of {total_steps}")
+    _forecast(saver, reporter, bool(answers), guesses)
+    for step in range(saver.step + 1, total_steps + 1):
+        saver.observe(_step(saver, step, reporter) | {"epoch": step / len(loader)})
+        reporter.step(step, saver.values, saver.trainer.samples)
+        is_stopped, is_overdue = _news(bool(interrupts), saver)
+        is_last = step == total_steps or _any(_over(started, config.max_seconds))
+        is_evaluated = saver.held_out is not None and (is_last or _is_due(step, config.eval_steps))
+        is_best = is_evaluated and not is_stopped and saver.evaluate(step, reporter, interrupts)
+        is_stopped = is_stopped or is_best is None
+        if is_stopped or is_last or is_best or is_overdue or _is_due(step, config.save_steps):
+            path = saver.save(step, reporter, owes_evaluation=is_evaluated and is_stopped)
+            if is_best and path:
+                saver.keep_best(path, reporter)
+            if path and not (is_stopped or is_last):
+                reporter.checkpointed(step)
+        if is_stopped:
+            raise Stopped(f"stopped after step {step} of {total_steps}")
+        if is_last:
+            break
+
+
+def _announce_stop(saver: Saver, reporter: Reporter) -> None:
+    ending = "finishing this step, then saving a checkpoint, a report and the model"
+    reporter.say(f"{ending if saver.step < saver.total_steps else 'ending the run'}; once more stops at once")
 
 
 def _forecast(saver: Saver, reporter: Reporter, has_answers: bool, guesses: Mapping[str, float]) -> None:
@@ -161,13 +171,6 @@ def _num_tokens(batch: object) -> int:
     return 0 if mask is None else int(mask.sum())
 
 
-def _where(path: Path | None, record: RunRecord) -> str:
-    """How the run goes on; the path last, for people to copy."""
-    never = " without --resume never" if record.config.get("resume") == "never" else ""
-    return f"the same command{never} goes on there; the checkpoint is {path}" if path else (
-        "no checkpoint of it could be saved: the same command goes on from an earlier one, or begins again")
-
-
 def _step(saver: Saver, step: int, reporter: Reporter) -> dict[str, float]:
     """Step number `step` on the next batch: its metrics over all processes, and its seconds."""
     began = time.perf_counter()
@@ -217,25 +220,3 @@ def _news(is_interrupted: bool, saver: Saver) -> tuple[bool, bool]:
 def _any(mine: bool) -> bool:
     """Whether any process says so: all must leave the loop after the same step."""
     return bool(max_over_ranks(int(mine)))
-
-
-@contextmanager
-def on_record(record: RunRecord) -> Iterator[None]:
-    """Whatever ends the block other than its end, another process's failure too, is written to run.json."""
-    try:
-        with on_failure(lambda message: _close(record, "failed", message)):
-            yield
-    except (Stopped, KeyboardInterrupt):
-        _close(record, "stopped")
-        raise
-    except (Exception, SystemExit) as error:  # a reward function may call sys.exit()
-        _close(record, "failed", lost_process(error) or f"{type(error).__name__}: {error}")
-        raise
-
-
-def _close(record: RunRecord, status: str, error: str | None = None) -> None:
-    """On the record, if the disk takes it: what ended the run is what people are to be told."""
-    try:
-        record.close(status, error)
-    except OSError as refusal:
-        print(f"warning: run.json still says that the run goes on: {refusal.strerror}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from hybrid_rlhf.run.json_lines import Lines
 from hybrid_rlhf.run.runfile import TRACKERS, RunRecord
 
 METRICS, SAMPLES, ANSWERS = "metrics.jsonl", "samples.jsonl", "answers.jsonl"
+REPORTS_AT_MOST, FIRST_REPORT = 0.05, 3.0  # of the time, while the run goes on; seconds, before one has been written
 
 
 class Reporter:
@@ -43,6 +45,8 @@ class Reporter:
         self._has_estimate, self._hearing = first >= total_steps, ExitStack()
         self._num_steps = self._num_recomputed = 0
         self._files: dict[str, Lines] = {}
+        self._last_sampled = 0
+        self._reported, self._took = time.monotonic(), FIRST_REPORT  # when the last report was written; its seconds
         self._trackers: list = []
         self._memory: list[dict] | None = []  # of every fifth step, until it was told that it grows
 
@@ -69,15 +73,27 @@ class Reporter:
             file.close()
         self._each_tracker(lambda tracker: tracker.finish())
 
-    def conclude(self) -> None:
-        """The run ended well: its alarms go to report.md and to the terminal."""
+    @undisturbed()
+    def conclude(self, state: str = "") -> None:
+        """The run has ended: its alarms go to report.md and to the terminal. state: how, where not well."""
         if is_main():
             warnings: list[str] = []
             with self.phase(REPORT):
                 found = conclude(Path(self.record.output_dir), self.record.stage, METRICS, warnings.append,
-                                 self.progress.pictures)
+                                 self.progress.pictures, state)
             self.progress.alarms([f"{alarm.name}: {alarm.text}" for alarm in found])
             self.progress.warnings(warnings)
+
+    @undisturbed()
+    def checkpointed(self, step: int) -> None:
+        """The report as of the checkpoint after `step`, unless it would take more than a twentieth of the time."""
+        began = time.monotonic()
+        if is_main() and began - self._reported >= self._took / REPORTS_AT_MOST:
+            with self.phase(REPORT):
+                conclude(Path(self.record.output_dir), self.record.stage, METRICS,
+                         state=f"After step {step} of {self.total}; the run had not ended.")
+            self._reported = time.monotonic()
+            self._took = self._reported - began
 
     @undisturbed()
     def step(self, step: int, values: dict[str, float], samples: Callable[[], list[dict]]) -> None:
@@ -86,9 +102,8 @@ class Reporter:
         self._num_steps, self._num_recomputed = self._num_steps + 1, self._num_recomputed + (RECOMPUTED in values)
         is_logged = step % self.every == 0 or step in (1, self.total)
         newest = samples() if is_logged or self.progress.is_live else []
-        for sample in newest if is_logged else ():
-            self._write(SAMPLES, {"step": step, **sample})
         if is_logged:
+            self._sampled(step, newest)
             self._track(step, values)
         self.progress.pace.mark(step)
         self.estimate()
@@ -106,6 +121,15 @@ class Reporter:
         if found := memory_growth(self._memory):
             self.say(f"warning: {found[0].name}: {found[0].text}")
             self._memory = None
+
+    def sampled(self, step: int, samples: Callable[[], list[dict]]) -> None:
+        """The samples of `step`, unless they are written already; a run that goes on writes them no second time."""
+        self._sampled(step, samples() if step != self._last_sampled else [])
+
+    def _sampled(self, step: int, samples: list[dict]) -> None:
+        self._last_sampled = step
+        for sample in samples:
+            self._write(SAMPLES, {"step": step, **sample})
 
     @undisturbed()
     def answered(self, step: int, answers: Callable[[], list[dict]] | None) -> None:

@@ -13,6 +13,7 @@ import platform
 import sys
 import time
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import ClassVar
@@ -40,7 +41,8 @@ class RunRecord:
 
     status: one of STATUSES. config: the run's settings. metrics: the last step's and the final evaluation's; a number
     that was not finite is None. facts: what later stages need: tokenizer and chat_template (sha256 each), base_model,
-    data (counts of rows), score_statistics (mean, std; of a reward run), header (the lines that it began with).
+    data (counts of rows), score_statistics (mean, std; of a reward run), header (the lines that it began with); where
+    the run was stopped or failed, model_step, the step whose model it left, and num_steps, which it would have had.
     started, finished: UTC, ISO 8601. seconds: from start to end, over all processes that it took. error: why it failed.
     code: sha256 of the files of reward functions, tools and environments. resumes_from: not in the file: the checkpoint
     from which this process goes on.
@@ -68,22 +70,33 @@ class RunRecord:
     def is_finished(self) -> bool:
         return self.status == "finished"
 
+    @property
+    def left_early(self) -> str:
+        """Of a run that was stopped or failed and left a model: what that is, to come after "the run"."""
+        step = self.facts.get("model_step")
+        return "" if step is None or self.status not in ("stopped", "failed") else (
+            f"is not finished ({self.status}): its model is that of step {step} of {self.facts.get('num_steps')}")
+
     def finish(self, metrics: dict[str, float], *, tokenizer, **facts: object) -> None:  # noqa: ANN001
         """The run ended well; facts must be JSON. Its model gets its card. tokenizer: None where it had none. Every
         process returns after it is written: others read it next."""
-        self.metrics = metrics
-        own = {} if tokenizer is None else {"tokenizer": tokenizer_hash(tokenizer),
-                                            "chat_template": template_hash(tokenizer)}
-        self.facts = {"header": self.facts.get("header", []), **own, **facts}
-        model = Path(self.output_dir) / "model"
         try:
-            if is_main() and model.is_dir():
-                write_card(model, Path(self.output_dir).resolve().name, dataclasses.asdict(self))
+            self.describe(metrics, tokenizer, **facts)
             self.close("finished")
         except OSError as error:
             raise UserError(f"cannot write in {self.output_dir}: {error.strerror}; make room, and the same command "
                             "goes on from the last checkpoint") from error
         barrier()
+
+    def describe(self, metrics: dict[str, float], tokenizer, **facts: object) -> None:  # noqa: ANN001
+        """Metrics and facts of the model that the run has left, which gets its card."""
+        self.metrics = metrics
+        own = {} if tokenizer is None else {"tokenizer": tokenizer_hash(tokenizer),
+                                            "chat_template": template_hash(tokenizer)}
+        self.facts = {"header": self.facts.get("header", []), **own, **facts}
+        model = Path(self.output_dir) / "model"
+        if is_main() and model.is_dir():
+            write_card(model, Path(self.output_dir).resolve().name, dataclasses.asdict(self))
 
     def close(self, status: str, error: str | None = None) -> None:
         """The run ended with `status`; written at once."""
@@ -289,12 +302,21 @@ def read_run(folder: str | Path) -> RunRecord:
 
 
 def require_finished(folder: str | Path, stage: str) -> RunRecord:
-    """The finished run of `stage` in `folder`; UserError for no run, another stage, or a run that did not finish."""
+    """The run of `stage` in `folder`, finished, or ended earlier with a model, which is said; UserError for no run,
+    another stage, or a run without a model."""
     record = read_run(folder)
     check(record.stage == stage, f"{folder} holds a {record.stage} run, but a finished {stage} run is needed")
-    check(record.is_finished, f"the {stage} run in {folder} is not finished ({record.status}); run --stage {stage} "
-                              f"--output_dir {folder} first")
+    check(record.is_finished or record.left_early,
+          f"the {stage} run in {folder} is not finished ({record.status}); run --stage {stage} --output_dir {folder} "
+          "first")
+    if record.left_early:
+        _say_once(f"note: the {stage} run in {folder} {record.left_early}")
     return record
+
+
+@cache
+def _say_once(text: str) -> None:
+    _say(text)
 
 
 def difference(actor: RunRecord, other: RunRecord) -> str | None:

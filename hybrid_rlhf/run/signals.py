@@ -17,7 +17,7 @@ _ECHO_SECONDS = 1.0
 
 
 @contextmanager
-def interruptible(announce: Callable[[str], None]) -> Iterator[list[int]]:
+def interruptible(announce: Callable[[], None]) -> Iterator[list[int]]:
     """A list that is empty until the first SIGINT, SIGTERM or SIGHUP; the second raises KeyboardInterrupt.
 
     What comes within a second of the first is the same to one of several processes, and so is one of another kind to a
@@ -37,7 +37,7 @@ def interruptible(announce: Callable[[str], None]) -> Iterator[list[int]]:
         seen.append(number)
         if len(seen) == 1:
             first = time.monotonic()
-            announce("finishing this step, then saving a checkpoint; once more stops at once")
+            announce()
 
     with _handled(SIGNALS, handle):
         try:

@@ -50,7 +50,7 @@ def test_processes_whose_launcher_is_killed_save_and_end(tmp_path, more):
     launcher.kill()
     assert wait_for(lambda: not any(map(is_there, numbers)), 30)
     said = launcher.communicate(timeout=30)[1]
-    assert said.count("the launcher has died") == 1 and "the same command goes on there" in said
+    assert said.count("the launcher has died") == 1 and "\ngo on: by the same launcher with 2 processes: " in said
     assert record(tmp_path)["status"] == "stopped" and len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
 
 

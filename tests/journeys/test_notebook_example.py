@@ -135,7 +135,7 @@ def test_an_interrupted_cell_ends_in_good_order_and_goes_on_when_it_is_run_again
     error = done.outputs["stopped"][-1]
     assert (error["output_type"], error["ename"], len(error["traceback"])) == ("error", "Stopped", 1), error
     steps = int(done.text("after"))
-    assert error["traceback"][0].startswith(f"stopped after step {steps} of 100000; the same command goes on there")
+    assert error["traceback"][0].startswith(f"stopped after step {steps} of 100000\nmodel: ")
     assert "finishing this step, then saving a checkpoint" in done.text("stopped")
     went_on = done.text("goes-on")
     assert f"goes on after step {steps}" in went_on and f"grpo: 3 steps after {steps} in" in went_on

@@ -151,21 +151,34 @@ def test_max_seconds_ends_the_run_after_the_step_that_reaches_it_as_if_that_were
 def test_the_first_interrupt_finishes_the_step_saves_and_says_where(begin):
     config, record = begin()
     trainer, before = CountingTrainer({2: interrupt}), signal.getsignal(signal.SIGINT)
-    with pytest.raises(Stopped, match=r"stopped after step 3 of 9; the same command goes on there; the checkpoint is "
-                                      r".*step-00000003$"):
+    with pytest.raises(Stopped, match=r"^stopped after step 3 of 9\n") as error:
         fit(trainer, CountingLoader(), CountingLoader(), config, record, 9)
+    folder = record.output_dir
+    assert error.value.__notes__ == [f"report: {folder}/report.html", f"checkpoint: {folder}/checkpoints/step-00000003",
+                                     "go on: the command"]
     assert trainer.batches == [0, 1, 2] and trainer.evaluations == 0, "who wants to leave does not wait for evaluation"
     assert [r["step"] for r in lines(record, "metrics.jsonl")] == [1, 2, 3]
     assert runfile.read_run(record.output_dir).status == "stopped"
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_an_interrupt_in_the_final_evaluation_stops_the_run_too(begin):
+def test_an_interrupt_in_the_final_evaluation_stops_at_the_next_of_its_batches(begin):
+    config, record = begin()
+    trainer, held_out = CountingTrainer(), CountingLoader()
+    trainer.evaluate = lambda batches: [interrupt() for batch in batches if batch == 2] and Metrics()
+    with pytest.raises(Stopped, match="stopped after step 2 of 2"):
+        fit(trainer, CountingLoader(), held_out, config, record, 2)
+    assert held_out.passed == [0, 1, 2, 3]
+    saved = checkpoint.load(checkpoint.latest(os.path.join(record.output_dir, "checkpoints")))
+    assert saved["step"] == 2 and saved["owes_evaluation"]
+
+
+def test_an_interrupt_before_the_first_step_takes_none(begin):
     config, record = begin()
     trainer = CountingTrainer()
-    trainer.evaluate = lambda _batches: (interrupt(), Metrics())[1]
-    with pytest.raises(Stopped):
-        fit(trainer, CountingLoader(), CountingLoader(), config, record, 2)
+    with pytest.raises(Stopped, match="after step 0 of 2"):
+        fit(trainer, CountingLoader(), None, config, record, 2, lambda: [interrupt() or {}])
+    assert trainer.batches == []
 
 
 def test_the_second_interrupt_stops_at_once(begin):

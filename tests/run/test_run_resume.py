@@ -48,8 +48,8 @@ def test_a_run_that_dies_in_any_step_ends_as_one_that_did_not(go, tmp_path, dies
 def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(go, tmp_path, step, number):
     """At step 3 an evaluation was due, which who wants to leave does not wait for: it is made up for."""
     go("straight")
-    with pytest.raises(Stopped, match=f"stopped after step {step} of 9; the same command goes on there; the checkpoint "
-                                      f"is .*step-0000000{step}$"):
+    with pytest.raises(Stopped, match=f"(?s)^stopped after step {step} of 9\n.*checkpoint: .*step-0000000{step}\n"
+                                      "go on: the command$"):
         go("broken", {step: lambda: os.kill(os.getpid(), number)})
     assert runfile.read_run(tmp_path / "broken").status == "stopped"
     go("broken")

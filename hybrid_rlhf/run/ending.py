@@ -1,0 +1,139 @@
+"""The end of a run: finished, stopped or failed, it leaves a report, its model and its record, and says where."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from hybrid_rlhf.core import activity
+from hybrid_rlhf.core.distributed import world_size
+from hybrid_rlhf.core.errors import NotFinite, shown
+from hybrid_rlhf.core.failure import lost_process, on_failure
+from hybrid_rlhf.report.pace import EXPORT
+from hybrid_rlhf.report.summary import PAGE
+from hybrid_rlhf.report.terminal import one_line
+from hybrid_rlhf.run import checkpoint
+from hybrid_rlhf.run.checkpointing import Saver
+from hybrid_rlhf.run.reporter import Reporter
+from hybrid_rlhf.run.resume import FOLDER
+from hybrid_rlhf.run.runfile import RunRecord
+
+FROM_PYTHON = "from Python: "  # begins the command of a run that no command line started
+
+
+class Stopped(Exception):  # noqa: N818 - not a fault: the user asked for it
+    """The user stopped the run, which saved a checkpoint; the notes say what is where. Entry points exit with 130."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows of it, in a notebook too: the lines alone."""
+        return [shown(self)]
+
+
+class Leaving(NamedTuple):
+    """What a run leaves beside its report; every process calls each. export: writes its model; facts: for its record,
+    asked for after that; num_updates: how often the exported weights have been updated so far."""
+
+    tokenizer: object
+    export: Callable[[], None]
+    facts: Callable[[], dict]
+    num_updates: Callable[[], int]
+
+
+@contextmanager
+def leaves(leaving: Leaving | None, saver: Saver, reporter: Reporter,
+           answers: Callable[[], list[dict]] | None) -> Iterator[None]:
+    """However the block ends, the run leaves a report; where it ended well, was stopped, or failed between two updates
+    in a process alone, its model too. What stops at once (KeyboardInterrupt) leaves what the last checkpoint left."""
+    is_over = False
+    try:
+        yield
+        reporter.answered(saver.step, answers)
+        reporter.conclude()
+        is_over = True
+        if leaving is not None:
+            with reporter.phase(EXPORT):
+                leaving.export()
+            saver.record.finish(saver.values, tokenizer=leaving.tokenizer, **leaving.facts())
+    except (Exception, SystemExit) as error:
+        if is_over:  # the export has failed
+            raise
+        is_stopped = isinstance(error, Stopped)
+        why = one_line(f"{type(error).__name__}: {error}", 500)
+        state = f"{error}." if is_stopped else f"failed after step {saver.step} of {saver.total_steps}: {why}"
+        is_whole = leaving and saver.step and saver.num_updates == leaving.num_updates()
+        if is_whole and (is_stopped or (world_size() == 1 and not isinstance(error, NotFinite))):
+            _leave_model(leaving, saver, reporter, answers)
+        reporter.conclude(state[0].upper() + state[1:])
+        raise
+
+
+def _leave_model(leaving: Leaving, saver: Saver, reporter: Reporter,
+                 answers: Callable[[], list[dict]] | None) -> None:
+    """Export the model of the last step. What fails in a process alone is a warning: the checkpoint is there."""
+    record, step = saver.record, saver.step
+    try:
+        record.status = "stopped"  # already: a launcher may not wait for the rest
+        record.write()
+        with reporter.phase(EXPORT):
+            leaving.export()
+        record.describe(saver.values, leaving.tokenizer, **leaving.facts(), model_step=step,
+                        num_steps=saver.total_steps)
+        reporter.answered(step, answers)
+        reporter.sampled(step, saver.trainer.samples)
+    except (Exception, SystemExit) as failure:
+        if world_size() > 1:  # the others wait
+            raise
+        reporter.say(f"warning: of the model of step {step} not all could be left: {one_line(str(failure), 300)}")
+
+
+@contextmanager
+def on_record(record: RunRecord) -> Iterator[None]:
+    """Whatever ends the block other than its end, another process's failure too, is written to run.json; the error's
+    notes say what is where and how the run goes on."""
+    try:
+        with on_failure(lambda message: _close(record, "failed", message)):
+            yield
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # a reward function may call sys.exit()
+        is_first = record.finished is None  # of two blocks, one in the other
+        if is_first and isinstance(error, (Stopped, KeyboardInterrupt)):
+            _close(record, "stopped")
+        elif is_first:
+            _close(record, "failed", lost_process(error) or f"{type(error).__name__}: {error}")
+        if is_first or (record.is_finished and not hasattr(error, "__notes__")):
+            for line in what_is_where(record):
+                error.add_note(line)
+        raise
+
+
+def what_is_where(record: RunRecord) -> list[str]:
+    """Lines of what a run has left and of how it goes on."""
+    folder, step = Path(record.output_dir), record.facts.get("model_step")
+    of_step = "" if step is None else f" (of step {step} of {record.facts.get('num_steps')})"
+    saved = None
+    with suppress(OSError):
+        saved = checkpoint.latest(folder / FOLDER, is_thorough=False)
+    return [*([f"model: {folder / 'model'}{of_step}"] if of_step or record.is_finished else []),
+            *([f"report: {folder / PAGE}"] if (folder / PAGE).exists() else []),
+            *([f"checkpoint: {saved}"] if saved else []), f"go on: {_again(record, saved)}"]
+
+
+def _again(record: RunRecord, saved: Path | None) -> str:
+    """The command that goes on with the run."""
+    begins = "" if saved else " (it begins again: there is no checkpoint)"
+    if record.command.startswith(FROM_PYTHON) or not record.command:
+        never = record.config.get("resume") == "never"
+        return f"call train({'resume_from_checkpoint=True' if never and saved else ''}) again{begins}"
+    launched = "" if world_size() == 1 else f"by the same launcher with {world_size()} processes: "
+    auto = "" if record.config.get("resume") == "auto" or not saved else " --resume auto"
+    return f"{launched}{record.command}{auto}{begins}"
+
+
+def _close(record: RunRecord, status: str, error: str | None = None) -> None:
+    """On the record, if the disk takes it: what ended the run is what people are to be told."""
+    try:
+        record.close(status, error)
+    except OSError as refusal:
+        print(f"warning: run.json still says that the run goes on: {refusal.strerror}", file=sys.stderr)

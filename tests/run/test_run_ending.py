@@ -1,0 +1,185 @@
+"""However a run ends, it leaves a report, a model that says its step, and the lines that say what is where."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from hybrid_rlhf.core.errors import NotFinite
+from hybrid_rlhf.run import checkpoint, reporter, runfile
+from hybrid_rlhf.run.ending import Leaving, Stopped
+from hybrid_rlhf.run.loop import TrainConfig, fit
+from tests.factories.counting import Config, Loader, Trainer
+
+
+class Left:
+    """What a run leaves, which counts: `updates` of the weights are those of the trainer's steps and of `more`."""
+
+    def __init__(self, folder: Path, trainer: Trainer, on_export=lambda: None) -> None:  # noqa: ANN001
+        self.folder, self.trainer, self.on_export, self.exported, self.more = folder, trainer, on_export, [], 0
+        trainer.at = {batch: self._counted(act) for batch, act in trainer.at.items()}
+
+    def _counted(self, act):  # noqa: ANN001, ANN202
+        def acts() -> None:
+            act(self)
+        return acts
+
+    def export(self) -> None:
+        self.on_export()
+        (self.folder / "model").mkdir(exist_ok=True)
+        self.exported.append(float(self.trainer.total.sum()))
+
+    def leaving(self) -> Leaving:
+        return Leaving(None, self.export, lambda: {"base_model": "base"}, lambda: self.more)
+
+
+@pytest.fixture
+def go(tmp_path):
+    def run(at=None, steps: int = 9, resume: str = "auto", on_export=lambda: None, command: str = "train.py --x 1",  # noqa: ANN001, ANN202
+            **train):  # noqa: ANN003
+        config = Config(str(tmp_path), resume, train=TrainConfig(**dict(logging_steps=4) | train))
+        record = runfile.start(config.output_dir, "sft", config, command)
+        left = Left(tmp_path, Trainer(at), on_export)
+        left.record = record
+        run.left = left
+        fit(left.trainer, Loader(), None, config.train, record, steps, lambda: [{"prompt": "p", "completion": "c"}],
+            left.leaving())
+        return left
+
+    return run
+
+
+def interrupt(_left: Left | None = None) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def rows(folder: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_a_stopped_run_leaves_model_report_samples_and_answers_of_its_last_step(go, tmp_path):
+    with pytest.raises(Stopped) as error:
+        go({3: interrupt})
+    record = runfile.read_run(tmp_path)
+    assert (record.status, record.facts["model_step"], record.facts["num_steps"]) == ("stopped", 3, 9)
+    assert len(go.left.exported) == 1 and record.facts["base_model"] == "base"
+    assert [row["step"] for row in rows(tmp_path, "samples.jsonl")] == [1, 3]
+    assert [row["step"] for row in rows(tmp_path, "answers.jsonl")] == [0, 3]
+    assert "**Stopped after step 3 of 9.**" in (tmp_path / "report.md").read_text()
+    assert "Stopped after step 3 of 9." in (tmp_path / "report.html").read_text()
+    assert "after step 3 of 9" in (tmp_path / "model" / "README.md").read_text()
+    assert error.value.__notes__ == [
+        f"model: {tmp_path}/model (of step 3 of 9)", f"report: {tmp_path}/report.html",
+        f"checkpoint: {tmp_path}/checkpoints/step-00000003", "go on: train.py --x 1"]
+
+
+def test_the_run_that_goes_on_replaces_all_of_it(go, tmp_path):
+    with pytest.raises(Stopped):
+        go({3: interrupt})
+    assert go().record.is_finished
+    record = runfile.read_run(tmp_path)
+    assert "model_step" not in record.facts and "early" not in (tmp_path / "model" / "README.md").read_text()
+    assert [row["step"] for row in rows(tmp_path, "answers.jsonl")] == [0, 9]
+    assert [row["step"] for row in rows(tmp_path, "samples.jsonl")] == [1, 4, 8, 9], "as of a run that went through"
+    assert "topped" not in (tmp_path / "report.md").read_text()
+
+
+def test_a_failure_between_two_updates_leaves_the_model_of_the_step_before(go, tmp_path):
+    def fail(_left: Left) -> None:
+        raise RuntimeError("the judge\nhas left")
+
+    with pytest.raises(RuntimeError, match="the judge") as error:
+        go({3: fail}, save_steps=1)
+    record = runfile.read_run(tmp_path)
+    assert (record.status, record.facts["model_step"]) == ("failed", 2)
+    assert "**Failed after step 2 of 9: RuntimeError: the judge has left**" in (tmp_path / "report.md").read_text()
+    assert error.value.__notes__[0] == f"model: {tmp_path}/model (of step 2 of 9)"
+    assert error.value.__notes__[-1] == "go on: train.py --x 1"
+
+
+def update_then_fail(left: Left) -> None:
+    left.more += 1
+    raise RuntimeError("within the step")
+
+
+def not_finite(_left: Left) -> None:
+    raise NotFinite("no number")
+
+
+@pytest.mark.parametrize("fault", [update_then_fail, not_finite])
+def test_weights_within_a_step_or_not_finite_are_not_exported(go, tmp_path, fault):
+    with pytest.raises(Exception, match=r"within the step|no number") as error:
+        go({3: fault}, save_steps=1)
+    assert not go.left.exported and not any(note.startswith("model:") for note in error.value.__notes__)
+    assert (tmp_path / "report.md").exists()
+    assert f"checkpoint: {tmp_path}/checkpoints/step-00000002" in error.value.__notes__
+
+
+def test_a_second_interrupt_while_the_model_is_exported_ends_at_once(go, tmp_path):
+    with pytest.raises(KeyboardInterrupt) as error:
+        go({3: interrupt}, on_export=interrupt)
+    assert runfile.read_run(tmp_path).status == "stopped" and not go.left.exported
+    assert error.value.__notes__ == [f"checkpoint: {tmp_path}/checkpoints/step-00000003", "go on: train.py --x 1"]
+
+
+def test_an_interrupt_in_the_last_export_waits_for_it_and_ends_a_finished_run(go, tmp_path):
+    with pytest.raises(Stopped, match="the run is finished") as error:
+        go(on_export=interrupt)
+    assert runfile.read_run(tmp_path).is_finished and len(go.left.exported) == 1
+    assert error.value.__notes__[0] == f"model: {tmp_path}/model"
+
+
+def test_a_disk_that_takes_no_checkpoint_ends_the_run_with_what_still_fits(go, tmp_path, monkeypatch, capfd):
+    def full(*_given, **_named):  # noqa: ANN002, ANN003, ANN202
+        raise checkpoint.SaveError("cannot save a checkpoint in x: No space left on device; make room")
+
+    def no_room() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    with pytest.raises(checkpoint.SaveError, match=r"3\. time in a row") as error:
+        go(save_steps=1, on_export=no_room)
+    assert "warning: of the model of step 3 not all could be left: [Errno 28] No space left" in capfd.readouterr().err
+    assert runfile.read_run(tmp_path).status == "failed" and (tmp_path / "report.html").exists()
+    assert error.value.__notes__ == [f"report: {tmp_path}/report.html", "go on: train.py --x 1 (it begins again: there "
+                                                                        "is no checkpoint)"]
+
+
+def test_the_report_of_a_checkpoint_says_that_the_run_had_not_ended(go, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(reporter, "FIRST_REPORT", 0.0)
+    with pytest.raises(Stopped):
+        go({3: lambda _left: seen.append((tmp_path / "report.md").read_text()), 4: interrupt}, save_steps=2)
+    assert "**After step 2 of 9; the run had not ended.**" in seen[0]
+
+
+def test_a_report_that_would_take_a_twentieth_of_the_time_waits(go, tmp_path):
+    seen = []
+    with pytest.raises(Stopped):
+        go({3: lambda _left: seen.append((tmp_path / "report.md").exists()), 4: interrupt}, save_steps=1)
+    assert seen == [False]
+
+
+@pytest.mark.parametrize(("resume", "command", "expected"), [
+    ("never", "train.py --resume never", "train.py --resume never --resume auto"),
+    ("never", "from Python: stage sft", "call train(resume_from_checkpoint=True) again"),
+    ("auto", "from Python: stage sft", "call train() again")])
+def test_the_command_that_goes_on_does_not_begin_again(go, resume, command, expected):
+    with pytest.raises(Stopped) as error:
+        go({3: interrupt}, resume=resume, command=command)
+    assert error.value.__notes__[-1] == f"go on: {expected}"
+
+
+def test_a_run_that_ended_early_serves_the_next_stage_with_a_line(go, tmp_path, capsys):
+    with pytest.raises(Stopped):
+        go({3: interrupt})
+    capsys.readouterr()
+    for _ in range(2):
+        assert runfile.require_finished(tmp_path, "sft").facts["model_step"] == 3
+    assert capsys.readouterr().err == (f"note: the sft run in {tmp_path} is not finished (stopped): its model is that "
+                                       "of step 3 of 9\n")
