@@ -27,7 +27,7 @@ from hybrid_rlhf.inference.response_text import AnswerText, pieces
 from hybrid_rlhf.inference.turn_text import TurnText
 from hybrid_rlhf.models.complete import few
 from hybrid_rlhf.models.folder_files import check_config, read_object
-from hybrid_rlhf.models.load import as_published, check_folder, load_causal_lm, max_positions
+from hybrid_rlhf.models.load import as_published, check_folder, load_causal_lm, max_positions, refuse_gguf
 from hybrid_rlhf.models.template import special_ids
 from hybrid_rlhf.models.tokenizer import load_tokenizer
 from hybrid_rlhf.models.tool_calls import parse_turn
@@ -234,6 +234,7 @@ def check_can_chat(path: str) -> None:
         check(not (folder / "adapter_config.json").exists(),
               f"{path} holds a LoRA adapter alone; chat with the model folder that its run left beside it")
         inner = [*folder.glob("model/config.json"), *sorted(folder.glob("*/model/config.json"))]
+        refuse_gguf(folder)
         hint = f"; did you mean {inner[0].parent}?" if inner else ""
         raise UserError(f"{path} is no model folder: it has no config.json{hint}")
     check_folder(path)

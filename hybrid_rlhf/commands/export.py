@@ -45,6 +45,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def find(path: str) -> tuple[Path, RunRecord | None]:
     """The folder with weights (the adapter, the checkpoint) that `path` means, and the run it comes from if there is
     one; none for a checkpoint, whose run may go on."""
+    from hybrid_rlhf.models.load import refuse_gguf
     from hybrid_rlhf.models.lora import is_adapter
     from hybrid_rlhf.run.checkpoint import is_checkpoint
     from hybrid_rlhf.run.runfile import RUN_FILE, read_run
@@ -62,6 +63,7 @@ def find(path: str) -> tuple[Path, RunRecord | None]:
         if record.left_early:
             print(f"note: the {record.stage} run in {path} {record.left_early}", file=sys.stderr)
         folder = folder / "model"
+    refuse_gguf(folder)
     check((folder / "config.json").exists() or is_adapter(folder),
           f"export: {path} holds neither a model (config.json) nor an adapter (adapter_config.json); "
           "give a run's folder, its model/ or its adapter/")

@@ -30,7 +30,9 @@ GOALS = {
     "dpo": Goal("learn from preferences directly, without a reward model", "dpo", ("pair",)),
     "grpo": Goal("learn from prompts with answers that a program can check", "grpo", ("prompt",)),
 }
-FIELDS = ("goal", "data", "model", "card", "output_dir")
+_EXAMPLES = {"goal": "sft", "data": "mine.jsonl", "model": "Qwen/Qwen2.5-0.5B-Instruct", "card": "cpu",
+             "output_dir": "outputs/mine"}
+FIELDS = tuple(_EXAMPLES)
 # What is said beside an option. Those of a card's settings: memory_plan/presets.
 COMMENTS = {
     "data.split": "shares of the prompts: no prompt of one stage is seen in another",
@@ -265,8 +267,10 @@ def main(argv: list[str] | None = None) -> int:
         for name in FIELDS:
             if given[name] is not None and (name != "data" or given["goal"] is not None):
                 examine(name, given[name], known | {"goal": given["goal"] or ""})
+        example = " ".join(f"--{name} {given[name] or value}" for name, value in _EXAMPLES.items())
         check(sys.stdin.isatty() or all(given.values()),
-              f"init: nobody to ask; give {', '.join('--' + n for n in FIELDS if not given[n])}")
+              f"init: there is no terminal to ask at; give {', '.join('--' + n for n in FIELDS if not given[n])}, such "
+              f"as hybrid-rlhf init {example}")
         answers = ask(given)
         path = write(answers, options["file"])
     except UserError as error:

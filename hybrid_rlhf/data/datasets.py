@@ -13,14 +13,25 @@ from hybrid_rlhf.core.config import UserError, check
 from hybrid_rlhf.data import cache, chat, sources
 from hybrid_rlhf.data.blend import Blend, blend, deal, is_held_out, split_key
 from hybrid_rlhf.data.chat import SkipRow
-from hybrid_rlhf.data.examples import MAKERS, Counts, Lengths, Work, decode_columns, prepared
+from hybrid_rlhf.data.examples import (
+    CUT_AWAY,
+    MAKERS,
+    PROMPT_TOO_LONG,
+    TOO_LONG,
+    Counts,
+    Lengths,
+    Work,
+    decode_columns,
+    prepared,
+)
 from hybrid_rlhf.data.row_counts import add_up, describe, summary
-from hybrid_rlhf.data.schema import KINDS, Example, Format, detect, format_of, read_row
+from hybrid_rlhf.data.schema import KINDS, Example, Format, columns_hint, detect, format_of, read_row
 from hybrid_rlhf.data.source import Reads, Source, as_sources
 from hybrid_rlhf.models.template_kwargs import check_kwargs
 
 __all__ = ["DataConfig", "StageData", "build", "describe", "open_sources", "raw_texts", "summary"]
 _CHUNK = 1000  # sequences tokenized in one call
+_MEASURED, _BOUNDLESS = 200, 2**20  # rows measured where a length is too small for all; tokens
 _CHUNK_CHARACTERS = 4_000_000  # or so many characters, if that is fewer
 
 
@@ -160,8 +171,25 @@ def build(config: DataConfig, reads: Reads, tokenizer, seed: int) -> StageData: 
     cure = ("data.split null gives every stage every row" if report["other_stages"] else
             "give other data, larger lengths or another data.chat_template" if is_refused else
             "give other data, or larger lengths")
-    check(len(train) > 0, f"no usable row for stage {reads.stage}: {describe(report)}; {cure}")
+    if not len(train):
+        is_long = {TOO_LONG, PROMPT_TOO_LONG, CUT_AWAY} & report["dropped"].keys()
+        cure = _longer(config, opened[0], reads, tokenizer) if is_long else cure
+        raise UserError(f"no usable row for stage {reads.stage}: {describe(report)}; {cure}")
     return StageData(_Unfolded(train), _Unfolded(held_out), report)
+
+
+def _longer(config: DataConfig, source: OpenSource, reads: Reads, tokenizer) -> str:  # noqa: ANN001
+    """Which option of a length to raise, and what the first rows of a source need."""
+    name = "max_prompt_length" if reads.kind == "prompt" else "max_length"
+    some = source._replace(rows=[source.rows[i] for i in range(min(_MEASURED, len(source.rows)))])
+    boundless = replace(config, max_length=_BOUNDLESS, max_prompt_length=_BOUNDLESS)
+    train, held_out, _ = _tokenize(boundless, some, reads, tokenizer, _lengths_of(boundless))
+    needed = [max(len(ids) for key, ids in row.items() if key.endswith("ids")) for row in (*train, *held_out)]
+    found = f"raise data.{name}, which is {getattr(config, name)}"
+    if not needed:
+        return found
+    return (f"{found}: of the first {len(needed)} rows the shortest has {min(needed)} tokens, the longest "
+            f"{max(needed)}")
 
 
 def open_sources(config: DataConfig, reads: Reads) -> list[OpenSource]:
@@ -179,7 +207,7 @@ def open_sources(config: DataConfig, reads: Reads) -> list[OpenSource]:
     for each in opened:
         needed = each.source.stages or not serving
         others = [name for name in each.rows[0] if name not in each.form.required]
-        cure = f", or say what {' and '.join(others)} are by the source's `columns`" if others else ""
+        cure = f", or name its columns: {columns_hint(each.source.path, others)}" if others else ""
         check(each in serving or not needed,
               f"{each.source.path} is {each.form.name} data ({', '.join(each.form.required)}), which holds no "
               f"{reads.kind}s for stage {reads.stage}; give other data{cure}")
@@ -208,7 +236,7 @@ def examples(config: DataConfig, each: OpenSource, reads: Reads, counts: Counter
 
 def _tokenized(config: DataConfig, each: OpenSource, reads: Reads, tokenizer) -> cache.Tables:  # noqa: ANN001
     """One source's tables, from the cache or made now."""
-    lengths = Lengths(config.max_length, config.max_prompt_length, config.train_on, config.score_template, config.raw)
+    lengths = _lengths_of(config)
     settings = {"training": reads.kind, "lengths": lengths, "append_eos": config.append_eos,
                 "split": config.split, "share": reads.share if config.split else None,
                 "eval_fraction": config.eval_fraction, "format": each.form.name, "path": each.source.path}
@@ -218,6 +246,10 @@ def _tokenized(config: DataConfig, each: OpenSource, reads: Reads, tokenizer) ->
         tables = _tokenize(config, each, reads, tokenizer, lengths)
         cache.store(path, tables)
     return tables
+
+
+def _lengths_of(config: DataConfig) -> Lengths:
+    return Lengths(config.max_length, config.max_prompt_length, config.train_on, config.score_template, config.raw)
 
 
 def _tokenize(config: DataConfig, each: OpenSource, reads: Reads, tokenizer, lengths: Lengths) -> cache.Tables:  # noqa: ANN001

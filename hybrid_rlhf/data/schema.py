@@ -114,7 +114,13 @@ def detect(columns: Iterable[str], where: str) -> Format:
     known = " | ".join(_SUGGESTED)
     named = [name[:60] for name in found[:20]] + [f"and {len(found) - 20} more"] * (len(found) > 20)
     raise UserError(f"{where}: columns {', '.join(named) or '(none)'} fit no known format; what would fit: "
-                    f"{known}; name yours by columns, such as {{prompt: {named[0] if named else 'question'}}}")
+                    f"{known}; or name yours: {columns_hint(where, named)}")
+
+
+def columns_hint(path: str, columns: Sequence[str]) -> str:
+    """The option that names a source's columns, with the first of them as an example."""
+    pairs = ", ".join(f"{ours}: {theirs}" for ours, theirs in zip(("prompt", "completion"), columns, strict=False))
+    return f'--data.sources "{{path: {path}, columns: {{{pairs or "prompt: question"}}}}}"'
 
 
 def format_of(rows: Iterable[dict], where: str) -> Format:
@@ -130,7 +136,7 @@ def format_of(rows: Iterable[dict], where: str) -> Format:
                      and len(str(example.columns[name]).split()) >= SEVERAL_WORDS)
     for name, number in asking.items():
         check(2 * number <= len(pairs), f"{where}: {' and '.join(form.required)} are texts without a prompt, beside "
-              f"the column {name}; give the source's columns as {{prompt: {name}}} if that is it, else rename it")
+              f"the column {name}; name it if that is it, {columns_hint(where, [name])}, else rename it")
     asked = [example for example in read if example.prompt and not example.is_text_pair]
     return form._replace(is_repeating=bool(asked) and all(example.rests for example in asked))
 

@@ -125,6 +125,7 @@ def check_folder(path: str, needs: Iterable[str] = ("weights", "tokenizer"), tak
         check(not looks_local, f"model folder {path} does not exist; give a folder that does, or a hub id")
         stay_offline_if_unreachable()
         return
+    refuse_gguf(folder)
     check(folder.is_dir(), f"{path} is a file; a model is a folder with config.json, weights and a tokenizer")
     folder_files.check_files(folder)
     is_tokenizer = tuple(needs) == ("tokenizer",)  # such as one beside an adapter
@@ -143,6 +144,14 @@ def check_folder(path: str, needs: Iterable[str] = ("weights", "tokenizer"), tak
                   "tokenizer.json of the same vocabulary by model.tokenizer_name_or_path (Mistral Small 3.1's for 3.2)")
             raise UserError(f"{path} has no tokenizer: none of {', '.join(known)} (or give "
                             "model.tokenizer_name_or_path)")
+
+
+def refuse_gguf(path: Path) -> None:
+    """UserError for a GGUF file, and for a folder with such a file and no model."""
+    found = [path] if path.suffix == ".gguf" else [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+    check(not found, f"{path} is llama.cpp's GGUF{'' if [path] == found else f' ({found[0].name})' if found else ''}, "
+                     "which is not read here; give the folder that it was made from, with config.json, *.safetensors "
+                     "and a tokenizer")
 
 
 def load_causal_lm(config: ModelConfig, device: torch.device | str = "cpu", *, in_parts: bool = False) -> nn.Module:

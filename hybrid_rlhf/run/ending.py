@@ -60,13 +60,14 @@ def leaves(leaving: Leaving | None, saver: Saver, reporter: Reporter,
     except (Exception, SystemExit) as error:
         if is_over:  # the export has failed
             raise
-        is_stopped = isinstance(error, Stopped)
+        doing, is_stopped = activity.now(), isinstance(error, Stopped)
         why = one_line(f"{type(error).__name__}: {error}", 500)
         state = f"{error}." if is_stopped else f"failed after step {saver.step} of {saver.total_steps}: {why}"
         is_whole = leaving and saver.step and saver.num_updates == leaving.num_updates()
         if is_whole and (is_stopped or (world_size() == 1 and not isinstance(error, NotFinite))):
             _leave_model(leaving, saver, reporter, answers)
         reporter.conclude(state[0].upper() + state[1:])
+        activity.doing(doing)  # in which it ended, for the error's line
         raise
 
 

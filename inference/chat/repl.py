@@ -69,6 +69,8 @@ def say(session: Session, text: str | None) -> None:
     """
     names = session.answered() if text is None else session.speakers()
     if len(names) == 1:
+        if len(session.chat_models) > 1 and not sys.stdout.isatty():
+            notice(f"{names[0]} answers (/compare asks all):")
         _stream(session, names[0], text)
         _remark(session, names[0])
     elif sys.stdout.isatty():

@@ -96,7 +96,8 @@ def test_data_that_cannot_serve_the_goal_says_what_is_missing(tmp_path, model, c
 def test_without_a_terminal_missing_answers_are_named(tmp_path, model, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", open("/dev/null"))  # noqa: SIM115
     assert cli.main(["init", "--goal", "sft", "--file", str(tmp_path / "x.yaml")]) == 2
-    assert "give --data, --model, --card, --output_dir" in capsys.readouterr().err
+    assert ("give --data, --model, --card, --output_dir, such as hybrid-rlhf init --goal sft --data mine.jsonl --model "
+            in capsys.readouterr().err)
 
 
 # --- cards -----------------------------------------------------------------------------------------------------------

@@ -280,7 +280,7 @@ def test_a_row_that_cannot_be_read_is_dropped_with_its_reason(name):
 
 @pytest.mark.parametrize(("row", "message"), [
     ({"chosen": "Purple.", "rejected": "Green.", "user_prompt": "What is it?"}, "beside the column user_prompt; "),
-    ({"chosen": "Purple.", "rejected": "Green.", "Question": "What is it?"}, "beside the column Question; give "),
+    ({"chosen": "Purple.", "rejected": "Green.", "Question": "What is it?"}, "beside the column Question; name it "),
     ({"prompt": "p", "chosen": "[{'role': 'assistant', 'content': 'x'}]", "rejected": "x"},
      "holds messages as Python prints them"),
     ({"messages": [u("Hi"), {**a("Yo"), "weight": 0.5}]}, "weight of a message must be 0 or 1 .*not 0.5"),

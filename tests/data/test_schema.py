@@ -153,8 +153,10 @@ def test_unknown_columns_are_told_what_would_fit():
         detect(["query", "reply\n"], "my.jsonl")
     message = str(error.value)
     assert message.startswith("my.jsonl: columns query, 'reply\\n' fit no known format; what would fit: ")
-    for fitting in ("prompt+chosen+rejected", "chosen+rejected", "prompt+completion", "messages", "{prompt: query}"):
+    for fitting in ("prompt+chosen+rejected", "chosen+rejected", "prompt+completion", "messages"):
         assert fitting in message
+    assert message.endswith("""name yours: --data.sources "{path: my.jsonl, columns: {prompt: query, completion: """
+                            """'reply\\n'}}\"""")
     assert "\n" not in message
 
 

@@ -169,7 +169,8 @@ def test_a_stage_passes_over_sources_without_what_it_needs_but_not_over_one_that
 def test_no_usable_row_is_a_user_error_with_the_counts(written, tokenizer):
     with pytest.raises(UserError, match=r"^no usable row for stage sft: 3 rows read, 0 to train on, 0 held out, "
                                         r"3 prompts of plain text kept as they are \(data.raw\), "
-                                        r"3 dropped: answer cut away; give other data, or larger lengths$"):
+                                        r"3 dropped: answer cut away; raise data\.max_length, which is 3: of the first "
+                                        r"3 rows the shortest has \d+ tokens, the longest \d+$"):
         build(whole(written(pairs(3)), max_length=3), READS["sft"], tokenizer, 0)
     with pytest.raises(UserError, match=r"3 left to other stages; data.split null gives every stage every row"):
         build(DataConfig([written(pairs(3))], split=[0, 1, 1]), READS["sft"], tokenizer, 0)

