@@ -155,7 +155,7 @@ class Reporter:
             yield
         finally:
             self.progress.pace.end_phase()
-            activity.doing("")
+        activity.doing("")  # not after an error, which says what was going on
 
     @undisturbed()
     def estimate(self) -> None:

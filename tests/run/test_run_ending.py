@@ -48,7 +48,7 @@ def go(tmp_path):
         left.record = record
         run.left = left
         fit(left.trainer, Loader(), None, config.train, record, steps, lambda: [{"prompt": "p", "completion": "c"}],
-            left.leaving())
+            leaving=left.leaving())
         return left
 
     return run

@@ -251,7 +251,7 @@ def test_while_updates_are_skipped_nothing_from_before_is_removed(go, tmp_path, 
     with pytest.raises(Killed):
         go("run", {7: killed}, **often)
     assert numbers_kept(tmp_path / "run") == [2, 3, 6]
-    with pytest.raises(NotFinite, match=r"not_finite; the last checkpoint from before is .*step-00000003$"):
+    with pytest.raises(NotFinite, match=r"not_finite; the last checkpoint from before is .*step-00000003\nreport: "):
         go("run", {9: fail}, **often)  # it goes on after step 6, and knows
     assert numbers_kept(tmp_path / "run") == [2, 3, 8]
     said = [line for line in capfd.readouterr().err.splitlines() if "being skipped" in line]
