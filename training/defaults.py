@@ -56,11 +56,11 @@ def resolve(config: object, start: ModelConfig | None = None) -> object:
     start: the model that the run starts from, where an earlier stage of the same command has not left it yet.
     """
     config, recorded = _within_positions(config, start), _recorded(config)
-    before = recorded.get("model", {})
-    if config.model.dtype == "auto":
+    before, trains = recorded.get("model", {}), hasattr(config, "train")
+    if trains and config.model.dtype == "auto":
         config = (with_value(config, "model.dtype", before.get("dtype", "auto")) if recorded
                   else machine_defaults.with_dtype(config, start or _start(config)))
-    if config.model.lora.r is None:
+    if trains and config.model.lora.r is None:
         rank = before.get("lora", {}).get("r")
         config = machine_defaults.with_rank(config, start or _start(config), rank)
     row, found = of_method(config), {}

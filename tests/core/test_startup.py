@@ -99,6 +99,6 @@ def test_pythons_collector_rests_while_a_run_starts_and_works_as_ever_from_the_f
                  json.dumps([{"path": str(place / "rows.jsonl")}]), "--data.split", "null", "--data.max_length", "32",
                  "--train.max_steps", "1", "--output_dir", str(place / "again")]) == 0
     assert seen[0][0] > 10 * usual[0]
-    assert seen[1:] == [usual]
+    assert set(seen[1:]) == {usual}  # a step may be rehearsed before the first
     assert main(["--stage", "sft", "--output_dir", str(place / "none")]) == 2
     assert gc.get_threshold() == usual

@@ -85,7 +85,7 @@ def test_a_step_that_takes_another_gradient_than_plain_torch_s_is_told(monkeypat
     model = architecture_sweep.tiny_model("llama")
     states = policy_module.hidden_states
     for shift, said in ((0.0, "yes"), (0.1, "wrong: loss ")):
-        row = Row("llama")
+        row = Row("llama", "native", difference=0.0, tokens="generate")
         monkeypatch.setattr(policy_module, "hidden_states", lambda *a, shift=shift: states(*a) + shift)
         monkeypatch.setattr(policy_module.PolicyModule, "can_share", lambda _self: False)
         architecture_sweep.train(row, model)
