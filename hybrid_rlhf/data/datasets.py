@@ -207,7 +207,9 @@ def open_sources(config: DataConfig, reads: Reads) -> list[OpenSource]:
     for each in opened:
         needed = each.source.stages or not serving
         others = [name for name in each.rows[0] if name not in each.form.required]
-        cure = f", or name its columns: {columns_hint(each.source.path, others)}" if others else ""
+        names = {"pair": ("chosen", "rejected"), "labelled answer": ("completion", "label")}.get(
+            reads.kind, ("completion",) if "prompt" in each.form.required else ("prompt", "completion"))
+        cure = f", or name its columns: {columns_hint(each.source.path, others, names)}" if others else ""
         check(each in serving or not needed,
               f"{each.source.path} is {each.form.name} data ({', '.join(each.form.required)}), which holds no "
               f"{reads.kind}s for stage {reads.stage}; give other data{cure}")

@@ -117,9 +117,9 @@ def detect(columns: Iterable[str], where: str) -> Format:
                     f"{known}; or name yours: {columns_hint(where, named)}")
 
 
-def columns_hint(path: str, columns: Sequence[str]) -> str:
-    """The option that names a source's columns, with the first of them as an example."""
-    pairs = ", ".join(f"{ours}: {theirs}" for ours, theirs in zip(("prompt", "completion"), columns, strict=False))
+def columns_hint(path: str, columns: Sequence[str], names: Sequence[str] = ("prompt", "completion")) -> str:
+    """The option that names a source's columns, with the first of them as an example of `names`."""
+    pairs = ", ".join(f"{name}: {column}" for name, column in zip(names, columns, strict=False))
     return f'--data.sources "{{path: {path}, columns: {{{pairs or "prompt: question"}}}}}"'
 
 

@@ -57,7 +57,7 @@ def test_tied_weights_are_counted_once(tmp_path):
 
 @pytest.mark.parametrize(("words", "said"), [
     (["--stage", "reward", "--model", "base", "--data.sources", "odd.jsonl"],
-     "or say what good and bad are by the source's `columns`"),
+     "columns: {chosen: good, rejected: bad}}"),
     (["--stage", "sft", "--model", "somebody/some-model", "--data.sources", "rows.jsonl"],
      "the hub is out of reach: give a folder with config.json, or download it first where there is a network "
      "(hf download somebody/some-model)"),
