@@ -79,28 +79,23 @@ def _main(argv: list[str]) -> int:
         with relaxed_gc():
             return _train(argv)
     except UserError as error:
-        return _fail(2, "\n".join([error_line(error), *_notes(error)]))
+        return _fail(2, error_line(error), error)
     except KeyboardInterrupt as error:
-        notes = _notes(error) or [f"go on: {_again(argv)}"]  # before the run began, or between two
-        return _fail(130, "\n".join(["stopped", *notes]))
+        if not hasattr(error, "__notes__"):  # before the run began, or between two
+            error.add_note(f"go on: {_again(argv)}")
+        return _fail(130, "stopped", error)
     except Exception as error:
         if lost := _lost_process(error):  # first: its text may name any error of the system's
             return _fail(1, lost)
         if short := _shortage(error):  # where nobody below knew a better advice
-            return _fail(2, "\n".join([short, *_notes(error)]))
+            return _fail(2, short, error)
         if found := refusal(error):  # wherever a file was written
             where = f" ({error.filename})" if getattr(error, "filename", None) else ""
-            line = error_line(UserError(f"{found.words}{where}; {found.remedy}, and the same command goes on from the "
-                                        "last checkpoint"))
-            return _fail(2, "\n".join([line, *_notes(error)]))
+            return _fail(2, error_line(UserError(f"{found.words}{where}; {found.remedy}, and the same command goes on "
+                                                 "from the last checkpoint")), error)
         if not _is_one_of_several():
             raise
         return _fail(1, traceback.format_exc())
-
-
-def _notes(error: BaseException) -> list[str]:
-    """What a run has added to the error that ended it: what is where, and how the run goes on."""
-    return [escape_control(note) for note in getattr(error, "__notes__", [])]
 
 
 def _again(argv: Sequence[str]) -> str:
@@ -147,7 +142,9 @@ def _join() -> None:
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
 
 
-def _fail(code: int, message: str) -> int:
+def _fail(code: int, message: str, error: BaseException | None = None) -> int:
+    """End with `message` and the notes of `error`, in which a run says what is where and how it goes on."""
+    message = "\n".join([message, *map(escape_control, getattr(error, "__notes__", []))])
     if _is_one_of_several():
         from hybrid_rlhf.core.failure import fail
 
@@ -167,6 +164,7 @@ def _train(argv: list[str]) -> int:
     config, switches = read_settings(name, [*preset, *_with_model(rest)], prog, default)
     if default:
         print(f"no --config, model or data given: the embedded demo ({os.path.relpath(default)})", file=sys.stderr)
+    _check_sources(config)
     if switches["preview"]:
         _preview(stage, config)
         return 0
@@ -208,6 +206,14 @@ def _preview(stage: ModuleType, config: object) -> None:
 
     for found in stage.previews(config):
         show(found)
+
+
+def _check_sources(config: object) -> None:
+    """UserError for data that is not there, before a model is loaded."""
+    from hybrid_rlhf.data.sources import check_there
+
+    for source in config.data.sources if hasattr(config, "data") else ():
+        check_there(source)
 
 
 def _check_variant(name: str, config: object) -> None:

@@ -180,7 +180,9 @@ def test_all_stages_without_flags_are_the_demo_and_with_a_config_are_not(capsys,
     for argv in ([], ["--seed", "1", "--stages.sft.max_steps", "3"]):
         assert main(["--stage", "all", *argv]) == 0
         assert "the embedded demo" in capsys.readouterr().err
-    mine = write(tmp_path / "mine.yaml", {"data": {"sources": [{"path": "a.jsonl"}]}})
+    rows = tmp_path / "a.jsonl"
+    rows.write_text("")
+    mine = write(tmp_path / "mine.yaml", {"data": {"sources": [{"path": str(rows)}]}})
     assert main(["--stage", "all", "--config", mine]) == 0
     assert "demo" not in capsys.readouterr().err
     bare, demo, other = seen
@@ -188,7 +190,7 @@ def test_all_stages_without_flags_are_the_demo_and_with_a_config_are_not(capsys,
     assert demo == dataclasses.replace(bare, seed=1, stages=demo.stages)
     assert (demo.seed, demo.stages.sft.max_steps) == (1, 3)  # flags win over the demo's file
     assert [s.path for s in demo.data.sources] == ["demo/demonstrations", "demo/preferences", "demo/prompts"]
-    assert other.model.preset is None and [s.path for s in other.data.sources] == ["a.jsonl"]
+    assert other.model.preset is None and [s.path for s in other.data.sources] == [str(rows)]
     assert other.output_dir == "outputs/all" and other.compare.checker is None
 
 
@@ -234,3 +236,15 @@ def test_preview_of_all_stages_shows_each(previewed) -> None:
 
 def test_preview_needs_no_trained_predecessor_of_a_model_that_is_given(previewed) -> None:
     assert "reward example 3: " in previewed("reward")
+
+
+def test_data_that_is_not_there_is_said_before_any_model_is_looked_at(capsys):
+    assert main(["--stage", "sft", "--model", "./no_model", "--data.sources", "no_rows.jsonl"]) == 2
+    assert capsys.readouterr().err.startswith("error: data.sources: no_rows.jsonl does not exist; give a file")
+
+
+def test_columns_of_all_data_are_told_where_they_belong(capsys):
+    assert main(["--stage", "sft", "--data.columns", "{prompt: a}"]) == 2
+    assert capsys.readouterr().err == (
+        "error: data.columns is not used by --stage sft; columns belong to a source: --data.sources "
+        '"{path: FILE, columns: {prompt: question}}"\n')

@@ -20,6 +20,8 @@ from hybrid_rlhf.training.registry import PROMPTS_ONLY, READS, STAGES, variant_o
 _SECTIONS = {"online": "online_dpo", "stages": "all", "rejection": "rejection", "evaluate": "evaluate", "ppo": "ppo",
              "dpo": "dpo", "distill": "distill"}  # a section that only one stage has -> that stage
 
+_COLUMNS = 'columns belong to a source: --data.sources "{path: FILE, columns: {prompt: question}}"'
+
 
 def of_method(estimator: str | None = None, policy_loss: str = "ppo", loss_type: str | None = None) -> dict[str, str]:
     """What a method does not read of its stage's options; None: any method may be chosen."""
@@ -42,7 +44,7 @@ def of_method(estimator: str | None = None, policy_loss: str = "ppo", loss_type:
 def of_stage(name: str) -> dict[str, str]:
     """What a stage never reads, whatever its settings: option or section -> what is meant instead."""
     named = {option.split(".")[1]: value for option, value in variant_options(name).items()}
-    return STAGES[STAGES[name].base or name].unread | of_method(**named)
+    return {"data.columns": _COLUMNS} | STAGES[STAGES[name].base or name].unread | of_method(**named)
 
 
 def of(config: object) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -23,15 +24,16 @@ def write_card(folder: str | Path, name: str, run: dict) -> Path:
 
 def card_text(name: str, run: dict) -> str:
     """The card: front matter for machines, then what it is, data, results, and how it was made."""
-    base, stage = _base(run), run["stage"]
+    base, stage = _root(run), run["stage"]
+    name = f"{_shown(base)}-{name}" if base else name
     head = {"library_name": "transformers", "tags": ["hybrid_rlhf", stage],
-            "pipeline_tag": "text-classification" if stage == "reward" else "text-generation"}
+            "pipeline_tag": "text-classification" if stage == "reward" else "text-generation", "model_name": name}
     licence = base_licence(base)
     head |= {"license": licence} if licence else {}
     head |= {"base_model": base} if base and not _is_path(base) else {}
     lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", "", f"# {name}", "",
              f"A {'reward model' if stage == 'reward' else 'language model'} trained by hybrid_rlhf, stage `{stage}`"
-             f"{f', from `{_shown(base)}`' if base else ', from random weights'}."]
+             f"{f', from `{_shown(base)}`{_by_way_of(run, base)}' if base else ', from random weights'}."]
     if "model_step" in run["facts"]:
         lines += ["", f"The run {run['status']} early: this is its model after step {run['facts']['model_step']} of "
                       f"{run['facts'].get('num_steps')}."]
@@ -61,6 +63,22 @@ def _base(run: dict) -> str | None:
     return run["facts"].get("base_model") or (run["config"].get("model") or {}).get("model_name_or_path")
 
 
+def _root(run: dict) -> str | None:
+    """The model that the first of a chain of runs began with."""
+    base, seen = _base(run), set()
+    while base and base not in seen and (path := Path(base) / "run.json").is_file():
+        seen.add(base)
+        try:
+            base = _base(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, LookupError, AttributeError):  # damaged since
+            break
+    return base
+
+
+def _by_way_of(run: dict, root: str) -> str:
+    return "" if (base := _base(run)) in (root, None) else f" by way of the run `{_shown(base)}`"
+
+
 def _is_path(name: str) -> bool:
     return Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") != 1
 
@@ -76,7 +94,7 @@ def _data(run: dict) -> list[str]:
     lines = [f"- data: `{_shown(str(source.get('path')))}`" for source in sources]
     if counts:
         lines.append("- rows: " + ", ".join(f"{name} {number}" for name, number in counts.items()
-                                            if isinstance(number, (int, float))))
+                                            if isinstance(number, (int, float)) and number))
     return lines
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from hybrid_rlhf.report.alarms import Alarm
 from hybrid_rlhf.report.first_step import first_lines
 from hybrid_rlhf.report.metric_names import meaning, shown
+from hybrid_rlhf.report.prompt_text import last_turn
 from hybrid_rlhf.report.terminal import duration, number, remarks
 
 _STYLE = """
@@ -162,11 +163,13 @@ def _image(path: Path) -> str:
 def _table(rows: list[dict]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row))
     head = "".join(f'<th scope="col">{escape(name.replace("_", " "))}</th>' for name in names)
-    body = "".join(f"<tr>{''.join(_value(row.get(name)) for name in names)}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(_value(row.get(name), name) for name in names)}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _value(value: object) -> str:
+def _value(value: object, name: str) -> str:
+    if name == "prompt" and (turn := last_turn(str(value or ""))) != value:
+        return f'<td class="said"><details><summary>{escape(turn)}</summary>{escape(str(value or ""))}</details></td>'
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return f'<td class="number">{number(value)}</td>'
     return f'<td class="said">{escape("" if value is None else str(value))}</td>'

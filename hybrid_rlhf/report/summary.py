@@ -13,6 +13,7 @@ from hybrid_rlhf.report.alarms import Alarm, answered, find
 from hybrid_rlhf.report.html import Chapter, html
 from hybrid_rlhf.report.metric_names import meaning, shown
 from hybrid_rlhf.report.plots import PLOTS, draw
+from hybrid_rlhf.report.prompt_text import last_turn
 from hybrid_rlhf.report.terminal import last_line, number, one_line
 
 REPORT, PAGE, METRICS = "report.md", "report.html", "metrics.jsonl"
@@ -118,8 +119,8 @@ def _cell(text: object, length: int = 160) -> str:
 
 
 def _end(prompt: object, length: int = 160) -> str:
-    """A prompt that is too long for a cell without its beginning: the question comes last, behind system messages."""
-    return last_line("", str(prompt or ""), length)
+    """The last turn of a prompt; of one that is too long for a cell the end."""
+    return last_line("", last_turn(str(prompt or "")), length)
 
 
 def conclude_comparison(folder: Path, title: str, rows: list[dict], found: list[Alarm]) -> None:

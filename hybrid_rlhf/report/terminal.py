@@ -15,6 +15,7 @@ from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.distributed import device, is_main
 from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.report.pace import Pace
+from hybrid_rlhf.report.prompt_text import last_turn
 
 _STEP, _COLUMN = 8, 11  # least widths of the table's first and other columns
 NUM_SAMPLES = 2  # in the live view
@@ -236,7 +237,7 @@ def held(values: dict[str, float]) -> str:
 def sample_lines(sample: dict, width: int) -> list[str]:
     """A sample on two lines of at most `width` columns: the end of the prompt, where the question is, and the beginning
     of the response, with its score and whether it is empty or did not end by itself."""
-    lines = [last_line(f"{'prompt':>10}: ", sample["prompt"], width)] if "prompt" in sample else []
+    lines = [last_line(f"{'prompt':>10}: ", last_turn(sample["prompt"]), width)] if "prompt" in sample else []
     if "completion" in sample:
         notes = "".join(f"  ({note})" for note in remarks(sample))
         lines.append(one_line(f"{'completion':>10}: {sample['completion']}", width - len(notes)) + notes)

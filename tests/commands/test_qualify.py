@@ -236,9 +236,9 @@ def test_numbers_that_are_not_finite_and_steps_that_are_missing_differ(task):
 
 
 def test_a_run_that_ends_with_an_error_is_a_row_with_its_line(task, monkeypatch):
-    monkeypatch.setattr(steps, "make_rows", lambda *_: None)  # so there is no reward
+    monkeypatch.setattr(steps, "make_rows", lambda *_: None)  # so there are no prompts
     (row,) = (r for r in PARTS["grpo"].run(replace(task, name="grpo")) if r.name == "run")
-    assert row.state == FAILED and "exit code 2" in row.found and "rewards.py is no Python" in row.found
+    assert row.state == FAILED and "exit code 2" in row.found and "prompts.jsonl does not exist" in row.found
 
 
 # -- processes and time ------------------------------------------------------------------------------------------------

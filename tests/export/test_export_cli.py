@@ -212,7 +212,7 @@ def test_the_card_says_what_the_run_was(tmp_path):
                  "| eval/loss | 1.25 |", "`train.py --stage sft`",
                  "torch 2.13", "train 10"):
         assert part in text
-    assert "/home/me" not in text
+    assert "/home/me" not in text and "\nmodel_name: base-mine\n" in text and "\n# base-mine\n" in text
     assert "time/step" not in text
 
 

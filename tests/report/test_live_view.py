@@ -226,8 +226,9 @@ def test_a_response_that_is_empty_or_did_not_end_says_so_however_long_it_is():
     assert terminal.sample_lines({"completion": "x" * 90, "score": 0.5, "ended": False}, 50) == [
         "completion: xxxxxxxxx…  (score 0.5)  (did not end)"]  # 12 + 10 + 13 + 15 columns
     assert terminal.sample_lines({"completion": "x", "ended": True}, 50) == ["completion: x"]
+    assert terminal.sample_lines({"prompt": "x" * 90 + " What is 7?"}, 24) == ["    prompt: … What is 7?"]
     long = {"prompt": "<|system|> You are a helpful assistant. <|user|> What is 7 + 12?"}
-    assert terminal.sample_lines(long, 40) == ["    prompt: …t. <|user|> What is 7 + 12?"]
+    assert terminal.sample_lines(long, 40) == ["    prompt: What is 7 + 12?"]
     assert len(terminal.sample_lines({"prompt": "猫" * 50 + "?"}, 30)[0]) <= 30 and len(long["prompt"]) > 40
 
 
