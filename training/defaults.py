@@ -55,7 +55,7 @@ def resolve(config: object, start: ModelConfig | None = None) -> object:
 
     start: the model that the run starts from, where an earlier stage of the same command has not left it yet.
     """
-    config, recorded = _within_positions(config, start), _recorded(config)
+    config, recorded = _within_positions(config, start), of_run(config)
     before, trains = recorded.get("model", {}), hasattr(config, "train")
     if trains and config.model.dtype == "auto":
         config = (with_value(config, "model.dtype", before.get("dtype", "auto")) if recorded
@@ -130,7 +130,7 @@ def told(config: object) -> str:
     return ", ".join(f"{option} {value:g}" for option, value in found.items() if value not in (None, -1)) + note
 
 
-def _recorded(config: object) -> dict:
+def of_run(config: object) -> dict:
     """The settings of the run in output_dir, of the same stage, where this one is to go on with it."""
     if config.resume == "never" or not (Path(config.output_dir) / runfile.RUN_FILE).exists():
         return {}

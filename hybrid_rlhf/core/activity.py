@@ -50,14 +50,18 @@ def epochs(count: int) -> Iterator[int]:
 @contextmanager
 def slow(text: str) -> Iterator[None]:
     """A block outside of a run's progress; where it takes more than a moment, a line on stderr says what it does."""
+    from hybrid_rlhf.core.distributed import is_main  # not above: it imports torch
+
     doing(text)
     timer = threading.Timer(SLOW, lambda: print(f"{text} ...", file=sys.stderr, flush=True))
     timer.daemon = True
-    timer.start()
+    if is_main():
+        timer.start()
     try:
         yield
     finally:
         timer.cancel()
+    doing("")  # not after an error, which says what was going on
 
 
 @contextmanager

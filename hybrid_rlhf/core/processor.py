@@ -1,22 +1,28 @@
-"""Which 16-bit products this computer's processor has."""
+"""What this computer's processor has."""
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 _UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}  # as Linux names what the processor has, the fastest first
 _CPUINFO = Path("/proc/cpuinfo")
 
 
-def bf16_unit() -> str | None:
-    """The unit that multiplies bfloat16: AMX or AVX512-BF16. None where it is emulated, which takes several times
-    longer than float32, and on systems that do not say."""
+def flags() -> str:
+    """The line of Linux with all that the processor has; its name on other systems."""
     try:
         lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return None
-    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), [])
-    return next((name for flag, name in _UNITS.items() if flag in flags), None)
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def bf16_unit() -> str | None:
+    """The unit that multiplies bfloat16: AMX or AVX512-BF16. None where it is emulated, which takes several times
+    longer than float32, and on systems that do not say."""
+    names = flags().split()
+    return next((unit for flag, unit in _UNITS.items() if flag in names), None)
 
 
 def bf16_line() -> str:

@@ -29,12 +29,12 @@ def fake_mode() -> Any:  # a private class of torch
     """
     mode = TORCH.part(TORCH.module("torch._subclasses.fake_tensor"), "FakeTensorMode")
 
-    def dispatch(self: Any, func: Any, types: Any, given: Any = (), named: Any = None) -> Any:  # torch's signature
-        if str(func) != "aten._grouped_mm.default" or given[0].dtype == torch.bfloat16:
-            return mode.__torch_dispatch__(self, func, types, given, named)
+    def dispatch(self: Any, func: Any, types: Any, inputs: Any = (), named: Any = None) -> Any:  # torch's signature
+        if str(func) != "aten._grouped_mm.default" or inputs[0].dtype == torch.bfloat16:
+            return mode.__torch_dispatch__(self, func, types, inputs, named)
         # the products of experts, of which torch knows the shape for bfloat16 alone
-        halves = [value.bfloat16() if index < 2 else value for index, value in enumerate(given)]
-        return mode.__torch_dispatch__(self, func, types, halves, named).to(given[0].dtype)
+        halves = [value.bfloat16() if index < 2 else value for index, value in enumerate(inputs)]
+        return mode.__torch_dispatch__(self, func, types, halves, named).to(inputs[0].dtype)
 
     return type("FakeMode", (mode,), {"avoid_device_init": False, "__torch_dispatch__": dispatch})()
 

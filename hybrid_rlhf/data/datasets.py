@@ -185,10 +185,10 @@ def _longer(config: DataConfig, source: OpenSource, reads: Reads, tokenizer) -> 
     boundless = replace(config, max_length=_BOUNDLESS, max_prompt_length=_BOUNDLESS)
     train, held_out, _ = _tokenize(boundless, some, reads, tokenizer, _lengths_of(boundless))
     needed = [max(len(ids) for key, ids in row.items() if key.endswith("ids")) for row in (*train, *held_out)]
-    found = f"raise data.{name}, which is {getattr(config, name)}"
+    cure = f"raise data.{name}, which is {getattr(config, name)}"
     if not needed:
-        return found
-    return (f"{found}: of the first {len(needed)} rows the shortest has {min(needed)} tokens, the longest "
+        return cure
+    return (f"{cure}: of the first {len(needed)} rows the shortest has {min(needed)} tokens, the longest "
             f"{max(needed)}")
 
 

@@ -114,9 +114,9 @@ def _marked(found: list[Piece], brackets: bool) -> Text:
 
 def counts(report: dict) -> list[tuple[str, int]]:
     """What became of the rows that were not dropped; zeros only of what every stage has."""
-    found = [("read", report["read"]), ("left to other stages", report["other_stages"]),
-             ("to train on", report["train"]), ("held out", report["held_out"]), ("truncated", report["truncated"])]
-    return [(name, number) for name, number in found if number or name in ("read", "to train on", "held out")]
+    rows = [("read", report["read"]), ("left to other stages", report["other_stages"]),
+            ("to train on", report["train"]), ("held out", report["held_out"]), ("truncated", report["truncated"])]
+    return [(name, number) for name, number in rows if number or name in ("read", "to train on", "held out")]
 
 
 def dropped(report: dict) -> list[tuple[str, int]]:

@@ -20,6 +20,7 @@ from types import ModuleType
 
 import torch
 
+from hybrid_rlhf.core import processor
 from hybrid_rlhf.core.given_paths import expanded
 from hybrid_rlhf.core.own_files import no_link, remove_folder, write_file
 from hybrid_rlhf.kernels.ops import KernelsUnavailableError
@@ -103,19 +104,11 @@ def _mended(folder: Path) -> Iterator[None]:
 
 def _fingerprint(files: Sequence[Path]) -> str:
     """What the compiled code depends on, as 16 hex digits: -march=native makes the processor's flags one of them."""
-    parts = [" ".join(FLAGS), torch.__version__, sys.implementation.cache_tag, platform.machine(), _processor()]
+    parts = [" ".join(FLAGS), torch.__version__, sys.implementation.cache_tag, platform.machine(), processor.flags()]
     digest = hashlib.sha256("\0".join(parts).encode())
     for path in sorted(files):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
 @contextmanager

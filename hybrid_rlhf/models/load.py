@@ -148,10 +148,12 @@ def check_folder(path: str, needs: Iterable[str] = ("weights", "tokenizer"), tak
 
 def refuse_gguf(path: Path) -> None:
     """UserError for a GGUF file, and for a folder with such a file and no model."""
-    found = [path] if path.suffix == ".gguf" else [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
-    check(not found, f"{path} is llama.cpp's GGUF{'' if [path] == found else f' ({found[0].name})' if found else ''}, "
-                     "which is not read here; give the folder that it was made from, with config.json, *.safetensors "
-                     "and a tokenizer")
+    is_file = path.suffix == ".gguf"
+    files = [path] if is_file else [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+    if files:
+        name = str(path) if is_file else f"{path} ({files[0].name})"
+        raise UserError(f"{name} is llama.cpp's GGUF, which is not read here; give the folder that it was made from, "
+                        "with config.json, *.safetensors and a tokenizer")
 
 
 def load_causal_lm(config: ModelConfig, device: torch.device | str = "cpu", *, in_parts: bool = False) -> nn.Module:

@@ -10,8 +10,7 @@ from pathlib import Path
 from hybrid_rlhf.report.alarms import Alarm
 from hybrid_rlhf.report.first_step import first_lines
 from hybrid_rlhf.report.metric_names import meaning, shown
-from hybrid_rlhf.report.prompt_text import last_turn
-from hybrid_rlhf.report.terminal import duration, number, remarks
+from hybrid_rlhf.report.terminal import duration, last_turn, number, remarks
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d1c1a; --ground: #fbfaf8; --line: #d9d5cf; --quiet: #5c5955;

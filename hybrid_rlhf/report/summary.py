@@ -13,8 +13,7 @@ from hybrid_rlhf.report.alarms import Alarm, answered, find
 from hybrid_rlhf.report.html import Chapter, html
 from hybrid_rlhf.report.metric_names import meaning, shown
 from hybrid_rlhf.report.plots import PLOTS, draw
-from hybrid_rlhf.report.prompt_text import last_turn
-from hybrid_rlhf.report.terminal import last_line, number, one_line
+from hybrid_rlhf.report.terminal import last_line, last_turn, number, one_line
 
 REPORT, PAGE, METRICS = "report.md", "report.html", "metrics.jsonl"
 SAMPLES, ANSWERS = "samples.jsonl", "answers.jsonl"
@@ -30,14 +29,14 @@ def conclude(folder: Path, stage: str, metrics: str = METRICS,
     The run has yet to leave its model: `warn` is told what cannot be drawn or written, and nothing is raised for it.
     `show` is given the pictures that were drawn. state: how far the run is, where it has not ended well.
     """
-    found = replace(chapter(folder, stage, metrics, warn), state=state)
-    show(found.pictures)
-    for name, text in ((REPORT, page(found)), (PAGE, html(f"{folder.resolve().name}: stage {stage}", [found]))):
+    run = replace(chapter(folder, stage, metrics, warn), state=state)
+    show(run.pictures)
+    for name, text in ((REPORT, page(run)), (PAGE, html(f"{folder.resolve().name}: stage {stage}", [run]))):
         try:
             write_file(folder / name, text)
         except (OSError, UserError) as error:  # UserError: a link is there
             warn(f"cannot write {folder / name}: {getattr(error, 'strerror', None) or error}")
-    return found.alarms
+    return run.alarms
 
 
 def compare_stages(folder: Path, stages: list[str], table: list[dict], answers: list[dict]) -> Path:

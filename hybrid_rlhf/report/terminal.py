@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -15,10 +16,13 @@ from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.distributed import device, is_main
 from hybrid_rlhf.core.text_safety import escape_control
 from hybrid_rlhf.report.pace import Pace
-from hybrid_rlhf.report.prompt_text import last_turn
 
 _STEP, _COLUMN = 8, 11  # least widths of the table's first and other columns
 NUM_SAMPLES = 2  # in the live view
+# Markers of published chat templates, and the speakers of transcripts: <|im_end|>, </s>, <start_of_turn>, [/INST].
+_MARKER = re.compile(r"<\|[^|<>]{1,40}\|>|<｜[^｜<>]{1,40}｜>|</?s>|<(?:start|end)_of_turn>|\[/?INST\]|"
+                     r"\n\n(?=(?:Human|Assistant): ?)")
+_ROLE = re.compile(r"\s*(user|human|assistant|model|system|tool) *(?::|\n|$)", re.IGNORECASE)
 PHASES = ("generate", "score", "train", "switch")
 SECONDS = 10.0  # between lines of a ProgressLine
 SILENCE = 30.0  # seconds at most between two lines of a run that no terminal shows
@@ -260,6 +264,15 @@ def one_line(text: str, width: int) -> str:
     indent = text[: len(text) - len(text.lstrip(" "))]
     text = escape_control(indent + " ".join(text.split()))
     return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)).rstrip() + "…"
+
+
+def last_turn(prompt: str) -> str:
+    """The text of the last turn that says something, without markers and role; a prompt of no turns as it is."""
+    for part in reversed(_MARKER.split(prompt)):
+        role = _ROLE.match(part)
+        if text := part[role.end() if role else 0:].strip():
+            return text if _MARKER.search(prompt) else prompt
+    return prompt
 
 
 def last_line(label: str, text: str, width: int) -> str:

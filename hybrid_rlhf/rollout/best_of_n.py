@@ -49,13 +49,12 @@ class BestOfNSampler:
 
     def state(self) -> dict:
         """For a checkpoint, with the roles' own."""
-        state = self.roles.state() | {"num_steps": self.num_steps, "gate": self.old_logprobs.state()}
+        state = self.roles.state() | {"num_steps": self.num_steps}
         return state | ({"source": self.source.state()} if hasattr(self.source, "state") else {})
 
     def load_state(self, state: Mapping) -> None:
         """Go on where `state` was taken; other keys are left alone."""
         self.roles.load_state(state)
         self.num_steps = int(state["num_steps"])
-        self.old_logprobs.load_state(state["gate"])
         if "source" in state:
             self.source.load_state(state["source"])  # type: ignore[attr-defined]  # its state() was kept

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,11 +28,10 @@ class OldLogprobs:
     mode: str = "auto"
     max_drift: float = 0.02
     num_skipped: int = 8
-    _is_recomputing: bool = field(default=False, init=False)
 
     def logprobs(self, rollout: Rollout, actor: Actor, metrics: Metrics) -> Tensor:
-        """(B, R) old log-probabilities; metrics receives engine/logprob_drift and, where auto
-        recomputes, that it did."""
+        """(B, R) old log-probabilities; metrics receives engine/logprob_drift and, where auto recomputes, that it did.
+        """
         if self.mode == "recompute":
             recomputed = actor.logprobs(rollout)
             _mismatch(rollout, recomputed, metrics)
@@ -43,16 +41,9 @@ class OldLogprobs:
         if self.mode == "sampler":
             return rollout.sampled_logprobs
         recomputes = not drift <= self.max_drift  # a mismatch that is not a number counts as one
-        self._is_recomputing = recomputes
         if recomputes:  # the run's summary counts these steps
             metrics.add(RECOMPUTED, 1.0)
         return actor.logprobs(rollout) if recomputes else rollout.sampled_logprobs
-
-    def state(self) -> dict[str, bool]:
-        return {"was_closed": self._is_recomputing}
-
-    def load_state(self, state: Mapping[str, bool]) -> None:
-        self._is_recomputing = bool(state["was_closed"])
 
 
 def _mismatch(rollout: Rollout, recomputed: Tensor, metrics: Metrics) -> float:

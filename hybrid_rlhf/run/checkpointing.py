@@ -177,10 +177,10 @@ class Saver:
         except _Interrupted:
             random_state.load_state(before)
             return None
-        found = {f"eval/{name}": value for name, value in metrics.items()}
-        reporter.evaluated(step, found)
-        self.values |= found
-        return self._is_best(found)
+        values = {f"eval/{name}": value for name, value in metrics.items()}
+        reporter.evaluated(step, values)
+        self.values |= values
+        return self._is_best(values)
 
     def _is_best(self, evaluated: dict[str, float]) -> bool:
         name = self.config.save_best

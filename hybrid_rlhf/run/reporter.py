@@ -79,9 +79,9 @@ class Reporter:
         if is_main():
             warnings: list[str] = []
             with self.phase(REPORT):
-                found = conclude(Path(self.record.output_dir), self.record.stage, METRICS, warnings.append,
+                alarms = conclude(Path(self.record.output_dir), self.record.stage, METRICS, warnings.append,
                                  self.progress.pictures, state)
-            self.progress.alarms([f"{alarm.name}: {alarm.text}" for alarm in found])
+            self.progress.alarms([f"{alarm.name}: {alarm.text}" for alarm in alarms])
             self.progress.warnings(warnings)
 
     @undisturbed()
@@ -118,8 +118,8 @@ class Reporter:
         if self._memory is None or step % 5:
             return
         self._memory.append({"step": step, **{k: v for k, v in values.items() if k.startswith("memory/")}})
-        if found := memory_growth(self._memory):
-            self.say(f"warning: {found[0].name}: {found[0].text}")
+        for alarm in memory_growth(self._memory):
+            self.say(f"warning: {alarm.name}: {alarm.text}")
             self._memory = None
 
     def sampled(self, step: int, samples: Callable[[], list[dict]]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybrid_rlhf.report.html import html
-from hybrid_rlhf.report.prompt_text import last_turn
-from hybrid_rlhf.report.terminal import sample_lines
+from hybrid_rlhf.report.terminal import last_turn, sample_lines
 
 CHATML = ("<|im_start|>system\nYou are kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello."
           "<|im_end|>\n<|im_start|>user\nWhat is <b>2</b>\n+ 3?<|im_end|>\n<|im_start|>assistant\n")
@@ -16,6 +15,7 @@ PROMPTS = {  # as published templates write them
     "<|end_header_id|>\n\nWhy?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n": "Why?",
     "<bos><start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n": "Why?",
     "<s>[INST] Hi [/INST] Hello.</s>[INST] Why? [/INST]": "Why?",
+    "<|user|>System failure: why?</s>\n<|assistant|>\n": "System failure: why?",
     "<|user|>\nWhy?</s>\n<|assistant|>\n": "Why?",
     "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Why?\n\nAssistant:": "Why?",
     "Once upon a time": "Once upon a time", " user of 2 < 3\n": " user of 2 < 3\n", "": "",

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from hybrid_rlhf.core import processor
+from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.models.load import ModelConfig
 from hybrid_rlhf.models.lora import LoraConfig
 from hybrid_rlhf.run import runfile
 from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.offline import DPOConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig
-from hybrid_rlhf.training import defaults, machine_defaults, preferences, step1_sft, step3_ppo
+from hybrid_rlhf.training import defaults, machine_defaults, memory_options, preferences, step1_sft, step3_ppo
 from hybrid_rlhf.training.reward_sources import RewardConfig
 from tests.factories.tiny import tiny_config
 
@@ -116,3 +117,20 @@ def test_a_run_takes_16_bytes_of_a_trained_weight_and_4_of_another(tmp_path) -> 
             (step3_ppo.Config(output_dir=out), 2 * 16 + 2 * 4),  # actor, critic; reference, reward model
             (step3_ppo.Config(output_dir=out, reward=functions, ppo=PPOConfig(estimator="reinforce_pp")), 16 + 4)):
         assert machine_defaults.training_bytes(config, 1000) == 1000 * size
+
+
+def test_a_run_that_goes_on_keeps_its_rank_when_memory_is_bounded(config, monkeypatch) -> None:
+    """--memory leaves the choice of adapters to the user, but not of a run that has them."""
+    seen = []
+
+    def look_ahead(config, _place):
+        seen.append(defaults.resolve(config).model.lora.r)
+        raise UserError("enough")
+
+    monkeypatch.setattr(memory_options, "look_ahead", look_ahead)
+    chosen = replace(config, model=replace(config.model, lora=LoraConfig(r=16)))
+    for resume in ("never", "auto"):
+        with pytest.raises(UserError, match="enough"):
+            memory_options.carry_out(replace(config, resume=resume), memory=1 << 30, only_plan=False)
+        runfile.start(config.output_dir, "sft", chosen, "train.py --stage sft")
+    assert seen == [0, 16]
