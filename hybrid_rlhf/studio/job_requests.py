@@ -98,7 +98,7 @@ def _resume(studio: Studio, jobs: Jobs, body: dict) -> dict:
     with jobs.alone():
         if (job := jobs.of_run(run)) and not _is_ending(job, folder):
             raise Refused(409, f"{run} {'is running' if job.state == 'running' else 'waits'} already")
-        if file_lock.is_held(folder / SETTINGS_FILE):
+        if job is None and file_lock.is_held(folder / SETTINGS_FILE):
             raise Refused(409, f"{run} is running, started elsewhere")
         if (read_json(folder / RUN_FILE) or {}).get("status") == "finished":
             raise Refused(409, f"{run} is finished")
@@ -121,11 +121,14 @@ def _loaded(settings: str) -> object:
 
 
 def _is_ending(job: Job, folder: Path) -> bool:
-    """Whether the run has been closed since `job` began, whose process is not gone yet: what is asked now waits for
-    that in the queue."""
+    """Whether the run has been closed since `job` began, or leaves its model ("stopped", not closed yet), and its
+    process is not gone: what is asked now waits for that in the queue."""
     record = read_json(folder / RUN_FILE) or {}
-    closed = record.get("status") != "running" and record.get("finished")
-    return job.state == "running" and isinstance(closed, str) and bool(job.started) and closed > job.started
+    status, closed = record.get("status"), record.get("finished")
+    if job.state != "running" or status == "running":
+        return False
+    return status == "stopped" if closed is None else isinstance(closed, str) and bool(job.started) and (
+        closed > job.started)
 
 
 def _stop_run(studio: Studio, jobs: Jobs, run: object) -> dict:

@@ -63,18 +63,17 @@ def test_held_out_prompts_are_always_drawn_alike(asked):
     assert asked[1] == (([PROMPTS], "roles", "source", SAMPLING, 7), {"keeps": True})
 
 
-def test_a_run_goes_on_with_its_rounds_its_gate_and_its_source():
+def test_a_run_goes_on_with_its_rounds_and_its_source():
     loaded = []
     roles = SimpleNamespace(state=lambda: {"actor": "shard"}, load_state=lambda state: loaded.append(state["actor"]))
     source = SimpleNamespace(state=lambda: "calls", load_state=loaded.append)
     first = BestOfNSampler(roles, source, SAMPLING, 0)
     first.num_steps = 3
-    first.old_logprobs.load_state({"was_closed": True})
     state = first.state()
-    assert state == {"actor": "shard", "num_steps": 3, "gate": {"was_closed": True}, "source": "calls"}
+    assert state == {"actor": "shard", "num_steps": 3, "source": "calls"}
     second = BestOfNSampler(roles, source, SAMPLING, 0)
     second.load_state(state)
-    assert (second.num_steps, second.old_logprobs.state(), loaded) == (3, {"was_closed": True}, ["shard", "calls"])
+    assert (second.num_steps, loaded) == (3, ["shard", "calls"])
     plain = BestOfNSampler(roles, SimpleNamespace(), SAMPLING, 0)
     assert "source" not in plain.state()
     plain.load_state(plain.state() | {"num_steps": 5.0})
