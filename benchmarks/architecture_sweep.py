@@ -78,8 +78,8 @@ class Row:
     @property
     def is_wrong(self) -> bool:
         runs = self.path in ("native", "eager", "generate")
-        return self.path == "failed" or (runs and (
-            self.trains.startswith("wrong") or self.tokens == "neither" or not self.difference < BOUND))
+        return (self.path == "failed" or self.trains.startswith("wrong") or (
+            runs and (self.tokens == "neither" or not self.difference < BOUND)))
 
 
 def worse(row: Row, before: Row) -> list[str]:

@@ -61,7 +61,8 @@ def place(tmp_path_factory) -> Path:
 
 def stopped(place: Path, out: str, capfd, *more: str, steps: int = 1) -> str:
     """The one line of error of a run that its source ended after `steps` good steps, which alone were saved, with the
-    model of the last."""
+    model of the last.
+    """
     argv = ["--stage", "grpo", "--model.dtype", "float32", "--data.split", "null", "--data.eval_fraction", "0",
             "--data.max_prompt_length", "32", "--train.max_steps", "3", "--train.per_device_train_batch_size", "2",
             "--train.save_steps", "1", "--ppo.sampling.max_new_tokens", "6", "--ppo.sampling.num_samples", "2",
@@ -75,7 +76,8 @@ def stopped(place: Path, out: str, capfd, *more: str, steps: int = 1) -> str:
     assert len((run / "metrics.jsonl").read_text().splitlines()) == steps
     assert len(list((run / "checkpoints").glob("*"))) == steps
     record = json.loads((run / "run.json").read_text())
-    assert (run / "model" / "model.safetensors").exists() == bool(steps) and record["facts"].get("model_step", 0) == steps
+    assert (run / "model" / "model.safetensors").exists() == bool(steps)
+    assert record["facts"].get("model_step", 0) == steps
     assert record["status"] == "failed" and lines[0].removeprefix("error: ") in record["error"]
     return lines[0]
 
