@@ -32,18 +32,20 @@ from harness import machine, table_of, write_json, write_tables
 
 ASKED = 'Write one sentence of a film review. It begins with "{begin}".'
 WORDS = range(6, 31)  # of a sentence
-NUM_SFT, NUM_PAIRS, NUM_SAMPLES = 640, 800, 3
+NUM_SFT, NUM_PAIRS, NUM_SAMPLES = 480, 560, 3
 LENGTHS = ["--data.max_length", "96"]
 SAMPLED = ["--ppo.sampling.max_new_tokens", "40"]
+ONCE = ["--train.num_train_epochs", "1"]
 STAGES = {  # README's commands, FOLDER for outputs
     "sft": ["--stage", "sft", "--model.model_name_or_path", "MODEL", "--data.sources", "DATA/reviews.jsonl",
-            *LENGTHS],
+            *LENGTHS, *ONCE],
     "reward": ["--stage", "reward", "--model.model_name_or_path", "FOLDER/sft", "--data.sources", "DATA/pairs.jsonl",
                *LENGTHS],
     "ppo": ["--stage", "ppo", "--data.sources", "DATA/beginnings.jsonl", "--roles.actor.model_name_or_path",
-            "FOLDER/sft", "--roles.reward.model_name_or_path", "FOLDER/reward", *SAMPLED],
+            "FOLDER/sft", "--roles.reward.model_name_or_path", "FOLDER/reward", *SAMPLED, "--train.max_steps", "20",
+            "--train.per_device_train_batch_size", "32"],
     "rloo": ["--stage", "rloo", "--data.sources", "DATA/beginnings.jsonl", "--roles.actor.model_name_or_path",
-             "FOLDER/sft", "--roles.reward.model_name_or_path", "FOLDER/reward", *SAMPLED],
+             "FOLDER/sft", "--roles.reward.model_name_or_path", "FOLDER/reward", *SAMPLED, "--train.max_steps", "30"],
     "dpo": ["--stage", "dpo", "--model.model_name_or_path", "FOLDER/sft", "--data.sources", "DATA/pairs.jsonl",
             *LENGTHS],
 }
@@ -63,9 +65,9 @@ def write_data(reviews: Path, folder: Path) -> None:
     held_out, begins = shared[: len(shared) // 5], shared[len(shared) // 5 :]
     texts, pairs = [], []
     for begin in begins:
-        for good in by_beginning[begin]["pos"]:
-            pairs.append((begin, good, draw.choice(by_beginning[begin]["neg"])))
-        texts += [(begin, text) for kind in by_beginning[begin].values() for text in kind]
+        kinds = by_beginning[begin]
+        pairs += [(begin, good, bad) for good, bad in zip(kinds["pos"], kinds["neg"], strict=False)]  # each text once
+        texts += [(begin, text) for kind in kinds.values() for text in kind]
     draw.shuffle(texts)
     draw.shuffle(pairs)
     folder.mkdir(parents=True, exist_ok=True)

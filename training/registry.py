@@ -79,7 +79,8 @@ _POLICY = _ONLINE | {"ppo.num_ppo_epochs": 1, "ppo.num_minibatches": 1,
                      "ppo.missing_eos_penalty": By("the rewards", _missing_eos_penalty)}
 _GROUPS = _POLICY | {"ppo.kl_coef": 0.04}  # 8 prompts and 8 responses to each
 _SINGLE = _POLICY | {"ppo.kl_coef": By("the rewards", _kl_coef), "train.per_device_train_batch_size": 64}
-_PPO = _SINGLE | {"roles.critic.learning_rate": Rate(1e-5, 1e-4), "ppo.num_ppo_epochs": 2, "ppo.num_minibatches": 2,
+_PPO = _SINGLE | {"roles.actor.learning_rate": Rate(3e-6, 2e-5), "roles.critic.learning_rate": Rate(1e-5, 1e-4),
+                  "ppo.num_ppo_epochs": 2, "ppo.num_minibatches": 2,
                   "ppo.update_kl": _where_seen(0.01), "ppo.early_stop_kl": _where_seen(0.02)}  # results/ppo_rates.md
 
 # Options that are never read.
