@@ -114,10 +114,12 @@ class Reporter:
                 self.say(f"warning: before the first update: {line.removeprefix('Verdict: ')}")
 
     def _warn_of_growth(self, step: int, values: dict[str, float]) -> None:
-        """Once, while there is memory left; every fifth step counts."""
+        """Once, while there is memory left; every fifth step counts. Looked for more rarely the more there are."""
         if self._memory is None or step % 5:
             return
         self._memory.append({"step": step, **{k: v for k, v in values.items() if k.startswith("memory/")}})
+        if (count := len(self._memory)) % (1 + count // 20):
+            return
         for alarm in memory_growth(self._memory):
             self.say(f"warning: {alarm.name}: {alarm.text}")
             self._memory = None
