@@ -267,7 +267,7 @@ def open_run(config: Config) -> RunContext:
     loader = builders.train_loader(data.train, config.train, config.seed, collate.collate_prompts)
     held_out = builders.eval_loader(data.held_out, config.train, config.seed, collate.collate_prompts)
     steps = builders.total_steps(config.train, len(loader))
-    _tell_weak_reward(sources.reward)
+    _tell_reward(sources.reward, bool(others))
     scale = _score_scale(config, sources)
     warmup = _critic_warmup_steps(method, starts, steps)
     num_updates = {"actor": (steps - warmup) * method.num_updates, "critic": steps * method.num_updates}
@@ -351,19 +351,25 @@ def _score_scale(config: Config, sources: Sources) -> Scale | None:
     return Scale(found["mean"], found["std"], config.method.score_clip)
 
 
-def _tell_weak_reward(reward: str | None) -> None:
-    """One line where the stage-2 model ranked its held-out pairs no better than a coin may: within two standard
-    errors, 1 / sqrt(n). Its score rises in training all the same."""
+def _tell_reward(reward: str | None, has_check: bool) -> None:
+    """One line of how the stage-2 model ranked its held-out pairs; a warning where that was no better than a coin may:
+    within two standard errors, 1 / sqrt(n). Its score rises in training all the same. has_check: whether another source
+    is reported beside it."""
     record = runfile.read_run(reward) if reward and (Path(reward) / runfile.RUN_FILE).exists() else None
     accuracy = record.metrics.get("eval/accuracy") if record else None
     count = record.facts.get("data", {}).get("held_out") if record else None
     if record and count == 0 and is_main():
         print("warning: no pair was held out when the reward model was trained, so nobody knows whether it ranks new "
               "answers rightly; raise data.eval_fraction of --stage reward, or give more pairs", file=sys.stderr)
-    if accuracy is not None and count and accuracy - count ** -0.5 < 0.5 and is_main():
-        print(f"warning: the reward model ranked {accuracy:.0%} of its held-out pairs rightly ({count} were held out), "
-              "which may be chance: its score will rise whether answers get better or not. Train it for longer or on "
-              "more pairs (--stage reward), and read the samples", file=sys.stderr)
+    if accuracy is None or not count or not is_main():
+        return
+    ranked = f"the reward model ranked {accuracy:.0%} of its held-out pairs rightly ({count} were held out)"
+    if accuracy - count ** -0.5 < 0.5:
+        print(f"warning: {ranked}, which may be chance: its score will rise whether answers get better or not. Train "
+              "it for longer or on more pairs (--stage reward), and read the samples", file=sys.stderr)
+    else:
+        print(ranked + ("" if has_check else "; how it ranks this policy's own answers is not known: a function of "
+                        "weight 0 (reward.functions, reward.weights) that checks them would show it"), file=sys.stderr)
 
 
 def _critic_warmup_steps(method: Method, starts: dict[str, Start], num_steps: int) -> int:

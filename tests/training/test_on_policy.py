@@ -15,13 +15,14 @@ def test_a_reward_model_that_may_have_guessed_is_told_of_before_anything_is_trai
     record = SimpleNamespace(metrics=metrics, facts={"data": {"held_out": held_out}})
     (tmp_path / "run.json").touch()
     monkeypatch.setattr(on_policy.runfile, "read_run", lambda _folder: record)
-    on_policy._tell_weak_reward(str(tmp_path))
+    on_policy._tell_reward(str(tmp_path), has_check=False)
     said = capsys.readouterr().err
+    assert ("is not known: a function of weight 0" in said) == (held_out > 0 and not is_told)
     assert ("which may be chance" in said) == is_told
     assert ("no pair was held out" in said) == (held_out == 0)
 
 
 def test_a_reward_model_that_is_no_run_of_ours_is_not_judged(tmp_path, capsys):
-    on_policy._tell_weak_reward(str(tmp_path))
-    on_policy._tell_weak_reward(None)
+    on_policy._tell_reward(str(tmp_path), has_check=False)
+    on_policy._tell_reward(None, has_check=False)
     assert capsys.readouterr().err == ""
