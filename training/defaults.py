@@ -18,9 +18,9 @@ from hybrid_rlhf.run import runfile
 from hybrid_rlhf.training import builders, machine_defaults, unread_options
 from hybrid_rlhf.training.registry import MAX_STEPS, STAGES, By, Rate
 
-# Below so many parameters every rate of the table is multiplied by the factor: GRPO of all weights takes 1e-5 for 135
-# million (docs/results/smollm2.md), and nothing larger was measured.
-SMALL_MODEL, SMALL_FACTOR = 200_000_000, 10
+# Below so many parameters every rate of the table is multiplied by its own factor: GRPO of all weights takes 1e-5 for
+# 135 million (docs/results/smollm2.md), and nothing larger was measured; of a tiny model all by TINY_FACTOR.
+SMALL_MODEL, TINY_MODEL, TINY_FACTOR = 200_000_000, 20_000_000, 10
 MAX_LENGTH = "data.max_length"
 # What null meant to runs that were made before the table had the option.
 FORMERLY = {"ppo.update_kl": 0.0, "ppo.early_stop_kl": 0.0}
@@ -67,7 +67,7 @@ def resolve(config: object, start: ModelConfig | None = None) -> object:
     missing = _missing(config, row, recorded)
     if not missing:
         return config
-    is_small = None
+    weights: int | None = None
     for option in missing:
         value = reduce(lambda part, name: (part or {}).get(name), option.split("."), recorded)
         if value is None and recorded:
@@ -75,9 +75,8 @@ def resolve(config: object, start: ModelConfig | None = None) -> object:
         if value is None:
             value = row[option].value(config) if isinstance(row[option], By) else row[option]
         if isinstance(value, Rate):
-            if is_small is None:
-                is_small = _is_small(start or _start(config))
-            value = (value.lora if config.model.lora.r else value.full) * (SMALL_FACTOR if is_small else 1)
+            weights = weights or machine_defaults.num_weights(start or _start(config)) or SMALL_MODEL
+            value = (value.lora if config.model.lora.r else value.full) * _factor(value, weights)
             value = float(f"{value:.6g}")  # 1e-5, where the product is 9.999999999999999e-06
         found[option] = value
     for option, value in found.items():
@@ -123,10 +122,10 @@ def told(config: object) -> str:
     if _reads_max_length(config) and config.data.max_length < DataConfig.max_length:
         found[MAX_LENGTH] = config.data.max_length
     rates = [(of_method(config)[option], value) for option, value in found.items() if option.endswith("_rate")]
-    is_small = any(math.isclose(value or 0, SMALL_FACTOR * (rate.lora if config.model.lora.r else rate.full))
-                   for rate, value in rates)
-    is_small = is_small and _is_small(_start(config))
-    note = f" (rates {SMALL_FACTOR} times the usual ones, for a model so small)" if is_small else ""
+    weights = (machine_defaults.num_weights(_start(config)) if rates else None) or SMALL_MODEL
+    factors = [factor for rate, value in rates if (factor := _factor(rate, weights)) > 1 and math.isclose(
+        value or 0, factor * (rate.lora if config.model.lora.r else rate.full))]
+    note = f" (rates {max(factors):g} times the usual ones, for a model so small)" if factors else ""
     return ", ".join(f"{option} {value:g}" for option, value in found.items() if value not in (None, -1)) + note
 
 
@@ -147,7 +146,5 @@ def _start(config: object) -> ModelConfig:
     return replace(config.model, model_name_or_path=builders.model_folder(path))
 
 
-def _is_small(model: ModelConfig) -> bool:
-    """A model that cannot be read is none."""
-    count = machine_defaults.num_weights(model)
-    return count is not None and count < SMALL_MODEL
+def _factor(rate: Rate, weights: int) -> float:
+    return TINY_FACTOR if weights < TINY_MODEL else rate.small if weights < SMALL_MODEL else 1

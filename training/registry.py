@@ -13,10 +13,11 @@ from hybrid_rlhf.data.source import Reads
 
 
 class Rate(NamedTuple):
-    """A learning rate for all weights, and one for adapters."""
+    """A learning rate for all weights, and one for adapters. small: the factor of both for a small model."""
 
     full: float
     lora: float
+    small: float = 10
 
 
 class By(NamedTuple):
@@ -72,7 +73,7 @@ def _where_seen(kl: float) -> By:
 # Defaults: docs/guide/hyperparameters.md says which are the literature's and which were measured.
 MAX_STEPS = "train.max_steps"  # taken where train.num_train_epochs is not given either: few prompts are no short run
 _OFFLINE = {"train.num_train_epochs": 1.0, "train.per_device_train_batch_size": 8}
-_SFT = {"train.learning_rate": Rate(2e-5, 2e-4)} | _OFFLINE | {"train.num_train_epochs": 3.0}
+_SFT = {"train.learning_rate": Rate(2e-5, 2e-4, small=2.5)} | _OFFLINE | {"train.num_train_epochs": 3.0}
 _DPO = {"train.learning_rate": Rate(1e-6, 1e-5)} | _OFFLINE
 _ONLINE = {"roles.actor.learning_rate": Rate(1e-6, 2e-5), MAX_STEPS: 100, "train.per_device_train_batch_size": 8}
 _POLICY = _ONLINE | {"ppo.num_ppo_epochs": 1, "ppo.num_minibatches": 1,

@@ -19,7 +19,7 @@ from hybrid_rlhf.roles.sharing import RoleConfig, RolesConfig
 from hybrid_rlhf.run.loop import TrainConfig
 from hybrid_rlhf.trainers.offline import DPOConfig
 from hybrid_rlhf.trainers.ppo import PPOConfig
-from hybrid_rlhf.training import defaults, preferences, step1_sft, step3_ppo
+from hybrid_rlhf.training import defaults, preferences, step1_sft, step2_reward, step3_ppo
 from hybrid_rlhf.training.registry import STAGES
 from hybrid_rlhf.training.reward_sources import RewardConfig
 from tests.factories.tiny import save_tiny, tiny_config
@@ -56,8 +56,10 @@ def test_null_goes_by_the_stage_by_adapters_and_by_the_size_of_the_model(models,
 
     row = STAGES["sft"].defaults["train.learning_rate"]
     assert (sft(models["large"]), sft(with_lora(models["large"]))) == (row.full, row.lora)
-    assert sft(models["small"]) == sft(models["smollm2"]) == 10 * row.full
-    assert sft(with_lora(models["small"])) == 10 * row.lora
+    assert (sft(models["small"]), sft(with_lora(models["small"]))) == (10 * row.full, 10 * row.lora)
+    assert (sft(models["smollm2"]), sft(with_lora(models["smollm2"]))) == (5e-5, 5e-4)
+    scored = step2_reward.Config(output_dir=str(tmp_path / "out"), model=models["smollm2"])
+    assert filled(scored, "train.learning_rate") == 1e-4
 
 
 def test_the_values_that_a_run_goes_by_are_told_and_why_the_rate_of_a_small_model_is_high(models, tmp_path) -> None:
@@ -69,6 +71,7 @@ def test_the_values_that_a_run_goes_by_are_told_and_why_the_rate_of_a_small_mode
     assert told("large") == f"train.learning_rate 2e-05, {rest}"
     assert told("large", with_lora) == f"train.learning_rate 0.0002, {rest}"  # adapters' own: ten times the other
     assert told("small") == f"train.learning_rate 0.0002, {rest} (rates 10 times the usual ones, for a model so small)"
+    assert told("smollm2") == f"train.learning_rate 5e-05, {rest} (rates 2.5 times the usual ones, for a model so small)"
     given = step1_sft.Config(output_dir=str(tmp_path / "out"), model=models["large"],
                              train=TrainConfig(learning_rate=2e-4))
     assert defaults.told(defaults.resolve(given)) == f"train.learning_rate 0.0002, {rest}"  # the user's own
@@ -303,7 +306,7 @@ def test_a_method_that_was_added_without_a_name_of_its_own_goes_by_its_stage(mod
                               ppo=PPOConfig(estimator="reinforce_pp"),
                               reward=RewardConfig(functions="builtin:exact_match"))
     found = defaults.resolve(config)
-    assert found.roles.actor.learning_rate == 1e-6 and found.roles.critic.learning_rate is None
+    assert found.roles.actor.learning_rate == 3e-6 and found.roles.critic.learning_rate is None
     assert (found.ppo.num_ppo_epochs, found.ppo.kl_coef) == (2, 0.04)
 
 
