@@ -71,7 +71,8 @@ def test_the_values_that_a_run_goes_by_are_told_and_why_the_rate_of_a_small_mode
     assert told("large") == f"train.learning_rate 2e-05, {rest}"
     assert told("large", with_lora) == f"train.learning_rate 0.0002, {rest}"  # adapters' own: ten times the other
     assert told("small") == f"train.learning_rate 0.0002, {rest} (rates 10 times the usual ones, for a model so small)"
-    assert told("smollm2") == f"train.learning_rate 5e-05, {rest} (rates 2.5 times the usual ones, for a model so small)"
+    note = "(rates 2.5 times the usual ones, for a model so small)"
+    assert told("smollm2") == f"train.learning_rate 5e-05, {rest} {note}"
     given = step1_sft.Config(output_dir=str(tmp_path / "out"), model=models["large"],
                              train=TrainConfig(learning_rate=2e-4))
     assert defaults.told(defaults.resolve(given)) == f"train.learning_rate 0.0002, {rest}"  # the user's own
