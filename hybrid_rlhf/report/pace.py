@@ -1,6 +1,6 @@
 """How long what is left of a run takes: what its header, its lines and its bar say of time is asked here.
 
-Before the first step by what was rehearsed, within it by the share of its training that is done, then by the steps that
+Before the first step by what was rehearsed, within it by the second part of its training, then by the steps that
 were taken, each by its tokens; and the phases ahead that are no steps, by their last time or by a guess.
 """
 
@@ -52,6 +52,7 @@ class Pace:
         self.phase = ""  # that goes on
         self._sampled = self._trained = 0.0  # seconds of a step before its training and in it, where they are told
         self._training_since: float | None = None
+        self._first_part: float | None = None  # when the first part of the first step's training was over
         self._started = self._event = time.perf_counter()
 
     def begin(self) -> None:
@@ -93,8 +94,10 @@ class Pace:
         now = time.perf_counter()
         if count and self._training_since is None:
             self._training_since, self._sampled = now, now - self._event
-        elif count and done and not self._steps and self.rehearsed == float("inf"):
-            self._trained = (now - self._training_since) * count / done
+        elif done == 1 and self._first_part is None:  # in which the optimizer makes its state
+            self._first_part = now
+        elif done > 1 and self._first_part is not None and not self._steps and self.rehearsed == float("inf"):
+            self._trained = (now - self._first_part) * count / (done - 1)
             self.rehearsed = self._sampled + self._trained
 
     @property

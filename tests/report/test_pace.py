@@ -61,14 +61,16 @@ def test_a_short_first_step_says_nothing_and_a_rehearsed_one_before_it_does(cloc
     assert pace.seconds_left() == 6.0
 
 
-def test_a_long_first_step_is_known_once_a_part_of_its_training_is_done(clock):
+def test_a_long_first_step_is_known_once_two_parts_of_its_training_are_done(clock):
+    """SmolLM2's first minibatch of PPO, in which Adam makes its moments, said 79 s a step where 60 were real."""
     pace = Pace(3)
     pace.begin()
     clock[0] += 20.0  # sampling and scoring
-    for _ in activity.parts("training, minibatch", range(4), 4):
+    for number, _ in enumerate(activity.parts("training, minibatch", range(4), 4)):
         pace.hear()
-        clock[0] += 5.0
-    assert pace.rehearsed == 20.0 + 4 * 5.0 and pace.seconds_left() == 3 * 40.0 - 40.0
+        assert pace.rehearsed == (INF if number < 2 else 20.0 + 4 * 5.0)
+        clock[0] += 5.0 if number else 8.0
+    assert pace.seconds_left() == 3 * 40.0 - 43.0
     activity.doing("")
     pace.mark(1)
     assert pace.seconds_left() == 80.0
