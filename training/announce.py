@@ -6,7 +6,7 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hybrid_rlhf.core.accelerator import device_line
@@ -34,12 +34,12 @@ PLACEHOLDERS = {"reward": "PAIRS.jsonl", "ppo": "PROMPTS.jsonl"}  # where the ru
 
 
 def before(record: runfile.RunRecord, config: object, engines: Mapping[str, HybridEngine], start: str, num_steps: int,
-           loader: Loader, teacher: str | None = None) -> None:
+           loader: Loader, learns_from: Iterable[str | None] = ()) -> None:
     """Print the lines of the model, of the device, of the settings that go by the method, and of the run; the report
-    begins with them. engines: what is trained, by role; start: the run or model that it starts from; teacher: a line
-    of what it learns from."""
+    begins with them. engines: what is trained, by role; start: the run or model that it starts from; learns_from: lines
+    of a teacher and a reward model."""
     decoding = _decoding_line(engines["actor"], config.method.sampling) if hasattr(config, "method") else None
-    lines = [_model_line(config, engines, start), teacher, device_line(), releases_line(), decoding,
+    lines = [_model_line(config, engines, start), *learns_from, device_line(), releases_line(), decoding,
              f"settings: {defaults.told(config)}", _run_line(config, num_steps, loader)]
     lines = [line for line in lines if line]
     record.facts["header"] = [*record.facts.get("header", []), *lines]

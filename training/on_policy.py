@@ -95,7 +95,7 @@ class Config(supervised.Config, Protocol):
 class RunContext:
     """A run with everything loaded. config: with nothing left to be decided. scale: what the trainer puts the source's
     scores on, if anything. more: data of Method.also_reads by name. critic_warmup_steps: steps that train the critic
-    alone."""
+    alone. reward_line: what is known of the stage-2 model."""
 
     config: Config
     tokenizer: object
@@ -109,6 +109,7 @@ class RunContext:
     sources: Sources
     more: dict[str, datasets.StageData]
     critic_warmup_steps: int
+    reward_line: str | None = None
 
 
 def find_actor(config: Config) -> str:
@@ -212,7 +213,7 @@ def run(make_trainer: Callable[[RunContext], Trainer], config: Config, command: 
 
     with on_record(record):
         announce.before(record, config, engines, opened.sources.actor, opened.num_steps, opened.loader,
-                        _teacher_line(opened))
+                        [_teacher_line(opened), opened.reward_line])
         prompts = fixed_prompts.first_prompts(opened.data, config.train.num_fixed_prompts)
         # a function or service of the user's is asked for what is trained on and for evaluations, and for nothing else
         source = opened.source if isinstance(opened.source, ModelSource) else None
@@ -267,7 +268,6 @@ def open_run(config: Config) -> RunContext:
     loader = builders.train_loader(data.train, config.train, config.seed, collate.collate_prompts)
     held_out = builders.eval_loader(data.held_out, config.train, config.seed, collate.collate_prompts)
     steps = builders.total_steps(config.train, len(loader))
-    _tell_reward(sources.reward, bool(others))
     scale = _score_scale(config, sources)
     warmup = _critic_warmup_steps(method, starts, steps)
     num_updates = {"actor": (steps - warmup) * method.num_updates, "critic": steps * method.num_updates}
@@ -277,7 +277,8 @@ def open_run(config: Config) -> RunContext:
     roles.actor.episodes = player
     model_source = reward and ModelSource(reward, tokenizer=reader, raw=config.data.raw)
     source, scale = reward_sources.combine(config.reward, model_source, others, scale, tokenizer)
-    return RunContext(config, tokenizer, data, loader, held_out, steps, roles, source, scale, sources, more, warmup)
+    return RunContext(config, tokenizer, data, loader, held_out, steps, roles, source, scale, sources, more, warmup,
+                      _reward_line(sources.reward, bool(others)))
 
 
 def _open_sources(config: Config, environments: Environments | None) -> list[RewardSource]:
@@ -351,25 +352,27 @@ def _score_scale(config: Config, sources: Sources) -> Scale | None:
     return Scale(found["mean"], found["std"], config.method.score_clip)
 
 
-def _tell_reward(reward: str | None, has_check: bool) -> None:
-    """One line of how the stage-2 model ranked its held-out pairs; a warning where that was no better than a coin may:
-    within two standard errors, 1 / sqrt(n). Its score rises in training all the same. has_check: whether another source
-    is reported beside it."""
+def _reward_line(reward: str | None, has_check: bool) -> str | None:
+    """How the stage-2 model ranked its held-out pairs; a warning where that was no better than a coin may: within two
+    standard errors, 1 / sqrt(n), where nothing was held out, and where its run did not finish. Its score rises in
+    training all the same. has_check: whether another source is reported beside it."""
     record = runfile.read_run(reward) if reward and (Path(reward) / runfile.RUN_FILE).exists() else None
-    accuracy = record.metrics.get("eval/accuracy") if record else None
-    count = record.facts.get("data", {}).get("held_out") if record else None
-    if record and count == 0 and is_main():
-        print("warning: no pair was held out when the reward model was trained, so nobody knows whether it ranks new "
-              "answers rightly; raise data.eval_fraction of --stage reward, or give more pairs", file=sys.stderr)
-    if accuracy is None or not count or not is_main():
-        return
+    if record is None:
+        return None
+    accuracy, count = record.metrics.get("eval/accuracy"), record.facts.get("data", {}).get("held_out")
+    if record.left_early:
+        return f"warning: the reward run in {reward} {record.left_early}; what that ranks rightly is not known"
+    if count == 0:
+        return ("warning: no pair was held out when the reward model was trained, so nobody knows whether it ranks new "
+                "answers rightly; raise data.eval_fraction of --stage reward, or give more pairs")
+    if accuracy is None or not count:
+        return None
     ranked = f"the reward model ranked {accuracy:.0%} of its held-out pairs rightly ({count} were held out)"
     if accuracy - count ** -0.5 < 0.5:
-        print(f"warning: {ranked}, which may be chance: its score will rise whether answers get better or not. Train "
-              "it for longer or on more pairs (--stage reward), and read the samples", file=sys.stderr)
-    else:
-        print(ranked + ("" if has_check else "; how it ranks this policy's own answers is not known: a function of "
-                        "weight 0 (reward.functions, reward.weights) that checks them would show it"), file=sys.stderr)
+        return (f"warning: {ranked}, which may be chance: its score will rise whether answers get better or not. Train "
+                "it for longer or on more pairs (--stage reward), and read the samples")
+    return ranked + ("" if has_check else "; how it ranks this policy's own answers is not known: a function of weight "
+                     "0 (reward.functions, reward.weights) that checks them would show it")
 
 
 def _critic_warmup_steps(method: Method, starts: dict[str, Start], num_steps: int) -> int:
@@ -379,6 +382,6 @@ def _critic_warmup_steps(method: Method, starts: dict[str, Start], num_steps: in
         return method.critic_warmup_steps or 0
     found = 0 if starts["critic"].head else min(MAX_CRITIC_WARMUP, num_steps // 10)
     if found and is_main():
-        print(f"the critic knows no scores yet: the first {found} steps train it alone (ppo.critic_warmup_steps)",
-              file=sys.stderr)
+        first = "first step trains" if found == 1 else f"first {found} steps train"
+        print(f"the critic knows no scores yet: the {first} it alone (ppo.critic_warmup_steps)", file=sys.stderr)
     return found

@@ -211,8 +211,9 @@ def open_sources(config: DataConfig, reads: Reads) -> list[OpenSource]:
             reads.kind, ("completion",) if "prompt" in each.form.required else ("prompt", "completion"))
         cure = f", or name its columns: {columns_hint(each.source.path, others, names)}" if others else ""
         check(each in serving or not needed,
-              f"{each.source.path} is {each.form.name} data ({', '.join(each.form.required)}), which holds no "
-              f"{reads.kind}s for stage {reads.stage}; give other data{cure}")
+              f"{each.source.path} is {each.form.name} data ({', '.join(each.form.required)}"
+              f"{'; not read: ' * bool(others)}{', '.join(others)}), which holds no {reads.kind}s for stage "
+              f"{reads.stage}; give other data{cure}")
     return serving
 
 

@@ -246,8 +246,9 @@ def answered(answers: Sequence[dict]) -> list[Alarm]:
     if not ended or endless <= MAX_CLIPPED * len(ended):
         return []
     return [Alarm("endless answers", f"{endless} of {len(ended)} answers to the fixed prompts did not end by "
-                                     "themselves. Raise max_new_tokens if its answers are longer than that; else the "
-                                     "model has not learned to stop: train longer, or at a higher rate.")]
+                                     "themselves. If they are only cut the model may be fine (chat, --max_new_tokens); "
+                                     "if they repeat themselves it has not learned to stop: train for longer, or, "
+                                     "where grad_norm is large, at a lower rate.")]
 
 
 _LENGTH, _CLIPPED = ("completions/mean_length",), ("completions/clipped_ratio",)
@@ -281,7 +282,7 @@ CHECKS: tuple[tuple[Callable[[History], list[Alarm]], ...], ...] = (
           "the answers too, or lower environment.max_answer_chars."),
      Rule("endless responses", _CLIPPED, lambda clipped: clipped.end > max(MAX_CLIPPED, clipped.start + 0.1),
           "{0.end:.0%} of the responses no longer end by themselves ({0.start:.0%} at the start). Set "
-          "ppo.missing_eos_penalty, or allow more ppo.sampling.max_new_tokens."),),
+          "ppo.missing_eos_penalty (or raise it), or allow more ppo.sampling.max_new_tokens."),),
     (Rule("no response ends", (*_CLIPPED, "rewards/model/mean"),
           lambda clipped, _: min(clipped.start, clipped.end) > 0.9,
           "{0.end:.0%} of the responses are cut at max_new_tokens, from the start on, and the reward model scores them "

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from hybrid_rlhf.core import activity
 from hybrid_rlhf.core.distributed import world_size
-from hybrid_rlhf.core.errors import NotFinite, shown
+from hybrid_rlhf.core.errors import NotFinite, UserError, shown
 from hybrid_rlhf.core.failure import lost_process, on_failure
 from hybrid_rlhf.report.pace import EXPORT
 from hybrid_rlhf.report.summary import PAGE
@@ -61,7 +61,7 @@ def leaves(leaving: Leaving | None, saver: Saver, reporter: Reporter,
         if is_over:  # the export has failed
             raise
         doing, is_stopped = activity.now(), isinstance(error, Stopped)
-        why = one_line(f"{type(error).__name__}: {error}", 500)
+        why = one_line(str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}", 500)
         state = f"{error}." if is_stopped else f"failed after step {saver.step} of {saver.total_steps}: {why}"
         is_whole = leaving and saver.step and saver.num_updates == leaving.num_updates()
         if is_whole and (is_stopped or (world_size() == 1 and not isinstance(error, NotFinite))):
