@@ -92,7 +92,7 @@ def test_all_weights_are_trained_where_they_fit_and_adapters_where_not(config, m
     """SFT of 23,792,128 weights takes 16 bytes of each, 380,674,048; three quarters of 507,565,397.3 are that."""
     monkeypatch.setattr(machine_defaults, "free_bytes", lambda _device: free)
     found = defaults.resolve(config)
-    assert found.model.lora.r == rank and found.train.learning_rate == (2e-3 if rank else 2e-4)
+    assert found.model.lora.r == rank and found.train.learning_rate == (5e-4 if rank else 5e-5)
     line = "model.lora.r 16: training all weights would take about 0 GiB, and 0 are free; 0 trains them all the same\n"
     assert capsys.readouterr().err == (line if rank else "")
 
