@@ -33,7 +33,7 @@ MAX_LIVE = 10**9  # elements that ZeRO 3 keeps gathered for their next use
 # What libraries hold for themselves on a CPU: 33 MB of products that oneDNN compiles for the shapes it meets, 13 of
 # modules, the rest in the heap between small tensors (docs/results/memory.md). A card's: calibration.py.
 LIBRARIES = {"cpu": 64 << 20}
-INTERPRETER = "not counted: Python and its libraries, 0.4 to 0.6 GiB, which a run's own figure of its memory holds"
+INTERPRETER = "not counted: Python and its libraries, about 0.5 GiB, which a run's own figure of its memory holds"
 
 
 @dataclass(frozen=True)
