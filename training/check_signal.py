@@ -36,6 +36,8 @@ def check(make_trainer: Callable[[on_policy.RunContext], Trainer], config: on_po
     config = on_policy.prepared(config)
     builders.seed_everything(config.seed)
     opened = on_policy.open_run(config)
+    if opened.reward_line:
+        _say(opened.reward_line)
     trainer, sampling = make_trainer(opened), config.method.sampling
     sampling = replace(sampling, num_samples=max(sampling.num_samples, MIN_RESPONSES))
     _say(f"{sampling.num_samples} responses to each of up to {NUM_PROMPTS} prompts ...")

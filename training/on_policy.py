@@ -109,7 +109,7 @@ class RunContext:
     sources: Sources
     more: dict[str, datasets.StageData]
     critic_warmup_steps: int
-    reward_line: str | None = None
+    reward_line: str | None
 
 
 def find_actor(config: Config) -> str:

@@ -25,7 +25,8 @@ def llama() -> LlamaForCausalLM:
 
 MODELS = {
     "with the tokens behind it": [
-        lambda: XLNetLMHeadModel(XLNetConfig(vocab_size=64, d_model=16, n_layer=2, n_head=2, d_inner=32)),
+        lambda: XLNetLMHeadModel(XLNetConfig(vocab_size=64, d_model=16, n_layer=2, n_head=2, d_inner=32,
+                                             initializer_range=0.3)),
         lambda: CpmAntForCausalLM(CpmAntConfig(vocab_size=64, hidden_size=16, num_attention_heads=2, dim_head=8,
                                                dim_ff=32, num_hidden_layers=2, prompt_length=4, prompt_types=4,
                                                segment_types=4))],
