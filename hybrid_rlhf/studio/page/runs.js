@@ -146,7 +146,8 @@ function updateLine(view, line, {row, depth, trail, others, folder}) {
   put(line.result, headline(row));
   put(line.started, age(row.started));
   putAttribute(line.started, "title", moment(row.started));
-  put(line.took, row.seconds ? duration(row.seconds) : "");
+  // In tenths: with "0.33 s" the column is wider than with "4.3 s", results wrap, and all rows move a second later.
+  put(line.took, row.seconds ? duration(Math.round(row.seconds * 10) / 10) : "");
   put(line.disk, bytes(row.bytes));
 }
 
