@@ -57,7 +57,7 @@ def _alarmed(seconds: float, call: Callable[[], T]) -> T:
         if time.monotonic() - began > seconds + _PATIENCE:
             # Clean-up had its time. One of the next comes while `except:` handles this one, where nothing catches it;
             # at equal distances they would all come in the midst of the same wait.
-            signal.setitimer(signal.ITIMER_REAL, (1 + time.perf_counter_ns() % 100) * 1e-6, 1e-3)
+            signal.setitimer(signal.ITIMER_REAL, (1 + time.perf_counter_ns() % 20) * 1e-6, 1e-3)
         raise _Expired
 
     before = signal.signal(signal.SIGALRM, expire)
