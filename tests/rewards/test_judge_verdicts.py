@@ -15,6 +15,8 @@ from hybrid_rlhf.rewards.judge.judge_prompts import FOLDER, correction, tag_for
 from hybrid_rlhf.rewards.judge.rubric import read_rubric
 from hybrid_rlhf.rewards.judge.verdicts import Preference, Unreadable, read_better, read_grade, read_ranking
 
+THOUGHTS = ("<think>", "[THINK]", "<|channel>thought", "<|channel|>analysis<|message|>", "to=self<|message|>",
+            "<|START_THINKING|>", "<seed:think>")
 TWO = read_rubric({"items": [{"name": "right", "question": "Is it right?", "weight": 3},
                              {"name": "clear", "question": "How clear is it?", "kind": "0-10"}]})
 
@@ -59,7 +61,12 @@ def test_no_reply_breaks_the_reader(text):
             read()
 
 
-@given(st.booleans(), st.integers(0, 10), st.text(max_size=30).filter(lambda t: "{" not in t and "`" not in t))
+def is_plain(text: str) -> bool:
+    """Neither JSON or a fence, nor the beginning of a thought, which would go on over the verdict."""
+    return not {"{", "`"} & set(text) and not text.lstrip().startswith(THOUGHTS)
+
+
+@given(st.booleans(), st.integers(0, 10), st.text(max_size=30).filter(is_plain))
 def test_whatever_is_said_before_a_verdict_it_is_read(right, clear, words):
     reply = f"{words} {json.dumps({'clear': clear, 'right': 'yes' if right else 'no'})}"
     assert read_grade(reply, TWO).score == pytest.approx((3 * right + clear / 10) / 4)
