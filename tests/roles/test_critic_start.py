@@ -41,7 +41,7 @@ def test_a_new_critic_values_everything_at_the_mean_score_and_warms_up_for_a_ten
                  f"{place}/pay.py:words", "--train.max_steps", "10", "--train.per_device_train_batch_size", "4",
                  "--ppo.sampling.max_new_tokens", "4", "--train.num_fixed_prompts", "0", *options]) == 0
     told = capsys.readouterr().err
-    assert "the critic knows no scores yet: the first 1 steps train it alone (ppo.critic_warmup_steps)" in told
+    assert "the critic knows no scores yet: the first step trains it alone (ppo.critic_warmup_steps)" in told
     first, second = map(json.loads, (out / "metrics.jsonl").read_text().splitlines()[:2])
     assert first["value/mean"] == pytest.approx(first["reward"]) and first["reward"] >= 50
     assert first["value/explained_variance"] >= -1e-6 and "value/loss" in first and "policy/loss" not in first
