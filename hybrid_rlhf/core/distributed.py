@@ -157,8 +157,8 @@ def place_over_ranks(count: int) -> tuple[int, int]:
 
 
 def barrier() -> None:
-    if is_initialized():
-        dist.barrier()
+    if is_initialized() and world_size() > 1:  # a world of one would only have NCCL take memory of the card
+        dist.barrier(device_ids=[device().index] if dist.get_backend() == "nccl" else None)
 
 
 @contextmanager
@@ -175,7 +175,7 @@ def main_first() -> Iterator[None]:
 def shutdown() -> None:
     """Leave the process group in step with the others; without it ranks can abort at exit."""
     if is_initialized():
-        dist.barrier()
+        barrier()
         dist.destroy_process_group()
 
 

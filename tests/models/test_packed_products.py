@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 
 import bitsandbytes
 import pytest
@@ -266,6 +267,25 @@ def test_a_decode_step_over_a_4_bit_base_is_the_base_s_product_and_two_more(fold
     assert [operations.seen[name] for name in products] == [1, 1, 1]
     assert sum(count for name, count in operations.seen.items() if name.startswith(computing)
                and not name.startswith("bitsandbytes.dequantize")) == 3  # which the CPU's form of the fused one calls
+
+
+def test_the_fused_product_s_rounding_over_many_layers_does_not_turn_the_engine_off(folder, as_on_a_card):
+    model = quantised(folder, "4bit", "bfloat16")
+    calls = []
+
+    def rounded(x, bias, product):  # as much as 36 layers of the right one add up to
+        calls.append(1)
+        out = product(x, bias)
+        return out + 0.3 * out.abs().max() * torch.linspace(-1, 1, out.shape[-1], dtype=out.dtype)
+
+    for layer in quantize.quantized_layers(model).values():
+        layer.packed_weight.fused = partial(rounded, product=layer.packed_weight.product)
+    engine = HybridEngine(model, model, max_batch=2)
+    with engine.inference():
+        said = engine.describe()
+        assert said["path"] == "native" and said["not_native"] is None and not calls
+        engine.generate([[5, 6, 7]], SamplingConfig(max_new_tokens=3), seed=0)
+    assert calls  # which is what samples
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -216,7 +216,7 @@ def probe_capture(runner: Runner, capture: Capture | None) -> None:
         return
     runner.capture = capture
     try:
-        with torch.no_grad(), runner.plugged_in():
+        with torch.no_grad(), runner.plugged_in(is_probe=True):
             ours = _probe_logits(runner)
         reason = runner.disagreement(ours, "in captured steps")
     except Exception as error:  # whatever third-party code raises, it runs uncaptured

