@@ -20,13 +20,13 @@ _CURE = "measure it again by hybrid-rlhf qualify, or remove the file"
 class Calibration:
     """Beside the tensors of a process on a card.
 
-    libraries_bytes: CUDA's context and what libraries load and hold: 0.6 GiB (0.3 to 0.45 for a context with the
-    kernels of torch, cuBLAS and Triton that a step loads, 0.1 of workspaces), of which what is free on a machine's own
-    card, measured in a context, lacks a part already. fragmentation: what the allocator cannot use, as a share of the
-    tensors' bytes.
+    libraries_bytes: CUDA's context and what libraries load and hold: 1.2 GiB (H100, docs/results/gpu.md: 0.68 for a
+    context and cuBLAS, 1.2 without NCCL after steps of GRPO with QLoRA; smaller cards have smaller contexts), of which
+    what is free on a machine's own card, measured in a context, lacks a part already. fragmentation: what the
+    allocator cannot use, as a share of the tensors' bytes (H100: 5%).
     """
 
-    libraries_bytes: int = 6 * 2**30 // 10
+    libraries_bytes: int = 12 * 2**30 // 10
     fragmentation: float = 0.07
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ import importlib.util
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from types import MethodType, ModuleType
 
@@ -122,7 +123,12 @@ def sampling_products(model: nn.Module) -> Iterator[None]:
 
 
 def _dequantised_4bit(layer: nn.Module, dtype: torch.dtype) -> Tensor:
-    return _bitsandbytes().functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).to(dtype)
+    state = layer.weight.quant_state
+    blocks = copy(state)  # a block to a row: on AVX-512 other rows that are no whole blocks come out wrong (0.50.2)
+    blocks.shape = torch.Size((-(-state.shape.numel() // state.blocksize), state.blocksize))
+    is_whole = state.shape.numel() % state.blocksize == 0
+    found = _bitsandbytes().functional.dequantize_4bit(layer.weight.data, blocks if is_whole else state)
+    return found.view(state.shape).to(dtype)
 
 
 def _fused_4bit(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:

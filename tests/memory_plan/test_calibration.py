@@ -32,7 +32,7 @@ def role(monkeypatch) -> Role:
 def test_a_card_has_libraries_and_fragmentation_and_a_cpu_as_much_as_ever(role):
     plan = make_plan("t", [role], CARD, None)
     lines = {line.kind: line.phases["score"] for line in plan.lines if line.role == "process"}
-    assert lines == {"libraries": round(0.6 * GIB - 0.4), "fragmentation": round(0.07 * 11 * GIB)}
+    assert lines == {"libraries": round(1.2 * GIB - 0.8), "fragmentation": round(0.07 * 11 * GIB)}
     assert plan.peak == 11 * GIB + sum(lines.values())
     assert make_plan("t", [role], CPU, None).peak == 11 * GIB + (64 << 20)
 

@@ -88,8 +88,8 @@ class Runner:
     def plugged_in(self, *, is_probe: bool = False) -> Iterator[Runner]:
         """Within the block the model runs over slots; its configuration is as before afterwards, whatever happens.
 
-        is_probe: products of 4-bit weights are those of training. The fused ones, found equal up to their rounding layer
-        by layer, add up to more than a probe's bound over 36 layers, and engine/logprob_drift measures them.
+        is_probe: products of 4-bit weights are those of training. The fused ones, equal to them up to rounding in each
+        layer, add up to more than a probe's bound over 36 layers; engine/logprob_drift measures them.
         """
         with ExitStack() as stack:
             if self._group:

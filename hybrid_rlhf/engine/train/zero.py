@@ -37,6 +37,7 @@ from hybrid_rlhf.engine.train.deepspeed_compat import (
     share_patience,
     size_of,
     skip_inference_build,
+    skip_lone_collectives,
     taking_parts,
     without_hooks,
 )
@@ -70,6 +71,7 @@ def _deepspeed_engine(settings: dict, **given: object):  # noqa: ANN202 - a Deep
     with _stdout_to_stderr():
         deepspeed = _import_deepspeed()
         share_patience()
+        skip_lone_collectives()
         with taking_parts(given["model"]):
             engine, *_ = deepspeed.initialize(config=settings, dist_init_required=False, **given)
     if settings["zero_optimization"]["stage"] == 3:

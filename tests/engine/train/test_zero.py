@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hybrid_rlhf.core.config import UserError
+from hybrid_rlhf.core.distributed import barrier
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, ZeroConfig
 from hybrid_rlhf.engine.train.zero import gathered
 from tests.factories.tiny import optimizer_step
@@ -103,3 +104,16 @@ def test_no_variable_of_a_launcher_is_left_for_programs_started_later(monkeypatc
     module, _ = _pair()
     _engine(module, stage)
     assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"} & os.environ.keys()
+
+
+def test_one_process_starts_no_library_for_talking_to_others(monkeypatch):
+    """NCCL starts at the first collective of a card's tensors and takes half a GiB of it."""
+    names = [n for n in dir(torch.distributed) if n.startswith(("all_", "barrier", "broadcast", "gather", "reduce"))]
+    for name in names:
+        monkeypatch.setattr(torch.distributed, name, lambda *_inputs, name=name, **_named: pytest.fail(name))
+    module, _ = _pair()
+    engine = _engine(module, None)
+    before = [p.clone() for p in module.parameters()]
+    optimizer_step(engine, [torch.ones(2, 6)], lambda x: engine(x).sum())
+    assert not all(map(torch.equal, before, module.parameters()))
+    barrier()
