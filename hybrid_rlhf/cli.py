@@ -158,10 +158,10 @@ def _train(argv: list[str]) -> int:
     name, rest = _take_stage(argv, prog)
     if name is None:
         return 0
-    preset, rest = _take_preset(rest)
+    card, rest = _take_preset(rest)
     stage = importlib.import_module(STAGES[name].module)
     default = stage.default_config(rest) if hasattr(stage, "default_config") else None
-    config, switches = read_settings(name, [*preset, *_with_model(rest)], prog, default)
+    config, switches = read_settings(name, [*_flags(card), *_with_model(rest)], prog, default)
     if default:
         print(f"no --config, model or data given: the embedded demo ({os.path.relpath(default)})", file=sys.stderr)
     _check_sources(config)
@@ -177,6 +177,8 @@ def _train(argv: list[str]) -> int:
         if code or switches["plan"]:
             return code
     _prepare_device(is_bounded=switches["memory"] is not None)
+    if card and (warning := _other_card(card)):
+        print(warning, file=sys.stderr)
     if switches["check_signal"]:
         stage.check_signal(config)
         return 0
@@ -278,17 +280,30 @@ def _with_model(argv: list[str]) -> list[str]:
             for word in argv]
 
 
-def _take_preset(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The options that `--preset CARD` stands for, and the other arguments."""
+def _take_preset(argv: list[str]) -> tuple[str | None, list[str]]:
+    """The CARD of `--preset CARD`, and the other arguments."""
     place = next((i for i, word in enumerate(argv) if word.split("=")[0] == "--preset"), None)
     if place is None:
-        return [], argv
-    from hybrid_rlhf.memory_plan.presets import flags
-
+        return None, argv
     _, has_value, value = argv[place].partition("=")
     after = argv[place + 1:] if has_value else argv[place + 2:]
     value = value if has_value else next(iter(argv[place + 1:]), "")
-    return flags(value), [*argv[:place], *after]
+    return value, [*argv[:place], *after]
+
+
+def _flags(card: str | None) -> list[str]:
+    from hybrid_rlhf.memory_plan.presets import flags
+
+    return flags(card) if card is not None else []
+
+
+def _other_card(name: str) -> str | None:
+    import torch
+
+    from hybrid_rlhf.core.distributed import device
+    from hybrid_rlhf.memory_plan.presets import mismatch
+
+    return mismatch(name, torch.cuda.mem_get_info()[1] / 2**30 if device().type == "cuda" else None)
 
 
 def _take_stage(argv: list[str], prog: str) -> tuple[str | None, list[str]]:

@@ -41,12 +41,11 @@ def before(record: runfile.RunRecord, config: object, engines: Mapping[str, Hybr
     decoding = _decoding_line(engines["actor"], config.method.sampling) if hasattr(config, "method") else None
     lines = [_model_line(config, engines, start), *learns_from, device_line(), releases_line(), decoding,
              f"settings: {defaults.told(config)}", _run_line(config, num_steps, loader)]
-    lines = [line for line in lines if line]
+    lines = [line for line in [*lines, record.resumes_from and f"resuming from {record.resumes_from}"] if line]
     record.facts["header"] = [*record.facts.get("header", []), *lines]
     record.write()
     if is_main():
-        resumed = [f"resuming from {record.resumes_from}"] if record.resumes_from else []
-        print(*lines, *resumed, sep="\n", file=sys.stderr)
+        print(*lines, sep="\n", file=sys.stderr)
 
 
 def _model_line(config: object, engines: Mapping[str, HybridEngine], start: str) -> str:

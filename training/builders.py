@@ -85,7 +85,11 @@ def open_tokenizer(model: ModelConfig, data: DataConfig, reads: Reads, seed: int
         check(path is not None, "no model: give model.model_name_or_path (hub id or folder) or model.preset")
         tokenizer = load_tokenizer(path, model.trust_remote_code)
         tell_other_form(path, data, reads)
+    had_none = not tokenizer.chat_template and not model.preset
     give_template(tokenizer, data, reads)
+    if had_none and tokenizer.chat_template and not data.chat_template and is_main():
+        print("chat template: the tokenizer has none and gets ChatML (data.chat_template gives another)",
+              file=sys.stderr)
     return tokenizer
 
 

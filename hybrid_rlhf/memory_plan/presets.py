@@ -59,3 +59,12 @@ def closest(gib: float | None) -> str:
         return "cpu"
     sizes = {name: row.gib for name, row in CARDS.items() if row.gib}
     return max((name for name, size in sizes.items() if size <= 1.07 * gib), key=sizes.get, default="8gb")
+
+
+def mismatch(name: str, gib: float | None) -> str | None:
+    """A warning where the row `name` is for a card with more memory than the `gib` of this machine's, or than none."""
+    asked = card(name).gib
+    if asked is None or (gib is not None and asked <= 1.07 * gib):
+        return None
+    found = "torch finds none here" if gib is None else f"this one has {gib:.0f}"
+    return f"warning: --preset {name} is for a card of {asked} GiB, and {found}; --preset {closest(gib)} would fit"

@@ -14,6 +14,7 @@ from hybrid_rlhf import cli
 from hybrid_rlhf.commands import init
 from hybrid_rlhf.core.config import UserError, parse
 from hybrid_rlhf.memory_plan import presets
+from tests.factories.stage_options import short_sft
 from tests.factories.tiny import save_tiny
 
 ROWS = {"sft": {"prompt": "p", "completion": "c"}, "ppo": {"prompt": "p", "chosen": "c", "rejected": "r"},
@@ -114,14 +115,16 @@ def test_every_stage_takes_every_cards_settings(stage):
         pytest.skip("it trains nothing")
     for name in presets.CARDS:
         found, rest = cli._take_preset(["--preset", name, "--seed", "3"])
-        config, _ = parse(importlib.import_module(row.module).Config, [*row.preset, *found, *rest], prog="x")
+        words = [*row.preset, *presets.flags(found), *rest]
+        config, _ = parse(importlib.import_module(row.module).Config, words, prog="x")
         assert (config.seed, config.model.lora.r) == (3, 16)
 
 
 def test_what_is_given_beside_a_preset_wins():
     found, rest = cli._take_preset(["--model.lora.r=4", "--preset=8gb", "--seed", "3"])
     assert rest == ["--model.lora.r=4", "--seed", "3"]
-    config, _ = parse(importlib.import_module(cli.STAGES["sft"].module).Config, [*found, *rest], prog="x")
+    words = [*presets.flags(found), *rest]
+    config, _ = parse(importlib.import_module(cli.STAGES["sft"].module).Config, words, prog="x")
     assert (config.model.lora.r, config.model.load_in_4bit) == (4, True)
 
 
@@ -164,3 +167,20 @@ def test_the_size_that_a_card_is_said_to_hold_fits_by_plan(tmp_path, name):
 def test_user_errors_of_cards_name_the_option():
     with pytest.raises(UserError, match="--card 7gb: choose"):
         presets.card("7gb", "--card")
+
+
+@pytest.mark.parametrize(("name", "gib", "warning"), [
+    ("24gb", None, "--preset 24gb is for a card of 24 GiB, and torch finds none here; --preset cpu would fit"),
+    ("48gb", 23.6, "--preset 48gb is for a card of 48 GiB, and this one has 24; --preset 24gb would fit"),
+    ("24gb", 23.6, None), ("8gb", 79.2, None), ("cpu", None, None), ("cpu", 23.6, None)])
+def test_a_preset_for_a_card_that_is_not_there_is_said(name, gib, warning):
+    assert presets.mismatch(name, gib) == (warning and f"warning: {warning}")
+
+
+def test_a_run_says_so_before_it_begins(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "_run", lambda *_inputs, **_named: 0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for name, is_said in (("24gb", True), ("cpu", False)):
+        assert cli.main([*short_sft(tmp_path), "--preset", name, "--model.load_in_4bit", "false"]) == 0
+        assert (f"warning: --preset {name}" in capsys.readouterr().err) == is_said

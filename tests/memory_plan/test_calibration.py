@@ -39,7 +39,7 @@ def test_a_card_has_libraries_and_fragmentation_and_a_cpu_as_much_as_ever(role):
 
 def test_what_was_measured_replaces_it_on_this_machine_and_not_on_others(role, tmp_path, monkeypatch):
     monkeypatch.setenv("HYBRID_RLHF_CACHE", str(tmp_path))
-    assert read_calibration() == Calibration(6 * GIB // 10, 0.07)
+    assert read_calibration() == Calibration(12 * GIB // 10, 0.07)
     (tmp_path / FILE).write_text(json.dumps({"libraries_bytes": 100, "fragmentation": 0.5, "matmul": 1e13}))
     assert read_calibration() == Calibration(100, 0.5)
     here, there = memory_options.Place.here(GIB), memory_options.Place.of(memory_options.Cards(1, 1, GIB))

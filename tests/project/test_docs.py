@@ -36,10 +36,10 @@ def parse_stage(argv: list[str]) -> object:
     from hybrid_rlhf.core.config import parse
 
     name, rest = cli._take_stage(argv, "train.py")
-    preset, rest = cli._take_preset(rest)
+    card, rest = cli._take_preset(rest)
     stage, row = importlib.import_module(cli.STAGES[name].module), cli.STAGES[name]
     rest = [word for word in rest if word not in ("--help", "--print_config")]
-    config, _ = parse(stage.Config, [*row.preset, *preset, *rest], prog="x",
+    config, _ = parse(stage.Config, [*row.preset, *cli._flags(card), *rest], prog="x",
                       extra=cli.SWITCHES)
     cli._check_variant(name, config)
     return config

@@ -16,13 +16,17 @@ import yaml
 
 from hybrid_rlhf.cli import main
 from hybrid_rlhf.core.tensors import SequenceBatch, length_mask, pad_right
-from hybrid_rlhf.data.datasets import StageData
+from hybrid_rlhf.data.datasets import DataConfig, StageData
+from hybrid_rlhf.data.source import Source
 from hybrid_rlhf.engine import HybridEngine
 from hybrid_rlhf.kernels import ops_for
 from hybrid_rlhf.models.heads import ScalarModel
+from hybrid_rlhf.models.load import ModelConfig
+from hybrid_rlhf.models.tokenizer import load_tokenizer
 from hybrid_rlhf.roles import Reward
-from hybrid_rlhf.training import on_policy, step1_sft, step2_reward, step3_ppo, supervised
-from tests.factories.stage_options import COMMON, PPO, used, write_rows
+from hybrid_rlhf.training import builders, on_policy, step1_sft, step2_reward, step3_ppo, supervised
+from hybrid_rlhf.training.registry import STAGES
+from tests.factories.stage_options import COMMON, PPO, short_sft, used, write_rows
 from tests.factories.tiny import own_cache, save_tiny, tiny_tokenizer
 
 MODULES = {"sft": step1_sft, "reward": step2_reward, "ppo": step3_ppo}
@@ -305,3 +309,17 @@ def test_the_scale_of_scores_is_that_of_good_and_bad_answers_together(capsys, nu
     assert found == {"mean": 3.0, "std": 2.0, "count": count, "on": on}
     assert ("stage ppo will normalise scores" in capsys.readouterr().err) == (num_held_out == 3)
     assert tiny_tokenizer().pad_token_id == 0  # what ROWS above takes for granted
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_a_chat_template_that_is_added_is_said(tmp_path, capsys, has_template) -> None:
+    words = short_sft(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path / "base"))
+    tokenizer.chat_template = tokenizer.chat_template if has_template else None
+    tokenizer.save_pretrained(tmp_path / "mine")
+    if not has_template:
+        (tmp_path / "mine" / "chat_template.jinja").unlink(missing_ok=True)
+    model = ModelConfig(str(tmp_path / "base"), tokenizer_name_or_path=str(tmp_path / "mine"))
+    data = DataConfig(sources=[Source(str(tmp_path / words[words.index("--data.sources") + 1]))])
+    assert builders.open_tokenizer(model, data, STAGES["sft"].reads, 0).chat_template
+    assert ("the tokenizer has none and gets ChatML" in capsys.readouterr().err) == (not has_template)

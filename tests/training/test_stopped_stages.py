@@ -50,7 +50,9 @@ def test_the_model_of_a_stopped_run_is_that_of_its_step(tmp_path, monkeypatch, c
     assert lines[-1].startswith("go on: ") and shlex.split(lines[-1])[-len(again):] == again
     assert are_equal("run", "straight2")
     assert main(again) == 0
-    assert runfile.read_run("run").is_finished and are_equal("run", "straight4")
+    record = runfile.read_run("run")
+    assert record.is_finished and are_equal("run", "straight4")
+    assert "resuming from run/checkpoints/step-00000002" in record.facts["header"]  # with which the report begins
 
 
 @pytest.mark.parametrize("text", ["exporting the model", "answering the fixed prompts"])
