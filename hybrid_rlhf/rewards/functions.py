@@ -61,8 +61,9 @@ class FunctionSource:
             which = f"response {i} of {len(rollout)}" if i is not None else f"the {len(rollout)} responses together"
             ending = f": {shown(rollout, i)}" if i is not None else ""
             what = described(own, self.timeout, self.function)
-            raise BadAnswer(f"reward source {self.name}: {what} for {which}{ending}; fix the function, or give "
-                            "another") from error
+            given = ", ".join(self._taken(inputs(rollout)))
+            raise BadAnswer(f"reward source {self.name}: {what} for {which}{ending}; it was given {given}; fix the "
+                            "function, or give another") from error
 
     def _answer(self, given: dict[str, list], seconds: float) -> Any:
         if isinstance(self.function, IsolatedFunction):

@@ -149,6 +149,11 @@ def finished(output_dir: str | Path, stage: str, config: object) -> RunRecord | 
     is_same = not changed or resume.is_shared_otherwise(folder, changed)
     check(is_same, f"output_dir {output_dir} holds a finished run with other settings ({', '.join(changed[:5])}); "
                    f"{resume.instead(folder, stage, changed)}, or give --resume never to run it again")
+    for model in map(old.facts.get, ("base_model", "reward_model")):
+        is_run = isinstance(model, str) and (Path(model) / RUN_FILE).exists()
+        check(not is_run or (read_run(model).finished or "") <= (old.finished or ""),
+              f"{model} was trained again after the run in output_dir {output_dir}; choose another output_dir, or give "
+              "--resume never to run it again")
     _say(f"{output_dir}: this {stage} run is finished; nothing to do (--resume never runs it again)")
     return old
 

@@ -42,7 +42,7 @@ async def stumbles_async(completions, how, calls, **_):
     await asyncio.sleep(60 if how == "hangs" and len(pathlib.Path(calls).read_text()) > 1 else 0)
     return answer
 """
-SAYS = {"raises": "raised KeyError: 'no such answer' .*for response 0 of 4",
+SAYS = {"raises": "raised KeyError: 'no such answer' .*for response 0 of 4: .*; it was given ",
         "hangs": "no answer within 0.3 s .*response 0", "nan": "score nan for response 3",
         "few": r"3 scores for 4 responses \(response 3 is the first without",
         "string": r"answered '1.0' \(str\) for responses 0 to 3", "words": "score '1.0' for response 0",

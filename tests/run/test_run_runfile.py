@@ -121,6 +121,17 @@ def test_a_finished_run_is_left_as_it_is_and_says_so(tmp_path, capsys):
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize("name", ["base_model", "reward_model"])
+def test_a_finished_run_whose_model_was_trained_again_is_refused(tmp_path, name):
+    finish(tmp_path / "model")
+    finish(tmp_path / "run", **{name: str(tmp_path / "model")})
+    assert runfile.finished(tmp_path / "run", "sft", Config()).is_finished
+    time.sleep(0.002)  # of which times are written
+    finish(tmp_path / "model", config=Config(resume="never"))
+    said = refused(runfile.finished, tmp_path / "run", "sft", Config())
+    assert said.startswith(f"{tmp_path / 'model'} was trained again after the run in output_dir") and "\n" not in said
+
+
 def test_a_finished_run_with_other_settings_is_refused_by_their_names(tmp_path):
     finish(tmp_path)
     line = refused(runfile.start, tmp_path, "sft", Config(seed=1, train=Part(learning_rate=2e-3)), "")
