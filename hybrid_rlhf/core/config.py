@@ -17,6 +17,7 @@ from hybrid_rlhf.core import jsonargparse_compat
 from hybrid_rlhf.core.errors import UserError, check, nearest
 from hybrid_rlhf.core.given_paths import check_file, expanded, with_homes
 from hybrid_rlhf.core.options import (
+    WORDS,
     SettingsT,
     free_mappings,
     is_text,
@@ -275,14 +276,18 @@ _VALUES = {"memory": "Memory that the run may use, such as 24GiB: chooses micro-
                     "as 2x8x80GiB or 24GiB; 97% of that memory, what torch finds of a card, is planned with."}
 
 
+_KINDS = {kind.__name__: words for kind, words in WORDS.items()}  # as jsonargparse names them
+
+
 def _one_line(error: Exception, known: list[str], unused: Mapping[str, str], prog: str) -> str:
     """jsonargparse's message as one line, with the nearest known key where a key is unknown."""
     text = re.sub(r"\s+", " ", str(error)).strip().replace("Parser key ", "option ")
     text = re.sub(r"<class '(\w+)'>", r"\1", text)
+    text = re.sub(r"Expected a (\w+)\. Got value: (.*)", lambda m: f"{m[2]} is not {_KINDS.get(m[1], m[1])}", text)
     union = re.search(r"Does not validate against any of the Union subtypes Subtypes: \[(.*?)\] Errors:.* "
                       r"Given value type: \w+ Given value: (.*)", text)
     if union:
-        kinds = re.sub(r"\bNoneType\b", "null", union.group(1)).replace(", ", " or ")
+        kinds = " or ".join(_KINDS.get(kind, kind) for kind in union.group(1).split(", "))
         return f"{text[:union.start()]}{union.group(2)} is not {kinds}"
     unknown = re.search(r"[Uu]nrecognized arguments?: -*([\w.\-+]+)|does not accept option '([^']+)'|"
                         r"Option '([^']+)' is not accepted", text)

@@ -49,7 +49,7 @@ def free_mappings(config_class: type, prefix: str = "") -> list[str]:
     return [f"{prefix}{key}" for key, kind in hints.items() if kind == dict[str, object]] + inner
 
 
-_WORDS = {dict: "a mapping", list: "a list", str: "text", int: "a whole number", float: "a number",
+WORDS = {dict: "a mapping", list: "a list", str: "text", int: "a whole number", float: "a number",
           bool: "true or false", type(None): "null"}
 _CLASSES = ("class_path", "init_args")  # by which the parser would import what a setting names
 
@@ -70,7 +70,7 @@ def misfit(kind: object, value: object, name: str) -> str | None:
     kinds = _members(kind)
     fits = [k for k in kinds if (typing.get_origin(k) or k) in (object, type(value))]
     if not fits:
-        return f"{name} is {_WORDS[type(value)]}; it must be {' or '.join(map(_in_words, kinds))}"
+        return f"{name} is {WORDS[type(value)]}; it must be {' or '.join(map(_in_words, kinds))}"
     inner = (typing.get_args(fits[0]) or (object,))[-1]
     each = value.items() if isinstance(value, dict) else enumerate(value)
     return next((fault for key, item in each if (fault := misfit(inner, item, f"{name}[{str(key)[:60]}]"))), None)
@@ -88,7 +88,7 @@ def _members(kind: object) -> tuple:
 
 
 def _in_words(kind: Any) -> str:
-    return _WORDS.get(typing.get_origin(kind) or kind, str(kind))
+    return WORDS.get(typing.get_origin(kind) or kind, str(kind))
 
 
 def nulls_in(kind: type, settings: dict) -> dict:

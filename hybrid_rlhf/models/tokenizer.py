@@ -58,6 +58,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, cure: str = "give
     check(all(text is None or isinstance(text, str) for text in texts),
           f"{path}/tokenizer_config.json: chat_template is {given!r:.60}; it must be text, or several texts by name")
     set_pad_token(tokenizer)
+    # of which every stage says itself what becomes of what is too long
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     _known[tokenizer] = frozenset(tokenizer.get_vocab().values()), tokenizer.chat_template
     return tokenizer
 

@@ -1,5 +1,8 @@
 """Loading, adapters and heads: what other systems got wrong."""
 
+import json
+import logging
+
 import pytest
 import torch
 
@@ -198,3 +201,16 @@ def test_attention_scores_that_are_capped_are_capped_in_training_too(tmp_path):
     assert load.named_attention(ModelConfig(model_name_or_path="x"), settings) == {"attn_implementation": "eager"}
     settings.attn_logit_softcapping = None
     assert load.named_attention(ModelConfig(model_name_or_path="x"), settings) == {}
+
+
+def test_a_text_longer_than_the_tokenizers_own_limit_is_not_warned_of_twice(tmp_path, caplog):
+    """transformers' line names a limit that is not the run's; what is too long a stage says itself."""
+    save_tiny(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": 4}))
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    try:
+        assert len(tokenizer_of.load_tokenizer(str(tmp_path))("a long text, much longer than four")["input_ids"]) > 4
+    finally:
+        logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert "longer than" not in caplog.text
