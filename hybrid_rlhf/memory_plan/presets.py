@@ -33,7 +33,7 @@ CARDS = {
     "cpu": Card(None, "", _ADAPTERS | {"engine.micro_batch_tokens": 1024}, _WHY),
     "8gb": Card(8, "3B", _QUANTISED | {"engine.micro_batch_tokens": 1024}, _WHY),
     "12gb": Card(12, "7B", _QUANTISED | {"engine.micro_batch_tokens": 2048}, _WHY),
-    "16gb": Card(16, "14B", _QUANTISED | {"engine.micro_batch_tokens": 2048}, _WHY),
+    "16gb": Card(16, "7B", _QUANTISED | {"engine.micro_batch_tokens": 2048}, _WHY),
     "24gb": Card(24, "14B", _QUANTISED | {"engine.micro_batch_tokens": 8192}, _WHY),
     "48gb": Card(48, "14B", _RECOMPUTED | {"engine.micro_batch_tokens": 8192}, _WHY),
     "80gb": Card(80, "32B", _RECOMPUTED | {"engine.micro_batch_tokens": 4096}, _WHY),
