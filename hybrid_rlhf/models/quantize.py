@@ -124,11 +124,11 @@ def sampling_products(model: nn.Module) -> Iterator[None]:
 
 def _dequantised_4bit(layer: nn.Module, dtype: torch.dtype) -> Tensor:
     state = layer.weight.quant_state
-    blocks = copy(state)  # a block to a row: on AVX-512 other rows that are no whole blocks come out wrong (0.50.2)
-    blocks.shape = torch.Size((-(-state.shape.numel() // state.blocksize), state.blocksize))
-    is_whole = state.shape.numel() % state.blocksize == 0
-    found = _bitsandbytes().functional.dequantize_4bit(layer.weight.data, blocks if is_whole else state)
-    return found.view(state.shape).to(dtype)
+    shape, size = state.shape, state.blocksize
+    if shape[-1] % size and shape.numel() % size == 0:  # on AVX-512 such rows come out wrong (0.50.2), whole blocks not
+        state = copy(state)
+        state.shape = torch.Size((shape.numel() // size, size))
+    return _bitsandbytes().functional.dequantize_4bit(layer.weight.data, state).view(shape).to(dtype)
 
 
 def _fused_4bit(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import bitsandbytes
 import pytest
@@ -304,3 +305,14 @@ def test_training_steps_over_a_quantised_base_are_those_of_peft(kind, folder):
                 optimizer.step()
                 losses[-1].append(float(loss.detach()))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.parametrize("shape", [(48, 32), (32, 64), (3, 40)])  # rows of half a block, of one; no whole blocks at all
+def test_a_4_bit_weight_is_its_codes_times_their_blocks_scales(shape):
+    packed, state = bitsandbytes.functional.quantize_4bit(torch.randn(shape), quant_type="nf4")
+    layer = SimpleNamespace(weight=SimpleNamespace(data=packed, quant_state=state))
+    packed = packed.flatten()
+    codes = torch.stack([packed >> 4, packed & 15], 1).flatten()[: shape[0] * shape[1]].long()
+    scales = state.absmax.repeat_interleave(state.blocksize)[: len(codes)]
+    found = quantize._dequantised_4bit(layer, torch.float32)
+    torch.testing.assert_close(found, (state.code[codes] * scales).view(shape), rtol=1e-6, atol=1e-7)
