@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 
+import card
 import cards
 import episodes
 import grpo_step
@@ -158,6 +159,13 @@ def test_rollouts_beside_transformers(tmp_path) -> None:
     assert list(rows) == ["stories3M", "ragged", "fixed_batch"]
     for row in rows.values():
         assert row["ours"] > 0 and row["floor_ratio"] > 0 and row["engine"]["path"] == "native"
+
+
+def test_decoding_on_a_card(tmp_path) -> None:
+    rows = rows_of(card, tmp_path)
+    assert list(rows) == list(card.CASES) and "ratio" in rows["opt-8"] and "ratio" not in rows["llama8-16-nf4"]
+    for row in rows.values():
+        assert row["tokens_per_second"] > 0 and row["engine"]["path"] == "native"
 
 
 def test_growth_of_every_work(tmp_path, monkeypatch) -> None:

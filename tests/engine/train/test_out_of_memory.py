@@ -10,7 +10,7 @@ from hybrid_rlhf.core.config import UserError
 from hybrid_rlhf.data.collate import collate_pairs, collate_sft
 from hybrid_rlhf.engine import HybridEngine, OptimizerConfig, SamplingConfig, ZeroConfig
 from hybrid_rlhf.engine.decode.kv_cache import KeyValueRows
-from hybrid_rlhf.engine.train import accumulate, passes
+from hybrid_rlhf.engine.train import accumulate, deepspeed_compat, passes
 from hybrid_rlhf.roles import Actor, PolicyModule, Reward
 from hybrid_rlhf.trainers.reward import RewardTrainer
 from hybrid_rlhf.trainers.sft import SFTTrainer
@@ -193,6 +193,7 @@ def short_after(*sizes):
 @pytest.mark.parametrize("sizes", [(4, 5), (4,)])
 def test_a_pass_that_failed_is_gone_through_again_without_what_it_has_met(sizes, monkeypatch):
     engine, met = sft(1).policy.engine, []
+    monkeypatch.setattr(deepspeed_compat, "world_size", lambda: 2)  # of one process DeepSpeed's are not made
     plain = torch.distributed.all_reduce
 
     def least():
@@ -216,6 +217,7 @@ def test_a_pass_that_comes_to_other_collectives_ends_with_a_line_and_does_not_wa
 
 def test_memory_that_runs_out_within_a_collective_ends_with_a_line_for_nobody_knows_who_has_met(monkeypatch):
     engine, asked = sft(1).policy.engine, []
+    monkeypatch.setattr(deepspeed_compat, "world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda **_: (_ for _ in ()).throw(out_of_memory()))
     with pytest.raises(UserError, match=r"in what processes tell each other.*engine\.micro_batch_tokens"):
         passes.attempt(engine.module, lambda: add_up(4), lambda: asked.append(1))
