@@ -8,6 +8,7 @@ from hybrid_rlhf.data.chat import SkipRow, compose_messages, encode_all
 from hybrid_rlhf.data.messages import messages_of
 from hybrid_rlhf.models.template import dialect_of
 from hybrid_rlhf.models.thoughts import thought_of
+from tests.factories.releases import transformers_before
 from tests.factories.tiny import tiny_tokenizer
 from tests.factories.trl_templates import tokenizer_of
 
@@ -67,6 +68,8 @@ def said(tokenizer, **answer) -> str:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_thought_in_any_family_s_markers_is_trained_as_the_model_writes_one(tokenizers, name, way):
+    if way == "thinking" and name in ("qwen3", "glm4moe") and transformers_before("5.23"):
+        pytest.skip("those templates know the field reasoning_content alone, and the row is left out with that reason")
     assert said(tokenizers[name], **WAYS[way]) == WRITTEN[name][0]
 
 

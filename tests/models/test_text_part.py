@@ -16,6 +16,7 @@ from hybrid_rlhf.models.quantize import quantized_layers
 from hybrid_rlhf.models.shared_prefix import sharing_is_exact
 from hybrid_rlhf.models.text_part import causal_part, text_backbone, towers
 from tests.factories import checkpoints
+from tests.factories.releases import transformers_before
 
 TOWERS = {"qwen3_5": ["model.visual"], "qwen3_vl": ["model.visual"],
           "gemma3": ["model.multi_modal_projector", "model.vision_tower"],
@@ -129,6 +130,8 @@ def test_the_head_s_multiplier_is_in_the_logits_of_falcon_h1(folder):
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4", "mistral_small_3_1", "falcon_h1"])
 def test_a_reward_model_is_made_of_any_type_that_has_a_backbone_and_read_again(name, folder, tmp_path):
+    if name != "gemma3" and transformers_before("5.23"):
+        pytest.skip("no class for sequence classification, which is said")
     model = load_scalar_model(ModelConfig(folder(name)), pad_id=0)
     batch = SequenceBatch(IDS, MASK, MASK)
     scores = ScalarModel(model.eval())(batch)
@@ -196,6 +199,7 @@ def test_a_tekken_tokenizer_alone_is_refused_with_the_cure(folder):
         load_tokenizer(folder("mistral_small_3_2"))
 
 
+@pytest.mark.skipif(transformers_before("5.23"), reason="no class for sequence classification, which is said")
 @pytest.mark.parametrize("kind, settings", [("codegen", dict(n_layer=1, n_embd=16, n_head=4, rotary_dim=4)),
                                             ("llama4_text", dict(attention_chunk_size=4, num_local_experts=2))])
 def test_a_head_of_ours_stands_where_the_type_s_own_backbone_does(kind, settings, tmp_path):
