@@ -158,7 +158,7 @@ def place_over_ranks(count: int) -> tuple[int, int]:
 
 def barrier() -> None:
     if is_initialized() and world_size() > 1:  # a world of one would only have NCCL take memory of the card
-        dist.barrier(device_ids=[device().index] if dist.get_backend() == "nccl" else None)
+        dist.barrier()
 
 
 @contextmanager

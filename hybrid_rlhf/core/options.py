@@ -50,7 +50,7 @@ def free_mappings(config_class: type, prefix: str = "") -> list[str]:
 
 
 WORDS = {dict: "a mapping", list: "a list", str: "text", int: "a whole number", float: "a number",
-          bool: "true or false", type(None): "null"}
+         bool: "true or false", type(None): "null"}
 _CLASSES = ("class_path", "init_args")  # by which the parser would import what a setting names
 
 

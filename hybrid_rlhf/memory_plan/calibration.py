@@ -21,8 +21,8 @@ class Calibration:
     """Beside the tensors of a process on a card.
 
     libraries_bytes: CUDA's context and what libraries load and hold: 1.2 GiB (H100, docs/results/gpu.md: 0.68 for a
-    context and cuBLAS, 1.2 without NCCL after steps of GRPO with QLoRA; smaller cards have smaller contexts), of which
-    what is free on a machine's own card, measured in a context, lacks a part already. fragmentation: what the
+    context and cuBLAS; after steps of GRPO with QLoRA 1.71, of which NCCL, not started for one process, had 0.55), of
+    which what is free on a machine's own card, measured in a context, lacks a part already. fragmentation: what the
     allocator cannot use, as a share of the tensors' bytes (H100: 5%).
     """
 

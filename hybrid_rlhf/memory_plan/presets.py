@@ -63,8 +63,8 @@ def closest(gib: float | None) -> str:
 
 def mismatch(name: str, gib: float | None) -> str | None:
     """A warning where the row `name` is for a card with more memory than the `gib` of this machine's, or than none."""
-    asked = card(name).gib
-    if asked is None or (gib is not None and asked <= 1.07 * gib):
+    asked, fitting = card(name).gib, closest(gib)
+    if (asked or 0) <= (CARDS[fitting].gib or 0):
         return None
     found = "torch finds none here" if gib is None else f"this one has {gib:.0f}"
-    return f"warning: --preset {name} is for a card of {asked} GiB, and {found}; --preset {closest(gib)} would fit"
+    return f"warning: --preset {name} is for a card of {asked} GiB, and {found}; this machine's is {fitting}"

@@ -125,7 +125,7 @@ def sampling_products(model: nn.Module) -> Iterator[None]:
 def _dequantised_4bit(layer: nn.Module, dtype: torch.dtype) -> Tensor:
     state = layer.weight.quant_state
     shape, size = state.shape, state.blocksize
-    if shape[-1] % size and shape.numel() % size == 0:  # on AVX-512 such rows come out wrong (0.50.2), whole blocks not
+    if shape[-1] % size and shape.numel() % size == 0:  # rows of part blocks, which AVX-512 gets wrong (0.50.2)
         state = copy(state)
         state.shape = torch.Size((shape.numel() // size, size))
     return _bitsandbytes().functional.dequantize_4bit(layer.weight.data, state).view(shape).to(dtype)

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.data.chat import SkipRow, compose_all, encode, encode_all, encode_prompt
-from tests.factories.releases import transformers_before
 from tests.factories.tiny import chatml_tokenizer
 from tests.factories.trl_templates import TOOLS, names, tokenizer_of
 
@@ -87,7 +86,6 @@ def test_a_thought_in_a_field_cannot_follow_a_begun_answer():
         encode(tokenizer_of("qwen3"), begun("Two"), [{"role": "assistant", "content": ".", "reasoning_content": "So."}])
 
 
-@pytest.mark.skipif(transformers_before("5.23"), reason="a begun answer was rendered without its thought")
 def test_an_answer_that_is_begun_behind_its_thought_goes_on():
     tokenizer = tokenizer_of("gptoss")
     prompt = [ASKED, {"role": "assistant", "content": "Tw", "reasoning_content": "Add one."}]

@@ -16,7 +16,6 @@ from hybrid_rlhf.models.merging import Weight, plain_weights
 from hybrid_rlhf.models.saving import share_kept
 from hybrid_rlhf.models.tokenizer import load_tokenizer
 from tests.factories import checkpoints
-from tests.factories.releases import transformers_before
 from tests.factories.tiny import save_tiny, tiny_tokenizer
 
 
@@ -134,7 +133,6 @@ def test_what_rounding_keeps_is_told_of_a_base_that_was_dequantised_as_it_was_re
     assert expected != pytest.approx(1.0, rel=0.01)
 
 
-@pytest.mark.skipif(transformers_before("5.23"), reason="packed experts are read otherwise: the export is refused")
 def test_an_export_of_packed_files_has_their_dtype_and_no_packed_tensors(tmp_path, caplog):
     for name, left_out in (("gpt_oss_mxfp4", False), ("deepseek_v3", True)):
         model = load.load_causal_lm(ModelConfig(base := checkpoints.write(name, tmp_path / name)))

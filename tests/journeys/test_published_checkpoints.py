@@ -27,7 +27,6 @@ from hybrid_rlhf.trainers.sft import SFTTrainer
 from hybrid_rlhf.training import builders
 from tests.factories import checkpoints
 from tests.factories.checkpoints import CHECKPOINTS
-from tests.factories.releases import transformers_before
 from tests.factories.trainers import SFT_ROWS, trained
 
 SAMPLE = ["qwen3_5", "gemma3", "gemma4", "llama4", "mistral_small_3_1", "gpt_oss", "llama3_2_bnb_4bit"]
@@ -51,7 +50,6 @@ def test_a_published_checkpoint_is_decoded_trained_and_saved_as_it_was(name, tmp
     assert published.differences(CHECKPOINTS[name].architecture, "sft/model") == ""
 
 
-@pytest.mark.skipif(transformers_before("5.23"), reason="packed weights are read otherwise: the export is refused")
 @pytest.mark.parametrize("name", DEQUANTISED)
 def test_fp8_and_mxfp4_are_trained_and_saved_as_plain_models_of_their_class(name, tmp_path, monkeypatch):
     write(name, tmp_path, monkeypatch)

@@ -21,7 +21,6 @@ from hybrid_rlhf.trainers.reward import RewardTrainer
 from hybrid_rlhf.trainers.sft import SFTTrainer
 from tests.factories.architectures import random_model
 from tests.factories.merged import merged_state_dict
-from tests.factories.releases import transformers_before
 from tests.factories.shortage import little_memory
 from tests.factories.tiny import tiny_causal_lm, tiny_tokenizer
 from tests.factories.trainers import PROMPTS, SFT_ROWS, Source, ppo, scalar, settings, trained
@@ -159,8 +158,6 @@ def test_checkpointing_changes_nothing_and_a_model_without_experts_has_no_router
 @pytest.mark.parametrize("max_tokens", [8192, 40], ids=["whole", "in parts"])
 @pytest.mark.parametrize("kind, changes", [("doge", dict(is_moe=False)), ("qwen3_moe", dict(mlp_only_layers=[0, 1]))])
 def test_layers_without_experts_train_in_a_type_that_has_them(kind, changes, max_tokens, caplog):
-    if kind == "doge" and transformers_before("5.23"):
-        pytest.skip("Doge is said to balance experts where it has none")
     model = random_model(kind, dict(changes, vocab_size=300, num_experts_per_tok=2))
     assert router_coefficient(model) == 0.001
     assert hidden_states_and_router_logits(model, BATCH)[1] in ((), None)
