@@ -27,7 +27,7 @@ def options() -> str:
         for option, value in _flat(dataclasses.asdict(config)):
             found.setdefault(f"{option}: {json.dumps(value, default=str)}", []).append(stage)
     most = len(STAGES)
-    return "".join(f"{line}  ({'every stage' if len(names) == most else ', '.join(names)})\n"
+    return "".join(f"{line}  ({'every stage' if len(names) == most else ', '.join(sorted(names))})\n"
                    for line, names in sorted(found.items()))
 
 
