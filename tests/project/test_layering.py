@@ -54,7 +54,6 @@ WRONG = [
      "whose place is hybrid_rlhf.engine.train.zero"),
     (dependencies, {"hybrid_rlhf/models/load.py": "from transformers import AutoModel"}, "do it inside the function"),
     (dependencies, {"inference/chat/repl.py": "import trl"}, "trl, whose place is nowhere"),
-    (sizes, {"examples/long.py": "x = 1\n" * 501}, "501 lines, more than 500"),
     (sizes, {"tests/long.py": "def f():\n" + "    x = 1\n" * 60}, "f has 61 lines, more than 60"),
     (twins, {f"{RUN}/plan.py": "", "training/plan.py": ""}, "run.plan and hybrid_rlhf.training.plan have one name"),
     (mirror, {"tests/run/a.py": "from tests.data.test_x import y"}, "a.py:1 imports tests.data.test_x, a test"),
