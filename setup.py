@@ -33,6 +33,7 @@ RUNTIME = [
     "rich>=15.0",
     "pyyaml>=6.0.3",
     "ninja>=1.13",
+    "websocket-client>=1.8",  # builtin:openenv
 ]
 EXTRAS = {
     "quantize": ["bitsandbytes>=0.50.2"],

@@ -12,7 +12,7 @@ import smollm2_tools
 from smollm2_settings import EXPERIMENTS
 
 from hybrid_rlhf.data.added_turns import check_keeps_history
-from hybrid_rlhf.environments.builtin.calculator import calculator
+from hybrid_rlhf.environments.builtin.expressions import calculator
 from hybrid_rlhf.models.tool_calls import check_tools
 from hybrid_rlhf.training.registry import STAGES
 from tests.factories.tiny import chatml_tokenizer

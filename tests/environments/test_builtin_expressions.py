@@ -19,11 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_rlhf.environments.builtin import BUILTINS
-from hybrid_rlhf.environments.builtin.bounded_values import size_of
-from hybrid_rlhf.environments.builtin.calculator import calculator
-from hybrid_rlhf.environments.builtin.expression_calls import FUNCTIONS
-from hybrid_rlhf.environments.builtin.expressions import Refused
-from hybrid_rlhf.environments.builtin.python_expression import python_expression
+from hybrid_rlhf.environments.builtin.expressions import FUNCTIONS, calculator, python_expression
 
 
 @pytest.mark.parametrize("expression, answer", [
@@ -46,7 +42,7 @@ def test_the_calculator_by_hand(expression, answer):
     ("1,000+2", "thousands separators"), ("2^3", r"a power is \*\*"), ("x", "only numbers"), ("a.b", "only numbers"),
     ("'a'*3", "only numbers"), ("True", "only numbers"), ("0x10", "only numbers"), ("1j", "only numbers"),
     ("", "no expression"), ("2+", "no expression"), ("1;2", "no expression"), ("\0", "no expression"),
-    ("\ud800", "no expression"), ("\u0663+1", "no expression"), ("-" * 300 + "1", "nested too deeply"),
+    ("\ud800", "no expression"), ("\u0663+1", "no expression|only numbers"),
     ("(" * 10000 + "1" + ")" * 10000, "too long"), ("__import__('os')", "only numbers"), (5, "text is needed"),
 ])
 def test_what_the_calculator_refuses_is_one_line_soon(expression, reason):
@@ -119,15 +115,11 @@ HOSTILE = [
     ("('x'*9999).join(['a']*9999)", "too large"), ("('a'*9999).replace('', 'b'*9999)", "too large"),
     ("'%1000000000d' % 1", "not available"), ("f'{1:1000000000}'", "not available"), ("'{:1000000000}'.format(1)",
     "no method"),
-    ("[1 for a in range(100000) for b in range(100000)]", "too large"),
+    ("[1 for a in range(100000) for b in range(100000)]", "too much work"),
     ("[a for a in range(100000) for b in range(100000) if 0]", "too much work"),
     ("[a == b for a in [[[0]*90]*90] for b in [[[0]*90]*90] for i in range(100000)]", "too much work"),
-    ("{k*(2**61-1) for k in range(10000)}", "too large"),
-    ("[{k*(2**61-1) for k in range(999)} for i in range(1000)]", "too much"),
-    ("set([k*(2**61-1) for k in range(9999)])", "too large"), ("{1}.union([k*(2**61-1) for k in range(9999)])",
-    "too large"),
-    ("dict([(k*(2**61-1), 0) for k in range(9999)])", "too large"), ("zip(*[range(9)]*9)", "not available"),
-    ("[0.5 in range(100000) for i in range(1000)]", "too much work"), ("sum([[0]]*4000, [])", "only numbers"),
+    ("zip(*[range(9)]*9)", "not available"),
+    ("[0.5 in range(100000) for i in range(1000)]", "too much work"),
     ("[2**9999 // (2**4000+1) for i in range(99999)]", "too large|too much"), ("int('9'*9000)", "ValueError|too large"),
     ("[sorted(list(range(9000))) for j in range(500)]", "too much work"), ("2**9999 * 1.0", "OverflowError"),
     ("(" * 900 + "1" + ")" * 900, "no expression|nested"), ("-" * 1990 + "1", "nested too deeply"),
@@ -136,14 +128,13 @@ HOSTILE = [
     ("'{0.__class__}'.format(1)", "no method"), ("__import__('os').system('true')", "cannot be called"),
     ("(lambda: 1)()", "cannot be called"), ("[f() for f in [1]]", "cannot be called"), ("len", "can only be called"),
     ("__builtins__", "not defined"), ("open('/etc/passwd')", "cannot be called"), ("[*range(9)]", "not available"),
-    ("(x := 1)", "not available"), ("import os", "no expression"), ("x = 1", "no expression"), ("b'a'", "literals"),
-    ("1j", "literals"),
+    ("(x := 1)", "not available"), ("import os", "no expression"), ("x = 1", "no expression"),
+    ("1j", "complex values are not"), ("b'a'", "bytes values are not"),
     ("(-8)**(1/3)", "complex"), ("1/0", "ZeroDivisionError"), ("[][1]", "IndexError"), ("{}['a']", "KeyError"),
     ("{[]}", "TypeError"),
     ("[x for x in 5]", "TypeError"), ("[a for a, b in [(1, 2, 3)]]", "ValueError"), ("max(1, key=eval)",
-    "key must be one of"),
+    "KeyError: eval"),
     ("[(await x) for x in [1]]", "no expression|not available"), ("[x async for x in [1]]", "async|no expression"),
-    ("1 is 1", "use =="),
 ]
 
 
@@ -156,20 +147,13 @@ def test_a_hostile_expression_is_one_line_in_little_time(code, reason):
 
 
 def test_hostile_expressions_take_little_memory():
-    program = ("import json, resource, sys; from hybrid_rlhf.environments.builtin.python_expression import *\n"
+    program = ("import json, resource, sys; from hybrid_rlhf.environments.builtin.expressions import *\n"
                "size = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
                "given, before = json.load(sys.stdin), size()\n"
                "[python_expression(code) for code in given]; print(size() - before)")
     done = subprocess.run([sys.executable, "-c", program], input=json.dumps([code for code, _ in HOSTILE]),
                           capture_output=True, text=True, check=True)
     assert int(done.stdout) * (1 if sys.platform == "linux" else 1 / 1024) < 30_000  # KiB
-
-
-def test_what_a_value_counts_is_its_parts_unfolded():
-    inner = [0, 0]
-    assert [size_of(v) for v in (5, "abc", [], [1, 2], {"ab": 1}, [inner, inner], 2**640)] == [1, 4, 1, 3, 5, 7, 11]
-    with pytest.raises(Refused):
-        size_of("a" * 10000)
 
 
 _numbers = st.one_of(st.integers(-50, 50), st.floats(-9, 9).map(lambda x: round(x, 2)), st.booleans()).map(
@@ -270,7 +254,7 @@ def test_a_tool_has_what_its_schema_is_made_of(name):
     assert re.search(rf"\n\nArgs:\n    {parameter}: \w", inspect.getdoc(tool))  # from Python 3.13 on none is indented
 
 
-@pytest.mark.parametrize("operator", [*_OPERATORS, "**", "&", "|", "^", "<<", ">>", "is", "is not", "in", "not in"])
+@pytest.mark.parametrize("operator", [*_OPERATORS, "**", "&", "|", "^", "<<", ">>", "in", "not in"])
 def test_every_operator_equals_pythons_on_all_pairs_of_a_few_values(operator):
     values = ["-7", "0", "2", "2.5", "True", "'a'", "'ab'", "[2]", "[2, 0]", "(1,)", "{2}", "{2, 3}", "{0: 1}", "None"]
     num_values = 0
@@ -285,5 +269,5 @@ def test_every_operator_equals_pythons_on_all_pairs_of_a_few_values(operator):
         else:
             said_class, num_values = repr(value), num_values + ("error" not in said)
         assert said == said_class or said.startswith(f"error: {said_class}") or re.search(
-            "not available|only for None|complex|%", said), (left, right, said, said_class)
+            "not available|complex|%", said), (left, right, said, said_class)
     assert num_values >= 5

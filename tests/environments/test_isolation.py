@@ -265,7 +265,7 @@ def test_what_cannot_be_opened_is_one_line_at_the_start(path, factory, tools, op
 
 @pytest.mark.slow
 def test_what_a_module_defines_may_be_given_from_python(pool):
-    from hybrid_rlhf.environments.builtin.calculator import calculator
+    from hybrid_rlhf.environments.builtin.expressions import calculator
 
     with handed_over({"sums": calculator}):
         (kind,) = open_isolated(settings(None, ["python:sums@12"])).kinds

@@ -73,10 +73,11 @@ DEPENDENCIES = {
                      f"{H}.models.tool_schema", f"{H}.models.transformers_compat"),
     "triton": (f"{H}.kernels",),
     "uvicorn": (f"{H}.inference.server", f"{H}.studio.command"),
+    "websocket": (f"{H}.environments.builtin.openenv",),
 }
 ANYWHERE = {"torch", "numpy", "safetensors", "rich", "yaml", "jinja2"}  # and the standard library
 LAZY = {"accelerate", "bitsandbytes", "datasets", "deepspeed", "gguf", "huggingface_hub",
-        "matplotlib", "peft", "pyarrow", "reasoning_gym", "tokenizers", "transformers"}
+        "matplotlib", "peft", "pyarrow", "reasoning_gym", "tokenizers", "transformers", "websocket"}
 # Folders of tests beside those that have a package's name.
 TEST_FOLDERS = {"benchmarks", "crash", "distributed", "factories", "fuzz", "journeys", "mutation", "project",
                 "simulated_card"}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hybrid_rlhf.environments.builtin.calculator import calculator
+from hybrid_rlhf.environments.builtin.expressions import calculator, python_expression
 from hybrid_rlhf.environments.builtin.guess_number import GuessNumber, GuessNumberTool
 from hybrid_rlhf.environments.builtin.openenv import OpenEnv
-from hybrid_rlhf.environments.builtin.python_expression import python_expression
 from hybrid_rlhf.environments.builtin.reasoning_gym import ReasoningGym
 from hybrid_rlhf.environments.builtin.word_game import WordGame
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
 from http.client import HTTPException
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
 
 from hybrid_rlhf.core.errors import UserError, check
 from hybrid_rlhf.core.strict_json import loads, to_json
-from hybrid_rlhf.environments.builtin.websocket import WebSocket
 from hybrid_rlhf.rewards.builtin import text_of
 
 
 class _Refused(Exception):
-    """The server has understood the question and refuses it."""
+    """The server refuses an action or a reset that it has read."""
 
 
 @dataclass
@@ -56,14 +54,14 @@ class OpenEnv:
                                                        "websocket or http")
         check(self.timeout > 0 and self.max_bytes > 0, f"{at}: timeout and max_bytes must be above 0")
         self._shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-        self._socket: WebSocket | None = None
+        self._socket: Any = None  # a websocket.WebSocket
 
     def reset(self, **row: Any) -> str | None:
         given = {name: row[name] for name in self.reset_columns if row.get(name) is not None}
         try:
             observation, is_over, _ = self._result(self._asked("reset", given))
         except _Refused as error:
-            self._fail(f"refused to reset: {error}; fix the columns that it gets (reset_columns)")
+            raise self._failure(f"refused to reset: {error}; fix the columns that it gets (reset_columns)") from None
         check(not is_over, f"openenv at {self._shown}: the episode is over before it began; fix the row or the server")
         return f"\n{observation}" if observation else None
 
@@ -74,49 +72,56 @@ class OpenEnv:
             observation, is_over, reward = self._result(self._asked("step", action))
         except _Refused as error:
             if self.action_field is not None:
-                self._fail(f"refused an action: {error}; fix action_field or the server")
+                raise self._failure(f"refused an action: {error}; fix action_field or the server") from None
             observation, is_over, reward = f"error: {error}", False, None
         return [{"role": "user", "content": observation}], is_over, reward
 
     def _asked(self, what: str, data: dict) -> object:
-        """The server's answer, read. Raises _Refused, or UserError for what is no answer."""
+        """The server's answer to a reset or a step. Raises _Refused, or UserError for a server that does not answer."""
         try:
-            text = self._by_socket(what, data) if self.transport == "websocket" else self._by_post(what, data)
-            answer = loads(text)
+            answer = loads(self._by_socket(what, data) if self.transport == "websocket" else self._by_post(what, data))
         except (OSError, HTTPException, ValueError, RecursionError) as error:
             self._drop()
-            said = " ".join(str(error).split()) or type(error).__name__
-            is_other = "no WebSocket" in said
-            self._fail(f"{said:.300}; fix the {'url, or use transport http' if is_other else 'url or the server'}")
-        if isinstance(answer, dict) and answer.get("type") == "error":
-            inner = answer.get("data")
-            found: dict = inner if isinstance(inner, dict) else {}
-            said = " ".join(f"{found.get('message', answer)} {found.get('errors', '')}".split())[:300]
-            if found.get("code") in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
-                raise _Refused(said)
-            self._drop()
-            self._fail(f"{said}; fix the server (or its bound on sessions)")
-        return answer.get("data") if self.transport == "websocket" and isinstance(answer, dict) else answer
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise self._failure(f"{reason:.300}; fix the url or the server") from error
+        if self.transport == "http" or not isinstance(answer, dict):
+            return answer
+        if answer.get("type") != "error":
+            return answer.get("data")
+        details = answer["data"] if isinstance(answer.get("data"), dict) else {}
+        message = " ".join(f"{details.get('message', answer)} {details.get('errors', '')}".split())[:300]
+        if details.get("code") in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
+            raise _Refused(message)
+        self._drop()
+        raise self._failure(f"{message}; fix the server (or its bound on sessions)")
 
     def _by_socket(self, what: str, data: dict) -> str:
-        question, was_open = to_json({"type": what, "data": data}), self._socket is not None
-        try:
-            return self._connected().ask(question)
-        except OSError:
-            self._drop()
-            if what != "reset" or not was_open:  # a session that idled too long is opened again for a new episode
-                raise
-            return self._connected().ask(question)
+        import websocket
 
-    def _connected(self) -> WebSocket:
-        if self._socket is None:
-            address = "ws" + self.url.removeprefix("http") if self.url.startswith("http") else self.url
-            self._socket = WebSocket(f"{address.rstrip('/')}/ws", self.timeout, self.max_bytes)
-        return self._socket
+        was_open = self._socket is not None
+        try:
+            if self._socket is None:
+                address = "ws" + self.url.removeprefix("http") if self.url.startswith("http") else self.url
+                self._socket = websocket.create_connection(f"{address.rstrip('/')}/ws", self.timeout)
+            self._socket.send(to_json({"type": what, "data": data}))
+            text = self._socket.recv()
+            if not text:
+                raise ConnectionResetError("the server closed the connection")
+        except (OSError, websocket.WebSocketException) as error:
+            self._drop()
+            if what == "reset" and was_open:  # a session that idled too long is opened again for a new episode
+                return self._by_socket(what, data)
+            if isinstance(error, websocket.WebSocketBadStatusException):
+                raise ConnectionError(f"no WebSocket there (status {error.status_code}); a server without sessions "
+                                      "needs transport http") from error
+            raise ConnectionError(str(error)) from error
+        if len(text) > self.max_bytes:
+            raise ValueError(f"an answer of more than {self.max_bytes} bytes")
+        return text
 
     def _drop(self) -> None:
         if self._socket is not None:
-            self._socket.close()
+            self._socket.close(timeout=0)
             self._socket = None
 
     def _by_post(self, what: str, data: dict) -> str:
@@ -124,22 +129,25 @@ class OpenEnv:
         address = "http" + self.url.removeprefix("ws") if self.url.startswith("ws") else self.url
         request = urllib.request.Request(f"{address.rstrip('/')}/{what}", body, {"Content-Type": "application/json"})
         try:
-            with _OPENER.open(request, timeout=self.timeout) as answer:
-                return _bounded(answer, self.timeout, self.max_bytes).decode()
+            with urllib.request.urlopen(request, timeout=self.timeout) as answer:
+                text = answer.read(self.max_bytes + 1)
         except urllib.error.HTTPError as error:
             detail = " ".join(error.read(300).decode("utf-8", "replace").split())
             if error.code == 422:
                 raise _Refused(detail) from None
             raise ValueError(f"answered status {error.code} ({error.reason}) {detail}") from None
+        if len(text) > self.max_bytes:
+            raise ValueError(f"an answer of more than {self.max_bytes} bytes")
+        return text.decode()
 
     def _result(self, answer: object) -> tuple[str, bool, float | None]:
         """The observation's text, whether the episode is over, and the reward, None where the server gives none."""
         found = answer if isinstance(answer, dict) else {}
         observation, reward = found.get("observation"), found.get("reward")
         if not isinstance(observation, dict) or not isinstance(found.get("done", False), bool):
-            self._fail(f"answered {answer!r:.100}, where an object with observation, reward and done is needed")
+            raise self._failure(f"answered {answer!r:.100}; an object with observation, reward and done is needed")
         if reward is not None and not (isinstance(reward, (int, float)) and math.isfinite(reward)):
-            self._fail(f"gave the reward {reward!r:.40}, where a finite number or null is needed")
+            raise self._failure(f"gave the reward {reward!r:.40}, where a finite number or null is needed")
         return self._text(observation), found.get("done", False), None if reward is None else float(reward)
 
     def _text(self, observation: dict) -> str:
@@ -152,30 +160,8 @@ class OpenEnv:
             value = next(iter(observation.values())) if len(observation) == 1 else observation
         return value if isinstance(value, str) else to_json(value)
 
-    def _fail(self, what: str) -> NoReturn:
-        raise UserError(f"openenv at {self._shown}: {what}")
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A POST that is redirected becomes a GET without its body: the address is wrong, and that is said."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-_OPENER = urllib.request.build_opener(_NoRedirect)
-
-
-def _bounded(answer: Any, timeout: float, max_bytes: int) -> bytes:
-    """All of an answer, in time and within its bound however slowly it comes."""
-    deadline, found = time.monotonic() + timeout, b""
-    while part := answer.read1(65536):
-        found += part
-        if len(found) > max_bytes:
-            raise ValueError(f"an answer of more than {max_bytes} bytes")
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no answer within {timeout:g} s")
-    return found
+    def _failure(self, what: str) -> UserError:
+        return UserError(f"openenv at {self._shown}: {what}")
 
 
 def _action(text: str) -> dict:
